@@ -1,0 +1,398 @@
+"""One adapter version on disk: what it must look like, and how it is written so that a crash cannot tear it.
+
+    adapter_config.json          PEFT's configuration        adapter_model.safetensors    PEFT's weights
+    groupwise.json               where it came from, and the size and sha256 of every other file
+
+A version is a LoRA adapter that PEFT and vLLM load: keys `base_model.model.<path>.lora_A.weight`, floats, all finite.
+safetensors refuses truncated files itself but accepts NaN, so the weights are read here. Nothing is ever unpickled.
+
+The second half is the file system protocol of the store: one lock, staging directories, replacement in one step.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from groupwise.errors import AdapterError, StorageError
+from groupwise.types import BASE, PolicyVersion
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+SIDECAR = "groupwise.json"
+FORMAT = 1
+
+MAX_CONFIG_BYTES = 1 << 20
+MAX_WEIGHTS_BYTES = 2 << 30
+MAX_RANK = 1024
+LOCK_TIMEOUT_S = 60.0
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib")
+_COPY_BYTES = 1 << 20
+_STAGING = ".staging-"
+_ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # other OSErrors say nothing about the version
+
+# A float is infinite or NaN exactly when all bits of its exponent are set: (integer view, those bits) per dtype.
+# This reads bfloat16 too, which numpy has no type for.
+_EXPONENT_BITS = {
+    "F64": (np.uint64, 0x7FF0_0000_0000_0000),
+    "F32": (np.uint32, 0x7F80_0000),
+    "F16": (np.uint16, 0x7C00),
+    "BF16": (np.uint16, 0x7F80),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provenance:
+    """Where a version came from, as its publisher knows it. `base_hash` names the exact base weights."""
+
+    base_model: str
+    base_hash: str
+    parent: PolicyVersion = field(default_factory=PolicyVersion.base)
+    step: int = 0
+    config_hash: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterInfo(Provenance):
+    """What the sidecar says of a version. `created` is ISO 8601 UTC; `files` maps a name to (bytes, sha256)."""
+
+    version: PolicyVersion
+    created: str
+    files: Mapping[str, tuple[int, str]]
+
+
+def is_name(text: str) -> bool:
+    """Whether `text` can name an adapter, and therefore a directory."""
+    return text != BASE and _NAME.fullmatch(text) is not None
+
+
+def check_name(name: str) -> str:
+    """Return `name`, or raise AdapterError if it cannot name an adapter."""
+    if not is_name(name):
+        raise AdapterError(
+            f"{name[:80]!r} cannot name an adapter",
+            hint=f"use 1 to 64 of A-Z a-z 0-9 . _ - starting with a letter or digit, and not {BASE!r}",
+        )
+    return name
+
+
+def check_adapter(directory: Path) -> None:
+    """Raise AdapterError unless `directory` holds a LoRA adapter that can be served: layout, config, finite weights."""
+    for entry in sorted(directory.iterdir()):
+        if entry.suffix in _PICKLES:
+            raise AdapterError(
+                f"{entry.name} may hold a pickle, which can run code when it is loaded",
+                hint=f"save the adapter as {WEIGHTS} (PEFT: safe_serialization=True)",
+            )
+        if not stat.S_ISREG(entry.lstat().st_mode):
+            raise AdapterError(f"{entry.name} is not a plain file; an adapter is a directory of plain files")
+    config = _read_config(directory / CONFIG)
+    weights = directory / WEIGHTS
+    _check_size(weights, limit=MAX_WEIGHTS_BYTES)
+    try:
+        with safe_open(weights, framework="np"):  # the header, overlaps and the file's length
+            pass
+    except SafetensorError as error:
+        raise AdapterError(f"{WEIGHTS} is not a whole safetensors file: {error}") from error
+    tensors = _read_header(weights)
+    _check_ranks(tensors, rank=config["r"], ranks=config.get("rank_pattern") or {})
+    _check_finite(weights, tensors)
+
+
+def _check_size(path: Path, *, limit: int) -> None:
+    if not path.is_file():
+        raise AdapterError(f"{path.name} is missing", hint=f"an adapter has {CONFIG} and {WEIGHTS}, as PEFT saves them")
+    size = path.stat().st_size
+    if size > limit:
+        raise AdapterError(f"{path.name} has {size:,} bytes; the limit is {limit:,}")
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    _check_size(path, limit=MAX_CONFIG_BYTES)
+    try:
+        config = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise AdapterError(f"{CONFIG} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise AdapterError(f"{CONFIG} holds a {type(config).__name__}; it must be an object")
+    rank: Any = config.get("r")
+    alpha: Any = config.get("lora_alpha")
+    ranks, auto = config.get("rank_pattern"), config.get("auto_mapping")
+    library = auto.get("parent_library") if isinstance(auto, dict) else auto
+    checks = (
+        (config.get("peft_type") == "LORA", "peft_type", "must be 'LORA'"),
+        (type(rank) is int and 1 <= rank <= MAX_RANK, "r", f"must be a whole number from 1 to {MAX_RANK}"),
+        (type(alpha) in (int, float) and 0 < alpha < math.inf, "lora_alpha", "must be a positive number"),
+        (not config.get("use_dora"), "use_dora", "must be false: DoRA is not served"),
+        (not config.get("modules_to_save"), "modules_to_save", "must be empty: whole layers are not served"),
+        (config.get("bias", "none") == "none", "bias", "must be 'none': biases are not served"),
+        (not ranks or isinstance(ranks, dict), "rank_pattern", "must be an object"),
+        (
+            library is None or str(library).split(".")[0] == "transformers",
+            "auto_mapping",
+            "must be of transformers: PEFT imports it",
+        ),
+    )
+    for valid, key, rule in checks:
+        if not valid:
+            raise AdapterError(f"{CONFIG}: {key} is {str(config.get(key))[:80]!r}; it {rule}")
+    return config
+
+
+def _read_header(path: Path) -> dict[str, dict[str, Any]]:
+    """safetensors: 8 bytes of header length (little-endian), JSON {name: dtype, shape, data_offsets}, then the data."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    for tensor in header.values():
+        tensor["begin"], tensor["end"] = (8 + length + offset for offset in tensor.pop("data_offsets"))
+    return header
+
+
+def _check_ranks(tensors: Mapping[str, dict[str, Any]], *, rank: int, ranks: Mapping[str, int]) -> None:
+    down = {key: tensor["shape"] for key, tensor in tensors.items() if ".lora_A." in key}
+    if not down:
+        raise AdapterError(f"{WEIGHTS} has no LoRA weights; keys are 'base_model.model.<module>.lora_A.weight'")
+    for key in tensors:
+        if not key.startswith("base_model.model."):
+            raise AdapterError(f"{WEIGHTS}: {key[:120]!r} does not start with 'base_model.model.', as PEFT saves keys")
+    for key, shape in down.items():
+        up = tensors.get(key.replace(".lora_A.", ".lora_B."), {"shape": ()})["shape"]
+        if len(shape) < 2 or len(up) < 2 or shape[0] != up[1]:
+            raise AdapterError(f"{WEIGHTS}: {key[:120]!r} has shape {shape}, its lora_B has {tuple(up)}; ranks differ")
+        if shape[0] != rank and shape[0] not in ranks.values():
+            raise AdapterError(f"{WEIGHTS}: {key[:120]!r} has rank {shape[0]} but r in {CONFIG} is {rank}")
+
+
+def _check_finite(path: Path, tensors: Mapping[str, dict[str, Any]]) -> None:
+    data = np.memmap(path, dtype=np.uint8, mode="r")
+    for key, tensor in tensors.items():
+        if tensor["dtype"] not in _EXPONENT_BITS:
+            valid = ", ".join(_EXPONENT_BITS)
+            raise AdapterError(f"{WEIGHTS}: {key[:120]!r} has dtype {tensor['dtype']}; it must be one of {valid}")
+        integer, bits = _EXPONENT_BITS[tensor["dtype"]]
+        values = data[tensor["begin"] : tensor["end"]].view(integer)
+        if bad := int(np.count_nonzero((values & integer(bits)) == bits)):
+            raise AdapterError(
+                f"{WEIGHTS}: {bad} of the {values.size} values of {key[:120]!r} are NaN or infinite",
+                hint="the training step that made it diverged; publish an earlier one",
+            )
+
+
+def seal(directory: Path, *, provenance: Provenance) -> None:
+    """Write the sidecar and force every file of `directory` to the disk. After this only a rename is missing.
+
+    The sidecar does not hold its own version: the directory's place in the store says it.
+    """
+    files = {path.name: (path.stat().st_size, sha256(path)) for path in sorted(directory.iterdir())}
+    sidecar = {
+        "format": FORMAT,
+        "base_model": provenance.base_model,
+        "base_hash": provenance.base_hash,
+        "parent": str(provenance.parent),
+        "step": provenance.step,
+        "config_hash": provenance.config_hash,
+        "metrics": {key: value if math.isfinite(value) else None for key, value in provenance.metrics.items()},
+        "created": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "files": files,
+    }
+    (directory / SIDECAR).write_text(json.dumps(sidecar, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    for path in directory.iterdir():
+        fsync(path)
+    fsync(directory)
+
+
+def read_info(directory: Path, *, version: PolicyVersion) -> AdapterInfo:
+    """The sidecar of a published version. Raises AdapterError if it is missing or not one of ours."""
+    try:
+        raw = json.loads((directory / SIDECAR).read_bytes())
+        if raw["format"] != FORMAT:
+            raise AdapterError(
+                f"{version} has sidecar format {raw['format']!r}; this version of groupwise reads {FORMAT}"
+            )
+        return AdapterInfo(
+            version=version,
+            base_model=raw["base_model"],
+            base_hash=raw["base_hash"],
+            parent=PolicyVersion.parse(raw["parent"]),
+            step=raw["step"],
+            config_hash=raw["config_hash"],
+            metrics={key: math.nan if value is None else value for key, value in raw["metrics"].items()},
+            created=raw["created"],
+            files={key: (int(size), str(digest)) for key, (size, digest) in raw["files"].items()},
+        )
+    except (*_ABSENT, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise AdapterError(f"{version}: {SIDECAR} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def find_damage(directory: Path, *, version: PolicyVersion, hashes: bool) -> str | None:
+    """Why `directory` is not what was published, or None. `hashes` reads every byte, otherwise only the sizes."""
+    try:
+        info = read_info(directory, version=version)
+    except AdapterError as error:
+        return error.message
+    for name in (CONFIG, WEIGHTS):
+        if name not in info.files:
+            return f"{SIDECAR} does not list {name}"
+    for name, (size, digest) in info.files.items():
+        path = directory / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes; {size} were published"
+        if hashes and sha256(path) != digest:
+            return f"{name} does not have the sha256 that was published"
+    return None
+
+
+def copy_file(source: Path, target: Path, *, limit: int) -> None:
+    """Copy a plain file of at most `limit` bytes and force it to the disk. Raises AdapterError, or OSError."""
+    try:  # O_NONBLOCK: a FIFO must not be waited for. Links are followed: the Hugging Face cache is made of them.
+        descriptor = os.open(source, os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise AdapterError(f"{source} is missing", hint=f"an adapter has {CONFIG} and {WEIGHTS}") from None
+    with open(descriptor, "rb") as reader:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise AdapterError(f"{source} is not a plain file")
+        with target.open("xb") as writer:
+            copied = 0
+            while chunk := reader.read(_COPY_BYTES):
+                copied += len(chunk)
+                if copied > limit:
+                    raise AdapterError(f"{source} has more than {limit:,} bytes, the limit for {source.name}")
+                writer.write(chunk)
+            writer.flush()
+            os.fsync(writer.fileno())
+
+
+def has_pickles(directory: Path) -> bool:
+    """Whether some file of `directory` is in a format that is loaded by unpickling."""
+    return any(entry.suffix in _PICKLES for entry in directory.iterdir())
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fsync(path: Path) -> None:
+    """Force a file's content, or a directory's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace(path: Path, text: str) -> None:
+    """Put `text` at `path` in one step: after a crash the file is the old one or the new one."""
+    temporary = staging_path(path.parent)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        fsync(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync(path.parent)
+
+
+def staging_path(root: Path) -> Path:
+    """A new name that `sweep` will remove unless what has it is renamed, or locked by a living process."""
+    return root / f"{_STAGING}{uuid4().hex}"
+
+
+@contextmanager
+def staging(root: Path) -> Iterator[Path]:
+    """A directory that is gone afterwards unless it was renamed. Its lock tells `sweep` that its writer is alive."""
+    path, descriptor = staging_path(root), -1
+    try:
+        with locked(root):  # sweep() must not see it before it is locked
+            path.mkdir()
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        if descriptor >= 0:
+            _unlock(descriptor)
+
+
+def sweep(root: Path) -> None:
+    """Remove what crashes left in staging. The lock is held."""
+    for leftover in root.glob(f"{_STAGING}*"):
+        if not leftover.is_dir():
+            leftover.unlink(missing_ok=True)  # a file that was never moved into place
+            continue
+        descriptor = os.open(leftover, os.O_RDONLY | os.O_DIRECTORY)
+        if _try_lock(descriptor):
+            shutil.rmtree(leftover, ignore_errors=True)
+            _unlock(descriptor)
+        else:
+            os.close(descriptor)
+
+
+@contextmanager
+def locked(root: Path) -> Iterator[None]:
+    """Hold the store's lock, which the kernel releases when its holder dies. Not re-entrant."""
+    descriptor = os.open(root / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        while not _try_lock(descriptor):
+            if time.monotonic() > deadline:
+                raise StorageError(
+                    f"waited {LOCK_TIMEOUT_S:.0f} s for {root / '.lock'}, which another process holds",
+                    hint="see who holds it with `fuser`, and end that process if it hangs",
+                )
+            time.sleep(0.005)
+        yield
+    finally:
+        _unlock(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _unlock(descriptor: int) -> None:
+    """Release and close. Closing alone would not do: a child forked meanwhile has a copy, which keeps the lock."""
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
+@contextmanager
+def writing(what: str) -> Iterator[None]:
+    """Turn a failure of the file system into a StorageError that says what was being done."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, SafetensorError) and "os error" not in str(error):  # safetensors hides the OSError in it
+            raise
+        hint = "free some disk space or fix the permissions, then try again; what was published before is unchanged"
+        raise StorageError(f"{what} failed: {error}", hint=hint) from error

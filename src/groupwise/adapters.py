@@ -1,0 +1,373 @@
+"""The versioned adapter store: immutable versions, one of which is active.
+
+    <root>/math/v000012/     version math@12, never changed once it has this name
+    <root>/.state.json       the activations, oldest first (the last is active), and the numbers that must not come back
+    <root>/.staging-*/       versions being written; their writer holds an flock on the directory
+    <root>/.quarantine/      what was found damaged, each with the reason
+    <root>/.lock             flock: held for short moments by whoever gives out a number, moves or removes a version
+
+Publishing is: write into staging, check, fsync every file, then one rename to the next number under the lock, fsync of
+the parent. A reader therefore sees all of a version or none of it, and a kill at any point leaves at most a staging
+directory, which the next start sweeps. Any number of processes may use one store on one local file system.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from uuid import uuid4
+
+from groupwise import adapter_files as files
+from groupwise.adapter_files import AdapterInfo, Provenance
+from groupwise.errors import AdapterError, AdapterNotFoundError
+from groupwise.types import BASE, PolicyVersion
+
+MAX_ACTIVATIONS = 256  # how far back rollback can go
+
+_VERSION = re.compile(r"v([0-9]{6,12})")
+
+
+@dataclass(frozen=True)
+class _State:
+    """`.state.json`. `retired` maps a name to the highest number that is gone: numbers are never given out twice."""
+
+    activations: tuple[PolicyVersion, ...] = ()
+    retired: Mapping[str, int] = field(default_factory=dict)
+
+    def without(self, version: PolicyVersion) -> _State:
+        activations: list[PolicyVersion] = []
+        for entry in self.activations:
+            if entry != version and activations[-1:] != [entry]:
+                activations.append(entry)
+        number = max(version.number, self.retired.get(version.name, 0))
+        return _State(tuple(activations), {**self.retired, version.name: number})
+
+
+class AdapterStore:
+    """A directory of adapter versions. `warnings` says what the last recovery, or a damaged version, changed.
+
+    Raises StorageError when something cannot be written; what was published before is then untouched.
+    """
+
+    def __init__(self, root: Path | str):
+        self.root = Path(root)
+        self.warnings: list[str] = []
+        self._verified: set[PolicyVersion] = set()
+        with files.writing(f"opening the adapter store {self.root}"):
+            self.root.mkdir(parents=True, exist_ok=True)
+            self.recover()
+
+    # --- reading ---
+
+    def names(self) -> tuple[str, ...]:
+        """The adapters that have a version, sorted."""
+        return tuple(sorted(entry.name for entry in self.root.iterdir() if self.versions(entry.name)))
+
+    def versions(self, name: str) -> tuple[PolicyVersion, ...]:
+        """The versions of one adapter, oldest first; empty if there is no such adapter."""
+        directory = self.root / name
+        if not files.is_name(name) or not directory.is_dir():
+            return ()
+        matches = (_VERSION.fullmatch(entry) for entry in os.listdir(directory))
+        found = (PolicyVersion(name, int(match[1])) for match in matches if match)
+        return tuple(sorted(version for version in found if self._directory(version).exists()))
+
+    def list(self) -> tuple[AdapterInfo, ...]:
+        """Every version with its provenance, by name, then number. A damaged one is quarantined and left out."""
+        infos = []
+        for name in self.names():
+            for version in self.versions(name):
+                try:
+                    infos.append(self.info(version))
+                except (AdapterError, AdapterNotFoundError):  # set aside just now (see warnings), or deleted just now
+                    continue
+        return tuple(infos)
+
+    def info(self, version: PolicyVersion) -> AdapterInfo:
+        """Where a version came from. Raises AdapterNotFoundError, or AdapterError if it is damaged."""
+        directory = self._require(version)
+        try:
+            return files.read_info(directory, version=version)
+        except AdapterError as error:
+            raise self._set_aside(version, error.message) from error
+
+    def path(self, version: PolicyVersion) -> Path:
+        """The version's directory, in PEFT's layout. Its sha256s are checked the first time this process asks.
+
+        Raises AdapterNotFoundError, or AdapterError if the version is damaged; it is then in quarantine.
+        """
+        directory = self._require(version)
+        with files.writing(f"reading {version}"):
+            damage = self._find_damage(version)
+        if damage:
+            raise self._set_aside(version, damage)
+        return directory
+
+    def resolve(self, text: str | None) -> PolicyVersion:
+        """What a user's word means now: None the active version, "base", "name@12", or "name": the active version if
+        it is of that name, else the newest. Raises AdapterNotFoundError listing what there is."""
+        if text is None or text == BASE:
+            return self.active if text is None else PolicyVersion.base()
+        if "@" in text:
+            try:
+                found = [PolicyVersion.parse(text)]
+            except ValueError:
+                found = []
+        else:
+            found = [self.active] if self.active.name == text else self.versions(text)
+        if not found or not self._exists(found[-1]):
+            raise self._not_found(text)
+        return found[-1]
+
+    def check_base(self, version: PolicyVersion, base_hash: str) -> None:
+        """Raise AdapterError unless `version` was trained on the base model with this hash."""
+        if version.is_base:
+            return
+        info = self.info(version)
+        if info.base_hash != base_hash:
+            raise AdapterError(
+                f"{version} was trained on {info.base_model} with base hash {info.base_hash}; "
+                f"the model that is loaded has base hash {base_hash}",
+                hint="load the base model that the adapter was trained on",
+            )
+
+    # --- publishing ---
+
+    def publish(self, name: str, write: Callable[[Path], None], *, info: Provenance) -> PolicyVersion:
+        """Make the next version of `name` from what `write(directory)` saves there, in PEFT's layout.
+
+        Raises AdapterError if that is not a servable adapter (layout, config, non-finite weights), StorageError if it
+        cannot be written whole. An error, of `write` too, leaves no version behind.
+        """
+        files.check_name(name)
+        with files.writing(f"publishing {name!r}"), files.staging(self.root) as staging:
+            write(staging)
+            files.check_adapter(staging)
+            files.seal(staging, provenance=info)
+            with files.locked(self.root):
+                return self._admit(staging, name=name)
+
+    def import_(self, source: Path | str, name: str, *, info: Provenance) -> PolicyVersion:
+        """Publish a copy of somebody else's PEFT directory. Only its config and its safetensors file are read."""
+        source = Path(source)
+        if not source.is_dir():
+            raise AdapterError(f"{source} is not a directory", hint="give the directory that PEFT saved")
+        if not (source / files.WEIGHTS).exists() and files.has_pickles(source):
+            raise AdapterError(
+                f"{source} holds its weights in a pickle, which can run code when it is loaded",
+                hint=f"save it as {files.WEIGHTS} (PEFT: safe_serialization=True)",
+            )
+        return self.publish(name, lambda directory: _copy_adapter(source, directory), info=info)
+
+    def export(self, version: PolicyVersion, dest: Path | str) -> Path:
+        """Copy a version to `dest` as a plain PEFT directory; `dest` must be empty or not exist."""
+        source, dest = self.path(version), Path(dest)
+        if dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
+            raise AdapterError(f"{dest} exists and is not an empty directory", hint="give a directory that is new")
+        with files.writing(f"exporting {version} to {dest}"):
+            dest.mkdir(parents=True, exist_ok=True)
+            try:
+                _copy_adapter(source, dest)
+            except BaseException:
+                for name in (files.CONFIG, files.WEIGHTS):
+                    (dest / name).unlink(missing_ok=True)
+                raise
+        return dest
+
+    # --- activating ---
+
+    @property
+    def active(self) -> PolicyVersion:
+        """The version that requests without an `adapter` get; the base model until something is activated."""
+        return (PolicyVersion.base(), *self._read_state().activations)[-1]
+
+    def activate(self, version: PolicyVersion) -> None:
+        """Make `version` (or the base) active, durably. Raises as `path` does."""
+        if version.is_base:
+            version = PolicyVersion.base()
+        else:
+            self.path(version)
+        with files.writing(f"activating {version}"), files.locked(self.root):
+            if not version.is_base:
+                self._require(version)
+            state = self._read_state()
+            if version != self.active:
+                activations = (*state.activations, version)[-MAX_ACTIVATIONS:]
+                self._write_state(replace(state, activations=activations))
+
+    def rollback(self) -> PolicyVersion:
+        """Go back to what was active before, and return it. Raises AdapterError if nothing was."""
+        with files.writing("rolling back"), files.locked(self.root):
+            state = self._read_state()
+            if not state.activations:
+                raise AdapterError("there is nothing to roll back to: no version was ever activated")
+            self._write_state(replace(state, activations=state.activations[:-1]))
+            self._settle_active()
+            return self.active
+
+    # --- removing ---
+
+    def delete(self, version: PolicyVersion) -> None:
+        """Remove a version; its number is not used again. Raises AdapterError if it is active."""
+        with files.writing(f"deleting {version}"), files.locked(self.root):
+            self._require(version)
+            if version == self.active:
+                raise AdapterError(f"{version} is active", hint="activate another version, or 'base', before deleting")
+            self._remove(version)
+
+    def prune(self, name: str, *, keep: int, protect: Collection[PolicyVersion] = ()) -> tuple[PolicyVersion, ...]:
+        """Remove all but the newest `keep` versions of `name`, and return what was removed.
+
+        The active version, the one that rollback would go to and those in `protect` stay.
+        """
+        if keep < 1:
+            raise AdapterError(f"keep is {keep}; it must be at least 1", hint="delete versions one by one instead")
+        with files.writing(f"pruning {name!r}"), files.locked(self.root):
+            protected = {*protect, *self._read_state().activations[-2:]}
+            removed = tuple(version for version in self.versions(name)[:-keep] if version not in protected)
+            for version in removed:
+                self._remove(version)
+        return removed
+
+    # --- recovery ---
+
+    def recover(self) -> None:
+        """Repair what a crash left, and say so in `warnings`. Runs when a store is opened; harmless at any time.
+
+        Staging directories whose writer is dead are removed, damaged versions go to quarantine, and if the active one
+        is missing or damaged the one that was active before it is active again.
+        """
+        with files.writing(f"recovering the adapter store {self.root}"), files.locked(self.root):
+            files.sweep(self.root)
+            self._check_state()
+            for name in self.names():
+                for version in self.versions(name):
+                    if damage := files.find_damage(self._directory(version), version=version, hashes=False):
+                        self._quarantine(version, damage)
+            self._settle_active()
+
+    def _check_state(self) -> None:
+        try:
+            self._read_state()
+        except AdapterError as error:
+            quarantine = self.root / ".quarantine"
+            quarantine.mkdir(exist_ok=True)
+            os.replace(self._state_path, quarantine / f"state-{uuid4().hex[:8]}.json")
+            self.warnings.append(f"{error.message}; it is in quarantine and 'base' is active")
+
+    def _settle_active(self) -> None:
+        """Fall back until the active version is whole. The lock is held."""
+        while not (active := self.active).is_base:
+            if not self._exists(active):
+                self._write_state(self._read_state().without(active))
+                self.warnings.append(f"the active version {active} is missing; {self.active} is active instead")
+            elif damage := self._find_damage(active):
+                self._quarantine(active, damage)
+            else:
+                return
+
+    def _find_damage(self, version: PolicyVersion) -> str | None:
+        """Why the files are not those that were published, or None. This process reads every byte of a version once."""
+        if version in self._verified:
+            return None
+        damage = files.find_damage(self._directory(version), version=version, hashes=True)
+        if damage is None:
+            self._verified.add(version)
+        return damage
+
+    def _set_aside(self, version: PolicyVersion, damage: str) -> AdapterError | AdapterNotFoundError:
+        """Quarantine a version that was found damaged while reading; returns the error to raise."""
+        with files.writing(f"moving the damaged version {version} to quarantine"), files.locked(self.root):
+            if not self._exists(version):  # deleted while it was read
+                return self._not_found(str(version))
+            where = self._quarantine(version, damage)
+        return AdapterError(
+            f"{version} is damaged: {damage}", hint=f"it was moved to {where}; publish or import it again"
+        )
+
+    def _quarantine(self, version: PolicyVersion, reason: str) -> Path:
+        """Move a version out of the way with a note that says why. The lock is held."""
+        was_active = version == self.active
+        target = self.root / ".quarantine" / f"{version}-{uuid4().hex[:8]}"
+        target.parent.mkdir(exist_ok=True)
+        self._write_state(self._read_state().without(version))
+        self._directory(version).rename(target)
+        target.with_name(f"{target.name}.txt").write_text(f"{version}: {reason}\n", encoding="utf-8")
+        self._verified.discard(version)
+        then = f"; it was active, {self.active} is active instead" if was_active else ""
+        self.warnings.append(f"{version} is damaged ({reason}) and was moved to {target}{then}")
+        return target
+
+    # --- the file system ---
+
+    @property
+    def _state_path(self) -> Path:
+        return self.root / ".state.json"
+
+    def _read_state(self) -> _State:
+        try:
+            raw = json.loads(self._state_path.read_bytes())
+            activations = tuple(PolicyVersion.parse(text) for text in raw["activations"])
+            return _State(activations, {name: int(number) for name, number in raw["retired"].items()})
+        except FileNotFoundError:
+            return _State()
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise AdapterError(f"{self._state_path} cannot be read: {error}", hint="open the store again") from error
+
+    def _write_state(self, state: _State) -> None:
+        """Replace the state in one step. The lock is held."""
+        raw = {"activations": [str(version) for version in state.activations], "retired": dict(state.retired)}
+        files.replace(self._state_path, json.dumps(raw, indent=2) + "\n")
+
+    def _directory(self, version: PolicyVersion) -> Path:
+        return self.root / version.name / f"v{version.number:06d}"
+
+    def _exists(self, version: PolicyVersion) -> bool:
+        return files.is_name(version.name) and self._directory(version).exists()
+
+    def _require(self, version: PolicyVersion) -> Path:
+        if version.is_base:
+            raise AdapterError("the base model is not an adapter and has no directory")
+        if not self._exists(version):
+            raise self._not_found(str(version))
+        return self._directory(version)
+
+    def _not_found(self, text: str) -> AdapterNotFoundError:
+        newest = [str(self.versions(name)[-1]) for name in self.names()]
+        shown = ", ".join((BASE, *newest[:20])) + (f" and {len(newest) - 20} more" if len(newest) > 20 else "")
+        return AdapterNotFoundError(f"there is no adapter {text[:80]!r}", hint=f"there are (newest versions): {shown}")
+
+    def _admit(self, staging: Path, *, name: str) -> PolicyVersion:
+        """Give a sealed staging directory the next number. The lock is held."""
+        existing = [version.number for version in self.versions(name)]
+        number = 1 + max([self._read_state().retired.get(name, 0), *existing])
+        version = PolicyVersion(name, number)
+        directory, target = self.root / name, self._directory(version)
+        directory.mkdir(exist_ok=True)
+        files.fsync(self.root)
+        staging.rename(target)
+        try:
+            files.fsync(directory)
+        except OSError:  # perhaps not durable, so not published
+            target.rename(staging)
+            raise
+        self._verified.add(version)
+        return version
+
+    def _remove(self, version: PolicyVersion) -> None:
+        """Take a version away in one step, then its files. The lock is held."""
+        trash = files.staging_path(self.root)
+        self._write_state(self._read_state().without(version))
+        self._directory(version).rename(trash)
+        self._verified.discard(version)
+        shutil.rmtree(trash, ignore_errors=True)
+
+
+def _copy_adapter(source: Path, target: Path) -> None:
+    files.copy_file(source / files.CONFIG, target / files.CONFIG, limit=files.MAX_CONFIG_BYTES)
+    files.copy_file(source / files.WEIGHTS, target / files.WEIGHTS, limit=files.MAX_WEIGHTS_BYTES)

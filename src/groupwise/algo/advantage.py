@@ -1,0 +1,226 @@
+"""Rewards -> advantages: by how much a rollout was better than its siblings on the same prompt.
+
+For the rewards r_1..r_n of one group's *scorable* rollouts (G of them were sampled, n <= G could be scored):
+
+    group_std       A_i = (r_i - mean) / (std + eps)          GRPO      arXiv 2402.03300
+    mean            A_i =  r_i - mean                         Dr. GRPO  arXiv 2503.20783
+    batch_std       A_i = (r_i - mean) / (std_batch + eps)    Lite-PPO  arXiv 2508.08221
+    leave_one_out   A_i =  r_i - mean_{j != i} r_j            RLOO      arXiv 2402.14740
+
+`std` has n - 1 in its denominator; `std_batch` is over the rewards of all usable groups. Several reward functions are
+either summed with their weights first and treated as above (`sum_then_normalize`), or normalised one by one (GDPO,
+arXiv 2601.05242, `normalize_then_sum`), so that a function with a large spread does not drown the others:
+
+    z_fi = (r_fi - mean_f) / (std_f + eps)
+    s_i = sum_f w_f z_fi
+    A_i = (s_i - mean_batch s) / (std_batch s + eps)
+
+A reward that failed is None (or not finite) and is never counted as zero: the rollout gets advantage None and enters no
+statistic. A group with fewer than two scorable rollouts has nothing to compare and is unusable: all its advantages are
+None. A group whose rewards are all equal is usable but teaches nothing: its advantages are exactly 0.0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from groupwise.errors import ConfigError
+from groupwise.types import RolloutGroup
+
+Reward = float | None
+Kind = Literal["group_std", "mean", "batch_std", "leave_one_out"]
+Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
+DEFAULT_EPS = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageSpec:
+    """How advantages are computed; equations at the head of this file.
+
+    Raises:
+        ConfigError: an unknown name, an eps that is not positive, or an option that would not act.
+    """
+
+    kind: Kind = "group_std"
+    eps: float = DEFAULT_EPS
+    aggregation: Aggregation = "sum_then_normalize"
+
+    def __post_init__(self) -> None:
+        for name, valid in (("kind", get_args(Kind)), ("aggregation", get_args(Aggregation))):
+            if getattr(self, name) not in valid:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; valid: {', '.join(valid)}")
+        if not (math.isfinite(self.eps) and self.eps > 0):
+            raise ConfigError(f"eps is {self.eps}; it is added to a standard deviation and must be positive")
+        if self.eps != DEFAULT_EPS and self.kind in ("mean", "leave_one_out"):
+            raise ConfigError(
+                f"eps={self.eps} has no effect with kind {self.kind!r}, which divides by nothing",
+                hint="remove eps, or use kind group_std or batch_std",
+            )
+        if self.aggregation == "normalize_then_sum" and self.kind != "group_std":
+            raise ConfigError(
+                f"kind {self.kind!r} has no effect with aggregation 'normalize_then_sum', which has its own scales",
+                hint="remove kind, or use aggregation sum_then_normalize",
+            )
+
+
+def advantages(groups: Sequence[Sequence[Reward]], spec: AdvantageSpec) -> list[list[Reward]]:
+    """One reward per rollout -> one advantage per rollout, in the same shape; all groups of the batch at once.
+
+    >>> advantages([[1.0, 0.0, None]], AdvantageSpec(kind="mean"))
+    [[0.5, -0.5, None]]
+    """
+    scorable = [_scorable(group) for group in groups]
+    batch_std = _std([reward for rewards in scorable for reward in rewards.values()])
+    result: list[list[Reward]] = []
+    for group, rewards in zip(groups, scorable, strict=True):
+        values = list(rewards.values())
+        out: list[Reward] = [None] * len(group)
+        signal = differ(values)
+        scale = _scale(values, batch_std, spec) if signal else 0.0
+        for i, reward in rewards.items():
+            out[i] = (reward - _mean(values)) * scale if signal else 0.0
+        result.append(out)
+    return result
+
+
+def gdpo_advantages(
+    groups: Sequence[Sequence[Mapping[str, Reward]]],
+    spec: AdvantageSpec,
+    *,
+    weights: Mapping[str, float] | None = None,
+) -> list[list[Reward]]:
+    """GDPO: rewards by function name, per rollout, per group -> advantages. Weights default to 1 for every function.
+
+    >>> gdpo_advantages([[{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}]], AdvantageSpec(aggregation="normalize_then_sum"))
+    [[0.0, 0.0]]
+    """
+    per_function = AdvantageSpec(eps=spec.eps)
+    sums: list[list[Reward]] = []
+    for group in groups:
+        usable = [total is not None for total in weighted_rewards(group, weights)]
+        names = _functions(group, weights)
+        columns = [[r[name] if ok else None for r, ok in zip(group, usable, strict=True)] for name in names]
+        z = advantages(columns, per_function)
+        total: list[Reward] = []
+        for i in range(len(group)):
+            terms = [(_weight(weights, name), column[i]) for name, column in zip(names, z, strict=True)]
+            known = [weight * value for weight, value in terms if value is not None]
+            total.append(math.fsum(known) if known else None)
+        sums.append(total)
+    flat = [value for group in sums for value in group if value is not None]
+    if not differ(flat):
+        return [[None if value is None else 0.0 for value in group] for group in sums]
+    mean, scale = _mean(flat), 1.0 / (_std(flat) + spec.eps)
+    return [[None if value is None else (value - mean) * scale for value in group] for group in sums]
+
+
+def with_advantages(
+    groups: Sequence[RolloutGroup], spec: AdvantageSpec, *, weights: Mapping[str, float] | None = None
+) -> list[RolloutGroup]:
+    """The same groups with `advantage` set on every rollout, None where it has none.
+
+    `sum_then_normalize` reads `Rollout.reward`, which already is the weighted sum. `normalize_then_sum` reads
+    `Rollout.rewards` and `weights`, of the rollouts whose `reward` is not None.
+    """
+    if spec.aggregation == "normalize_then_sum":
+        named = [[r.rewards if _valid(r.reward) else {} for r in group.rollouts] for group in groups]
+        values = gdpo_advantages(named, spec, weights=weights)
+    else:
+        values = advantages([[r.reward for r in group.rollouts] for group in groups], spec)
+    return [
+        replace(group, rollouts=tuple(replace(r, advantage=a) for r, a in zip(group.rollouts, row, strict=True)))
+        for group, row in zip(groups, values, strict=True)
+    ]
+
+
+def weighted_rewards(group: Sequence[Mapping[str, Reward]], weights: Mapping[str, float] | None = None) -> list[Reward]:
+    """The rewards of one group, by function name -> one weighted sum per rollout, None where it cannot be scored.
+
+    Rewards of a group are compared, so they must be sums over the same functions. A function that is None for the
+    *whole* group does not apply to this prompt and is left out. One that is None for *some* of the rollouts failed
+    there, and those rollouts are unscorable: leaving it out of their sum would count the failure as zero. Functions of
+    weight 0 are only watched: they neither add nor fail anything.
+
+    >>> weighted_rewards([{"math": 1.0, "code": None}, {"math": 0.0, "code": None}], {"math": 2.0})
+    [2.0, 0.0]
+    >>> weighted_rewards([{"math": 1.0, "format": 1.0}, {"math": None, "format": 1.0}])
+    [2.0, None]
+
+    Raises:
+        ConfigError: a weight names a function that gave no rewards anywhere in the group.
+    """
+    known = {name for rewards in group for name in rewards}
+    unknown = sorted(set(weights or ()) - known)
+    if unknown and known:
+        raise ConfigError(f"weight for {unknown[0]!r}, which is no reward function here; there are: {sorted(known)}")
+    names = _functions(group, weights)
+    result: list[Reward] = []
+    for rewards in group:
+        terms = [(_weight(weights, name), rewards.get(name)) for name in names]
+        known = [weight * value for weight, value in terms if value is not None and math.isfinite(value)]
+        result.append(math.fsum(known) if names and len(known) == len(names) else None)
+    return result
+
+
+def has_signal(group: RolloutGroup, spec: AdvantageSpec | None = None) -> bool:
+    """Whether the group can teach anything: two or more scorable rollouts whose rewards differ.
+
+    With `normalize_then_sum` it is enough that any one function's rewards differ, even if the sums are equal.
+    """
+    rollouts = [r for r in group.rollouts if _valid(r.reward)]
+    if spec is not None and spec.aggregation == "normalize_then_sum":
+        rewards = [r.rewards for r in rollouts]
+        return any(differ([r.get(name) for r in rewards]) for name in _functions(rewards))
+    return differ([r.reward for r in rollouts])
+
+
+def differ(rewards: Sequence[Reward]) -> bool:
+    """Whether any two of the rewards differ by more than float noise (0.1 + 0.2 equals 0.3); None is ignored."""
+    values = list(_scorable(rewards).values())
+    return len(values) > 1 and not math.isclose(min(values), max(values), rel_tol=1e-9, abs_tol=1e-12)
+
+
+def _scorable(group: Sequence[Reward]) -> dict[int, float]:
+    """Index -> reward of the scorable rollouts; empty if there are fewer than two."""
+    found = {i: float(reward) for i, reward in enumerate(group) if reward is not None and math.isfinite(reward)}
+    return found if len(found) > 1 else {}
+
+
+def _functions(group: Sequence[Mapping[str, Reward]], weights: Mapping[str, float] | None = None) -> list[str]:
+    """The functions that apply to this group: a reward for at least one rollout, a weight that is not 0."""
+    names = dict.fromkeys(name for rewards in group for name, value in rewards.items() if _valid(value))
+    return [name for name in names if _weight(weights, name)]
+
+
+def _scale(values: Sequence[float], batch_std: float, spec: AdvantageSpec) -> float:
+    """What (reward - mean) is multiplied by."""
+    if spec.kind == "group_std":
+        return 1.0 / (_std(values) + spec.eps)
+    if spec.kind == "batch_std":
+        return 1.0 / (batch_std + spec.eps)
+    if spec.kind == "leave_one_out":  # r_i - mean of the others = (r_i - mean of all) n / (n - 1)
+        return len(values) / (len(values) - 1)
+    return 1.0
+
+
+def _valid(reward: Reward) -> bool:
+    return reward is not None and math.isfinite(reward)
+
+
+def _weight(weights: Mapping[str, float] | None, name: str) -> float:
+    return 1.0 if weights is None else weights.get(name, 1.0)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _std(values: Sequence[float]) -> float:
+    """Standard deviation with n - 1 in the denominator; 0 for fewer than two values."""
+    if len(values) < 2:
+        return 0.0
+    mean = _mean(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))

@@ -1,0 +1,227 @@
+"""Attention over packed groups: every prompt once, all completions of a group attending to it.
+
+A micro-batch is ONE row of S tokens: all prompts, one after the other, then all completions. The model's linear layers,
+norms and MLPs see only that row, so a prompt costs its tokens once however many completions it has, and nothing is
+padded. Attention alone must know who may look at whom, and this file is that knowledge:
+
+    prompt token i            attends to   prompt tokens <= i of its prompt
+    completion token i        attends to   all tokens of its prompt  and  completion tokens <= i of its completion
+
+For a completion the two key sets are scored separately, the prompt's keys for all G completions of the group as one
+batched product (no copy of the prompt's keys is ever made), and merged exactly by their log-sum-exp:
+
+    out = (exp(s_p - m) V_p + exp(s_c - m) V_c) / (sum exp(s_p - m) + sum exp(s_c - m)),     m = max(s_p, s_c)
+
+which is softmax over the concatenation. The online-softmax identity: Milakov & Gimelshein 2018, arXiv 1805.02867;
+sharing a prefix in the forward: arXiv 2402.05099 (Hydragen).
+
+`attention` is registered with transformers under the name `ATTENTION`; a model whose config names it calls it in every
+layer and passes on the `layout` keyword given to the model's forward. Sliding windows (Gemma, Mistral) and score
+soft-capping (Gemma 2) are honoured; attention sinks are not and raise.
+
+Shapes: S packed tokens, P prompts, G completions per prompt (padded to the largest group), L longest prompt,
+C longest completion, H query heads, K key-value heads, R = H / K, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+ATTENTION = "groupwise"
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How a layer scores: `scaling` of q.k, sliding `window` in tokens (None: all), `softcap` of the scores."""
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+
+    def scores(self, query: Tensor, key: Tensor) -> Tensor:
+        """[..., i, D] x [..., j, D] -> [..., i, j], scaled and capped, not masked."""
+        scores = (query * self.scaling) @ key.transpose(-1, -2)
+        return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
+
+
+class Layout(Protocol):
+    """Who attends to whom among the S tokens of one packed row."""
+
+    def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
+        """-> the attention output [S, H, D]."""
+        ...
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    layout: Layout | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The function transformers calls in each layer: query [1, H, S, D], key and value [1, K, S, D] -> [1, S, H, D]."""
+    if layout is None:
+        raise ValueError(f"attention '{ATTENTION}' needs layout=...; call the model through train.logprobs or an engine")
+    if kwargs.get("s_aux") is not None:
+        raise NotImplementedError("attention sinks are not supported by the packed forward")
+    scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
+    layer: Any = module.layer_idx
+    out_SHD = layout.attend(layer, *(x[0].transpose(0, 1) for x in (query, key, value)), scoring)
+    return out_SHD.unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION, attention)
+
+
+class SharedPrompts:
+    """The layout of a micro-batch: P prompts, then B completions, each belonging to one prompt.
+
+    Args:
+        prompt_lengths: tokens of each prompt; 0 is allowed (supervised data without a prompt).
+        completion_lengths: tokens of each completion; 0 is allowed.
+        prompt_of_row: for each completion the index of its prompt, ascending.
+
+    Example: two prompts of 3 and 2 tokens, the first with two completions (2 and 1 tokens), the second with one (2):
+        SharedPrompts([3, 2], [2, 1, 2], [0, 0, 1])    packed row: a a a b b | A A | B | C C    (S = 10)
+    """
+
+    def __init__(
+        self,
+        prompt_lengths: Sequence[int],
+        completion_lengths: Sequence[int] = (),
+        prompt_of_row: Sequence[int] = (),
+        *,
+        device: torch.device | str = "cpu",
+    ):
+        self.P = len(prompt_lengths)
+        self.L = max(prompt_lengths, default=0)
+        self.C = max(completion_lengths, default=0)
+        self.prompt_tokens = sum(prompt_lengths)
+        members = [0] * self.P
+        place_of_row = []
+        for prompt in prompt_of_row:
+            place_of_row.append((prompt, members[prompt]))
+            members[prompt] += 1
+        self.G = max(members, default=0)
+        self.prompt_slots = _slots([(p, n) for p, n in enumerate(prompt_lengths)], self.L, self.P, device)
+        places = [(p * self.G + g, n) for (p, g), n in zip(place_of_row, completion_lengths, strict=True)]
+        self.completion_slots = _slots(places, self.C, self.P * self.G, device)
+        self.lengths_P = torch.tensor(prompt_lengths, dtype=torch.long, device=device)
+        self.ragged = len(set(prompt_lengths)) > 1
+        at_L, at_C = torch.arange(self.L, device=device), torch.arange(self.C, device=device)
+        self.padding_PL = at_L >= self.lengths_P[:, None]  # True: not a token of this prompt
+        self.gap_LL = at_L[:, None] - at_L  # query position - key position
+        self.gap_CC = at_C[:, None] - at_C
+        self.gap_PCL = self.lengths_P[:, None, None] + at_C[None, :, None] - at_L
+
+    def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
+        split = self.prompt_tokens
+        out = []
+        query_PLHD, key_PLKD, value_PLKD = (
+            _spread(x[:split], self.prompt_slots, self.P, self.L) for x in (query_SHD, key_SKD, value_SKD)
+        )
+        if self.L:
+            out_PLHD = _causal(query_PLHD, key_PLKD, value_PLKD, self.gap_LL, scoring)
+            out.append(_collect(out_PLHD, self.prompt_slots))
+        if self.C:
+            own = [
+                _spread(x[split:], self.completion_slots, self.P * self.G, self.C)
+                for x in (query_SHD, key_SKD, value_SKD)
+            ]
+            if self.L:
+                out_BCHD = self._completions(*own, key_PLKD, value_PLKD, scoring)
+            else:
+                out_BCHD = _causal(*own, self.gap_CC, scoring)
+            out.append(_collect(out_BCHD, self.completion_slots))
+        return torch.cat(out)
+
+    def _completions(
+        self, query: Tensor, key: Tensor, value: Tensor, key_PLKD: Tensor, value_PLKD: Tensor, scoring: Scoring
+    ) -> Tensor:
+        """query [P*G, C, H, D], key and value [P*G, C, K, D] -> [P*G, C, H, D]."""
+        P, G, C, K, D = self.P, self.G, self.C, key.shape[2], key.shape[3]
+        R = query.shape[2] // K
+        query_BKRCD = query.view(P * G, C, K, R, D).permute(0, 2, 3, 1, 4)
+        key_BKCD, value_BKCD = key.transpose(1, 2), value.transpose(1, 2)
+        own = scoring.scores(query_BKRCD.reshape(P * G, K, R * C, D), key_BKCD).view(P * G, K, R, C, C)
+        own = own.masked_fill(_hidden(self.gap_CC, scoring.window), float("-inf"))
+        query_PKND = query.view(P, G, C, K, R, D).permute(0, 3, 4, 1, 2, 5).reshape(P, K, R * G * C, D)
+        shared = scoring.scores(query_PKND, key_PLKD.transpose(1, 2))  # [P, K, R*G*C, L]
+        if self.ragged or scoring.window is not None:
+            shared = shared.view(P, K, R * G, C, self.L).masked_fill(self._hidden_prompt(scoring.window), float("-inf"))
+            shared = shared.view(P, K, R * G * C, self.L)
+
+        def like_own(x: Tensor) -> Tensor:  # [P, K, R*G*C, n] -> [P*G, K, R, C, n]
+            return x.view(P, K, R, G, C, -1).permute(0, 3, 1, 2, 4, 5).reshape(P * G, K, R, C, -1)
+
+        def like_shared(x: Tensor) -> Tensor:  # the inverse
+            return x.view(P, G, K, R, C, -1).permute(0, 2, 3, 1, 4, 5).reshape(P, K, R * G * C, -1)
+
+        with torch.no_grad():
+            top = torch.maximum(like_own(shared.amax(-1, keepdim=True)), own.amax(-1, keepdim=True))
+        own = torch.exp(own - top)
+        shared = torch.exp(shared - like_shared(top))
+        total = own.sum(-1, keepdim=True) + like_own(shared.sum(-1, keepdim=True))
+        mixed = (own.view(P * G, K, R * C, C) @ value_BKCD).view(P * G, K, R, C, D)
+        mixed = mixed + like_own(shared @ value_PLKD.transpose(1, 2))
+        return (mixed / total).permute(0, 3, 1, 2, 4).reshape(P * G, C, K * R, D)
+
+    def _hidden_prompt(self, window: int | None) -> Tensor:
+        """[P, 1, 1, 1 or C, L], True where a completion token may not see a prompt key."""
+        hidden = self.padding_PL[:, None, :]
+        if window is not None:
+            hidden = hidden | (self.gap_PCL >= window)
+        return hidden[:, None, None]
+
+
+def _causal(query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, gap_TT: Tensor, scoring: Scoring) -> Tensor:
+    """Plain causal attention -> [B, T, H, D]. Lines are padded on the right, so causality alone hides the padding."""
+    query, key, value = (x.transpose(1, 2) for x in (query_BTHD, key_BTKD, value_BTKD))
+    repeat = query.shape[1] // key.shape[1]
+    if scoring.softcap is None and (scoring.window is None or scoring.window >= len(gap_TT)):
+        out = scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scoring.scaling, enable_gqa=repeat > 1
+        )
+        return out.transpose(1, 2)
+    scores = scoring.scores(query, key.repeat_interleave(repeat, 1))
+    weights = scores.masked_fill(_hidden(gap_TT, scoring.window), float("-inf")).softmax(-1)
+    return (weights @ value.repeat_interleave(repeat, 1)).transpose(1, 2)
+
+
+def _hidden(gap: Tensor, window: int | None) -> Tensor:
+    hidden = gap < 0
+    return hidden if window is None else hidden | (gap >= window)
+
+
+def _slots(places: Sequence[tuple[int, int]], width: int, height: int, device: torch.device | str) -> Tensor | None:
+    """Flat positions in a [height, width] grid of the tokens of lines (line, length); None when they fill it exactly."""
+    if sum(length for _, length in places) == width * height:
+        return None
+    lines = [torch.arange(length) + line * width for line, length in places]
+    return torch.cat(lines).to(device) if lines else torch.zeros(0, dtype=torch.long, device=device)
+
+
+def _spread(x_SHD: Tensor, slots: Tensor | None, height: int, width: int) -> Tensor:
+    """Packed tokens -> zero-padded [height, width, heads, D]."""
+    if slots is not None:
+        x_SHD = x_SHD.new_zeros(height * width, *x_SHD.shape[1:]).index_copy(0, slots, x_SHD)
+    return x_SHD.reshape(height, width, *x_SHD.shape[1:])
+
+
+def _collect(x: Tensor, slots: Tensor | None) -> Tensor:
+    """The inverse of `_spread`."""
+    flat = x.reshape(-1, *x.shape[2:])
+    return flat if slots is None else flat.index_select(0, slots)

@@ -1,0 +1,306 @@
+"""Which policy loss: `LossSpec`, the factors that `loss.py` multiplies, and the presets with published names.
+
+`resolve_loss("dapo")` alone is the published loss. Every knob acts or is refused: `resolve_loss("reinforce",
+clip_low=0.1)` is an error, because REINFORCE has no ratio to clip. No torch here.
+
+    preset               surrogate  ratio     numbers                 reduction      paper
+    grpo                 clip       token     0.2 / 0.2               sequence_mean  arXiv 2402.03300
+    dapo                 clip       token     0.2 / 0.28              token_mean     arXiv 2503.14476
+    bnpo                 clip       token     0.2 / 0.2               token_mean     GRPO with DAPO's reduction
+    dr_grpo              clip       token     0.2 / 0.2               constant       arXiv 2503.20783
+    gspo                 clip       sequence  3e-4 / 4e-4             sequence_mean  arXiv 2507.18071
+    luspo                clip       sequence  2e-3 / 2.5e-3           sequence_sum   arXiv 2602.05261
+    cispo                cispo      token     ratio <= 5              token_mean     arXiv 2506.13585, 2510.13786
+    sapo                 sapo       token     tau 1.0 / 1.05          sequence_mean  arXiv 2511.20347
+    vespo                vespo      -         (k, lambda) fixed       token_mean     arXiv 2602.10693
+    importance_sampling  unclipped  token     -                       token_mean     arXiv 1205.4839
+    reinforce            reinforce  -         -                       token_mean     Williams 1992
+    dro                  dro        -         beta 0.05               token_mean     arXiv 2405.19107
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+from groupwise.errors import ConfigError
+
+Surrogate = Literal["clip", "unclipped", "cispo", "dro", "reinforce", "sapo", "vespo"]
+Ratio = Literal["token", "sequence", "none"]
+Anchor = Literal["behaviour", "old"]
+Correction = Literal["none", "tis_token", "tis_sequence", "mask_token", "mask_sequence", "mask_geometric"]
+KL = Literal["none", "k1", "k2", "k3", "k3_unbiased"]
+Reduction = Literal["token_mean", "sequence_mean", "constant", "sequence_sum", "sum"]
+
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "surrogate": get_args(Surrogate),
+    "ratio": get_args(Ratio),
+    "anchor": get_args(Anchor),
+    "correction": get_args(Correction),
+    "kl": get_args(KL),
+    "reduction": get_args(Reduction),
+}
+_RATIO_SURROGATES = ("clip", "unclipped", "cispo", "sapo")
+_WEIGHTS = ("tis_token", "tis_sequence", "mask_token", "mask_sequence")  # they multiply by exp(old - behaviour)
+
+# knob -> (the factor that decides whether it is read, the values with which it is)
+_READ_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "ratio": ("surrogate", _RATIO_SURROGATES),
+    "clip_low": ("surrogate", ("clip", "cispo")),
+    "clip_high": ("surrogate", ("clip", "cispo")),
+    "dual_clip": ("surrogate", ("clip",)),
+    "dro_beta": ("surrogate", ("dro",)),
+    "sapo_tau_positive": ("surrogate", ("sapo",)),
+    "sapo_tau_negative": ("surrogate", ("sapo",)),
+    "correction_cap": ("correction", get_args(Correction)[1:]),
+    "correction_floor": ("correction", get_args(Correction)[1:]),
+    "kl_coeff": ("kl", get_args(KL)[1:]),
+    "reduction_length": ("reduction", ("constant",)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSpec:
+    """The factors of one policy loss; the equations are in `loss.py`. Usually made by `resolve_loss`.
+
+    None means that a knob is not set. A knob that the chosen factors do not read must not be set.
+
+    Raises:
+        ConfigError: an unknown choice, a number out of range, a missing one, or one that would have no effect.
+    """
+
+    surrogate: Surrogate
+    ratio: Ratio = "none"
+    anchor: Anchor = "behaviour"  # what the ratio (and DRO's square) is taken against
+    clip_low: float | None = None  # ratios are clipped to [1 - clip_low, 1 + clip_high]
+    clip_high: float | None = None
+    dual_clip: float | None = None  # a bound on the ratio where the advantage is negative
+    dro_beta: float | None = None
+    sapo_tau_positive: float | None = None
+    sapo_tau_negative: float | None = None
+    correction: Correction = "none"
+    correction_cap: float | None = None  # bounds on the ratio exp(old - behaviour), not on its logarithm
+    correction_floor: float | None = None
+    opsm_threshold: float | None = None  # nats per token; off-policy sequence mask
+    kl: KL = "none"
+    kl_coeff: float | None = None
+    reduction: Reduction = "token_mean"
+    reduction_length: float | None = None  # tokens; what `constant` divides by, usually the largest completion length
+    entropy_coeff: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, valid in _CHOICES.items():
+            if getattr(self, name) not in valid:
+                raise _unknown(name, getattr(self, name), valid)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value != field.default and not self.reads(field.name):
+                raise self._ineffective(field.name, value)
+        self._check_combination()
+        self._check_numbers()
+
+    @property
+    def reads_anchor(self) -> bool:
+        """Whether anything compares the policy with the anchor."""
+        ratio = self.ratio != "none" or self.surrogate in ("dro", "vespo") or self.kl == "k3_unbiased"
+        return ratio or self.correction != "none"
+
+    @property
+    def reads_old(self) -> bool:
+        """Whether the trainer's snapshot is needed once there is more than one optimizer step on a batch."""
+        return self.reads_anchor and self.anchor == "old"
+
+    @property
+    def reads_behaviour(self) -> bool:
+        """Whether the sampler's log-probabilities are needed."""
+        gap = self.correction != "none" or self.opsm_threshold is not None
+        return gap or (self.reads_anchor and self.anchor == "behaviour")
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether the reference's log-probabilities are needed."""
+        return self.kl != "none"
+
+    @property
+    def reads_entropy(self) -> bool:
+        """Whether the entropy needs a gradient."""
+        return self.entropy_coeff != 0.0
+
+    def reads(self, knob: str) -> bool:
+        """Whether the loss depends on this field, given the others."""
+        if knob == "anchor":
+            return self.reads_anchor
+        factor, values = _READ_WITH.get(knob, ("surrogate", get_args(Surrogate)))
+        return getattr(self, factor) in values
+
+    def _ineffective(self, knob: str, value: object) -> ConfigError:
+        if knob == "anchor":
+            return ConfigError(
+                f"anchor={value!r} has no effect with surrogate {self.surrogate!r}, which has no ratio",
+                hint=f"remove anchor, or use a surrogate with a ratio: {', '.join(_RATIO_SURROGATES)}",
+            )
+        factor, values = _READ_WITH[knob]
+        names = [name for name, preset in PRESETS.items() if factor == "surrogate" and preset[factor] in values]
+        presets = f" (policy_loss {', '.join(names)})" if names else ""
+        return ConfigError(
+            f"{knob}={value!r} has no effect with {factor} {getattr(self, factor)!r}",
+            hint=f"remove {knob}; it acts with {factor} {', '.join(values)}{presets}",
+        )
+
+    def _check_combination(self) -> None:
+        if self.surrogate in _RATIO_SURROGATES and self.ratio == "none":
+            raise ConfigError(f"surrogate {self.surrogate!r} needs a ratio: token or sequence")
+        needed = {
+            "clip": ("clip_high",),
+            "cispo": ("clip_high",),
+            "dro": ("dro_beta",),
+            "sapo": ("sapo_tau_positive", "sapo_tau_negative"),
+        }.get(self.surrogate, ())
+        for name in (*needed, *(("kl_coeff",) if self.kl != "none" else ())):
+            if getattr(self, name) is None:
+                raise ConfigError(f"{name} is not set, and this loss needs it; `resolve_loss` fills in the usual value")
+        contained = self.ratio != "none" or self.surrogate == "vespo"
+        if self.correction in _WEIGHTS and self.anchor == "behaviour" and contained:
+            raise ConfigError(
+                f"correction {self.correction!r} with anchor 'behaviour' would count the sampler's gap twice: "
+                "a ratio against the behaviour policy already contains it",
+                hint="use anchor old with it, or correction mask_geometric, or none",
+            )
+        if self.correction.startswith("mask") and self.correction_cap is None and self.correction_floor is None:
+            raise ConfigError(f"correction {self.correction!r} masks nothing without correction_cap or _floor; set one")
+
+    def _check_numbers(self) -> None:
+        positive = (
+            "dro_beta",
+            "sapo_tau_positive",
+            "sapo_tau_negative",
+            "kl_coeff",
+            "correction_cap",
+            "reduction_length",
+        )
+        limits = {"clip_low": 0.0, "clip_high": 0.0, "correction_floor": 0.0, "entropy_coeff": 0.0}
+        for name in (*positive, *limits, "dual_clip", "opsm_threshold"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ConfigError(f"{name} is {value!r}; it must be a finite number")
+            if name in positive and value <= 0:
+                raise ConfigError(f"{name} is {value}; it must be positive")
+            if name in limits and value < limits[name]:
+                raise ConfigError(f"{name} is {value}; it must be {limits[name]:g} or more")
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ConfigError(f"dual_clip is {self.dual_clip}; it bounds a ratio and must be above 1, usually 3")
+        floor, cap = self.correction_floor or 0.0, self.correction_cap
+        if cap is not None and floor >= cap:
+            raise ConfigError(
+                f"correction_floor is {floor} and correction_cap is {cap}; the floor must be below the cap"
+            )
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "grpo": {"surrogate": "clip", "clip_low": 0.2, "clip_high": 0.2, "reduction": "sequence_mean"},
+        "dapo": {"surrogate": "clip", "clip_low": 0.2, "clip_high": 0.28, "reduction": "token_mean"},
+        "bnpo": {"surrogate": "clip", "clip_low": 0.2, "clip_high": 0.2, "reduction": "token_mean"},
+        "dr_grpo": {"surrogate": "clip", "clip_low": 0.2, "clip_high": 0.2, "reduction": "constant"},
+        "gspo": {
+            "surrogate": "clip",
+            "ratio": "sequence",
+            "clip_low": 3e-4,
+            "clip_high": 4e-4,
+            "reduction": "sequence_mean",
+        },
+        "luspo": {
+            "surrogate": "clip",
+            "ratio": "sequence",
+            "clip_low": 2e-3,
+            "clip_high": 2.5e-3,
+            "reduction": "sequence_sum",
+        },
+        "cispo": {"surrogate": "cispo", "clip_high": 4.0, "reduction": "token_mean"},
+        "sapo": {"surrogate": "sapo", "reduction": "sequence_mean"},
+        "vespo": {"surrogate": "vespo", "reduction": "token_mean"},
+        "importance_sampling": {"surrogate": "unclipped", "reduction": "token_mean"},
+        "reinforce": {"surrogate": "reinforce", "reduction": "token_mean"},
+        "dro": {"surrogate": "dro", "reduction": "token_mean"},
+    }
+)
+
+# The usual value of a knob that is read and given neither by the preset nor by the caller.
+_USUAL: Mapping[str, float | str] = {
+    "ratio": "token",
+    "clip_high": 0.2,
+    "dro_beta": 0.05,
+    "sapo_tau_positive": 1.0,
+    "sapo_tau_negative": 1.05,
+    "kl_coeff": 0.04,  # GRPO's
+}
+_USUAL_BOUNDS: Mapping[str, tuple[float | None, float | None]] = {  # correction -> (floor, cap)
+    "tis_token": (None, 2.0),
+    "tis_sequence": (None, 2.0),
+    "mask_token": (0.5, 5.0),  # IcePop's
+    "mask_sequence": (None, 3.0),
+    "mask_geometric": (0.99, 1.01),
+}
+_OTHER_NAMES = {
+    "beta": "kl_coeff (or dro_beta)",
+    "epsilon": "clip_low and clip_high",
+    "epsilon_high": "clip_high (for cispo: the largest ratio minus 1)",
+    "delta": "dual_clip",
+    "max_tokens": "reduction_length",
+}
+
+
+def resolve_loss(policy_loss: str, **overrides: Any) -> LossSpec:
+    """A preset by name, with some of its fields overridden.
+
+    A field that the preset sets and that the overridden factors no longer read falls away; one they newly read gets its
+    usual value. An override of None unsets a field. `reduction_length` of `dr_grpo` has no usual value: give the
+    largest completion length.
+
+    >>> resolve_loss("dapo").clip_high
+    0.28
+    >>> resolve_loss("grpo", kl="k3").kl_coeff
+    0.04
+
+    Raises:
+        ConfigError: an unknown preset, field or choice (the nearest is named), or an override without effect.
+    """
+    if policy_loss not in PRESETS:
+        raise _unknown("policy_loss", policy_loss, tuple(PRESETS))
+    names = tuple(field.name for field in fields(LossSpec))
+    for name in overrides:
+        if name not in names:
+            hint = f"here it is {_OTHER_NAMES[name]}" if name in _OTHER_NAMES else None
+            raise _unknown("loss option", name, names, hint=hint)
+        if name in _CHOICES and overrides[name] not in _CHOICES[name]:
+            raise _unknown(name, overrides[name], _CHOICES[name])
+    values = {**PRESETS[policy_loss], **overrides}
+    correction = values.get("correction", "none")
+    floor, cap = _USUAL_BOUNDS.get(correction, (None, None))
+    given_bounds = "correction_floor" in overrides or "correction_cap" in overrides
+    usual = _USUAL if given_bounds else {**_USUAL, "correction_floor": floor, "correction_cap": cap}
+    for name, (factor, valid) in _READ_WITH.items():
+        read = values.get(factor, "none") in valid
+        if read and name in usual:
+            values.setdefault(name, usual[name])
+        elif not read and name not in overrides:
+            values.pop(name, None)
+    contained = values["surrogate"] in (*_RATIO_SURROGATES, "vespo")  # in the ratio, once it is against the sampler
+    values.setdefault("anchor", "old" if correction in _WEIGHTS and contained else "behaviour")
+    spec = LossSpec(**values)
+    for name, value in overrides.items():  # also those that equal the field's default
+        if value not in (None, "none") and not spec.reads(name):
+            raise spec._ineffective(name, value)
+    return spec
+
+
+def _unknown(what: str, given: object, valid: tuple[str, ...], *, hint: str | None = None) -> ConfigError:
+    near = difflib.get_close_matches(str(given), valid, n=1)
+    meant = f"did you mean {near[0]!r}? " if near and hint is None else ""
+    return ConfigError(f"{what} {given!r} does not exist; {meant}valid: {', '.join(valid)}", hint=hint)

@@ -1,0 +1,429 @@
+"""Messages <-> token ids, through the model's own chat template.
+
+    encode_prompt       a prompt's token ids: its messages up to where the assistant speaks, or its plain text
+    encode_completion   the ids of a completion known only as text (scored over HTTP)
+    encode_supervised   a whole conversation as a Sample; the mask is 1 on what the assistant said
+    decode              ids -> text, without the end-of-turn token
+    parse_tool_calls    the calls in a reply;  split_thinking its <think> block
+    stop_ids            the ids that end a turn;  check_length whether prompt and completion fit the context
+
+Text is rendered first and tokenised afterwards, piece by piece: a piece ends where the policy begins or stops to
+speak. A piece is what the longer text adds to the ids of the shorter one; where a token would straddle the edge the
+piece is tokenised alone, since that is what a sampler does too: it appends to ids that it does not change.
+
+**Content cannot forge a turn.** A special token's text inside a message, a tool's schema or a completion ("<|im_end|>"
+typed by a user) is tokenised as ordinary characters; only the template writes special tokens. For the render such text
+is replaced by a private-use code, which survives whatever a template does to content. Markers that a tokenizer does
+not declare special (<think>, <tool_call>) stay tokens wherever they are: in them the assistant speaks. Plain-text
+prompts are the caller's own format, and special tokens in them count.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+from threading import Lock
+from typing import TYPE_CHECKING, Any, cast
+
+from groupwise.errors import ChatError, ContextLengthError
+from groupwise.types import Message, Prompt, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Span = tuple[int, int]  # characters of the rendered text, [start, end)
+CODE_START, CODE_END = "\ue000", "\ue001"  # a quoted special token is CODE_START, its number in `_quotable`, CODE_END
+TOOL_CALL = re.compile(r"\s*<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+RENDERING = Lock()  # transformers keeps one compiled template, whose record of assistant spans two threads would share
+THINK_START, THINK_END = "<think>", "</think>"
+KEEP_HISTORY = (
+    "set a chat template that keeps earlier turns as they were, or give each assistant turn its own conversation"
+)
+
+
+# ---- encoding ----
+def encode_prompt(
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, *, template_kwargs: Mapping[str, Any] | None = None
+) -> Prompt:
+    """`prompt` with its `token_ids`; a prompt that has them already is returned as it is.
+
+    Messages are rendered with the generation prompt; when the assistant spoke last, its message is left open and the
+    completion continues it. `template_kwargs` reach the template (`enable_thinking=False`). Plain text gets the special
+    tokens that the tokenizer puts in front by itself, once, and none behind.
+
+    Raises ChatError when the template is missing or refuses the messages, or when the prompt comes to no tokens.
+    """
+    if prompt.token_ids:
+        return prompt
+    if prompt.messages is not None:
+        text = _render_prompt(prompt.messages, tokenizer, tools=prompt.tools, template_kwargs=template_kwargs)
+        ids = _encode(text, tokenizer)
+    elif prompt.text is not None:
+        ids = _encode_plain(prompt.text, tokenizer)
+    else:
+        raise ChatError(f"prompt {prompt.id!r} has neither messages nor text", hint="give it one of the two")
+    if not ids:
+        raise ChatError(f"prompt {prompt.id!r} comes to no tokens", hint="give it at least one character")
+    return replace(prompt, token_ids=tuple(ids))
+
+
+def encode_completion(
+    prompt: Prompt, text: str, tokenizer: PreTrainedTokenizerBase, *, template_kwargs: Mapping[str, Any] | None = None
+) -> tuple[int, ...]:
+    """The ids of a completion of `prompt` that is known only as text, and the end-of-turn token after it.
+
+    The text follows the prompt as it is, because that is how it was sampled: the template's rendering of a *finished*
+    assistant message may trim it or add to it. Raises ChatError as `encode_prompt` does.
+    """
+    if prompt.messages is None:
+        before = prompt.text or ""
+    else:
+        before = _render_prompt(prompt.messages, tokenizer, tools=prompt.tools, template_kwargs=template_kwargs)
+    _, ids = _encode_pieces([before, _quote(text, _quotable(tokenizer))], tokenizer)
+    end = _eos_id(tokenizer) if prompt.messages is None else _turn_end_id(tokenizer)
+    return tuple(ids) if end is None else (*ids, end)
+
+
+def encode_supervised(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tools: Sequence[dict[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> Sample:
+    """A conversation as a Sample: `prompt_ids` up to the assistant's first word, `completion_ids` from there to the end
+    of its last turn, `mask` 1 on its own tokens, each turn's end-of-turn token included and what follows that not.
+
+    Where the assistant speaks is what the template marks with {% generation %}; without the mark it is found by
+    rendering the conversation turn by turn.
+
+    Raises ChatError when there is no assistant turn, when the template is missing or refuses the messages, and when a
+    template without the mark rewrites earlier turns, as the mask would then lie.
+    """
+    chat = _normalised(messages, tokenizer)
+    if not any(message["role"] == "assistant" for message in chat):
+        raise ChatError("no assistant turn in the conversation: nothing to train", hint="add one")
+    options = {"tools": _normalised_tools(tools, tokenizer), "template_kwargs": template_kwargs}
+    text, spans = _render(chat, tokenizer, **options)
+    if not spans:
+        spans = _spans_turn_by_turn(text, chat, tokenizer, **options)
+    ends = _special_pattern(tokenizer)
+    spans = [(start, _end_of_turn(text, (start, end), ends)) for start, end in spans]
+    edges = [0, *(edge for span in spans for edge in span)]
+    pieces = _encode_pieces([text[a:b] for a, b in pairwise(edges)], tokenizer)
+    completion = [(token, i % 2) for i, piece in enumerate(pieces[1:], start=1) for token in piece]
+    return Sample(
+        prompt_ids=tuple(pieces[0]),
+        completion_ids=tuple(token for token, _ in completion),
+        mask=tuple(said for _, said in completion),
+    )
+
+
+# ---- decoding ----
+def decode(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of a completion: the end-of-turn token (and padding) is dropped from its end, all else is kept."""
+    ends = (*stop_ids(tokenizer), tokenizer.pad_token_id)
+    length = len(token_ids)
+    while length and token_ids[length - 1] in ends:
+        length -= 1
+    text = tokenizer.decode(list(token_ids[:length]), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text if isinstance(text, str) else "".join(text)
+
+
+def stop_ids(tokenizer: PreTrainedTokenizerBase, generation_eos: int | Sequence[int] | None = None) -> tuple[int, ...]:
+    """The ids that end a completion: the generation config's `eos_token_id`, the tokenizer's, and the token that closes
+    an assistant turn in the chat template (base models often declare another one and would then never stop)."""
+    declared = [generation_eos] if isinstance(generation_eos, int) else list(generation_eos or ())
+    ids = (*declared, _eos_id(tokenizer), _turn_end_id(tokenizer) if tokenizer.chat_template else None)
+    return tuple(dict.fromkeys(i for i in ids if i is not None))
+
+
+def split_thinking(text: str) -> tuple[str | None, str]:
+    """(thinking, the rest), both stripped; thinking is None when there is none.
+
+    The <think> may have been in the prompt, and the </think> may be missing when the completion was cut short.
+
+    >>> split_thinking("<think>\\n4+3=7\\n</think>\\n\\n7"), split_thinking("7")
+    (('4+3=7', '7'), (None, '7'))
+    """
+    thought, closed, rest = text.partition(THINK_END)
+    if not closed and not text.lstrip().startswith(THINK_START):
+        return None, text.strip()
+    return thought.strip().removeprefix(THINK_START).strip(), rest.strip()
+
+
+def parse_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
+    """(content without its calls, the calls in OpenAI's form with `arguments` as an object).
+
+    Reads `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Calls inside <think> are thoughts. A call that is
+    not closed, is not JSON or has no name stays in the content, so that whoever answers can tell the model.
+
+    >>> parse_tool_calls('Wait. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    ('Wait.', [{'id': 'call_0', 'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 1}}}])
+    """
+    calls: list[dict[str, Any]] = []
+
+    def take(match: re.Match[str]) -> str:
+        function = _function_of(match[1])
+        if function is None:
+            return match[0]
+        calls.append({"id": f"call_{len(calls)}", "type": "function", "function": function})
+        return ""
+
+    head, closed, tail = text.rpartition(THINK_END)
+    if not closed and tail.lstrip().startswith(THINK_START):
+        return text.strip(), []
+    return (head + closed + TOOL_CALL.sub(take, tail)).strip(), calls
+
+
+def check_length(prompt_ids: Sequence[int], *, max_tokens: int, context: int) -> None:
+    """Raises ContextLengthError unless the prompt and `max_tokens` more tokens fit in `context` tokens."""
+    room = context - len(prompt_ids)
+    if room >= max_tokens:
+        return
+    message = f"the prompt is {len(prompt_ids)} tokens and max_tokens is {max_tokens}; the context is {context}"
+    shorter = f"lower max_tokens to {room} or less, or shorten the prompt" if room > 0 else "shorten the prompt"
+    raise ContextLengthError(message, hint=shorter)
+
+
+def _function_of(text: str) -> dict[str, Any] | None:
+    try:
+        call = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return None
+    arguments = call.get("arguments", {})
+    return {"name": call["name"], "arguments": arguments} if isinstance(arguments, dict) else None
+
+
+# ---- rendering ----
+def _render_prompt(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tools: Sequence[dict[str, Any]] | None,
+    template_kwargs: Mapping[str, Any] | None,
+) -> str:
+    chat = _normalised(messages, tokenizer)
+    open_turn = chat[-1]["role"] == "assistant"
+    text, _ = _render(
+        chat,
+        tokenizer,
+        tools=_normalised_tools(tools, tokenizer),
+        template_kwargs=template_kwargs,
+        add_generation_prompt=not open_turn,
+        continue_final_message=open_turn,
+    )
+    return text
+
+
+def _render(
+    chat: list[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tools: list[dict[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = False,
+    continue_final_message: bool = False,
+) -> tuple[str, list[Span]]:
+    """The rendered text, and the spans that the template marks as the assistant's (none if it marks nothing)."""
+    from jinja2 import TemplateError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        template = tokenizer.get_chat_template(tools=tools)
+    except ValueError as error:
+        raise ChatError(
+            f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template for these messages",
+            hint="set one (tokenizer.chat_template), use the model's instruct variant, or give prompts as plain text",
+        ) from error
+    marked = re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
+    try:
+        with RENDERING:
+            texts, spans = render_jinja_template(
+                conversations=[chat],
+                tools=cast("list[Any] | None", tools),
+                chat_template=template,
+                return_assistant_tokens_mask=marked and not continue_final_message,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **{**tokenizer.special_tokens_map, **(template_kwargs or {})},
+            )
+    except (TemplateError, TypeError, ValueError, KeyError) as error:
+        roles = ", ".join(message["role"] for message in chat)
+        raise ChatError(
+            f"the chat template refuses these messages (roles: {roles}): {error}",
+            hint="use the template's roles in its order; where it has no system role, begin the user message with it",
+        ) from error
+    return texts[0], cast("list[Span]", list(spans[0])) if spans else []
+
+
+def _spans_turn_by_turn(
+    text: str, chat: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, **options: Any
+) -> list[Span]:
+    """Where the assistant speaks in `text`: from the end of each turn's generation prompt to the end of that turn."""
+    ends = _special_pattern(tokenizer)
+    spans = []
+    for i, message in enumerate(chat):
+        if message["role"] != "assistant":
+            continue
+        before, _ = _render(chat[:i], tokenizer, **options, add_generation_prompt=True)
+        after, _ = _render(chat[: i + 1], tokenizer, **options)
+        span = (len(before), _end_of_turn(after, (len(before), len(after)), ends))
+        if not after.startswith(before) or not text.startswith(after[: span[1]]):
+            raise ChatError(
+                f"the chat template rewrites history: message {i} (assistant) is rendered differently once the "
+                f"conversation goes on, or its turn does not begin with the generation prompt",
+                hint=KEEP_HISTORY,
+            )
+        spans.append(span)
+    return spans
+
+
+def _special_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, _special_texts(tokenizer))) or r"(?!)")
+
+
+def _end_of_turn(text: str, span: Span, special: re.Pattern[str]) -> int:
+    """Where the assistant's turn really ends: behind its end-of-turn token, before a newline or another special token.
+
+    That token is the first special one with nothing but space and special tokens behind it, or else the one that
+    follows the span at once. Content has no special tokens: they are quoted.
+    """
+    start, end = span
+    tail = re.search(rf"({special.pattern})(?:\s|{special.pattern})*\Z", text[start:end])
+    if tail is not None:
+        return start + tail.end(1)
+    following = special.match(text, end)
+    return following.end() if following is not None else end
+
+
+@lru_cache(maxsize=8)
+def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str) -> int | None:
+    """The id of the token that closes an assistant turn; the tokenizer's eos where the template shows none."""
+    answer = "Groupwise"
+    try:
+        text, _ = _render([{"role": "user", "content": "Name?"}, {"role": "assistant", "content": answer}], tokenizer)
+    except ChatError:  # a template that cannot even do this fails again, with its reason, where it is used
+        return _eos_id(tokenizer)
+    closing = _special_pattern(tokenizer).search(text, text.rfind(answer) + len(answer))
+    return _eos_id(tokenizer) if closing is None else cast(int, tokenizer.convert_tokens_to_ids(closing[0]))
+
+
+def _eos_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    return cast("int | None", tokenizer.eos_token_id)
+
+
+def _turn_end_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    return _turn_end(tokenizer, str(tokenizer.chat_template))
+
+
+# ---- messages as the templates want them ----
+def _normalised(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """Plain dicts without None values, text parts joined, tool arguments as objects, special tokens' texts quoted."""
+    if not messages:
+        raise ChatError("the list of messages is empty", hint="give at least one user message")
+    quotable = _quotable(tokenizer)
+    chat = []
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ChatError(f"message {i} is {message!r}; a message is an object with a role and a content")
+        plain = {key: value for key, value in message.items() if value is not None}
+        if "content" in plain:
+            plain["content"] = _joined(plain["content"], i)
+        if "tool_calls" in plain:
+            plain["tool_calls"] = [_with_object_arguments(call) for call in message.get("tool_calls") or ()]
+        chat.append(_quote(plain, quotable))
+    return chat
+
+
+def _normalised_tools(
+    tools: Sequence[dict[str, Any]] | None, tokenizer: PreTrainedTokenizerBase
+) -> list[dict[str, Any]] | None:
+    return _quote(list(tools), _quotable(tokenizer)) if tools else None
+
+
+def _joined(content: Any, index: int) -> str:
+    if isinstance(content, str):
+        return content
+    parts: list[Any] = content if isinstance(content, list) else [content]
+    for part in parts:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ChatError(f"message {index} has content {part!r}; this model reads text: a string or text parts")
+    return "".join(part["text"] for part in parts)
+
+
+def _with_object_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    """OpenAI sends `arguments` as a JSON string; templates want the object, or they would quote the string again."""
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return dict(call)
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        return dict(call)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+# ---- quoting of special tokens, and tokenisation ----
+def _special_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The texts of the special tokens, longest first, so that none hides behind a prefix of it."""
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return sorted(added | set(tokenizer.all_special_tokens), key=lambda text: (-len(text), text))
+
+
+def _quotable(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    return [*_special_texts(tokenizer), CODE_START]  # the code's own first character too, so that a code is always ours
+
+
+def _quote(value: Any, quotable: list[str]) -> Any:
+    """`value` with every quotable text in its strings (keys too) replaced by its code."""
+    if isinstance(value, str):
+        pattern = "|".join(map(re.escape, quotable))
+        return re.sub(pattern, lambda match: f"{CODE_START}{quotable.index(match[0])}{CODE_END}", value)
+    if isinstance(value, Mapping):
+        return {_quote(key, quotable): _quote(item, quotable) for key, item in value.items()}
+    if isinstance(value, Iterable):
+        return [_quote(item, quotable) for item in value]
+    return value
+
+
+def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids of rendered text: the template has written the special tokens, and codes stand for quoted ones."""
+    if CODE_START not in text:
+        return tokenizer.encode(text, add_special_tokens=False)
+    quotable, ids = _quotable(tokenizer), []
+    for i, part in enumerate(re.split(f"{CODE_START}([0-9]+){CODE_END}", text)):
+        if i % 2:
+            ids += tokenizer.encode(quotable[int(part)], add_special_tokens=False, split_special_tokens=True)
+        elif part:
+            ids += tokenizer.encode(part, add_special_tokens=False)
+    return ids
+
+
+def _encode_pieces(pieces: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """The ids of each piece of a text, such that those of the first k pieces never depend on the later ones."""
+    text, ids, encoded = "", [], []
+    for piece in pieces:
+        text += piece
+        whole = _encode(text, tokenizer)
+        added = whole[len(ids) :] if whole[: len(ids)] == ids else _encode(piece, tokenizer)
+        encoded.append(added)
+        ids = ids + added
+    return encoded
+
+
+def _encode_plain(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Plain text with what the tokenizer adds in front, once (the text may have it already), and nothing behind."""
+    ids = tokenizer.encode(text)
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    if bos is not None and ids[:2] == [bos, bos]:
+        ids = ids[1:]
+    if eos is not None and ids[-1:] == [eos] and not text.endswith(str(tokenizer.eos_token)):
+        ids = ids[:-1]
+    return ids

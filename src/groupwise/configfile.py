@@ -1,0 +1,237 @@
+"""From a YAML file to a validated pydantic model, with errors that say where: the reading half of `groupwise.config`.
+
+    Document    the parsed mapping, and where each of its values was written (file and line, or a command-line override)
+    validate    a Document against a model; every problem at once, as one ConfigError
+    to_yaml     the inverse of reading
+
+YAML is version 1.2 (https://yaml.org/spec/1.2.2/): `1e-5` is a number, `no` and `on` are strings, a duplicate key is an
+error. An override is `a.b=c` or `a[0].b=c`; its value is YAML too, and the last of several wins.
+"""
+
+from __future__ import annotations
+
+import difflib
+import io
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from groupwise.errors import ConfigError
+
+Keys = tuple[str | int, ...]
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+_OVERRIDE = re.compile(r"([A-Za-z_][\w-]*(?:\.[A-Za-z_][\w-]*|\[\d+\])*)=(.*)", re.DOTALL)
+_ECHO = 80  # longest value repeated in a message, characters
+
+
+def _yaml() -> YAML:
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    yaml.width = 1 << 16
+    return yaml
+
+
+def to_yaml(data: Mapping[str, Any]) -> str:
+    """`data` (plain dicts, lists and scalars) as YAML 1.2 in the order of its keys."""
+    stream = io.StringIO()
+    _yaml().dump(dict(data), stream)
+    return stream.getvalue()
+
+
+@dataclass(frozen=True)
+class Document:
+    """A mapping and where its values come from. `data` belongs to the document and may be changed by it."""
+
+    data: dict[str, Any]
+    name: str = ""
+    root: Node | None = None
+    overrides: list[tuple[Keys, str]] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Document:
+        """Parse the file. Raises ConfigError: unreadable, not UTF-8, malformed (line, column), empty, not a mapping."""
+        path = Path(path)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is not UTF-8 text (byte {error.start})") from None
+        except OSError as error:
+            raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}") from None
+        data = _parse(text, source=str(path))
+        if data is None:
+            raise ConfigError(f"{path} is empty", hint="a run needs at least `data` and `rewards`")
+        if not isinstance(data, dict):
+            raise ConfigError(f"{path} holds a {_kind(data)} at the top level; it must be a mapping such as `name: x`")
+        return cls(data, path.name, _yaml().compose(text))
+
+    def override(self, text: str, *, shorthand: Mapping[str, str]) -> None:
+        """Apply `a.b=c`. A string in the list `key` of `shorthand` stands for the mapping {shorthand[key]: string}."""
+        match = _OVERRIDE.fullmatch(text.strip())
+        if match is None:
+            raise ConfigError(
+                f"{text!r} is not an override; write key=value, such as train.steps=10 or rewards[0].weight=2"
+            )
+        keys = parse_keys(match[1])
+        value = _parse(match[2], source=f"the value of {text!r}")
+        target: Any = self.data
+        for depth, key in enumerate(keys[:-1]):
+            empty: Any = [] if isinstance(keys[depth + 1], int) else {}
+            inner = _get(target, key, keys[:depth], text)
+            if inner is None:
+                inner = empty
+            elif isinstance(inner, str) and isinstance(key, int) and keys[0] in shorthand:
+                inner = {shorthand[str(keys[0])]: inner}
+            _set(target, key, inner)
+            target = inner
+        _get(target, keys[-1], keys[:-1], text)  # refuses what cannot be assigned to
+        _set(target, keys[-1], value)
+        self.overrides.append((keys, text))
+
+    def where(self, keys: Keys) -> str:
+        """Where the value at `keys`, or the nearest section around it, was written: " (cfg.yaml:14)", or ""."""
+        for assigned, text in reversed(self.overrides):
+            if keys[: len(assigned)] == assigned:
+                return f" (given as {text!r})"
+        if self.root is None:
+            return ""
+        node, line = self.root, None
+        for key in keys:
+            entry = _entry(node, key)
+            if entry is None:
+                break
+            node, line = entry
+        return f" ({self.name}:{line})" if line is not None else f" ({self.name})"
+
+
+def _parse(text: str, *, source: str) -> Any:
+    try:
+        return _yaml().load(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        hint = "quote a string that holds YAML's own characters, as in 'a: b'"
+        raise ConfigError(f"malformed YAML in {source}{place}: {error.problem or error.context}", hint=hint) from None
+    except YAMLError as error:
+        raise ConfigError(f"malformed YAML in {source}: {str(error).splitlines()[0]}") from None
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "mapping", list: "list", str: "string", bool: "true/false value", int: "number", float: "number"}
+    return "null" if value is None else names.get(type(value), type(value).__name__)
+
+
+def parse_keys(dotted: str) -> Keys:
+    """ "a.b[0].c" as ("a", "b", 0, "c")."""
+    return tuple(int(index) if index else name for index, name in re.findall(r"\[(\d+)\]|([\w-]+)", dotted))
+
+
+def dotted(keys: Sequence[str | int]) -> str:
+    """Inverse of `parse_keys`."""
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).lstrip(".")
+
+
+def _get(target: Any, key: str | int, parents: Keys, text: str) -> Any:
+    """What stands at `key`, None where nothing does yet. Raises ConfigError where nothing can."""
+    if isinstance(key, str) and isinstance(target, dict):
+        return target.get(key)
+    if isinstance(key, int) and isinstance(target, list) and key <= len(target):
+        return target[key] if key < len(target) else None
+    held = f"a list of {len(target)}" if isinstance(target, list) else f"a {_kind(target)}"
+    wanted = f"no entry [{key}]" if isinstance(key, int) else f"no key {key!r}"
+    raise ConfigError(f"cannot apply {text!r}: {dotted(parents) or 'the configuration'} is {held} and has {wanted}")
+
+
+def _set(target: Any, key: Any, value: Any) -> None:
+    if isinstance(target, list) and key == len(target):
+        target.append(value)
+    else:
+        target[key] = value
+
+
+def _entry(node: Node, key: str | int) -> tuple[Node, int] | None:
+    """The value under `key` and the line (from 1) of the key, or of the list's item."""
+    if isinstance(node, MappingNode):
+        for name, value in node.value:
+            if isinstance(name, ScalarNode) and name.value == str(key):
+                return value, name.start_mark.line + 1
+    if isinstance(node, SequenceNode) and isinstance(key, int) and key < len(node.value):
+        return node.value[key], node.value[key].start_mark.line + 1
+    return None
+
+
+# ---- validation ----
+
+
+def validate(document: Document, model: type[ModelT], *, other_names: Mapping[str, str]) -> ModelT:
+    """The document as a `model`. Raises ConfigError naming every unknown key, wrong value and conflict.
+
+    `other_names` maps a key that people know from elsewhere to ours, for the suggestions.
+    """
+    try:
+        return model.model_validate(document.data)
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+        problems = [_explain(details, document, model, other_names) for details in found]
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
+    name = document.name or "the configuration"
+    raise ConfigError(f"{name} has {len(problems)} problems:" + "".join(f"\n  - {problem}" for problem in problems))
+
+
+def _explain(details: ErrorDetails, document: Document, model: type[BaseModel], other_names: Mapping[str, str]) -> str:
+    keys: Keys = details["loc"]
+    place = (dotted(keys) or "the configuration") + document.where(keys)
+    if details["type"] == "extra_forbidden":
+        return f"{place}: unknown; {_suggest(keys, model, other_names)}"
+    message = details["msg"]
+    if details["type"] in ("value_error", "conflict"):
+        return f"{place}: {message.removeprefix('Value error, ')}"
+    if details["type"] == "missing":
+        return f"{place}: required and missing"
+    value = repr(details["input"])
+    value = value if len(value) <= _ECHO else value[: _ECHO - 3] + "..."
+    message = re.sub(r" or instance of \w+", "", message.replace("valid dictionary", "mapping").replace("valid tuple", "list"))
+    rule = message.replace("Input should", "must").replace("should", "must", 1)
+    return f"{place}: {value} is not valid; it {rule[0].lower()}{rule[1:]}"
+
+
+def _suggest(keys: Keys, model: type[BaseModel], other_names: Mapping[str, str]) -> str:
+    """The key that was probably meant: the same name elsewhere, a similar one beside it, a similar one anywhere."""
+    name, section = str(keys[-1]), [key for key in keys[:-1] if isinstance(key, str)]
+    everywhere = list(key_paths(model))
+    beside = [path[-1] for path in everywhere if list(path[:-1]) == section]
+    elsewhere = {path[-1]: ".".join(path) for path in reversed(everywhere)}
+    if name in other_names:
+        return f"did you mean {other_names[name]}?"
+    if name in elsewhere:
+        return f"did you mean {elsewhere[name]}?"
+    if similar := difflib.get_close_matches(name, beside, n=1):
+        return f"did you mean {dotted((*keys[:-1], similar[0]))}?"
+    if similar := difflib.get_close_matches(name, elsewhere, n=1, cutoff=0.75):
+        return f"did you mean {elsewhere[similar[0]]}?"
+    return f"the keys of {dotted(keys[:-1]) or 'the configuration'} are {', '.join(beside)}"
+
+
+def key_paths(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The path of every key of a model and of the models inside it; a list's index is left out."""
+    for name, info in model.model_fields.items():
+        yield (*prefix, name)
+        for inner in _models(info.annotation):
+            yield from key_paths(inner, (*prefix, name))
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models(argument)

@@ -1,0 +1,229 @@
+"""Prompt sources: JSON lines, Hugging Face datasets and Python functions, as one endless, resumable stream of prompts.
+
+A row is a mapping with a prompt, a string (plain text) or a list of chat messages, under `prompt` or `messages`.
+`tools` may hold tool definitions, and every other column goes to the rewards by its name:
+
+    {"prompt": [{"role": "user", "content": "2+2?"}], "answer": "4"}
+
+All rows are read and checked when the source is opened, so that a bad row stops a run before a model is loaded. The
+order of an epoch depends on (seed, epoch) only, so a cursor is an epoch and a position in it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from groupwise.config import DataConfig, DatasetConfig
+from groupwise.errors import ConfigError, DataError
+from groupwise.load import load_object
+from groupwise.types import Message, Prompt
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+RESERVED = ("prompts", "completions", "completion_ids")  # what rewards get under these names is not the dataset's
+
+
+class PromptSource:
+    """Prompts in epochs, each a new order if `shuffle`. `cursor` says how far the stream has been taken."""
+
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int = 0, shuffle: bool = True):
+        if not prompts:
+            raise DataError("there are no prompts", hint="give at least one")
+        self._prompts = tuple(prompts)
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch = 0
+        self._position = 0
+        self._order = self._order_of(0)
+
+    def __len__(self) -> int:
+        """Number of prompts in an epoch."""
+        return len(self._prompts)
+
+    def take(self, n: int) -> list[Prompt]:
+        """The next n prompts; an epoch follows another, so a prompt can come twice."""
+        taken: list[Prompt] = []
+        while len(taken) < n:
+            if self._position == len(self._order):
+                self._epoch, self._position = self._epoch + 1, 0
+                self._order = self._order_of(self._epoch)
+            chosen = self._order[self._position : self._position + n - len(taken)]
+            taken += [self._prompts[index] for index in chosen]
+            self._position += len(chosen)
+        return taken
+
+    def all(self, limit: int | None = None) -> list[Prompt]:
+        """The first `limit` prompts (None: all), in the order of the rows; the stream does not move."""
+        return list(self._prompts[:limit])
+
+    @property
+    def cursor(self) -> dict[str, int]:
+        """Where the stream stands, for `restore`; goes through JSON."""
+        return {"epoch": self._epoch, "position": self._position, "rows": len(self._prompts)}
+
+    def restore(self, cursor: Mapping[str, int]) -> None:
+        """Continue where `cursor` was taken. Raises DataError when the dataset has another number of rows."""
+        epoch, position, rows = (cursor.get(key, -1) for key in ("epoch", "position", "rows"))
+        if rows != len(self._prompts):
+            message = f"the cursor is of a dataset with {rows} rows; this one has {len(self._prompts)}"
+            raise DataError(message, hint="resume with the dataset that the run was started with")
+        if epoch < 0 or not 0 <= position <= rows:
+            raise DataError(f"{dict(cursor)} is not a cursor; take one from PromptSource.cursor")
+        self._epoch, self._position, self._order = epoch, position, self._order_of(epoch)
+
+    def _order_of(self, epoch: int) -> list[int]:
+        order = list(range(len(self._prompts)))
+        if self._shuffle:
+            random.Random(f"{self._seed}/{epoch}").shuffle(order)  # a string seed is hashed with SHA-512: stable
+        return order
+
+
+def open_prompts(config: DatasetConfig, *, folder: str | Path = ".", seed: int = 0) -> PromptSource:
+    """Read and check every row of a dataset.
+
+    Raises DataError naming the row and its key, and LoadError for a function that cannot be loaded.
+    """
+    read = {"jsonl": _jsonl_rows, "function": _function_rows, "dataset": _dataset_rows}[config.kind]
+    rows = itertools.islice(read(config, Path(folder)), config.limit)
+    prompts = [to_prompt(row, id=id, prompt_key=config.prompt_key, system=config.system) for id, row in rows]
+    if not prompts:
+        raise DataError(f"{config.source} has no rows", hint="a dataset needs at least one prompt")
+    return PromptSource(prompts, seed=seed, shuffle=isinstance(config, DataConfig) and config.shuffle)
+
+
+# ---- rows ----
+
+
+def _jsonl_rows(config: DatasetConfig, folder: Path) -> Iterator[tuple[str, Any]]:
+    path = folder / config.source
+    if not path.is_file():
+        similar = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*.jsonl")], n=1)
+        hint = f"did you mean {similar[0]}?" if similar else "a relative path starts at the config file's folder"
+        raise DataError(f"there is no file {path.resolve()}", hint=hint)
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            id = f"{path.name}:{number}"
+            if not line.strip():
+                continue
+            try:
+                yield id, json.loads(line)
+            except UnicodeDecodeError as error:
+                raise DataError(f"{id}: not UTF-8 text (byte {error.start} of the line)") from None
+            except json.JSONDecodeError as error:
+                message = f"{id}: invalid JSON at column {error.colno}: {error.msg}"
+                raise DataError(message, hint="each line is one JSON object, without line breaks inside") from None
+
+
+def _function_rows(config: DatasetConfig, folder: Path) -> Iterator[tuple[str, Any]]:
+    function = load_object(config.source, folder=folder)
+    try:
+        for index, row in enumerate(function(**config.args)):
+            yield f"{config.source}:{index}", row
+    except DataError:
+        raise
+    except Exception as error:
+        arguments = ", ".join(f"{key}={value!r}" for key, value in config.args.items())
+        raise DataError(f"{config.source}({arguments}) failed: {type(error).__name__}: {error}") from error
+
+
+def _dataset_rows(config: DatasetConfig, folder: Path) -> Iterator[tuple[str, Any]]:
+    local = folder / config.source
+    try:
+        import datasets  # pandas and pyarrow take a second to import, and most runs read JSON lines
+
+        if (local / "dataset_info.json").is_file() or (local / "dataset_dict.json").is_file():
+            dataset: Any = datasets.load_from_disk(str(local), **config.args)
+        else:
+            source = str(local) if local.exists() else config.source
+            dataset = datasets.load_dataset(source, split=config.split or "train", **config.args)
+    except Exception as error:
+        hint = "a name on the Hugging Face hub, a directory, or a builder such as csv with args.data_files"
+        message = f"cannot load the dataset {config.source!r}: {type(error).__name__}: {error}"
+        raise DataError(message, hint=hint) from error
+    if isinstance(dataset, datasets.DatasetDict):
+        split = config.split or "train"
+        if split not in dataset:
+            raise DataError(f"{config.source} has no split {split!r}; it has {', '.join(map(str, dataset))}")
+        dataset = dataset[split]
+    elif config.split is not None and (local / "dataset_info.json").is_file():
+        raise ConfigError(f"data.split {config.split!r} does not act: {config.source} was saved as a single split")
+    yield from ((f"{config.source}:{index}", row) for index, row in enumerate(dataset))
+
+
+def to_prompt(row: Any, *, id: str, prompt_key: str | None = None, system: str | None = None) -> Prompt:
+    """A row as a Prompt. Raises DataError naming `id` and the key that is wrong."""
+    if not isinstance(row, Mapping):
+        raise DataError(f"{id}: the row is a {type(row).__name__}; it must be an object such as {{'prompt': ...}}")
+    key = prompt_key or _find_key(row, id)
+    if key not in row:
+        raise DataError(f"{id}: no column {key!r}; it has {', '.join(map(repr, row)) or 'none'}")
+    columns = {name: value for name, value in row.items() if name not in (key, "tools")}
+    if clash := [name for name in RESERVED if name in columns]:
+        raise DataError(f"{id}: the column {clash[0]!r} has a name that rewards get from us; rename it")
+    tools, value = row.get("tools"), row[key]
+    if isinstance(value, str):
+        if system is not None or tools:
+            extra = "tools need" if tools else "data.system needs"
+            raise DataError(f"{id}: {extra} a chat prompt (a list of messages); {key!r} is plain text")
+        if not value.strip():
+            raise DataError(f"{id}: {key!r} is an empty string; a prompt needs text")
+        return Prompt(id=id, text=value, columns=columns)
+    messages = _messages(value, f"{id}: {key}")
+    if system is not None:
+        if messages[0]["role"] in ("system", "developer"):
+            raise DataError(f"{id}: {key}[0] is a system message already; remove it or data.system")
+        messages = (Message(role="system", content=system), *messages)
+    return Prompt(id=id, messages=messages, tools=_tools(tools, id), columns=columns)
+
+
+def _find_key(row: Mapping[str, Any], id: str) -> str:
+    found = [key for key in ("messages", "prompt") if row.get(key) is not None]
+    if len(found) == 2:
+        raise DataError(f"{id}: both 'messages' and 'prompt' are there", hint="choose one with data.prompt_key")
+    if not found:
+        message = f"{id}: no 'prompt' and no 'messages'; the columns are {', '.join(map(repr, row)) or 'none'}"
+        raise DataError(message, hint="name the column that holds the prompt in data.prompt_key")
+    return found[0]
+
+
+def _messages(value: Any, place: str) -> tuple[Message, ...]:
+    if not isinstance(value, Sequence):
+        raise DataError(f"{place} is a {type(value).__name__}; it must be a string or a list of messages")
+    if not value:
+        raise DataError(f"{place} is an empty list; a chat prompt needs at least one message")
+    messages = tuple(_message(each, f"{place}[{index}]") for index, each in enumerate(value))
+    if messages[-1]["role"] not in ("user", "tool"):
+        role = messages[-1]["role"]
+        raise DataError(f"{place} ends with a message of {role!r}; the policy answers a 'user' or 'tool' message")
+    return messages
+
+
+def _message(value: Any, place: str) -> Message:
+    if not isinstance(value, Mapping):
+        raise DataError(f"{place} is a {type(value).__name__}; a message is {{'role': ..., 'content': ...}}")
+    message = {key: each for key, each in value.items() if each is not None}  # Arrow fills absent keys with null
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        raise DataError(f"{place}.role is {role!r}; it must be one of {', '.join(ROLES)}")
+    if role == "assistant" and content is None and message.get("tool_calls"):
+        return message  # type: ignore[return-value]
+    parts = isinstance(content, Sequence) and all(isinstance(part, Mapping) for part in content)
+    blank = not content and not (role == "tool" and content == "")  # a tool may have nothing to say
+    if blank or not (isinstance(content, str) or parts):
+        empty = content is None or content in ("", [])
+        was = "missing or empty" if empty else f"a {type(content).__name__}"
+        raise DataError(f"{place}.content is {was}; it must be text or a list of parts such as {{'type': 'text'}}")
+    return message  # type: ignore[return-value]
+
+
+def _tools(value: Any, id: str) -> tuple[dict[str, Any], ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, Sequence) or not all(isinstance(tool, Mapping) for tool in value):
+        raise DataError(f"{id}: 'tools' is {value!r}; it must be a list of tool definitions (JSON objects)")
+    return tuple(dict(tool) for tool in value)

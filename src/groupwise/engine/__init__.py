@@ -1,0 +1,1 @@
+"""Samplers: token ids in, token ids and behaviour logprobs out, at a named policy version."""

@@ -1,0 +1,106 @@
+"""Load user code by name: the one place where `module:attribute` becomes an object.
+
+`folder` (a config file's) is first on the import path while the module is imported, and only then, so a module there
+wins over an installed one of the same name, for this call only. Import what stands beside it at the top of the module.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from groupwise.errors import LoadError
+
+
+def load_object(reference: str, *, folder: str | Path | None = None) -> Callable[..., Any]:
+    """The function or class that `module:attribute` or `package.module.attribute` names.
+
+    Raises LoadError: the reference is malformed, the module is not found or fails to import (with file and line), it
+    has no such attribute, or the attribute is not callable.
+    """
+    module_name, colon, attributes = reference.partition(":")
+    if not colon:
+        module_name, _, attributes = reference.rpartition(".")
+    names = [*module_name.split("."), *attributes.split(".")]
+    if not all(name.isidentifier() for name in names):
+        python_file = module_name.endswith(".py") or attributes == "py"
+        hint = "leave out `.py`: name the module, not its file" if python_file else None
+        raise LoadError(f"{reference!r} is not a reference; write module:function, as in my_rewards:exact", hint=hint)
+    with _first_on_path(module_name.partition(".")[0], folder):
+        target: Any = _import(module_name, reference, folder)
+    for name in attributes.split("."):
+        if not hasattr(target, name):
+            raise LoadError(_missing(target, name, reference))
+        target = getattr(target, name)
+    if not callable(target):
+        raise LoadError(f"{reference!r} is a {type(target).__name__}; it must be a function or a class")
+    return target
+
+
+@contextmanager
+def _first_on_path(package: str, folder: str | Path | None) -> Iterator[None]:
+    """Import `package` from `folder` where it is there, even if another of that name is already imported."""
+    if folder is None:
+        yield
+        return
+    root = Path(folder).resolve()
+    here = (root / f"{package}.py").is_file() or (root / package).is_dir()
+    origin = getattr(sys.modules.get(package), "__file__", None)
+    others = {}
+    if here and package in sys.modules and (origin is None or root not in Path(origin).resolve().parents):
+        others = {name: sys.modules.pop(name) for name in list(sys.modules) if f"{name}.".startswith(f"{package}.")}
+    sys.path.insert(0, str(root))
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(str(root))
+        sys.modules.update(others)
+
+
+def _import(name: str, reference: str, folder: str | Path | None) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            raise LoadError(_not_found(name, reference, folder)) from None
+        raise LoadError(
+            f"cannot load {reference!r}: {_place(error)} imports {error.name!r}, which is missing"
+        ) from error
+    except SyntaxError as error:
+        place = f"{error.filename}:{error.lineno}"
+        raise LoadError(f"cannot load {reference!r}: syntax error at {place}: {error.msg}") from None
+    except (Exception, SystemExit) as error:
+        raise LoadError(f"cannot load {reference!r}: {_place(error)}: {type(error).__name__}: {error}") from error
+
+
+def _place(error: BaseException) -> str:
+    """File and line of the innermost frame that is not the import machinery's."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    return f"{frames[-1].filename}:{frames[-1].lineno}"
+
+
+def _not_found(name: str, reference: str, folder: str | Path | None) -> str:
+    looked = (
+        f"in {Path(folder).resolve()} and among the installed packages" if folder else "among the installed packages"
+    )
+    beside = [path.stem for path in Path(folder).glob("*.py")] if folder else []
+    similar = difflib.get_close_matches(name, beside, n=1)
+    guess = f"; did you mean {similar[0]}?" if similar else ""
+    return f"cannot load {reference!r}: no module {name!r} {looked}{guess}"
+
+
+def _missing(target: Any, name: str, reference: str) -> str:
+    held = getattr(target, "__name__", type(target).__name__)
+    public = [each for each in vars(target) if not each.startswith("_") and callable(getattr(target, each))]
+    similar = difflib.get_close_matches(name, public, n=1)
+    guess = f"did you mean {similar[0]}?" if similar else f"it has {', '.join(sorted(public)[:12]) or 'no functions'}"
+    return f"cannot load {reference!r}: {held!r} has no {name!r}; {guess}"

@@ -1,0 +1,201 @@
+"""Loading a causal language model, and what trainer and engine both need to know about it.
+
+`model: starter` is the embedded model; anything else is a local directory or a Hugging Face name and goes through
+transformers' auto classes, with remote code off. The trainer and the engine each get a module tree of their own
+(`share_weights`) over the SAME weight tensors, so that adapters inside one never show in the other and the base is in
+memory once.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from groupwise.algo.attention import ATTENTION, SharedPrompts
+from groupwise.errors import ModelError
+
+STARTER = "starter"
+STARTER_DIR = Path(__file__).parent / "starter" / "model"
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A base model ready to sample from and to train: dropout off, gradients off, weights on `device`."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    hash: str
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def context_length(self) -> int:
+        return int(getattr(self.model.config.get_text_config(), "max_position_embeddings", 1 << 20))
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end a completion: the generation config's, and the tokenizer's."""
+        generation: Any = self.model.generation_config
+        declared = getattr(generation, "eos_token_id", None)
+        ids = declared if isinstance(declared, list) else [declared]
+        return tuple(dict.fromkeys(i for i in (*ids, self.tokenizer.eos_token_id) if i is not None))
+
+
+def resolve_device(device: str = "auto") -> torch.device:
+    """`auto` is the first GPU where there is one. Raises ModelError when the device asked for is not there."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError(f"device is {device!r} but torch sees no GPU", hint="set device: cpu or auto")
+    return chosen
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """`auto` is float32 on a CPU and bfloat16 on a GPU."""
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[dtype]
+
+
+def load_model(name: str, *, device: str = "auto", dtype: str = "auto") -> LoadedModel:
+    """Load `name` ("starter", a directory, or a Hugging Face name).
+
+    Raises:
+        ModelError: the model or its tokenizer is not there or cannot be read; says where it was looked for.
+    """
+    path = str(STARTER_DIR) if name == STARTER else name
+    where = resolve_device(device)
+    try:
+        config = AutoConfig.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=resolve_dtype(dtype, where))
+    except (OSError, ValueError, KeyError) as error:
+        kind = "directory" if Path(path).exists() else "Hugging Face name (and there is no such directory)"
+        raise ModelError(
+            f"model {name!r} cannot be loaded as a {kind}: {error}",
+            hint=f"give 'starter', a directory with config.json and safetensors, or a model name; looked in {path}",
+        ) from error
+    return wrap_model(model.to(where), tokenizer, name=name)
+
+
+def wrap_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, name: str) -> LoadedModel:
+    """A model that is already in memory as a `LoadedModel`; turns dropout and gradients off in place."""
+    model.eval().requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    model.config.use_cache = False
+    return LoadedModel(name=name, model=model, tokenizer=tokenizer, hash=weights_hash(model))
+
+
+def share_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """A second module tree over the same parameters and buffers: a few kilobytes, whatever the model's size."""
+    tensors = [*model.parameters(), *model.buffers()]
+    twin: PreTrainedModel = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    twin.set_attn_implementation(ATTENTION)
+    return twin
+
+
+def weights_hash(model: nn.Module) -> str:
+    """A fingerprint of the base model: every tensor's name, shape, type and about a thousand of its values."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        flat = tensor.detach().reshape(-1)
+        probe = flat[:: max(1, flat.numel() // 1024)].to("cpu", torch.float64).numpy().tobytes()
+        digest.update(f"{name} {tuple(tensor.shape)}".encode() + probe)
+    return digest.hexdigest()
+
+
+def backbone(model: PreTrainedModel) -> nn.Module:
+    """The model without its LM head: forward gives `last_hidden_state`."""
+    return getattr(model, model.base_model_prefix)
+
+
+@dataclass(frozen=True)
+class Head:
+    """The LM head and what the architecture does between it and the softmax: logits = softcap(scale * (W h + b))."""
+
+    weight_VH: Tensor
+    bias_V: Tensor | None
+    scale: float
+    softcap: float | None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Head:
+        linear: Any = model.get_output_embeddings()
+        config = model.config.get_text_config()
+        scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+        softcap = getattr(config, "final_logit_softcapping", None)
+        return cls(linear.weight, getattr(linear, "bias", None), scale, softcap)
+
+    def logits(self, hidden_NH: Tensor) -> Tensor:
+        """-> [N, V] in float32 (float64 for a float64 model)."""
+        logits = nn.functional.linear(hidden_NH, self.weight_VH, self.bias_V)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        logits = logits if self.scale == 1.0 else logits * self.scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+@contextmanager
+def plain_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Within: the model runs its own attention on ordinary padded rows."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+@torch.no_grad()
+def packed_forward_gap(model: PreTrainedModel) -> float:
+    """The largest difference in log-probability between the packed forward and the model's own, on a small tree.
+
+    The check that decides whether this architecture may be packed at all: two prompts, four completions of uneven
+    lengths, against each completion with its prompt alone in a row. `inf` when the packed forward raises.
+    """
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    prompts, completions = (5, 3), ((0, 4), (0, 2), (0, 3), (1, 6))
+
+    def ids(count: int, offset: int) -> list[int]:
+        return [(37 * (i + offset) + 11) % vocabulary for i in range(count)]
+
+    rows = [ids(n, p) for p, n in enumerate(prompts)] + [ids(n, 50 + b) for b, (_, n) in enumerate(completions)]
+    positions = [list(range(n)) for n in prompts] + [list(range(prompts[p], prompts[p] + n)) for p, n in completions]
+    layout = SharedPrompts(prompts, [n for _, n in completions], [p for p, _ in completions], device=model.device)
+    flat, where = (torch.tensor([sum(x, [])], device=model.device) for x in (rows, positions))
+    head = Head.of(model)
+    try:
+        packed = backbone(model)(input_ids=flat, position_ids=where, layout=layout, use_cache=False)
+        packed_SV = head.logits(packed.last_hidden_state[0]).log_softmax(-1)
+    except (NotImplementedError, TypeError, ValueError, RuntimeError):
+        return math.inf
+    worst, start = 0.0, sum(prompts)
+    with plain_attention(model):
+        for b, (p, n) in enumerate(completions):
+            row = torch.tensor([rows[p] + rows[len(prompts) + b]], device=model.device)
+            plain = model(input_ids=row, use_cache=False).logits[0, prompts[p] :]
+            plain = plain if plain.dtype == torch.float64 else plain.float()
+            gap = float((plain.log_softmax(-1) - packed_SV[start : start + n]).abs().max())
+            worst = max(worst, gap) if math.isfinite(gap) else math.inf
+            start += n
+    return worst
+
+
+def packed_tolerance(model: PreTrainedModel) -> float:
+    """The largest gap of `packed_forward_gap` that rounding explains in the model's dtype."""
+    return {torch.float64: 1e-9, torch.float32: 1e-4}.get(model.dtype, 0.1)

@@ -1,0 +1,1 @@
+"""The learner's side: LoRA, the one forward, optimizer steps."""

@@ -1,0 +1,116 @@
+"""The one forward: packed micro-batch -> log-probability (and entropy) of every loss token, with gradients.
+
+Two things make it cheap. The backbone runs each prompt once for its whole group (`algo.attention`). And the LM head runs
+only at the positions that predict a loss token, in tiles of tokens, fused with the softmax: for hidden state h, weight W
+and temperature T
+
+    z = W h / T      logprob = z[target] - logsumexp(z)      entropy = logsumexp(z) - sum_v p_v z_v
+
+Forward keeps h, logsumexp and entropy, N numbers each; backward computes the tile's z again and applies
+
+    d logprob / dz = onehot(target) - p            d entropy / dz_v = -p_v (z_v - logsumexp + entropy)
+
+so a [N, V] tensor exists for one tile at a time only. (The idea: Liger kernel, arXiv 2410.10989.)
+
+`plain_logprobs` is the same quantity by the model's own forward on padded rows: the reference that the fast path is
+checked against when a model is first used, and what runs, loudly, where that check fails.
+
+Shapes: S packed tokens, N loss tokens, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from groupwise.algo.batch import MicroBatch
+from groupwise.model import Head, backbone, plain_attention
+
+TILE_VALUES = 1 << 22  # logits per tile: 16 MiB in float32
+
+
+class _FusedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, head: Head, target_N: Tensor, temperature: float):
+        exact = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
+        logprob_N, entropy_N, lse_N = (hidden_NH.new_empty(len(target_N), dtype=exact) for _ in range(3))
+        for tile in _tiles(len(target_N), weight_VH.shape[0]):
+            z = head.logits(hidden_NH[tile]).div_(temperature)
+            lse = z.logsumexp(-1)
+            lse_N[tile] = lse
+            logprob_N[tile] = z.gather(-1, target_N[tile, None])[:, 0] - lse
+            entropy_N[tile] = lse - (torch.exp(z - lse[:, None]) * z).sum(-1)
+        ctx.save_for_backward(hidden_NH, weight_VH, target_N, lse_N, entropy_N)
+        ctx.head, ctx.temperature = head, temperature
+        return logprob_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor):
+        grad_logprob_N, grad_entropy_N = grads
+        hidden_NH, weight_VH, target_N, lse_N, entropy_N = ctx.saved_tensors
+        head: Head = ctx.head
+        wants_entropy = bool(grad_entropy_N.any())
+        grad_hidden_NH = torch.empty_like(hidden_NH)
+        grad_weight_VH = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
+        for tile in _tiles(len(target_N), weight_VH.shape[0]):
+            logits = head.logits(hidden_NH[tile])
+            z = logits / ctx.temperature - lse_N[tile, None]  # log-probabilities
+            p = torch.exp(z)
+            grad = p * -grad_logprob_N[tile, None]
+            grad.scatter_add_(1, target_N[tile, None], grad_logprob_N[tile, None])
+            if wants_entropy:
+                grad -= p * (z + entropy_N[tile, None]) * grad_entropy_N[tile, None]
+            if head.softcap is not None:
+                grad *= 1 - (logits / head.softcap) ** 2
+            grad = grad.mul_(head.scale / ctx.temperature).to(weight_VH.dtype)
+            grad_hidden_NH[tile] = (grad @ weight_VH).to(hidden_NH.dtype)
+            if grad_weight_VH is not None:
+                grad_weight_VH += grad.T @ hidden_NH[tile]
+        return grad_hidden_NH, grad_weight_VH, None, None, None
+
+
+def _tiles(tokens: int, vocabulary: int) -> list[slice]:
+    size = max(1, TILE_VALUES // vocabulary)
+    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+
+def fused_logprobs(
+    hidden_NH: Tensor, head: Head, target_N: Tensor, *, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """(log-probability, entropy), both [N] in nats, of `target_N` under softmax(head(hidden) / temperature).
+
+    Gradients flow to `hidden_NH` and to the head's weight (when it requires them); not to a head bias, which only
+    matters when training all parameters of a model whose head has one.
+    """
+    return _FusedHead.apply(hidden_NH, head.weight_VH, head, target_N, temperature)  # type: ignore[return-value]
+
+
+def packed_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """The one forward. -> (logprobs_N, entropy_N), float32 (float64 for a float64 model)."""
+    out = backbone(model)(
+        input_ids=batch.input_ids_S[None], position_ids=batch.positions_S[None], layout=batch.layout, use_cache=False
+    )
+    hidden_NH = out.last_hidden_state[0].index_select(0, batch.source_N)
+    return fused_logprobs(hidden_NH, Head.of(model), batch.target_N, temperature=temperature)
+
+
+def plain_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """The same by padded rows, the prompt repeated for each completion, and the whole [B, T, V] of logits."""
+    rows = [(*s.prompt_ids, *s.completion_ids) for s in batch.samples]
+    width = max(len(row) for row in rows)
+    device = batch.input_ids_S.device
+    ids_BT = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
+    mask_BT = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
+    at = [
+        (b, len(s.prompt_ids) + t - 1) for b, s in enumerate(batch.samples) for t, trained in enumerate(s.mask) if trained
+    ]
+    at_N2 = torch.tensor(at, dtype=torch.long, device=device).view(-1, 2)
+    with plain_attention(model):
+        logits_BTV = model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False).logits
+    logits = logits_BTV[at_N2[:, 0], at_N2[:, 1]]
+    z = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
+    logp = z.log_softmax(-1)
+    return logp.gather(-1, batch.target_N[:, None])[:, 0], -(logp.exp() * logp).sum(-1)

@@ -1,0 +1,211 @@
+"""The words of the system, as frozen dataclasses. No torch here: everything else imports this file.
+
+    prompt      what the policy is asked
+    completion  what one sampling call answered: token ids, behaviour logprobs, why it stopped, which policy it was
+    rollout     one episode on a prompt: one or more completions ("turns"), its rewards and advantage
+    group       the rollouts of one prompt; advantages are relative to it
+    sample      what the learner trains on: token ids, a mask of what the policy chose, an advantage
+
+A worked example. The prompt "2+2=" is 4 tokens and was sampled twice (G = 2):
+
+    Prompt(id="sums:1", text="2+2=", token_ids=(5, 10, 5, 11))
+    RolloutGroup(prompt, rollouts=(
+        Rollout(turns=(Turn((5, 10, 5, 11), Completion(token_ids=(7, 2), logprobs=(-0.1, -0.0), ...)),), reward=1.0),
+        Rollout(turns=(Turn((5, 10, 5, 11), Completion(token_ids=(8, 2), logprobs=(-2.5, -0.1), ...)),), reward=0.0),
+    ))
+    Sample(prompt_ids=(5, 10, 5, 11), completion_ids=(7, 2), mask=(1, 1), behaviour_logprobs=(-0.1, -0.0), advantage=1.0)
+    Sample(prompt_ids=(5, 10, 5, 11), completion_ids=(8, 2), mask=(1, 1), behaviour_logprobs=(-2.5, -0.1), advantage=-1.0)
+
+Ids and behaviour logprobs come from the engine and are never decoded and encoded again ("token in, token out").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NotRequired, TypedDict
+
+BASE = "base"  # the name of the policy without an adapter
+
+
+class Message(TypedDict):
+    """One chat message, as OpenAI and the chat templates spell it."""
+
+    role: str
+    content: NotRequired[str | list[dict[str, Any]] | None]
+    tool_calls: NotRequired[list[dict[str, Any]]]
+    tool_call_id: NotRequired[str]
+    name: NotRequired[str]
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"  # an end-of-turn token or a stop string
+    LENGTH = "length"  # max_tokens, or the model's context was full
+    ABORT = "abort"  # cancelled from outside
+
+
+@dataclass(frozen=True, order=True)
+class PolicyVersion:
+    """What sampled: an immutable adapter version `name@number`, or the base model.
+
+    >>> str(PolicyVersion("math", 12)), str(PolicyVersion.base()), PolicyVersion.parse("math@12").number
+    ('math@12', 'base', 12)
+    """
+
+    name: str = BASE
+    number: int = 0
+
+    @classmethod
+    def base(cls) -> PolicyVersion:
+        return cls()
+
+    @classmethod
+    def parse(cls, text: str) -> PolicyVersion:
+        """Inverse of `str`. Raises ValueError unless `text` is "base" or "name@number"."""
+        if text == BASE:
+            return cls()
+        name, at, number = text.rpartition("@")
+        if not at or not name or not number.isdigit():
+            raise ValueError(f"{text!r} is not a policy version; write 'base' or 'name@number', as in 'math@12'")
+        return cls(name, int(number))
+
+    @property
+    def is_base(self) -> bool:
+        return self.name == BASE
+
+    def __str__(self) -> str:
+        return BASE if self.is_base else f"{self.name}@{self.number}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one prompt is sampled.
+
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 and `min_p` 0 are off. `seed` fixes the draw of every completion:
+    completion j of a prompt uses (seed, j), whatever else is in the batch. `stop` strings end a completion and are cut
+    from its text; `stop_ids` are added to the model's own end-of-turn ids and, like them, stay in `token_ids`.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        checks = (
+            (self.max_tokens >= 1, f"max_tokens is {self.max_tokens}; it must be at least 1"),
+            (self.temperature >= 0, f"temperature is {self.temperature}; it must be 0 (greedy) or more"),
+            (0 < self.top_p <= 1, f"top_p is {self.top_p}; it must be in (0, 1]"),
+            (self.top_k >= 0, f"top_k is {self.top_k}; it must be 0 (off) or more"),
+            (0 <= self.min_p <= 1, f"min_p is {self.min_p}; it must be in [0, 1]"),
+            (all(self.stop), "an empty stop string would stop at once; remove it"),
+        )
+        for valid, message in checks:
+            if not valid:
+                raise ValueError(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingRequest:
+    """`n` completions of one prompt from one policy. `prompt_ids` must not be empty."""
+
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams = SamplingParams()
+    n: int = 1
+    version: PolicyVersion = PolicyVersion()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A row of the dataset: chat `messages` or plain `text`, and the other columns, which rewards receive by name."""
+
+    id: str
+    messages: tuple[Message, ...] | None = None
+    text: str | None = None
+    tools: tuple[dict[str, Any], ...] = ()
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    token_ids: tuple[int, ...] = ()  # filled once by chat.encode_prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """What the engine sampled for one prompt.
+
+    `logprobs[t]` (nats) is the log-probability of `token_ids[t]` under the whole temperature-scaled distribution, which
+    is what the trainer computes; with top_k, top_p or min_p on, the truncated distribution that was drawn from is
+    narrower. The end-of-turn token, when there was one, is the last of `token_ids` and is not in `text`.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+    finish_reason: FinishReason
+    version: PolicyVersion = PolicyVersion()
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One call of the policy inside a rollout: everything it saw, and what it answered."""
+
+    prompt_ids: tuple[int, ...]
+    completion: Completion
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """One episode. `rewards` are by function name, None where that function failed; `reward` is their weighted sum,
+    None when the rollout cannot be scored (it is then excluded from its group, never counted as zero)."""
+
+    turns: tuple[Turn, ...]
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    reward: float | None = None
+    advantage: float | None = None
+    error: str | None = None
+
+    @property
+    def completion(self) -> Completion:
+        """The last turn's completion (of a single-turn rollout: the only one)."""
+        return self.turns[-1].completion
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutGroup:
+    """The rollouts of one prompt."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """What the learner trains on. All four completion fields have length T.
+
+    `mask[t]` is 1 where the policy chose `completion_ids[t]` and it is to be trained; tokens with mask 0 (tool results,
+    user turns) are attended to and change nothing else. `behaviour_logprobs` may be None (text-only groups, supervised
+    data); `advantage` weighs the whole completion, or `weights` each of its tokens. Samples with equal `prompt_ids` that
+    stand together share them in the forward.
+    """
+
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    mask: tuple[int, ...]
+    advantage: float = 0.0
+    behaviour_logprobs: tuple[float, ...] | None = None
+    weights: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        length = len(self.completion_ids)
+        for name in ("mask", "behaviour_logprobs", "weights"):
+            value = getattr(self, name)
+            if value is not None and len(value) != length:
+                raise ValueError(f"{name} has {len(value)} entries for {length} completion tokens; give one per token")
+        if not self.prompt_ids and length and self.mask[0]:
+            raise ValueError("mask[0] is 1 but there is no prompt: nothing predicts the first token; set mask[0] to 0")

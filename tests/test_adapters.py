@@ -1,0 +1,589 @@
+"""The adapter store on real files: what may be published, what a word resolves to, activation, and damage."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from safetensors.numpy import load_file, save_file
+
+from groupwise.adapter_files import CONFIG, SIDECAR, WEIGHTS, Provenance
+from groupwise.adapters import AdapterStore
+from groupwise.errors import AdapterError, AdapterNotFoundError
+from groupwise.types import PolicyVersion
+
+BASE = PolicyVersion.base()
+ORIGIN = Provenance(base_model="tiny", base_hash="aaaa", step=3, config_hash="c0", metrics={"reward/mean": 0.5})
+KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+PEFT_CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "target_modules": ["q_proj"]}
+
+
+def save_adapter(directory: Path, *, value: float = 1.0, config: dict | None = None, tensors: dict | None = None):
+    if tensors is None:
+        shapes = {"A": (2, 8), "B": (8, 2)}
+        tensors = {KEY.format(side): np.full(shape, value, np.float32) for side, shape in shapes.items()}
+    (directory / CONFIG).write_text(json.dumps(PEFT_CONFIG | (config or {})))
+    save_file(tensors, directory / WEIGHTS)
+
+
+def save_bf16(directory: Path, bits: int):
+    """safetensors.numpy cannot write bfloat16; the format is 8 bytes of header length, the header, the data."""
+    save_adapter(directory)
+    data = np.full(16, bits, np.uint16).tobytes()
+    header = {
+        KEY.format("A"): {"dtype": "BF16", "shape": [2, 8], "data_offsets": [0, 32]},
+        KEY.format("B"): {"dtype": "BF16", "shape": [8, 2], "data_offsets": [32, 64]},
+    }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    (directory / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + data + data)
+
+
+def publish(store: AdapterStore, name: str = "math", *, value: float = 1.0, info: Provenance = ORIGIN) -> PolicyVersion:
+    return store.publish(name, lambda directory: save_adapter(directory, value=value), info=info)
+
+
+@pytest.fixture
+def store(tmp_path) -> AdapterStore:
+    return AdapterStore(tmp_path / "adapters")
+
+
+# --- publishing ---
+
+
+def test_publish_gives_numbers_and_keeps_what_was_written(store):
+    first, second = publish(store, value=1.0), publish(store, value=2.0)
+    assert [str(first), str(second)] == ["math@1", "math@2"]
+    assert load_file(store.path(first) / WEIGHTS)[KEY.format("A")][0, 0] == 1.0
+    assert load_file(store.path(second) / WEIGHTS)[KEY.format("A")][0, 0] == 2.0
+    assert store.names() == ("math",) and store.versions("math") == (first, second)
+    assert store.active == BASE  # publishing does not activate
+
+
+def test_the_sidecar_remembers_where_a_version_came_from(store):
+    first = publish(store)
+    info = store.info(
+        publish(store, info=Provenance(base_model="m", base_hash="h", parent=first, metrics={"kl": float("nan")}))
+    )
+    assert (info.base_model, info.base_hash, info.parent, info.version) == ("m", "h", first, PolicyVersion("math", 2))
+    assert np.isnan(info.metrics["kl"])
+    assert info.created.endswith("+00:00")
+    assert set(info.files) == {CONFIG, WEIGHTS}
+    assert json.loads((store.path(first) / SIDECAR).read_text())["metrics"] == {"reward/mean": 0.5}
+    assert [entry.version for entry in store.list()] == [first, info.version]
+
+
+def test_a_published_peft_adapter_loads_in_peft(store):
+    import torch
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    shape = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    config = Qwen3Config(**shape, num_key_value_heads=1, head_dim=8)
+    torch.manual_seed(0)
+    base = Qwen3ForCausalLM(config)
+    state = {key: value.clone() for key, value in base.state_dict().items()}
+    trained = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    ids = torch.arange(6)[None]
+    expected = trained(input_ids=ids).logits
+
+    version = store.publish("math", lambda directory: trained.save_pretrained(str(directory)), info=ORIGIN)
+
+    again = Qwen3ForCausalLM(config)
+    again.load_state_dict(state)
+    loaded = PeftModel.from_pretrained(again, store.path(version))
+    torch.testing.assert_close(loaded(input_ids=ids).logits, expected)
+    assert not torch.allclose(loaded.get_base_model().lm_head.weight, torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"peft_type": "IA3"}, "peft_type"),
+        ({"r": 10**9}, "r is"),
+        ({"r": True}, "r is"),
+        ({"r": 4}, "rank 2 but r"),
+        ({"lora_alpha": -1}, "lora_alpha"),
+        ({"lora_alpha": float("nan")}, "lora_alpha"),
+        ({"use_dora": True}, "use_dora"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"bias": "all"}, "bias"),
+        ({"rank_pattern": [1]}, "rank_pattern"),
+        ({"auto_mapping": {"parent_library": "os"}}, "auto_mapping"),
+    ],
+)
+def test_a_config_that_cannot_be_served_is_refused_by_its_key(store, change, named):
+    with pytest.raises(AdapterError, match=named):
+        store.publish("math", lambda directory: save_adapter(directory, config=change), info=ORIGIN)
+    assert store.names() == ()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "named"),
+    [
+        ({}, "no LoRA weights"),
+        ({"lm_head.weight": np.ones(2, np.float32)}, "no LoRA weights"),
+        ({KEY.format("A"): np.ones((2, 8), np.float32)}, "ranks differ"),
+        ({KEY.format("A"): np.ones((2, 8), np.float32), KEY.format("B"): np.ones((8, 3), np.float32)}, "ranks differ"),
+        ({KEY.format("A"): np.ones((2, 8), np.int8), KEY.format("B"): np.ones((8, 2), np.int8)}, "dtype I8"),
+        ({KEY.format("A")[17:]: np.ones((2, 8)), KEY.format("B")[17:]: np.ones((8, 2))}, "base_model.model."),
+    ],
+)
+def test_weights_that_are_not_a_lora_adapter_are_refused(store, tensors, named):
+    with pytest.raises(AdapterError, match=named):
+        store.publish("math", lambda directory: save_adapter(directory, tensors=tensors), info=ORIGIN)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_not_finite_are_refused(store, dtype, bad):
+    tensors = {KEY.format("A"): np.ones((2, 8), dtype), KEY.format("B"): np.ones((8, 2), dtype)}
+    store.publish("math", lambda directory: save_adapter(directory, tensors=tensors), info=ORIGIN)
+    tensors[KEY.format("B")][7, 1] = bad
+    with pytest.raises(AdapterError, match=r"1 of the 16 values of .*lora_B"):
+        store.publish("math", lambda directory: save_adapter(directory, tensors=tensors), info=ORIGIN)
+    assert len(store.versions("math")) == 1
+
+
+@pytest.mark.parametrize("bits", [0x7F80, 0xFF80, 0x7FC0])  # inf, -inf, NaN
+def test_bfloat16_weights_are_read_too(store, bits):
+    version = store.publish("math", lambda directory: save_bf16(directory, 0x7F7F), info=ORIGIN)  # the largest finite
+    assert store.path(version).is_dir()
+    with pytest.raises(AdapterError, match="NaN or infinite"):
+        store.publish("math", lambda directory: save_bf16(directory, bits), info=ORIGIN)
+
+
+def write_nothing(directory: Path):
+    del directory
+
+
+def write_pickle(directory: Path):
+    save_adapter(directory)
+    (directory / "optimizer.pt").write_bytes(b"\x80\x04.")
+
+
+def write_pickle_as_safetensors(directory: Path):
+    save_adapter(directory)
+    (directory / WEIGHTS).write_bytes(b"\x80\x04\x95" + b"0" * 100)
+
+
+def write_link(directory: Path):
+    save_adapter(directory)
+    (directory / "README.md").symlink_to("/etc/hostname")
+
+
+def write_folder(directory: Path):
+    (directory / "default").mkdir()
+    save_adapter(directory / "default")
+
+
+def write_bad_json(directory: Path):
+    save_adapter(directory)
+    (directory / CONFIG).write_text("[" * 100_000)
+
+
+def write_list(directory: Path):
+    save_adapter(directory)
+    (directory / CONFIG).write_text("[]")
+
+
+def write_huge_config(directory: Path):
+    save_adapter(directory)
+    (directory / CONFIG).write_text(" " * (1 << 20) + "{}")
+
+
+@pytest.mark.parametrize(
+    ("write", "named"),
+    [
+        (write_nothing, "missing"),
+        (write_pickle, "optimizer.pt may hold a pickle"),
+        (write_pickle_as_safetensors, "not a whole safetensors"),
+        (write_link, "not a plain file"),
+        (write_folder, "not a plain file"),
+        (write_bad_json, "not JSON"),
+        (write_list, "holds a list"),
+        (write_huge_config, "the limit is"),
+    ],
+)
+def test_a_directory_that_is_not_an_adapter_is_refused_and_leaves_nothing(store, write, named):
+    with pytest.raises(AdapterError, match=named):
+        store.publish("math", write, info=ORIGIN)
+    assert store.list() == () and not list(store.root.glob(".staging-*"))
+
+
+def test_an_error_of_the_writer_passes_through_and_leaves_nothing(store):
+    def write(directory):
+        save_adapter(directory)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.publish("math", write, info=ORIGIN)
+    assert store.list() == () and not list(store.root.glob(".staging-*"))
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+config_keys = ["peft_type", "r", "lora_alpha", "rank_pattern", "auto_mapping", "bias", "use_dora", "modules_to_save"]
+
+
+@settings(derandomize=True, deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(config=st.dictionaries(st.sampled_from(config_keys), json_values, max_size=4))
+def test_any_config_is_published_or_refused_but_never_crashes(store, config):
+    try:
+        store.publish("math", lambda directory: save_adapter(directory, config=config), info=ORIGIN)
+    except AdapterError as error:
+        assert CONFIG in error.message or WEIGHTS in error.message
+
+
+@pytest.mark.parametrize("name", ["", "base", "..", ".hidden", "a/b", "../x", "a@1", "a b", "é", "x" * 65, "a\n", "-a"])
+def test_names_that_could_leave_the_store_are_refused(store, name):
+    with pytest.raises(AdapterError, match="cannot name an adapter"):
+        publish(store, name)
+    with pytest.raises(AdapterNotFoundError):
+        store.path(PolicyVersion(name, 1)) if name != "base" else store.resolve("base@1")
+
+
+# --- resolving and activating ---
+
+
+def test_resolve(store):
+    math1, math2, code1 = publish(store), publish(store), publish(store, "code")
+    assert store.resolve(None) == BASE
+    assert store.resolve("base") == BASE
+    assert store.resolve("math") == math2  # nothing of that name is active: the newest
+    assert store.resolve("math@1") == math1
+    store.activate(math1)
+    assert store.resolve(None) == math1
+    assert store.resolve("math") == math1  # of that name, so the active one
+    assert store.resolve("code") == code1
+    assert store.resolve("base") == BASE
+
+
+@pytest.mark.parametrize(
+    "text", ["nope", "math@9", "math@x", "@1", "math@", "base@1", "../math", "math@²", "", "math@" + "9" * 5000]
+)
+def test_resolving_what_is_not_there_lists_what_there_is(store, text):
+    publish(store), publish(store), publish(store, "code")
+    with pytest.raises(AdapterNotFoundError) as caught:
+        store.resolve(text)
+    assert caught.value.hint == "there are (newest versions): base, code@1, math@2"
+    assert len(str(caught.value)) < 300
+
+
+def test_activation_and_rollback_survive_a_restart(store):
+    math1, math2 = publish(store), publish(store)
+    store.activate(math1)
+    store.activate(math2)
+    store.activate(math2)  # again: not a second entry
+    again = AdapterStore(store.root)
+    assert again.active == math2 and again.warnings == []
+    assert again.rollback() == math1
+    assert AdapterStore(store.root).active == math1
+    assert again.rollback() == BASE
+    with pytest.raises(AdapterError, match="nothing to roll back to"):
+        again.rollback()
+
+
+def test_base_can_be_activated_and_rolled_back_from(store):
+    version = publish(store)
+    store.activate(version)
+    store.activate(BASE)
+    assert store.resolve(None) == BASE
+    assert store.rollback() == version
+
+
+def test_only_what_exists_can_be_activated(store):
+    with pytest.raises(AdapterNotFoundError):
+        store.activate(PolicyVersion("math", 1))
+    assert store.active == BASE
+
+
+def test_a_version_of_another_base_model_is_refused_with_both_hashes(store):
+    version = publish(store)
+    store.check_base(version, "aaaa")
+    store.check_base(BASE, "bbbb")
+    with pytest.raises(AdapterError, match=r"aaaa.*bbbb"):
+        store.check_base(version, "bbbb")
+
+
+# --- removing ---
+
+
+def test_a_number_is_never_given_out_twice(store):
+    publish(store), store.delete(publish(store))
+    assert publish(store) == PolicyVersion("math", 3)
+    store.delete(PolicyVersion("math", 3))
+    assert publish(AdapterStore(store.root)) == PolicyVersion("math", 4)
+
+
+def test_the_active_version_cannot_be_deleted(store):
+    version = publish(store)
+    store.activate(version)
+    with pytest.raises(AdapterError, match="is active"):
+        store.delete(version)
+    store.activate(BASE)
+    store.delete(version)
+    with pytest.raises(AdapterNotFoundError):
+        store.path(version)
+    with pytest.raises(AdapterError, match="nothing to roll back to"):  # base -> math@1 (deleted) -> base: one state
+        store.rollback() and store.rollback()
+
+
+def test_prune_keeps_the_newest_the_active_the_rollback_target_and_the_protected(store):
+    versions = [publish(store) for _ in range(8)]
+    store.activate(versions[1])
+    store.activate(versions[2])
+    removed = store.prune("math", keep=2, protect=[versions[4]])
+    assert removed == (versions[0], versions[3], versions[5])
+    assert store.versions("math") == tuple(versions[index] for index in (1, 2, 4, 6, 7))
+    assert store.rollback() == versions[1]
+    with pytest.raises(AdapterError, match="at least 1"):
+        store.prune("math", keep=0)
+
+
+# --- import and export ---
+
+
+def test_export_is_a_plain_peft_directory_that_can_be_imported_again(store, tmp_path):
+    version = publish(store, value=7.0)
+    dest = store.export(version, tmp_path / "out" / "math")
+    assert sorted(entry.name for entry in dest.iterdir()) == [CONFIG, WEIGHTS]
+    again = store.import_(dest, "copy", info=ORIGIN)
+    assert (store.path(again) / WEIGHTS).read_bytes() == (store.path(version) / WEIGHTS).read_bytes()
+    with pytest.raises(AdapterError, match="not an empty directory"):
+        store.export(version, dest)
+    with pytest.raises(AdapterError, match="not an empty directory"):
+        store.export(version, dest / CONFIG)
+
+
+def test_import_reads_only_the_two_files(store, tmp_path):
+    save_adapter(tmp_path)
+    (tmp_path / "training_args.bin").write_bytes(b"\x80\x04.")
+    (tmp_path / "evil.py").write_text("raise SystemExit")
+    version = store.import_(tmp_path, "math", info=ORIGIN)
+    assert sorted(os.listdir(store.path(version))) == [CONFIG, WEIGHTS, SIDECAR]
+
+
+def test_import_follows_links_as_the_hugging_face_cache_has_them(store, tmp_path):
+    (blobs := tmp_path / "blobs").mkdir()
+    (snapshot := tmp_path / "snapshot").mkdir()
+    save_adapter(blobs)
+    for name in (CONFIG, WEIGHTS):
+        (snapshot / name).symlink_to(blobs / name)
+    version = store.import_(snapshot, "math", info=ORIGIN)
+    assert not (store.path(version) / WEIGHTS).is_symlink()
+
+
+def test_import_refuses_pickles_pipes_and_what_is_too_big(store, tmp_path):
+    with pytest.raises(AdapterError, match="not a directory"):
+        store.import_(tmp_path / "none", "math", info=ORIGIN)
+    save_adapter(tmp_path)
+    (tmp_path / WEIGHTS).rename(tmp_path / "adapter_model.bin")
+    with pytest.raises(AdapterError, match="pickle"):
+        store.import_(tmp_path, "math", info=ORIGIN)
+    os.mkfifo(tmp_path / WEIGHTS)
+    with pytest.raises(AdapterError, match="not a plain file"):
+        store.import_(tmp_path, "math", info=ORIGIN)
+    (tmp_path / CONFIG).write_text(" " * (2 << 20))
+    with pytest.raises(AdapterError, match="more than 1,048,576 bytes"):
+        store.import_(tmp_path, "math", info=ORIGIN)
+    assert store.list() == ()
+
+
+# --- damage ---
+
+
+def truncate(directory: Path):
+    os.truncate(directory / WEIGHTS, (directory / WEIGHTS).stat().st_size - 1)
+
+
+def flip_a_byte(directory: Path):
+    data = bytearray((directory / WEIGHTS).read_bytes())
+    data[-2] ^= 1
+    (directory / WEIGHTS).write_bytes(data)
+
+
+def change_the_config(directory: Path):
+    (directory / CONFIG).write_text((directory / CONFIG).read_text().replace("4", "9"))
+
+
+def lose_the_sidecar(directory: Path):
+    (directory / SIDECAR).unlink()
+
+
+def garble_the_sidecar(directory: Path):
+    (directory / SIDECAR).write_text('{"format": 1, "files": []}')
+
+
+def empty_it(directory: Path):
+    for entry in directory.iterdir():
+        entry.unlink()
+
+
+DAMAGES = [truncate, flip_a_byte, change_the_config, lose_the_sidecar, garble_the_sidecar, empty_it]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_version_is_quarantined_with_the_reason_and_never_loaded(store, damage):
+    math1, math2 = publish(store), publish(store)
+    store.activate(math1)
+    store.activate(math2)
+    damage(store.path(math2))
+    again = AdapterStore(store.root)
+    with pytest.raises((AdapterError, AdapterNotFoundError)):
+        again.path(math2)
+    assert again.versions("math") == (math1,)
+    assert again.active == math1
+    assert "math@2 is damaged" in again.warnings[0] and "math@1 is active instead" in again.warnings[0]
+    [note] = (store.root / ".quarantine").glob("*.txt")
+    assert note.read_text().startswith("math@2: ")
+    assert note.with_suffix("").is_dir()
+    assert publish(again) == PolicyVersion("math", 3)  # not 2 again
+    assert AdapterStore(store.root).warnings == []
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_under_a_running_store_is_found_at_first_use(store, damage):
+    version = publish(store)
+    reader = AdapterStore(store.root)  # has not read the bytes yet
+    damage(store.path(version))
+    with pytest.raises(AdapterError, match="math@1 is damaged: "):
+        reader.path(version)
+    assert reader.versions("math") == () and reader.list() == ()
+    assert reader.resolve(None) == BASE
+
+
+def test_listing_leaves_out_what_is_damaged(store):
+    math1, math2 = publish(store), publish(store)
+    lose_the_sidecar(store.path(math1))
+    assert [info.version for info in store.list()] == [math2]
+    assert len(store.warnings) == 1
+
+
+def test_a_missing_active_version_falls_back_to_the_one_before(store):
+    versions = [publish(store) for _ in range(3)]
+    for version in versions:
+        store.activate(version)
+    for version in versions[1:]:
+        store.path(version).rename(store.root.parent / str(version))
+    again = AdapterStore(store.root)
+    assert again.active == versions[0]
+    assert [warning.split(";")[0] for warning in again.warnings] == [
+        "the active version math@3 is missing",
+        "the active version math@2 is missing",
+    ]
+    assert publish(again) == PolicyVersion("math", 4)
+
+
+def test_rollback_goes_past_what_is_damaged(store):
+    versions = [publish(store) for _ in range(3)]
+    for version in versions:
+        store.activate(version)
+    flip_a_byte(store.path(versions[1]))
+    again = AdapterStore(store.root)
+    assert again.rollback() == versions[0]
+    assert "math@2 is damaged" in again.warnings[0]
+
+
+def test_an_unreadable_state_file_is_set_aside_and_said(store):
+    store.activate(publish(store))
+    (store.root / ".state.json").write_text("{")
+    again = AdapterStore(store.root)
+    assert again.active == BASE and "'base' is active" in again.warnings[0]
+    assert len(list((store.root / ".quarantine").glob("state-*.json"))) == 1
+
+
+def test_what_is_not_ours_in_the_store_is_left_alone(store):
+    version = publish(store)
+    (store.root / "notes.txt").write_text("mine")
+    (store.root / "math" / "v7").mkdir()
+    (store.root / "math" / "v0000099").mkdir()
+    again = AdapterStore(store.root)
+    assert again.versions("math") == (version,) and again.names() == ("math",) and again.warnings == []
+    assert (store.root / "math" / "v0000099").is_dir()
+
+
+class StoreAgainstModel(RuleBasedStateMachine):
+    """Whatever is done, and however often the store is reopened, it agrees with a list and a counter."""
+
+    @initialize()
+    def open(self):
+        import tempfile
+
+        self.folder = tempfile.TemporaryDirectory()
+        self.store = AdapterStore(self.folder.name)
+        self.versions: list[PolicyVersion] = []
+        self.last = 0
+        self.activations: list[PolicyVersion] = []
+
+    def teardown(self):
+        if hasattr(self, "folder"):
+            self.folder.cleanup()
+
+    def forget(self, version):
+        self.versions.remove(version)
+        kept = [entry for entry in self.activations if entry != version]
+        self.activations = [entry for index, entry in enumerate(kept) if index == 0 or kept[index - 1] != entry]
+
+    @property
+    def active(self):
+        return self.activations[-1] if self.activations else BASE
+
+    @rule()
+    def publish(self):
+        self.last += 1
+        assert publish(self.store) == PolicyVersion("math", self.last)
+        self.versions.append(PolicyVersion("math", self.last))
+
+    @rule()
+    def reopen(self):
+        self.store = AdapterStore(self.folder.name)
+        assert self.store.warnings == []
+
+    @rule(data=st.data())
+    def activate(self, data):
+        version = data.draw(st.sampled_from([BASE, *self.versions]))
+        self.store.activate(version)
+        if version != self.active:
+            self.activations.append(version)
+
+    @precondition(lambda self: self.activations)
+    @rule()
+    def rollback(self):
+        self.activations.pop()
+        assert self.store.rollback() == self.active
+
+    @precondition(lambda self: self.versions)
+    @rule(data=st.data())
+    def delete(self, data):
+        version = data.draw(st.sampled_from(self.versions))
+        if version == self.active:
+            with pytest.raises(AdapterError, match="is active"):
+                self.store.delete(version)
+        else:
+            self.store.delete(version)
+            self.forget(version)
+
+    @rule(keep=st.integers(1, 3))
+    def prune(self, keep):
+        expected = [version for version in self.versions[:-keep] if version not in self.activations[-2:]]
+        assert self.store.prune("math", keep=keep) == tuple(expected)
+        for version in expected:
+            self.forget(version)
+
+    @invariant()
+    def agrees(self):
+        if hasattr(self, "store"):
+            assert self.store.versions("math") == tuple(self.versions)
+            assert self.store.active == self.active
+
+
+StoreAgainstModel.TestCase.settings = settings(derandomize=True, deadline=None, max_examples=15, stateful_step_count=20)
+TestStoreAgainstModel = StoreAgainstModel.TestCase

@@ -1,0 +1,236 @@
+import subprocess
+import sys
+from dataclasses import fields
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from groupwise.algo.loss_spec import LossSpec, resolve_loss
+from groupwise.config import OTHER_NAMES, AlgoConfig, RunConfig, dump_resolved, load_config, parse_config
+from groupwise.configfile import key_paths
+from groupwise.errors import ConfigError
+
+MINIMAL = {"data": {"source": "prompts.jsonl"}, "rewards": ["groupwise.rewards.text:exact_match"]}
+TEXT = """\
+name: arithmetic
+data:
+  source: prompts.jsonl
+rewards:
+  - groupwise.rewards.text:exact_match
+  - function: my_rewards:short
+    weight: 0.5
+train:
+  learning_rate: 1e-5
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text: str) -> Path:
+        path = tmp_path / "cfg.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def refusal(data: dict) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(MINIMAL | data)
+    return str(caught.value)
+
+
+def test_a_file_and_overrides(write):
+    config = load_config(write(TEXT), ["train.steps=10", "rewards[0].weight=2", "rollout.stop=['\\n', END]"])
+    assert config.name == "arithmetic"
+    assert config.train.learning_rate == 1e-5
+    assert config.train.steps == 10
+    assert [(reward.function, reward.weight) for reward in config.rewards] == [
+        ("groupwise.rewards.text:exact_match", 2.0),
+        ("my_rewards:short", 0.5),
+    ]
+    assert config.rollout.stop == ("\\n", "END")
+    assert config.folder == write(TEXT).parent
+
+
+def test_the_configuration_does_not_change():
+    config = parse_config(MINIMAL)
+    with pytest.raises(ValidationError):
+        config.train.steps = 3  # type: ignore[misc]
+
+
+def test_defaults_of_the_recipe():
+    config = parse_config(MINIMAL)
+    assert (config.rollout.prompts_per_step, config.rollout.group_size, config.train.lora.rank) == (32, 8, 16)
+    assert config.algo.loss_overrides() == {}
+    assert config.eval is None
+    assert RunConfig.model_validate(MINIMAL) == config
+
+
+def test_the_sampling_parameters_are_the_rollouts():
+    sampling = parse_config(MINIMAL | {"rollout": {"temperature": 0.7, "top_k": 5, "stop": ["x"]}}).rollout.sampling()
+    assert (sampling.temperature, sampling.top_k, sampling.stop, sampling.max_tokens) == (0.7, 5, ("x",), 256)
+
+
+def test_unknown_keys_are_named_with_line_and_suggestion(write):
+    text = TEXT.replace("learning_rate", "learing_rate")
+    with pytest.raises(ConfigError, match=r"train.learing_rate \(cfg.yaml:9\): unknown; did you mean train.learning_rate"):
+        load_config(write(text))
+
+
+@pytest.mark.parametrize(
+    ("data", "suggestion"),
+    [
+        ({"train": {"max_tokens": 3}}, "did you mean rollout.max_tokens?"),  # exact elsewhere before similar beside
+        ({"learning_rate": 1e-4}, "did you mean train.learning_rate?"),
+        ({"group_sise": 4}, "did you mean rollout.group_size?"),
+        ({"train": {"num_generations": 4}}, "did you mean rollout.group_size?"),
+        ({"rewards": [{"function": "a:b", "wieght": 1}]}, "rewards[0].wieght: unknown; did you mean rewards[0].weight?"),
+        ({"adapters": {"zzz": 1}}, "the keys of adapters are keep"),
+        ({"eval": {"data": {"source": "x.jsonl", "shuffle": True}}}, "did you mean data.shuffle?"),
+    ],
+)
+def test_suggestions(data, suggestion):
+    assert suggestion in refusal(data)
+
+
+def test_the_names_of_other_systems_point_at_keys():
+    known = {".".join(path) for path in key_paths(RunConfig)}
+    assert set(OTHER_NAMES.values()) <= known
+
+
+def test_all_problems_are_reported_together(write):
+    text = TEXT + "  steps: '10'\n  betas: [0.9, 1.5]\nrollout: {group_size: 1, temperature: 0}\ndevice: gpu\n"
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(text), ["algo.advantage=zscore"])
+    message = str(caught.value)
+    assert "cfg.yaml has 6 problems" in message
+    assert "train.steps (cfg.yaml:10): '10' is not valid; it must be a valid integer" in message
+    assert "train.betas (cfg.yaml:11): [0.9, 1.5] is not valid; both must be in [0, 1)" in message
+    assert "rollout.group_size (cfg.yaml:12): 1 is not valid; a group needs at least 2 completions" in message
+    assert "rollout.temperature (cfg.yaml:12): 0 is not valid; it must be greater than 0" in message
+    assert "device (cfg.yaml:13): 'gpu' is not valid" in message
+    assert "algo.advantage (given as 'algo.advantage=zscore'): 'zscore' is not valid; it must be 'group_std'" in message
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"train": {"warmup_steps": 7, "steps": 5}}, "train.warmup_steps: 7 warm-up steps do not fit into train.steps = 5"),
+        (
+            {"train": {"minibatches": 3}},
+            "train.minibatches: 3 minibatches cannot share rollout.prompts_per_step = 32 prompts evenly",
+        ),
+        ({"rewards": [{"function": "a:b", "weight": 0}]}, "rewards: every weight is 0"),
+        ({"rewards": []}, "rewards: [] is not valid"),
+        ({"rewards": "a:b"}, "rewards: 'a:b' is not valid; it must be a valid list"),
+        ({"name": "base"}, "name: 'base' is what the model without an adapter is called"),
+        ({"name": "../x"}, "name: '../x' is not valid"),
+        ({"data": {"source": "x.jsonl", "split": "test"}}, "data.split: 'test' acts on Hugging Face datasets only"),
+        ({"data": {"source": "x.jsonl", "args": {"a": 1}}}, "data.args: a .jsonl file takes no arguments"),
+        ({"eval": {"every": 5}}, "eval.data: required and missing"),
+        ({"eval": {"data": {"source": "x.jsonl"}, "modes": ["greedy", "greedy"]}}, "names a mode twice"),
+        ({"algo": {"advantage": "mean", "advantage_eps": 1e-3}}, "0.001 does not act with advantage 'mean'"),
+        ({"algo": {"advantage": "mean", "aggregation": "normalize_then_sum"}}, "'mean' does not act with aggregation"),
+        ({"train": {"steps": True}}, "train.steps: True is not valid"),
+        ({"train": {"learning_rate": float("nan")}}, "train.learning_rate: nan is not valid"),
+        ({"train": {"lora": {"targets": []}}}, "train.lora.targets: [] is not valid; write all-linear or a list"),
+        ({"train": None}, "train: None is not valid; it must be a valid mapping"),
+        ({3: 4}, "3 is not valid; it keys must be strings"),
+    ],
+)
+def test_refusals(data, message):
+    assert message in refusal(data)
+
+
+def test_a_missing_section_points_at_the_file(write):
+    with pytest.raises(ConfigError, match=r"rewards \(cfg.yaml\): required and missing"):
+        load_config(write("data: {source: x.jsonl}\n"))
+
+
+def test_a_learning_rate_of_zero_is_a_control_experiment():
+    assert parse_config(MINIMAL | {"train": {"learning_rate": 0}}).train.learning_rate == 0.0
+
+
+def test_short_runs_need_no_change_of_the_warm_up():
+    assert parse_config(MINIMAL | {"train": {"steps": 2}}).train.warmup_steps == 2
+    assert parse_config(MINIMAL).train.warmup_steps == 5
+
+
+def test_training_all_parameters():
+    assert parse_config(MINIMAL | {"train": {"lora": None}}).train.lora is None
+    assert parse_config(MINIMAL | {"train": {"lora": {"targets": ["q_proj"]}}}).train.lora.targets == ("q_proj",)
+
+
+def test_the_loss_options_are_those_of_the_loss():
+    ours = {"policy_loss", "advantage", "advantage_eps", "aggregation"}
+    assert set(AlgoConfig.model_fields) - ours == {field.name for field in fields(LossSpec)}
+    algo = parse_config(MINIMAL | {"algo": {"policy_loss": "dapo", "clip_high": 0.3}}).algo
+    assert algo.loss_overrides() == {"clip_high": 0.3}
+    assert resolve_loss(algo.policy_loss, **algo.loss_overrides()).clip_high == 0.3
+
+
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [("a/b.jsonl", "jsonl"), ("pkg.mod:rows", "function"), ("openai/gsm8k", "dataset"), ("./saved", "dataset")],
+)
+def test_kinds_of_sources(source, kind):
+    assert parse_config(MINIMAL | {"data": {"source": source}}).data.kind == kind
+
+
+def test_every_field_is_documented():
+    schema = RunConfig.model_json_schema()
+    models = [schema, *schema["$defs"].values()]
+    undocumented = [name for model in models for name, field in model["properties"].items() if "description" not in field]
+    assert undocumented == []
+
+
+def test_the_run_directory():
+    now = datetime(2025, 1, 31, 12, tzinfo=UTC)
+    assert parse_config(MINIMAL).run_path(now=now) == Path("runs/run-20250131T120000Z")
+    assert parse_config(MINIMAL | {"run_dir": "here"}).run_path(now=now) == Path("here")
+
+
+def test_the_dump_says_what_a_step_costs(write):
+    dump = dump_resolved(load_config(write(TEXT)))
+    assert dump.startswith("# 32 prompts x 8 = 256 completions a step, at most 65536 completion tokens\n")
+    assert "learning_rate: 1e-05" in dump
+
+
+def test_the_dump_loads_as_the_same_run_from_anywhere(write, tmp_path):
+    config = load_config(write(TEXT), ["train.lora.targets=[q_proj]", "name=no", "rollout.stop=['1e-5', \"\\n\"]"])
+    copy = tmp_path / "elsewhere" / "resolved.yaml"
+    copy.parent.mkdir()
+    copy.write_text(dump_resolved(config))
+    assert load_config(copy) == config
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(
+    seed=st.integers(0, 2**63 - 1),
+    rate=st.floats(0, 1),
+    stop=st.lists(st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1), max_size=3),
+    weight=st.floats(0.1, 1e30),
+)
+def test_any_valid_run_survives_the_dump(tmp_path_factory, seed, rate, stop, weight):
+    data = MINIMAL | {
+        "seed": seed,
+        "train": {"learning_rate": rate},
+        "rollout": {"stop": stop},
+        "rewards": [{"function": "a:b", "weight": weight, "args": {"patterns": stop}}],
+        "folder": str(tmp_path_factory.getbasetemp()),
+    }
+    config = parse_config(data)
+    path = tmp_path_factory.getbasetemp() / "dump.yaml"
+    path.write_text(dump_resolved(config), encoding="utf-8")
+    assert load_config(path) == config
+
+
+def test_importing_the_package_stays_light():
+    code = "import sys, groupwise; print('pydantic' in sys.modules); import groupwise.config; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["False", "False"]
