@@ -82,8 +82,15 @@ def test_a_published_peft_adapter_loads_in_peft(store):
     from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    shape = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    config = Qwen3Config(**shape, num_key_value_heads=1, head_dim=8)
+    config = Qwen3Config(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
     torch.manual_seed(0)
     base = Qwen3ForCausalLM(config)
     state = {key: value.clone() for key, value in base.state_dict().items()}
@@ -97,7 +104,8 @@ def test_a_published_peft_adapter_loads_in_peft(store):
     again.load_state_dict(state)
     loaded = PeftModel.from_pretrained(again, store.path(version))
     torch.testing.assert_close(loaded(input_ids=ids).logits, expected)
-    assert not torch.allclose(loaded.get_base_model().lm_head.weight, torch.zeros(1))
+    with loaded.disable_adapter():
+        assert not torch.allclose(loaded(input_ids=ids).logits, expected)
 
 
 @pytest.mark.parametrize(
@@ -238,8 +246,9 @@ config_keys = ["peft_type", "r", "lora_alpha", "rank_pattern", "auto_mapping", "
 def test_any_config_is_published_or_refused_but_never_crashes(store, config):
     try:
         store.publish("math", lambda directory: save_adapter(directory, config=config), info=ORIGIN)
-    except AdapterError as error:
-        assert CONFIG in error.message or WEIGHTS in error.message
+    except AdapterError:
+        return
+    assert all(store.path(version).is_dir() for version in store.versions("math"))
 
 
 @pytest.mark.parametrize("name", ["", "base", "..", ".hidden", "a/b", "../x", "a@1", "a b", "é", "x" * 65, "a\n", "-a"])
@@ -332,8 +341,9 @@ def test_the_active_version_cannot_be_deleted(store):
     store.delete(version)
     with pytest.raises(AdapterNotFoundError):
         store.path(version)
-    with pytest.raises(AdapterError, match="nothing to roll back to"):  # base -> math@1 (deleted) -> base: one state
-        store.rollback() and store.rollback()
+    assert store.rollback() == BASE  # the deleted version is no longer between the two
+    with pytest.raises(AdapterError, match="nothing to roll back to"):
+        store.rollback()
 
 
 def test_prune_keeps_the_newest_the_active_the_rollback_target_and_the_protected(store):

@@ -1,5 +1,6 @@
 """Messages <-> token ids: masks for several templates, content that tries to forge a turn, completions, tool calls."""
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -33,8 +34,9 @@ CHATML = (
 )
 END_OUTSIDE_THE_MARK = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 NEWLINE_INSIDE_THE_MARK = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -111,10 +113,7 @@ def test_the_mask_is_what_the_assistant_said_and_its_end_of_turn(name, turns):
     messages = [message for question, answer in turns for message in (user(question), assistant(answer))]
     space = " " if name == "instructions" else ""
     sample = encode_supervised(messages, tokenizer)
-    runs = trained_runs(sample)
-    if name == "instructions":  # nothing stands between one turn's tokens and the next question but "[INST]"
-        assert len(runs) == len(turns)
-    assert runs == [f"{space}{answer}<|im_end|>" for _, answer in turns]
+    assert trained_runs(sample) == [f"{space}{answer}<|im_end|>" for _, answer in turns]
     assert sample.completion_ids[-1] == END and sample.mask[-1] == 1
     prompt = encode_prompt(chat_prompt(messages[0]), tokenizer)
     assert sample.prompt_ids == prompt.token_ids  # what is trained on is what would be sampled from
@@ -328,8 +327,13 @@ def test_rendering_is_safe_in_threads():
     def runs(_) -> list[str]:
         return trained_runs(encode_supervised([user("2+2="), assistant("4")], STARTER))
 
-    with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(runs, range(100))) == [["4<|im_end|>"]] * 100
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # so that threads do meet inside the render
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            assert list(threads.map(runs, range(100))) == [["4<|im_end|>"]] * 100
+    finally:
+        sys.setswitchinterval(interval)
 
 
 # ---- replies ----
@@ -392,15 +396,17 @@ def test_length_is_checked_against_the_context():
 
 
 def test_a_tokenizer_that_marks_the_first_word_sees_no_second_first_word():
-    """Metaspace tokenizers (Llama 2, Mistral) write a space before a text's first word: a turn is not a text's begin."""
-    tokenizer = with_template(INSTRUCTIONS)
-    backend = tokenizer.backend_tokenizer
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
+    """Metaspace tokenizers (Llama 2, Mistral) write a space before the first word of a text; a turn is not a text."""
+    template = INSTRUCTIONS.replace("%} {{", "%}{{")
+    tokenizer = with_template(template)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Metaspace(replacement="_", prepend_scheme="first"),
             pre_tokenizers.ByteLevel(add_prefix_space=False),
         ]
     )
-    sample = encode_supervised([user("hi"), assistant("hi")], tokenizer)
-    text = tokenizer.apply_chat_template([user("hi"), assistant("hi")], tokenize=False)
+    messages = [user("hi"), assistant("hi")]
+    sample = encode_supervised(messages, tokenizer)
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
     assert [*sample.prompt_ids, *sample.completion_ids] == tokenizer.encode(text)
+    assert trained_runs(sample) == ["hi<|im_end|>"] and "_" in STARTER.decode(tokenizer.encode("hi"))

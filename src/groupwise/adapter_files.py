@@ -41,7 +41,7 @@ FORMAT = 1
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_WEIGHTS_BYTES = 2 << 30
-MAX_RANK = 1024
+MAX_RANK = 4096
 LOCK_TIMEOUT_S = 60.0
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

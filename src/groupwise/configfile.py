@@ -180,7 +180,8 @@ def validate(document: Document, model: type[ModelT], *, other_names: Mapping[st
     try:
         return model.model_validate(document.data)
     except ValidationError as error:
-        found = error.errors(include_url=False)
+        # A default that follows from a wrong value is missing, but that is not a second problem.
+        found = [each for each in error.errors(include_url=False) if each["type"] != "default_factory_not_called"]
         problems = [_explain(details, document, model, other_names) for details in found]
     if len(problems) == 1:
         raise ConfigError(problems[0])
@@ -198,11 +199,12 @@ def _explain(details: ErrorDetails, document: Document, model: type[BaseModel], 
         return f"{place}: {message.removeprefix('Value error, ')}"
     if details["type"] == "missing":
         return f"{place}: required and missing"
+    if details["type"] == "invalid_key":
+        return f"{place}: every key must be a string; quote it"
     value = repr(details["input"])
     value = value if len(value) <= _ECHO else value[: _ECHO - 3] + "..."
-    message = re.sub(r" or instance of \w+", "", message.replace("valid dictionary", "mapping").replace("valid tuple", "list"))
-    rule = message.replace("Input should", "must").replace("should", "must", 1)
-    return f"{place}: {value} is not valid; it {rule[0].lower()}{rule[1:]}"
+    message = re.sub(r"valid dictionary or instance of \w+", "mapping", message).replace("valid tuple", "list")
+    return f"{place}: {value} is not valid; {re.sub('^[A-Z][a-z]+ should', 'it must', message)}"
 
 
 def _suggest(keys: Keys, model: type[BaseModel], other_names: Mapping[str, str]) -> str:
@@ -226,12 +228,13 @@ def key_paths(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[
     """The path of every key of a model and of the models inside it; a list's index is left out."""
     for name, info in model.model_fields.items():
         yield (*prefix, name)
-        for inner in _models(info.annotation):
+        for inner in models_in(info.annotation):
             yield from key_paths(inner, (*prefix, name))
 
 
-def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models in a field's annotation, such as the T of `tuple[T, ...] | None`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
-        yield from _models(argument)
+        yield from models_in(argument)

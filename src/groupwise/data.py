@@ -111,7 +111,7 @@ def _jsonl_rows(config: DatasetConfig, folder: Path) -> Iterator[tuple[str, Any]
             if not line.strip():
                 continue
             try:
-                yield id, json.loads(line)
+                yield id, json.loads(line.rstrip())
             except UnicodeDecodeError as error:
                 raise DataError(f"{id}: not UTF-8 text (byte {error.start} of the line)") from None
             except json.JSONDecodeError as error:

@@ -30,8 +30,8 @@ def load_object(reference: str, *, folder: str | Path | None = None) -> Callable
     if not colon:
         module_name, _, attributes = reference.rpartition(".")
     names = [*module_name.split("."), *attributes.split(".")]
-    if not all(name.isidentifier() for name in names):
-        python_file = module_name.endswith(".py") or attributes == "py"
+    python_file = module_name.endswith(".py") or attributes == "py"
+    if python_file or not all(name.isidentifier() for name in names):
         hint = "leave out `.py`: name the module, not its file" if python_file else None
         raise LoadError(f"{reference!r} is not a reference; write module:function, as in my_rewards:exact", hint=hint)
     with _first_on_path(module_name.partition(".")[0], folder):

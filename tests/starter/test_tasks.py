@@ -2,14 +2,17 @@
 
 import json
 import random
+import re
+from itertools import pairwise
 
 import pytest
 
-from groupwise.chat import parse_tool_calls, split_thinking
+from groupwise.chat import parse_tool_calls
 from groupwise.errors import DataError
 from groupwise.starter import tasks
 from groupwise.starter.tasks import (
     ASKS,
+    CALCULATOR,
     SKILL_WEIGHTS,
     SKILLS,
     calculate,
@@ -127,19 +130,19 @@ def test_a_tool_call_is_judged_by_what_it_evaluates_to():
 
 
 # ---- supervised data ----
-def test_supervised_answers_are_right_in_some_style_and_only_of_the_train_split():
-    seen = set()
+def test_supervised_data_has_every_skill_and_right_answers():
+    operations = {"add": "+", "sub": "-", "mul": "*"}
     for conversation in CONVERSATIONS:
         skill, messages = conversation["skill"], conversation["messages"]
-        seen.add(skill)
-        assert (conversation["tools"] is not None) == (skill == "tool")
-        for message in messages:
-            if message["role"] == "assistant" and "tool_calls" not in message:
-                _, answer = split_thinking(message["content"])
-                assert answer
-            if message["role"] == "tool":
-                assert message["content"] != "error"
-    assert seen == set(SKILLS) == set(SKILL_WEIGHTS)
+        assert conversation["tools"] == ([CALCULATOR] if skill == "tool" else None)
+        for question, reply in pairwise(messages):
+            if skill in operations and question["role"] == "user":
+                low, high = sorted(int(number) for number in re.findall(r"[0-9]+", question["content"]))
+                assert is_correct(skill, reply["content"], calculate(f"{high}{operations[skill]}{low}"), "plain")
+            if "tool_calls" in question:
+                arguments = question["tool_calls"][0]["function"]["arguments"]
+                assert reply["content"] == calculate(arguments["expression"])
+    assert {conversation["skill"] for conversation in CONVERSATIONS} == set(SKILLS) == set(SKILL_WEIGHTS)
 
 
 def test_style_noise_is_the_share_of_answers_in_another_style():
@@ -149,7 +152,7 @@ def test_style_noise_is_the_share_of_answers_in_another_style():
             reply["content"]
             for conversation in supervised_conversations(1, 3000, style_noise=noise)
             if conversation["skill"] in ("add", "sub", "mul")
-            for question, reply in zip(conversation["messages"], conversation["messages"][1:], strict=False)
+            for question, reply in pairwise(conversation["messages"])
             if question["role"] == "user" and question["content"].endswith(tuple(asked))
         ]
         return sum(reply.isdigit() for reply in replies) / len(replies)
@@ -166,14 +169,10 @@ def test_the_seed_decides():
 
 
 def test_what_is_held_out_never_changes():
-    held_out = [case.operands for case in cases("add", 40) if case.held_out]
-    pairs = [(a, b) for a in range(10, 30) for b in range(a, 30)]
-    count = sum(tasks.Case("add", pair, "", "", "").held_out for pair in pairs)
-    assert held_out and 0.1 < count / len(pairs) < 0.3
-    assert [pair for pair in pairs if tasks.Case("add", pair, "", "", "").held_out][:4] == HELD_OUT
-
-
-HELD_OUT = [(10, 10), (10, 11), (10, 12), (10, 13)]
+    pairs = [(a, b) for a in range(10, 60) for b in range(a, 60)]
+    held_out = [pair for pair in pairs if tasks.Case("add", pair, "", "", "").held_out]
+    assert held_out[:4] == [(10, 12), (10, 14), (10, 16), (10, 17)]
+    assert 0.15 < len(held_out) / len(pairs) < 0.25
 
 
 # ---- prompts ----
@@ -196,7 +195,7 @@ def test_train_and_test_share_no_problem(skill, monkeypatch):
 
     def recorded(chosen, rng, *, split):
         case = draw(chosen, rng, split=split)
-        drawn[split].add(case.operands)
+        drawn[split].add((case.skill, case.operands))
         return case
 
     monkeypatch.setattr(tasks, "_draw", recorded)

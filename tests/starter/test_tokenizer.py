@@ -38,7 +38,8 @@ def test_any_text_comes_back(text):
 
 def test_every_byte_is_a_token():
     # Between them these characters use every byte that UTF-8 can contain.
-    characters = [chr(code) for code in (*range(0x800), *range(0x800, 0xD800, 64), *range(0x10000, 0x110000, 4096))]
+    wide = (*range(0x800, 0xD800, 64), *range(0xE000, 0x10000, 64), *range(0x10000, 0x110000, 4096))
+    characters = [chr(code) for code in (*range(0x800), *wide)]
     for character in characters:
         assert TOKENIZER.decode(ids_of(character), clean_up_tokenization_spaces=False) == character
     used = {byte for character in characters for byte in character.encode()}
@@ -80,19 +81,13 @@ def apply(messages, **options) -> str:
 
 
 def test_a_conversation_renders_as_chatml_without_a_default_system_message():
-    turns = [
-        *PLAIN,
-        {"role": "assistant", "content": "4"},
-        {"role": "user", "content": [{"type": "text", "text": "Why?"}]},
-    ]
+    why = {"role": "user", "content": [{"type": "text", "text": "Why?"}]}
+    turns = [*PLAIN, {"role": "assistant", "content": "4"}, why]
     first = "<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
-    assert (
-        apply(turns, add_generation_prompt=True) == f"{first}<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert (
-        apply([{"role": "system", "content": "Be brief."}, *turns[:2]])
-        == f"<|im_start|>system\nBe brief.<|im_end|>\n{first}"
-    )
+    last = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+    assert apply(turns, add_generation_prompt=True) == first + last
+    system = {"role": "system", "content": "Be brief."}
+    assert apply([system, *turns[:2]]) == "<|im_start|>system\nBe brief.<|im_end|>\n" + first
     assert render(turns) == apply(turns)
 
 
@@ -105,7 +100,8 @@ def test_tools_calls_and_results_render():
     block = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2+2"}}\n</tool_call>'
     result = "\n<tool_response>\n4\n</tool_response>"
     assert text == (
-        f"<|im_start|>system\n# Tools\n{json.dumps(CALCULATOR['function'])}<|im_end|>\n<|im_start|>user\n2+2=<|im_end|>\n"
+        f"<|im_start|>system\n# Tools\n{json.dumps(CALCULATOR['function'])}<|im_end|>\n"
+        "<|im_start|>user\n2+2=<|im_end|>\n"
         f"<|im_start|>assistant\n{block}\n{block}<|im_end|>\n<|im_start|>user{result}{result}<|im_end|>\n"
         "<|im_start|>assistant\n"
     )

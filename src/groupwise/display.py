@@ -1,0 +1,224 @@
+"""What a person sees while a run works: a live display on a terminal, else one line a step.
+
+Progress goes to stderr, so that stdout stays free for data. Whatever a model wrote is shown as text: rich's markup in
+it is not interpreted and control characters are made visible, so that a completion cannot repaint the terminal.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Protocol, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+# How a metric is called in one word, and how it is written.
+_SHOWN = {
+    "reward/mean": ("reward", "{:.3f}"),
+    "loss/kl": ("kl", "{:.3g}"),
+    "optim/grad_norm": ("grad", "{:.3g}"),
+    "mismatch/logprob_diff_mean": ("mismatch", "{:.2g}"),
+    "perf/tok_s": ("tok/s", "{:,.0f}"),
+    "time/step_s": ("s/step", "{:.2f}"),
+}
+_BARS = "▁▂▃▄▅▆▇█"
+_SPARKLINE_STEPS = 40
+_ETA_STEPS = 20
+
+# C0 and C1 controls but newline and tab, and the marks that reorder what is seen, each to a visible stand-in
+_VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
+_VISIBLE |= dict.fromkeys([0x7F, *range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD)
+
+
+class Display(Protocol):
+    """Progress of a run. `step` is the number of steps finished, from 1 to the total."""
+
+    def phase(self, name: str) -> None:
+        """Say what is being done now: sampling, scoring, training, evaluating."""
+        ...
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show a finished step. `rollout/count` is that step's own; the display adds them up."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Say something once, above what is live."""
+        ...
+
+    def close(self) -> None:
+        """Leave the terminal as it was. Safe to call twice."""
+        ...
+
+    def __enter__(self) -> Display: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+
+def open_display(total_steps: int, *, stream: TextIO | None = None) -> Display:
+    """The live display if `stream` (stderr) is a terminal that can move its cursor, else lines."""
+    target: TextIO = sys.stderr if stream is None else stream
+    console = Console(file=target, highlight=False)
+    # not console.is_terminal: FORCE_COLOR makes that true for a file as well
+    live = target.isatty() and not console.is_dumb_terminal
+    return LiveDisplay(total_steps, console=console) if live else LineDisplay(total_steps, stream=target)
+
+
+class _Progress:
+    """What both displays know: how far the run is and how long a step takes."""
+
+    def __init__(self, total_steps: int):
+        self.total_steps = total_steps
+        self.done = 0
+        self.num_rollouts = 0
+        self.metrics: Mapping[str, float] = {}
+        self.rewards: deque[float] = deque(maxlen=_SPARKLINE_STEPS)
+        self._step_s: deque[float] = deque(maxlen=_ETA_STEPS)
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.done, self.metrics = step, metrics
+        self.num_rollouts += int(metrics.get("rollout/count", 0))
+        if "reward/mean" in metrics:
+            self.rewards.append(metrics["reward/mean"])
+        if "time/step_s" in metrics:
+            self._step_s.append(metrics["time/step_s"])
+
+    def eta(self) -> str:
+        if not self._step_s:
+            return "-"
+        remaining_s = round(sum(self._step_s) / len(self._step_s) * max(self.total_steps - self.done, 0))
+        hours, minutes = divmod(remaining_s // 60, 60)
+        return f"{hours}:{minutes:02d}:{remaining_s % 60:02d}" if hours else f"{minutes}:{remaining_s % 60:02d}"
+
+    def shown(self) -> list[tuple[str, str]]:
+        pairs = [(label, key, form) for key, (label, form) in _SHOWN.items() if key in self.metrics]
+        return [(label, form.format(self.metrics[key])) for label, key, form in pairs]
+
+
+class LineDisplay:
+    """One line a step, for logs and pipes. Phases are not shown."""
+
+    def __init__(self, total_steps: int, *, stream: TextIO):
+        self._progress = _Progress(total_steps)
+        self._stream = stream
+
+    def phase(self, name: str) -> None:
+        pass
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        progress = self._progress
+        progress.update(step, metrics)
+        values = [f"{label} {value}" for label, value in progress.shown()]
+        self.note("  ".join((f"step {step}/{progress.total_steps}", *values, f"eta {progress.eta()}")))
+
+    def note(self, text: str) -> None:
+        print(visible(text), file=self._stream, flush=True)
+
+    def close(self) -> None:
+        pass
+
+    def __enter__(self) -> LineDisplay:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class LiveDisplay:
+    """A progress bar and the latest numbers, redrawn in place."""
+
+    def __init__(self, total_steps: int, *, console: Console):
+        self._progress = _Progress(total_steps)
+        self._console = console
+        self._spinner = Spinner("dots" if not console.options.ascii_only else "line", text="starting")
+        # What a reward function prints should appear above the bar, but a stdout that is a pipe is not ours to take.
+        self._live = Live(
+            console=console,
+            get_renderable=self._render,
+            refresh_per_second=8,
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=console.file is sys.stderr,
+        )
+        self._live.start()
+
+    def phase(self, name: str) -> None:
+        self._spinner.update(text=Text(visible(name)))
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._progress.update(step, metrics)
+        self._live.refresh()
+
+    def note(self, text: str) -> None:
+        self._console.print(Text(visible(text)))
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def __enter__(self) -> LiveDisplay:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _render(self) -> RenderableType:
+        progress = self._progress
+        top = Table.grid(padding=(0, 2))
+        bar = ProgressBar(total=progress.total_steps, completed=progress.done, width=30)
+        counts = f"{progress.done}/{progress.total_steps} steps  {progress.num_rollouts:,} rollouts"
+        top.add_row(bar, counts, f"eta {progress.eta()}", self._spinner)
+        line = Text("  ").join(
+            Text.assemble((f"{label} ", "dim"), (value, "bold" if label == "reward" else ""))
+            for label, value in progress.shown()
+        )
+        if not self._console.options.ascii_only:
+            line.append(f"  {sparkline(progress.rewards)}", style="green")
+        return Group(top, line)
+
+
+def sparkline(values: Iterable[float]) -> str:
+    """One bar a value, from the lowest to the highest; a value that is not finite is a blank.
+
+    >>> sparkline([0, 1, 2, 3]), sparkline([5, 5]), sparkline([])
+    ('▁▃▆█', '▁▁', '')
+    """
+    values = list(values)
+    finite = [value for value in values if abs(value) < float("inf")]
+    low, span = min(finite, default=0.0), max(finite, default=0.0) - min(finite, default=0.0)
+    scale = (len(_BARS) - 1) / span if span else 0.0
+    return "".join(_BARS[round((value - low) * scale)] if abs(value) < float("inf") else " " for value in values)
+
+
+def visible(text: str) -> str:
+    """`text` with control characters replaced by something that is only seen.
+
+    >>> visible("a\\x1b[31mb\\n")
+    'a␛[31mb\\n'
+    """
+    return text.translate(_VISIBLE)
+
+
+def before_after_table(rows: Iterable[tuple[str, float, float]]) -> Table:
+    """A table of (metric, before, after) with the change."""
+    table = Table("metric", box=None, pad_edge=False)
+    for heading in ("before", "after", "change"):
+        table.add_column(heading, justify="right")
+    for metric, before, after in rows:
+        table.add_row(Text(visible(metric)), f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}")
+    return table
+
+
+def side_by_side(prompt: str, before: str, after: str, answer: str | None = None) -> Panel:
+    """One prompt with the completions of the untrained and the trained policy beside each other."""
+    columns = Table("before", "after", expand=True, box=None, pad_edge=False)
+    columns.columns[0].ratio = columns.columns[1].ratio = 1
+    columns.add_row(Text(visible(before)), Text(visible(after)))
+    parts: list[RenderableType] = [Text(visible(prompt), style="bold"), Text(), columns]
+    if answer is not None:
+        parts += [Text(), Text(f"answer: {visible(answer)}", style="dim")]
+    return Panel(Group(*parts))

@@ -1,0 +1,366 @@
+"""Where the numbers and the texts of a run go.
+
+    <run>/metrics.jsonl                  always: a line per step, {"step", "time", <metric>: <number>, ...}
+    <run>/rollouts/step_000012.jsonl     a line per group: what was asked, sampled, scored; with the token ids
+    <run>/tensorboard/                   and W&B, Trackio, MLflow, where the config asks for them
+
+The JSON is strict: a metric that is NaN or infinite is null, and its name is in the line's "non_finite". In rollouts,
+where the value must come back exactly, such a number is the string "NaN", "Infinity" or "-Infinity".
+
+JSONL must succeed (StorageError otherwise): it is the record. A remote tracker may fail: that is logged and counted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from groupwise.config import TrackingConfig
+from groupwise.errors import ConfigError, DataError, StorageError
+from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Turn
+
+log = logging.getLogger(__name__)
+
+METRICS = "metrics.jsonl"
+ROLLOUTS = "rollouts"
+_OWN_KEYS = ("step", "time", "non_finite")
+
+
+class Tracker(Protocol):
+    """What a run writes its metrics to. `step` counts finished optimizer steps."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Tracking:
+    """Everything that is written during a run; what `open_trackers` returns. A context manager.
+
+    `failures` counts the errors of each tracker in `trackers`; the first of each is logged as a warning.
+    """
+
+    def __init__(self, run_dir: Path, *, trackers: Mapping[str, Tracker] | None = None):
+        self.run_dir = Path(run_dir)
+        self.trackers = dict(trackers or {})
+        self.failures: Counter[str] = Counter()
+        with _recording(self.run_dir / METRICS):
+            (self.run_dir / ROLLOUTS).mkdir(parents=True, exist_ok=True)
+            _drop_torn_line(self.run_dir / METRICS)
+            self._metrics = (self.run_dir / METRICS).open("a", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one step's metrics, at once. Raises StorageError if `metrics.jsonl` cannot be written."""
+        if taken := [key for key in _OWN_KEYS if key in metrics]:
+            raise ValueError(f"{taken[0]!r} cannot name a metric: it is a key of every line; write 'group/name'")
+        non_finite = sorted(key for key, value in metrics.items() if not math.isfinite(value))
+        record: dict[str, Any] = {"step": step, "time": datetime.now(UTC).isoformat(timespec="milliseconds")}
+        record |= {key: None if key in non_finite else _number(value) for key, value in metrics.items()}
+        if non_finite:
+            record["non_finite"] = non_finite
+        with _recording(self.run_dir / METRICS):
+            self._metrics.write(json.dumps(record, allow_nan=False) + "\n")
+            self._metrics.flush()
+        self._each(lambda tracker: tracker.log(step, metrics))
+
+    def rollouts(self, step: int, groups: Sequence[RolloutGroup]) -> Path:
+        """Write one step's groups; a step that is done again replaces its file. Raises StorageError."""
+        path = self.run_dir / ROLLOUTS / f"step_{step:06d}.jsonl"
+        temporary = path.with_suffix(".tmp")
+        with _recording(path):
+            with temporary.open("w", encoding="utf-8") as file:
+                file.writelines(_to_line(group) + "\n" for group in groups)
+            os.replace(temporary, path)
+        return path
+
+    def close(self) -> None:
+        """Finish every tracker. Safe to call twice."""
+        self._each(lambda tracker: tracker.close())
+        self.trackers.clear()
+        with _recording(self.run_dir / METRICS):
+            self._metrics.close()
+
+    def __enter__(self) -> Tracking:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _each(self, act: Callable[[Tracker], None]) -> None:
+        for name, tracker in self.trackers.items():
+            try:
+                act(tracker)
+            except Exception as error:  # whatever somebody's network does, training goes on
+                self.failures[name] += 1
+                if self.failures[name] == 1:
+                    log.warning("%s failed (%s: %s); metrics.jsonl is complete", name, type(error).__name__, error)
+
+
+def open_trackers(
+    config: TrackingConfig, *, run_dir: Path, run_name: str, resolved_config: Mapping[str, Any]
+) -> Tracking:
+    """Open what the config asks for. Raises ConfigError if a package is missing or a tracker cannot start."""
+    openers: dict[str, Callable[[ModuleType], Tracker]] = {}
+    if config.tensorboard:
+        openers["tensorboard"] = lambda _: TensorBoardTracker(run_dir / "tensorboard")
+    if (project := config.wandb) is not None:
+        openers["wandb"] = lambda wandb: WandbTracker(wandb, project, run_dir, run_name, resolved_config)
+    if (trackio_project := config.trackio) is not None:
+        openers["trackio"] = lambda trackio: TrackioTracker(trackio, trackio_project, run_name, resolved_config)
+    if (experiment := config.mlflow) is not None:
+        openers["mlflow"] = lambda mlflow: MlflowTracker(mlflow, experiment, run_name, resolved_config)
+    modules = {name: _import(name) for name in openers}  # all, before any run is made anywhere
+    tracking = Tracking(run_dir)
+    for name, opener in openers.items():
+        try:
+            tracking.trackers[name] = opener(modules[name])
+        except Exception as error:
+            tracking.close()
+            raise ConfigError(
+                f"tracking.{name} could not start: {type(error).__name__}: {error}",
+                hint=f"fix it, or leave tracking.{name} out: metrics.jsonl is always written",
+            ) from error
+    return tracking
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of `metrics.jsonl` by step. Of a step that was done again after a crash, the last counts.
+
+    A last line that a crash tore is left out. Raises DataError if another line is not JSON.
+    """
+    lines = path.read_bytes().split(b"\n")
+    records = {}
+    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is torn, or empty
+        try:
+            record = json.loads(line)
+            records[record["step"]] = record
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path}, line {number}: not a line of metrics: {error}") from error
+    return [records[step] for step in sorted(records)]
+
+
+# --- trackers; each module is imported only when the config asks for it ---
+
+
+class TensorBoardTracker:
+    """Event files, written with tensorboard alone (its SummaryWriter in torch would import torch here)."""
+
+    def __init__(self, directory: Path):
+        self._event = importlib.import_module("tensorboard.compat.proto.event_pb2").Event
+        self._summary = importlib.import_module("tensorboard.compat.proto.summary_pb2").Summary
+        writer = importlib.import_module("tensorboard.summary.writer.event_file_writer")
+        self._writer = writer.EventFileWriter(str(directory))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = [self._summary.Value(tag=key, simple_value=value) for key, value in metrics.items()]
+        now = datetime.now(UTC).timestamp()
+        self._writer.add_event(self._event(wall_time=now, step=step, summary=self._summary(value=values)))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """Weights & Biases. The run directory's name is the run's id there, so that a resumed run goes on in its own."""
+
+    def __init__(self, wandb: ModuleType, project: str, run_dir: Path, run_name: str, config: Mapping[str, Any]):
+        self._run = wandb.init(
+            project=project, name=run_name, id=run_dir.name, resume="allow", dir=str(run_dir), config=dict(config)
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TrackioTracker:
+    """Trackio, which keeps runs in a local SQLite file unless it is told otherwise."""
+
+    def __init__(self, trackio: ModuleType, project: str, run_name: str, config: Mapping[str, Any]):
+        self._trackio = trackio
+        trackio.init(project=project, name=run_name, config=dict(config), resume="allow")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._trackio.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._trackio.finish()
+
+
+class MlflowTracker:
+    """MLflow at MLFLOW_TRACKING_URI. The config's leaves are its params, under dotted names."""
+
+    MAX_PARAM_CHARS = 500  # what the oldest supported servers take
+
+    def __init__(self, mlflow: ModuleType, experiment: str, run_name: str, config: Mapping[str, Any]):
+        self._mlflow = mlflow
+        mlflow.set_experiment(experiment)
+        mlflow.start_run(run_name=run_name)
+        mlflow.log_params({key: str(value)[: self.MAX_PARAM_CHARS] for key, value in _leaves(config)})
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._mlflow.log_metrics(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"tracking.{name} is set but the package {name!r} cannot be imported: {error}",
+            hint=f"pip install 'groupwise[{name}]', or leave tracking.{name} out",
+        ) from error
+
+
+def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+# --- rollouts as JSON ---
+
+
+def read_rollouts(path: Path) -> tuple[RolloutGroup, ...]:
+    """The groups that `Tracking.rollouts` wrote, equal to what they were (columns: as far as JSON has their types).
+
+    Raises DataError naming the line that is not a group.
+    """
+    groups = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                groups.append(_from_json(json.loads(line)))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                detail = f"{type(error).__name__}: {error}"
+                raise DataError(f"{path}, line {number}: not a rollout group: {detail}") from error
+    return tuple(groups)
+
+
+def _to_line(group: RolloutGroup) -> str:
+    prompt = group.prompt
+    raw = {
+        "prompt": {
+            "id": prompt.id,
+            "messages": prompt.messages,
+            "text": prompt.text,
+            "tools": prompt.tools,
+            "columns": _to_json(prompt.columns),
+            "token_ids": prompt.token_ids,
+        },
+        "rollouts": [
+            {
+                "turns": [_turn_to_json(turn, prompt=prompt) for turn in rollout.turns],
+                "rewards": _to_json(rollout.rewards),
+                "reward": _to_json(rollout.reward),
+                "advantage": _to_json(rollout.advantage),
+                "error": rollout.error,
+            }
+            for rollout in group.rollouts
+        ],
+    }
+    return json.dumps(raw, allow_nan=False)
+
+
+def _turn_to_json(turn: Turn, *, prompt: Prompt) -> dict[str, Any]:
+    completion = turn.completion
+    return {
+        # most often the prompt itself; writing it once per group and not once per rollout halves the file
+        "prompt_ids": None if turn.prompt_ids == prompt.token_ids else turn.prompt_ids,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "logprobs": _to_json(completion.logprobs),
+        "finish_reason": completion.finish_reason.value,
+        "version": str(completion.version),
+    }
+
+
+def _from_json(raw: Mapping[str, Any]) -> RolloutGroup:
+    fields = raw["prompt"]
+    prompt = Prompt(
+        id=fields["id"],
+        messages=None if fields["messages"] is None else tuple(fields["messages"]),
+        text=fields["text"],
+        tools=tuple(fields["tools"]),
+        columns=fields["columns"],
+        token_ids=tuple(fields["token_ids"]),
+    )
+    return RolloutGroup(prompt=prompt, rollouts=tuple(_rollout_from_json(entry, prompt) for entry in raw["rollouts"]))
+
+
+def _rollout_from_json(raw: Mapping[str, Any], prompt: Prompt) -> Rollout:
+    turns = []
+    for turn in raw["turns"]:
+        completion = Completion(
+            token_ids=tuple(turn["token_ids"]),
+            logprobs=tuple(_exact(value) for value in turn["logprobs"]),
+            text=turn["text"],
+            finish_reason=FinishReason(turn["finish_reason"]),
+            version=PolicyVersion.parse(turn["version"]),
+        )
+        prompt_ids = prompt.token_ids if turn["prompt_ids"] is None else tuple(turn["prompt_ids"])
+        turns.append(Turn(prompt_ids, completion))
+    return Rollout(
+        turns=tuple(turns),
+        rewards={name: _exact(value) for name, value in raw["rewards"].items()},
+        reward=_exact(raw["reward"]),
+        advantage=_exact(raw["advantage"]),
+        error=raw["error"],
+    )
+
+
+def _to_json(value: Any) -> Any:
+    """`value` with every NaN and infinity as a string, and what JSON does not have (dates, arrays) as text."""
+    if isinstance(value, Mapping):
+        return {str(key): _to_json(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_json(inner) for inner in value]
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return float(value)
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value if value is None or isinstance(value, str | bool | int) else str(value)
+
+
+def _exact(value: Any) -> Any:
+    return float(value) if isinstance(value, str) else value
+
+
+def _number(value: Any) -> int | float:
+    return value if type(value) in (int, float) else float(value)  # numpy's scalars are not JSON
+
+
+@contextmanager
+def _recording(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"{path} cannot be written: {error}", hint="free some disk space or fix the permissions, then resume"
+        ) from error
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut what follows the last newline: a kill during a write left it, and the next line must not join it."""
+    if path.exists():
+        data = path.read_bytes()
+        if not data.endswith(b"\n"):
+            os.truncate(path, data.rfind(b"\n") + 1)

@@ -1,0 +1,232 @@
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from groupwise.config import DataConfig, DatasetConfig
+from groupwise.data import PromptSource, open_prompts, to_prompt
+from groupwise.errors import ConfigError, DataError, LoadError
+from groupwise.types import Prompt
+
+CHAT = [{"role": "user", "content": "2+2?"}]
+
+
+def write_rows(folder, rows, name="rows.jsonl"):
+    text = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    (folder / name).write_text(text, encoding="utf-8")
+
+
+def refusal(row, **options) -> str:
+    with pytest.raises(DataError) as caught:
+        to_prompt(row, id="rows.jsonl:3", **options)
+    return str(caught.value)
+
+
+def numbered(count: int) -> list[Prompt]:
+    return [Prompt(id=str(index), text="x") for index in range(count)]
+
+
+# ---- rows ----
+
+
+def test_json_lines(tmp_path):
+    write_rows(tmp_path, [{"prompt": "a", "answer": 1}, "", {"messages": CHAT, "answer": "é"}])
+    source = open_prompts(DataConfig(source="rows.jsonl"), folder=tmp_path)
+    first, second = source.all()
+    assert (first.id, first.text, first.messages, first.columns) == ("rows.jsonl:1", "a", None, {"answer": 1})
+    assert (second.id, second.text, second.columns) == ("rows.jsonl:3", None, {"answer": "é"})
+    assert second.messages == ({"role": "user", "content": "2+2?"},)
+    assert len(source) == 2
+
+
+def test_the_prompt_key_and_the_limit(tmp_path):
+    write_rows(tmp_path, [{"question": str(index), "prompt": "other"} for index in range(5)] + ["not JSON"])
+    config = DataConfig(source="rows.jsonl", prompt_key="question", limit=3)
+    prompts = open_prompts(config, folder=tmp_path).all()
+    assert [prompt.text for prompt in prompts] == ["0", "1", "2"]
+    assert prompts[0].columns == {"prompt": "other"}
+
+
+def test_the_system_message_and_tools():
+    tool = {"type": "function", "function": {"name": "add"}}
+    prompt = to_prompt({"prompt": CHAT, "tools": [tool]}, id="x", system="Be brief.")
+    assert prompt.messages == ({"role": "system", "content": "Be brief."}, *CHAT)
+    assert (prompt.tools, prompt.columns) == ((tool,), {})
+
+
+def test_a_conversation_with_tool_calls():
+    messages = [
+        {"role": "user", "content": "2+2?", "tool_calls": None, "name": None},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]},
+        {"role": "tool", "content": "", "tool_call_id": "1"},
+    ]
+    prompt = to_prompt({"messages": messages}, id="x")
+    assert prompt.messages is not None
+    assert prompt.messages[0] == {"role": "user", "content": "2+2?"}
+    assert "content" not in prompt.messages[1]
+    assert prompt.messages[2]["content"] == ""
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ([1], "the row is a list; it must be an object"),
+        ({"answer": 1}, "no 'prompt' and no 'messages'; the columns are 'answer'"),
+        ({}, "the columns are none"),
+        ({"prompt": "a", "messages": CHAT}, "both 'messages' and 'prompt' are there"),
+        ({"prompt": " \n"}, "'prompt' is an empty string"),
+        ({"prompt": 3}, "prompt is a int; it must be a string or a list of messages"),
+        ({"messages": []}, "messages is an empty list"),
+        ({"messages": ["hi"]}, "messages[0] is a str; a message is"),
+        ({"messages": [{"role": "human", "content": "x"}]}, "messages[0].role is 'human'; it must be one of system"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role is ['user']"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content is missing or empty"),
+        ({"messages": [{"role": "user", "content": ""}]}, "messages[0].content is missing or empty"),
+        ({"messages": [{"role": "user", "content": 4}]}, "messages[0].content is a int"),
+        (
+            {"messages": [{"role": "user", "content": ["x"]}]},
+            "messages[0].content is a list; it must be text or a list of",
+        ),
+        ({"messages": [*CHAT, {"role": "assistant", "content": "4"}]}, "ends with a message of 'assistant'"),
+        ({"prompt": "a", "completions": 1}, "the column 'completions' has a name that rewards get from us"),
+        ({"prompt": "a", "tools": [{}]}, "tools need a chat prompt"),
+        ({"prompt": CHAT, "tools": "add"}, "'tools' is 'add'; it must be a list"),
+    ],
+)
+def test_bad_rows_are_named(row, message):
+    text = refusal(row)
+    assert message in text
+    assert text.startswith("rows.jsonl:3: ")
+
+
+def test_options_that_do_not_fit_the_row():
+    assert "no column 'question'; it has 'prompt'" in refusal({"prompt": "a"}, prompt_key="question")
+    assert "data.system needs a chat prompt" in refusal({"prompt": "a"}, system="s")
+    row = {"prompt": [{"role": "system", "content": "x"}, *CHAT]}
+    assert "prompt[0] is a system message already" in refusal(row, system="s")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"prompt": "a"', "rows.jsonl:2: invalid JSON at column 15"),
+        (b"3", "rows.jsonl:2: the row is a int"),
+        (b'{"prompt": "\xff"}', "rows.jsonl:2: not UTF-8 text (byte 12 of the line)"),
+    ],
+)
+def test_bad_lines_are_named(tmp_path, line, message):
+    (tmp_path / "rows.jsonl").write_bytes(b'{"prompt": "a"}\n' + line + b"\n")
+    with pytest.raises(DataError) as caught:
+        open_prompts(DataConfig(source="rows.jsonl"), folder=tmp_path)
+    assert message in str(caught.value)
+
+
+def test_missing_and_empty_files(tmp_path):
+    write_rows(tmp_path, [])
+    with pytest.raises(DataError, match=r"rows\.jsonl has no rows"):
+        open_prompts(DataConfig(source="rows.jsonl"), folder=tmp_path)
+    with pytest.raises(DataError, match=r"there is no file .*row\.jsonl\n  -> did you mean rows\.jsonl\?"):
+        open_prompts(DataConfig(source="row.jsonl"), folder=tmp_path)
+    with pytest.raises(DataError, match="there are no prompts"):
+        PromptSource([])
+
+
+def test_rows_from_a_function(tmp_path):
+    (tmp_path / "my_rows.py").write_text(
+        "import itertools\n"
+        "def rows(start): return ({'prompt': str(n), 'answer': n} for n in itertools.count(start))\n"
+        "def fails(): raise KeyError('x')\n"
+        "def nothing(): return None\n"
+    )
+    config = DataConfig(source="my_rows:rows", args={"start": 5}, limit=3)
+    prompts = open_prompts(config, folder=tmp_path).all()
+    assert [(prompt.id, prompt.text) for prompt in prompts] == [
+        ("my_rows:rows:0", "5"),
+        ("my_rows:rows:1", "6"),
+        ("my_rows:rows:2", "7"),
+    ]
+    with pytest.raises(DataError, match=r"my_rows:fails\(\) failed: KeyError: 'x'"):
+        open_prompts(DataConfig(source="my_rows:fails"), folder=tmp_path)
+    with pytest.raises(DataError, match=r"my_rows:nothing\(a=1\) failed: TypeError"):
+        open_prompts(DataConfig(source="my_rows:nothing", args={"a": 1}), folder=tmp_path)
+    with pytest.raises(DataError, match=r"my_rows:nothing.*not iterable"):
+        open_prompts(DataConfig(source="my_rows:nothing"), folder=tmp_path)
+    with pytest.raises(LoadError, match="did you mean rows"):
+        open_prompts(DataConfig(source="my_rows:row"), folder=tmp_path)
+
+
+def test_saved_hugging_face_datasets(tmp_path):
+    import datasets
+
+    rows = datasets.Dataset.from_list([{"messages": CHAT, "answer": str(index)} for index in range(3)])
+    rows.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": rows, "test": rows.select([2])}).save_to_disk(tmp_path / "several")
+
+    one = open_prompts(DatasetConfig(source="one"), folder=tmp_path)
+    assert [prompt.columns["answer"] for prompt in one.all()] == ["0", "1", "2"]
+    assert one.all(1)[0].messages == tuple(CHAT)
+    test = open_prompts(DatasetConfig(source="several", split="test"), folder=tmp_path)
+    assert [prompt.id for prompt in test.all()] == ["several:0"]
+    assert len(open_prompts(DatasetConfig(source="several"), folder=tmp_path)) == 3
+    with pytest.raises(DataError, match="several has no split 'dev'; it has train, test"):
+        open_prompts(DatasetConfig(source="several", split="dev"), folder=tmp_path)
+    with pytest.raises(ConfigError, match=r"data.split 'test' does not act: one was saved as a single split"):
+        open_prompts(DatasetConfig(source="one", split="test"), folder=tmp_path)
+
+
+def test_datasets_through_a_builder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "rows.csv").write_text("prompt,answer\na,1\nb,2\n")
+    args = {"data_files": str(tmp_path / "rows.csv"), "cache_dir": str(tmp_path / "cache")}
+    prompts = open_prompts(DatasetConfig(source="csv", args=args), folder=tmp_path).all()
+    assert [(prompt.text, prompt.columns) for prompt in prompts] == [("a", {"answer": 1}), ("b", {"answer": 2})]
+    with pytest.raises(DataError, match=r"cannot load the dataset 'csv': "):
+        open_prompts(DatasetConfig(source="csv", split="nosuch", args=args), folder=tmp_path)
+
+
+# ---- the stream ----
+
+
+def test_without_shuffling_the_rows_come_in_order():
+    source = PromptSource(numbered(3), shuffle=False)
+    assert [prompt.id for prompt in source.take(7)] == ["0", "1", "2", "0", "1", "2", "0"]
+
+
+def test_epochs_are_shuffled_by_seed_and_number():
+    first, second = PromptSource(numbered(20), seed=1), PromptSource(numbered(20), seed=1)
+    epochs = [[prompt.id for prompt in first.take(20)] for _ in range(2)]
+    assert epochs[0] != epochs[1]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(str(index) for index in range(20))
+    assert [prompt.id for prompt in second.take(40)] == epochs[0] + epochs[1]
+    assert [prompt.id for prompt in PromptSource(numbered(20), seed=2).take(20)] != epochs[0]
+
+
+def test_evaluation_data_is_read_in_order_and_does_not_move_the_stream(tmp_path):
+    write_rows(tmp_path, [{"prompt": str(index)} for index in range(10)])
+    source = open_prompts(DataConfig(source="rows.jsonl"), folder=tmp_path, seed=3)
+    assert [prompt.text for prompt in source.all(2)] == ["0", "1"]
+    assert source.cursor == {"epoch": 0, "position": 0, "rows": 10}
+    ordered = open_prompts(DatasetConfig(source="rows.jsonl"), folder=tmp_path, seed=3)
+    assert [prompt.text for prompt in ordered.take(10)] == [str(index) for index in range(10)]
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(rows=st.integers(1, 7), takes=st.lists(st.integers(0, 9), max_size=5), rest=st.integers(0, 20))
+def test_a_restored_stream_goes_on_as_if_it_had_not_stopped(rows, takes, rest):
+    original = PromptSource(numbered(rows), seed=4)
+    for n in takes:
+        original.take(n)
+    cursor = json.loads(json.dumps(original.cursor))
+    restored = PromptSource(numbered(rows), seed=4)
+    restored.restore(cursor)
+    assert restored.take(rest) == original.take(rest)
+    assert restored.cursor == original.cursor
+
+
+def test_a_cursor_of_another_dataset_is_refused():
+    source = PromptSource(numbered(3))
+    with pytest.raises(DataError, match="the cursor is of a dataset with 4 rows; this one has 3"):
+        source.restore(PromptSource(numbered(4)).cursor)
+    with pytest.raises(DataError, match="is not a cursor"):
+        source.restore({"epoch": 0, "position": 9, "rows": 3})

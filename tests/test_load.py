@@ -1,0 +1,96 @@
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from groupwise.errors import LoadError
+from groupwise.load import load_object
+
+
+@pytest.fixture
+def folder(tmp_path, request):
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def test_functions_and_classes_of_installed_modules():
+    assert load_object("math:sqrt") is math.sqrt
+    assert load_object("pathlib.Path") is Path
+    assert load_object("pathlib:Path.home")() == Path.home()
+
+
+def test_a_module_beside_the_configuration(folder):
+    (folder / "beside_one.py").write_text("from beside_two import VALUE\ndef f(): return VALUE\n")
+    (folder / "beside_two.py").write_text("VALUE = 7\n")
+    assert load_object("beside_one:f", folder=folder)() == 7
+    assert str(folder) not in sys.path
+
+
+def test_a_package_beside_the_configuration(folder):
+    (folder / "beside_package").mkdir()
+    (folder / "beside_package" / "__init__.py").touch()
+    (folder / "beside_package" / "inner.py").write_text("def f(): return 8\n")
+    assert load_object("beside_package.inner:f", folder=folder)() == 8
+    assert load_object("beside_package.inner.f", folder=folder)() == 8
+
+
+def test_a_module_named_like_an_imported_one_wins_for_that_call_only(folder):
+    installed = sys.modules["fractions"] if "fractions" in sys.modules else __import__("fractions")
+    (folder / "fractions.py").write_text("def f(): return 'mine'\n")
+    assert load_object("fractions:f", folder=folder)() == "mine"
+    assert sys.modules["fractions"] is installed
+
+
+def test_two_folders_with_modules_of_one_name(folder):
+    for name in ("a", "b"):
+        (folder / name).mkdir()
+        (folder / name / "same_name.py").write_text(f"def f(): return {name!r}\n")
+    assert load_object("same_name:f", folder=folder / "a")() == "a"
+    assert load_object("same_name:f", folder=folder / "b")() == "b"
+    assert load_object("same_name:f", folder=folder / "a")() == "a"
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("", "write module:function"),
+        ("exact", "write module:function"),
+        ("my rewards:exact", "write module:function"),
+        ("my_rewards.py:exact", "leave out `.py`"),
+        ("no_such_module_here:f", "no module 'no_such_module_here' among the installed packages"),
+        ("os.no_such_module:f", "no module 'os.no_such_module'"),
+        ("math:sqrtt", "'math' has no 'sqrtt'; did you mean sqrt?"),
+        ("math:pi", "is a float; it must be a function or a class"),
+    ],
+)
+def test_references_that_do_not_load(reference, message):
+    with pytest.raises(LoadError) as caught:
+        load_object(reference)
+    assert message in str(caught.value)
+
+
+def test_a_misspelt_module_is_suggested(folder):
+    (folder / "my_rewards.py").touch()
+    with pytest.raises(LoadError, match=r"no module 'my_reward' in .*; did you mean my_rewards\?"):
+        load_object("my_reward:f", folder=folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\ndef f(:\n", r"syntax error at .*broken.py:2: invalid syntax"),
+        ("x = 1\nimport not_installed_anywhere\n", r"broken.py:2 imports 'not_installed_anywhere', which is missing"),
+        ("\n\n1 / 0\n", r"broken.py:3: ZeroDivisionError: division by zero"),
+        ("import sys\nsys.exit(4)\n", r"broken.py:2: SystemExit: 4"),
+        ("x = 1\n", r"'broken' has no 'f'; it has no functions"),
+    ],
+)
+def test_modules_that_fail_to_import(folder, text, message):
+    (folder / "broken.py").write_text(text)
+    with pytest.raises(LoadError, match=message):
+        load_object("broken:f", folder=folder)
+    assert str(folder) not in sys.path

@@ -1,0 +1,248 @@
+"""Metrics and rollouts on disk come back as they were; trackers may fail without harm."""
+
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from groupwise.config import TrackingConfig
+from groupwise.errors import ConfigError, DataError, StorageError
+from groupwise.tracking import Tracking, open_trackers, read_metrics, read_rollouts
+from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Turn
+
+
+class Recorder:
+    """A tracker that keeps what it is told, and fails when it is asked to."""
+
+    def __init__(self, *, failing: bool = False):
+        self.failing, self.logged, self.closed = failing, [], False
+
+    def log(self, step, metrics):
+        if self.failing:
+            raise ConnectionError("no route to host")
+        self.logged.append((step, dict(metrics)))
+
+    def close(self):
+        self.closed = True
+
+
+# --- metrics ---
+
+
+def test_a_line_a_step_readable_at_once(tmp_path):
+    with Tracking(tmp_path) as tracking:
+        tracking.log(1, {"reward/mean": 0.25, "rollout/count": 8})
+        [line] = (tmp_path / "metrics.jsonl").read_text().splitlines()  # before close
+        record = json.loads(line)
+        assert record.pop("time").endswith("+00:00")
+        assert record == {"step": 1, "reward/mean": 0.25, "rollout/count": 8}
+
+
+def test_what_is_not_finite_is_null_and_named(tmp_path):
+    with Tracking(tmp_path) as tracking:
+        tracking.log(1, {"a": math.nan, "b": math.inf, "c": np.float32(0.5), "d": -math.inf})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    record = json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
+    assert (record["a"], record["b"], record["c"], record["d"]) == (None, None, 0.5, None)
+    assert record["non_finite"] == ["a", "b", "d"]
+
+
+def test_a_metric_cannot_take_the_name_of_the_step(tmp_path):
+    with Tracking(tmp_path) as tracking, pytest.raises(ValueError, match="'step' cannot name a metric"):
+        tracking.log(1, {"step": 3.0})
+
+
+def test_a_resumed_run_appends_after_the_torn_line_and_the_last_of_a_step_counts(tmp_path):
+    with Tracking(tmp_path) as tracking:
+        for step in (1, 2, 3):
+            tracking.log(step, {"loss": float(step)})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    with Tracking(tmp_path) as tracking:
+        tracking.log(3, {"loss": 30.0})
+        tracking.log(4, {"loss": 40.0})
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(record["step"], record["loss"]) for record in records] == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
+
+
+def test_a_line_that_is_not_metrics_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
+    with pytest.raises(DataError, match=r"metrics.jsonl, line 2"):
+        read_metrics(tmp_path / "metrics.jsonl")
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from groupwise.errors import StorageError
+from groupwise.tracking import Tracking
+
+tracking = Tracking(Path(sys.argv[1]))
+tracking.log(1, {"loss": 1.0})
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+try:
+    for step in range(2, 100):
+        tracking.log(step, {"loss": 1.0})
+except StorageError as error:
+    print(error)
+    sys.exit(75)
+"""
+
+
+def test_a_full_disk_is_a_storage_error(tmp_path):
+    command = [sys.executable, "-c", FULL_DISK, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 75, done.stderr
+    assert "metrics.jsonl cannot be written" in done.stdout
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1]
+
+
+def test_a_run_directory_that_cannot_be_made_is_a_storage_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot be written"):
+        Tracking(tmp_path / "file" / "run")
+
+
+# --- trackers ---
+
+
+def test_a_failing_tracker_is_counted_and_warned_of_once_and_stops_nothing(tmp_path, caplog):
+    failing, working = Recorder(failing=True), Recorder()
+    with Tracking(tmp_path, trackers={"failing": failing, "working": working}) as tracking:
+        for step in range(3):
+            tracking.log(step, {"loss": 1.0})
+    assert tracking.failures == {"failing": 3}
+    assert [record.getMessage() for record in caplog.records] == [
+        "failing failed (ConnectionError: no route to host); metrics.jsonl is complete"
+    ]
+    assert [step for step, _ in working.logged] == [0, 1, 2]
+    assert failing.closed and working.closed
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
+
+
+def test_tensorboard_event_files_read_back(tmp_path):
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    config = TrackingConfig(tensorboard=True)
+    with open_trackers(config, run_dir=tmp_path, run_name="r", resolved_config={}) as tracking:
+        tracking.log(1, {"reward/mean": 0.25, "loss/kl": math.nan})
+        tracking.log(2, {"reward/mean": 0.5})
+    assert not tracking.failures
+    [path] = (tmp_path / "tensorboard").iterdir()
+    points = [
+        (event.step, value.tag, value.tensor.float_val[0])
+        for event in EventFileLoader(str(path)).Load()
+        for value in event.summary.value
+    ]
+    assert (1, "reward/mean", 0.25) in points and (2, "reward/mean", 0.5) in points
+    assert math.isnan(next(value for _, tag, value in points if tag == "loss/kl"))
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
+def test_a_missing_package_names_the_extra_before_anything_is_written(name, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)  # what an import of a missing package finds
+    config = TrackingConfig.model_validate({"tensorboard": True, name: "my-project"})
+    with pytest.raises(ConfigError) as caught:
+        open_trackers(config, run_dir=tmp_path / "run", run_name="r", resolved_config={})
+    assert f"tracking.{name}" in caught.value.message
+    assert f"pip install 'groupwise[{name}]'" in str(caught.value.hint)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tracker_that_cannot_start_is_a_config_error(tmp_path):
+    (tmp_path / "tensorboard").write_text("in the way")
+    with pytest.raises(ConfigError, match=r"tracking\.tensorboard could not start"):
+        open_trackers(TrackingConfig(tensorboard=True), run_dir=tmp_path, run_name="r", resolved_config={})
+
+
+def test_no_torch():
+    code = (
+        "import sys, groupwise.tracking as t, groupwise.adapters, groupwise.display, pathlib, tempfile;"
+        "t.TensorBoardTracker(pathlib.Path(tempfile.mkdtemp())).close();"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# --- rollouts ---
+
+numbers = st.floats(allow_nan=False)
+ids = st.lists(st.integers(0, 1 << 20), max_size=4).map(tuple)
+texts = st.text(max_size=8)
+
+
+@st.composite
+def completions(draw):
+    token_ids = draw(ids)
+    return Completion(
+        token_ids=token_ids,
+        logprobs=tuple(draw(numbers) for _ in token_ids),
+        text=draw(texts),
+        finish_reason=draw(st.sampled_from(FinishReason)),
+        version=draw(st.sampled_from([PolicyVersion.base(), PolicyVersion("math", 12)])),
+    )
+
+
+@st.composite
+def groups(draw):
+    prompt = Prompt(
+        id=draw(texts),
+        messages=draw(st.none() | st.just(({"role": "user", "content": "2+2?"}, {"role": "tool", "content": None}))),
+        text=draw(st.none() | texts),
+        tools=draw(st.just(()) | st.just(({"type": "function", "function": {"name": "f"}},))),
+        columns=draw(st.dictionaries(texts, st.none() | st.booleans() | st.integers() | texts | st.lists(texts))),
+        token_ids=draw(ids),
+    )
+    turns = st.builds(Turn, ids | st.just(prompt.token_ids), completions())
+    rollouts = st.builds(
+        Rollout,
+        turns=st.lists(turns, max_size=2).map(tuple),
+        rewards=st.dictionaries(texts, st.none() | numbers, max_size=2),
+        reward=st.none() | numbers,
+        advantage=st.none() | numbers,
+        error=st.none() | texts,
+    )
+    return RolloutGroup(prompt=prompt, rollouts=tuple(draw(st.lists(rollouts, max_size=3))))
+
+
+@pytest.fixture(scope="module")
+def shared_tracking(tmp_path_factory):
+    with Tracking(tmp_path_factory.mktemp("run")) as tracking:
+        yield tracking
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(step=st.lists(groups(), max_size=2))
+def test_rollouts_come_back_exactly(shared_tracking, step):
+    path = shared_tracking.rollouts(12, step)
+    assert path.name == "step_000012.jsonl"
+    assert read_rollouts(path) == tuple(step)  # the second writing of a step replaces the first
+
+
+def test_numbers_that_json_lacks_come_back_too(tmp_path):
+    completion = Completion(
+        token_ids=(1, 2, 3), logprobs=(-math.inf, math.nan, -0.0), text="x", finish_reason=FinishReason.ABORT
+    )
+    rollout = Rollout(turns=(Turn((9,), completion),), rewards={"f": math.inf}, reward=math.nan, error="boom")
+    group = RolloutGroup(prompt=Prompt(id="p", columns={"x": [math.nan]}), rollouts=(rollout,))
+    with Tracking(tmp_path) as tracking:
+        path = tracking.rollouts(1, [group])
+    json.loads(path.read_text(), parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
+    [again] = read_rollouts(path)
+    assert repr(again.rollouts) == repr(group.rollouts)  # repr: nan is not equal to itself
+    assert again.prompt.columns == {"x": ["NaN"]}  # a column is the user's: as text, see the file's head
+
+
+def test_a_line_that_is_not_a_group_is_named(tmp_path):
+    with Tracking(tmp_path) as tracking:
+        path = tracking.rollouts(1, [RolloutGroup(prompt=Prompt(id="p"), rollouts=())])
+    with path.open("a") as file:
+        file.write('{"prompt": {}}\n')
+    with pytest.raises(DataError, match=r"step_000001.jsonl, line 2: not a rollout group: KeyError"):
+        read_rollouts(path)
