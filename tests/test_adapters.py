@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from groupwise.adapter_files import CONFIG, SIDECAR, WEIGHTS, Provenance
 from groupwise.adapters import AdapterStore
-from groupwise.errors import AdapterError, AdapterNotFoundError
+from groupwise.errors import AdapterError, AdapterNotFoundError, GroupwiseError
 from groupwise.types import PolicyVersion
 
 BASE = PolicyVersion.base()
@@ -508,6 +508,14 @@ def test_an_unreadable_state_file_is_set_aside_and_said(store):
     again = AdapterStore(store.root)
     assert again.active == BASE and "'base' is active" in again.warnings[0]
     assert len(list((store.root / ".quarantine").glob("state-*.json"))) == 1
+
+
+def test_a_store_of_a_newer_groupwise_is_refused_and_left_as_it_is(store):
+    sidecar = store.path(publish(store)) / SIDECAR
+    sidecar.write_text(sidecar.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(GroupwiseError, match="newer groupwise"):
+        AdapterStore(store.root)
+    assert sidecar.exists()
 
 
 def test_what_is_not_ours_in_the_store_is_left_alone(store):

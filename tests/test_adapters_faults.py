@@ -6,6 +6,7 @@ one interpreter without torch, threads or pytest, so that a fork costs milliseco
 """
 
 import errno
+import io
 import itertools
 import json
 import os
@@ -42,23 +43,38 @@ def publish(store: AdapterStore, *, width: int = 8) -> PolicyVersion:
     return store.publish("math", write, info=ORIGIN)
 
 
-def before_call(k: int, action: Callable[[], None]) -> Callable[[], bool]:
-    """Run `action` before the k-th (from 1) call that changes the file system. Returns whether it was reached."""
-    calls = 0
+def at_call(k: int, action: Callable[[], None], patch: pytest.MonkeyPatch) -> Callable[[], bool]:
+    """Run `action` at the k-th (from 1) point that changes the file system; returns whether it was reached.
 
-    def wrap(call):
-        def counted(*args, **kwargs):
-            nonlocal calls
-            calls += 1
-            if calls == k:
-                action()
+    A point is before each call of `os`, and after `open`: there a file that was opened for writing is empty.
+    """
+    points = 0
+
+    def tick():
+        nonlocal points
+        points += 1
+        if points == k:
+            action()
+
+    def after(call):
+        def opened(*args, **kwargs):
+            file = call(*args, **kwargs)
+            tick()
+            return file
+
+        return opened
+
+    def before(call):
+        def called(*args, **kwargs):
+            tick()
             return call(*args, **kwargs)
 
-        return counted
+        return called
 
     for name in FILE_SYSTEM_CALLS:
-        setattr(os, name, wrap(getattr(os, name)))
-    return lambda: calls >= k
+        patch.setattr(os, name, before(getattr(os, name)))
+    patch.setattr(io, "open", after(io.open))  # what Path.open and Path.write_text call
+    return lambda: points >= k
 
 
 def check(root: Path, *, acknowledged: list[PolicyVersion]) -> AdapterStore:
@@ -114,7 +130,7 @@ def kill_at_every_call(root: Path) -> int:
         home = Path(shutil.copytree(template.root, root / str(k)))
 
         def work(home=home, k=k):
-            before_call(k, die)
+            at_call(k, die, pytest.MonkeyPatch())
             publish_activate_and_delete(home)
 
         status = join(start(work))
@@ -232,9 +248,7 @@ def test_a_failing_call_is_a_storage_error_that_changes_nothing(action, code, tm
             "delete": lambda store=store: store.delete(PolicyVersion("math", 2)),
         }[action]
         with pytest.MonkeyPatch.context() as patch:
-            for name in FILE_SYSTEM_CALLS:
-                patch.setattr(os, name, getattr(os, name))  # put back afterwards
-            reached = before_call(k, fail)
+            reached = at_call(k, fail, patch)
             try:
                 act()
                 failed = False

@@ -31,7 +31,7 @@ from uuid import uuid4
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from groupwise.errors import AdapterError, StorageError
+from groupwise.errors import AdapterError, GroupwiseError, StorageError
 from groupwise.types import BASE, PolicyVersion
 
 CONFIG = "adapter_config.json"
@@ -224,12 +224,15 @@ def seal(directory: Path, *, provenance: Provenance) -> None:
 
 
 def read_info(directory: Path, *, version: PolicyVersion) -> AdapterInfo:
-    """The sidecar of a published version. Raises AdapterError if it is missing or not one of ours."""
+    """The sidecar of a published version. Raises AdapterError if it is missing or garbled, GroupwiseError if it is of a
+    newer format."""
     try:
         raw = json.loads((directory / SIDECAR).read_bytes())
-        if raw["format"] != FORMAT:
-            raise AdapterError(
-                f"{version} has sidecar format {raw['format']!r}; this version of groupwise reads {FORMAT}"
+        if raw["format"] > FORMAT:  # not damage, so not an AdapterError: a downgrade must not quarantine everything
+            raise GroupwiseError(
+                f"{version} was written by a newer groupwise: its sidecar has format {raw['format']}, this one reads "
+                f"up to {FORMAT}",
+                hint="upgrade groupwise",
             )
         return AdapterInfo(
             version=version,

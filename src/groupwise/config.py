@@ -113,6 +113,8 @@ class EvalConfig(Section):
     """Steps between evaluations; 0 is only before and after."""
     modes: Annotated[tuple[Mode, ...], Field(strict=False, min_length=1)] = ("greedy", "sampled")
     """`greedy` decodes at temperature 0, `sampled` as in training."""
+    by: Text | None = None
+    """A column of the dataset to break the means down by."""
     show: int = Field(default=4, ge=0)
     """Prompts whose completions are shown side by side at the end."""
 

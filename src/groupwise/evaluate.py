@@ -67,7 +67,9 @@ def encode_all(prompts: Sequence[Prompt], base: LoadedModel) -> list[Prompt]:
     return encoded
 
 
-def compare(before: Mapping[str, Evaluation], after: Mapping[str, Evaluation], *, by: str | None) -> list[tuple[str, float, float]]:
+def compare(
+    before: Mapping[str, Evaluation], after: Mapping[str, Evaluation], *, by: str | None
+) -> list[tuple[str, float, float]]:
     """Rows (what, before, after) of the closing table."""
     rows = []
     for mode, evaluation in after.items():

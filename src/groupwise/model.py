@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from groupwise.algo.attention import ATTENTION, SharedPrompts
+from groupwise.chat import stop_ids
 from groupwise.errors import ModelError
 
 STARTER = "starter"
@@ -47,11 +48,9 @@ class LoadedModel:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Ids that end a completion: the generation config's, and the tokenizer's."""
+        """Ids that end a completion: the generation config's, the tokenizer's and the chat template's."""
         generation: Any = self.model.generation_config
-        declared = getattr(generation, "eos_token_id", None)
-        ids = declared if isinstance(declared, list) else [declared]
-        return tuple(dict.fromkeys(i for i in (*ids, self.tokenizer.eos_token_id) if i is not None))
+        return stop_ids(self.tokenizer, getattr(generation, "eos_token_id", None))
 
 
 def resolve_device(device: str = "auto") -> torch.device:
@@ -138,7 +137,9 @@ class Head:
     def of(cls, model: PreTrainedModel) -> Head:
         linear: Any = model.get_output_embeddings()
         config = model.config.get_text_config()
-        scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+        scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
+            getattr(config, "logits_scaling", None) or 1.0
+        )
         softcap = getattr(config, "final_logit_softcapping", None)
         return cls(linear.weight, getattr(linear, "bias", None), scale, softcap)
 

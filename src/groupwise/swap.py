@@ -27,11 +27,17 @@ def publish_and_swap(
 ) -> PolicyVersion:
     """Make the learner's adapter the next version of `name` and the active policy; return it.
 
+    Without an adapter (full-parameter training) engine and learner share the weights, and only the name changes.
     Of older versions the newest `keep` and those in `protect` stay on disk.
 
     Raises:
         AdapterError, StorageError: the version could not be published; the policy is the one it was.
     """
+    if learner.lora is None:  # the engine samples from the very weights that were trained; nothing is to be moved
+        version = PolicyVersion(name, info.step)
+        sampler.adopt(version)
+        sampler.unload(info.parent)
+        return version
     version = store.publish(name, learner.save_adapter, info=info)
     sampler.load(version, store.path(version))
     store.activate(version)

@@ -27,7 +27,7 @@ class Padded:
 
     def run(
         self, spec: LossSpec, *, total_tokens: float | None = None, total_rows: float | None = None
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, Tensor, dict[str, float]]:
         """-> loss, its gradient with respect to `logprobs` [B, T], metrics."""
         keep = self.mask.bool()
         leaf = self.logprobs.clone().requires_grad_()
@@ -43,7 +43,11 @@ class Padded:
             total_rows=float(len(self.mask)) if total_rows is None else total_rows,
         )
         loss, metrics = policy_loss(leaf[keep], inputs, spec, entropy_N=pick(self.entropy))
-        return loss.detach(), torch.autograd.grad(loss, leaf)[0], metrics
+        return (
+            loss.detach(),
+            torch.autograd.grad(loss, leaf)[0],
+            {name: float(value) for name, value in metrics.items()},
+        )
 
 
 def random_batch(seed: int, *, rows: int = 6, length: int = 7, drift: float = 0.4) -> Padded:

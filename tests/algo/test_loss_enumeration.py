@@ -1,4 +1,4 @@
-"""The expected gradient, exactly: every completion of two tokens over a vocabulary of three, weighted by its probability.
+"""The expected gradient, exactly: all completions of two tokens over a vocabulary of three, by their probability.
 
 Estimators that claim to be unbiased must equal autograd of the true objective to rounding; the others must not.
 """

@@ -35,6 +35,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 ATTENTION = "groupwise"
+CPU_FUSED_FROM = 256  # tokens from which the fused CPU kernel's backward beats two matrix products and a softmax
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,9 @@ def attention(
 ) -> tuple[Tensor, None]:
     """The function transformers calls in each layer: query [1, H, S, D], key and value [1, K, S, D] -> [1, S, H, D]."""
     if layout is None:
-        raise ValueError(f"attention '{ATTENTION}' needs layout=...; call the model through train.logprobs or an engine")
+        raise ValueError(
+            f"attention '{ATTENTION}' needs layout=...; call the model through train.logprobs or an engine"
+        )
     if kwargs.get("s_aux") is not None:
         raise NotImplementedError("attention sinks are not supported by the packed forward")
     scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
@@ -189,16 +192,20 @@ class SharedPrompts:
 
 def _causal(query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, gap_TT: Tensor, scoring: Scoring) -> Tensor:
     """Plain causal attention -> [B, T, H, D]. Lines are padded on the right, so causality alone hides the padding."""
-    query, key, value = (x.transpose(1, 2) for x in (query_BTHD, key_BTKD, value_BTKD))
-    repeat = query.shape[1] // key.shape[1]
-    if scoring.softcap is None and (scoring.window is None or scoring.window >= len(gap_TT)):
+    B, T, H, D = query_BTHD.shape
+    K = key_BTKD.shape[2]
+    key, value = key_BTKD.transpose(1, 2), value_BTKD.transpose(1, 2)
+    plain = scoring.softcap is None and (scoring.window is None or scoring.window >= T)
+    if plain and (query_BTHD.is_cuda or not torch.is_grad_enabled() or T > CPU_FUSED_FROM):
         out = scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scoring.scaling, enable_gqa=repeat > 1
+            query_BTHD.transpose(1, 2), key, value, is_causal=True, scale=scoring.scaling, enable_gqa=H > K
         )
         return out.transpose(1, 2)
-    scores = scoring.scores(query, key.repeat_interleave(repeat, 1))
+    query_BKND = query_BTHD.view(B, T, K, H // K, D).permute(0, 2, 3, 1, 4).reshape(B, K, H // K * T, D)
+    scores = scoring.scores(query_BKND, key).view(B, K, H // K, T, T)
     weights = scores.masked_fill(_hidden(gap_TT, scoring.window), float("-inf")).softmax(-1)
-    return (weights @ value.repeat_interleave(repeat, 1)).transpose(1, 2)
+    out = (weights.view(B, K, H // K * T, T) @ value).view(B, H, T, D)
+    return out.transpose(1, 2)
 
 
 def _hidden(gap: Tensor, window: int | None) -> Tensor:

@@ -40,6 +40,10 @@ class Sampler(Protocol):
         """
         ...
 
+    def adopt(self, version: PolicyVersion) -> None:
+        """Full-parameter training: `version` is the present state of the base weights, which the learner changes."""
+        ...
+
     def unload(self, version: PolicyVersion) -> None:
         """Forget a version once the requests that use it are done."""
         ...

@@ -188,7 +188,7 @@ class LocalEngine:
             )
         self.max_rows = max_rows
         self._head, self._bank = Head.of(self._model), AdapterBank(self._model)
-        self._adapters: dict[PolicyVersion, AdapterWeights] = {}
+        self._adapters: dict[PolicyVersion, AdapterWeights | None] = {}  # None: the base weights
         self._rows = _Rows(max_rows, base.device)
         self._cache = KeyValueCache(max_rows)
         self._eos = torch.tensor(base.eos_ids, dtype=torch.long, device=base.device)
@@ -229,6 +229,9 @@ class LocalEngine:
             weights = read_adapter(directory, device=self._base.device)
             self._bank.prepare(weights)
             self._adapters[version] = weights
+
+    def adopt(self, version: PolicyVersion) -> None:
+        self._adapters[version] = None
 
     def unload(self, version: PolicyVersion) -> None:
         self._adapters.pop(version, None)  # rows in flight keep the weights they were admitted with
@@ -345,7 +348,8 @@ class LocalEngine:
         uniform_B = torch.from_numpy(uniforms(rows.seed[picked], rows.count[row_B].cpu().numpy())).to(row_B.device)
         params = rows.params()
         params = RowParams(
-            *(x[row_B] for x in (params.temperature_B, params.top_k_B, params.top_p_B, params.min_p_B)), params.truncated
+            *(x[row_B] for x in (params.temperature_B, params.top_k_B, params.top_p_B, params.min_p_B)),
+            params.truncated,
         )
         token_B, logprob_B = sample_tokens(logits_BV, params, uniform_B)
         rows.token[row_B] = token_B
@@ -436,7 +440,9 @@ class LocalEngine:
     def _fail(self, error: Exception) -> None:
         """Fail every request, waiting or in flight."""
         with self._wakeup:
-            jobs = {id(job): job for job in (*self._waiting, *(e[0] for e in self._rows.jobs[: self._rows.active] if e))}
+            jobs = {
+                id(job): job for job in (*self._waiting, *(e[0] for e in self._rows.jobs[: self._rows.active] if e))
+            }
             self._waiting.clear()
             self._rows.active = 0
         for job in jobs.values():

@@ -53,7 +53,9 @@ def read_adapter(directory: Path, *, device: torch.device) -> AdapterWeights:
         if not key.endswith(".lora_A.weight"):
             continue
         module = key.removeprefix(_PREFIX).removesuffix(".lora_A.weight")
-        scale = _pattern(config.get("alpha_pattern"), module, alpha) / root(_pattern(config.get("rank_pattern"), module, rank))
+        scale = _pattern(config.get("alpha_pattern"), module, alpha) / root(
+            _pattern(config.get("rank_pattern"), module, rank)
+        )
         a, b = tensors[key].to(device), tensors[key.replace("lora_A", "lora_B")].to(device)
         exact = torch.float64 if a.dtype == torch.float64 else torch.float32
         pairs[module] = (a.to(exact).T.contiguous(), b.to(exact).T.contiguous() * scale)

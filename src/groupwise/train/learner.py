@@ -96,7 +96,12 @@ class Learner:
         self.model.train(gradient_checkpointing or bool(lora and lora.dropout))
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
-            self.parameters, lr=0.0, betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay, fused=True
+            self.parameters,
+            lr=0.0,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+            fused=True,
         )
         self._reference: PreTrainedModel | None = None
         self._shuffle = random.Random(seed)
@@ -120,7 +125,9 @@ class Learner:
         """
         out: list[tuple[float, ...]] = [()] * len(samples)
         for batch in self._micro_batches(_unmasked(samples)):
-            logprobs_N, _ = self._reference_logprobs(batch, temperature) if reference else self._logprobs(batch, temperature)
+            logprobs_N, _ = (
+                self._reference_logprobs(batch, temperature) if reference else self._logprobs(batch, temperature)
+            )
             values = iter(logprobs_N.tolist())
             for row, sample in zip(batch.rows, batch.samples, strict=True):
                 out[row] = tuple(next(values) if predicted else math.nan for predicted in sample.mask)
@@ -173,7 +180,10 @@ class Learner:
             weights_N = batch.per_token([s.weights or (1.0,) * len(s.mask) for s in batch.samples])
             assert weights_N is not None
             loss = -(logprobs_N * weights_N).sum() / max(total, 1e-9)
-            return loss, {"loss/cross_entropy": loss.detach(), "loss/entropy": entropy_N.detach().sum() / max(total, 1e-9)}
+            return loss, {
+                "loss/cross_entropy": loss.detach(),
+                "loss/entropy": entropy_N.detach().sum() / max(total, 1e-9),
+            }
 
         return self._accumulate(samples, token_loss, 1.0)
 
@@ -372,12 +382,16 @@ def _sum(key: str, values: Sequence[float]) -> float:
 
 def _combine(key: str, values: Sequence[float]) -> float:
     """Metrics of several optimizer steps -> one number."""
-    return max(values) if key.endswith("_max") else min(values) if key.endswith("_min") else math.fsum(values) / len(values)
+    return (
+        max(values)
+        if key.endswith("_max")
+        else min(values)
+        if key.endswith("_min")
+        else math.fsum(values) / len(values)
+    )
 
 
-def learning_rate_at(
-    step: int, *, peak: float, warmup_steps: int, steps: int, schedule: str = "constant"
-) -> float:
+def learning_rate_at(step: int, *, peak: float, warmup_steps: int, steps: int, schedule: str = "constant") -> float:
     """The learning rate of optimizer step `step` (from 0): linear warm-up, then constant, linear or cosine to zero."""
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps

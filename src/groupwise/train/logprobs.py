@@ -105,7 +105,10 @@ def plain_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature: fl
     ids_BT = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
     mask_BT = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
     at = [
-        (b, len(s.prompt_ids) + t - 1) for b, s in enumerate(batch.samples) for t, trained in enumerate(s.mask) if trained
+        (b, len(s.prompt_ids) + t - 1)
+        for b, s in enumerate(batch.samples)
+        for t, trained in enumerate(s.mask)
+        if trained
     ]
     at_N2 = torch.tensor(at, dtype=torch.long, device=device).view(-1, 2)
     with plain_attention(model):

@@ -1,0 +1,31 @@
+"""Ctrl-C: the first asks for a clean stop, the second stops at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+
+class StopRequest:
+    """Within: SIGINT and SIGTERM set `requested`; a second one raises KeyboardInterrupt. Acts in the main thread only."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True

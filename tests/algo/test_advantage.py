@@ -1,0 +1,194 @@
+"""Advantages: the four baselines, GDPO, failed rewards, and groups that teach nothing."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from groupwise.algo.advantage import (
+    AdvantageSpec,
+    advantages,
+    differ,
+    gdpo_advantages,
+    has_signal,
+    weighted_rewards,
+    with_advantages,
+)
+from groupwise.errors import ConfigError
+from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Turn
+
+KINDS = ("group_std", "mean", "batch_std", "leave_one_out")
+GDPO = AdvantageSpec(aggregation="normalize_then_sum")
+few = settings(derandomize=True, deadline=None, max_examples=50)
+rewards = st.lists(st.one_of(st.none(), st.floats(-10, 10)), min_size=1, max_size=8)
+
+
+def group(*rollouts: Rollout) -> RolloutGroup:
+    return RolloutGroup(prompt=Prompt(id="p"), rollouts=rollouts)
+
+
+def rollout(reward: float | None = None, **named: float | None) -> Rollout:
+    completion = Completion(token_ids=(1,), logprobs=(-0.1,), text="x", finish_reason=FinishReason.STOP)
+    return Rollout(turns=(Turn((0,), completion),), reward=reward, rewards=named)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("group_std", [0.75 / 0.5001, -0.25 / 0.5001, -0.25 / 0.5001, -0.25 / 0.5001]),
+        ("mean", [0.75, -0.25, -0.25, -0.25]),
+        ("leave_one_out", [1.0, -1 / 3, -1 / 3, -1 / 3]),
+    ],
+)
+def test_one_success_in_four(kind: str, expected: list[float]):
+    assert advantages([[1.0, 0.0, 0.0, 0.0]], AdvantageSpec(kind=kind))[0] == pytest.approx(expected)
+
+
+def test_batch_std_shares_one_scale_over_all_groups():
+    groups = [[1.0, 0.0], [10.0, 6.0]]
+    scale = statistics.stdev([1.0, 0.0, 10.0, 6.0]) + 1e-4
+    got = advantages(groups, AdvantageSpec(kind="batch_std"))
+    assert got[0] == pytest.approx([0.5 / scale, -0.5 / scale])
+    assert got[1] == pytest.approx([2 / scale, -2 / scale])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@few
+@given(groups=st.lists(rewards, min_size=1, max_size=4))
+def test_properties_of_every_kind(kind: str, groups: list[list[float | None]]):
+    """Advantages of a group sum to 0, keep the order of the rewards, and exist exactly where a comparison does."""
+    for values, result in zip(groups, advantages(groups, AdvantageSpec(kind=kind)), strict=True):
+        scored = [(r, a) for r, a in zip(values, result, strict=True) if r is not None]
+        if len(scored) < 2:
+            assert result == [None] * len(values)
+            continue
+        assert [a is None for a in result] == [r is None for r in values]
+        assert math.fsum(a for _, a in scored) == pytest.approx(0.0, abs=1e-6)
+        assert any(a for _, a in scored) == differ(values)
+        for (r1, a1), (r2, a2) in pairwise(scored):
+            assert (a1 - a2) * (r1 - r2) >= 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@few
+@given(values=st.lists(st.integers(-10, 10), min_size=2, max_size=8), shift=st.floats(-100, 100))
+def test_a_constant_bonus_changes_nothing(kind: str, values: list[int], shift: float):
+    spec = AdvantageSpec(kind=kind)
+    shifted = advantages([[value + shift for value in values]], spec)[0]
+    assert shifted == pytest.approx(advantages([values], spec)[0], abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("failed", [None, float("nan"), float("inf")])
+def test_a_failed_reward_enters_no_statistic(kind: str, failed: float | None):
+    """With and without the failed rollouts the others have the same advantages, in this group and in the batch."""
+    spec = AdvantageSpec(kind=kind)
+    with_failed = advantages([[1.0, failed, 0.0, 0.5], [failed, 3.0], [2.0, 4.0]], spec)
+    without = advantages([[1.0, 0.0, 0.5], [2.0, 4.0]], spec)
+    assert with_failed[0][1] is None
+    assert [a for a in with_failed[0] if a is not None] == without[0]
+    assert with_failed[1] == [None, None]
+    assert with_failed[2] == without[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_rewards_give_exact_zeros(kind: str):
+    """Also when they are equal only to rounding: 5e-17 divided by 1e-4 must not become a gradient."""
+    assert advantages([[0.1 + 0.2, 0.3, 0.3], [1.0, 0.0]], AdvantageSpec(kind=kind))[0] == [0.0, 0.0, 0.0]
+
+
+def test_differ():
+    assert not differ([0.1 + 0.2, 0.3])
+    assert not differ([1e6, 1e6 + 1e-5])
+    assert not differ([1.0, None])
+    assert not differ([])
+    assert differ([0.0, 1e-6])
+    assert differ([None, 0.3, 0.31])
+
+
+def test_weighted_sum_over_the_functions_that_apply():
+    """`code` is None for the whole group: it does not apply to this prompt."""
+    group = [{"math": 1.0, "format": 0.5, "code": None}, {"math": 0.0, "format": 1.0, "code": None}]
+    assert weighted_rewards(group) == [1.5, 1.0]
+    assert weighted_rewards(group, {"math": 2.0, "format": 0.1}) == pytest.approx([2.05, 0.1])
+
+
+def test_a_function_that_failed_for_some_makes_those_unscorable():
+    """Summing the rest would rank a timeout of `math` like a wrong answer: a failed reward is not a zero."""
+    group = [{"math": None, "format": 1.0}, {"math": 1.0, "format": float("nan")}, {"math": 0.0, "format": 1.0}]
+    assert weighted_rewards(group) == [None, None, 1.0]
+    assert weighted_rewards(group, {"format": 0.0}) == [None, 1.0, 0.0]  # weight 0 is only watched
+    assert weighted_rewards([{"math": None}, {"math": None}]) == [None, None]
+
+
+def test_a_weight_for_no_function_is_refused():
+    with pytest.raises(ConfigError, match="'maths'"):
+        weighted_rewards([{"math": 1.0}], {"maths": 1.0})
+
+
+def test_gdpo_by_hand():
+    """Two groups, two functions of very different scale: each counts the same until its weight says otherwise."""
+    groups = [
+        [{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 300.0}, {"a": 0.0, "b": 0.0}],
+        [{"a": 1.0, "b": 5.0}, {"a": 0.0, "b": 5.0}],
+    ]
+    std = lambda *x: statistics.stdev(x) + 1e-4  # noqa: E731
+    za, zb = [2 / 3 / std(1, 0, 0), -1 / 3 / std(1, 0, 0)], [-100 / std(0, 300, 0), 200 / std(0, 300, 0)]
+    half = 0.5 / std(1, 0)
+    sums = [za[0] + 2 * zb[0], za[1] + 2 * zb[1], za[1] + 2 * zb[0], half, -half]
+    expected = [(s - statistics.mean(sums)) / (statistics.stdev(sums) + 1e-4) for s in sums]
+    got = gdpo_advantages(groups, GDPO, weights={"b": 2.0})
+    assert [a for group in got for a in group] == pytest.approx(expected)
+
+
+def test_gdpo_excludes_failed_rollouts():
+    groups = [[{"a": 1.0, "b": None}, {"a": 0.0, "b": 1.0}, {"a": 1.0, "b": 0.0}, {"a": 1.0, "b": 1.0}], [{"a": None}]]
+    got = gdpo_advantages(groups, GDPO)
+    assert got == [[None, *gdpo_advantages([groups[0][1:]], GDPO)[0]], [None]]
+
+
+def test_with_advantages_keeps_everything_else():
+    groups = [group(rollout(1.0), rollout(None), rollout(0.0)), group(rollout(1.0))]
+    result = with_advantages(groups, AdvantageSpec(kind="mean"))
+    assert [[r.advantage for r in g.rollouts] for g in result] == [[0.5, None, -0.5], [None]]
+    assert [r.reward for r in result[0].rollouts] == [1.0, None, 0.0]
+    assert groups[0].rollouts[0].advantage is None
+    assert result[0].prompt is groups[0].prompt
+
+
+def test_with_advantages_reads_named_rewards_for_gdpo():
+    rollouts = rollout(1.0, a=1.0, b=0.0), rollout(1.0, a=0.0, b=1.0), rollout(None, a=5.0, b=5.0)
+    result = with_advantages([group(*rollouts)], GDPO, weights={"a": 3.0})
+    first, second, third = (r.advantage for r in result[0].rollouts)
+    assert first is not None and second is not None and third is None
+    assert first > 0 and second == pytest.approx(-first)
+
+
+def test_has_signal():
+    assert has_signal(group(rollout(1.0), rollout(0.0)))
+    assert not has_signal(group(rollout(1.0), rollout(1.0)))
+    assert not has_signal(group(rollout(1.0), rollout(None)))
+    # the sums are equal, but the functions disagree: only GDPO can tell the two apart
+    mixed = group(rollout(1.0, a=1.0, b=0.0), rollout(1.0, a=0.0, b=1.0))
+    assert not has_signal(mixed)
+    assert has_signal(mixed, GDPO)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"kind": "rloo"}, "leave_one_out"),
+        ({"aggregation": "sum"}, "normalize_then_sum"),
+        ({"eps": 0.0}, "positive"),
+        ({"kind": "mean", "eps": 1e-6}, "no effect"),
+        ({"kind": "mean", "aggregation": "normalize_then_sum"}, "no effect"),
+    ],
+)
+def test_options_that_cannot_act_are_refused(options: dict, says: str):
+    with pytest.raises(ConfigError, match=says):
+        AdvantageSpec(**options)

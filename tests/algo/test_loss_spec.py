@@ -1,0 +1,149 @@
+"""Presets and overrides: a name alone is the published loss, and every knob acts or is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from loss_batches import Padded, random_batch
+
+from groupwise.algo.loss_spec import PRESETS, LossSpec, resolve_loss
+from groupwise.errors import ConfigError
+
+# knob -> another value that a loss which reads it must notice
+OTHER = {
+    "clip_low": 0.01,
+    "clip_high": 0.01,
+    "dual_clip": 1.001,
+    "dro_beta": 0.5,
+    "sapo_tau_positive": 2.0,
+    "sapo_tau_negative": 2.0,
+    "correction_cap": 1.02,
+    "correction_floor": 0.98,
+    "opsm_threshold": -0.5,
+    "kl_coeff": 0.5,
+    "reduction_length": 100.0,
+    "entropy_coeff": 0.5,
+}
+WHOLE = {"dr_grpo": {"reduction_length": 7.0}}
+
+
+def specs() -> list[LossSpec]:
+    plain = [resolve_loss(name, **WHOLE.get(name, {})) for name in PRESETS]
+    kls = [resolve_loss("grpo", kl=kl) for kl in ("k1", "k2", "k3", "k3_unbiased")]
+    weights = ("tis_token", "tis_sequence", "mask_token", "mask_sequence", "mask_geometric")
+    wide = {"correction_floor": 0.8, "correction_cap": 1.3}
+    return [*plain, *kls, *(resolve_loss("dapo", correction=c, **wide) for c in weights)]
+
+
+@pytest.mark.parametrize("spec", specs(), ids=lambda s: f"{s.surrogate} {s.ratio} {s.kl} {s.correction} {s.reduction}")
+@pytest.mark.parametrize("knob", OTHER)
+def test_every_knob_acts_or_is_refused(spec: LossSpec, knob: str):
+    if not spec.reads(knob):
+        with pytest.raises(ConfigError, match=f"{knob}.*no effect"):
+            replace(spec, **{knob: OTHER[knob]})
+        return
+    other = replace(spec, **{knob: OTHER[knob]})
+    batches = [random_batch(seed, drift=0.6) for seed in range(3)]
+    assert any(not torch.equal(batch.run(spec)[0], batch.run(other)[0]) for batch in batches)
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides", "names"),
+    [
+        ("reinforce", {"clip_low": 0.1}, ["clip_low=0.1", "'reinforce'", "clip", "dapo"]),
+        ("grpo", {"kl_coeff": 0.1}, ["kl_coeff=0.1", "'none'", "k3"]),
+        ("cispo", {"dual_clip": 3.0}, ["dual_clip", "'cispo'", "dapo"]),
+        ("reinforce", {"anchor": "old"}, ["anchor", "no ratio"]),
+        ("reinforce", {"ratio": "sequence"}, ["ratio", "'reinforce'"]),
+        ("dapo", {"reduction_length": 10}, ["reduction_length", "constant"]),
+        ("grpo", {"correction_cap": 2.0}, ["correction_cap", "tis_token"]),
+        ("gspo", {"sapo_tau_positive": 1.0}, ["sapo_tau_positive", "sapo"]),
+    ],
+)
+def test_an_override_without_effect_names_the_alternatives(preset: str, overrides: dict, names: list[str]):
+    with pytest.raises(ConfigError) as raised:
+        resolve_loss(preset, **overrides)
+    for name in names:
+        assert name in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: resolve_loss("grop"), "did you mean 'grpo'"),
+        (lambda: resolve_loss("grpo", clip_hgih=0.3), "did you mean 'clip_high'"),
+        (lambda: resolve_loss("grpo", kl="k4"), "valid: none, k1"),
+        (lambda: resolve_loss("grpo", beta=0.1), "kl_coeff"),
+        (lambda: resolve_loss("grpo", delta=4.0), "dual_clip"),
+        (lambda: resolve_loss("grpo", clip_low=-0.1), "0 or more"),
+        (lambda: resolve_loss("grpo", clip_high=float("nan")), "finite"),
+        (lambda: resolve_loss("grpo", clip_high="0.2"), "finite number"),
+        (lambda: resolve_loss("grpo", dual_clip=0.5), "above 1"),
+        (lambda: resolve_loss("grpo", kl="k3", kl_coeff=0.0), "positive"),
+        (
+            lambda: resolve_loss("grpo", correction="mask_token", correction_cap=1.0, correction_floor=2.0),
+            "below the cap",
+        ),
+        (lambda: resolve_loss("grpo", correction="mask_token", correction_cap=None), "masks nothing"),
+        (lambda: resolve_loss("grpo", correction="tis_token", anchor="behaviour"), "twice"),
+        (lambda: resolve_loss("grpo", ratio="none"), "needs a ratio"),
+        (lambda: resolve_loss("grpo", clip_high=None), "clip_high is not set"),
+        (lambda: LossSpec(surrogate="sapo", ratio="token"), "sapo_tau_positive is not set"),
+    ],
+)
+def test_mistakes_are_explained(call, says: str):
+    with pytest.raises(ConfigError, match=says):
+        call()
+
+
+def test_a_name_alone_is_the_published_loss():
+    assert resolve_loss("dapo") == LossSpec(
+        surrogate="clip", ratio="token", clip_low=0.2, clip_high=0.28, reduction="token_mean"
+    )
+    assert resolve_loss("gspo") == LossSpec(
+        surrogate="clip", ratio="sequence", clip_low=3e-4, clip_high=4e-4, reduction="sequence_mean"
+    )
+    assert resolve_loss("reinforce") == LossSpec(surrogate="reinforce")
+
+
+def test_a_factor_brings_its_usual_numbers_and_takes_the_old_ones_away():
+    assert resolve_loss("grpo", kl="k3").kl_coeff == 0.04
+    icepop = resolve_loss("grpo", correction="mask_token")
+    assert (icepop.correction_floor, icepop.correction_cap, icepop.anchor) == (0.5, 5.0, "old")
+    assert resolve_loss("gspo", surrogate="reinforce", reduction="token_mean") == resolve_loss("reinforce")
+    assert resolve_loss("grpo", surrogate="dro").dro_beta == 0.05
+    assert resolve_loss("cispo", clip_low=None) == resolve_loss("cispo")
+
+
+def test_what_a_loss_reads():
+    def reads(preset: str, **overrides: object) -> str:
+        spec = resolve_loss(preset, **overrides)
+        names = ("old", "behaviour", "reference", "entropy")
+        return " ".join(name for name in names if getattr(spec, f"reads_{name}"))
+
+    assert reads("grpo") == "behaviour"
+    assert reads("grpo", anchor="old") == "old"
+    assert reads("grpo", correction="tis_token") == "old behaviour"
+    assert reads("grpo", correction="mask_geometric") == "behaviour"
+    assert reads("grpo", kl="k3", entropy_coeff=0.01) == "behaviour reference entropy"
+    assert reads("reinforce") == ""
+    assert reads("reinforce", kl="k3") == "reference"
+    assert reads("reinforce", kl="k3_unbiased") == "behaviour reference"
+    assert reads("reinforce", opsm_threshold=0.5) == "behaviour"
+    assert reads("dro") == reads("vespo") == "behaviour"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_loss_needs_only_what_it_says_it_reads(preset: str):
+    geometric = {"correction": "mask_geometric", "correction_cap": 1.1, "correction_floor": 0.9}
+    others = ({"kl": "k3"}, {"kl": "k3_unbiased"}, {"entropy_coeff": 0.1}, {"opsm_threshold": 0.1})
+    for overrides in ({}, *others, geometric):
+        spec = resolve_loss(preset, **overrides, **WHOLE.get(preset, {}))
+        batch = random_batch(0)
+        needed = {name: getattr(batch, name) for name in ("behaviour", "old", "reference", "entropy")}
+        lean = {name: value if getattr(spec, f"reads_{name}") else None for name, value in needed.items()}
+        loss, grad, _ = batch.run(spec)
+        lean_loss, lean_grad, _ = Padded(**vars(batch) | lean).run(spec)
+        assert torch.equal(loss, lean_loss) and torch.equal(grad, lean_grad)
