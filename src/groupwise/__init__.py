@@ -1,3 +1,85 @@
-"""Groupwise: GRPO post-training you can start on a laptop and keep when you have a cluster."""
+"""Groupwise: GRPO post-training you can start on a laptop and keep when you have a cluster.
+
+    import groupwise
+    result = groupwise.run(groupwise.load_config("configs/arithmetic.yaml", ["train.steps=20"]))
+    print(result.run_dir, result.version)
+
+Importing the package costs nothing: every name below is imported from its module when it is first used, so torch is
+loaded by what needs it (`run`, `load_model`, `Learner`, `LocalEngine`) and by nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from groupwise.adapters import AdapterStore as AdapterStore
+    from groupwise.algo.loss_spec import LossSpec as LossSpec
+    from groupwise.algo.loss_spec import resolve_loss as resolve_loss
+    from groupwise.config import RunConfig as RunConfig
+    from groupwise.config import dump_resolved as dump_resolved
+    from groupwise.config import load_config as load_config
+    from groupwise.config import parse_config as parse_config
+    from groupwise.engine.local import LocalEngine as LocalEngine
+    from groupwise.errors import GroupwiseError as GroupwiseError
+    from groupwise.loop import RunResult as RunResult
+    from groupwise.loop import run as run
+    from groupwise.model import LoadedModel as LoadedModel
+    from groupwise.model import load_model as load_model
+    from groupwise.rewards.base import RewardFunction as RewardFunction
+    from groupwise.train.learner import Learner as Learner
+    from groupwise.types import Completion as Completion
+    from groupwise.types import FinishReason as FinishReason
+    from groupwise.types import Message as Message
+    from groupwise.types import PolicyVersion as PolicyVersion
+    from groupwise.types import Prompt as Prompt
+    from groupwise.types import Rollout as Rollout
+    from groupwise.types import RolloutGroup as RolloutGroup
+    from groupwise.types import Sample as Sample
+    from groupwise.types import SamplingParams as SamplingParams
+    from groupwise.types import SamplingRequest as SamplingRequest
+    from groupwise.types import Turn as Turn
 
 __version__ = "0.1.0"
+
+# module -> the public names in it; the imports above say the same to type checkers
+_PUBLIC = {
+    "adapters": ("AdapterStore",),
+    "algo.loss_spec": ("LossSpec", "resolve_loss"),
+    "config": ("RunConfig", "dump_resolved", "load_config", "parse_config"),
+    "engine.local": ("LocalEngine",),
+    "errors": ("GroupwiseError",),
+    "loop": ("RunResult", "run"),
+    "model": ("LoadedModel", "load_model"),
+    "rewards.base": ("RewardFunction",),
+    "train.learner": ("Learner",),
+    "types": (
+        "Completion",
+        "FinishReason",
+        "Message",
+        "PolicyVersion",
+        "Prompt",
+        "Rollout",
+        "RolloutGroup",
+        "Sample",
+        "SamplingParams",
+        "SamplingRequest",
+        "Turn",
+    ),
+}
+_MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
+
+__all__ = ["__version__", *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

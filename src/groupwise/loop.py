@@ -8,8 +8,8 @@
         policy   = the next adapter version: published, loaded, activated
 
 That is GRPO (DeepSeekMath, arXiv 2402.03300). The loop is on-policy: a step's completions are sampled by the version
-that the step then trains, so behaviour logprobs are the anchor of the ratio and no extra forward is run. `run` wraps the
-loop in what a person needs: a run directory, evaluation before, during and after, a display, and a clean Ctrl-C.
+that the step then trains, so behaviour logprobs are the anchor of the ratio and no extra forward is run. `run` wraps
+the loop in what a person needs: a run directory, evaluation before, during and after, a display, a clean Ctrl-C.
 
     runs/<name>-<time>/  config.yaml  metrics.jsonl  rollouts/step_000001.jsonl  adapters/<name>/v000001/
 """
@@ -45,7 +45,7 @@ Evaluations = Mapping[str, Evaluation]  # by mode
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """What a run leaves: its directory, the last policy, and the evaluations before and after (empty without `eval`)."""
+    """What a run leaves: its directory, the last policy, the evaluations before and after (empty without `eval`)."""
 
     run_dir: Path
     version: PolicyVersion

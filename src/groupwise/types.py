@@ -13,8 +13,10 @@ A worked example. The prompt "2+2=" is 4 tokens and was sampled twice (G = 2):
         Rollout(turns=(Turn((5, 10, 5, 11), Completion(token_ids=(7, 2), logprobs=(-0.1, -0.0), ...)),), reward=1.0),
         Rollout(turns=(Turn((5, 10, 5, 11), Completion(token_ids=(8, 2), logprobs=(-2.5, -0.1), ...)),), reward=0.0),
     ))
-    Sample(prompt_ids=(5, 10, 5, 11), completion_ids=(7, 2), mask=(1, 1), behaviour_logprobs=(-0.1, -0.0), advantage=1.0)
-    Sample(prompt_ids=(5, 10, 5, 11), completion_ids=(8, 2), mask=(1, 1), behaviour_logprobs=(-2.5, -0.1), advantage=-1.0)
+    Sample(prompt_ids=(5, 10, 5, 11), completion_ids=(7, 2), mask=(1, 1), behaviour_logprobs=(-0.1, -0.0),
+           advantage=1.0)
+    Sample(prompt_ids=(5, 10, 5, 11), completion_ids=(8, 2), mask=(1, 1), behaviour_logprobs=(-2.5, -0.1),
+           advantage=-1.0)
 
 Ids and behaviour logprobs come from the engine and are never decoded and encoded again ("token in, token out").
 """
@@ -190,8 +192,8 @@ class Sample:
 
     `mask[t]` is 1 where the policy chose `completion_ids[t]` and it is to be trained; tokens with mask 0 (tool results,
     user turns) are attended to and change nothing else. `behaviour_logprobs` may be None (text-only groups, supervised
-    data); `advantage` weighs the whole completion, or `weights` each of its tokens. Samples with equal `prompt_ids` that
-    stand together share them in the forward.
+    data); `advantage` weighs the whole completion, and `weights` each of its tokens besides. Samples with equal
+    `prompt_ids` that stand together share them in the forward.
     """
 
     prompt_ids: tuple[int, ...]

@@ -78,10 +78,13 @@ def advantages(groups: Sequence[Sequence[Reward]], spec: AdvantageSpec) -> list[
     for group, rewards in zip(groups, scorable, strict=True):
         values = list(rewards.values())
         out: list[Reward] = [None] * len(group)
-        signal = differ(values)
-        scale = _scale(values, batch_std, spec) if signal else 0.0
-        for i, reward in rewards.items():
-            out[i] = (reward - _mean(values)) * scale if signal else 0.0
+        if differ(values):
+            mean, scale = _mean(values), _scale(values, batch_std, spec)
+            for i, reward in rewards.items():
+                out[i] = (reward - mean) * scale
+        else:  # exact zeros, also where rounding made the rewards differ
+            for i in rewards:
+                out[i] = 0.0
         result.append(out)
     return result
 

@@ -47,8 +47,9 @@ class Scoring:
     softcap: float | None = None
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
-        """[..., i, D] x [..., j, D] -> [..., i, j], scaled and capped, not masked."""
+        """[..., i, D] x [..., j, D] -> [..., i, j], scaled and capped, not masked; float32 for 16-bit inputs."""
         scores = (query * self.scaling) @ key.transpose(-1, -2)
+        scores = scores.float() if scores.itemsize == 2 else scores  # a softmax in 16 bits is off by a percent
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
 
@@ -178,9 +179,9 @@ class SharedPrompts:
         own = torch.exp(own - top)
         shared = torch.exp(shared - like_shared(top))
         total = own.sum(-1, keepdim=True) + like_own(shared.sum(-1, keepdim=True))
-        mixed = (own.view(P * G, K, R * C, C) @ value_BKCD).view(P * G, K, R, C, D)
-        mixed = mixed + like_own(shared @ value_PLKD.transpose(1, 2))
-        return (mixed / total).permute(0, 3, 1, 2, 4).reshape(P * G, C, K * R, D)
+        mixed = (own.view(P * G, K, R * C, C).to(value.dtype) @ value_BKCD).view(P * G, K, R, C, D)
+        mixed = mixed + like_own(shared.to(value.dtype) @ value_PLKD.transpose(1, 2))
+        return (mixed / total).to(value.dtype).permute(0, 3, 1, 2, 4).reshape(P * G, C, K * R, D)
 
     def _hidden_prompt(self, window: int | None) -> Tensor:
         """[P, 1, 1, 1 or C, L], True where a completion token may not see a prompt key."""
@@ -204,7 +205,7 @@ def _causal(query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, gap_TT: Te
     query_BKND = query_BTHD.view(B, T, K, H // K, D).permute(0, 2, 3, 1, 4).reshape(B, K, H // K * T, D)
     scores = scoring.scores(query_BKND, key).view(B, K, H // K, T, T)
     weights = scores.masked_fill(_hidden(gap_TT, scoring.window), float("-inf")).softmax(-1)
-    out = (weights.view(B, K, H // K * T, T) @ value).view(B, H, T, D)
+    out = (weights.view(B, K, H // K * T, T).to(value.dtype) @ value).view(B, H, T, D)
     return out.transpose(1, 2)
 
 

@@ -125,7 +125,7 @@ class _Decode:
         if scoring.window is not None:
             hidden_BM = hidden_BM | (self.gap_BM >= scoring.window)
         weights = scores.masked_fill(hidden_BM[:, None, None], float("-inf")).softmax(-1)
-        return (weights @ values[:B, :, : self.longest]).view(B, H, D)
+        return (weights.to(values.dtype) @ values[:B, :, : self.longest]).view(B, H, D)
 
 
 class _Rows:

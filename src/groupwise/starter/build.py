@@ -1,8 +1,8 @@
 """Train the starter model from scratch: tokenizer, architecture, supervised training, bf16 weights.
 
 `groupwise starter build` runs this; the result is the model in the wheel. The architecture is Qwen3's (grouped-query
-attention, q/k norms, SwiGLU, tied embeddings, head size 64), which transformers, PEFT, vLLM and llama.cpp load; the data
-is `starter.tasks`; the training is the learner's supervised path over all parameters. Everything is seeded.
+attention, q/k norms, SwiGLU, tied embeddings, head size 64), which transformers, PEFT, vLLM and llama.cpp load; the
+data is `starter.tasks`; the training is the learner's supervised path over all parameters. Everything is seeded.
 """
 
 from __future__ import annotations

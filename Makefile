@@ -1,0 +1,41 @@
+# make demo    everything a fresh machine needs, then the main job: the starter model learns arithmetic
+# make test    everything a fresh machine needs, then lint, types, layers and the test suite
+# make bench   the step benchmark against TRL and the learning curves (minutes; not part of `make test`)
+
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+.PHONY: demo test lint bench clean
+
+demo: $(VENV)/.installed
+	$(BIN)/groupwise run configs/arithmetic.yaml
+
+test: lint
+	$(BIN)/pytest -q -n auto
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+bench: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/step_vs_trl.py
+	$(BIN)/python benchmarks/learning.py
+
+$(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "groupwise needs Python 3.11 or newer; name one: make PYTHON=python3.12 ..."; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) runs build dist

@@ -1,0 +1,5 @@
+"""`python -m groupwise` is `groupwise`."""
+
+from groupwise.cli import main
+
+main()

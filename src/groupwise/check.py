@@ -1,0 +1,208 @@
+"""`groupwise check`: everything that a run needs, loaded and tried, with nothing trained and nothing written.
+
+The rewards see a few completions of the untrained policy, which is what they will see in the first step; whatever is
+suspicious about them, the data or the memory comes back as a warning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from groupwise.assemble import Parts, Plan, loss_of, make_plan, open_parts
+from groupwise.chat import encode_prompt
+from groupwise.config import RunConfig
+from groupwise.data import open_prompts
+from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.estimate import Memory, ModelSize, StepSize, memory, step_size
+from groupwise.rewards.base import load_rewards, score, summarize
+from groupwise.rollout import sample_groups
+from groupwise.types import FinishReason, PolicyVersion, Prompt, RolloutGroup
+
+PROMPTS, COMPLETIONS = 4, 4  # how many are tried
+MEASURED_PROMPTS = 1000  # how many are tokenised for the statistics
+TRUNCATED = 0.3  # share of cut completions from which there is a warning
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckReport:
+    """What was found. `groups` are the scored trial completions; lengths are in tokens."""
+
+    plan: Plan
+    parameters: int
+    trained: int
+    device: str
+    dtype: str
+    longest_prompt: int
+    groups: tuple[RolloutGroup, ...]
+    step: StepSize
+    memory: Memory
+    available: int
+    warnings: tuple[str, ...]
+
+
+def check(config: RunConfig, *, on_phase: Callable[[str], None] = lambda phase: None) -> CheckReport:
+    """Try out a run.
+
+    Raises:
+        ConfigError: rewards, data and loss have problems (all of them are named), or what `open_parts` raises.
+        RewardError: no completion could be scored.
+    """
+    try:
+        plan = make_plan(config)
+    except GroupwiseError as error:
+        raise _all_problems(config, error) from error
+    parts = open_parts(plan, on_phase=on_phase)
+    try:
+        on_phase("reading the prompts")
+        encoded = [encode_prompt(p, parts.base.tokenizer) for p in plan.source.all(MEASURED_PROMPTS)]
+        usable = [prompt for prompt in encoded if len(prompt.token_ids) < parts.base.context_length]
+        if not usable:
+            raise ConfigError(
+                f"all of the first {len(encoded)} prompts have {parts.base.context_length} tokens (the model's context) "
+                "or more",
+                hint="shorten the prompts, or use a model with a longer context",
+            )
+        on_phase("sampling and scoring")
+        groups = asyncio.run(_try_out(usable[:PROMPTS], plan, parts))
+    finally:
+        parts.engine.close()
+    return _report(plan, parts, encoded, usable, groups)
+
+
+async def _try_out(prompts: Sequence[Prompt], plan: Plan, parts: Parts) -> tuple[RolloutGroup, ...]:
+    groups = await sample_groups(
+        parts.engine,
+        prompts,
+        params=plan.config.rollout.sampling(),
+        n=COMPLETIONS,
+        version=PolicyVersion.base(),
+        seeds=[plan.config.seed + i for i in range(len(prompts))],
+    )
+    return tuple(await score(groups, plan.rewards))
+
+
+def _all_problems(config: RunConfig, first: GroupwiseError) -> GroupwiseError:
+    """One error that names what is wrong with each part that can be opened by itself; `first` if there is only that."""
+    attempts: list[Callable[[], object]] = [
+        lambda: load_rewards(config.rewards, folder=config.folder),
+        lambda: open_prompts(config.data, folder=config.folder),
+        lambda: config.eval and open_prompts(config.eval.data, folder=config.folder),
+        lambda: loss_of(config.algo, max_tokens=config.rollout.max_tokens),
+    ]
+    problems: list[GroupwiseError] = []
+    for attempt in attempts:
+        try:
+            attempt()
+        except GroupwiseError as error:
+            problems.append(error)
+    if len(problems) < 2:
+        return first
+    return ConfigError(f"{len(problems)} problems:" + "".join(f"\n  - {_indented(problem)}" for problem in problems))
+
+
+def _indented(problem: GroupwiseError) -> str:
+    return str(problem).replace("\n", "\n    ")
+
+
+def _report(
+    plan: Plan, parts: Parts, encoded: Sequence[Prompt], usable: Sequence[Prompt], groups: tuple[RolloutGroup, ...]
+) -> CheckReport:
+    config, model = plan.config, parts.base.model
+    lengths = [len(prompt.token_ids) for prompt in usable]
+    completions = [len(rollout.completion.token_ids) for group in groups for rollout in group.rollouts]
+    weights = list(model.parameters())
+    trained = sum(parameter.numel() for parameter in parts.learner.parameters)
+    size = ModelSize.of(
+        model.config.get_text_config(),
+        parameters=sum(parameter.numel() for parameter in weights),
+        value_bytes=weights[0].element_size(),
+    )
+    step = step_size(
+        config,
+        prompt_tokens=sum(lengths) / len(lengths),
+        completion_tokens=sum(completions) / len(completions),
+        rows=len(plan.source),
+    )
+    keeps_reference = config.train.lora is None and plan.loss.reads_reference
+    needed = memory(config, size, trained=trained, longest_prompt=max(lengths), keeps_reference=keeps_reference)
+    available = _available(parts.base.device)
+    warnings = [*_of_rewards(groups), *_of_data(plan, encoded, context=parts.base.context_length)]
+    if not parts.learner.packed:
+        warnings.append(f"{type(model).__name__} cannot be trained packed; padded rows are several times slower")
+    if needed.total > available:
+        warnings.append(
+            f"the estimate of {needed.total / 2**30:.1f} GiB is more than the {available / 2**30:.1f} GiB of memory; lower "
+            "rollout.batch_rows, train.micro_tokens or rollout.max_tokens, or set train.gradient_checkpointing"
+        )
+    return CheckReport(
+        plan=plan,
+        parameters=size.parameters,
+        trained=trained,
+        device=str(parts.base.device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        longest_prompt=max(lengths),
+        groups=groups,
+        step=step,
+        memory=needed,
+        available=available,
+        warnings=tuple(warnings),
+    )
+
+
+def _of_rewards(groups: Sequence[RolloutGroup]) -> Iterator[str]:
+    """What is suspicious about the trial completions and their rewards."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    count = len(rollouts)
+    rewards = {rollout.reward for rollout in rollouts if rollout.reward is not None}
+    if len(rewards) == 1:
+        yield (
+            f"all {count} trial completions have the reward {rewards.pop():g}: a group of equal rewards teaches nothing; "
+            "look at the completions, and see whether the reward can tell good from bad"
+        )
+    elif all(len({rollout.reward for rollout in group.rollouts}) == 1 for group in groups):
+        yield f"in each of the {len(groups)} trial groups the rewards are equal; such groups teach nothing"
+    for name in groups[0].rollouts[0].rewards:
+        values = {rollout.rewards.get(name) for rollout in rollouts} - {None}
+        if len(values) == 1 and len(rewards) > 1:
+            yield f"reward {name!r} is {values.pop():g} for everything it scored"
+        elif not values:
+            yield f"reward {name!r} scored none of the {count} trial completions"
+    report = summarize(groups)
+    if report.failed:
+        yield f"{report.failed} of {count} trial completions could not be scored; the first cause: {report.first_cause}"
+    cut = sum(rollout.completion.finish_reason is FinishReason.LENGTH for rollout in rollouts)
+    if cut > count * TRUNCATED:
+        yield f"{cut} of {count} trial completions were cut at their longest; raise rollout.max_tokens"
+
+
+def _of_data(plan: Plan, encoded: Sequence[Prompt], *, context: int) -> Iterator[str]:
+    """What is suspicious about the prompts."""
+    too_long = sum(len(prompt.token_ids) >= context for prompt in encoded)
+    if too_long:
+        yield f"{too_long} of {len(encoded)} prompts fill the model's context of {context} tokens and will be passed over"
+    max_tokens = plan.config.rollout.max_tokens
+    if short := sum(len(prompt.token_ids) + max_tokens > context for prompt in encoded) - too_long:
+        yield (
+            f"{short} of {len(encoded)} prompts leave less than rollout.max_tokens = {max_tokens} of the context of "
+            f"{context} tokens; their completions will be cut sooner"
+        )
+    asked = {_question(prompt) for prompt in plan.source.all()}
+    if both := sum(_question(prompt) in asked for prompt in plan.eval_prompts):
+        yield f"{both} of {len(plan.eval_prompts)} evaluation prompts are also training prompts: they are not held out"
+
+
+def _question(prompt: Prompt) -> str:
+    return prompt.text if prompt.text is not None else json.dumps(prompt.messages, sort_keys=True, default=str)
+
+
+def _available(device: torch.device) -> int:
+    """Bytes of the device's whole memory."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

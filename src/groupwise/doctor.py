@@ -1,0 +1,168 @@
+"""`groupwise doctor`: is everything here that a run needs?
+
+Each check gives a finding: `ok`, `warn` (it works, but), `fail` (runs will not work), or `absent` (optional, not
+installed); the last three say what to do.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from groupwise.errors import GroupwiseError
+
+Status = Literal["ok", "warn", "fail", "absent"]
+
+REQUIRED = ("transformers", "peft", "datasets", "math_verify")
+OPTIONAL = {
+    "tensorboard": "for tracking.tensorboard",
+    "wandb": "for tracking.wandb",
+    "trackio": "for tracking.trackio",
+    "mlflow": "for tracking.mlflow",
+    "vllm": "to serve the adapters of a run with vLLM",
+}
+DISK_WARN_GIB, DISK_FAIL_GIB = 5.0, 0.5
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found. `remedy` is empty where there is nothing to do."""
+
+    name: str
+    status: Status
+    detail: str
+    remedy: str = ""
+
+
+def examine(*, directory: Path = Path(".")) -> Iterator[Finding]:
+    """Every finding, in the order of the checks; `directory` is where runs would be written."""
+    checks: list[Callable[[], Finding]] = [
+        check_python,
+        check_torch,
+        check_gpu,
+        *(lambda name=name: check_package(name) for name in REQUIRED),
+        lambda: check_disk(directory),
+        check_starter,
+        check_template,
+        *(lambda name=name, use=use: check_optional(name, use) for name, use in OPTIONAL.items()),
+    ]
+    for check in checks:
+        yield check()
+
+
+def check_python() -> Finding:
+    version = platform.python_version()
+    if sys.version_info < (3, 11):
+        return Finding("python", "fail", version, "groupwise needs Python 3.11 or newer")
+    return Finding("python", "ok", f"{version} ({sys.executable})")
+
+
+def check_torch() -> Finding:
+    try:
+        import torch
+    except ImportError as error:
+        return Finding("torch", "fail", f"cannot be imported: {error}", "pip install torch")
+    threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    detail = f"{torch.__version__}, {threads} thread{'s' if threads > 1 else ''} on {cores} core{'s' if cores > 1 else ''}"
+    if threads > cores:
+        return Finding("torch", "warn", detail, f"more threads than cores is slow: set OMP_NUM_THREADS={cores}")
+    return Finding("torch", "ok", detail)
+
+
+def check_gpu() -> Finding:
+    try:
+        import torch
+    except ImportError:
+        return Finding("gpu", "fail", "torch is missing", "pip install torch")
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+        return Finding("gpu", "ok", f"{names}; {free / 2**30:.0f} of {total / 2**30:.0f} GiB free on the first")
+    if shutil.which("nvidia-smi"):
+        remedy = "install a torch built for CUDA: https://pytorch.org/get-started"
+        return Finding("gpu", "warn", f"this machine has an NVIDIA driver but torch {torch.__version__} sees no GPU", remedy)
+    return Finding("gpu", "ok", "none; models run on the CPU, which suits the starter and little else")
+
+
+def check_package(name: str) -> Finding:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        return Finding(name, "fail", f"cannot be imported: {error}", f"pip install {name.replace('_', '-')}")
+    return Finding(name, "ok", _version(name))
+
+
+def check_optional(name: str, use: str) -> Finding:
+    if importlib.util.find_spec(name) is None:
+        extra = name if name == "vllm" else f"'groupwise[{name}]'"
+        return Finding(name, "absent", f"not installed; only needed {use}", f"pip install {extra}")
+    return Finding(name, "ok", _version(name))
+
+
+def check_disk(directory: Path) -> Finding:
+    free = shutil.disk_usage(directory).free / 2**30
+    detail = f"{free:.1f} GiB free in {directory.resolve()}"
+    if not os.access(directory, os.W_OK):
+        return Finding("disk", "fail", f"{directory.resolve()} cannot be written", "start from another folder")
+    if free < DISK_FAIL_GIB:
+        return Finding("disk", "fail", detail, "free some space: a run writes adapters and rollouts")
+    if free < DISK_WARN_GIB:
+        return Finding("disk", "warn", detail, "a long run with a large model may need more")
+    return Finding("disk", "ok", detail)
+
+
+def check_starter() -> Finding:
+    """The embedded model is there, and the packed forward agrees with its own."""
+    try:
+        from groupwise.model import STARTER, load_model, packed_forward_gap, packed_tolerance, share_weights
+
+        model = share_weights(load_model(STARTER).model)
+        gap, tolerance = packed_forward_gap(model), packed_tolerance(model)
+    except GroupwiseError as error:
+        return Finding("starter", "fail", error.message, "install the groupwise wheel again, or `groupwise starter build`")
+    except ImportError as error:
+        return Finding("starter", "fail", f"cannot be loaded: {error}", "correct the packages above first")
+    detail = f"{sum(p.numel() for p in model.parameters()):,} parameters; packed forward within {gap:.1g} nats"
+    if not gap <= tolerance:
+        return Finding("starter", "fail", detail, f"the tolerance is {tolerance:g}: try another torch or transformers")
+    return Finding("starter", "ok", detail)
+
+
+def check_template() -> Finding:
+    """The starter's chat template: a reply goes to ids and back, and training marks exactly the reply."""
+    reply = "185 <think> caf\u00e9"
+    try:
+        from transformers import AutoTokenizer
+
+        from groupwise.chat import decode, encode_completion, encode_prompt, encode_supervised
+        from groupwise.model import STARTER_DIR
+        from groupwise.types import Message, Prompt
+
+        tokenizer = AutoTokenizer.from_pretrained(STARTER_DIR)
+        asked = Message(role="user", content="What is 47 + 138?")
+        prompt = encode_prompt(Prompt(id="doctor", messages=(asked,)), tokenizer)
+        ids = encode_completion(prompt, reply, tokenizer)
+        sample = encode_supervised([asked, Message(role="assistant", content=reply)], tokenizer)
+    except (GroupwiseError, ImportError, OSError, ValueError) as error:
+        return Finding("chat template", "fail", f"{type(error).__name__}: {error}", "install the groupwise wheel again")
+    trained = [token for token, said in zip(sample.completion_ids, sample.mask, strict=True) if said]
+    if decode(ids, tokenizer) != reply or decode(trained, tokenizer) != reply:
+        detail = f"{reply!r} came back as {decode(ids, tokenizer)!r} and is trained as {decode(trained, tokenizer)!r}"
+        return Finding("chat template", "fail", detail, "try another version of transformers or tokenizers")
+    return Finding("chat template", "ok", f"a reply of {len(ids)} tokens goes there and back")
+
+
+def _version(module: str) -> str:
+    try:
+        return importlib.metadata.version(module.replace("_", "-"))
+    except importlib.metadata.PackageNotFoundError:
+        return "version unknown"

@@ -1,0 +1,245 @@
+"""What the commands print on stdout: each result as one JSON object, and as something to read.
+
+Numbers that are not finite are null in JSON. What a model wrote is shown as text, never interpreted (see `display`).
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from groupwise.adapters import AdapterStore
+from groupwise.check import CheckReport
+from groupwise.config import RunConfig
+from groupwise.display import before_after_table, side_by_side, visible
+from groupwise.evaluate import Evaluation, compare
+from groupwise.loop import RunResult
+from groupwise.model import STARTER, STARTER_DIR
+from groupwise.tracking import METRICS, read_metrics
+from groupwise.types import Prompt
+
+_TEXT_CHARS = 60  # of a completion in a table
+
+
+# ---- run ----
+
+
+def adapter_path(config: RunConfig, result: RunResult) -> Path | None:
+    """Where the trained policy is: an adapter version, or with `train.lora: null` a whole model; None if no step trained."""
+    if config.train.lora is None:
+        return result.run_dir / "model"
+    return None if result.version.is_base else AdapterStore(result.run_dir / "adapters").path(result.version)
+
+
+def run_as_json(config: RunConfig, result: RunResult) -> dict[str, Any]:
+    path = adapter_path(config, result)
+    return {
+        "run_dir": str(result.run_dir),
+        "version": str(result.version),
+        "adapter": None if path is None else str(path),
+        "steps": result.steps,
+        "interrupted": result.interrupted,
+        "comparison": [{"metric": m, "before": finite(b), "after": finite(a)} for m, b, a in _rows(config, result)],
+    }
+
+
+def print_run(console: Console, config: RunConfig, result: RunResult) -> None:
+    """The closing page of a run: the table, completions side by side, and what to do with the adapter."""
+    console.print(before_after_table(_rows(config, result)))
+    if config.eval is not None:
+        for prompt, before, after in changed_first(result.before, result.after)[: config.eval.show]:
+            answer = prompt.columns.get("answer")
+            console.print()
+            console.print(side_by_side(_asked(prompt), before, after, None if answer is None else str(answer)))
+    path = adapter_path(config, result)
+    console.print()
+    if result.interrupted:
+        _line(console, f"stopped after step {result.steps} of {config.train.steps}, as asked; everything is saved")
+    _line(console, f"run      {result.run_dir}")
+    if path is None:
+        _line(console, "adapter  none: no step had a group with different rewards, so nothing was trained")
+        return
+    _line(console, f"{'model  ' if config.train.lora is None else 'adapter'}  {path}  ({result.version})")
+    for line in _next_steps(config, result, path):
+        _line(console, line)
+
+
+def _next_steps(config: RunConfig, result: RunResult, path: Path) -> list[str]:
+    saved = shlex.quote(str(result.run_dir / "config.yaml"))
+    if config.train.lora is None:
+        return ["", "Next:", f"  groupwise eval {saved} {shlex.quote(f'model={path}')}"]
+    base = str(STARTER_DIR) if config.model == STARTER else config.model
+    return [
+        "",
+        "Next:",
+        f"  groupwise eval {saved} --adapter {shlex.quote(str(path))}",
+        f"  groupwise adapters list --run {shlex.quote(str(result.run_dir))}",
+        "With transformers and peft:",
+        f"  model = AutoModelForCausalLM.from_pretrained({base!r})",
+        f"  model = PeftModel.from_pretrained(model, {str(path)!r})",
+    ]
+
+
+def _rows(config: RunConfig, result: RunResult) -> list[tuple[str, float, float]]:
+    """Before and after on held-out prompts; without `eval`, the first and the last step's training reward."""
+    if config.eval is not None:
+        return compare(result.before, result.after, by=config.eval.by)
+    lines = read_metrics(result.run_dir / METRICS)
+    rewards = [line["reward/mean"] for line in lines if line.get("reward/mean") is not None]
+    return [("training reward, first and last step", rewards[0], rewards[-1])] if rewards else []
+
+
+def changed_first(
+    before: Mapping[str, Evaluation], after: Mapping[str, Evaluation]
+) -> list[tuple[Prompt, str, str]]:
+    """(prompt, text before, text after) of the first mode, those whose reward changed in front, else in order."""
+    if not after:
+        return []
+    mode = next(iter(after))
+    pairs = [
+        (old.prompt, old.rollouts[0], new.rollouts[0])
+        for old, new in zip(before[mode].groups, after[mode].groups, strict=True)
+    ]
+    pairs.sort(key=lambda pair: pair[1].reward == pair[2].reward)  # stable
+    return [(prompt, old.completion.text, new.completion.text) for prompt, old, new in pairs]
+
+
+def _asked(prompt: Prompt) -> str:
+    """The prompt as one would read it: its text, or its last message."""
+    if prompt.messages is None:
+        return prompt.text or ""
+    content = prompt.messages[-1].get("content")
+    return content if isinstance(content, str) else str(content)
+
+
+# ---- eval ----
+
+
+def evaluation_as_json(result: Mapping[str, Evaluation], *, policy: str, by: str | None) -> dict[str, Any]:
+    metrics = {key: finite(value) for each in result.values() for key, value in each.metrics(by=by).items()}
+    return {"policy": policy, "prompts": max(len(each.groups) for each in result.values()), "metrics": metrics}
+
+
+def print_evaluation(console: Console, result: Mapping[str, Evaluation], *, policy: str, by: str | None) -> None:
+    table = Table("prompts", box=None, pad_edge=False)
+    for mode in result:
+        table.add_column(mode, justify="right")
+    metrics = [each.metrics(by=by) for each in result.values()]
+    for keys in zip(*metrics, strict=True):
+        what = keys[0].split("/", 2)[2].removesuffix("reward").rstrip("/") or "all"
+        table.add_row(
+            Text(visible(what)), *(f"{m[key]:.3f}" for m, key in zip(metrics, keys, strict=True))
+        )
+    _line(console, f"mean reward of {policy} on {max(len(each.groups) for each in result.values())} prompts")
+    console.print(table)
+
+
+# ---- check ----
+
+
+def check_as_json(report: CheckReport) -> dict[str, Any]:
+    return {
+        "model": {"parameters": report.parameters, "trained": report.trained} | _where(report),
+        "step": asdict(report.step) | {"steps": report.plan.config.train.steps},
+        "memory_bytes": asdict(report.memory) | {"total": report.memory.total, "available": report.available},
+        "longest_prompt": report.longest_prompt,
+        "loss": {name: value for name, value in asdict(report.plan.loss).items() if value is not None},
+        "advantage": asdict(report.plan.advantage),
+        "completions": [
+            {
+                "prompt": group.prompt.id,
+                "text": rollout.completion.text,
+                "tokens": len(rollout.completion.token_ids),
+                "finish_reason": rollout.completion.finish_reason.value,
+                "reward": rollout.reward,
+                "rewards": dict(rollout.rewards),
+                "error": rollout.error,
+            }
+            for group in report.groups
+            for rollout in group.rollouts
+        ],
+        "warnings": list(report.warnings),
+    }
+
+
+def print_check(console: Console, report: CheckReport) -> None:
+    config, step = report.plan.config, report.step
+    for group in report.groups:
+        console.print(Text(visible(_asked(group.prompt)), style="bold"))
+        table = Table("reward", "completion", box=None, pad_edge=False, show_header=False)
+        for rollout in group.rollouts:
+            text = " ".join(rollout.completion.text.split())
+            shown = text if len(text) <= _TEXT_CHARS else text[: _TEXT_CHARS - 1] + "…"
+            table.add_row("  failed" if rollout.reward is None else f"  {rollout.reward:6.3f}", Text(visible(shown)))
+        console.print(table)
+    where = " ".join(_where(report).values())
+    loss, advantage = report.plan.loss, report.plan.advantage
+    factors = [(f.name, getattr(loss, f.name)) for f in fields(loss) if getattr(loss, f.name) not in (None, "none")]
+    rows = (
+        ("model", f"{config.model}: {report.parameters:,} parameters, {report.trained:,} of them trained; {where}"),
+        (
+            "a step",
+            f"{step.prompts} prompts x {config.rollout.group_size} = {step.completions:,} completions, about "
+            f"{step.tokens:,} tokens (completions at most {step.max_tokens:,}); decoded in {step.decode_waves} "
+            f"wave{_s(step.decode_waves)}, {step.forwards} forward pass{'es' if step.forwards > 1 else ''}, "
+            f"{step.optimizer_steps} optimizer step{_s(step.optimizer_steps)}",
+        ),
+        ("the run", f"{config.train.steps} steps, {step.epochs:.3g} epochs of {len(report.plan.source):,} prompts"),
+        ("memory", _memory(report)),
+        ("loss", f"{config.algo.policy_loss}: " + ", ".join(f"{name} {value}" for name, value in factors)),
+        ("advantage", f"{advantage.kind}, {advantage.aggregation}"),
+    )
+    console.print()
+    print_pairs(console, rows)
+    for warning in report.warnings:
+        console.print(Text.assemble(("warning: ", "yellow"), visible(warning)))
+    if not report.warnings:
+        _line(console, "nothing suspicious was found")
+
+
+def _where(report: CheckReport) -> dict[str, str]:
+    return {"dtype": report.dtype, "device": report.device}
+
+
+def _memory(report: CheckReport) -> str:
+    parts = asdict(report.memory)
+    parts["adapter and optimizer" if report.plan.config.train.lora else "gradients and optimizer"] = parts.pop("trained")
+    listed = ", ".join(f"{name.replace('_', ' ')} {_size(value)}" for name, value in parts.items() if value)
+    return f"about {_size(report.memory.total)} of {_size(report.available)}: {listed}"
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def _s(count: int) -> str:
+    return "s" if count > 1 else ""
+
+
+# ---- shared ----
+
+
+def print_pairs(console: Console, rows: Iterable[Sequence[str]]) -> None:
+    """Aligned columns of plain text."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for row in rows:
+        table.add_row(*(Text(visible(cell)) for cell in row))
+    console.print(table)
+
+
+def finite(value: float) -> float | None:
+    """`value`, or None where JSON has no number for it."""
+    return value if math.isfinite(value) else None
+
+
+def _line(console: Console, text: str) -> None:
+    """One line that is not wrapped, so that paths and commands can be copied."""
+    console.print(Text(visible(text)), soft_wrap=True)

@@ -1,0 +1,146 @@
+"""Tiny random models in which attention matters, as fixtures for everything that runs a model. One torch thread."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedTokenizerBase,
+    Qwen3Config,
+)
+
+from groupwise.model import LoadedModel, wrap_model
+from groupwise.starter.tasks import supervised_conversations
+from groupwise.starter.tokenizer import build_tokenizer, render
+from groupwise.types import Sample
+
+torch.set_num_threads(1)
+
+ARCHITECTURES = ("qwen3", "llama", "gemma3", "gemma2", "gpt2")
+WINDOW = 4  # sliding window of the Gemmas, smaller than every sequence in the tests
+MakeBase = Callable[..., LoadedModel]
+
+
+@functools.lru_cache
+def starter_tokenizer() -> PreTrainedTokenizerBase:
+    """The starter's kind of tokenizer with few merges; its vocabulary is that of all tiny models."""
+    texts = [render(c["messages"], tools=c["tools"]) for c in supervised_conversations(0, 60)]
+    return build_tokenizer(texts, vocab_size=280)
+
+
+def tiny_config(architecture: str, context: int):
+    vocab, eos = len(starter_tokenizer()), starter_tokenizer().eos_token_id
+    common = {"vocab_size": vocab, "eos_token_id": eos, "pad_token_id": None, "bos_token_id": None}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": context}
+    grouped = common | sizes | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    layers = ["sliding_attention", "full_attention"]
+    if architecture == "qwen3":
+        return Qwen3Config(**grouped, tie_word_embeddings=True)
+    if architecture == "llama":
+        return LlamaConfig(**grouped, tie_word_embeddings=False, attention_bias=True)
+    if architecture == "gemma3":
+        return Gemma3TextConfig(**grouped, sliding_window=WINDOW, layer_types=layers, query_pre_attn_scalar=6)
+    if architecture == "gemma2":
+        caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 6}
+        return Gemma2Config(**grouped, **caps, sliding_window=WINDOW, layer_types=layers)
+    return GPT2Config(**common, n_positions=context, n_embd=32, n_layer=2, n_head=4, n_inner=48)
+
+
+@functools.lru_cache
+def _weights(architecture: str, context: int, seed: int):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(tiny_config(architecture, context)).double()
+        for parameter in model.parameters():
+            if parameter.ndim == 2:  # large enough that who attends to whom changes every logit
+                parameter.data.normal_(0.0, 2.0 * min(parameter.shape) ** -0.5)
+            else:
+                parameter.data.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return starter_tokenizer()
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def architecture(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def make_base() -> MakeBase:
+    """`make_base("qwen3", dtype=torch.float32, context=64)`: a fresh copy of the same random model each time."""
+
+    def make(
+        architecture: str = "qwen3", *, dtype: torch.dtype = torch.float64, context: int = 64, seed: int = 0
+    ) -> LoadedModel:
+        model = copy.deepcopy(_weights(architecture, context, seed)).to(dtype)
+        return wrap_model(model, starter_tokenizer(), name=f"tiny-{architecture}")
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_samples() -> Callable[..., list[Sample]]:
+    """Samples of groups given as (prompt length, completion lengths), with all fields filled at random."""
+
+    def make(
+        groups: Sequence[tuple[int, Sequence[int]]], *, seed: int = 0, holes: bool = True, vocab: int = 280
+    ) -> list[Sample]:
+        g = torch.Generator().manual_seed(seed)
+
+        def ids(n: int) -> tuple[int, ...]:
+            return tuple(torch.randint(0, vocab, (n,), generator=g).tolist())
+
+        samples = []
+        for prompt_length, lengths in groups:
+            prompt = ids(prompt_length)
+            for n in lengths:
+                mask = [int(bool(prompt) or t > 0) for t in range(n)]
+                if holes and n > 2:
+                    mask[1] = 0
+                behaviour = tuple((-3 * torch.rand(n, generator=g) - 2).tolist())
+                advantage = float(torch.randn((), generator=g))
+                samples.append(
+                    Sample(
+                        prompt_ids=prompt,
+                        completion_ids=ids(n),
+                        mask=tuple(mask),
+                        advantage=advantage,
+                        behaviour_logprobs=behaviour,
+                    )
+                )
+        return samples
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_adapter(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`make_adapter(base, seed=1)`: a saved adapter both of whose halves are random, so that it changes every logit."""
+    from groupwise.train.learner import Learner
+    from groupwise.train.lora import LoraSpec
+
+    def make(base: LoadedModel, *, seed: int = 0, rank: int = 3) -> Path:
+        learner = Learner(base, lora=LoraSpec(rank=rank, alpha=6.0), seed=seed)
+        g = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in learner.parameters:
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=g))
+        directory = tmp_path_factory.mktemp("adapter")
+        learner.save_adapter(directory)
+        return directory
+
+    return make
