@@ -66,6 +66,25 @@ def _weights(architecture: str, context: int, seed: int):
                 parameter.data.normal_(0.0, 2.0 * min(parameter.shape) ** -0.5)
             else:
                 parameter.data.add_(0.2 * torch.randn_like(parameter))
+        if "gemma" in architecture:  # which scales its embeddings up: without this a token predicts itself
+            model.get_input_embeddings().weight.data.mul_(0.4)
+    return _with_exact_norms(model)
+
+
+def _with_exact_norms(model):
+    """transformers' RMS norms round to float32 in any type; here float64 is to mean float64."""
+
+    def forward(module, x):
+        if x.dtype != torch.float64:
+            return super(type(module), module).forward(x)
+        weight = 1 + module.weight if "Gemma" in type(module).__name__ else module.weight
+        eps = getattr(module, "variance_epsilon", getattr(module, "eps", 0.0))
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            kind = type(module)
+            module.__class__ = type(kind.__name__, (kind,), {"forward": forward})
     return model
 
 

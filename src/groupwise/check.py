@@ -64,8 +64,7 @@ def check(config: RunConfig, *, on_phase: Callable[[str], None] = lambda phase: 
         usable = [prompt for prompt in encoded if len(prompt.token_ids) < parts.base.context_length]
         if not usable:
             raise ConfigError(
-                f"all of the first {len(encoded)} prompts have {parts.base.context_length} tokens (the model's context) "
-                "or more",
+                f"all of the first {len(encoded)} prompts fill the context of {parts.base.context_length} tokens",
                 hint="shorten the prompts, or use a model with a longer context",
             )
         on_phase("sampling and scoring")
@@ -137,8 +136,8 @@ def _report(
         warnings.append(f"{type(model).__name__} cannot be trained packed; padded rows are several times slower")
     if needed.total > available:
         warnings.append(
-            f"the estimate of {needed.total / 2**30:.1f} GiB is more than the {available / 2**30:.1f} GiB of memory; lower "
-            "rollout.batch_rows, train.micro_tokens or rollout.max_tokens, or set train.gradient_checkpointing"
+            f"the estimate of {needed.total / 2**30:.1f} GiB is more than the {available / 2**30:.1f} GiB of memory; "
+            "lower rollout.batch_rows, train.micro_tokens or rollout.max_tokens, or set train.gradient_checkpointing"
         )
     return CheckReport(
         plan=plan,
@@ -162,8 +161,8 @@ def _of_rewards(groups: Sequence[RolloutGroup]) -> Iterator[str]:
     rewards = {rollout.reward for rollout in rollouts if rollout.reward is not None}
     if len(rewards) == 1:
         yield (
-            f"all {count} trial completions have the reward {rewards.pop():g}: a group of equal rewards teaches nothing; "
-            "look at the completions, and see whether the reward can tell good from bad"
+            f"all {count} trial completions have the reward {rewards.pop():g}: a group of equal rewards teaches "
+            "nothing; look at the completions, and see whether the reward can tell good from bad"
         )
     elif all(len({rollout.reward for rollout in group.rollouts}) == 1 for group in groups):
         yield f"in each of the {len(groups)} trial groups the rewards are equal; such groups teach nothing"
@@ -185,7 +184,7 @@ def _of_data(plan: Plan, encoded: Sequence[Prompt], *, context: int) -> Iterator
     """What is suspicious about the prompts."""
     too_long = sum(len(prompt.token_ids) >= context for prompt in encoded)
     if too_long:
-        yield f"{too_long} of {len(encoded)} prompts fill the model's context of {context} tokens and will be passed over"
+        yield f"{too_long} of {len(encoded)} prompts fill the context of {context} tokens and will be passed over"
     max_tokens = plan.config.rollout.max_tokens
     if short := sum(len(prompt.token_ids) + max_tokens > context for prompt in encoded) - too_long:
         yield (

@@ -30,6 +30,12 @@ OPTIONAL = {
     "mlflow": "for tracking.mlflow",
     "vllm": "to serve the adapters of a run with vLLM",
 }
+REMEDIES = {  # of a check that raised; of a package's: install it
+    "gpu": "pip install torch",
+    "starter": "install the groupwise wheel again: the model is in it",
+    "chat template": "install the groupwise wheel again: tokenizer and template are in it",
+    "disk": "start from a folder that can be read and written",
+}
 DISK_WARN_GIB, DISK_FAIL_GIB = 5.0, 0.5
 
 
@@ -44,60 +50,55 @@ class Finding:
 
 
 def examine(*, directory: Path = Path(".")) -> Iterator[Finding]:
-    """Every finding, in the order of the checks; `directory` is where runs would be written."""
-    checks: list[Callable[[], Finding]] = [
-        check_python,
-        check_torch,
-        check_gpu,
-        *(lambda name=name: check_package(name) for name in REQUIRED),
-        lambda: check_disk(directory),
-        check_starter,
-        check_template,
-        *(lambda name=name, use=use: check_optional(name, use) for name, use in OPTIONAL.items()),
+    """Every finding, in the order of the checks; `directory` is where runs would be written. One that raises failed."""
+    checks: list[tuple[str, Callable[[], Finding]]] = [
+        ("python", check_python),
+        ("torch", check_torch),
+        ("gpu", check_gpu),
+        *((name, lambda name=name: check_package(name)) for name in REQUIRED),
+        ("disk", lambda: check_disk(directory)),
+        ("starter", check_starter),
+        ("chat template", check_template),
+        *((name, lambda name=name, use=use: check_optional(name, use)) for name, use in OPTIONAL.items()),
     ]
-    for check in checks:
-        yield check()
+    for name, check in checks:
+        try:
+            yield check()
+        except Exception as error:  # a doctor does not die of what the patient has
+            detail = error.message if isinstance(error, GroupwiseError) else f"{type(error).__name__}: {error}"
+            yield Finding(name, "fail", detail, REMEDIES.get(name, f"pip install {name.replace('_', '-')}"))
 
 
 def check_python() -> Finding:
-    version = platform.python_version()
-    if sys.version_info < (3, 11):
-        return Finding("python", "fail", version, "groupwise needs Python 3.11 or newer")
-    return Finding("python", "ok", f"{version} ({sys.executable})")
+    """Nothing older than the package's `requires-python` gets this far."""
+    return Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")
 
 
 def check_torch() -> Finding:
-    try:
-        import torch
-    except ImportError as error:
-        return Finding("torch", "fail", f"cannot be imported: {error}", "pip install torch")
+    import torch
+
     threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
-    detail = f"{torch.__version__}, {threads} thread{'s' if threads > 1 else ''} on {cores} core{'s' if cores > 1 else ''}"
+    detail = f"{torch.__version__}, threads: {threads}, cores: {cores}"
     if threads > cores:
         return Finding("torch", "warn", detail, f"more threads than cores is slow: set OMP_NUM_THREADS={cores}")
     return Finding("torch", "ok", detail)
 
 
 def check_gpu() -> Finding:
-    try:
-        import torch
-    except ImportError:
-        return Finding("gpu", "fail", "torch is missing", "pip install torch")
+    import torch
+
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
         return Finding("gpu", "ok", f"{names}; {free / 2**30:.0f} of {total / 2**30:.0f} GiB free on the first")
     if shutil.which("nvidia-smi"):
-        remedy = "install a torch built for CUDA: https://pytorch.org/get-started"
-        return Finding("gpu", "warn", f"this machine has an NVIDIA driver but torch {torch.__version__} sees no GPU", remedy)
+        detail = f"there is an NVIDIA driver, but torch {torch.__version__} sees no GPU"
+        return Finding("gpu", "warn", detail, "install a torch built for CUDA: https://pytorch.org/get-started")
     return Finding("gpu", "ok", "none; models run on the CPU, which suits the starter and little else")
 
 
 def check_package(name: str) -> Finding:
-    try:
-        importlib.import_module(name)
-    except ImportError as error:
-        return Finding(name, "fail", f"cannot be imported: {error}", f"pip install {name.replace('_', '-')}")
+    importlib.import_module(name)
     return Finding(name, "ok", _version(name))
 
 
@@ -122,15 +123,10 @@ def check_disk(directory: Path) -> Finding:
 
 def check_starter() -> Finding:
     """The embedded model is there, and the packed forward agrees with its own."""
-    try:
-        from groupwise.model import STARTER, load_model, packed_forward_gap, packed_tolerance, share_weights
+    from groupwise.model import STARTER, load_model, packed_forward_gap, packed_tolerance, share_weights
 
-        model = share_weights(load_model(STARTER).model)
-        gap, tolerance = packed_forward_gap(model), packed_tolerance(model)
-    except GroupwiseError as error:
-        return Finding("starter", "fail", error.message, "install the groupwise wheel again, or `groupwise starter build`")
-    except ImportError as error:
-        return Finding("starter", "fail", f"cannot be loaded: {error}", "correct the packages above first")
+    model = share_weights(load_model(STARTER).model)
+    gap, tolerance = packed_forward_gap(model), packed_tolerance(model)
     detail = f"{sum(p.numel() for p in model.parameters()):,} parameters; packed forward within {gap:.1g} nats"
     if not gap <= tolerance:
         return Finding("starter", "fail", detail, f"the tolerance is {tolerance:g}: try another torch or transformers")
@@ -139,25 +135,23 @@ def check_starter() -> Finding:
 
 def check_template() -> Finding:
     """The starter's chat template: a reply goes to ids and back, and training marks exactly the reply."""
+    from transformers import AutoTokenizer
+
+    from groupwise.chat import decode, encode_completion, encode_prompt, encode_supervised
+    from groupwise.model import STARTER_DIR
+    from groupwise.types import Message, Prompt
+
     reply = "185 <think> caf\u00e9"
-    try:
-        from transformers import AutoTokenizer
-
-        from groupwise.chat import decode, encode_completion, encode_prompt, encode_supervised
-        from groupwise.model import STARTER_DIR
-        from groupwise.types import Message, Prompt
-
-        tokenizer = AutoTokenizer.from_pretrained(STARTER_DIR)
-        asked = Message(role="user", content="What is 47 + 138?")
-        prompt = encode_prompt(Prompt(id="doctor", messages=(asked,)), tokenizer)
-        ids = encode_completion(prompt, reply, tokenizer)
-        sample = encode_supervised([asked, Message(role="assistant", content=reply)], tokenizer)
-    except (GroupwiseError, ImportError, OSError, ValueError) as error:
-        return Finding("chat template", "fail", f"{type(error).__name__}: {error}", "install the groupwise wheel again")
+    tokenizer = AutoTokenizer.from_pretrained(STARTER_DIR)
+    asked = Message(role="user", content="What is 47 + 138?")
+    prompt = encode_prompt(Prompt(id="doctor", messages=(asked,)), tokenizer)
+    ids = encode_completion(prompt, reply, tokenizer)
+    sample = encode_supervised([asked, Message(role="assistant", content=reply)], tokenizer)
     trained = [token for token, said in zip(sample.completion_ids, sample.mask, strict=True) if said]
-    if decode(ids, tokenizer) != reply or decode(trained, tokenizer) != reply:
-        detail = f"{reply!r} came back as {decode(ids, tokenizer)!r} and is trained as {decode(trained, tokenizer)!r}"
-        return Finding("chat template", "fail", detail, "try another version of transformers or tokenizers")
+    for what, back in (("a completion", decode(ids, tokenizer)), ("training data", decode(trained, tokenizer))):
+        if back != reply:
+            detail = f"{reply!r} as {what} came back as {back!r}"
+            return Finding("chat template", "fail", detail, "try another version of transformers or tokenizers")
     return Finding("chat template", "ok", f"a reply of {len(ids)} tokens goes there and back")
 
 

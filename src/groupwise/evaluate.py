@@ -1,4 +1,4 @@
-"""How good is a policy on held-out prompts? The same sampling, rewards and words as in training, with nothing trained."""
+"""How good is a policy on held-out prompts? The same sampling, rewards and words as in training; nothing is trained."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ Means = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Rule:
-    """A finding `message`, formatted with the window's means, when `holds` of them. `needs` must all have been logged."""
+    """A finding `message`, formatted with the window's mean of the metric `needs`, when `holds` of it."""
 
     name: str
     needs: str
@@ -30,8 +30,8 @@ RULES = (
         "no signal",
         "reward/frac_zero_std",
         lambda share: share > 0.8,
-        "{value:.0%} of the groups have equal rewards and teach nothing: the task is too easy or too hard for this policy, "
-        "or the reward never differs; mix in other prompts, raise rollout.group_size, or use a finer reward",
+        "{value:.0%} of the groups have equal rewards and teach nothing: the task is too easy or too hard for this "
+        "policy, or the reward never differs; mix in other prompts, raise rollout.group_size, or use a finer reward",
     ),
     Rule(
         "truncation",
@@ -43,15 +43,15 @@ RULES = (
         "mismatch",
         "mismatch/logprob_diff_mean",
         lambda gap: gap > 0.02,
-        "sampler and trainer disagree by {value:.3g} nats a token: another precision or other weights; set algo.correction: "
-        "tis_token, or run both in float32",
+        "sampler and trainer disagree by {value:.3g} nats a token: another precision or other weights; set "
+        "algo.correction: tis_token, or run both in float32",
     ),
     Rule(
         "entropy",
         "loss/entropy",
         lambda entropy: entropy < 0.01,
-        "the policy's entropy is {value:.2g} nats: it has collapsed to one answer per prompt; lower train.learning_rate, set "
-        "algo.kl_coeff or algo.entropy_coeff, or stop here",
+        "the policy's entropy is {value:.2g} nats: it has collapsed to one answer per prompt; lower "
+        "train.learning_rate, set algo.kl_coeff or algo.entropy_coeff, or stop here",
     ),
     Rule(
         "gradients",

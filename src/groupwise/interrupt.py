@@ -9,7 +9,7 @@ from typing import Any
 
 
 class StopRequest:
-    """Within: SIGINT and SIGTERM set `requested`; a second one raises KeyboardInterrupt. Acts in the main thread only."""
+    """Within: SIGINT and SIGTERM set `requested`; a second one raises KeyboardInterrupt. For the main thread only."""
 
     def __init__(self) -> None:
         self.requested = False

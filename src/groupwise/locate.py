@@ -1,10 +1,10 @@
 """What the command line means by a run, a store or an adapter.
 
-    a run       a directory with `adapters/` in it; where none is named, the one under `runs/` that was changed last
-    an adapter  RUN_DIR/NAME@N or RUN_DIR/NAME     a version in a run's store
-                RUN_DIR                            the run's active version
-                NAME@N or NAME                     in the newest run
-                DIR                                a directory in PEFT's layout, from anywhere
+a run       a directory with `adapters/` in it; where none is named, the one under `runs/` that published last
+an adapter  RUN_DIR/NAME@N or RUN_DIR/NAME     a version in a run's store
+            RUN_DIR                            the run's active version
+            NAME@N or NAME                     in the newest run
+            DIR                                a directory in PEFT's layout, from anywhere
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ class Located:
 
 
 def newest_run(root: Path = RUNS) -> Path:
-    """The run under `root` whose store was changed last. Raises AdapterNotFoundError when there is none."""
-    stores = [path for path in root.glob(f"*/{STORE}") if path.is_dir()] if root.is_dir() else []
-    if not stores:
+    """The run under `root` with the newest adapter version. Raises AdapterNotFoundError when there is none."""
+    versions = list(root.glob(f"*/{STORE}/*/v[0-9]*"))
+    if not versions:
         raise AdapterNotFoundError(
-            f"there is no run under {root.resolve()}", hint="name one with --run RUN_DIR, or a store with --store DIR"
+            f"no run under {root.resolve()} has an adapter",
+            hint="name a run with --run RUN_DIR, or a store with --store DIR",
         )
-    return max(stores, key=lambda path: (path.stat().st_mtime_ns, path)).parent
+    return max(versions, key=lambda path: (path.stat().st_mtime_ns, path)).parents[2]
 
 
 def open_store(*, run: Path | None = None, store: Path | None = None) -> AdapterStore:
@@ -80,7 +81,10 @@ def find_adapter(text: str) -> Located:
 
 
 def _in_store(store: AdapterStore, name: str | None) -> Located:
-    version = store.resolve(name)
+    try:
+        version = store.resolve(name)
+    except AdapterNotFoundError as error:
+        raise AdapterNotFoundError(f"{error.message} in {store.root}, and no such directory", hint=error.hint) from None
     if version.is_base:
         raise AdapterNotFoundError(
             f"no version is active in {store.root}", hint="name a version, or leave --adapter out for the base model"

@@ -16,7 +16,7 @@ from groupwise.algo.advantage import AdvantageSpec, has_signal
 from groupwise.chat import encode_prompt
 from groupwise.data import PromptSource
 from groupwise.engine.base import Sampler
-from groupwise.errors import DataError
+from groupwise.errors import DataError, RewardError
 from groupwise.model import LoadedModel
 from groupwise.rewards.base import RewardFunction, score
 from groupwise.types import (
@@ -83,10 +83,19 @@ class Collector:
                 self.sampler, prompts, params=self.params, n=self.group_size, version=version, seeds=seeds
             )
             self.on_phase("scoring")
-            groups = await score(groups, self.rewards)
-            sampled.extend(groups)
+            sampled.extend(groups := await self._score(groups, first=not sampled))
             kept.extend(group for group in groups if self.keep_flat or has_signal(group, self.advantage))
         return Collected(groups=tuple(kept), sampled=tuple(sampled), too_long=too_long)
+
+    async def _score(self, groups: list[RolloutGroup], *, first: bool) -> list[RolloutGroup]:
+        """Only the step as a whole fails: replacements that cannot be scored are like any other unscorable rollout."""
+        try:
+            return await score(groups, self.rewards)
+        except RewardError as error:
+            if first:
+                raise
+            failed = [tuple(replace(r, error=error.message) for r in group.rollouts) for group in groups]
+            return [replace(group, rollouts=rollouts) for group, rollouts in zip(groups, failed, strict=True)]
 
     def _take(self, count: int) -> tuple[list[Prompt], int]:
         """The next `count` prompts that leave room for a completion, and how many did not."""
@@ -99,9 +108,9 @@ class Collector:
                     prompts.append(encoded)
                 else:
                     passed_over += 1
-            if passed_over >= len(self.source) and not prompts:
+            if passed_over >= 2 * len(self.source) and not prompts:  # a whole epoch, wherever this one began
                 raise DataError(
-                    f"all {len(self.source)} prompts have {self.base.context_length} tokens (the model's context) or more",
+                    f"all {len(self.source)} prompts fill the model's context of {self.base.context_length} tokens",
                     hint="shorten the prompts, or use a model with a longer context",
                 )
         return prompts, passed_over

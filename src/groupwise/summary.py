@@ -5,9 +5,8 @@ Numbers that are not finite are null in JSON. What a model wrote is shown as tex
 
 from __future__ import annotations
 
-import math
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from groupwise.display import before_after_table, side_by_side, visible
 from groupwise.evaluate import Evaluation, compare
 from groupwise.loop import RunResult
 from groupwise.model import STARTER, STARTER_DIR
+from groupwise.output import finite, print_line, print_pairs
 from groupwise.tracking import METRICS, read_metrics
 from groupwise.types import Prompt
 
@@ -33,7 +33,7 @@ _TEXT_CHARS = 60  # of a completion in a table
 
 
 def adapter_path(config: RunConfig, result: RunResult) -> Path | None:
-    """Where the trained policy is: an adapter version, or with `train.lora: null` a whole model; None if no step trained."""
+    """Where the trained policy is: an adapter version, or with `train.lora: null` the model; None without a step."""
     if config.train.lora is None:
         return result.run_dir / "model"
     return None if result.version.is_base else AdapterStore(result.run_dir / "adapters").path(result.version)
@@ -62,14 +62,16 @@ def print_run(console: Console, config: RunConfig, result: RunResult) -> None:
     path = adapter_path(config, result)
     console.print()
     if result.interrupted:
-        _line(console, f"stopped after step {result.steps} of {config.train.steps}, as asked; everything is saved")
-    _line(console, f"run      {result.run_dir}")
+        print_line(
+            f"stopped after step {result.steps} of {config.train.steps}, as asked; everything is saved", console=console
+        )
+    print_line(f"run      {result.run_dir}", console=console)
     if path is None:
-        _line(console, "adapter  none: no step had a group with different rewards, so nothing was trained")
+        print_line("adapter  none: no step had a group with different rewards, so nothing was trained", console=console)
         return
-    _line(console, f"{'model  ' if config.train.lora is None else 'adapter'}  {path}  ({result.version})")
+    print_line(f"{'model  ' if config.train.lora is None else 'adapter'}  {path}  ({result.version})", console=console)
     for line in _next_steps(config, result, path):
-        _line(console, line)
+        print_line(line, console=console)
 
 
 def _next_steps(config: RunConfig, result: RunResult, path: Path) -> list[str]:
@@ -97,9 +99,7 @@ def _rows(config: RunConfig, result: RunResult) -> list[tuple[str, float, float]
     return [("training reward, first and last step", rewards[0], rewards[-1])] if rewards else []
 
 
-def changed_first(
-    before: Mapping[str, Evaluation], after: Mapping[str, Evaluation]
-) -> list[tuple[Prompt, str, str]]:
+def changed_first(before: Mapping[str, Evaluation], after: Mapping[str, Evaluation]) -> list[tuple[Prompt, str, str]]:
     """(prompt, text before, text after) of the first mode, those whose reward changed in front, else in order."""
     if not after:
         return []
@@ -135,10 +135,10 @@ def print_evaluation(console: Console, result: Mapping[str, Evaluation], *, poli
     metrics = [each.metrics(by=by) for each in result.values()]
     for keys in zip(*metrics, strict=True):
         what = keys[0].split("/", 2)[2].removesuffix("reward").rstrip("/") or "all"
-        table.add_row(
-            Text(visible(what)), *(f"{m[key]:.3f}" for m, key in zip(metrics, keys, strict=True))
-        )
-    _line(console, f"mean reward of {policy} on {max(len(each.groups) for each in result.values())} prompts")
+        table.add_row(Text(visible(what)), *(f"{m[key]:.3f}" for m, key in zip(metrics, keys, strict=True)))
+    print_line(
+        f"mean reward of {policy} on {max(len(each.groups) for each in result.values())} prompts", console=console
+    )
     console.print(table)
 
 
@@ -182,7 +182,9 @@ def print_check(console: Console, report: CheckReport) -> None:
         console.print(table)
     where = " ".join(_where(report).values())
     loss, advantage = report.plan.loss, report.plan.advantage
-    factors = [(f.name, getattr(loss, f.name)) for f in fields(loss) if getattr(loss, f.name) not in (None, "none")]
+    factors = [
+        (f.name, getattr(loss, f.name)) for f in fields(loss) if getattr(loss, f.name) not in (None, "none", 0.0)
+    ]
     rows = (
         ("model", f"{config.model}: {report.parameters:,} parameters, {report.trained:,} of them trained; {where}"),
         (
@@ -198,11 +200,11 @@ def print_check(console: Console, report: CheckReport) -> None:
         ("advantage", f"{advantage.kind}, {advantage.aggregation}"),
     )
     console.print()
-    print_pairs(console, rows)
+    print_pairs(rows, console=console)
     for warning in report.warnings:
         console.print(Text.assemble(("warning: ", "yellow"), visible(warning)))
     if not report.warnings:
-        _line(console, "nothing suspicious was found")
+        print_line("nothing suspicious was found", console=console)
 
 
 def _where(report: CheckReport) -> dict[str, str]:
@@ -210,10 +212,16 @@ def _where(report: CheckReport) -> dict[str, str]:
 
 
 def _memory(report: CheckReport) -> str:
-    parts = asdict(report.memory)
-    parts["adapter and optimizer" if report.plan.config.train.lora else "gradients and optimizer"] = parts.pop("trained")
-    listed = ", ".join(f"{name.replace('_', ' ')} {_size(value)}" for name, value in parts.items() if value)
-    return f"about {_size(report.memory.total)} of {_size(report.available)}: {listed}"
+    needed, lora = report.memory, report.plan.config.train.lora
+    parts = {
+        "weights": needed.weights,
+        "frozen reference": needed.reference,
+        "gradients and optimizer" if lora is None else "adapter and optimizer": needed.trained,
+        "keys and values": needed.kv_cache,
+        "activations": needed.activations,
+    }
+    listed = ", ".join(f"{name} {_size(value)}" for name, value in parts.items() if value)
+    return f"up to about {_size(needed.total)} of {_size(report.available)}: {listed}"
 
 
 def _size(count: int) -> str:
@@ -222,24 +230,3 @@ def _size(count: int) -> str:
 
 def _s(count: int) -> str:
     return "s" if count > 1 else ""
-
-
-# ---- shared ----
-
-
-def print_pairs(console: Console, rows: Iterable[Sequence[str]]) -> None:
-    """Aligned columns of plain text."""
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for row in rows:
-        table.add_row(*(Text(visible(cell)) for cell in row))
-    console.print(table)
-
-
-def finite(value: float) -> float | None:
-    """`value`, or None where JSON has no number for it."""
-    return value if math.isfinite(value) else None
-
-
-def _line(console: Console, text: str) -> None:
-    """One line that is not wrapped, so that paths and commands can be copied."""
-    console.print(Text(visible(text)), soft_wrap=True)

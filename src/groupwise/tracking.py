@@ -134,7 +134,8 @@ def open_trackers(
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of `metrics.jsonl` by step. Of a step that was done again after a crash, the last counts.
+    """The lines of `metrics.jsonl`, one record a step: training and evaluation each write a line of the same step. What
+    was written twice, because a step was done again after a crash, counts as it was written last.
 
     A last line that a crash tore is left out. Raises DataError if another line is not JSON.
     """
@@ -143,7 +144,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is torn, or empty
         try:
             record = json.loads(line)
-            records[record["step"]] = record
+            record = {**records.get(record["step"], {}), **record}
+            record.pop("non_finite", None)
+            non_finite = sorted(key for key, value in record.items() if value is None)
+            records[record["step"]] = {**record, "non_finite": non_finite} if non_finite else record
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path}, line {number}: not a line of metrics: {error}") from error
     return [records[step] for step in sorted(records)]

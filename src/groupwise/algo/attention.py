@@ -83,7 +83,8 @@ def attention(
         raise NotImplementedError("attention sinks are not supported by the packed forward")
     scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
     layer: Any = module.layer_idx
-    out_SHD = layout.attend(layer, *(x[0].transpose(0, 1) for x in (query, key, value)), scoring)
+    query_SHD, key_SKD, value_SKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    out_SHD = layout.attend(layer, query_SHD, key_SKD, value_SKD, scoring)
     return out_SHD.unsqueeze(0), None
 
 
@@ -141,14 +142,14 @@ class SharedPrompts:
             out_PLHD = _causal(query_PLHD, key_PLKD, value_PLKD, self.gap_LL, scoring)
             out.append(_collect(out_PLHD, self.prompt_slots))
         if self.C:
-            own = [
+            query_BCHD, key_BCKD, value_BCKD = (
                 _spread(x[split:], self.completion_slots, self.P * self.G, self.C)
                 for x in (query_SHD, key_SKD, value_SKD)
-            ]
+            )
             if self.L:
-                out_BCHD = self._completions(*own, key_PLKD, value_PLKD, scoring)
+                out_BCHD = self._completions(query_BCHD, key_BCKD, value_BCKD, key_PLKD, value_PLKD, scoring)
             else:
-                out_BCHD = _causal(*own, self.gap_CC, scoring)
+                out_BCHD = _causal(query_BCHD, key_BCKD, value_BCKD, self.gap_CC, scoring)
             out.append(_collect(out_BCHD, self.completion_slots))
         return torch.cat(out)
 
@@ -215,7 +216,7 @@ def _hidden(gap: Tensor, window: int | None) -> Tensor:
 
 
 def _slots(places: Sequence[tuple[int, int]], width: int, height: int, device: torch.device | str) -> Tensor | None:
-    """Flat positions in a [height, width] grid of the tokens of lines (line, length); None when they fill it exactly."""
+    """Flat positions in a [height, width] grid of the tokens of lines (line, length); None when they fill it."""
     if sum(length for _, length in places) == width * height:
         return None
     lines = [torch.arange(length) + line * width for line, length in places]

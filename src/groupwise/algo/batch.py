@@ -27,6 +27,8 @@ from torch import Tensor
 from groupwise.algo.attention import SharedPrompts
 from groupwise.types import Sample
 
+MAX_PADDING = 4  # a micro-batch's grid of prompts and completions, as attention pads it, over its token budget
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -42,7 +44,7 @@ class MicroBatch:
     row_N: Tensor
 
     def per_token(self, values_by_row: Sequence[Sequence[float] | None]) -> Tensor | None:
-        """One value per completion token of each row -> the loss tokens' values [N] (float32); None if a row has none."""
+        """One value per completion token of each row -> those of loss tokens [N] (float32); None if one has none."""
         flat: list[float] = []
         for sample, values in zip(self.samples, values_by_row, strict=True):
             if values is None:
@@ -78,18 +80,20 @@ def micro_batches(
     """Cut samples into packed micro-batches of at most `token_budget` tokens, a prompt shared by its completions.
 
     Groups (adjacent samples with equal prompts) stay together unless one alone exceeds the budget; a single sample that
-    does is still one micro-batch. Groups are taken in order of length, so that attention pads little; the result does
-    not depend on the cut (split invariance) but for float rounding.
+    does is still one micro-batch. Groups are taken in order of length, so that attention pads little, and groups of
+    very different shapes are kept apart. The result does not depend on the cut (split invariance) but for rounding.
     """
     batch: list[list[int]] = []
-    used = 0
+    used, shape = 0, (0, 0, 0)
     for group in sorted(_groups(samples, token_budget), key=lambda rows: _cost(samples, rows)):
-        cost = _cost(samples, group)
-        if batch and used + cost > token_budget:
+        cost, mine = _cost(samples, group), _shape(samples, group)
+        longest = tuple(map(max, shape, mine))
+        padded = (len(batch) + 1) * (longest[0] + longest[1] * longest[2])
+        if batch and (used + cost > token_budget or padded > MAX_PADDING * token_budget):
             yield pack(samples, batch, device=device)
-            batch, used = [], 0
+            batch, used, longest = [], 0, mine
         batch.append(group)
-        used += cost
+        used, shape = used + cost, longest
     if batch:
         yield pack(samples, batch, device=device)
 
@@ -145,6 +149,11 @@ def _groups(samples: Sequence[Sample], token_budget: int) -> Iterator[list[int]]
         used += len(sample.completion_ids)
     if group:
         yield group
+
+
+def _shape(samples: Sequence[Sample], group: Sequence[int]) -> tuple[int, int, int]:
+    """Prompt tokens, completions, tokens of the longest completion."""
+    return len(samples[group[0]].prompt_ids), len(group), max(len(samples[row].completion_ids) for row in group)
 
 
 def _cost(samples: Sequence[Sample], group: Sequence[int]) -> int:

@@ -1,41 +1,45 @@
 """The in-process engine: continuous batching over one torch model, on a CPU or a GPU.
 
-    submit -> waiting -> admit (prefill the prompt ONCE, copy its keys and values to n rows) -> rows -> decode -> finished
+    submit -> waiting -> admit (prefill the prompt ONCE, copy its keys and values to n rows) -> decode -> finished
 
 A *row* is one completion being decoded. Rows 0..active-1 are in use; when some finish, the last ones move into their
 places, so a decode step always works on one dense block: one forward of `active` tokens, one fused sampling step, and
-bookkeeping in tensors. Waiting requests are admitted as soon as enough rows are free. Python runs per *finished* row,
-and per row and token only where a request has stop strings.
+bookkeeping in tensors. Python runs per *finished* row, and per row and token only where a request has stop strings.
+Waiting requests are admitted in order, each as soon as enough rows are free: its n, or an eighth of all rows where n is
+more, so that a prompt is not prefilled again for every row that falls free.
 
 One thread owns the model and everything above; `submit` hands it requests and returns futures. Requests submitted
-together are admitted together, in order, so a seeded batch on an idle engine is reproducible bit for bit.
+together are admitted together, in order, so a seeded batch on an idle engine is reproducible bit for bit. Cancelling a
+future frees its rows before the next token.
 
-Shapes: B active rows, S packed tokens, V vocabulary, H query heads, K key-value heads, D head size, M cache length.
+Shapes: B active rows, S packed tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.algo.attention import Scoring, SharedPrompts
 from groupwise.chat import decode
+from groupwise.engine.cache import Decode, KeyValueCache, Prefill
 from groupwise.engine.lora import AdapterBank, AdapterWeights, read_adapter
 from groupwise.engine.sampling import RowParams, completion_seed, sample_tokens, uniforms
-from groupwise.errors import AdapterNotFoundError, ContextLengthError, GroupwiseError, ModelError
+from groupwise.errors import AdapterNotFoundError, ConfigError, ContextLengthError, GroupwiseError, ModelError
 from groupwise.model import Head, LoadedModel, backbone, packed_forward_gap, packed_tolerance, share_weights
 from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingRequest
 
-PREFILL_TOKENS = 8192  # prompt tokens prefilled in one forward
+PREFILL_TOKENS = 8192  # prompt tokens prefilled in one forward, counting the padding to the longest of them
 
 
 @dataclass
@@ -50,82 +54,14 @@ class _Job:
     done: dict[int, Completion] = field(default_factory=dict)
     started: int = 0  # completions that have been given a row
 
-
-class KeyValueCache:
-    """Keys and values of all rows: per layer [rows, K, M, D]. Grows in length; rows are moved, never reallocated."""
-
-    def __init__(self, rows: int):
-        self.rows, self.length = rows, 0
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def reserve(self, length: int) -> None:
-        """Make room for `length` tokens in every row, keeping what is there."""
-        if length <= self.length:
+    def settle(self, outcome: list[Completion] | Exception) -> None:
+        """Answer whoever waits, unless nobody does any more."""
+        if self.future.done() or not self.future.set_running_or_notify_cancel():
             return
-        self.length = (length + 63) // 64 * 64
-        for layer, pair in self.layers.items():
-            self.layers[layer] = tuple(_lengthened(x, self.length) for x in pair)  # type: ignore[assignment]
-
-    def of(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's keys and values, made on first use in the type of `like` [..., K, D]."""
-        if layer not in self.layers:
-            shape = (self.rows, like.shape[-2], self.length, like.shape[-1])
-            self.layers[layer] = (like.new_zeros(shape), like.new_zeros(shape))
-        return self.layers[layer]
-
-    def move(self, source: Tensor, target: Tensor, length: int) -> None:
-        """Copy rows `source` over rows `target`, the first `length` tokens of them."""
-        for pair in self.layers.values():
-            for x in pair:
-                x[target, :, :length] = x[source, :, :length]
-
-
-def _lengthened(x: Tensor, length: int) -> Tensor:
-    longer = x.new_zeros(*x.shape[:2], length, x.shape[3])
-    longer[:, :, : x.shape[2]] = x
-    return longer
-
-
-class _Prefill:
-    """Layout of packed prompts that also writes each prompt's keys and values to the rows of its completions."""
-
-    def __init__(self, cache: KeyValueCache, lengths: Sequence[int], rows_of_prompt: Sequence[Sequence[int]], device):
-        self.tree = SharedPrompts(lengths, device=device)
-        self.cache, self.rows_of_prompt = cache, [torch.tensor(rows, device=device) for rows in rows_of_prompt]
-        self.lengths = list(lengths)
-
-    def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
-        keys, values = self.cache.of(layer, key_SKD)
-        start = 0
-        for rows, length in zip(self.rows_of_prompt, self.lengths, strict=True):
-            stop = start + length
-            keys[rows, :, :length] = key_SKD[start:stop].transpose(0, 1)
-            values[rows, :, :length] = value_SKD[start:stop].transpose(0, 1)
-            start = stop
-        return self.tree.attend(layer, query_SHD, key_SKD, value_SKD, scoring)
-
-
-class _Decode:
-    """Layout of one new token per active row, attending to that row's cache."""
-
-    def __init__(self, cache: KeyValueCache, position_B: Tensor):
-        self.cache, self.position_B = cache, position_B
-        self.row_B = torch.arange(len(position_B), device=position_B.device)
-        self.longest = int(position_B.max()) + 1
-        self.gap_BM = position_B[:, None] - torch.arange(self.longest, device=position_B.device)
-
-    def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
-        B, H, D = query_SHD.shape
-        keys, values = self.cache.of(layer, key_SKD)
-        keys[self.row_B, :, self.position_B] = key_SKD
-        values[self.row_B, :, self.position_B] = value_SKD
-        K = keys.shape[1]
-        scores = scoring.scores(query_SHD.view(B, K, H // K, D), keys[:B, :, : self.longest])
-        hidden_BM = self.gap_BM < 0
-        if scoring.window is not None:
-            hidden_BM = hidden_BM | (self.gap_BM >= scoring.window)
-        weights = scores.masked_fill(hidden_BM[:, None, None], float("-inf")).softmax(-1)
-        return (weights.to(values.dtype) @ values[:B, :, : self.longest]).view(B, H, D)
+        if isinstance(outcome, Exception):
+            self.future.set_exception(outcome)
+        else:
+            self.future.set_result(outcome)
 
 
 class _Rows:
@@ -140,12 +76,12 @@ class _Rows:
 
         self.token, self.position = column(torch.long), column(torch.long)
         self.count, self.limit = column(torch.long), column(torch.long)
-        self.temperature, self.top_p, self.min_p = (column(torch.float32) for _ in range(3))
+        self.temperature, self.top_p, self.min_p = (column(torch.float64) for _ in range(3))
         self.top_k = column(torch.long)
         self.watch_eos, self.watch_stop = column(torch.bool), column(torch.bool)
         self.seed = np.zeros(rows, dtype=np.uint64)
         self.tokens = torch.zeros(rows, 0, dtype=torch.long, device=device)
-        self.logprobs = torch.zeros(rows, 0, dtype=torch.float32, device=device)
+        self.logprobs = torch.zeros(rows, 0, dtype=torch.float64, device=device)
 
     def reserve(self, length: int) -> None:
         """Make room for completions of `length` tokens."""
@@ -192,7 +128,8 @@ class LocalEngine:
         self._rows = _Rows(max_rows, base.device)
         self._cache = KeyValueCache(max_rows)
         self._eos = torch.tensor(base.eos_ids, dtype=torch.long, device=base.device)
-        self._fresh_seed = np.random.SeedSequence()
+        embedding: Any = self._model.get_input_embeddings()
+        self._vocabulary = int(embedding.weight.shape[0])
         self._waiting: deque[_Job] = deque()
         self._wakeup = threading.Condition()
         self._closing = False
@@ -247,8 +184,16 @@ class LocalEngine:
 
     def _job(self, request: SamplingRequest) -> _Job:
         prompt, context = len(request.prompt_ids), self.context_length
+        if request.n < 1:
+            raise ConfigError(f"n is {request.n}; a request is for at least 1 completion")
         if not prompt:
             raise ContextLengthError("the prompt has no tokens", hint="give at least one token id")
+        if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self._vocabulary:
+            worst = max(request.prompt_ids, key=lambda token: abs(token - self._vocabulary / 2))
+            raise ModelError(
+                f"the prompt has the token id {worst}; this model has the ids 0 to {self._vocabulary - 1}",
+                hint="encode the prompt with this model's tokenizer",
+            )
         if prompt >= context:
             raise ContextLengthError(
                 f"the prompt has {prompt} tokens and the model's context is {context}: no room for a single new token",
@@ -257,21 +202,22 @@ class LocalEngine:
         if not request.version.is_base and request.version not in self._adapters:
             loaded = ", ".join(map(str, sorted(self._adapters))) or "none"
             raise AdapterNotFoundError(f"adapter version {str(request.version)!r} is not loaded; loaded: {loaded}")
-        seed = request.params.seed
-        if seed is None:
-            seed = int(self._fresh_seed.spawn(1)[0].generate_state(1, np.uint64)[0])
+        seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
         weights = None if request.version.is_base else self._adapters[request.version]
         return _Job(request, weights, min(request.params.max_tokens, context - prompt), seed)
 
     def _admit(self) -> None:
         """Give waiting completions the free rows, in order, and prefill their prompts."""
         admitted: list[tuple[_Job, list[int]]] = []
-        tokens = 0
-        while self._waiting and self._rows.active < self.max_rows and tokens < PREFILL_TOKENS:
+        longest = 0
+        while self._waiting:
             job = self._waiting[0]
-            n = min(job.request.n - job.started, self.max_rows - self._rows.active)
-            admitted.append((job, self._occupy(job, n)))
-            tokens += len(job.request.prompt_ids)
+            missing, free = job.request.n - job.started, self.max_rows - self._rows.active
+            longest = max(longest, len(job.request.prompt_ids))
+            full = free < min(missing, max(1, self.max_rows // 8))
+            if full or (admitted and (len(admitted) + 1) * longest > PREFILL_TOKENS):
+                break
+            admitted.append((job, self._occupy(job, min(missing, free))))
             if job.started == job.request.n:
                 self._waiting.popleft()
         if admitted:
@@ -296,9 +242,9 @@ class LocalEngine:
     def _prefill(self, admitted: Sequence[tuple[_Job, list[int]]]) -> None:
         prompts = [job.request.prompt_ids for job, _ in admitted]
         lengths = [len(prompt) for prompt in prompts]
-        self._cache.reserve(max(len(job.request.prompt_ids) + job.max_tokens for job, _ in admitted))
+        self._cache.reserve(self._rows.active, max(lengths))
         self._rows.reserve(max(job.max_tokens for job, _ in admitted))
-        layout = _Prefill(self._cache, lengths, [rows for _, rows in admitted], self._base.device)
+        layout = Prefill(self._cache, lengths, [rows for _, rows in admitted], self._base.device)
         owners = [job.weights for (job, _), length in zip(admitted, lengths, strict=True) for _ in range(length)]
         hidden_SH = self._forward(
             [token for prompt in prompts for token in prompt], [i for n in lengths for i in range(n)], layout, owners
@@ -314,7 +260,7 @@ class LocalEngine:
         rows, n = self._rows, self._rows.active
         # the token sampled last has not been seen by the model yet: it goes in at `position`, which then moves on
         owners = [entry[0].weights for entry in rows.jobs[:n] if entry is not None]
-        layout = _Decode(self._cache, rows.position[:n])
+        layout = Decode(self._cache, rows.position[:n])
         hidden_BH = self._forward(rows.token[:n], rows.position[:n], layout, owners)
         rows.position[:n] += 1
         self._advance(torch.arange(n, device=hidden_BH.device), self._head.logits(hidden_BH))
@@ -323,7 +269,7 @@ class LocalEngine:
         self,
         token_S: Tensor | Sequence[int],
         position_S: Tensor | Sequence[int],
-        layout: _Prefill | _Decode,
+        layout: Prefill | Decode,
         owners: Sequence[AdapterWeights | None],
     ) -> Tensor:
         """Last hidden states [S, hidden] of one packed row, each token under its owner's adapter."""
@@ -348,41 +294,46 @@ class LocalEngine:
         uniform_B = torch.from_numpy(uniforms(rows.seed[picked], rows.count[row_B].cpu().numpy())).to(row_B.device)
         params = rows.params()
         params = RowParams(
-            *(x[row_B] for x in (params.temperature_B, params.top_k_B, params.top_p_B, params.min_p_B)),
+            params.temperature_B[row_B],
+            params.top_k_B[row_B],
+            params.top_p_B[row_B],
+            params.min_p_B[row_B],
             params.truncated,
         )
         token_B, logprob_B = sample_tokens(logits_BV, params, uniform_B)
         rows.token[row_B] = token_B
         rows.tokens[row_B, rows.count[row_B]] = token_B
-        rows.logprobs[row_B, rows.count[row_B]] = logprob_B
+        rows.logprobs[row_B, rows.count[row_B]] = logprob_B.double()
         rows.count[row_B] += 1
         stopped_B = rows.watch_eos[row_B] & torch.isin(token_B, self._eos)
         finished_B = stopped_B | (rows.count[row_B] >= rows.limit[row_B])
         extra = self._stopped_by_request(picked.tolist(), token_B)
         if extra or bool(finished_B.any()):
-            reasons = {row: FinishReason.LENGTH for row in row_B[finished_B].tolist()}
+            reasons = dict.fromkeys(row_B[finished_B].tolist(), FinishReason.LENGTH)
             reasons |= dict.fromkeys(row_B[stopped_B].tolist(), FinishReason.STOP)
             self._retire(reasons | dict.fromkeys(extra, FinishReason.STOP), extra)
 
-    def _stopped_by_request(self, picked: list[int], token_B: Tensor) -> dict[int, str | None]:
-        """Rows ended by a stop id or stop string of their own: row -> the text, cut before the string."""
-        stopped: dict[int, str | None] = {}
+    def _stopped_by_request(self, picked: list[int], token_B: Tensor) -> dict[int, str]:
+        """Rows ended by a stop id or stop string of their own: row -> the text before it."""
+        stopped: dict[int, str] = {}
         if not bool(self._rows.watch_stop[: self._rows.active].any()):
             return stopped
         for row, token in zip(picked, token_B.tolist(), strict=True):
             entry = self._rows.jobs[row]
             assert entry is not None
             params = entry[0].request.params
-            if token in params.stop_ids:
-                stopped[row] = None
-            elif params.stop:
-                text = decode(self._rows.tokens[row, : int(self._rows.count[row])].tolist(), self._base.tokenizer)
-                at = [text.find(stop) for stop in params.stop if stop in text]
-                if at:
-                    stopped[row] = text[: min(at)]
+            if not params.stop and token not in params.stop_ids:
+                continue
+            ids = self._rows.tokens[row, : int(self._rows.count[row])].tolist()
+            by_id = token in params.stop_ids
+            text = decode(ids[:-1] if by_id else ids, self._base.tokenizer)
+            at = [text.find(stop) for stop in params.stop if stop in text]
+            if by_id or at:
+                stopped[row] = text[: min(at, default=len(text))]
         return stopped
 
-    def _retire(self, reasons: dict[int, FinishReason], cut: dict[int, str | None]) -> None:
+    def _retire(self, reasons: dict[int, FinishReason], cut: dict[int, str]) -> None:
+        """Make the completions of finished rows, whose text is `cut` or else all of it, and free the rows."""
         rows = self._rows
         for row, reason in reasons.items():
             entry = rows.jobs[row]
@@ -399,10 +350,17 @@ class LocalEngine:
                 version=job.request.version,
             )
             if len(job.done) == job.request.n:
-                job.future.set_result([job.done[i] for i in range(job.request.n)])
+                job.settle([job.done[i] for i in range(job.request.n)])
         self._close_gaps(reasons)
 
-    def _close_gaps(self, finished: dict[int, FinishReason]) -> None:
+    def _drop_cancelled(self) -> None:
+        """Forget requests whose future was cancelled: whoever asked has gone away."""
+        while self._waiting and self._waiting[0].future.cancelled():
+            self._waiting.popleft()
+        entries = self._rows.jobs[: self._rows.active]
+        self._close_gaps({row for row, entry in enumerate(entries) if entry and entry[0].future.cancelled()})
+
+    def _close_gaps(self, finished: Collection[int]) -> None:
         """Move the last active rows into the finished ones' places."""
         rows = self._rows
         active = rows.active - len(finished)
@@ -417,6 +375,7 @@ class LocalEngine:
             rows.seed[holes] = rows.seed[movers]
             for hole, mover in zip(holes, movers, strict=True):
                 rows.jobs[hole] = rows.jobs[mover]
+        rows.jobs[active : active + len(finished)] = [None] * len(finished)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -428,10 +387,8 @@ class LocalEngine:
                 if self._closing:
                     return self._fail(GroupwiseError("the engine was closed"))
             try:
-                with self._wakeup:
-                    waiting = bool(self._waiting)
-                if waiting:
-                    self._admit()
+                self._drop_cancelled()
+                self._admit()
                 if self._rows.active:
                     self._decode()
             except Exception as error:  # the boundary of the thread: whoever waits must hear of it
@@ -446,5 +403,4 @@ class LocalEngine:
             self._waiting.clear()
             self._rows.active = 0
         for job in jobs.values():
-            if not job.future.done():
-                job.future.set_exception(error)
+            job.settle(error)

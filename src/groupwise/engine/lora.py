@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from groupwise.errors import AdapterError
 
@@ -46,41 +48,42 @@ def read_adapter(directory: Path, *, device: torch.device) -> AdapterWeights:
                 f"the adapter in {directory} uses {option}, which the local engine does not apply",
                 hint="merge the adapter into the model, or use another engine",
             )
-    rank, alpha = config["r"], config["lora_alpha"]
     root = math.sqrt if config.get("use_rslora") else float
+    names = {key.rpartition(".lora_")[0] for key in tensors}
+    unknown = tensors.keys() ^ {f"{name}.lora_{half}.weight" for name in names for half in "AB"}
+    if unknown or not isinstance(config.get("lora_alpha"), int | float):
+        what = f"the tensor {min(unknown)!r} is one too many or missing" if unknown else "its config has no lora_alpha"
+        raise AdapterError(f"the adapter in {directory} is not plain LoRA: {what}")
     pairs = {}
-    for key in tensors:
-        if not key.endswith(".lora_A.weight"):
-            continue
-        module = key.removeprefix(_PREFIX).removesuffix(".lora_A.weight")
-        scale = _pattern(config.get("alpha_pattern"), module, alpha) / root(
-            _pattern(config.get("rank_pattern"), module, rank)
-        )
-        a, b = tensors[key].to(device), tensors[key.replace("lora_A", "lora_B")].to(device)
+    for name in names:
+        a, b = (tensors[f"{name}.lora_{half}.weight"].to(device) for half in "AB")
+        module = name.removeprefix(_PREFIX)
+        scale = _alpha(config.get("alpha_pattern"), module, config["lora_alpha"]) / root(a.shape[0])
         exact = torch.float64 if a.dtype == torch.float64 else torch.float32
         pairs[module] = (a.to(exact).T.contiguous(), b.to(exact).T.contiguous() * scale)
     return AdapterWeights(pairs)
 
 
-def _pattern(patterns: dict[str, float] | None, module: str, default: float) -> float:
-    """PEFT's per-module overrides: the first key that is the module's name or a dotted suffix of it."""
-    return next((v for k, v in (patterns or {}).items() if module == k or module.endswith("." + k)), default)
+def _alpha(patterns: dict[str, float] | None, module: str, default: float) -> float:
+    """PEFT's per-module override: the first pattern that matches the module's name or a dotted suffix of it."""
+    return next((v for k, v in (patterns or {}).items() if re.fullmatch(rf"(.*\.)?({k})", module)), default)
 
 
 class AdapterBank:
     """Adds the adapters of the current batch to a model's linear modules."""
 
-    def __init__(self, model: nn.Module):
-        self._modules = dict(model.named_modules())
+    def __init__(self, model: PreTrainedModel):
+        head = model.get_output_embeddings()  # applied without being called, so a hook would not hear of it
+        self._modules = {name: module for name, module in model.named_modules() if module is not head}
         self._hooked: set[str] = set()
         self._batch: list[tuple[AdapterWeights, Tensor | None]] = []
 
     def prepare(self, weights: AdapterWeights) -> None:
-        """Make sure that every module `weights` targets is listened to. Raises AdapterError if one is missing or unfit."""
+        """Make sure that every module `weights` targets is heard. Raises AdapterError if one is missing or unfit."""
         for name, (a, b) in weights.pairs.items():
             module: Any = self._modules.get(name)
             shape = None if module is None else _in_out(module)
-            if shape != (a.shape[0], b.shape[1]):
+            if module is None or shape != (a.shape[0], b.shape[1]):
                 raise AdapterError(
                     f"the adapter targets {name!r} with shape {(a.shape[0], b.shape[1])}; this model has {shape}",
                     hint="the adapter was trained on another base model",

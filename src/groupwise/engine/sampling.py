@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+COLDEST = 1e-5  # a lower temperature is this one: the division must not overflow
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
@@ -44,7 +46,8 @@ def completion_seed(seed: int, index: int) -> int:
 
 @dataclass(frozen=True)
 class RowParams:
-    """Sampling parameters of the B rows, as tensors. `truncated` says whether any row uses top-k, top-p or min-p."""
+    """Sampling parameters of the B rows, as tensors (float64, int64). `truncated` says whether any row uses top-k,
+    top-p or min-p."""
 
     temperature_B: Tensor
     top_k_B: Tensor
@@ -54,19 +57,19 @@ class RowParams:
 
 
 def sample_tokens(logits_BV: Tensor, params: RowParams, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
-    """-> (token_B int64, logprob_B float32). `uniform_B` is float64 in [0, 1)."""
+    """-> (token_B int64, logprob_B in the logits' type). `uniform_B` is float64 in [0, 1)."""
     greedy_B = params.temperature_B == 0
-    scale_B = torch.where(greedy_B, 1.0, params.temperature_B)
+    scale_B = torch.where(greedy_B, 1.0, params.temperature_B.clamp(min=COLDEST)).to(logits_BV.dtype)
     logprobs_BV = (logits_BV / scale_B[:, None]).log_softmax(-1)
     probs_BV = logprobs_BV.double().exp()
     if params.truncated:
         probs_BV = truncate(probs_BV, params)
     cumulative_BV = probs_BV.cumsum(-1)
-    total_B1 = cumulative_BV[:, -1:]
+    total_B1 = cumulative_BV[:, -1:].contiguous()
     token_B1 = torch.searchsorted(cumulative_BV, uniform_B[:, None] * total_B1, right=True)
     # rounding may point one past the last token that has any probability
     last_B1 = torch.searchsorted(cumulative_BV, total_B1)
-    token_B = torch.minimum(token_B1, last_B1)[:, 0]
+    token_B = torch.minimum(token_B1, last_B1)[:, 0].clamp(max=logits_BV.shape[-1] - 1)  # NaN logits stay in range
     if bool(greedy_B.any()):
         token_B = torch.where(greedy_B, logits_BV.argmax(-1), token_B)
     return token_B, logprobs_BV.gather(-1, token_B[:, None])[:, 0]

@@ -34,15 +34,24 @@ def _gold(answer: Any) -> str | None:
 
 
 def exact_match(
-    completions: Sequence[Any], answer: Sequence[Any], *, tag: str | None = None, ignore_case: bool = False
+    completions: Sequence[Any],
+    answer: Sequence[Any],
+    *,
+    tag: str | None = None,
+    after: str | None = None,
+    ignore_case: bool = False,
 ) -> list[float | None]:
     """1 where the completion without surrounding blanks is the answer, else 0; None for a row without an answer.
 
-    With `tag`, what is compared is the text in the last <tag>...</tag>, and a completion without it scores 0.
+    With `after` (such as "</think>"), what is compared is the text behind its last occurrence, and with `tag` the text
+    in the last <tag>...</tag> of that; a completion without them scores 0.
     """
     scores: list[float | None] = []
     for completion, each in zip(completions, answer, strict=True):
         text, gold = text_of(completion), _gold(each)
+        if after is not None:
+            _, found, rest = text.rpartition(after)
+            text = rest if found else ""
         said = (text if tag is None else tagged(text, tag) or "").strip()
         if ignore_case:
             said, gold = said.casefold(), gold.casefold() if gold is not None else None

@@ -17,33 +17,39 @@ from transformers import PreTrainedTokenizerBase
 from groupwise.chat import encode_prompt
 from groupwise.data import to_prompt
 from groupwise.engine.local import LocalEngine
-from groupwise.errors import DataError
+from groupwise.errors import DataError, ModelError
 from groupwise.model import load_model
 from groupwise.starter.tasks import SKILLS, Row, Style, is_correct, prompts
 from groupwise.types import SamplingParams, SamplingRequest
 
 REPORT = "report.json"
 MAX_TOKENS = 96
-FORMATS: tuple[tuple[str, Style], ...] = (("add", "sentence"), ("add", "think"), ("add", "tags"))
+BARE: Style = "bare"
+ROWS: tuple[tuple[str, Style], ...] = (
+    *((skill, BARE) for skill in SKILLS),
+    ("add", "sentence"),
+    ("add", "think"),
+    ("add", "tags"),
+)
 
 
 def measure_starter(
-    directory: Path, *, problems: int = 300, samples: int = 2, seed: int = 0, report: Callable[[str], None]
+    directory: Path, *, problems: int = 300, samples: int = 2, seed: int = 0, note: Callable[[str], None]
 ) -> dict[str, Any]:
     """Measure the model in `directory` on up to `problems` held-out problems a row, `samples` completions each.
 
-    `report` receives a line per row. Raises ModelError if there is no model.
+    `note` receives a line per row. Raises ModelError if there is no model.
     """
     base = load_model(str(directory))
     engine = LocalEngine(base)
     rows: list[dict[str, Any]] = []
     try:
-        for skill, style in (*((skill, "bare") for skill in SKILLS), *FORMATS):
+        for skill, style in ROWS:
             asked = held_out(skill, style=style, at_most=problems)
             greedy = _accuracy(engine, base.tokenizer, asked, temperature=0.0, samples=1, seed=seed)
             sampled = _accuracy(engine, base.tokenizer, asked, temperature=1.0, samples=samples, seed=seed)
             rows.append({"skill": skill, "style": style, "problems": len(asked), "greedy": greedy, "sampled": sampled})
-            report(f"{skill} ({style}): greedy {greedy:.1%}, sampled {sampled:.1%} of {len(asked)} held-out problems")
+            note(f"{skill} ({style}): greedy {greedy:.1%}, sampled {sampled:.1%} of {len(asked)} held-out problems")
     finally:
         engine.close()
     return {
@@ -61,6 +67,24 @@ def write_report(directory: Path, measured: dict[str, Any]) -> Path:
     path = directory / REPORT
     path.write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
     return path
+
+
+def read_report(directory: Path) -> dict[str, Any]:
+    """The report beside the model. Raises ModelError if it is not there."""
+    path = directory / REPORT
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}", hint="measure the model anew with --measure") from error
+
+
+def describe(measured: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The report as the rows of a table, the first its headings."""
+    rows = [("skill", "style", "greedy", "sampled", "problems", "what it is")]
+    for row in measured["skills"]:
+        rates = (f"{row['greedy']:.1%}", f"{row['sampled']:.1%}", str(row["problems"]))
+        rows.append((row["skill"], row["style"], *rates, SKILLS[row["skill"]].description))
+    return rows
 
 
 def held_out(skill: str, *, style: Style, at_most: int) -> list[Row]:

@@ -21,8 +21,10 @@ import json
 import math
 import random
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -32,8 +34,8 @@ from transformers import PreTrainedModel
 
 from groupwise.algo.batch import MicroBatch, count_loss_tokens, micro_batches
 from groupwise.algo.loss import LossInputs, LossSpec, policy_loss
-from groupwise.errors import TrainingError
-from groupwise.model import LoadedModel, packed_forward_gap, packed_tolerance, share_weights
+from groupwise.errors import ConfigError, TrainingError
+from groupwise.model import LoadedModel, packed_forward_gap, packed_tolerance, plain_implementation, share_weights
 from groupwise.train.logprobs import packed_logprobs, plain_logprobs
 from groupwise.train.lora import LoraSpec, adapter_off, add_lora, load_lora, save_lora
 from groupwise.types import Sample
@@ -70,7 +72,10 @@ class Learner:
         lora: the adapter, or None to train every parameter of `base` itself.
         micro_tokens: token budget of a micro-batch (packed tokens, prompts counted once per group).
         autocast: run the forward in this type over float32 weights (mixed precision); None: in the weights' own.
-        seed: of the adapter's random half and of the minibatch shuffle.
+        seed: of the adapter's random half, of dropout and of the minibatch shuffle.
+
+    Raises:
+        ConfigError: the adapter does not fit the model, or all parameters are to be trained in 16 bits.
     """
 
     def __init__(
@@ -87,13 +92,20 @@ class Learner:
         self.autocast = autocast
         self.base, self.micro_tokens, self.max_grad_norm = base, micro_tokens, optimizer.max_grad_norm
         self.model: PreTrainedModel = share_weights(base.model)
+        if lora is None and base.model.dtype.itemsize < 4:
+            raise ConfigError(
+                f"all parameters would be trained in {str(base.model.dtype).removeprefix('torch.')}, in which most "
+                "optimizer steps are too small to change a weight",
+                hint="set dtype: float32, or train an adapter (train.lora)",
+            )
         self.packed = self._verify_packed()
         self.lora = None if lora is None else add_lora(self.model, lora, seed=seed)
         if lora is None:
             self.model.requires_grad_(True)
         if gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.model.train(gradient_checkpointing or bool(lora and lora.dropout))
+        self._dropout, self._seed = bool(lora and lora.dropout), seed
+        self.model.train(gradient_checkpointing or self._dropout)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
             self.parameters,
@@ -124,13 +136,13 @@ class Learner:
         The first token of a completion without a prompt is predicted by nothing: its entry is NaN.
         """
         out: list[tuple[float, ...]] = [()] * len(samples)
+        run, training = self._reference_logprobs if reference else self._logprobs, self.model.training
+        self.model.eval()  # no dropout
         for batch in self._micro_batches(_unmasked(samples)):
-            logprobs_N, _ = (
-                self._reference_logprobs(batch, temperature) if reference else self._logprobs(batch, temperature)
-            )
-            values = iter(logprobs_N.tolist())
+            values = iter(run(batch, temperature)[0].tolist() if len(batch.target_N) else ())
             for row, sample in zip(batch.rows, batch.samples, strict=True):
                 out[row] = tuple(next(values) if predicted else math.nan for predicted in sample.mask)
+        self.model.train(training)
         return out
 
     def forward_backward(
@@ -172,6 +184,7 @@ class Learner:
 
     def forward_backward_supervised(self, samples: Sequence[Sample]) -> Metrics:
         """Accumulate the gradient of the mean cross-entropy (nats per trained token, weighted by `Sample.weights`)."""
+        tokens = max(count_loss_tokens(samples), 1)
         total = sum(
             sum(w for w, m in zip(s.weights, s.mask, strict=True) if m) if s.weights else sum(s.mask) for s in samples
         )
@@ -180,10 +193,7 @@ class Learner:
             weights_N = batch.per_token([s.weights or (1.0,) * len(s.mask) for s in batch.samples])
             assert weights_N is not None
             loss = -(logprobs_N * weights_N).sum() / max(total, 1e-9)
-            return loss, {
-                "loss/cross_entropy": loss.detach(),
-                "loss/entropy": entropy_N.detach().sum() / max(total, 1e-9),
-            }
+            return loss, {"loss/cross_entropy": loss.detach(), "loss/entropy": entropy_N.detach().sum() / tokens}
 
         return self._accumulate(samples, token_loss, 1.0)
 
@@ -203,7 +213,7 @@ class Learner:
         loss, metrics = loss_fn(leaves)
         grads = torch.autograd.grad(loss, leaves, allow_unused=True)
         slopes = [
-            (0.0,) * len(leaf) if grad is None else tuple(grad.nan_to_num().tolist())
+            (0.0,) * len(leaf) if grad is None else tuple(grad.masked_fill(leaf.isnan(), 0.0).tolist())
             for leaf, grad in zip(leaves, grads, strict=True)
         ]
 
@@ -254,10 +264,11 @@ class Learner:
         order = list(range(len(samples)))
         if minibatches > 1:
             order = self._shuffled_groups(samples)
-        size = math.ceil(len(samples) / minibatches)
+        parts = min(minibatches, len(samples))
+        bounds = [len(samples) * part // parts for part in range(parts + 1)]
         collected: list[Metrics] = []
-        for start in range(0, len(samples), size):
-            rows = order[start : start + size]
+        for start, stop in pairwise(bounds):
+            rows = order[start:stop]
             metrics = self.forward_backward(
                 [samples[row] for row in rows],
                 spec,
@@ -268,7 +279,8 @@ class Learner:
             metrics["optim/grad_norm"] = result.grad_norm
             metrics["optim/refused"] = float(not result.applied)
             collected.append(metrics)
-        return {key: _combine(key, [m[key] for m in collected]) for key in collected[0]}
+        keys = dict.fromkeys(key for metrics in collected for key in metrics)
+        return {key: _combine(key, [metrics[key] for metrics in collected if key in metrics]) for key in keys}
 
     def keep_reference(self) -> None:
         """Freeze a copy of the policy as it is now: the reference of full-parameter training (adapters need none)."""
@@ -305,9 +317,7 @@ class Learner:
             for i, parameter in enumerate(self.parameters):
                 parameter.copy_(tensors[f"parameter.{i}"])
                 keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{i}" in tensors]
-                self._optimizer.state[parameter] = {
-                    key: tensors[f"{key}.{i}"].to("cpu" if key == "step" else parameter.device) for key in keys
-                }
+                self._optimizer.state[parameter] = {key: tensors[f"{key}.{i}"].to(parameter.device) for key in keys}
         counters = json.loads((directory / "learner.json").read_text())
         self.steps, self.refused_steps = counters["steps"], counters["refused_steps"]
         version, state, gauss = counters["shuffle"]
@@ -315,7 +325,8 @@ class Learner:
 
     def load_adapter(self, directory: Path) -> None:
         """Start from a saved adapter instead of a fresh one. Raises AdapterError when it does not fit."""
-        load_lora(self.model, directory)
+        assert self.lora is not None, "full-parameter training starts from a model, not from an adapter"
+        load_lora(self.model, self.lora, directory)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -324,39 +335,53 @@ class Learner:
         if gap <= tolerance:
             return True
         warnings.warn(
-            f"{type(self.model).__name__}: the packed forward differs from the model's own by {gap:.3g} nats (tolerance "
-            f"{tolerance:g}); training uses padded rows instead, which is correct and several times slower",
+            f"{type(self.model).__name__}: the packed forward differs from the model's own by {gap:.3g} nats "
+            f"(tolerance {tolerance:g}); training uses padded rows instead, which is correct and several times slower",
             stacklevel=3,
         )
+        self.model.set_attn_implementation(plain_implementation(self.model))
         return False
 
-    def _micro_batches(self, samples: Sequence[Sample]):
+    def _micro_batches(self, samples: Sequence[Sample]) -> Iterator[MicroBatch]:
         return micro_batches(samples, token_budget=self.micro_tokens, device=self.device)
 
-    def _logprobs(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+    def _logprobs(
+        self, batch: MicroBatch, temperature: float, *, model: PreTrainedModel | None = None
+    ) -> tuple[Tensor, Tensor]:
         run = packed_logprobs if self.packed else plain_logprobs
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            return run(self.model, batch, temperature=temperature)
+            return run(model or self.model, batch, temperature=temperature)
 
     def _reference_logprobs(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         if self.lora is not None:
             with adapter_off(self.model):
                 return self._logprobs(batch, temperature)
-        run = packed_logprobs if self.packed else plain_logprobs
         assert self._reference is not None, "keep_reference() must be called before full-parameter training"
-        return run(self._reference, batch, temperature=temperature)
+        return self._logprobs(batch, temperature, model=self._reference)
 
     def _accumulate(self, samples: Sequence[Sample], token_loss: TokenLoss, temperature: float) -> Metrics:
         metrics: dict[str, list[float]] = {}
-        for batch in self._micro_batches(samples):
+        for i, batch in enumerate(self._micro_batches(samples)):
             if not len(batch.target_N):
                 continue
-            logprobs_N, entropy_N = self._logprobs(batch, temperature)
+            with self._seeded_dropout(i):
+                logprobs_N, entropy_N = self._logprobs(batch, temperature)
             loss, values = token_loss(batch, logprobs_N, entropy_N)
             loss.backward()
             for key, value in values.items():
                 metrics.setdefault(key, []).append(float(value))
         return {key: _sum(key, values) for key, values in metrics.items()}
+
+    @contextmanager
+    def _seeded_dropout(self, micro_batch: int) -> Iterator[None]:
+        """Within: dropout depends on the seed, the step and the micro-batch alone, so that a resumed run repeats it."""
+        if not self._dropout:
+            yield
+            return
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            state = f"{self._seed}/{self.steps}/{self.refused_steps}/{micro_batch}"
+            torch.manual_seed(random.Random(state).getrandbits(63))
+            yield
 
     def _shuffled_groups(self, samples: Sequence[Sample]) -> list[int]:
         """Row indices with groups in random order, each still together (so its prompt stays shared)."""

@@ -1,8 +1,8 @@
 """The one forward: packed micro-batch -> log-probability (and entropy) of every loss token, with gradients.
 
-Two things make it cheap. The backbone runs each prompt once for its whole group (`algo.attention`). And the LM head runs
-only at the positions that predict a loss token, in tiles of tokens, fused with the softmax: for hidden state h, weight W
-and temperature T
+Two things make it cheap. The backbone runs each prompt once for its whole group (`algo.attention`). And the LM head
+runs only at the positions that predict a loss token, in tiles of tokens, fused with the softmax: for hidden state h,
+weight W and temperature T
 
     z = W h / T      logprob = z[target] - logsumexp(z)      entropy = logsumexp(z) - sum_v p_v z_v
 
@@ -34,7 +34,15 @@ TILE_VALUES = 1 << 22  # logits per tile: 16 MiB in float32
 
 class _FusedHead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, head: Head, target_N: Tensor, temperature: float):
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        head: Head,
+        target_N: Tensor,
+        temperature: float,
+    ):
         exact = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
         logprob_N, entropy_N, lse_N = (hidden_NH.new_empty(len(target_N), dtype=exact) for _ in range(3))
         for tile in _tiles(len(target_N), weight_VH.shape[0]):
@@ -44,7 +52,7 @@ class _FusedHead(torch.autograd.Function):
             logprob_N[tile] = z.gather(-1, target_N[tile, None])[:, 0] - lse
             entropy_N[tile] = lse - (torch.exp(z - lse[:, None]) * z).sum(-1)
         ctx.save_for_backward(hidden_NH, weight_VH, target_N, lse_N, entropy_N)
-        ctx.head, ctx.temperature = head, temperature
+        ctx.head, ctx.temperature, ctx.autocast = head, temperature, _autocast_type(hidden_NH.device.type)
         return logprob_N, entropy_N
 
     @staticmethod
@@ -55,8 +63,10 @@ class _FusedHead(torch.autograd.Function):
         wants_entropy = bool(grad_entropy_N.any())
         grad_hidden_NH = torch.empty_like(hidden_NH)
         grad_weight_VH = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
+        grad_bias_V = torch.zeros_like(head.bias_V) if head.bias_V is not None and ctx.needs_input_grad[2] else None
         for tile in _tiles(len(target_N), weight_VH.shape[0]):
-            logits = head.logits(hidden_NH[tile])
+            with torch.autocast(hidden_NH.device.type, dtype=ctx.autocast, enabled=ctx.autocast is not None):
+                logits = head.logits(hidden_NH[tile])  # rounded as in the forward pass, or p would not sum to 1
             z = logits / ctx.temperature - lse_N[tile, None]  # log-probabilities
             p = torch.exp(z)
             grad = p * -grad_logprob_N[tile, None]
@@ -69,7 +79,13 @@ class _FusedHead(torch.autograd.Function):
             grad_hidden_NH[tile] = (grad @ weight_VH).to(hidden_NH.dtype)
             if grad_weight_VH is not None:
                 grad_weight_VH += grad.T @ hidden_NH[tile]
-        return grad_hidden_NH, grad_weight_VH, None, None, None
+            if grad_bias_V is not None:
+                grad_bias_V += grad.sum(0)
+        return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None
+
+
+def _autocast_type(device: str) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def _tiles(tokens: int, vocabulary: int) -> list[slice]:
@@ -82,10 +98,9 @@ def fused_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """(log-probability, entropy), both [N] in nats, of `target_N` under softmax(head(hidden) / temperature).
 
-    Gradients flow to `hidden_NH` and to the head's weight (when it requires them); not to a head bias, which only
-    matters when training all parameters of a model whose head has one.
+    Gradients flow to `hidden_NH` and to the head's weight and bias (when they require them).
     """
-    return _FusedHead.apply(hidden_NH, head.weight_VH, head, target_N, temperature)  # type: ignore[return-value]
+    return _FusedHead.apply(hidden_NH, head.weight_VH, head.bias_V, head, target_N, temperature)  # type: ignore[return-value]
 
 
 def packed_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -103,7 +118,6 @@ def plain_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature: fl
     width = max(len(row) for row in rows)
     device = batch.input_ids_S.device
     ids_BT = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
-    mask_BT = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
     at = [
         (b, len(s.prompt_ids) + t - 1)
         for b, s in enumerate(batch.samples)
@@ -112,7 +126,7 @@ def plain_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature: fl
     ]
     at_N2 = torch.tensor(at, dtype=torch.long, device=device).view(-1, 2)
     with plain_attention(model):
-        logits_BTV = model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False).logits
+        logits_BTV = model(input_ids=ids_BT, use_cache=False).logits  # causal: nothing looks at the padding
     logits = logits_BTV[at_N2[:, 0], at_N2[:, 1]]
     z = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
     logp = z.log_softmax(-1)

@@ -15,9 +15,11 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from groupwise.errors import AdapterError, ConfigError
 
@@ -39,11 +41,17 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, *, seed: int) -> LoraConfig
     """Insert a fresh adapter into `model` in place; only its parameters require gradients.
 
     Raises:
-        ConfigError: no module of the model has the name of a target.
+        ConfigError: a target is the name of no module of the model, or of one that cannot be adapted.
     """
     targets = spec.targets if isinstance(spec.targets, str) else list(spec.targets)
+    _check_targets(model, targets)
     config = LoraConfig(
-        r=spec.rank, lora_alpha=spec.alpha, lora_dropout=spec.dropout, target_modules=targets, task_type="CAUSAL_LM"
+        r=spec.rank,
+        lora_alpha=spec.alpha,  # pyright: ignore[reportArgumentType]  PEFT takes fractions too
+        lora_dropout=spec.dropout,
+        target_modules=targets,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2's transposed linear
+        task_type="CAUSAL_LM",
     )
     try:
         with torch.random.fork_rng(devices=[]):
@@ -58,6 +66,22 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, *, seed: int) -> LoraConfig
         if "lora_" in name and parameter.dtype in (torch.float16, torch.bfloat16):
             parameter.data = parameter.data.float()
     return config
+
+
+def _check_targets(model: PreTrainedModel, targets: str | list[str]) -> None:
+    if targets == "all-linear":
+        return
+    names = [name for name, _ in model.named_modules()]
+    head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), "")
+    hint = 'use "all-linear" or names of linear modules, such as [q_proj, v_proj]'
+    if isinstance(targets, str):
+        raise ConfigError(f"train.lora.targets is {targets!r}", hint=hint)
+    for target in targets:
+        matches = [name for name in names if name == target or name.endswith(f".{target}")]
+        if not matches:
+            raise ConfigError(f"train.lora.targets: {type(model).__name__} has no module {target!r}", hint=hint)
+        if head in matches:
+            raise ConfigError(f"train.lora.targets: {target!r} is the LM head, which takes no adapter here", hint=hint)
 
 
 @contextmanager
@@ -94,13 +118,23 @@ def save_lora(model: PreTrainedModel, config: LoraConfig, directory: Path, *, ba
     (directory / "adapter_config.json").write_text(text + "\n")
 
 
-def load_lora(model: PreTrainedModel, directory: Path) -> None:
+def load_lora(model: PreTrainedModel, config: LoraConfig, directory: Path) -> None:
     """Copy a saved adapter's weights into the adapter inside `model`.
 
     Raises:
-        AdapterError: the file's tensors are not those of this adapter (other rank, targets or base model).
+        AdapterError: the files cannot be read, or are not of this adapter (other rank, alpha, targets or base model).
     """
-    have, want = load_file(directory / "adapter_model.safetensors"), lora_tensors(model)
+    try:
+        have = load_file(directory / "adapter_model.safetensors")
+        saved = json.loads((directory / "adapter_config.json").read_text())
+    except (OSError, ValueError, SafetensorError) as error:
+        raise AdapterError(f"the adapter in {directory} cannot be read: {error}") from error
+    if saved.get("lora_alpha") != config.lora_alpha or bool(saved.get("use_rslora")) != config.use_rslora:
+        raise AdapterError(
+            f"the adapter in {directory} has alpha {saved.get('lora_alpha')}; training is to use {config.lora_alpha}",
+            hint="set train.lora.alpha to the adapter's",
+        )
+    want = lora_tensors(model)
     wrong = sorted(have.keys() ^ want.keys()) or [n for n in want if have[n].shape != want[n].shape]
     if wrong:
         raise AdapterError(

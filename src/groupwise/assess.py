@@ -1,0 +1,58 @@
+"""`groupwise eval`: the mean rewards of the base model or of one adapter, on the prompts that a configuration names."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+from groupwise.assemble import make_plan
+from groupwise.config import RunConfig
+from groupwise.engine.local import LocalEngine
+from groupwise.errors import ConfigError
+from groupwise.evaluate import Evaluation, encode_all, evaluate
+from groupwise.locate import find_adapter
+from groupwise.model import load_model
+from groupwise.types import PolicyVersion
+
+MODES = ("greedy", "sampled")
+
+
+def assess(
+    config: RunConfig, *, adapter: str | None = None, modes: Sequence[str] = (), note: Callable[[str], None]
+) -> tuple[Mapping[str, Evaluation], str]:
+    """Evaluations by mode, and what was evaluated in words. `adapter` is as `locate.find_adapter` takes it.
+
+    Raises ConfigError for an unknown mode, AdapterNotFoundError or AdapterError, ContextLengthError for a prompt that
+    fills the context.
+    """
+    modes = tuple(modes) or (MODES if config.eval is None else config.eval.modes)
+    if unknown := [mode for mode in modes if mode not in MODES]:
+        raise ConfigError(f"--mode {unknown[0]!r} does not exist; valid: {', '.join(MODES)}")
+    located = None if adapter is None else find_adapter(adapter)
+    plan = make_plan(config)
+    prompts = plan.eval_prompts
+    if config.eval is None:
+        prompts = tuple(plan.source.all())
+        note(f"no eval.data in the configuration: evaluating on all {len(prompts)} training prompts")
+    base = load_model(config.model, device=config.device, dtype=config.dtype)
+    engine = LocalEngine(base, max_rows=config.rollout.batch_rows)
+    try:
+        version, policy = PolicyVersion.base(), f"{config.model}, no adapter"
+        if located is not None:
+            located.check_base(base.hash)
+            engine.load(located.version, located.directory)
+            version, policy = located.version, str(located.directory)
+        result = asyncio.run(
+            evaluate(
+                engine,
+                encode_all(prompts, base),
+                plan.rewards,
+                version=version,
+                params=config.rollout.sampling(),
+                modes=tuple(dict.fromkeys(modes)),
+                seed=config.seed,
+            )
+        )
+    finally:
+        engine.close()
+    return result, policy

@@ -1,0 +1,122 @@
+"""Attention over packed groups, against one dense softmax with a mask written from the definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from groupwise.algo import attention as module
+from groupwise.algo.attention import Scoring, SharedPrompts, attention
+
+few = settings(derandomize=True, deadline=None, max_examples=60)
+H, K, D = 4, 2, 3
+GROUPS = st.lists(st.tuples(st.integers(0, 6), st.lists(st.integers(0, 5), max_size=3)), min_size=1, max_size=4)
+
+
+def unpacked(groups: list[tuple[int, list[int]]]) -> tuple[list[int], list[int], list[int]]:
+    """Prompt lengths, completion lengths, the prompt of each completion."""
+    prompts = [length for length, _ in groups]
+    return prompts, [n for _, own in groups for n in own], [p for p, (_, own) in enumerate(groups) for _ in own]
+
+
+def naive(query_SHD, key_SKD, value_SKD, groups, scoring: Scoring):
+    """Each token by itself: the keys that it may see, by group, line and position."""
+    prompts, completions, owner = unpacked(groups)
+    places = [(p, None, i) for p, n in enumerate(prompts) for i in range(n)]  # (group, line, position)
+    places += [
+        (p, b, prompts[p] + i) for b, (n, p) in enumerate(zip(completions, owner, strict=True)) for i in range(n)
+    ]
+    key_SHD, value_SHD = (x.repeat_interleave(H // K, dim=1) for x in (key_SKD, value_SKD))
+    out = []
+    for s, (group, line, position) in enumerate(places):
+        seen = [
+            t
+            for t, (g, b, i) in enumerate(places)
+            if g == group and b in (None, line) and position - (scoring.window or 99) < i <= position
+        ]
+        scores = torch.einsum("hd,thd->ht", query_SHD[s], key_SHD[seen]) * scoring.scaling
+        if scoring.softcap is not None:
+            scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+        out.append(torch.einsum("ht,thd->hd", scores.softmax(-1), value_SHD[seen]))
+    return torch.stack(out)
+
+
+@few
+@given(
+    groups=GROUPS,
+    window=st.sampled_from([None, 1, 3, 50]),
+    softcap=st.sampled_from([None, 0.7]),
+    seed=st.integers(0, 99),
+    fused_from=st.sampled_from([0, 256]),
+)
+def test_equals_a_dense_softmax(groups, window, softcap, seed: int, fused_from: int):
+    """Values and gradients, whatever the lengths: empty prompts, empty completions, groups without completions."""
+    prompts, completions, owner = unpacked(groups)
+    S = sum(prompts) + sum(completions)
+    if not S:
+        return
+    g = torch.Generator().manual_seed(seed)
+    inputs = [torch.randn(S, heads, D, generator=g, dtype=torch.float64, requires_grad=True) for heads in (H, K, K)]
+    scoring = Scoring(0.6, window, softcap)
+    before, module.CPU_FUSED_FROM = module.CPU_FUSED_FROM, fused_from
+    try:
+        got = SharedPrompts(prompts, completions, owner).attend(0, *inputs, scoring)
+    finally:
+        module.CPU_FUSED_FROM = before
+    want = naive(*inputs, groups, scoring)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+    slope = torch.randn(S, H, D, generator=g, dtype=torch.float64)
+    for mine, theirs in zip(
+        torch.autograd.grad((got * slope).sum(), inputs), torch.autograd.grad((want * slope).sum(), inputs), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
+
+
+@few
+@given(groups=GROUPS, seed=st.integers(0, 99))
+def test_large_scores_do_not_overflow(groups, seed: int):
+    prompts, completions, owner = unpacked(groups)
+    S = sum(prompts) + sum(completions)
+    if S:
+        g = torch.Generator().manual_seed(seed)
+        inputs = [300 * torch.randn(S, heads, D, generator=g) for heads in (H, K, K)]
+        out = SharedPrompts(prompts, completions, owner).attend(0, *inputs, Scoring(1.0))
+        torch.testing.assert_close(out, naive(*inputs, groups, Scoring(1.0)), rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_16_bits_are_close(grad: bool):
+    """Scores and softmax are float32: the error is that of rounding the inputs and the output."""
+    groups = [(20, [30, 9]), (7, [12])]
+    prompts, completions, owner = unpacked(groups)
+    g = torch.Generator().manual_seed(0)
+    exact = [torch.randn(78, heads, D, generator=g, dtype=torch.bfloat16).double() for heads in (H, K, K)]
+    with torch.set_grad_enabled(grad):
+        out = SharedPrompts(prompts, completions, owner).attend(0, *(x.bfloat16() for x in exact), Scoring(1.0))
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), naive(*exact, groups, Scoring(1.0)), rtol=0.02, atol=0.02)
+
+
+def test_the_worked_example():
+    layout = SharedPrompts([3, 2], [2, 1, 2], [0, 0, 1])
+    assert (layout.P, layout.G, layout.L, layout.C, layout.prompt_tokens) == (2, 2, 3, 2, 5)
+    assert layout.prompt_slots.tolist() == [0, 1, 2, 3, 4]
+    assert layout.completion_slots.tolist() == [0, 1, 2, 4, 5]
+    assert SharedPrompts([3, 3], [2, 2], [0, 1]).completion_slots is None  # no padding, nothing to move
+
+
+def test_what_the_model_passes_on():
+    layer, row = torch.nn.Module(), torch.randn(1, H, 5, D)
+    layer.layer_idx = 0
+    key = torch.randn(1, K, 5, D)
+    layout = SharedPrompts([5])
+    out, weights = attention(layer, row, key, key, None, layout=layout)
+    assert out.shape == (1, 5, H, D) and weights is None
+    same, _ = attention(layer, row, key, key, None, layout=layout, scaling=D**-0.5)
+    assert torch.equal(out, same)
+    with pytest.raises(ValueError, match="needs layout"):
+        attention(layer, row, key, key, None)
+    with pytest.raises(NotImplementedError, match="sinks"):
+        attention(layer, row, key, key, None, layout=layout, s_aux=torch.zeros(H))

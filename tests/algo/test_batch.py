@@ -1,0 +1,110 @@
+"""Samples -> packed micro-batches: the worked example, the budget, groups together, nothing lost."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from groupwise.algo.batch import MAX_PADDING, count_loss_tokens, micro_batches, pack
+from groupwise.types import Sample
+
+few = settings(derandomize=True, deadline=None, max_examples=80)
+EXAMPLE = [
+    Sample(prompt_ids=(5, 6), completion_ids=(7, 2), mask=(1, 1), advantage=1.0, behaviour_logprobs=(-1.0, -2.0)),
+    Sample(prompt_ids=(5, 6), completion_ids=(3,), mask=(1,), advantage=-1.0, behaviour_logprobs=(-3.0,)),
+    Sample(
+        prompt_ids=(8,),
+        completion_ids=(9, 4, 2),
+        mask=(1, 0, 1),
+        advantage=0.5,
+        behaviour_logprobs=(-4.0, -5.0, -6.0),
+        weights=(1.0, 9.0, 2.0),
+    ),
+]
+
+
+@st.composite
+def batches_of_samples(draw) -> list[Sample]:
+    samples = []
+    for prompt in draw(st.lists(st.integers(0, 9), max_size=6)):
+        for n in draw(st.lists(st.integers(0, 7), min_size=1, max_size=5)):
+            mask = [draw(st.integers(0, 1)) for _ in range(n)]
+            if not prompt and n:
+                mask[0] = 0
+            samples.append(Sample(prompt_ids=(prompt,) * prompt, completion_ids=tuple(range(n)), mask=tuple(mask)))
+    return samples
+
+
+def test_the_worked_example():
+    batch = pack(EXAMPLE, [[0, 1], [2]], device="cpu")
+    assert batch.input_ids_S.tolist() == [5, 6, 8, 7, 2, 3, 9, 4, 2]
+    assert batch.positions_S.tolist() == [0, 1, 0, 2, 3, 2, 1, 2, 3]
+    assert batch.source_N.tolist() == [1, 3, 1, 2, 7]
+    assert batch.target_N.tolist() == [7, 2, 3, 9, 2]
+    assert batch.row_N.tolist() == [0, 0, 1, 2, 2]
+    assert batch.advantages_N.tolist() == [1.0, 1.0, -1.0, 0.5, 1.0]
+    assert batch.behaviour_N is not None and batch.behaviour_N.tolist() == [-1.0, -2.0, -3.0, -4.0, -6.0]
+    assert count_loss_tokens(EXAMPLE) == 5
+
+
+def test_behaviour_is_none_unless_all_have_it():
+    plain = Sample(prompt_ids=(8,), completion_ids=(9,), mask=(1,))
+    assert pack([EXAMPLE[0], plain], [[0], [1]], device="cpu").behaviour_N is None
+
+
+@few
+@given(samples=batches_of_samples(), budget=st.integers(1, 60))
+def test_micro_batches(samples: list[Sample], budget: int):
+    batches = list(micro_batches(samples, token_budget=budget))
+    assert sorted(row for batch in batches for row in batch.rows) == list(range(len(samples)))
+    for batch in batches:
+        assert [samples[row] for row in batch.rows] == list(batch.samples)
+        layout = batch.layout
+        if len(batch.rows) > 1:
+            assert len(batch.input_ids_S) <= budget
+        if layout.P > 1:
+            assert MAX_PADDING * budget >= layout.P * (layout.L + layout.G * layout.C)
+        rebuilt = [
+            (sample.prompt_ids + sample.completion_ids)[len(sample.prompt_ids) + t]
+            for sample in batch.samples
+            for t, trained in enumerate(sample.mask)
+            if trained
+        ]
+        assert batch.target_N.tolist() == rebuilt
+        assert bool((batch.positions_S[batch.source_N] >= 0).all())
+    assert sum(len(batch.target_N) for batch in batches) == count_loss_tokens(samples)
+
+
+@few
+@given(samples=batches_of_samples(), budget=st.integers(20, 60))
+def test_groups_that_fit_stay_together(samples: list[Sample], budget: int):
+    home = {row: i for i, batch in enumerate(micro_batches(samples, token_budget=budget)) for row in batch.rows}
+    start = 0
+    for end in range(1, len(samples) + 1):
+        if end == len(samples) or samples[end].prompt_ids != samples[start].prompt_ids:
+            group = samples[start:end]
+            if len(group[0].prompt_ids) + sum(len(s.completion_ids) for s in group) <= budget:
+                assert len({home[row] for row in range(start, end)}) == 1
+            start = end
+
+
+@few
+@given(samples=batches_of_samples())
+def test_the_source_is_the_token_before(samples: list[Sample]):
+    """The packed token at `source` is the one that stands before the target in the sample's own row."""
+    for batch in micro_batches(samples, token_budget=30):
+        before = [
+            (*s.prompt_ids, *s.completion_ids)[len(s.prompt_ids) + t - 1]
+            for s in batch.samples
+            for t, trained in enumerate(s.mask)
+            if trained
+        ]
+        assert batch.input_ids_S[batch.source_N].tolist() == before
+
+
+def test_a_long_prompt_is_kept_from_short_ones():
+    """Attention pads to the longest prompt: one of 200 tokens among twenty of 2 would cost 21 x 200."""
+    samples = [Sample(prompt_ids=(i, i), completion_ids=(1,), mask=(1,)) for i in range(20)]
+    samples.append(Sample(prompt_ids=(3,) * 200, completion_ids=(1,), mask=(1,)))
+    sizes = [batch.layout.P for batch in micro_batches(samples, token_budget=300)]
+    assert sizes == [20, 1]

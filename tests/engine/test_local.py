@@ -1,0 +1,459 @@
+"""The local engine against the trainer's forward and transformers' generate; batching, seeds, ends, errors, threads."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from groupwise.chat import decode
+from groupwise.engine import local
+from groupwise.engine.local import LocalEngine
+from groupwise.engine.sampling import sample_tokens
+from groupwise.errors import (
+    AdapterError,
+    AdapterNotFoundError,
+    ConfigError,
+    ContextLengthError,
+    GroupwiseError,
+    ModelError,
+)
+from groupwise.train.learner import Learner
+from groupwise.train.lora import LoraSpec
+from groupwise.types import Completion, FinishReason, PolicyVersion, Sample, SamplingParams, SamplingRequest
+
+BASE = PolicyVersion.base()
+FIRST, SECOND = PolicyVersion("first", 1), PolicyVersion("second", 3)
+
+
+@pytest.fixture
+def open_engine(make_base) -> Iterator:
+    """`open_engine("qwen3", max_rows=4)`; every engine of the test is closed after it."""
+    opened: list[LocalEngine] = []
+
+    def make(architecture: str = "qwen3", *, dtype=torch.float64, context: int = 64, **options) -> LocalEngine:
+        opened.append(LocalEngine(make_base(architecture, dtype=dtype, context=context), **options))
+        return opened[-1]
+
+    yield make
+    for engine in opened:
+        engine.close()
+
+
+def request(prompt: int | tuple[int, ...] = (1, 2, 3), *, n: int = 1, version=BASE, **params):
+    ids = tuple((7 * i + prompt) % 250 for i in range(3 + prompt % 5)) if isinstance(prompt, int) else prompt
+    params = {"max_tokens": 8, "seed": 5, "ignore_eos": True} | params
+    return SamplingRequest(prompt_ids=ids, n=n, version=version, params=SamplingParams(**params))
+
+
+def as_samples(requests: list[SamplingRequest], groups: list[list[Completion]]) -> list[Sample]:
+    return [
+        Sample(prompt_ids=r.prompt_ids, completion_ids=c.token_ids, mask=(1,) * len(c.token_ids))
+        for r, group in zip(requests, groups, strict=True)
+        for c in group
+    ]
+
+
+def sampled_logprobs(groups: list[list[Completion]]) -> list[tuple[float, ...]]:
+    return [c.logprobs for group in groups for c in group]
+
+
+def ids_of(groups: list[list[Completion]]) -> list[list[tuple[int, ...]]]:
+    return [[c.token_ids for c in group] for group in groups]
+
+
+# ---- what is sampled ----
+
+
+@pytest.mark.parametrize(("dtype", "exact"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
+def test_behaviour_logprobs_are_the_trainers(open_engine, make_base, make_adapter, architecture, dtype, exact):
+    """Base and adapter, several temperatures, truncated and not: what the engine reports the trainer computes."""
+    base = make_base(architecture, dtype=dtype)
+    directory = make_adapter(base)
+    engine = open_engine(architecture, dtype=dtype)
+    engine.load(FIRST, directory)
+    adapted = Learner(base, lora=LoraSpec(rank=3, alpha=6.0))
+    adapted.load_adapter(directory)
+    for temperature, more in ((1.0, {}), (0.7, {"top_k": 20, "min_p": 0.01}), (1.5, {"top_p": 0.9})):
+        for version in (BASE, FIRST):
+            asked = [
+                request(p, n=n, version=version, temperature=temperature, max_tokens=12, **more)
+                for p, n in ((1, 3), (8, 2))
+            ]
+            groups = engine.generate(asked)
+            expected = adapted.forward(as_samples(asked, groups), temperature=temperature, reference=version.is_base)
+            for mine, theirs in zip(sampled_logprobs(groups), expected, strict=True):
+                assert mine == pytest.approx(theirs, abs=exact)
+
+
+def test_adapters_in_one_batch(open_engine, make_base, make_adapter, architecture: str):
+    """Base and two adapters side by side: each as if alone, and the three differ."""
+    base = make_base(architecture)
+    engine = open_engine(architecture, max_rows=16)
+    for version, seed in ((FIRST, 1), (SECOND, 2)):
+        engine.load(version, make_adapter(base, seed=seed, rank=1 + seed))
+    versions = (FIRST, BASE, SECOND, FIRST)
+    asked = [request(4, n=2, version=version, temperature=0.8) for version in versions]
+    together = engine.generate(asked)
+    alone = [engine.generate([each])[0] for each in asked]
+    assert ids_of(together) == ids_of(alone)
+    for mine, theirs in zip(sampled_logprobs(together), sampled_logprobs(alone), strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-9)
+    assert len({str(group) for group in ids_of(together)}) == 3 and ids_of(together)[0] == ids_of(together)[3]
+    assert [group[0].version for group in together] == list(versions)
+    untouched = open_engine(architecture).generate([asked[1]])
+    assert ids_of([together[1]]) == ids_of(untouched)
+
+
+def test_greedy_equals_generate(open_engine, make_base, architecture: str):
+    base, engine = make_base(architecture), open_engine(architecture)
+    asked = [request(p, temperature=0.0, max_tokens=20) for p in (1, 7, 13)]
+    for each, (completion,) in zip(asked, engine.generate(asked), strict=True):
+        ids = torch.tensor([each.prompt_ids])
+        out = base.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=20,
+            do_sample=False,
+            eos_token_id=None,
+            use_cache=True,
+        )
+        assert completion.token_ids == tuple(out[0, ids.shape[1] :].tolist())
+
+
+def test_full_parameter_training_is_seen_at_once(make_base, make_samples):
+    base = make_base(dtype=torch.float32)
+    engine, learner = LocalEngine(base), Learner(base, lora=None)
+    version = PolicyVersion("whole", 1)
+    try:
+        with pytest.raises(AdapterNotFoundError):
+            engine.generate([request(version=version)])
+        from groupwise.algo.loss import resolve_loss
+
+        learner.step(make_samples(((4, (6,)),)), resolve_loss("reinforce"), learning_rate=0.01)
+        engine.adopt(version)
+        asked = [request(n=2, version=version)]
+        groups = engine.generate(asked)
+        assert groups[0][0].version == version
+        for mine, theirs in zip(sampled_logprobs(groups), learner.forward(as_samples(asked, groups)), strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-4)
+    finally:
+        engine.close()
+
+
+# ---- batching ----
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 5])
+def test_few_rows_and_many_requests(open_engine, make_base, make_adapter, max_rows: int, architecture: str):
+    """Requests of different lengths, sizes and adapters through few rows: each exactly as alone on an empty engine."""
+    roomy, narrow = open_engine(architecture), open_engine(architecture, max_rows=max_rows)
+    directory = make_adapter(make_base(architecture))
+    for engine in (roomy, narrow):
+        engine.load(FIRST, directory)
+    asked = [
+        request(p, n=1 + p % 4, max_tokens=1 + (5 * p) % 13, seed=p, version=FIRST if p % 3 else BASE) for p in range(9)
+    ]
+    assert ids_of(narrow.generate(asked)) == [ids_of(roomy.generate([each]))[0] for each in asked]
+
+
+def test_seeds(open_engine):
+    engine = open_engine()
+    (first,), (again,) = (engine.generate([request(n=4)]) for _ in range(2))
+    assert first == again
+    assert len({c.token_ids for c in first}) == 4
+    fewer, other = ids_of(engine.generate([request(n=2), request(n=2, seed=6)]))
+    assert fewer == [c.token_ids for c in first[:2]] and other != fewer
+    unseeded = [engine.generate([request(seed=None)])[0][0].token_ids for _ in range(2)]
+    assert unseeded[0] != unseeded[1]
+
+
+def test_the_prompt_is_prefilled_once_for_its_group(open_engine, monkeypatch: pytest.MonkeyPatch):
+    engine = open_engine(max_rows=8)
+    embedding, seen = engine._model.get_input_embeddings(), []
+    embedding.register_forward_hook(lambda module, args, output: seen.append(args[0].numel()))
+    engine.generate([request(tuple(range(20)), n=8, max_tokens=4)])
+    assert seen == [20, 8, 8, 8]
+    seen.clear()
+    monkeypatch.setattr(local, "PREFILL_TOKENS", 40)  # with padding: a prompt of 20 and one of 3 are 40
+    engine.generate([request(tuple(range(20)), max_tokens=1), request(max_tokens=1), request(max_tokens=1)])
+    assert seen == [23, 3]
+
+
+def test_a_request_waits_for_enough_rows(open_engine):
+    """Its prompt is not prefilled again for every row that falls free."""
+    engine, seen = open_engine(max_rows=16), []
+    engine._model.get_input_embeddings().register_forward_hook(
+        lambda module, args, output: seen.append(args[0].numel())
+    )
+    engine.generate([*(request(max_tokens=2 + i) for i in range(15)), request((9,) * 30, n=4, max_tokens=2)])
+    assert seen[0] == 15 * 3 and seen.count(30) == 2
+
+
+# ---- ends ----
+
+
+def test_max_tokens_and_a_full_context(open_engine):
+    engine = open_engine(context=16)
+    (short,), (long,), (last,) = engine.generate(
+        [request(max_tokens=3), request(max_tokens=999), request(tuple(range(15)), max_tokens=9)]
+    )
+    assert [len(c.token_ids) for c in (short, long, last)] == [3, 13, 1]
+    assert {c.finish_reason for c in (short, long, last)} == {FinishReason.LENGTH}
+    assert all(len(c.logprobs) == len(c.token_ids) for c in (short, long, last))
+
+
+def test_eos_stop_ids_and_ignore_eos(open_engine, make_base):
+    """Any of them is the last token and not in the text; the tokens before it are those of the free run."""
+    engine = open_engine()
+    (free,) = engine.generate([request(max_tokens=12)])[0]
+    base, end = make_base(), free.token_ids[6]
+    first = free.token_ids.index(end)
+    text = decode(free.token_ids[:first], base.tokenizer)
+    (stopped,) = engine.generate([request(max_tokens=12, stop_ids=(end,))])[0]
+    engine._eos = torch.tensor([end])
+    (ended,) = engine.generate([request(max_tokens=12, ignore_eos=False)])[0]
+    (ignored,) = engine.generate([request(max_tokens=12)])[0]
+    assert ignored == free and free.finish_reason is FinishReason.LENGTH
+    for completion in (stopped, ended):
+        assert completion.token_ids == free.token_ids[: first + 1]
+        assert completion.logprobs == free.logprobs[: first + 1]
+        assert completion.finish_reason is FinishReason.STOP
+    assert stopped.text == text
+
+
+def test_the_models_eos(open_engine, make_base):
+    """The end-of-turn token ends a completion and is dropped from its text."""
+    eos = make_base().eos_ids
+    completions = open_engine().generate([request(n=64, max_tokens=40, temperature=1.5, ignore_eos=False)])[0]
+    ended = [c for c in completions if c.finish_reason is FinishReason.STOP]
+    assert ended and len(ended) < 64
+    for completion in completions:
+        ends = [i for i, token in enumerate(completion.token_ids) if token in eos]
+        assert ends == ([len(completion.token_ids) - 1] if completion in ended else [])
+        assert "<|im_end|>" not in completion.text
+
+
+def test_stop_strings(open_engine, make_base):
+    """Cut from the text; `token_ids` keep all of it, also where it spans tokens."""
+    engine, tokenizer = open_engine(), make_base().tokenizer
+    run = engine.generate([request(n=64, max_tokens=16)])[0]
+    place, free = next((j, c) for j, c in enumerate(run) if c.text[:8].isascii())
+    stop = free.text[3:6]
+    stopped, plain = engine.generate([request(n=64, max_tokens=16, stop=("never there", stop)), request(max_tokens=16)])
+    completion = stopped[place]
+    assert completion.finish_reason is FinishReason.STOP and completion.text == free.text[: free.text.index(stop)]
+    length = len(completion.token_ids)
+    assert completion.token_ids == free.token_ids[:length] and plain[0].token_ids == run[0].token_ids
+    assert stop in decode(completion.token_ids, tokenizer) and stop not in decode(completion.token_ids[:-1], tokenizer)
+
+
+# ---- errors ----
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "message"),
+    [
+        (request(()), ContextLengthError, "no tokens"),
+        (request(tuple(range(64))), ContextLengthError, "64 tokens"),
+        (request((1, 280)), ModelError, "token id 280"),
+        (request((1, -1)), ModelError, "token id -1"),
+        (request(n=0), ConfigError, "n is 0"),
+        (request(version=FIRST), AdapterNotFoundError, "first@1"),
+    ],
+)
+def test_requests_that_cannot_be_served(open_engine, asked, error, message: str):
+    """Refused before anything is queued, with the others that were given together with it."""
+    engine = open_engine()
+    with pytest.raises(error, match=message):
+        engine.generate([request(), asked])
+    assert not engine._waiting and len(engine.generate([request()])[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda d: (d / "adapter_config.json").unlink(), "cannot be read"),
+        (lambda d: (d / "adapter_config.json").write_text('{"use_dora": true}'), "use_dora"),
+        (lambda d: (d / "adapter_config.json").write_text("{}"), "lora_alpha"),
+        (lambda d: (d / "adapter_model.safetensors").write_bytes(b"?"), "cannot be read"),
+    ],
+)
+def test_adapters_that_cannot_be_served(open_engine, make_base, make_adapter, spoil, message: str):
+    directory, engine = make_adapter(make_base()), open_engine()
+    spoil(directory)
+    with pytest.raises(AdapterError, match=message):
+        engine.load(FIRST, directory)
+    with pytest.raises(AdapterNotFoundError):
+        engine.generate([request(version=FIRST)])
+
+
+@pytest.mark.parametrize("rename", ["lora_A.weight>lora_embedding_A", "self_attn.q_proj>self_attn.nothing"])
+def test_adapters_with_other_tensors(open_engine, make_base, make_adapter, rename: str):
+    """What would be silently ignored is refused."""
+    from safetensors.torch import load_file, save_file
+
+    directory, (old, new) = make_adapter(make_base()), rename.split(">")
+    tensors = load_file(directory / "adapter_model.safetensors")
+    renamed = {name.replace(old, new) if "layers.0.self_attn.q" in name else name: x for name, x in tensors.items()}
+    save_file(renamed, directory / "adapter_model.safetensors")
+    with pytest.raises(AdapterError):
+        open_engine().load(FIRST, directory)
+
+
+def test_adapter_of_another_model(open_engine, make_base, make_adapter):
+    with pytest.raises(AdapterError, match="another base model"):
+        open_engine("gpt2").load(FIRST, make_adapter(make_base("qwen3")))
+
+
+def test_peft_scales(open_engine, make_base, make_adapter):
+    """rslora, alpha_pattern and rank_pattern mean what they mean in PEFT."""
+    import json
+
+    import peft
+
+    directory = make_adapter(make_base())
+    config = json.loads((directory / "adapter_config.json").read_text())
+    config |= {"use_rslora": True, "alpha_pattern": {"q_proj": 1.0, "layers.1.*.up_proj": 20.0}}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    theirs = peft.PeftModel.from_pretrained(make_base().model, str(directory), autocast_adapter_dtype=False)
+    engine = open_engine()
+    engine.load(FIRST, directory)
+    asked = request(version=FIRST, max_tokens=10)
+    (completion,) = engine.generate([asked])[0]
+    ids = torch.tensor([(*asked.prompt_ids, *completion.token_ids)])
+    with torch.no_grad():
+        logp = theirs(input_ids=ids).logits[0].log_softmax(-1)
+    own = [float(logp[t - 1, ids[0, t]]) for t in range(len(asked.prompt_ids), ids.shape[1])]
+    assert completion.logprobs == pytest.approx(own, abs=1e-9)
+
+
+def test_an_error_inside_reaches_the_caller_and_the_engine_goes_on(open_engine, monkeypatch: pytest.MonkeyPatch):
+    engine = open_engine(max_rows=2)
+    expected = engine.generate([request(n=3)])
+    steps = iter(range(100))
+
+    def breaks(*args):
+        if next(steps) == 3:
+            raise ArithmeticError("step 3")
+        return sample_tokens(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(local, "sample_tokens", breaks)
+        futures = engine.submit([request(n=3), request()])
+        for future in futures:
+            with pytest.raises(ArithmeticError, match="step 3"):
+                future.result(timeout=30)
+    assert engine.generate([request(n=3)]) == expected
+
+
+# ---- threads ----
+
+
+def test_async_sampling_from_several_tasks(open_engine):
+    engine = open_engine(max_rows=4)
+    asked = [request(p, n=2, seed=p) for p in range(6)]
+    expected = [ids_of(engine.generate([each])) for each in asked]
+
+    async def several():
+        return await asyncio.gather(*(engine.sample([each]) for each in asked))
+
+    assert [ids_of(groups) for groups in asyncio.run(several())] == expected
+
+
+def held(engine: LocalEngine) -> tuple[threading.Event, threading.Event]:
+    """(reached, go on): the engine's thread stops before its next forward until told to go on."""
+    reached, proceed = threading.Event(), threading.Event()
+
+    def wait(module, args):
+        reached.set()
+        assert proceed.wait(30)
+
+    engine._model.get_input_embeddings().register_forward_pre_hook(wait)
+    return reached, proceed
+
+
+def test_closing_fails_who_waits(open_engine):
+    engine = open_engine(max_rows=1)
+    reached, proceed = held(engine)
+    futures = engine.submit([request(max_tokens=40), request(max_tokens=40)])
+    assert reached.wait(30)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    while not engine._closing:
+        pass
+    proceed.set()
+    closing.join(30)
+    for future in futures:
+        with pytest.raises(GroupwiseError, match="closed"):
+            future.result(timeout=30)
+    with pytest.raises(GroupwiseError, match="closed"):
+        engine.submit([request()])
+    engine.close()
+
+
+def test_unload_while_in_flight(open_engine, make_base, make_adapter):
+    """What was admitted ends with the version it began with; new requests for it are refused."""
+    engine, directory = open_engine(max_rows=2), make_adapter(make_base())
+    engine.load(FIRST, directory)
+    asked = request(version=FIRST, n=3)
+    expected = engine.generate([asked])
+    reached, proceed = held(engine)
+    (future,) = engine.submit([asked])
+    assert reached.wait(30)
+    engine.unload(FIRST)
+    with pytest.raises(AdapterNotFoundError):
+        engine.submit([asked])
+    proceed.set()
+    assert [future.result(timeout=30)] == expected
+    engine.unload(FIRST)  # again is no error
+
+
+def test_loading_again_is_a_no_op(open_engine, make_base, make_adapter):
+    engine = open_engine()
+    engine.load(FIRST, make_adapter(make_base(), seed=1))
+    before = engine.generate([request(version=FIRST)])
+    engine.load(FIRST, Path("/nowhere"))
+    assert engine.generate([request(version=FIRST)]) == before
+
+
+@pytest.mark.parametrize("when", ["in flight", "waiting"])
+def test_cancelling_frees_the_rows(open_engine, when: str):
+    """A caller who goes away disturbs nobody, and his rows serve others."""
+    engine = open_engine(max_rows=2)
+    expected = engine.generate([request(9, n=2)])
+    reached, proceed = held(engine)
+    first, second, third = engine.submit([request(n=2, max_tokens=60), request(n=2, max_tokens=60), request(9, n=2)])
+    assert reached.wait(30)
+    cancelled, other = (first, second) if when == "in flight" else (second, first)
+    assert cancelled.cancel()
+    proceed.set()
+    assert third.result(timeout=30) == expected[0]
+    assert len(other.result(timeout=30)) == 2
+    assert engine._rows.active == 0 and not any(engine._rows.jobs)
+
+
+def test_a_timeout_in_a_task_cancels_its_request(open_engine):
+    engine = open_engine(max_rows=2)
+    reached, proceed = held(engine)
+
+    async def impatient():
+        task = asyncio.create_task(engine.sample([request(max_tokens=60)]))
+        await asyncio.to_thread(reached.wait, 30)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        proceed.set()
+        return await engine.sample([request(max_tokens=5)])
+
+    assert len(asyncio.run(impatient())[0][0].token_ids) == 5
+
+
+def test_a_model_that_cannot_be_packed(make_base, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("groupwise.algo.attention._hidden", lambda gap, window: gap < -1)
+    with pytest.raises(ModelError, match="another engine") as caught:
+        LocalEngine(make_base())
+    assert "packed forward" in caught.value.message

@@ -1,0 +1,271 @@
+"""The commands around a run: help, errors, check, eval, the adapter store and the starter."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import groupwise
+from cli_project import Project, cli, row, save_model, write_rows
+from groupwise.adapter_files import Provenance
+from groupwise.adapters import AdapterStore
+from groupwise.model import load_model
+from groupwise.starter import report
+from groupwise.starter.report import describe, held_out, write_report
+
+
+@pytest.fixture(scope="module")
+def base(make_base):
+    return make_base("qwen3", dtype=torch.float32, context=256)
+
+
+@pytest.fixture(scope="module")
+def model_dir(base, tmp_path_factory):
+    return save_model(base, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def project(model_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return Project.make(tmp_path, model=model_dir)
+
+
+@pytest.fixture(scope="module")
+def adapter(base, make_adapter):
+    return make_adapter(base, seed=1)
+
+
+@pytest.fixture
+def store(project, adapter, model_dir):
+    """Two versions of `toy` in the run runs/toy-1, the second active."""
+    opened = AdapterStore(project.folder / "runs" / "toy-1" / "adapters")
+    info = Provenance(
+        base_model=str(model_dir), base_hash=load_model(str(model_dir)).hash, metrics={"reward/mean": 0.5}
+    )
+    for _ in range(2):
+        version = opened.publish(
+            "toy", lambda directory: shutil.copytree(adapter, directory, dirs_exist_ok=True), info=info
+        )
+        opened.activate(version)
+    return opened
+
+
+# ---- the frame ----
+
+
+def test_help_names_the_commands_and_the_exit_codes():
+    result = cli("--help")
+    assert result.exit_code == 0
+    text = " ".join(result.stdout.split())
+    for word in ("run", "check", "eval", "adapters", "starter", "doctor", "75 temporary", "130 interrupted"):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    "command", ["run", "check", "eval", "doctor", "adapters list", "adapters export", "starter build"]
+)
+def test_every_command_has_help(command):
+    result = cli(*command.split(), "--help")
+    assert result.exit_code == 0 and "--json" in result.stdout
+
+
+def test_version_and_the_module_that_is_the_command():
+    assert cli("--version").stdout == f"groupwise {groupwise.__version__}\n"
+    ran = subprocess.run([sys.executable, "-m", "groupwise", "--version"], capture_output=True, text=True, timeout=120)
+    assert (ran.returncode, ran.stdout) == (0, f"groupwise {groupwise.__version__}\n")
+
+
+def test_usage_errors_exit_with_2():
+    assert cli("run").exit_code == 2
+    assert cli("run", "x.yaml", "--no-such-option").exit_code == 2
+    assert cli("nonsense").exit_code == 2
+
+
+def test_an_error_is_a_message_and_as_json_an_object(tmp_path):
+    missing = tmp_path / "nothing.yaml"
+    plain = cli("run", missing)
+    assert plain.exit_code == 2 and plain.stdout == ""
+    assert plain.stderr.startswith("error: cannot read the configuration") and "Traceback" not in plain.stderr
+    as_json = cli("run", missing, "--json")
+    error = json.loads(as_json.stdout)["error"]
+    assert as_json.exit_code == 2 and error["code"] == "invalid_config" and str(missing) in error["message"]
+
+
+def test_debug_shows_where_an_error_comes_from(tmp_path):
+    result = cli("run", tmp_path / "nothing.yaml", "--debug")
+    assert result.exit_code == 2 and "Traceback" in result.stderr and "ConfigError" in result.stderr
+
+
+# ---- check ----
+
+
+def files_under(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
+
+
+def test_check_says_what_a_run_would_do_and_writes_nothing(project):
+    before = files_under(project.folder)
+    result = cli("check", project.config)
+    assert result.exit_code == 0, result.stderr
+    text = " ".join(result.stdout.split())
+    assert "2 prompts x 3 = 6 completions" in text and "What is" in text
+    for part in ("weights", "adapter and optimizer", "keys and values", "activations", "clip_low 0.2"):
+        assert part in text
+    assert "sampling and scoring" in result.stderr
+    assert files_under(project.folder) == before
+
+
+def test_check_as_json(project):
+    result = cli("check", project.config, "algo.policy_loss=dapo", "train.steps=8", "--json")
+    report = json.loads(result.stdout)
+    assert len(report["completions"]) == 16 and all(0 <= each["reward"] <= 1 for each in report["completions"])
+    assert report["step"]["completions"] == 6 and report["step"]["epochs"] == 2.0
+    assert report["loss"]["clip_high"] == 0.28
+    parts = ("weights", "reference", "trained", "kv_cache", "activations")
+    assert report["memory_bytes"]["total"] == sum(report["memory_bytes"][part] for part in parts)
+    assert report["model"]["trained"] < report["model"]["parameters"]
+
+
+def test_check_warns_of_a_reward_that_says_nothing(project):
+    report = json.loads(cli("check", project.config, "rewards[0]=my_rewards:constant", "--json").stdout)
+    assert any("all 16 trial completions have the reward 0.5" in warning for warning in report["warnings"])
+    both = json.loads(cli("check", project.config, "rewards[1]=my_rewards:constant", "--json").stdout)
+    assert "reward 'constant' is 0.5 for everything it scored" in both["warnings"]
+
+
+def test_check_warns_of_prompts_that_are_too_long_or_not_held_out(project):
+    long = {"prompt": [{"role": "user", "content": "7 " * 300}], "answer": "7", "kind": "odd"}
+    write_rows(project.folder / "prompts.jsonl", [row(0), long])
+    write_rows(project.folder / "held_out.jsonl", [row(0), row(1)])
+    report = json.loads(cli("check", project.config, "--json").stdout)
+    assert any(warning.startswith("1 of 2 prompts fill the context of 256 tokens") for warning in report["warnings"])
+    assert any(warning.startswith("1 of 2 evaluation prompts are also training") for warning in report["warnings"])
+
+
+def test_check_names_all_problems_at_once(project):
+    result = cli("check", project.config, "rewards[0]=my_rewards:vowel", "data.source=promts.jsonl", "algo.clip_low=-1")
+    assert result.exit_code == 2
+    assert "3 problems" in result.stderr
+    for part in ("did you mean vowels?", "did you mean prompts.jsonl?", "clip_low is -1"):
+        assert part in result.stderr
+
+
+# ---- eval ----
+
+
+def test_eval_of_the_base_model(project):
+    result = cli("eval", project.config, "--mode", "greedy", "--json")
+    report = json.loads(result.stdout)
+    assert report["prompts"] == 4 and "no adapter" in report["policy"]
+    assert set(report["metrics"]) == {"eval/greedy/reward", "eval/greedy/odd/reward", "eval/greedy/even/reward"}
+
+
+def test_eval_of_an_adapter_however_it_is_named(project, store, adapter):
+    names = (adapter, "runs/toy-1/toy@2", "runs/toy-1/toy", "runs/toy-1", "toy@2", "toy", store.path(store.active))
+    reports = [json.loads(cli("eval", project.config, "--adapter", name, "--json").stdout) for name in names]
+    base = json.loads(cli("eval", project.config, "--json").stdout)
+    assert all(report["metrics"] == reports[0]["metrics"] for report in reports)  # all are the same adapter
+    assert reports[0]["metrics"] != base["metrics"]
+
+
+def test_eval_prints_a_table(project, store):
+    result = cli("eval", project.config, "--adapter", "toy@1")
+    assert result.exit_code == 0, result.stderr
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert lines[0][:3] == ["mean", "reward", "of"] and "toy/v000001" in result.stdout
+    assert lines[1] == ["prompts", "greedy", "sampled"]
+    assert [line[0] for line in lines[2:]] == ["all", "even", "odd"]
+
+
+def test_eval_without_eval_data_uses_the_training_prompts_and_says_so(project):
+    result = cli("eval", project.config, "eval=null", "--json")
+    assert json.loads(result.stdout)["prompts"] == 8
+    assert "evaluating on all 8 training prompts" in result.stderr
+
+
+def test_eval_refuses_an_adapter_of_another_base_model(project, store, make_base, tmp_path):
+    other = save_model(make_base("qwen3", dtype=torch.float32, context=256, seed=1), tmp_path / "other")
+    result = cli("eval", project.config, f"model={other}", "--adapter", "toy@1")
+    assert result.exit_code == 1 and "was trained on" in result.stderr and "base hash" in result.stderr
+
+
+def test_eval_refuses_an_unknown_mode(project):
+    result = cli("eval", project.config, "--mode", "best")
+    assert result.exit_code == 2 and "valid: greedy, sampled" in result.stderr
+
+
+# ---- adapters ----
+
+
+def test_adapters_list_show_activate_and_roll_back(store):
+    listed = json.loads(cli("adapters", "list", "--json").stdout)  # the newest run under runs/
+    assert listed["active"] == "toy@2" and [each["version"] for each in listed["versions"]] == ["toy@1", "toy@2"]
+    table = cli("adapters", "list", "--run", "runs/toy-1").stdout.splitlines()
+    assert table[2].split()[:2] == ["*", "toy@2"] and "0.500" in table[1]
+    shown = json.loads(cli("adapters", "show", "toy@1", "--json").stdout)
+    assert shown["metrics"] == {"reward/mean": 0.5} and not shown["active"]
+    assert "adapter_model.safetensors" in cli("adapters", "show", "toy").stdout
+    assert cli("adapters", "activate", "toy@1").stdout == "toy@1\n"
+    assert store.active.number == 1
+    assert json.loads(cli("adapters", "rollback", "--store", store.root, "--json").stdout)["active"] == "toy@2"
+    assert cli("adapters", "activate", "base").stdout == "base\n"
+
+
+def test_adapters_export_is_a_plain_peft_directory(store, tmp_path):
+    assert cli("adapters", "export", "toy@1", "plain").stdout == "plain\n"
+    assert {path.name for path in (tmp_path / "plain").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    again = cli("adapters", "export", "toy@1", "plain")
+    assert again.exit_code == 1 and "not an empty directory" in again.stderr
+
+
+def test_adapters_of_nowhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    nothing = cli("adapters", "list")
+    assert nothing.exit_code == 2 and "--run RUN_DIR" in nothing.stderr
+    assert cli("adapters", "list", "--store", tmp_path / "none").exit_code == 2
+    both = cli("adapters", "list", "--store", tmp_path, "--run", tmp_path)
+    assert both.exit_code == 2 and "both a run and a store" in both.stderr
+    assert not any(tmp_path.iterdir())  # looking makes nothing
+
+
+# ---- the starter ----
+
+
+def test_starter_info_measures_and_reads(model_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "MAX_TOKENS", 8)  # a random model would not stop before
+    directory = tmp_path / "model"
+    shutil.copytree(model_dir, directory)
+    missing = cli("starter", "info", "--dir", directory)
+    assert missing.exit_code == 3 and "--measure" in missing.stderr
+    measured = json.loads(cli("starter", "info", "--dir", directory, "--measure", "--problems", 1, "--json").stdout)
+    assert len(measured["skills"]) == 12 and all(0 <= row["greedy"] <= 1 for row in measured["skills"])
+    write_report(directory, measured)
+    assert json.loads(cli("starter", "info", "--dir", directory, "--json").stdout) == measured
+    table = cli("starter", "info", "--dir", directory).stdout
+    assert len(table.splitlines()) >= 13 and "think" in table
+    assert [line[:2] for line in describe(measured)][-1] == ("add", "tags")
+
+
+def test_held_out_problems_are_as_many_as_there_are():
+    assert len(held_out("add", style="bare", at_most=50)) == 50
+    assert 100 < len(held_out("mul", style="bare", at_most=300)) < 200
+
+
+def test_starter_build_does_not_write_over_a_model(model_dir):
+    result = cli("starter", "build", "--out", model_dir)
+    assert result.exit_code == 2 and "holds a model already" in result.stderr
+
+
+@pytest.mark.slow
+def test_starter_build_makes_a_model_and_its_report(tmp_path):
+    result = cli("starter", "build", "--out", tmp_path / "new", "--steps", 2, "--problems", 1, "--json")
+    assert result.exit_code == 0, result.stderr
+    measured = json.loads((tmp_path / "new" / "report.json").read_text())
+    assert measured == json.loads(result.stdout) and measured["base_hash"] == load_model(str(tmp_path / "new")).hash

@@ -1,0 +1,241 @@
+"""`groupwise run` from one end to the other on a tiny model: what it writes, what it prints, and Ctrl-C."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from cli_project import Project, cli, save_model
+from groupwise.adapters import AdapterStore
+from groupwise.config import load_config
+from groupwise.engine.local import LocalEngine
+from groupwise.model import load_model
+from groupwise.tracking import read_metrics, read_rollouts
+from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
+
+
+@pytest.fixture(scope="module")
+def model_dir(make_base, tmp_path_factory):
+    return save_model(make_base("qwen3", dtype=torch.float32, context=256), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def project(model_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return Project.make(tmp_path, model=model_dir)
+
+
+@pytest.fixture(scope="module")
+def finished(model_dir, tmp_path_factory):
+    """A finished run: (project, the result as JSON)."""
+    project = Project.make(tmp_path_factory.mktemp("finished"), model=model_dir)
+    before = Path.cwd()
+    os.chdir(project.folder)
+    try:
+        result = cli("run", project.config, "run_dir=out", "--json")
+    finally:
+        os.chdir(before)
+    assert result.exit_code == 0, result.stderr
+    return project, json.loads(result.stdout), result.stderr
+
+
+# ---- what a run leaves ----
+
+
+def test_the_result_says_where_everything_is(finished):
+    project, result, _ = finished
+    assert result["version"] == "toy@3" and result["steps"] == 3 and not result["interrupted"]
+    assert result["run_dir"] == "out" and result["adapter"] == "out/adapters/toy/v000003"
+    assert (project.folder / result["adapter"] / "adapter_model.safetensors").is_file()
+    metrics = [each["metric"] for each in result["comparison"]]
+    assert metrics[0] == "greedy/reward" and "sampled/odd/reward" in metrics and len(metrics) == 6
+    assert all(set(each) == {"metric", "before", "after"} for each in result["comparison"])
+
+
+def test_progress_is_on_stderr(finished):
+    _, _, stderr = finished
+    lines = stderr.splitlines()
+    assert sum(line.startswith("step ") for line in lines) == 3
+    assert [line.split(",")[0] for line in lines if line.startswith("evaluation")] == [
+        "evaluation at step 0",
+        "evaluation at step 2",
+        "evaluation at step 3",
+    ]
+
+
+def test_the_saved_config_is_the_same_run(finished):
+    project, _, _ = finished
+    asked = load_config(project.config, [f"run_dir={project.folder / 'out'}"])
+    saved = load_config(project.folder / "out" / "config.yaml")
+    assert saved.model_copy(update={"run_dir": asked.run_dir}) == asked
+
+
+def test_metrics_and_rollouts_are_those_of_three_steps(finished):
+    project, _, _ = finished
+    lines = read_metrics(project.folder / "out" / "metrics.jsonl")
+    trained = [line for line in lines if "reward/mean" in line]
+    assert [line["step"] for line in trained] == [1, 2, 3]
+    for line in trained:
+        assert line["rollout/count"] >= 6 and line["optim/refused"] == 0 and line["optim/lr"] > 0
+    for step in (1, 2, 3):
+        groups = read_rollouts(project.folder / "out" / "rollouts" / f"step_{step:06d}.jsonl")
+        parent = PolicyVersion("toy", step - 1) if step > 1 else PolicyVersion.base()
+        assert {rollout.completion.version for group in groups for rollout in group.rollouts} == {parent}
+        assert any(rollout.advantage for group in groups for rollout in group.rollouts)
+
+
+def test_versions_follow_each_other_and_the_last_is_active(finished):
+    project, _, _ = finished
+    store = AdapterStore(project.folder / "out" / "adapters")
+    assert store.active == PolicyVersion("toy", 3) and not store.warnings
+    infos = store.list()
+    assert [info.version.number for info in infos] == [1, 2, 3]
+    assert [str(info.parent) for info in infos] == ["base", "toy@1", "toy@2"]
+
+
+def test_the_adapter_is_what_was_evaluated_at_the_end(finished, monkeypatch):
+    project, result, _ = finished
+    monkeypatch.chdir(project.folder)
+    again = cli("eval", "out/config.yaml", "--adapter", "out/toy@3", "--json")
+    assert again.exit_code == 0, again.stderr
+    after = {f"eval/{each['metric']}": each["after"] for each in result["comparison"]}
+    assert json.loads(again.stdout)["metrics"] == pytest.approx(after)
+
+
+def test_peft_loads_the_adapter_as_the_closing_page_says(finished, monkeypatch):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    project, result, _ = finished
+    monkeypatch.chdir(project.folder)
+    base = load_model(load_config("out/config.yaml").model)
+    engine = LocalEngine(base)
+    engine.load(PolicyVersion("toy", 3), Path(result["adapter"]))
+    prompt = tuple(range(20, 40))
+    request = SamplingRequest(
+        prompt_ids=prompt, params=SamplingParams(max_tokens=8, temperature=0), version=PolicyVersion("toy", 3)
+    )
+    completion = engine.generate([request])[0][0]
+    engine.close()
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base.name), result["adapter"])
+    ids = torch.tensor([[*prompt, *completion.token_ids]])
+    with torch.no_grad():
+        logprobs = model(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
+    theirs = logprobs.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(completion.logprobs), theirs, atol=1e-4, rtol=0)
+
+
+# ---- what it prints ----
+
+
+def test_the_closing_page(project):
+    result = cli("run", project.config, "train.steps=1", "--set", "run_dir=my run", "train.learning_rate=0.5")
+    assert result.exit_code == 0, result.stderr
+    text = result.stdout
+    assert text.splitlines()[0].split() == ["metric", "before", "after", "change"]
+    assert text.count("What is 2") == 2 and "answer: 2" in text  # eval.show completions side by side
+    assert "run      my run" in text and "adapter  my run/adapters/toy/v000001  (toy@1)" in text
+    assert "groupwise eval 'my run/config.yaml' --adapter 'my run/adapters/toy/v000001'" in text
+    assert "groupwise adapters list --run 'my run'" in text
+    assert "PeftModel.from_pretrained(model, 'my run/adapters/toy/v000001')" in text
+
+
+def test_without_eval_the_training_reward_is_compared(project):
+    result = cli("run", project.config, "eval=null", "train.steps=2", "run_dir=out", "--json")
+    comparison = json.loads(result.stdout)["comparison"]
+    rewards = [line["reward/mean"] for line in read_metrics(Path("out/metrics.jsonl"))]
+    assert [(each["before"], each["after"]) for each in comparison] == [(rewards[0], rewards[1])]
+
+
+def test_a_reward_that_never_differs_trains_nothing_and_says_so(project):
+    result = cli("run", project.config, "rewards[0]=my_rewards:constant", "train.steps=1", "run_dir=out")
+    assert result.exit_code == 0, result.stderr
+    assert "adapter  none: no step had a group with different rewards" in result.stdout
+
+
+def test_all_parameters_train_and_the_model_is_saved(project):
+    result = cli("run", project.config, "train.lora=null", "train.steps=1", "run_dir=out", "--json")
+    saved = json.loads(result.stdout)["adapter"]
+    assert saved == "out/model"
+    again = cli("eval", "out/config.yaml", f"model={saved}", "--json")
+    assert again.exit_code == 0, again.stderr
+
+
+def test_a_run_directory_is_not_used_twice(project):
+    assert cli("run", project.config, "train.steps=1", "run_dir=out").exit_code == 0
+    again = cli("run", project.config, "train.steps=1", "run_dir=out")
+    assert again.exit_code == 2 and "already holds a run" in again.stderr
+
+
+# ---- Ctrl-C ----
+
+
+def interrupted(project: Project, flag: Path, *, signals: int) -> subprocess.CompletedProcess[str]:
+    """A long run in a process of its own, interrupted while its second step is being scored."""
+    rows = [json.loads(line) for line in (project.folder / "prompts.jsonl").read_text().splitlines()]
+    shutil.rmtree(project.folder / "out", ignore_errors=True)
+    (project.folder / "prompts.jsonl").write_text("".join(json.dumps(row | {"flag": str(flag)}) + "\n" for row in rows))
+    (project.folder / "held_out.jsonl").write_text((project.folder / "prompts.jsonl").read_text())
+    arguments = [str(project.config), "rewards[0]=my_rewards:wait", "run_dir=out", "train.steps=500", "eval.every=0"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "groupwise", "run", *arguments, "eval.data.limit=1", "eval.modes=[greedy]"],
+        cwd=project.folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        until(lambda: "step 1/500" in metrics_of(project), process)
+        flag.unlink()
+        for _ in range(signals):
+            until(flag.exists, process)
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.1)  # two signals that arrive together count as one
+        stdout, stderr = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def metrics_of(project: Project) -> str:
+    path = project.folder / "out" / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return " ".join(f"step {json.loads(line)['step']}/500" for line in lines if "reward/mean" in line)
+
+
+def until(condition, process: subprocess.Popen, *, seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline, f"waited {seconds} s"
+        time.sleep(0.01)
+
+
+def test_ctrl_c_finishes_the_step_saves_and_exits_with_130(project, tmp_path):
+    ran = interrupted(project, tmp_path / "scoring", signals=1)
+    assert ran.returncode == 130, ran.stderr
+    assert "Traceback" not in ran.stderr and "evaluation at step" in ran.stderr
+    assert "of 500, as asked; everything is saved" in ran.stdout and "metric" in ran.stdout
+    store = AdapterStore(project.folder / "out" / "adapters")
+    steps = [line["step"] for line in read_metrics(project.folder / "out" / "metrics.jsonl") if "reward/mean" in line]
+    assert steps[-1] < 500 and store.active.number == steps[-1] and not store.warnings
+    engine = LocalEngine(load_model(load_config(project.config).model))
+    engine.load(store.active, store.path(store.active))
+    request = SamplingRequest(prompt_ids=(5, 6, 7), params=SamplingParams(max_tokens=2), version=store.active)
+    assert engine.generate([request])[0][0].version == store.active
+    engine.close()
+
+
+def test_a_second_ctrl_c_stops_at_once(project, tmp_path):
+    ran = interrupted(project, tmp_path / "scoring", signals=2)
+    assert ran.returncode == 130, ran.stderr
+    assert "Traceback" not in ran.stderr and ran.stdout == "" and "stopped" in ran.stderr
+    assert not AdapterStore(project.folder / "out" / "adapters").warnings

@@ -1,0 +1,90 @@
+"""Each check on something healthy and on something that is not."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from cli_project import cli, save_model
+from groupwise import doctor, model
+from groupwise.doctor import Finding, check_disk, check_optional, check_python, check_torch, examine
+
+
+@pytest.fixture(scope="module")
+def tiny_model(make_base, tmp_path_factory):
+    base = make_base("qwen3", dtype=torch.float32, context=256)
+    return save_model(base, tmp_path_factory.mktemp("model"))
+
+
+def by_name(findings) -> dict[str, Finding]:
+    return {finding.name: finding for finding in findings}
+
+
+def test_all_is_well_with_a_whole_model(tiny_model, monkeypatch, tmp_path):
+    monkeypatch.setattr(model, "STARTER_DIR", tiny_model)
+    found = by_name(examine(directory=tmp_path))
+    for name in ("python", "torch", "transformers", "peft", "datasets", "math_verify", "starter", "chat template"):
+        assert found[name].status == "ok", found[name]
+    assert "packed forward within" in found["starter"].detail
+    assert found["transformers"].detail[0].isdigit()
+
+
+def test_a_missing_model_fails_and_says_what_to_do(monkeypatch, tmp_path):
+    monkeypatch.setattr(model, "STARTER_DIR", tmp_path / "nothing")
+    found = by_name(examine(directory=tmp_path))
+    for name in ("starter", "chat template"):
+        assert found[name].status == "fail" and "install the groupwise wheel again" in found[name].remedy
+    assert found["torch"].status != "fail"
+
+
+def test_a_damaged_model_is_a_finding_and_not_a_crash(tiny_model, monkeypatch, tmp_path):
+    damaged = tmp_path / "model"
+    shutil.copytree(tiny_model, damaged)
+    (damaged / "model.safetensors").write_bytes(b"\x08")
+    monkeypatch.setattr(model, "STARTER_DIR", damaged)
+    found = by_name(examine(directory=tmp_path))
+    assert found["starter"].status == "fail" and found["chat template"].status == "ok"
+
+
+def test_a_template_that_drops_the_reply_is_found(tiny_model, monkeypatch, tmp_path):
+    damaged = tmp_path / "model"
+    shutil.copytree(tiny_model, damaged)
+    (damaged / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content | upper }}{% endfor %}")
+    monkeypatch.setattr(model, "STARTER_DIR", damaged)
+    assert by_name(examine(directory=tmp_path))["chat template"].status == "fail"
+
+
+@pytest.mark.parametrize(("warn", "fail", "status"), [(0.0, 0.0, "ok"), (1e9, 0.0, "warn"), (1e9, 1e9, "fail")])
+def test_disk(monkeypatch, tmp_path, warn, fail, status):
+    monkeypatch.setattr(doctor, "DISK_WARN_GIB", warn)
+    monkeypatch.setattr(doctor, "DISK_FAIL_GIB", fail)
+    assert check_disk(tmp_path).status == status
+
+
+def test_optional_packages_are_no_problem():
+    assert check_optional("json", "for nothing").status == "ok"
+    absent = check_optional("groupwise_no_such_package", "for tracking.nothing")
+    assert absent.status == "absent" and absent.remedy == "pip install 'groupwise[groupwise_no_such_package]'"
+
+
+def test_versions_are_said():
+    assert check_python().status == "ok"
+    assert torch.__version__ in check_torch().detail
+
+
+def test_the_command_exits_with_1_when_something_needed_fails(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(model, "STARTER_DIR", tmp_path / "nothing")
+    result = cli("doctor")
+    assert result.exit_code == 1
+    assert "fail   starter" in result.stdout and "ok     python" in result.stdout
+
+
+def test_the_command_as_json(tiny_model, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(model, "STARTER_DIR", tiny_model)
+    result = cli("doctor", "--json")
+    assert result.exit_code == 0
+    report = json.loads(result.stdout)
+    assert report["ok"] and {"name", "status", "detail", "remedy"} == set(report["checks"][0])

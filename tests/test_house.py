@@ -1,0 +1,64 @@
+"""The rules that keep the house small and its map true."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from groupwise.assemble import loss_of
+from groupwise.config import load_config, parse_config
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "groupwise"
+MODULES = sorted(SOURCE.rglob("*.py"))
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_a_file_has_600_lines_at_most_and_a_function_80(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.count("\n") <= 600
+    functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    too_long = {
+        f.name: f.end_lineno - f.lineno + 1 for f in functions if f.end_lineno and f.end_lineno - f.lineno >= 80
+    }
+    assert not too_long
+
+
+def test_no_module_is_a_drawer() -> None:
+    assert not {p.stem for p in MODULES} & {"utils", "helpers", "common", "manager", "misc"}
+
+
+def test_two_levels_of_packages_at_most() -> None:
+    assert max(len(p.relative_to(SOURCE).parts) for p in MODULES) <= 2
+
+
+def test_every_module_begins_with_what_it_is() -> None:
+    silent = [p.name for p in MODULES if not ast.get_docstring(ast.parse(p.read_text(encoding="utf-8")))]
+    assert not silent
+
+
+def test_the_readme_tree_is_the_real_tree() -> None:
+    """Each module has a line, each line has a module, and the line is more than a name."""
+    block = README.split("src/groupwise/\n", 1)[1].split("```", 1)[0]
+    lines = dict(re.findall(r"^  ([\w/]+\.py)\s+(\S.*)$", block, re.MULTILINE))
+    real = {str(p.relative_to(SOURCE)) for p in MODULES} - {
+        str(p.relative_to(SOURCE)) for p in MODULES if p.name == "__init__.py" and p.parent != SOURCE
+    }
+    assert set(lines) == real
+    assert all(len(what) > 10 for what in lines.values())
+
+
+def test_the_readme_example_is_a_valid_run() -> None:
+    import ruamel.yaml
+
+    example = next(block for block in re.findall(r"```yaml\n(.*?)```", README, re.DOTALL) if "rewards:" in block)
+    config = parse_config(ruamel.yaml.YAML(typ="safe").load(example))
+    assert loss_of(config.algo, max_tokens=config.rollout.max_tokens).surrogate == "clip"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
+def test_every_shipped_configuration_loads(path: Path) -> None:
+    config = load_config(path)
+    loss_of(config.algo, max_tokens=config.rollout.max_tokens)
