@@ -13,9 +13,10 @@ import groupwise
 from cli_project import Project, cli, row, save_model, write_rows
 from groupwise.adapter_files import Provenance
 from groupwise.adapters import AdapterStore
-from groupwise.model import load_model
-from groupwise.starter import report
-from groupwise.starter.report import describe, held_out, write_report
+from groupwise.model import STARTER_DIR, load_model
+from groupwise.starter import measure, report
+from groupwise.starter.measure import held_out
+from groupwise.starter.report import describe, write_report
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +240,7 @@ def test_adapters_of_nowhere(tmp_path, monkeypatch):
 
 
 def test_starter_info_measures_and_reads(model_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "MAX_TOKENS", 8)  # a random model would not stop before
+    monkeypatch.setattr(measure, "MAX_TOKENS", 8)  # a random model would not stop before
     directory = tmp_path / "model"
     shutil.copytree(model_dir, directory)
     missing = cli("starter", "info", "--dir", directory)
@@ -251,6 +252,14 @@ def test_starter_info_measures_and_reads(model_dir, tmp_path, monkeypatch):
     table = cli("starter", "info", "--dir", directory).stdout
     assert len(table.splitlines()) >= 13 and "think" in table
     assert [line[:2] for line in describe(measured)][-1] == ("add", "tags")
+
+
+def test_the_report_of_the_model_in_the_package_is_of_that_model():
+    assert report.STARTER_DIR == STARTER_DIR
+    read = json.loads(cli("starter", "info", "--json").stdout)
+    assert read["base_hash"] == load_model("starter").hash
+    greedy = [row["greedy"] for row in read["skills"]]
+    assert len(greedy) == 12 and 0.1 < sum(greedy) / 12 < 0.9  # half good: GRPO has something to do
 
 
 def test_held_out_problems_are_as_many_as_there_are():

@@ -223,6 +223,7 @@ def test_ctrl_c_finishes_the_step_saves_and_exits_with_130(project, tmp_path):
     ran = interrupted(project, tmp_path / "scoring", signals=1)
     assert ran.returncode == 130, ran.stderr
     assert "Traceback" not in ran.stderr and "evaluation at step" in ran.stderr
+    assert "stopping after this step" in ran.stderr
     assert "of 500, as asked; everything is saved" in ran.stdout and "metric" in ran.stdout
     store = AdapterStore(project.folder / "out" / "adapters")
     steps = [line["step"] for line in read_metrics(project.folder / "out" / "metrics.jsonl") if "reward/mean" in line]

@@ -308,12 +308,16 @@ def info(
     debug: Debug = False,
 ) -> None:
     """What the starter can do: its accuracy on held-out problems, skill by skill."""
-    _quiet_libraries()
-    from groupwise.model import STARTER_DIR
-    from groupwise.starter.report import describe, measure_starter, read_report
+    from groupwise.starter.report import STARTER_DIR, describe, read_report
 
     path = directory or STARTER_DIR
-    report = measure_starter(path, problems=problems, note=say) if measure else read_report(path)
+    if measure:
+        _quiet_libraries()
+        from groupwise.starter.measure import measure_starter
+
+        report = measure_starter(path, problems=problems, note=say)
+    else:
+        report = read_report(path)
     if as_json:
         return print_json(report)
     print_pairs(describe(report))
@@ -332,7 +336,8 @@ def build(
     _quiet_libraries()
     from groupwise.errors import ConfigError
     from groupwise.starter.build import BuildSpec, build_starter
-    from groupwise.starter.report import describe, measure_starter, write_report
+    from groupwise.starter.measure import measure_starter
+    from groupwise.starter.report import describe, write_report
 
     if (out / "config.json").exists():
         raise ConfigError(f"{out} holds a model already", hint="name another directory with --out, or remove it first")

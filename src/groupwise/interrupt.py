@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from types import FrameType
@@ -29,3 +30,4 @@ class StopRequest:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
+        os.write(2, b"\nstopping after this step; once more stops at once\n")  # print may not be called in a handler

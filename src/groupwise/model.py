@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -83,7 +84,7 @@ def load_model(name: str, *, device: str = "auto", dtype: str = "auto") -> Loade
         config = AutoConfig.from_pretrained(path)
         tokenizer = AutoTokenizer.from_pretrained(path)
         model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=resolve_dtype(dtype, where))
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         kind = "directory" if Path(path).exists() else "Hugging Face name (and there is no such directory)"
         raise ModelError(
             f"model {name!r} cannot be loaded as a {kind}: {error}",

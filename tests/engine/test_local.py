@@ -148,7 +148,10 @@ def test_full_parameter_training_is_seen_at_once(make_base, make_samples):
 # ---- batching ----
 
 
-@pytest.mark.parametrize("max_rows", [1, 3, 5])
+@pytest.mark.parametrize(
+    ("architecture", "max_rows"),
+    [("qwen3", 1), ("qwen3", 5), ("llama", 3), ("gemma3", 3), ("gemma2", 3), ("gpt2", 3)],
+)
 def test_few_rows_and_many_requests(open_engine, make_base, make_adapter, max_rows: int, architecture: str):
     """Requests of different lengths, sizes and adapters through few rows: each exactly as alone on an empty engine."""
     roomy, narrow = open_engine(architecture), open_engine(architecture, max_rows=max_rows)

@@ -16,6 +16,7 @@ from groupwise.train.learner import Learner, OptimizerSpec, learning_rate_at
 from groupwise.train.lora import LoraSpec
 from groupwise.types import Sample
 
+LORA = LoraSpec(rank=2, alpha=4.0, targets=["k_proj", "down_proj"])  # PEFT takes a while for every module
 GROUPS = ((5, (4, 1, 6)), (0, (5, 3)), (9, (2,)), (3, (7, 0, 3, 2)))
 SPECS = {
     "grpo": resolve_loss("grpo"),
@@ -32,9 +33,7 @@ SPECS = {
 def make_learner(make_base):
     """A learner whose adapter already differs from the base; `lora=None` trains all parameters."""
 
-    def make(
-        architecture: str = "qwen3", *, dtype=torch.float64, lora=LoraSpec(rank=2, alpha=4.0), **options
-    ) -> Learner:
+    def make(architecture: str = "qwen3", *, dtype=torch.float64, lora=LORA, **options) -> Learner:
         learner = Learner(make_base(architecture, dtype=dtype), lora=lora, **options)
         if lora is not None:
             g = torch.Generator().manual_seed(1)
@@ -110,14 +109,13 @@ def test_reference_is_the_base(make_base, make_learner, make_samples):
 
 @pytest.mark.parametrize("name", SPECS)
 def test_split_invariance(make_learner, make_samples, name: str):
-    big, small, single = (make_learner(micro_tokens=tokens) for tokens in (10_000, 20, 1))
+    big, small = (make_learner(micro_tokens=tokens) for tokens in (10_000, 17))
     samples = on_policy(big, make_samples(GROUPS))
     metrics = big.forward_backward(samples, SPECS[name], temperature=0.8)
     expected = gradients(big)
-    for other in (small, single):
-        other_metrics = other.forward_backward(samples, SPECS[name], temperature=0.8)
-        assert_same(gradients(other), expected)
-        assert other_metrics == pytest.approx(metrics, rel=1e-6, abs=1e-8)
+    other_metrics = small.forward_backward(samples, SPECS[name], temperature=0.8)
+    assert_same(gradients(small), expected)
+    assert other_metrics == pytest.approx(metrics, rel=1e-6, abs=1e-8)
 
 
 def test_order_and_company_change_nothing(make_learner, make_samples):
@@ -343,7 +341,8 @@ def test_full_parameters_in_16_bits_are_refused(make_base):
 
 
 def test_gradient_checkpointing(make_learner, make_samples, architecture: str):
-    plain, checkpointed = (make_learner(architecture, gradient_checkpointing=on) for on in (False, True))
+    lora = LoraSpec(rank=2, alpha=4.0)
+    plain, checkpointed = (make_learner(architecture, lora=lora, gradient_checkpointing=on) for on in (False, True))
     samples = on_policy(plain, make_samples(GROUPS))
     for learner in (plain, checkpointed):
         learner.forward_backward(samples, SPECS["grpo with k3"])
@@ -389,15 +388,14 @@ def test_the_base_is_not_touched(make_base, make_samples):
 
 def test_dropout(make_learner, make_samples):
     """It acts in training, not in `forward`, and repeats with the seed."""
-    lora = LoraSpec(rank=2, alpha=4.0, dropout=0.5)
+    lora = replace(LORA, dropout=0.5)
     samples, spec = make_samples(GROUPS), resolve_loss("reinforce")
     plain = make_learner()
     plain.forward_backward(samples, spec)
     grads = []
     for seed in (0, 0, 1):
         learner = make_learner(lora=lora, seed=seed)
-        learner.parameters[0].data.copy_(plain.parameters[0])  # the seed also makes the adapter
-        for mine, other in zip(learner.parameters, plain.parameters, strict=True):
+        for mine, other in zip(learner.parameters, plain.parameters, strict=True):  # the seed also makes the adapter
             mine.data.copy_(other)
         assert learner.forward(samples)[0] == pytest.approx(plain.forward(samples)[0], abs=1e-12)
         torch.rand(3)  # whatever else draws from torch's generator
@@ -411,7 +409,7 @@ def test_dropout(make_learner, make_samples):
 # ---- saving ----
 
 
-@pytest.mark.parametrize("lora", [LoraSpec(rank=2, dropout=0.2), None])
+@pytest.mark.parametrize("lora", [replace(LORA, dropout=0.2), None])
 def test_load_resumes_bit_for_bit(make_learner, make_samples, tmp_path: Path, lora: LoraSpec | None):
     spec, samples = resolve_loss("dapo", anchor="old"), make_samples(GROUPS)
 
@@ -442,11 +440,11 @@ def test_saved_before_the_first_step(make_learner, make_samples, tmp_path: Path)
 def test_load_adapter(make_learner, make_base, make_samples, tmp_path: Path):
     learner = make_learner()
     learner.save_adapter(tmp_path)
-    other = Learner(make_base(), lora=LoraSpec(rank=2, alpha=4.0), seed=5)
+    other = Learner(make_base(), lora=LORA, seed=5)
     other.load_adapter(tmp_path)
     assert other.forward(make_samples(GROUPS))[0] == learner.forward(make_samples(GROUPS))[0]
     with pytest.raises(AdapterError):
-        Learner(make_base(), lora=LoraSpec(rank=3, alpha=4.0)).load_adapter(tmp_path)
+        Learner(make_base(), lora=replace(LORA, rank=3)).load_adapter(tmp_path)
 
 
 @pytest.mark.parametrize(

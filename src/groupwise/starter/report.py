@@ -1,65 +1,20 @@
-"""What the starter can do, measured: its accuracy on held-out problems, skill by skill.
+"""The starter's report card: what it can do on held-out problems. `groupwise starter build` writes it.
 
-A row of the report is one skill in one style of answer; `greedy` and `sampled` are shares of right replies by
-`tasks.is_correct`, `sampled` at temperature 1 as in training. `groupwise starter build` writes the report beside the
-model, `groupwise starter info` shows it.
+A row is one skill in one style of answer; `greedy` and `sampled` are shares of right replies by `tasks.is_correct`,
+`sampled` at temperature 1 as in training. No torch here: reading a report should not wait for it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from groupwise.errors import ModelError
+from groupwise.starter.tasks import SKILLS
 
-from groupwise.chat import encode_prompt
-from groupwise.data import to_prompt
-from groupwise.engine.local import LocalEngine
-from groupwise.errors import DataError, ModelError
-from groupwise.model import load_model
-from groupwise.starter.tasks import SKILLS, Row, Style, is_correct, prompts
-from groupwise.types import SamplingParams, SamplingRequest
-
+STARTER_DIR = Path(__file__).with_name("model")  # the same as in groupwise.model, which imports torch
 REPORT = "report.json"
-MAX_TOKENS = 96
-BARE: Style = "bare"
-ROWS: tuple[tuple[str, Style], ...] = (
-    *((skill, BARE) for skill in SKILLS),
-    ("add", "sentence"),
-    ("add", "think"),
-    ("add", "tags"),
-)
-
-
-def measure_starter(
-    directory: Path, *, problems: int = 300, samples: int = 2, seed: int = 0, note: Callable[[str], None]
-) -> dict[str, Any]:
-    """Measure the model in `directory` on up to `problems` held-out problems a row, `samples` completions each.
-
-    `note` receives a line per row. Raises ModelError if there is no model.
-    """
-    base = load_model(str(directory))
-    engine = LocalEngine(base)
-    rows: list[dict[str, Any]] = []
-    try:
-        for skill, style in ROWS:
-            asked = held_out(skill, style=style, at_most=problems)
-            greedy = _accuracy(engine, base.tokenizer, asked, temperature=0.0, samples=1, seed=seed)
-            sampled = _accuracy(engine, base.tokenizer, asked, temperature=1.0, samples=samples, seed=seed)
-            rows.append({"skill": skill, "style": style, "problems": len(asked), "greedy": greedy, "sampled": sampled})
-            note(f"{skill} ({style}): greedy {greedy:.1%}, sampled {sampled:.1%} of {len(asked)} held-out problems")
-    finally:
-        engine.close()
-    return {
-        "parameters": sum(parameter.numel() for parameter in base.model.parameters()),
-        "base_hash": base.hash,
-        "context_length": base.context_length,
-        "samples": samples,
-        "max_tokens": MAX_TOKENS,
-        "skills": rows,
-    }
 
 
 def write_report(directory: Path, measured: dict[str, Any]) -> Path:
@@ -85,42 +40,3 @@ def describe(measured: dict[str, Any]) -> list[tuple[str, ...]]:
         rates = (f"{row['greedy']:.1%}", f"{row['sampled']:.1%}", str(row["problems"]))
         rows.append((row["skill"], row["style"], *rates, SKILLS[row["skill"]].description))
     return rows
-
-
-def held_out(skill: str, *, style: Style, at_most: int) -> list[Row]:
-    """Held-out problems: `at_most` of them, or nearly all of a skill that has fewer."""
-    while True:
-        try:
-            return prompts(skill, "test", n=at_most, style=style)
-        except DataError:
-            if at_most <= 1:
-                raise
-            at_most = at_most * 9 // 10  # what fewer ask for is a prefix of what more do
-
-
-def _accuracy(
-    engine: LocalEngine,
-    tokenizer: PreTrainedTokenizerBase,
-    asked: list[Row],
-    *,
-    temperature: float,
-    samples: int,
-    seed: int,
-) -> float:
-    """The share of right replies."""
-    encoded = [encode_prompt(to_prompt(row, id=str(i)), tokenizer) for i, row in enumerate(asked)]
-    requests = [
-        SamplingRequest(
-            prompt_ids=prompt.token_ids,
-            params=SamplingParams(max_tokens=MAX_TOKENS, temperature=temperature, seed=seed * 1_000_003 + i),
-            n=samples,
-        )
-        for i, prompt in enumerate(encoded)
-    ]
-    replies = engine.generate(requests)
-    right = [
-        is_correct(row["skill"], completion.text, row["answer"], row["style"])
-        for row, completions in zip(asked, replies, strict=True)
-        for completion in completions
-    ]
-    return sum(right) / len(right)

@@ -1,0 +1,43 @@
+"""Ctrl-C once is a wish, twice an order; afterwards the handlers are those of before."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from groupwise.interrupt import StopRequest
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_first_and_second(number: signal.Signals):
+    before = signal.getsignal(number)
+    with StopRequest() as stop:
+        assert not stop.requested
+        os.kill(os.getpid(), number)
+        assert stop.requested
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is before
+
+
+def test_handlers_come_back_after_an_error():
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(ArithmeticError), StopRequest():
+        raise ArithmeticError
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_in_another_thread_it_does_nothing():
+    before, seen = signal.getsignal(signal.SIGINT), []
+
+    def work() -> None:
+        with StopRequest() as stop:
+            seen.append((stop.requested, signal.getsignal(signal.SIGINT) is before))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(False, True)]
