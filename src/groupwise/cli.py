@@ -11,6 +11,7 @@ import json
 import traceback
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -326,7 +327,9 @@ def info(
 @starter.command()
 def build(
     out: Annotated[Path, typer.Option(metavar="DIR", help="A new directory for the model.")] = Path("starter-model"),
-    steps: Annotated[int | None, typer.Option(min=1, help="Training steps; default: the recipe's.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="At most this many steps a lesson; default: the recipe's.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the data and the weights.")] = 0,
     problems: Annotated[int, typer.Option(min=1, help="Held-out problems a row of the report.")] = 300,
     as_json: AsJson = False,
@@ -341,7 +344,9 @@ def build(
 
     if (out / "config.json").exists():
         raise ConfigError(f"{out} holds a model already", hint="name another directory with --out, or remove it first")
-    spec = BuildSpec(seed=seed) if steps is None else BuildSpec(seed=seed, steps=steps)
+    spec = BuildSpec(seed=seed)
+    if steps is not None:
+        spec = replace(spec, lessons=tuple(replace(each, steps=min(steps, each.steps)) for each in spec.lessons))
     build_starter(out, spec, report=say)
     report = measure_starter(out, problems=problems, note=say)
     write_report(out, report)

@@ -279,7 +279,7 @@ class TrainConfig(Section):
     learning_rate: float = Field(default=1e-4, ge=0, le=1)
     """Peak learning rate; 0 changes nothing, as a control."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """The learning rate after warm-up: constant, or down to 0 at the last step."""
+    """The learning rate after warm-up: constant, or falling to 0, which it would reach just after the last step."""
     warmup_steps: int = Field(default_factory=lambda values: min(5, values.get("steps", 5)), ge=0)
     """Steps in which the learning rate rises from 0; the default is 5, or `steps` where that is less."""
     weight_decay: float = Field(default=0.0, ge=0, le=1)

@@ -35,8 +35,10 @@ class Evaluation:
     def metrics(self, *, by: str | None = None) -> dict[str, float]:
         """{"eval/greedy/reward": mean} and, with `by`, the means per value of that column."""
         metrics = {f"eval/{self.mode}/reward": self.mean()}
-        values = {} if by is None else dict.fromkeys(group.prompt.columns.get(by) for group in self.groups)
-        return metrics | {f"eval/{self.mode}/{v}/reward": self.mean(column=by, value=v) for v in values}
+        values = {} if by is None else {str(each): each for each in (g.prompt.columns.get(by) for g in self.groups)}
+        return metrics | {
+            f"eval/{self.mode}/{name}/reward": self.mean(column=by, value=value) for name, value in values.items()
+        }
 
 
 async def evaluate(

@@ -100,7 +100,7 @@ async def train(
             steps=config.train.steps,
             schedule=config.train.schedule,
         )
-        metrics = rollout_metrics(collected)
+        metrics = rollout_metrics(collected, plan.advantage)
         if samples:
             metrics |= learner.step(
                 samples,

@@ -157,13 +157,13 @@ def samples_of(groups: Sequence[RolloutGroup]) -> list[Sample]:
     ]
 
 
-def rollout_metrics(collected: Collected) -> dict[str, float]:
+def rollout_metrics(collected: Collected, advantage: AdvantageSpec | None = None) -> dict[str, float]:
     """What a step's rollouts were like: over everything sampled, also the groups that were not trained on."""
     rollouts = collected.completions
     rewards = [r.reward for r in rollouts if r.reward is not None]
     lengths = [len(r.completion.token_ids) for r in rollouts]
     mean = sum(rewards) / max(1, len(rewards))
-    flat = sum(not has_signal(group) for group in collected.sampled)
+    flat = sum(not has_signal(group, advantage) for group in collected.sampled)
     metrics = {
         "reward/mean": mean,
         "reward/std": (sum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1)) ** 0.5,

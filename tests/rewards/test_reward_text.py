@@ -98,7 +98,7 @@ def test_the_examples_in_the_docstrings():
 
 def test_exact_match_after_a_marker_compares_only_what_follows_its_last_occurrence() -> None:
     completions = ["<think>7+8=15</think>\n\n15", "15", "<think>15</think>\n\n16", "</think> 3 </think> 15"]
-    assert exact_match(completions, ["15"] * 4, after="</think>") == [1.0, 0.0, 0.0, 1.0]
+    assert exact_match(completions, ["15"] * 4, after="</think>") == [1.0, 1.0, 0.0, 1.0]
     tagged_answer = ["<answer>1</answer></think><answer>2</answer>"]
     assert exact_match(tagged_answer, ["2"], after="</think>", tag="answer") == [1.0]
     assert exact_match(["<answer>2</answer></think>2"], ["2"], after="</think>", tag="answer") == [0.0]

@@ -11,10 +11,12 @@ from groupwise.chat import parse_tool_calls
 from groupwise.errors import DataError
 from groupwise.starter import tasks
 from groupwise.starter.tasks import (
+    ASKED_STYLES,
     ASKS,
     CALCULATOR,
     SKILL_WEIGHTS,
     SKILLS,
+    Mix,
     calculate,
     is_correct,
     prompts,
@@ -150,7 +152,7 @@ def test_style_noise_is_the_share_of_answers_in_another_style():
         asked = [ask.format(noun="number") for ask in ASKS["bare"]]
         replies = [
             reply["content"]
-            for conversation in supervised_conversations(1, 3000, style_noise=noise)
+            for conversation in supervised_conversations(1, 3000, mix=Mix(noise=dict.fromkeys(ASKED_STYLES, noise)))
             if conversation["skill"] in ("add", "sub", "mul")
             for question, reply in pairwise(conversation["messages"])
             if question["role"] == "user" and question["content"].endswith(tuple(asked))

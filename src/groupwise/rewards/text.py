@@ -43,15 +43,14 @@ def exact_match(
 ) -> list[float | None]:
     """1 where the completion without surrounding blanks is the answer, else 0; None for a row without an answer.
 
-    With `after` (such as "</think>"), what is compared is the text behind its last occurrence, and with `tag` the text
-    in the last <tag>...</tag> of that; a completion without them scores 0.
+    With `after` (such as "</think>"), what is compared is the text behind its last occurrence, or all of it where it
+    does not occur. With `tag` it is the text in the last <tag>...</tag> of that, and a completion without it scores 0.
     """
     scores: list[float | None] = []
     for completion, each in zip(completions, answer, strict=True):
         text, gold = text_of(completion), _gold(each)
         if after is not None:
-            _, found, rest = text.rpartition(after)
-            text = rest if found else ""
+            text = text.rpartition(after)[2]
         said = (text if tag is None else tagged(text, tag) or "").strip()
         if ignore_case:
             said, gold = said.casefold(), gold.casefold() if gold is not None else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -18,20 +18,36 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from groupwise.chat import encode_supervised
 from groupwise.model import STARTER, wrap_model
-from groupwise.starter.tasks import supervised_conversations
+from groupwise.starter.tasks import CURIOUS_SKILLS, CURIOUS_STYLES, Mix, supervised_conversations
 from groupwise.starter.tokenizer import build_tokenizer, render
 from groupwise.train.learner import Learner, OptimizerSpec, learning_rate_at
 from groupwise.types import Sample
 
 
 @dataclass(frozen=True, kw_only=True)
-class BuildSpec:
-    """The recipe of the model in the wheel; `groupwise starter build` takes the first three as options."""
+class Lesson:
+    """One pass of supervised training: AdamW from rest, warm-up, cosine to zero, on a mix of conversations."""
 
-    steps: int = 3200
+    steps: int
+    learning_rate: float
+    mix: Mix = field(default_factory=Mix)
+
+
+# First everything; then more of sums and differences, worked out; last, to forget when one was asked to think.
+LESSONS = (
+    Lesson(steps=2200, learning_rate=3e-3),
+    Lesson(steps=1100, learning_rate=2e-3, mix=Mix(skills=CURIOUS_SKILLS, asked=CURIOUS_STYLES)),
+    Lesson(steps=200, learning_rate=5e-4, mix=Mix(skills=CURIOUS_SKILLS, asked=CURIOUS_STYLES, noise={"think": 0.75})),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildSpec:
+    """The recipe of the model in the wheel."""
+
+    lessons: tuple[Lesson, ...] = LESSONS
     seed: int = 0
     tokens_per_step: int = 4096
-    learning_rate: float = 3e-3
     warmup_steps: int = 100
     weight_decay: float = 0.1
     vocab_size: int = 1024
@@ -40,12 +56,32 @@ class BuildSpec:
     context_length: int = 1024
 
 
-def build_starter(directory: Path, spec: BuildSpec, *, report: Callable[[str], None], save_every: int = 0) -> None:
-    """Train and write the starter into `directory`. `report` receives a line now and then."""
+def build_starter(directory: Path, spec: BuildSpec, *, report: Callable[[str], None]) -> None:
+    """Train the starter and write it into `directory`, after every lesson; the next begins from what was written.
+
+    `report` receives a line now and then.
+    """
     torch.manual_seed(spec.seed)
     texts = [render(c["messages"], tools=c["tools"]) for c in supervised_conversations(spec.seed, 20000)]
     tokenizer = build_tokenizer(texts, vocab_size=spec.vocab_size)
-    model = new_model(spec, tokenizer)
+    save(new_model(spec, tokenizer), tokenizer, directory)
+    for number, lesson in enumerate(spec.lessons):
+        report(f"lesson {number + 1} of {len(spec.lessons)}: {lesson.steps} steps, seed {spec.seed}")
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        teach(model, tokenizer, lesson, spec, number=number, report=report)
+        save(model, tokenizer, directory)
+
+
+def teach(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    lesson: Lesson,
+    spec: BuildSpec,
+    *,
+    number: int,
+    report: Callable[[str], None],
+) -> None:
+    """One lesson: train all parameters of `model` in place."""
     learner = Learner(
         wrap_model(model, tokenizer, name=STARTER),
         lora=None,
@@ -53,20 +89,18 @@ def build_starter(directory: Path, spec: BuildSpec, *, report: Callable[[str], N
         micro_tokens=spec.tokens_per_step * 2,
         autocast=torch.bfloat16,
     )
-    report(f"{sum(p.numel() for p in learner.parameters):,} parameters, {spec.steps} steps, seed {spec.seed}")
     start, smoothed = time.monotonic(), math.nan
-    for step, samples in zip(range(spec.steps), batches(spec, tokenizer), strict=False):
+    stream = batches(spec, tokenizer, lesson.mix, first_seed=spec.seed * 1_000_003 + number * 10_000)
+    warmup = min(spec.warmup_steps, lesson.steps // 4)
+    for step, samples in zip(range(lesson.steps), stream, strict=False):
         loss = learner.forward_backward_supervised(samples)["loss/cross_entropy"]
         rate = learning_rate_at(
-            step, peak=spec.learning_rate, warmup_steps=spec.warmup_steps, steps=spec.steps, schedule="cosine"
+            step, peak=lesson.learning_rate, warmup_steps=warmup, steps=lesson.steps, schedule="cosine"
         )
         learner.optim_step(learning_rate=rate)
         smoothed = loss if math.isnan(smoothed) else 0.95 * smoothed + 0.05 * loss
         if (step + 1) % 50 == 0:
-            report(f"step {step + 1}/{spec.steps}  loss {smoothed:.4f}  {time.monotonic() - start:.0f} s")
-        if save_every and (step + 1) % save_every == 0:
-            save(model, tokenizer, directory)
-    save(model, tokenizer, directory)
+            report(f"step {step + 1}/{lesson.steps}  loss {smoothed:.4f}  {time.monotonic() - start:.0f} s")
 
 
 def new_model(spec: BuildSpec, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -89,13 +123,15 @@ def new_model(spec: BuildSpec, tokenizer: PreTrainedTokenizerBase) -> PreTrained
     return AutoModelForCausalLM.from_config(config)
 
 
-def batches(spec: BuildSpec, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[Sample]]:
+def batches(
+    spec: BuildSpec, tokenizer: PreTrainedTokenizerBase, mix: Mix, *, first_seed: int
+) -> Iterator[list[Sample]]:
     """Endless batches of about `tokens_per_step` tokens; no conversation twice."""
     batch: list[Sample] = []
     used, chunk = 0, 0
     while True:
         chunk += 1
-        for conversation in supervised_conversations(spec.seed * 1_000_003 + chunk, 2000):
+        for conversation in supervised_conversations(first_seed + chunk, 2000, mix=mix):
             sample = encode_supervised(conversation["messages"], tokenizer, tools=conversation["tools"])
             length = len(sample.prompt_ids) + len(sample.completion_ids)
             if used + length > spec.tokens_per_step:

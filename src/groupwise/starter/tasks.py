@@ -19,8 +19,8 @@ import json
 import random
 import re
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from groupwise.errors import DataError
@@ -40,6 +40,8 @@ SKILL_WEIGHTS = {
 ASKED_STYLES = {"plain": 0.25, "bare": 0.40, "sentence": 0.08, "think": 0.12, "tags": 0.15}
 UNASKED_STYLES = {"bare": 0.60, "sentence": 0.20, "think": 0.10, "tags": 0.10}  # what a plain prompt is answered in
 STYLE_NOISE = 0.3  # share of answers in a style that was not asked for
+CURIOUS_SKILLS = {**SKILL_WEIGHTS, "add": 0.40, "sub": 0.30}  # later lessons: more of what is hard,
+CURIOUS_STYLES = {**ASKED_STYLES, "think": 0.40}  # and more of it worked out
 SYSTEM_SHARE = 0.1  # share of conversations that open with a system message
 SECOND_TURN_SHARE = 0.1  # share of conversations with a second problem in them
 
@@ -47,6 +49,16 @@ Style = Literal["plain", "bare", "sentence", "think", "tags"]
 Split = Literal["train", "test"]
 Conversation = dict[str, Any]
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What supervised conversations are made of: shares of the skills and of the styles that are asked for, and for a
+    style the share of answers that ignore it (`STYLE_NOISE` where it is not named)."""
+
+    skills: Mapping[str, float] = field(default_factory=lambda: SKILL_WEIGHTS)
+    asked: Mapping[str, float] = field(default_factory=lambda: ASKED_STYLES)
+    noise: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -281,20 +293,21 @@ SKILLS: dict[str, Skill] = {
 
 
 def supervised_conversations(
-    seed: int, n: int, split: Split = "train", *, style_noise: float = STYLE_NOISE
+    seed: int, n: int, split: Split = "train", *, mix: Mix | None = None
 ) -> list[Conversation]:
-    """`n` conversations {"messages", "tools", "skill"}, the skills mixed by `SKILL_WEIGHTS`; equal for equal arguments.
+    """`n` conversations {"messages", "tools", "skill"}, mixed as `mix` says; equal for equal arguments.
 
     Train the starter on "train" only; "test" is there to measure its loss on problems that it has not seen.
     """
     rng = random.Random(f"supervised/{split}/{seed}")
-    names, weights = list(SKILL_WEIGHTS), list(SKILL_WEIGHTS.values())
+    mix = mix or Mix()
+    names, weights = list(mix.skills), list(mix.skills.values())
     conversations = []
     for _ in range(n):
         skill = SKILLS[rng.choices(names, weights)[0]]
         messages = [{"role": "system", "content": rng.choice(SYSTEMS)}] if rng.random() < SYSTEM_SHARE else []
         for _ in range(2 if rng.random() < SECOND_TURN_SHARE else 1):
-            messages += _solved(_draw(skill, rng, split=split), rng, style_noise=style_noise)
+            messages += _solved(_draw(skill, rng, split=split), rng, mix=mix)
         tools = [CALCULATOR] if skill.name == "tool" else None
         conversations.append({"messages": messages, "tools": tools, "skill": skill.name})
     return conversations
@@ -371,14 +384,14 @@ def _asked(case: Case, rng: random.Random, *, style: Style) -> dict[str, Any]:
     return {"role": "user", "content": f"{case.question} {ask}".strip()}
 
 
-def _solved(case: Case, rng: random.Random, *, style_noise: float) -> list[dict[str, Any]]:
+def _solved(case: Case, rng: random.Random, *, mix: Mix) -> list[dict[str, Any]]:
     """The turns of one problem, from the question to the answer."""
     forms = SKILLS[case.skill].styles
-    asked = _pick(ASKED_STYLES, ("plain", *forms), rng)
+    asked = _pick(mix.asked, ("plain", *forms), rng)
     style: Style = asked
     if asked == "plain":
         style = _pick(UNASKED_STYLES, forms, rng)
-    elif rng.random() < style_noise:
+    elif rng.random() < mix.noise.get(asked, STYLE_NOISE):
         style = rng.choice([form for form in forms if form != asked])
     turns = [_asked(case, rng, style=asked)]
     if case.skill == "tool":
@@ -388,7 +401,7 @@ def _solved(case: Case, rng: random.Random, *, style_noise: float) -> list[dict[
     return [*turns, {"role": "assistant", "content": _styled(case, rng, style=style)}]
 
 
-def _pick(shares: dict[str, float], allowed: Sequence[str], rng: random.Random) -> Any:
+def _pick(shares: Mapping[str, float], allowed: Sequence[str], rng: random.Random) -> Any:
     names = [name for name in shares if name in allowed]
     return rng.choices(names, [shares[name] for name in names])[0]
 
