@@ -22,6 +22,7 @@ ROWS: tuple[tuple[str, Style], ...] = (
     *((skill, BARE) for skill in SKILLS),
     ("add", "sentence"),
     ("add", "think"),
+    ("sub", "think"),
     ("add", "tags"),
 )
 
