@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
@@ -105,6 +106,8 @@ def teach(
 
 def new_model(spec: BuildSpec, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """The untrained model."""
+    end: Any = tokenizer.eos_token_id  # an int; the stubs admit more
+    padding: Any = tokenizer.pad_token_id
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=spec.hidden_size,
@@ -117,8 +120,8 @@ def new_model(spec: BuildSpec, tokenizer: PreTrainedTokenizerBase) -> PreTrained
         max_position_embeddings=spec.context_length,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=end,
+        pad_token_id=padding,
     )
     return AutoModelForCausalLM.from_config(config)
 
