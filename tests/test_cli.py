@@ -246,7 +246,7 @@ def test_starter_info_measures_and_reads(model_dir, tmp_path, monkeypatch):
     missing = cli("starter", "info", "--dir", directory)
     assert missing.exit_code == 3 and "--measure" in missing.stderr
     measured = json.loads(cli("starter", "info", "--dir", directory, "--measure", "--problems", 1, "--json").stdout)
-    assert len(measured["skills"]) == 12 and all(0 <= row["greedy"] <= 1 for row in measured["skills"])
+    assert len(measured["skills"]) == 13 and all(0 <= row["greedy"] <= 1 for row in measured["skills"])
     write_report(directory, measured)
     assert json.loads(cli("starter", "info", "--dir", directory, "--json").stdout) == measured
     table = cli("starter", "info", "--dir", directory).stdout
@@ -259,7 +259,7 @@ def test_the_report_of_the_model_in_the_package_is_of_that_model():
     read = json.loads(cli("starter", "info", "--json").stdout)
     assert read["base_hash"] == load_model("starter").hash
     greedy = [row["greedy"] for row in read["skills"]]
-    assert len(greedy) == 12 and 0.1 < sum(greedy) / 12 < 0.9  # half good: GRPO has something to do
+    assert len(greedy) == 13 and 0.1 < sum(greedy) / 13 < 0.9  # half good: GRPO has something to do
 
 
 def test_held_out_problems_are_as_many_as_there_are():
