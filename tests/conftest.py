@@ -19,6 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from cli_project import Project, save_model
 from groupwise.model import LoadedModel, wrap_model
 from groupwise.starter.tasks import supervised_conversations
 from groupwise.starter.tokenizer import build_tokenizer, render
@@ -163,3 +164,16 @@ def make_adapter(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
         return directory
 
     return make
+
+
+@pytest.fixture(scope="session")
+def model_dir(make_base: MakeBase, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3 with its tokenizer, saved as a user would have it; only to be read."""
+    return save_model(make_base("qwen3", dtype=torch.float32, context=256), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def project(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+    """A folder with a configuration, prompts and a reward, which is the working directory."""
+    monkeypatch.chdir(tmp_path)
+    return Project.make(tmp_path, model=model_dir)

@@ -6,19 +6,8 @@ import shutil
 import pytest
 import torch
 
-from cli_project import Project, cli, row, save_model, write_rows
+from cli_project import Project, cli, row, write_rows
 from groupwise.adapter_files import WEIGHTS
-
-
-@pytest.fixture(scope="module")
-def model_dir(make_base, tmp_path_factory):
-    return save_model(make_base("qwen3", dtype=torch.float32, context=256), tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def project(model_dir, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return Project.make(tmp_path, model=model_dir)
 
 
 @pytest.fixture

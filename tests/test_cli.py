@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import groupwise
-from cli_project import Project, cli, row, save_model, write_rows
+from cli_project import cli, row, save_model, write_rows
 from groupwise.adapter_files import Provenance
 from groupwise.adapters import AdapterStore
 from groupwise.model import STARTER_DIR, load_model
@@ -22,17 +22,6 @@ from groupwise.starter.report import describe, write_report
 @pytest.fixture(scope="module")
 def base(make_base):
     return make_base("qwen3", dtype=torch.float32, context=256)
-
-
-@pytest.fixture(scope="module")
-def model_dir(base, tmp_path_factory):
-    return save_model(base, tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def project(model_dir, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return Project.make(tmp_path, model=model_dir)
 
 
 @pytest.fixture(scope="module")

@@ -12,24 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from cli_project import Project, cli, save_model
+from cli_project import Project, cli
 from groupwise.adapters import AdapterStore
 from groupwise.config import load_config
 from groupwise.engine.local import LocalEngine
 from groupwise.model import load_model
 from groupwise.tracking import read_metrics, read_rollouts
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
-
-
-@pytest.fixture(scope="module")
-def model_dir(make_base, tmp_path_factory):
-    return save_model(make_base("qwen3", dtype=torch.float32, context=256), tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def project(model_dir, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return Project.make(tmp_path, model=model_dir)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from groupwise.algo.advantage import AdvantageSpec
@@ -35,7 +36,7 @@ class Plan:
     loss: LossSpec
     advantage: AdvantageSpec
 
-    @property
+    @cached_property
     def config_hash(self) -> str:
         return hashlib.sha256(dump_resolved(self.config).encode()).hexdigest()[:16]
 
