@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from groupwise.algo.attention import ATTENTION, SharedPrompts
+from groupwise.backbone import Backbone
 from groupwise.chat import stop_ids
 from groupwise.errors import ModelError
 
@@ -125,11 +126,6 @@ def weights_hash(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def backbone(model: PreTrainedModel) -> nn.Module:
-    """The model without its LM head: forward gives `last_hidden_state`."""
-    return getattr(model, model.base_model_prefix)
-
-
 @dataclass(frozen=True)
 class Head:
     """The LM head and what the architecture does between it and the softmax: logits = softcap(scale * (W h + b))."""
@@ -191,11 +187,10 @@ def packed_forward_gap(model: PreTrainedModel) -> float:
     rows = [ids(n, p) for p, n in enumerate(prompts)] + [ids(n, 50 + b) for b, (_, n) in enumerate(completions)]
     positions = [list(range(n)) for n in prompts] + [list(range(prompts[p], prompts[p] + n)) for p, n in completions]
     layout = SharedPrompts(prompts, [n for _, n in completions], [p for p, _ in completions], device=model.device)
-    flat, where = (torch.tensor([list(chain(*x))], device=model.device) for x in (rows, positions))
+    flat, where = (torch.tensor(list(chain(*x)), device=model.device) for x in (rows, positions))
     head = Head.of(model)
     try:
-        packed = backbone(model)(input_ids=flat, position_ids=where, layout=layout, use_cache=False)
-        packed_SV = head.logits(packed.last_hidden_state[0]).log_softmax(-1)
+        packed_SV = head.logits(Backbone(model)(flat, where, layout)).log_softmax(-1)
     except (NotImplementedError, TypeError, ValueError, RuntimeError):
         return math.inf
     gaps: list[Tensor] = []

@@ -89,6 +89,7 @@ class SamplingParams:
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 and `min_p` 0 are off. `seed` fixes the draw of every completion:
     completion j of a prompt uses (seed, j), whatever else is in the batch. `stop` strings end a completion and are cut
     from its text; `stop_ids` are added to the model's own end-of-turn ids and, like them, stay in `token_ids`.
+    `top_logprobs` is how many of the likeliest tokens are reported beside each sampled one.
     """
 
     max_tokens: int = 256
@@ -100,6 +101,7 @@ class SamplingParams:
     stop_ids: tuple[int, ...] = ()
     seed: int | None = None
     ignore_eos: bool = False
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         checks = (
@@ -109,6 +111,7 @@ class SamplingParams:
             (self.top_k >= 0, f"top_k is {self.top_k}; it must be 0 (off) or more"),
             (0 <= self.min_p <= 1, f"min_p is {self.min_p}; it must be in [0, 1]"),
             (all(self.stop), "an empty stop string would stop at once; remove it"),
+            (self.top_logprobs >= 0, f"top_logprobs is {self.top_logprobs}; it must be 0 (none) or more"),
         )
         for valid, message in checks:
             if not valid:
@@ -117,12 +120,16 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingRequest:
-    """`n` completions of one prompt from one policy. `prompt_ids` must not be empty."""
+    """`n` completions of one prompt from one policy. `prompt_ids` must not be empty.
+
+    Somebody waits for an `interactive` request: it is admitted before those that are not.
+    """
 
     prompt_ids: tuple[int, ...]
     params: SamplingParams = SamplingParams()
     n: int = 1
     version: PolicyVersion = PolicyVersion()
+    interactive: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +151,7 @@ class Completion:
     `logprobs[t]` (nats) is the log-probability of `token_ids[t]` under the whole temperature-scaled distribution, which
     is what the trainer computes; with top_k, top_p or min_p on, the truncated distribution that was drawn from is
     narrower. The end-of-turn token, when there was one, is the last of `token_ids` and is not in `text`.
+    `top_logprobs[t]` are the likeliest (id, logprob) at t, likeliest first, where the request asked for them.
     """
 
     token_ids: tuple[int, ...]
@@ -151,6 +159,7 @@ class Completion:
     text: str
     finish_reason: FinishReason
     version: PolicyVersion = PolicyVersion()
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -437,7 +437,7 @@ def test_cancelling_frees_the_rows(open_engine, when: str):
     proceed.set()
     assert third.result(timeout=30) == expected[0]
     assert len(other.result(timeout=30)) == 2
-    assert engine._rows.active == 0 and not any(engine._rows.jobs)
+    assert engine.stats()["running"] == 0 and not engine._cache.lengths
 
 
 def test_a_timeout_in_a_task_cancels_its_request(open_engine):
@@ -460,3 +460,74 @@ def test_a_model_that_cannot_be_packed(make_base, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ModelError, match="another engine") as caught:
         LocalEngine(make_base())
     assert "packed forward" in caught.value.message
+
+
+# ---- what a server needs besides ----
+
+
+def test_a_stream_hears_every_token(open_engine):
+    """Each completion's tokens and logprobs in order, with the likeliest tokens where asked for."""
+    engine = open_engine()
+    asked = request(n=3, max_tokens=6, temperature=0.8, top_logprobs=4)
+    heard: dict[int, list] = {0: [], 1: [], 2: []}
+    [future] = engine.submit([asked], on_token=lambda index, *token: heard[index].append(token))
+    group = future.result(timeout=30)
+    for index, completion in enumerate(group):
+        expected = list(zip(completion.token_ids, completion.logprobs, completion.top_logprobs, strict=True))
+        assert heard[index] == expected and len(expected) == 6
+        for token, logprob, top in expected:
+            values = [value for _, value in top]
+            assert len({i for i, _ in top}) == 4 and values == sorted(values, reverse=True) and values[0] >= logprob
+            assert all(value == pytest.approx(logprob, abs=1e-12) for i, value in top if i == token)
+    assert engine.generate([request(n=3, max_tokens=6, temperature=0.8)])[0][0].top_logprobs == ()
+
+
+def test_score_is_what_sampling_reported(open_engine, make_base, make_adapter):
+    base = make_base("qwen3")
+    engine = open_engine()
+    engine.load(FIRST, make_adapter(base))
+    for version in (BASE, FIRST):
+        asked = request(3, version=version, temperature=0.7)
+        [[completion]] = engine.generate([asked])
+        scored = engine.score(asked.prompt_ids, completion.token_ids, version, temperature=0.7)
+        assert scored == pytest.approx(completion.logprobs, abs=1e-9)
+    assert engine.score((1, 2), (), BASE) == ()
+    with pytest.raises(AdapterNotFoundError):
+        engine.score((1, 2), (3,), SECOND)
+    with pytest.raises(ContextLengthError):
+        engine.score((1,) * 60, (2,) * 60, BASE)
+
+
+def test_a_composed_adapter_is_the_weighted_sum(open_engine, make_base, make_adapter):
+    """Against one adapter at its own scale, and one adapter added to itself in two halves."""
+    base = make_base("qwen3")
+    paths = {version: make_adapter(base, seed=version.number, rank=2) for version in (FIRST, SECOND)}
+    engine = open_engine()
+    for version, path in paths.items():
+        engine.load(version, path)
+    halves, both = PolicyVersion("halves", 1), PolicyVersion("both", 1)
+    engine.load_composed(halves, [(paths[FIRST], 0.25), (paths[FIRST], 0.75)])
+    engine.load_composed(both, [(paths[FIRST], 1.0), (paths[SECOND], 1.0)])
+
+    def score(version: PolicyVersion) -> tuple[float, ...]:
+        return engine.score((1, 2, 3), (4, 5, 6), version)
+
+    assert score(halves) == pytest.approx(score(FIRST), abs=1e-9)
+    assert score(both) != pytest.approx(score(FIRST), abs=1e-3)
+
+
+def test_interactive_requests_go_first(open_engine):
+    """A batch fills the rows that it may have; who waits in person is served from those kept back, and before it."""
+    engine = open_engine(max_rows=4, reserved_rows=1)
+    reached, proceed = held(engine)
+    batch = engine.submit([request(i, n=3, max_tokens=12) for i in range(4)])
+    assert reached.wait(30)
+    person = engine.submit([SamplingRequest(prompt_ids=(1, 2), params=SamplingParams(max_tokens=3), interactive=True)])
+    assert engine.stats() == {"running": 3, "waiting": 10, "adapters": 0}
+    order: list[str] = []
+    for name, future in (("batch", batch[1]), ("person", person[0])):
+        future.add_done_callback(lambda _, name=name: order.append(name))
+    proceed.set()
+    assert len(batch[-1].result(timeout=30)) == 3 and order[0] == "person"
+    with pytest.raises(ConfigError, match="reserved_rows"):
+        open_engine(max_rows=4, reserved_rows=4)

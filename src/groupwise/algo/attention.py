@@ -48,8 +48,15 @@ class Scoring:
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
         """[..., i, D] x [..., j, D] -> [..., i, j], scaled and capped, not masked; float32 for 16-bit inputs."""
-        scores = (query * self.scaling) @ key.transpose(-1, -2)
-        scores = scores.float() if scores.itemsize == 2 else scores  # a softmax in 16 bits is off by a percent
+        return self.finished(self.scaled(query) @ key.transpose(-1, -2))
+
+    def scaled(self, query: Tensor) -> Tensor:
+        """The query as it is multiplied with keys."""
+        return query * self.scaling
+
+    def finished(self, products: Tensor) -> Tensor:
+        """Products of scaled queries and keys -> scores."""
+        scores = products.float() if products.itemsize == 2 else products  # a softmax in 16 bits is off by a percent
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
 
@@ -136,14 +143,14 @@ class SharedPrompts:
         split = self.prompt_tokens
         out = []
         query_PLHD, key_PLKD, value_PLKD = (
-            _spread(x[:split], self.prompt_slots, self.P, self.L) for x in (query_SHD, key_SKD, value_SKD)
+            spread(x[:split], self.prompt_slots, self.P, self.L) for x in (query_SHD, key_SKD, value_SKD)
         )
         if self.L:
             out_PLHD = _causal(query_PLHD, key_PLKD, value_PLKD, self.gap_LL, scoring)
             out.append(_collect(out_PLHD, self.prompt_slots))
         if self.C:
             query_BCHD, key_BCKD, value_BCKD = (
-                _spread(x[split:], self.completion_slots, self.P * self.G, self.C)
+                spread(x[split:], self.completion_slots, self.P * self.G, self.C)
                 for x in (query_SHD, key_SKD, value_SKD)
             )
             if self.L:
@@ -158,31 +165,17 @@ class SharedPrompts:
     ) -> Tensor:
         """query [P*G, C, H, D], key and value [P*G, C, K, D] -> [P*G, C, H, D]."""
         P, G, C, K, D = self.P, self.G, self.C, key.shape[2], key.shape[3]
-        R = query.shape[2] // K
-        query_BKRCD = query.view(P * G, C, K, R, D).permute(0, 2, 3, 1, 4)
-        key_BKCD, value_BKCD = key.transpose(1, 2), value.transpose(1, 2)
-        own = scoring.scores(query_BKRCD.reshape(P * G, K, R * C, D), key_BKCD).view(P * G, K, R, C, C)
-        own = own.masked_fill(_hidden(self.gap_CC, scoring.window), float("-inf"))
-        query_PKND = query.view(P, G, C, K, R, D).permute(0, 3, 4, 1, 2, 5).reshape(P, K, R * G * C, D)
-        shared = scoring.scores(query_PKND, key_PLKD.transpose(1, 2))  # [P, K, R*G*C, L]
+        query_BKRCD = scoring.scaled(query).view(P * G, C, K, -1, D).permute(0, 2, 3, 1, 4)
+        hidden_prompt = None
         if self.ragged or scoring.window is not None:
-            shared = shared.view(P, K, R * G, C, self.L).masked_fill(self._hidden_prompt(scoring.window), float("-inf"))
-            shared = shared.view(P, K, R * G * C, self.L)
-
-        def like_own(x: Tensor) -> Tensor:  # [P, K, R*G*C, n] -> [P*G, K, R, C, n]
-            return x.view(P, K, R, G, C, -1).permute(0, 3, 1, 2, 4, 5).reshape(P * G, K, R, C, -1)
-
-        def like_shared(x: Tensor) -> Tensor:  # the inverse
-            return x.view(P, G, K, R, C, -1).permute(0, 2, 3, 1, 4, 5).reshape(P, K, R * G * C, -1)
-
-        with torch.no_grad():
-            top = torch.maximum(like_own(shared.amax(-1, keepdim=True)), own.amax(-1, keepdim=True))
-        own = torch.exp(own - top)
-        shared = torch.exp(shared - like_shared(top))
-        total = own.sum(-1, keepdim=True) + like_own(shared.sum(-1, keepdim=True))
-        mixed = (own.view(P * G, K, R * C, C).to(value.dtype) @ value_BKCD).view(P * G, K, R, C, D)
-        mixed = mixed + like_own(shared.to(value.dtype) @ value_PLKD.transpose(1, 2))
-        return (mixed / total).to(value.dtype).permute(0, 3, 1, 2, 4).reshape(P * G, C, K * R, D)
+            hidden_prompt = self._hidden_prompt(scoring.window)
+        hidden_own = _hidden(self.gap_CC, scoring.window)
+        heads = (key.transpose(1, 2), value.transpose(1, 2), key_PLKD.transpose(1, 2), value_PLKD.transpose(1, 2))
+        if scoring.softcap is None:
+            out_BKRCD = _Merged.apply(query_BKRCD, *heads, hidden_own, hidden_prompt)
+        else:
+            out_BKRCD, *_ = _merge(query_BKRCD, *heads, hidden_own, hidden_prompt, scoring)
+        return out_BKRCD.permute(0, 3, 1, 2, 4).reshape(P * G, C, -1, D)  # type: ignore[union-attr]
 
     def _hidden_prompt(self, window: int | None) -> Tensor:
         """[P, 1, 1, 1 or C, L], True where a completion token may not see a prompt key."""
@@ -190,6 +183,85 @@ class SharedPrompts:
         if window is not None:
             hidden = hidden | (self.gap_PCL >= window)
         return hidden[:, None, None]
+
+
+def _merge(
+    query_BKRCD: Tensor,
+    key_BKCD: Tensor,
+    value_BKCD: Tensor,
+    key_PKLD: Tensor,
+    value_PKLD: Tensor,
+    hidden_own: Tensor,
+    hidden_prompt: Tensor | None,
+    scoring: Scoring,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """-> (attention of scaled queries over both key sets [B, K, R, C, D], and its exponentials: own [B, K, R, C, C],
+    the prompt's [P, K, G*R*C, L], and their sum over both [B, K, R, C, 1])."""
+    B, K, R, C, D = query_BKRCD.shape
+    P, L = key_PKLD.shape[0], key_PKLD.shape[2]
+    own = scoring.finished(query_BKRCD.reshape(B, K, R * C, D) @ key_BKCD.transpose(-1, -2)).view(B, K, R, C, C)
+    own = own.masked_fill(hidden_own, float("-inf"))
+    shared = scoring.finished(_by_prompt(query_BKRCD, P) @ key_PKLD.transpose(-1, -2))
+    if hidden_prompt is not None:
+        shared = shared.view(P, K, -1, C, L).masked_fill(hidden_prompt, float("-inf")).view(P, K, -1, L)
+    with torch.no_grad():
+        top = torch.maximum(_by_row(shared.amax(-1, keepdim=True), own), own.amax(-1, keepdim=True))
+    own, shared = (own - top).exp_(), (shared - _by_prompt(top, P)).exp_()
+    total = own.sum(-1, keepdim=True) + _by_row(shared.sum(-1, keepdim=True), own)
+    mixed = (own.view(B, K, R * C, C).to(value_BKCD.dtype) @ value_BKCD).view(B, K, R, C, D)
+    mixed = mixed + _by_row(shared.to(value_PKLD.dtype) @ value_PKLD, own)
+    return (mixed / total).to(value_BKCD.dtype), own, shared, total
+
+
+class _Merged(torch.autograd.Function):
+    """`_merge` without a softcap, and its gradient. With E the exponentials, Z their sum, O = E V / Z:
+
+        dV = E^T (dO / Z)      dS = E * ((dO / Z) V^T - sum(dO * O) / Z)      dQ = dS K      dK = dS^T Q
+
+    for each of the two key sets. (Autograd would come to the same with more passes over [G*R*C, L].)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, *rest: Tensor | None) -> Tensor:
+        out, own, shared, total = _merge(query, *rest, Scoring(1.0))  # type: ignore[arg-type]
+        ctx.save_for_backward(query, *rest[:4], out, own, shared, total)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor):
+        query, key, value, prompt_key, prompt_value, out, own, shared, total = ctx.saved_tensors
+        B, K, R, C, _ = query.shape
+        P = prompt_key.shape[0]
+        grad = grads[0].to(total.dtype) / total
+        along = (grad * out).sum(-1, keepdim=True)
+        grad = grad.to(value.dtype)
+        flat, exact = (B, K, R * C, -1), total.dtype
+
+        grad_own = (grad.reshape(flat) @ value.transpose(-1, -2)).to(exact).view(own.shape)
+        grad_own = grad_own.sub_(along).mul_(own).to(value.dtype).view(flat)
+        grad_value = own.view(flat).to(value.dtype).transpose(-1, -2) @ grad.reshape(flat)
+        grad_key = grad_own.transpose(-1, -2) @ query.reshape(flat)
+        grad_query = (grad_own @ key).view(query.shape)
+
+        by_prompt = _by_prompt(grad, P)
+        grad_shared = (by_prompt @ prompt_value.transpose(-1, -2)).to(exact)
+        grad_shared = grad_shared.sub_(_by_prompt(along, P)).mul_(shared).to(value.dtype)
+        grad_prompt_value = shared.to(value.dtype).transpose(-1, -2) @ by_prompt
+        grad_prompt_key = grad_shared.transpose(-1, -2) @ _by_prompt(query, P)
+        grad_query = grad_query + _by_row(grad_shared @ prompt_key, own)
+        return grad_query, grad_key, grad_value, grad_prompt_key, grad_prompt_value, None, None
+
+
+def _by_prompt(x_BKRCn: Tensor, P: int) -> Tensor:
+    """[P*G, K, R, C, n] -> [P, K, R*G*C, n]."""
+    B, K, R, C, n = x_BKRCn.shape
+    return x_BKRCn.view(P, B // P, K, R, C, n).permute(0, 2, 3, 1, 4, 5).reshape(P, K, -1, n)
+
+
+def _by_row(x_PKNn: Tensor, like: Tensor) -> Tensor:
+    """[P, K, R*G*C, n] -> [P*G, K, R, C, n]; `like` [P*G, K, R, C, ...] has the sizes."""
+    (B, K, R, C), (P, n) = like.shape[:4], (x_PKNn.shape[0], x_PKNn.shape[-1])
+    return x_PKNn.view(P, K, R, B // P, C, n).permute(0, 3, 1, 2, 4, 5).reshape(B, K, R, C, n)
 
 
 def _causal(query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, gap_TT: Tensor, scoring: Scoring) -> Tensor:
@@ -223,7 +295,7 @@ def _slots(places: Sequence[tuple[int, int]], width: int, height: int, device: t
     return torch.cat(lines).to(device) if lines else torch.zeros(0, dtype=torch.long, device=device)
 
 
-def _spread(x_SHD: Tensor, slots: Tensor | None, height: int, width: int) -> Tensor:
+def spread(x_SHD: Tensor, slots: Tensor | None, height: int, width: int) -> Tensor:
     """Packed tokens -> zero-padded [height, width, heads, D]."""
     if slots is not None:
         x_SHD = x_SHD.new_zeros(height * width, *x_SHD.shape[1:]).index_copy(0, slots, x_SHD)
@@ -231,6 +303,6 @@ def _spread(x_SHD: Tensor, slots: Tensor | None, height: int, width: int) -> Ten
 
 
 def _collect(x: Tensor, slots: Tensor | None) -> Tensor:
-    """The inverse of `_spread`."""
+    """The inverse of `spread`."""
     flat = x.reshape(-1, *x.shape[2:])
     return flat if slots is None else flat.index_select(0, slots)

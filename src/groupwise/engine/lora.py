@@ -1,10 +1,10 @@
 """Several adapters in one batch: every row of a forward may belong to another policy version.
 
-The base modules stay as they are. A forward hook on each linear module that some adapter targets adds
+    y = x W^T;   y[rows] += (x[rows] A^T) B^T * scale      for each adapter present in the batch
 
-    y[rows] += (x[rows] A^T) B^T * scale
-
-for each adapter present in the batch; base rows cost nothing. When all rows share one adapter no row is gathered.
+Base rows cost nothing. When one policy has the whole batch, which is how training samples, its weights are merged and
+an adapter costs nothing either: W + scale (B A), in float32 and float64 only (16 bits would round the update away), for
+as many policies as fit in `MERGED_BYTES`. The base weights themselves are never written to.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from groupwise.errors import AdapterError
+
+MERGED_BYTES = 512 << 20
 
 _PREFIX = "base_model.model."
 
@@ -69,14 +72,31 @@ def _alpha(patterns: dict[str, float] | None, module: str, default: float) -> fl
     return next((v for k, v in (patterns or {}).items() if re.fullmatch(rf"(.*\.)?({k})", module)), default)
 
 
-class AdapterBank:
-    """Adds the adapters of the current batch to a model's linear modules."""
+def add_adapters(parts: Sequence[tuple[AdapterWeights, float]]) -> AdapterWeights:
+    """The adapter whose update is the weighted sum of others': their ranks side by side."""
+    pairs = {}
+    for name in dict.fromkeys(name for weights, _ in parts for name in weights.pairs):
+        halves = [(*weights.pairs[name], scale) for weights, scale in parts if name in weights.pairs]
+        pairs[name] = torch.cat([a for a, _, _ in halves], 1), torch.cat([b * scale for _, b, scale in halves], 0)
+    return AdapterWeights(pairs)
 
-    def __init__(self, model: PreTrainedModel):
+
+class AdapterBank:
+    """Applies the adapters of the current batch to a model's linear modules: as `project` where the model runs through
+    the lean backbone, by forward hooks where it runs as transformers wrote it."""
+
+    def __init__(self, model: PreTrainedModel, *, lean: bool):
         head = model.get_output_embeddings()  # applied without being called, so a hook would not hear of it
         self._modules = {name: module for name, module in model.named_modules() if module is not head}
-        self._hooked: set[str] = set()
+        self._names = {id(module): name for name, module in self._modules.items()}
+        self._lean, self._hooked = lean, set[str]()
         self._batch: list[tuple[AdapterWeights, Tensor | None]] = []
+        linear = [module.weight for module in self._modules.values() if type(module) is nn.Linear]
+        size = sum(weight.numel() * weight.itemsize for weight in linear)
+        exact = all(weight.dtype in (torch.float32, torch.float64) for weight in linear)
+        self._most_merged = MERGED_BYTES // max(size, 1) if lean and exact else 0
+        self._merged: OrderedDict[int, tuple[AdapterWeights | None, _Products]] = OrderedDict()  # by id, oldest first
+        self._alone: _Products | None = None
 
     def prepare(self, weights: AdapterWeights) -> None:
         """Make sure that every module `weights` targets is heard. Raises AdapterError if one is missing or unfit."""
@@ -88,29 +108,85 @@ class AdapterBank:
                     f"the adapter targets {name!r} with shape {(a.shape[0], b.shape[1])}; this model has {shape}",
                     hint="the adapter was trained on another base model",
                 )
-            if name not in self._hooked:
+            if not self._lean and name not in self._hooked:
                 module.register_forward_hook(self._hook(name))
                 self._hooked.add(name)
 
-    def select(self, rows: Sequence[tuple[AdapterWeights, Tensor | None]]) -> None:
-        """Set the adapters of the next forwards: (weights, indices of the tokens that use them, None for all)."""
-        self._batch = list(rows)
+    def forget(self, weights: AdapterWeights | None) -> None:
+        """Drop what was merged for an adapter that is unloaded, or for base weights that have changed."""
+        self._merged.pop(id(weights), None)
 
-    def _hook(self, name: str) -> Callable[..., Tensor | None]:
-        def add(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-            for weights, rows in self._batch:
-                pair = weights.pairs.get(name)
-                if pair is None:
-                    continue
-                x = args[0] if rows is None else args[0].index_select(-2, rows)
-                delta = (x.to(pair[0].dtype) @ pair[0]) @ pair[1]
-                if rows is None:
-                    output = (output + delta).to(output.dtype)
-                else:
-                    output = output.index_add(-2, rows, delta.to(output.dtype))
-            return output
+    def select(self, owners: Sequence[AdapterWeights | None]) -> None:
+        """Set the adapters of the next forwards: one for each token of the packed row, None where it is the base."""
+        distinct = {id(weights): weights for weights in owners}
+        self._batch, self._alone = [], None
+        if len(distinct) == 1 and self._most_merged:
+            self._alone = self._products(owners[0])
+            return
+        for key, weights in distinct.items():
+            if weights is not None:
+                rows = [i for i, owner in enumerate(owners) if id(owner) == key] if len(distinct) > 1 else None
+                device = next(iter(weights.pairs.values()))[0].device if weights.pairs else None
+                self._batch.append((weights, None if rows is None else torch.tensor(rows, device=device)))
 
-        return add
+    def project(self, modules: Sequence[nn.Module], x: Tensor) -> Tensor:
+        """`backbone.Project`: one product for all of `modules` when one policy has the whole batch, else the base's
+        products and each adapter's on its own rows."""
+        if self._alone is not None:
+            return self._alone.project(modules, x)
+        outputs = [self._adapted(self._names[id(module)], x, module(x)) for module in modules]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+
+    def _products(self, weights: AdapterWeights | None) -> _Products:
+        """The merged weights of a policy, made when it first has a batch to itself and kept while there is room."""
+        if id(weights) not in self._merged:
+            while len(self._merged) >= self._most_merged:
+                self._merged.popitem(last=False)
+            self._merged[id(weights)] = weights, _Products(self._names, weights)
+        self._merged.move_to_end(id(weights))
+        return self._merged[id(weights)][1]
+
+    def _adapted(self, name: str, x: Tensor, output: Tensor) -> Tensor:
+        for weights, rows in self._batch:
+            pair = weights.pairs.get(name)
+            if pair is None:
+                continue
+            mine = x if rows is None else x.index_select(-2, rows)
+            delta = (mine.to(pair[0].dtype) @ pair[0]) @ pair[1]
+            if rows is None:
+                output = (output + delta).to(output.dtype)
+            else:
+                output = output.index_add(-2, rows, delta.to(output.dtype))
+        return output
+
+    def _hook(self, name: str) -> Callable[..., Tensor]:
+        return lambda module, args, output: self._adapted(name, args[0], output)
+
+
+class _Products:
+    """Merged weights W + (A B)^T of the modules that share an input, one matrix for all of them."""
+
+    def __init__(self, names: Mapping[int, str], weights: AdapterWeights | None):
+        self._names, self._pairs = names, {} if weights is None else weights.pairs
+        self._made: dict[int, tuple[Tensor, Tensor | None]] = {}  # by the first module's id
+
+    def project(self, modules: Sequence[nn.Module], x: Tensor) -> Tensor:
+        made = self._made.get(id(modules[0]))
+        if made is None:
+            made = self._made[id(modules[0])] = self._merge(modules)
+        return nn.functional.linear(x, *made)
+
+    def _merge(self, modules: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
+        matrices = []
+        for module in modules:
+            pair = self._pairs.get(self._names[id(module)])
+            matrices.append(module.weight if pair is None else module.weight + (pair[0] @ pair[1]).T)
+        biases = [module.bias for module in modules]
+        whole = None
+        if any(bias is not None for bias in biases):
+            columns = zip(biases, matrices, strict=True)
+            whole = torch.cat([m.new_zeros(m.shape[0]) if b is None else b for b, m in columns])
+        return (matrices[0] if len(matrices) == 1 else torch.cat(matrices)), whole
 
 
 def _in_out(module: nn.Module) -> tuple[int, int] | None:

@@ -12,6 +12,7 @@ Shapes: B rows, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,33 +47,60 @@ def completion_seed(seed: int, index: int) -> int:
 
 @dataclass(frozen=True)
 class RowParams:
-    """Sampling parameters of the B rows, as tensors (float64, int64). `truncated` says whether any row uses top-k,
-    top-p or min-p."""
+    """Sampling parameters of the B rows, as tensors (float64, int64). `truncated` says whether any row may use top-k,
+    top-p or min-p, `greedy` whether any may have temperature 0."""
 
     temperature_B: Tensor
     top_k_B: Tensor
     top_p_B: Tensor
     min_p_B: Tensor
     truncated: bool
+    greedy: bool = True
 
 
 def sample_tokens(logits_BV: Tensor, params: RowParams, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     """-> (token_B int64, logprob_B in the logits' type). `uniform_B` is float64 in [0, 1)."""
-    greedy_B = params.temperature_B == 0
-    scale_B = torch.where(greedy_B, 1.0, params.temperature_B.clamp(min=COLDEST)).to(logits_BV.dtype)
-    logprobs_BV = (logits_BV / scale_B[:, None]).log_softmax(-1)
-    probs_BV = logprobs_BV.double().exp()
+    logprobs_BV = scaled_logprobs(logits_BV, params.temperature_B)
+    probs_BV = logprobs_BV.exp()
     if params.truncated:
-        probs_BV = truncate(probs_BV, params)
-    cumulative_BV = probs_BV.cumsum(-1)
-    total_B1 = cumulative_BV[:, -1:].contiguous()
-    token_B1 = torch.searchsorted(cumulative_BV, uniform_B[:, None] * total_B1, right=True)
-    # rounding may point one past the last token that has any probability
-    last_B1 = torch.searchsorted(cumulative_BV, total_B1)
-    token_B = torch.minimum(token_B1, last_B1)[:, 0].clamp(max=logits_BV.shape[-1] - 1)  # NaN logits stay in range
-    if bool(greedy_B.any()):
-        token_B = torch.where(greedy_B, logits_BV.argmax(-1), token_B)
+        probs_BV = truncate(probs_BV.double(), params)
+    token_B = _draw(probs_BV, uniform_B)
+    if params.greedy:
+        token_B = torch.where(params.temperature_B == 0, logits_BV.argmax(-1), token_B)
     return token_B, logprobs_BV.gather(-1, token_B[:, None])[:, 0]
+
+
+def _draw(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
+    """The tokens at which the cumulative distributions pass `uniform_B`, which is all in float64.
+
+    In two steps, first among blocks of about sqrt(V) tokens and then in one: a running sum is slow, and so is short.
+    """
+    B, V = probs_BV.shape
+    width = math.isqrt(V - 1) + 1
+    if V % width:
+        probs_BV = torch.nn.functional.pad(probs_BV, (0, width - V % width))
+    blocks = probs_BV.view(B, -1, width)
+    upto = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    target_B1 = uniform_B[:, None] * upto[:, -1:]
+    block_B1 = _passed(upto, target_B1)
+    before_B1 = upto.gather(1, (block_B1 - 1).clamp(min=0)).masked_fill(block_B1 == 0, 0.0)
+    within = blocks[torch.arange(B, device=blocks.device), block_B1[:, 0]].cumsum(-1, dtype=torch.float64)
+    token_B1 = block_B1 * width + _passed(within, (target_B1 - before_B1).clamp(min=0))
+    return token_B1[:, 0].clamp(max=V - 1)  # NaN logits stay in range
+
+
+def _passed(cumulative_BN: Tensor, target_B1: Tensor) -> Tensor:
+    """The first index above the target; where rounding says none is, the last that adds anything."""
+    total_B1 = cumulative_BN[:, -1:].contiguous()
+    index_B1 = torch.searchsorted(cumulative_BN, target_B1, right=True)
+    last_B1 = torch.searchsorted(cumulative_BN, total_B1)
+    return torch.minimum(index_B1, last_B1).clamp(max=cumulative_BN.shape[1] - 1)
+
+
+def scaled_logprobs(logits_BV: Tensor, temperature_B: Tensor) -> Tensor:
+    """log softmax(logits / temperature); the untempered one where the temperature is 0."""
+    scale_B = torch.where(temperature_B == 0, 1.0, temperature_B.clamp(min=COLDEST)).to(logits_BV.dtype)
+    return (logits_BV / scale_B[:, None]).log_softmax(-1)
 
 
 def truncate(probs_BV: Tensor, params: RowParams) -> Tensor:

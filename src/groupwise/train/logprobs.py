@@ -27,9 +27,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from groupwise.algo.batch import MicroBatch
-from groupwise.model import Head, backbone, plain_attention
+from groupwise.backbone import Backbone
+from groupwise.model import Head, plain_attention
+from groupwise.train.lora import project_with_lora
 
-TILE_VALUES = 1 << 22  # logits per tile: 16 MiB in float32
+TILE_VALUES = 1 << 20  # logits per tile: 4 MiB in float32, which stay in a CPU's cache
 
 
 class _FusedHead(torch.autograd.Function):
@@ -46,11 +48,13 @@ class _FusedHead(torch.autograd.Function):
         exact = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
         logprob_N, entropy_N, lse_N = (hidden_NH.new_empty(len(target_N), dtype=exact) for _ in range(3))
         for tile in _tiles(len(target_N), weight_VH.shape[0]):
-            z = head.logits(hidden_NH[tile]).div_(temperature)
+            z = head.logits(hidden_NH[tile])
+            z = z if temperature == 1 else z.div_(temperature)
             lse = z.logsumexp(-1)
             lse_N[tile] = lse
             logprob_N[tile] = z.gather(-1, target_N[tile, None])[:, 0] - lse
-            entropy_N[tile] = lse - (torch.exp(z - lse[:, None]) * z).sum(-1)
+            p = (z - lse[:, None]).exp_()
+            entropy_N[tile] = lse - p.mul_(z).sum(-1)
         ctx.save_for_backward(hidden_NH, weight_VH, target_N, lse_N, entropy_N)
         ctx.head, ctx.temperature, ctx.autocast = head, temperature, _autocast_type(hidden_NH.device.type)
         return logprob_N, entropy_N
@@ -67,15 +71,18 @@ class _FusedHead(torch.autograd.Function):
         for tile in _tiles(len(target_N), weight_VH.shape[0]):
             with torch.autocast(hidden_NH.device.type, dtype=ctx.autocast, enabled=ctx.autocast is not None):
                 logits = head.logits(hidden_NH[tile])  # rounded as in the forward pass, or p would not sum to 1
-            z = logits / ctx.temperature - lse_N[tile, None]  # log-probabilities
-            p = torch.exp(z)
-            grad = p * -grad_logprob_N[tile, None]
-            grad.scatter_add_(1, target_N[tile, None], grad_logprob_N[tile, None])
+            z = logits / ctx.temperature if ctx.temperature != 1 else logits
+            p = (z - lse_N[tile, None]).exp_()
+            slope = grad_logprob_N[tile, None] * (head.scale / ctx.temperature)
             if wants_entropy:
-                grad -= p * (z + entropy_N[tile, None]) * grad_entropy_N[tile, None]
+                z = (z - (lse_N - entropy_N)[tile, None]).mul_(grad_entropy_N[tile, None])
+                grad = p.mul_(z.add_(grad_logprob_N[tile, None])).mul_(-head.scale / ctx.temperature)
+            else:
+                grad = p.mul_(-slope)
+            grad.scatter_add_(1, target_N[tile, None], slope)
             if head.softcap is not None:
                 grad *= 1 - (logits / head.softcap) ** 2
-            grad = grad.mul_(head.scale / ctx.temperature).to(weight_VH.dtype)
+            grad = grad.to(weight_VH.dtype)
             grad_hidden_NH[tile] = (grad @ weight_VH).to(hidden_NH.dtype)
             if grad_weight_VH is not None:
                 grad_weight_VH += grad.T @ hidden_NH[tile]
@@ -105,10 +112,8 @@ def fused_logprobs(
 
 def packed_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """The one forward. -> (logprobs_N, entropy_N), float32 (float64 for a float64 model)."""
-    out = backbone(model)(
-        input_ids=batch.input_ids_S[None], position_ids=batch.positions_S[None], layout=batch.layout, use_cache=False
-    )
-    hidden_NH = out.last_hidden_state[0].index_select(0, batch.source_N)
+    hidden_SH = Backbone(model, project_with_lora)(batch.input_ids_S, batch.positions_S, batch.layout)
+    hidden_NH = hidden_SH.index_select(0, batch.source_N)
     return fused_logprobs(hidden_NH, Head.of(model), batch.target_N, temperature=temperature)
 
 

@@ -1,0 +1,146 @@
+"""The rows that an engine decodes: who each belongs to, and its state as tensors with a line per row.
+
+A *row* is one completion being decoded. Lines 0..active-1 are in use: rows are added behind the last, and when some are
+done the last ones move into their places, so that a step always works on one dense block. What a step needs to know
+about all rows together (does any have stop strings, is any greedy, which adapters are there) is worked out when rows
+come and go and not at every step.
+
+Shapes: B active rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from groupwise.engine.lora import AdapterWeights
+from groupwise.engine.sampling import RowParams, completion_seed
+from groupwise.types import Completion, SamplingRequest
+
+# (completion index, token id, logprob, the likeliest tokens where asked for); called in the engine's thread
+TokenSink = Callable[[int, int, float, tuple[tuple[int, float], ...]], None]
+
+
+@dataclass
+class Job:
+    """A submitted request: its future, and the completions that are done."""
+
+    request: SamplingRequest
+    weights: AdapterWeights | None
+    max_tokens: int
+    seed: int
+    on_token: TokenSink | None = None
+    future: Future[list[Completion]] = field(default_factory=Future)
+    done: dict[int, Completion] = field(default_factory=dict)
+    started: int = 0  # completions that have been given a row
+
+    def settle(self, outcome: list[Completion] | Exception) -> None:
+        """Answer whoever waits, unless nobody does any more."""
+        if self.future.done() or not self.future.set_running_or_notify_cancel():
+            return
+        if isinstance(outcome, Exception):
+            self.future.set_exception(outcome)
+        else:
+            self.future.set_result(outcome)
+
+
+@dataclass
+class Row:
+    """Whose completion a row is: the request's `index`-th, of the prompt in the cache's `slot`."""
+
+    job: Job
+    index: int
+    slot: int
+    alternatives: list[tuple[tuple[int, float], ...]] = field(default_factory=list)  # with top_logprobs
+
+    @property
+    def watched(self) -> bool:
+        """Whether Python looks at every token: stop strings or ids, a stream, alternatives."""
+        params = self.job.request.params
+        return bool(params.stop or params.stop_ids or params.top_logprobs or self.job.on_token)
+
+
+class Rows:
+    """The state of up to `most` rows."""
+
+    def __init__(self, most: int, device: torch.device):
+        self.most, self.device = most, device
+        self.owners: list[Row] = []
+
+        def column(dtype: torch.dtype) -> Tensor:
+            return torch.zeros(most, dtype=dtype, device=device)
+
+        self.token, self.position = column(torch.long), column(torch.long)
+        self.count, self.limit = column(torch.long), column(torch.long)
+        self.temperature, self.top_p, self.min_p = (column(torch.float64) for _ in range(3))
+        self.top_k = column(torch.long)
+        self.watch_eos = column(torch.bool)
+        self.seed = np.zeros(most, dtype=np.uint64)
+        self.tokens = torch.zeros(most, 0, dtype=torch.long, device=device)
+        self.logprobs = torch.zeros(most, 0, dtype=torch.float64, device=device)
+        self._note()
+
+    @property
+    def active(self) -> int:
+        return len(self.owners)
+
+    def reserve(self, length: int) -> None:
+        """Make room for completions of `length` tokens."""
+        missing = length - self.tokens.shape[1]
+        if missing > 0:
+            self.tokens = torch.nn.functional.pad(self.tokens, (0, missing))
+            self.logprobs = torch.nn.functional.pad(self.logprobs, (0, missing))
+
+    def add(self, job: Job, n: int, *, slot: int) -> None:
+        """Give the next `n` completions of `job` the next `n` rows."""
+        params = job.request.params
+        at = slice(self.active, self.active + n)
+        self.count[at], self.limit[at], self.position[at] = 0, job.max_tokens, len(job.request.prompt_ids)
+        self.temperature[at], self.top_p[at], self.min_p[at] = params.temperature, params.top_p, params.min_p
+        self.top_k[at], self.watch_eos[at] = params.top_k, not params.ignore_eos
+        for row in range(at.start, at.stop):
+            self.owners.append(Row(job, job.started, slot))
+            self.seed[row] = completion_seed(job.seed, job.started)
+            job.started += 1
+        self._note()
+
+    def params(self, at: slice) -> RowParams:
+        """The sampling parameters of some of the rows."""
+        columns = (self.temperature[at], self.top_k[at], self.top_p[at], self.min_p[at])
+        return RowParams(*columns, truncated=self.truncated, greedy=self.greedy)
+
+    def remove(self, finished: Collection[int]) -> tuple[Tensor, Tensor] | None:
+        """Move the last rows into the finished ones' places; (from, to), or None when nothing had to move."""
+        active = self.active - len(finished)
+        holes = sorted(row for row in finished if row < active)
+        movers = [row for row in range(active, self.active) if row not in finished]
+        moved = None
+        if holes:
+            source, target = moved = torch.tensor(movers, device=self.device), torch.tensor(holes, device=self.device)
+            for column in self._columns():
+                column[target] = column[source]
+            self.seed[holes] = self.seed[movers]
+            for hole, mover in zip(holes, movers, strict=True):
+                self.owners[hole] = self.owners[mover]
+        del self.owners[active:]
+        self._note()
+        return moved
+
+    def _columns(self) -> tuple[Tensor, ...]:
+        return (
+            self.token, self.position, self.count, self.limit, self.temperature, self.top_p, self.min_p, self.top_k,
+            self.watch_eos, self.tokens, self.logprobs,
+        )  # fmt: skip
+
+    def _note(self) -> None:
+        """Work out what the next steps need to know of all rows together."""
+        every = [row.job.request.params for row in self.owners]
+        self.truncated = any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in every)
+        self.greedy = any(p.temperature == 0 for p in every)
+        self.watched = [i for i, row in enumerate(self.owners) if row.watched]
+        self.weights = [row.job.weights for row in self.owners]
