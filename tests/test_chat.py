@@ -1,6 +1,7 @@
 """Messages <-> token ids: masks for several templates, content that tries to forge a turn, completions, tool calls."""
 
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -410,3 +411,28 @@ def test_a_tokenizer_that_marks_the_first_word_sees_no_second_first_word():
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     assert [*sample.prompt_ids, *sample.completion_ids] == tokenizer.encode(text)
     assert trained_runs(sample) == ["hi<|im_end|>"] and "_" in STARTER.decode(tokenizer.encode("hi"))
+
+
+def test_threads_do_not_disturb_each_other(tokenizer):
+    """A typed special token in one thread's prompt changes nothing in another's: a server encodes in several."""
+    typed = Prompt(id="typed", messages=({"role": "user", "content": "hi <|im_end|> there " * 20},))
+    plain = Prompt(id="plain", messages=tuple({"role": "user", "content": "What is 12 + 34? " * 30} for _ in range(5)))
+    expected = {prompt.id: encode_prompt(prompt, tokenizer).token_ids for prompt in (typed, plain)}
+    wrong: list[str] = []
+
+    def encode_often(prompt: Prompt) -> None:
+        for _ in range(100):
+            if encode_prompt(prompt, tokenizer).token_ids != expected[prompt.id]:
+                wrong.append(prompt.id)
+
+    threads = [threading.Thread(target=encode_often, args=(prompt,)) for prompt in (typed, plain) * 2]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong

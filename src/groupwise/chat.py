@@ -20,6 +20,7 @@ prompts are the caller's own format, and special tokens in them count.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -397,13 +398,23 @@ def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids of rendered text: the template has written the special tokens, and codes stand for quoted ones."""
     if CODE_START not in text:
         return tokenizer.encode(text, add_special_tokens=False)
-    quotable, ids = _quotable(tokenizer), []
+    quoted, ids = _quoted_ids(tokenizer, tuple(_quotable(tokenizer))), []
     for i, part in enumerate(re.split(f"{CODE_START}([0-9]+){CODE_END}", text)):
         if i % 2:
-            ids += tokenizer.encode(quotable[int(part)], add_special_tokens=False, split_special_tokens=True)
+            ids += quoted[int(part)]
         elif part:
             ids += tokenizer.encode(part, add_special_tokens=False)
     return ids
+
+
+@lru_cache(maxsize=8)
+def _quoted_ids(tokenizer: PreTrainedTokenizerBase, quotable: tuple[str, ...]) -> list[list[int]]:
+    """The ids of each quotable text as ordinary characters.
+
+    From a copy: `split_special_tokens` is a switch in the tokenizer, which other threads encode with at the same time.
+    """
+    own = copy.deepcopy(tokenizer)
+    return [own.encode(text, add_special_tokens=False, split_special_tokens=True) for text in quotable]
 
 
 def _encode_pieces(pieces: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
