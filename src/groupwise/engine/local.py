@@ -101,12 +101,12 @@ class LocalEngine:
 
     def adopt(self, version: PolicyVersion) -> None:
         self._adapters[version] = None
-        self._bank.forget(None)
+        self._call_soon(lambda: self._bank.forget(None))
 
     def unload(self, version: PolicyVersion) -> None:
         weights = self._adapters.pop(version, None)  # rows in flight keep the weights they were admitted with
         if weights is not None:
-            self._bank.forget(weights)
+            self._call_soon(lambda: self._bank.forget(weights))
 
     def close(self) -> None:
         with self._wakeup:
@@ -161,7 +161,11 @@ class LocalEngine:
             target_T1 = torch.tensor(completion_ids, device=hidden_SH.device)[:, None]
             return tuple(logprobs_TV.gather(1, target_T1)[:, 0].tolist())
 
-        return self._call(run) if completion_ids else ()
+        if not completion_ids:
+            return ()
+        with self._wakeup:
+            self._start()
+        return self._call_soon(run).result()
 
     def load_composed(self, version: PolicyVersion, parts: Sequence[tuple[Path, float]]) -> None:
         """Make the weighted sum of saved adapters available under `version`. Raises AdapterError as `load` does."""
@@ -365,14 +369,13 @@ class LocalEngine:
             self._thread = threading.Thread(target=self._work, name="groupwise-engine", daemon=True)
             self._thread.start()
 
-    def _call(self, function: Callable[[], Any]) -> Any:
-        """Run `function` in the thread, between two steps, and return its result."""
+    def _call_soon(self, function: Callable[[], Any]) -> Future[Any]:
+        """Run `function` in the thread, between two steps and before what is submitted later."""
         future: Future[Any] = Future()
         with self._wakeup:
-            self._start()
             self._calls.append((function, future))
             self._wakeup.notify()
-        return future.result()
+        return future
 
     @torch.inference_mode()
     def _work(self) -> None:
