@@ -98,6 +98,123 @@ class StorageError(GroupwiseError, OSError):
         GroupwiseError.__init__(self, message, hint=hint)
 
 
+class JobNotFoundError(GroupwiseError, LookupError):
+    """No such job: it never was, or it finished so long ago that it was pruned."""
+
+    code, status, exit_code = "job_not_found", 404, 2
+
+
+class NotCancellableError(GroupwiseError):
+    """The job has finished, or its version is published already."""
+
+    code, status = "not_cancellable", 409
+
+
+class IdempotencyConflictError(GroupwiseError):
+    """An idempotency key came again with another body."""
+
+    code, status, exit_code = "idempotency_conflict", 409, 2
+
+
+class LeaseLostError(GroupwiseError):
+    """A worker no longer holds the job it works on: stop, write nothing, drop what was made."""
+
+    code, status = "lease_lost", 409
+
+
+class JobFailedError(GroupwiseError):
+    """The job that was waited for failed or was cancelled."""
+
+    code, exit_code = "job_failed", 5
+
+
+class SwapRefusedError(GroupwiseError):
+    """A version did not pass its check after loading; the policy that was active still is."""
+
+    code, status = "swap_refused", 409
+
+
+class RequestError(GroupwiseError, ValueError):
+    """A request asks for something that cannot be. `param` is the field's JSON path, as in "groups[0].messages"."""
+
+    code, status, exit_code = "invalid_value", 400, 2
+
+    def __init__(self, message: str, *, hint: str | None = None, param: str | None = None, code: str | None = None):
+        super().__init__(message, hint=hint)
+        self.param = param
+        self.code = code or self.code  # a kind of its own, as "invalid_json" or "batch_too_large"
+
+
+class AuthenticationError(GroupwiseError):
+    """The API key is missing or wrong."""
+
+    code, status, exit_code = "invalid_api_key", 401, 2
+
+
+class ConflictError(GroupwiseError):
+    """What is to be made exists already."""
+
+    code, status, exit_code = "already_exists", 409, 2
+
+
+class BodyTooLargeError(GroupwiseError):
+    """A request's body has more bytes than its route takes."""
+
+    code, status, exit_code = "body_too_large", 413, 2
+
+
+class MediaTypeError(GroupwiseError):
+    """A request's body is not of the content type, or has a content encoding, that its route reads."""
+
+    code, status, exit_code = "unsupported_media_type", 415, 2
+
+
+class DeadlineError(GroupwiseError):
+    """The server's own deadline passed before the answer was whole."""
+
+    code, status = "deadline_exceeded", 504
+
+
+class TryAgainError(GroupwiseError):
+    """Base of what passes by itself: the same request may succeed after `retry_after` seconds."""
+
+    code, status, exit_code = "try_again", 503, 75
+
+    def __init__(self, message: str, *, hint: str | None = None, retry_after: float = 1.0):
+        super().__init__(message, hint=hint)
+        self.retry_after = retry_after
+
+
+class QueueFullError(TryAgainError):
+    """As many jobs wait as may wait."""
+
+    code, status = "queue_full", 429
+
+
+class OverloadedError(TryAgainError):
+    """As many requests are being answered as can be."""
+
+    code, status = "overloaded", 429
+
+
+class NotReadyError(TryAgainError):
+    """The server is loading, draining or swapping."""
+
+    code, status = "not_ready", 503
+
+
+class RemoteError(GroupwiseError):
+    """What a server answered, seen from the client: status, code, hint and request id are those of its envelope."""
+
+    def __init__(self, message: str, *, status: int, code: str, hint: str | None = None, request_id: str | None = None):
+        super().__init__(message, hint=hint)
+        self.status = status
+        self.code = code
+        self.request_id = request_id
+        temporary = status in (429, 503, 507)
+        self.exit_code = 75 if temporary else 2 if 400 <= status < 500 else 1
+
+
 class TrainingError(GroupwiseError):
     """Training cannot go on: repeated non-finite steps, no usable groups, a mismatch beyond repair."""
 

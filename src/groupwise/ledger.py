@@ -1,0 +1,516 @@
+"""The jobs, on disk: what was accepted is kept, whoever is killed when.
+
+    queued --lease--> running --published--> running, phase "swapping" --complete--> completed
+       ^                 |  |                                      `--refuse_swap--> failed
+       `----release------'  `--fail--> failed     `--cancelled--> cancelled
+
+The server submits, cancels and completes; a worker leases a job and reports on it. A lease is for some seconds and is
+renewed by a heartbeat; a worker that dies or stalls loses it, and the job is leased again. Each lease has a number, the
+attempt, that is never given out twice for a job: every write of a worker checks (worker, attempt), so that one that
+wakes up late changes nothing (LeaseLostError). A job therefore may run more than once but publishes at most once.
+
+    <state>/ledger.db             jobs, events, idempotency keys, recent rollouts
+    <state>/spool/<job>.json      what the job trains on; on the disk before the job is accepted
+    <state>/checkpoints/<job>/    the worker's; removed with the job
+
+Leases are measured with the monotonic clock, which all processes of a machine share: setting the wall clock takes no
+lease away. That clock starts anew at a reboot; a lease that seems to last longer than it was given is from before one.
+Timestamps are wall clock, seconds since 1970.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import sqlite3
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from groupwise import faults
+from groupwise.errors import (
+    DataError,
+    GroupwiseError,
+    IdempotencyConflictError,
+    LeaseLostError,
+    NotCancellableError,
+    QueueFullError,
+)
+from groupwise.ledger_schema import (
+    FORGET_ROWS,
+    JOBS,
+    KEEP_SECONDS,
+    Database,
+    dump,
+    forget_rollouts,
+    insert,
+    marks,
+    read_job,
+    read_rollouts,
+    read_row,
+    record_event,
+    storing,
+    to_job,
+    update_job,
+    write_rollouts,
+)
+from groupwise.ledger_schema import Event as Event
+from groupwise.ledger_schema import Job as Job
+from groupwise.ledger_schema import JobState as JobState
+from groupwise.ledger_schema import Lease as Lease
+from groupwise.ledger_schema import RolloutRecord as RolloutRecord
+
+WORKER_PHASES = ("loading", "training", "publishing")  # what a worker may report
+KEY_SECONDS = 24 * 3600.0  # how long an idempotency key counts
+KEEP_JOBS = 1024  # finished ones
+RETRY_SECONDS = 30.0  # what a client is told when the queue is full
+
+_TORN_SECONDS = 3600.0  # a temporary file this old has no writer any more
+_ID = re.compile(r"[0-9a-f]{32}")
+
+_HELD = "SELECT * FROM job WHERE id = ? AND worker = ? AND attempt = ? AND state = 'running' AND version IS NULL"
+_TRAINING = "SELECT * FROM job WHERE state = 'running' AND version IS NULL"
+
+
+class Ledger:
+    """The ledger of one state directory. Threads may share it; processes open their own.
+
+    Every method raises StorageError when the disk does not take what is to be kept (what was there is untouched), and
+    NotReadyError when other processes keep the file locked for seconds.
+    """
+
+    def __init__(self, path: Path, *, max_attempts: int = 3):
+        self.path = Path(path)
+        self.max_attempts = max_attempts
+        self._spool = self.path.parent / "spool"
+        self._checkpoints = self.path.parent / "checkpoints"
+        self._db = Database(self.path)
+        with storing(f"making {self._spool}"):
+            self._spool.mkdir(exist_ok=True)
+            _fsync(self.path.parent)
+
+    def close(self) -> None:
+        self._db.close()
+
+    # --- submitting and reading ---
+
+    def submit(
+        self,
+        *,
+        kind: str,
+        adapter: str,
+        config: Mapping[str, Any],
+        summary: Mapping[str, Any],
+        payload: bytes,
+        steps: int,
+        auto_load: bool,
+        idempotency_key: str | None = None,
+        fingerprint: str = "",
+        max_queued: int = 32,
+    ) -> tuple[Job, bool]:
+        """Queue a job: (job, True). When this returns, the job and its payload are on the disk.
+
+        An `idempotency_key` of the last 24 hours gives (its job, False), if the body's `fingerprint` is the same.
+
+        Raises:
+            IdempotencyConflictError: the key came with another body.
+            QueueFullError: `max_queued` jobs wait already.
+        """
+        with self._db.reading("looking for room in the queue") as db:
+            if known := self._find_known(db, idempotency_key, fingerprint):
+                return known, False
+            _check_room(db, max_queued)
+        id = uuid4().hex
+        row = {"id": id, "kind": kind, "adapter": adapter, "config": dump(config), "summary": dump(summary)}
+        row |= {"auto_load": auto_load, "steps": steps, "created_at": time.time()}
+        temporary = self._spool / f".{id}.tmp"
+        try:
+            with storing("spooling a job"):
+                faults.point("submit:before-spool")
+                _write(temporary, payload)
+                faults.point("submit:after-spool")
+            job = self._queue(row, temporary, idempotency_key, fingerprint, max_queued=max_queued)
+        except BaseException:
+            self._discard_payload(id)
+            raise
+        finally:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        faults.point("submit:after-commit")
+        return job, job.id == id
+
+    def _queue(
+        self, row: Mapping[str, Any], spooled: Path, key: str | None, fingerprint: str, *, max_queued: int
+    ) -> Job:
+        """Commit the row and its payload; or return the job that the same key made meanwhile."""
+        with self._db.transaction("queueing a job") as db:
+            if known := self._find_known(db, key, fingerprint):
+                return known
+            _check_room(db, max_queued)
+            seq = insert(db, "job", row)
+            if key is not None:
+                entry = {"key": key, "fingerprint": fingerprint, "job": seq, "created_at": time.time()}
+                insert(db, "idempotency", entry)
+            record_event(db, seq, "state", "queued", data={"state": JobState.QUEUED, "phase": "waiting"})
+            os.rename(spooled, self._spool / f"{row['id']}.json")  # in here: `prune` removes files without a row
+            _fsync(self._spool)
+            faults.point("submit:before-commit")
+            return read_job(db, row["id"])
+
+    def job(self, id: str) -> Job:
+        """One job. Raises JobNotFoundError."""
+        with self._db.reading("reading a job") as db:
+            return read_job(db, id)
+
+    def jobs(self, *, states: Collection[JobState] | None = None, limit: int = 1024) -> list[Job]:
+        """The jobs in these states (all of them without), newest first."""
+        wanted = list(JobState if states is None else states)
+        query = f"{JOBS} WHERE state IN ({marks(wanted)}) ORDER BY seq DESC LIMIT ?"
+        with self._db.reading("listing the jobs") as db:
+            return [to_job(row) for row in db.execute(query, (*wanted, limit))]
+
+    def payload(self, id: str) -> bytes:
+        """What the job was submitted with. Raises JobNotFoundError, or DataError if somebody removed it."""
+        job = self.job(id)
+        with storing(f"reading the payload of job {id}"):
+            try:
+                return (self._spool / f"{job.id}.json").read_bytes()
+            except FileNotFoundError:
+                raise DataError(f"the payload of job {id} is missing", hint="submit the job again") from None
+
+    def events(self, id: str, *, after: int = 0, limit: int = 1000) -> list[Event]:
+        """The job's events with a `seq` above `after`, oldest first. Raises JobNotFoundError."""
+        query = "SELECT * FROM event WHERE job = ? AND seq > ? ORDER BY seq LIMIT ?"
+        with self._db.reading("reading a job's events") as db:
+            rows = db.execute(query, (read_row(db, id)["seq"], after, limit)).fetchall()
+        return [
+            Event(row["seq"], id, row["at"], row["kind"], row["level"], row["message"], json.loads(row["data"]))
+            for row in rows
+        ]
+
+    def metrics(self, id: str) -> list[dict[str, Any]]:
+        """{"step", "time", <metric>: <number>} per step; of a step that was run again after a crash, the last run."""
+        query = "SELECT at, data FROM event WHERE job = ? AND kind = 'metrics' ORDER BY seq"
+        with self._db.reading("reading a job's metrics") as db:
+            rows = db.execute(query, (read_row(db, id)["seq"],)).fetchall()
+        steps = [{"time": row["at"], **json.loads(row["data"])} for row in rows]
+        return sorted({step["step"]: step for step in steps}.values(), key=lambda step: step["step"])
+
+    def cancel(self, id: str) -> Job:
+        """Cancel at once what no worker holds; ask the worker otherwise. Raises NotCancellableError, JobNotFoundError.
+
+        A job whose version is published can no longer be cancelled: what it was to do is done.
+        """
+        with self._db.transaction("cancelling a job") as db:
+            row = read_row(db, id)
+            if row["version"] is not None or JobState(row["state"]).is_final:
+                where = f"{row['state']}, phase {row['phase']}" if row["state"] == JobState.RUNNING else row["state"]
+                raise NotCancellableError(
+                    f"job {id} cannot be cancelled: it is {where}",
+                    hint="only jobs that wait or train can; to undo a version, activate the one before it",
+                )
+            if not row["cancel_requested"]:
+                update_job(db, row["seq"], cancel_requested=True)
+                record_event(db, row["seq"], "message", "cancel requested")
+            if row["state"] == JobState.QUEUED or not _is_live(row):
+                _finish(db, row["seq"], JobState.CANCELLED, "cancelled")
+            return read_job(db, id)
+
+    # --- the worker's half ---
+
+    def lease(self, worker: str, *, seconds: float = 30) -> Lease | None:
+        """Take the oldest job that waits or whose worker let its lease expire; None if there is none.
+
+        A job that ended `max_attempts` attempts without a word is failed ("crashed_repeatedly") and passed over.
+        """
+        with self._db.transaction("leasing a job") as db:
+            for row in db.execute(_TRAINING).fetchall():
+                if not _is_live(row):
+                    self._take_back(db, row)
+            row = db.execute("SELECT * FROM job WHERE state = 'queued' ORDER BY seq LIMIT 1").fetchone()
+            if row is None:
+                return None
+            attempt, now = row["attempt"] + 1, time.time()
+            update_job(db, row["seq"], state=JobState.RUNNING, phase="loading", worker=worker, attempt=attempt)
+            update_job(db, row["seq"], started_at=row["started_at"] or now, **_until(seconds))
+            data = {"state": JobState.RUNNING, "phase": "loading", "attempt": attempt}
+            record_event(db, row["seq"], "state", f"attempt {attempt} begins", data=data)
+            lease = Lease(read_job(db, row["id"]), worker, attempt)
+        faults.point("lease:after-commit")
+        return lease
+
+    def renew(self, lease: Lease, *, seconds: float = 30) -> bool:
+        """Hold the job for `seconds` from now; returns whether somebody asked to cancel it. Raises LeaseLostError."""
+        with self._db.transaction("renewing a lease") as db:
+            row = _held_by(db, lease)
+            update_job(db, row["seq"], **_until(seconds))
+            return bool(row["cancel_requested"])
+
+    def check(self, lease: Lease) -> None:
+        """Raise LeaseLostError unless the worker still holds the job."""
+        with self._db.reading("checking a lease") as db:
+            _held_by(db, lease)
+
+    def progress(
+        self,
+        lease: Lease,
+        *,
+        phase: str,
+        step: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        message: str | None = None,
+    ) -> None:
+        """Report where the job is. `step` counts finished steps. Raises LeaseLostError."""
+        if phase not in WORKER_PHASES:
+            raise ValueError(f"phase is {phase!r}; it must be one of {', '.join(WORKER_PHASES)}")
+        with self._db.transaction("recording a job's progress") as db:
+            row = _held_by(db, lease)
+            step = row["step"] if step is None else step
+            update_job(db, row["seq"], phase=phase, step=step)
+            if phase != row["phase"]:
+                data = {"state": JobState.RUNNING, "phase": phase, "attempt": lease.attempt}
+                record_event(db, row["seq"], "state", phase, data=data)
+            if metrics is not None:
+                finite = {key: float(value) for key, value in metrics.items() if math.isfinite(value)}
+                left_out = sorted(metrics.keys() - finite.keys())
+                update_job(db, row["seq"], metrics=dump(finite))
+                data = {"step": step, **finite, **({"non_finite": left_out} if left_out else {})}
+                record_event(db, row["seq"], "metrics", f"step {step} of {row['steps']}", data=data)
+            if message is not None:
+                record_event(db, row["seq"], "message", message)
+        faults.point("progress:after-commit")
+
+    def published(self, lease: Lease, version: str) -> None:
+        """The job's version is in the store: the worker is done, the server now swaps and completes it.
+
+        Without `auto_load` there is nothing to swap and the job is completed. Raises LeaseLostError.
+        """
+        faults.point("publish:before-ledger")
+        with self._db.transaction("recording a publication") as db:
+            row = _held_by(db, lease)
+            late = "; the request to cancel came too late" if row["cancel_requested"] else ""
+            update_job(
+                db, row["seq"], version=version, phase="swapping", cancel_requested=False, worker=None, lease_until=0
+            )
+            data = {"state": JobState.RUNNING, "phase": "swapping", "version": version, "attempt": lease.attempt}
+            record_event(db, row["seq"], "state", f"published {version}{late}", data=data)
+            if not row["auto_load"]:
+                _finish(db, row["seq"], JobState.COMPLETED, "completed without loading it, as asked")
+        faults.point("publish:after-ledger")
+
+    def fail(self, lease: Lease, error: Mapping[str, Any]) -> None:
+        """The job cannot succeed: final. `error` is {"code", "message", "hint"}. Raises LeaseLostError."""
+        with self._db.transaction("recording a failure") as db:
+            row = _held_by(db, lease)
+            _finish(db, row["seq"], JobState.FAILED, str(error.get("message", "failed")), error=error)
+
+    def cancelled(self, lease: Lease) -> None:
+        """The worker has stopped as it was asked to: final. Raises LeaseLostError."""
+        with self._db.transaction("recording a cancellation") as db:
+            _finish(db, _held_by(db, lease)["seq"], JobState.CANCELLED, "cancelled")
+
+    def release(self, lease: Lease) -> None:
+        """An orderly stop: the job waits again, and this attempt does not count. Raises LeaseLostError."""
+        with self._db.transaction("releasing a job") as db:
+            row = _held_by(db, lease)
+            if row["cancel_requested"]:
+                _finish(db, row["seq"], JobState.CANCELLED, "cancelled")
+                return
+            update_job(db, row["seq"], released=row["released"] + 1)
+            _requeue(db, row["seq"], "the worker stopped in order; the job waits for the next", level="info")
+
+    def expire(self, worker: str) -> list[str]:
+        """That worker is dead: the jobs it held can be leased at once. Returns their ids."""
+        with self._db.transaction("taking back a dead worker's jobs") as db:
+            rows = db.execute(f"{_TRAINING} AND worker = ? ORDER BY seq", (worker,)).fetchall()
+            for row in rows:
+                self._take_back(db, row)
+        return [row["id"] for row in rows]
+
+    # --- the server's half ---
+
+    def published_jobs(self) -> list[Job]:
+        """The jobs whose version waits to be swapped in, oldest first."""
+        query = f"{JOBS} WHERE state = 'running' AND version IS NOT NULL ORDER BY seq"
+        with self._db.reading("listing the published jobs") as db:
+            return [to_job(row) for row in db.execute(query)]
+
+    def complete(self, id: str, *, message: str = "") -> Job:
+        """The job's version is active (or need not be). Again is harmless. Raises JobNotFoundError."""
+        faults.point("swap:before-complete")
+        job = self._end_swap(id, JobState.COMPLETED, message=message or "completed")
+        faults.point("swap:after-complete")
+        return job
+
+    def refuse_swap(self, id: str, error: Mapping[str, Any]) -> Job:
+        """The version exists but was not activated: the job failed in phase "swapping". Raises JobNotFoundError."""
+        return self._end_swap(id, JobState.FAILED, message=str(error.get("message", "swap refused")), error=error)
+
+    def _end_swap(self, id: str, state: JobState, *, message: str, error: Mapping[str, Any] | None = None) -> Job:
+        with self._db.transaction("ending a swap") as db:
+            row = read_row(db, id)
+            if row["version"] is None or row["state"] not in (JobState.RUNNING, state):
+                raise ValueError(f"job {id} is {row['state']} in phase {row['phase']}; no swap of it can end")
+            if row["state"] == JobState.RUNNING:
+                _finish(db, row["seq"], state, message, error=error)
+            return read_job(db, id)
+
+    # --- rollouts ---
+
+    def save_rollouts(self, records: Sequence[RolloutRecord]) -> None:
+        """Keep what was sampled for 7 days, and of all at most the newest million."""
+        with self._db.transaction("saving rollouts") as db:
+            write_rollouts(db, records)
+            forget_rollouts(db)
+
+    def rollouts(self, ids: Sequence[str]) -> dict[str, RolloutRecord]:
+        """Those of the rollouts that are still kept, by id."""
+        with self._db.reading("reading rollouts") as db:
+            return read_rollouts(db, ids)
+
+    # --- cleaning ---
+
+    def prune(self) -> None:
+        """Forget finished jobs beyond the newest 1,024 or older than 7 days, with their files, and old rollouts.
+
+        A job whose idempotency key still counts stays. Removes what crashes left in the spool, too.
+        """
+        now = time.time()
+        with self._db.transaction("pruning the ledger") as db:
+            db.execute("DELETE FROM idempotency WHERE created_at < ?", (now - KEY_SECONDS,))
+            db.execute(
+                """
+                DELETE FROM job WHERE finished_at IS NOT NULL AND seq NOT IN (SELECT job FROM idempotency) AND (
+                    finished_at < ? OR seq NOT IN (
+                        SELECT seq FROM job WHERE finished_at IS NOT NULL ORDER BY seq DESC LIMIT ?))
+                """,
+                (now - KEEP_SECONDS, KEEP_JOBS),
+            )
+        pruned = FORGET_ROWS
+        while pruned == FORGET_ROWS:
+            with self._db.transaction("pruning rollouts") as db:
+                pruned = forget_rollouts(db)
+        self._sweep(older_than=now - _TORN_SECONDS)
+
+    def _sweep(self, *, older_than: float) -> None:
+        """Remove the files of jobs that are not in the ledger; ids are never used again."""
+        with self._db.transaction("cleaning the spool") as db:  # nobody moves a payload into place meanwhile
+            ids = {row["id"] for row in db.execute("SELECT id FROM job")}
+            for path in self._spool.iterdir():
+                with suppress(FileNotFoundError):  # its writer was faster
+                    is_torn = path.suffix == ".tmp" and path.stat().st_mtime < older_than
+                    if is_torn or (_ID.fullmatch(path.stem) and path.stem not in ids):
+                        path.unlink()
+            left = [path for path in self._checkpoints.glob("*") if _ID.fullmatch(path.name) and path.name not in ids]
+        for path in left:
+            shutil.rmtree(path, ignore_errors=True)
+
+    # --- inside ---
+
+    def _find_known(self, db: sqlite3.Connection, key: str | None, fingerprint: str) -> Job | None:
+        """The job that this idempotency key made, if the key still counts."""
+        query = "SELECT idempotency.*, job.id FROM idempotency JOIN job ON job.seq = idempotency.job WHERE key = ?"
+        row = db.execute(query, (key,)).fetchone()
+        if row is None:
+            return None
+        if row["created_at"] < time.time() - KEY_SECONDS:
+            if db.in_transaction:
+                db.execute("DELETE FROM idempotency WHERE key = ?", (key,))
+            return None
+        if row["fingerprint"] != fingerprint:
+            raise IdempotencyConflictError(
+                f"the idempotency key {str(key)[:64]!r} was used for job {row['id']} with another body",
+                hint="send the same body again, or a new key with the new body",
+            )
+        return read_job(db, row["id"])
+
+    def _discard_payload(self, id: str) -> None:
+        """Remove the payload of a job that was not accepted, if that can be known; `prune` does it otherwise."""
+        with suppress(GroupwiseError), self._db.reading("looking for a job") as db:
+            if db.execute("SELECT 1 FROM job WHERE id = ?", (id,)).fetchone() is None:
+                (self._spool / f"{id}.json").unlink(missing_ok=True)
+
+    def _take_back(self, db: sqlite3.Connection, row: sqlite3.Row) -> None:
+        """End an attempt whose worker is gone: the job waits again, unless it was to be cancelled or fails for good."""
+        attempts = row["attempt"] - row["released"]
+        if row["cancel_requested"]:
+            _finish(db, row["seq"], JobState.CANCELLED, "cancelled")
+        elif attempts >= self.max_attempts:
+            message = f"{attempts} attempts crashed; the last in phase {row['phase']!r} at step {row['step']}"
+            hint = "see logs/worker.log; if memory ran out, ask for fewer or shorter completions or a lower rank"
+            error = {"code": "crashed_repeatedly", "message": message, "hint": hint}
+            _finish(db, row["seq"], JobState.FAILED, message, error=error)
+        else:
+            message = f"attempt {row['attempt']} ended without a word; the job waits for another"
+            _requeue(db, row["seq"], message, level="warning")
+
+
+def _is_live(row: sqlite3.Row) -> bool:
+    """Whether the lease still holds. More time left than was ever given means that the clock began anew: a reboot."""
+    return 0 < row["lease_until"] - time.monotonic() <= row["lease_seconds"] + 1  # 1: for rounding
+
+
+def _until(seconds: float) -> dict[str, float]:
+    return {"lease_until": time.monotonic() + seconds, "lease_seconds": seconds}
+
+
+def _held_by(db: sqlite3.Connection, lease: Lease) -> sqlite3.Row:
+    """The row of the leased job. Raises LeaseLostError unless the lease is the one that holds it."""
+    row = db.execute(_HELD, (lease.job.id, lease.worker, lease.attempt)).fetchone()
+    if row is None:
+        now = db.execute("SELECT state, attempt FROM job WHERE id = ?", (lease.job.id,)).fetchone()
+        where = f"it is {now['state']}, attempt {now['attempt']}" if now else "it is forgotten"
+        raise LeaseLostError(
+            f"{lease.worker} no longer holds job {lease.job.id} (attempt {lease.attempt}): {where}",
+            hint="stop working on it and drop what was made",
+        )
+    return row
+
+
+def _check_room(db: sqlite3.Connection, max_queued: int) -> None:
+    waiting = db.execute("SELECT count(*) FROM job WHERE state = 'queued'").fetchone()[0]
+    if waiting >= max_queued:
+        raise QueueFullError(
+            f"{waiting} jobs wait already; at most {max_queued} may",
+            hint="wait for one to start, or cancel one",
+            retry_after=RETRY_SECONDS,
+        )
+
+
+def _requeue(db: sqlite3.Connection, seq: int, message: str, *, level: str) -> None:
+    update_job(db, seq, state=JobState.QUEUED, phase="waiting", worker=None, lease_until=0)
+    record_event(db, seq, "state", message, level=level, data={"state": JobState.QUEUED, "phase": "waiting"})
+
+
+def _finish(
+    db: sqlite3.Connection, seq: int, state: JobState, message: str, *, error: Mapping[str, Any] | None = None
+) -> None:
+    update_job(db, seq, state=state, finished_at=time.time(), worker=None, lease_until=0)
+    if state is JobState.FAILED:
+        update_job(db, seq, error=dump(error))
+    else:
+        update_job(db, seq, phase="done")
+    data = {"state": state, **({"error": error} if error else {})}
+    record_event(db, seq, "state", message, level="error" if state is JobState.FAILED else "info", data=data)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a new file, for its owner's eyes, and force it to the disk."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _fsync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,81 @@
+"""Every error carries what a program, a server and a shell need; no two kinds share a code by accident."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from groupwise import errors
+from groupwise.errors import GroupwiseError
+
+KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, GroupwiseError)]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_kind_has_a_status_an_exit_code_and_a_meaning(kind):
+    assert 400 <= kind.status < 600
+    assert kind.exit_code in (1, 2, 3, 5, 75, 130)
+    assert kind.code == kind.code.lower()
+    assert kind.__doc__
+
+
+def test_codes_are_unique():
+    codes = [kind.code for kind in KINDS if "code" in kind.__dict__]
+    assert len(codes) == len(set(codes))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not errors.RemoteError], ids=lambda k: k.__name__)
+def test_message_and_hint_reach_every_surface(kind):
+    error = kind("what happened", hint="what to do")
+    assert str(error) == "what happened\n  -> what to do"
+    assert error.as_dict() == {
+        "message": "what happened",
+        "type": kind.__name__,
+        "code": kind.code,
+        "hint": "what to do",
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "code", "exit_code"),
+    [
+        (errors.JobNotFoundError, 404, "job_not_found", 2),
+        (errors.NotCancellableError, 409, "not_cancellable", 1),
+        (errors.IdempotencyConflictError, 409, "idempotency_conflict", 2),
+        (errors.QueueFullError, 429, "queue_full", 75),
+        (errors.RequestError, 400, "invalid_value", 2),
+        (errors.AuthenticationError, 401, "invalid_api_key", 2),
+        (errors.ConflictError, 409, "already_exists", 2),
+        (errors.NotReadyError, 503, "not_ready", 75),
+        (errors.OverloadedError, 429, "overloaded", 75),
+        (errors.BodyTooLargeError, 413, "body_too_large", 2),
+        (errors.MediaTypeError, 415, "unsupported_media_type", 2),
+        (errors.DeadlineError, 504, "deadline_exceeded", 1),
+        (errors.JobFailedError, 500, "job_failed", 5),
+        (errors.SwapRefusedError, 409, "swap_refused", 1),
+    ],
+)
+def test_what_clients_rely_on(kind, status, code, exit_code):
+    assert (kind.status, kind.code, kind.exit_code) == (status, code, exit_code)
+
+
+@pytest.mark.parametrize("kind", [errors.QueueFullError, errors.NotReadyError, errors.OverloadedError])
+def test_what_passes_says_when_to_come_back(kind):
+    assert kind("full", retry_after=7).retry_after == 7
+    assert kind("full").retry_after > 0
+    assert isinstance(kind("full"), errors.TryAgainError)
+
+
+def test_a_request_error_names_the_field_and_may_have_a_code_of_its_own():
+    plain, own = errors.RequestError("no", param="groups[0]"), errors.RequestError("no", code="invalid_json")
+    assert (plain.code, plain.param, own.code, own.param) == ("invalid_value", "groups[0]", "invalid_json", None)
+    assert errors.RequestError.code == "invalid_value"
+
+
+@pytest.mark.parametrize(("status", "exit_code"), [(400, 2), (404, 2), (429, 75), (503, 75), (507, 75), (500, 1)])
+def test_a_remote_error_is_what_the_server_said(status, exit_code):
+    error = errors.RemoteError("no", status=status, code="some_code", hint="do this", request_id="r1")
+    assert (error.status, error.code, error.hint, error.request_id) == (status, "some_code", "do this", "r1")
+    assert error.exit_code == exit_code
+    assert error.as_dict()["code"] == "some_code"

@@ -1,0 +1,235 @@
+"""The ledger under SIGKILL, SIGSTOP, rivals and full disks. The processes and their checker are in ledger_crash.py."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from groupwise import faults, ledger_schema
+from groupwise.errors import GroupwiseError, NotReadyError, StorageError
+from groupwise.ledger import Job, JobState, Ledger
+
+SCRIPT = Path(__file__).with_name("ledger_crash.py")
+
+
+def play(scenario: str, root: Path) -> dict[str, int]:
+    command = [sys.executable, str(SCRIPT), scenario, str(root)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def assert_nothing_wrong(counts: dict[str, int]) -> None:
+    assert counts and not any(counts.values()), counts
+
+
+def test_sigkill_at_every_named_point_and_at_random_times(tmp_path):
+    counts = play("kills", tmp_path / "state")
+    assert counts.pop("kills") >= 60
+    jobs, leases = counts.pop("jobs"), counts.pop("leases")
+    assert jobs >= 20 and leases > jobs  # some were indeed begun again
+    assert_nothing_wrong(counts)
+
+
+def test_a_worker_that_was_stopped_beyond_its_lease_changes_nothing_when_it_wakes(tmp_path):
+    counts = play("stopped", tmp_path / "state")
+    assert counts.pop("refused") == 8
+    assert (counts.pop("jobs"), counts.pop("leases")) == (1, 1)  # the sleeper does not tell of its own
+    assert_nothing_wrong(counts)
+
+
+def test_rivals_get_one_job_per_key_and_one_lease_per_job(tmp_path):
+    counts = play("rivals", tmp_path / "state")
+    assert (counts.pop("jobs"), counts.pop("leases")) == (8, 8)
+    assert_nothing_wrong(counts)
+
+
+def test_files_that_may_not_grow(tmp_path):
+    counts = play("small_files", tmp_path / "state")
+    assert counts.pop("full") >= 50
+    assert (counts.pop("jobs"), counts.pop("leases")) == (2, 2)
+    assert_nothing_wrong(counts)
+
+
+# --- within one process ---
+
+
+def submit(book: Ledger, **options) -> Job:
+    defaults = {"kind": "grpo", "adapter": "math", "config": {}, "summary": {}, "payload": b"{}", "steps": 2}
+    return book.submit(**{**defaults, "auto_load": True, **options})[0]
+
+
+def files(book: Ledger) -> set[str]:
+    return {path.name for path in (book.path.parent / "spool").iterdir()}
+
+
+def dump(path: Path) -> list[str]:
+    with sqlite3.connect(path) as connection:
+        lines = list(connection.iterdump())
+    connection.close()
+    return lines
+
+
+@pytest.fixture
+def book(tmp_path):
+    book = Ledger(tmp_path / "state" / "ledger.db")
+    yield book
+    book.close()
+
+
+def test_a_full_database_is_a_507_and_earlier_jobs_stay(book):
+    kept = submit(book, payload=b"kept")
+    pages = book._db._connection.execute("PRAGMA page_count").fetchone()[0]
+    book._db._connection.execute(f"PRAGMA max_page_count={pages}")
+    lease = book.lease("w")
+    assert lease
+    with pytest.raises(StorageError, match="queueing a job failed: database or disk is full") as caught:
+        submit(book, config={"large": "x" * 100_000})
+    assert caught.value.status == 507 and caught.value.code == "storage_full"
+    with pytest.raises(StorageError):
+        book.progress(lease, phase="training", step=1, message="x" * 100_000)
+    assert book.job(kept.id).step == 0
+    assert [job.id for job in book.jobs()] == [kept.id]
+    assert files(book) == {f"{kept.id}.json"}
+    book._db._connection.execute("PRAGMA max_page_count=100000")
+    book.progress(lease, phase="training", step=1, message="x" * 100_000)
+    assert submit(book, config={"large": "x" * 100_000}).state is JobState.QUEUED
+    assert book._db._connection.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
+
+
+def test_a_read_only_ledger_is_a_507(book):
+    submit(book)
+    book._db._connection.execute("PRAGMA query_only=ON")  # root may write where the modes say it may not
+    before = dump(book.path)
+    for write in (lambda: submit(book), lambda: book.lease("w"), lambda: book.cancel(book.jobs()[0].id)):
+        with pytest.raises(StorageError, match="readonly"):
+            write()
+    assert dump(book.path) == before and len(files(book)) == 1
+
+
+@pytest.mark.parametrize("point", ["submit:before-spool", "submit:after-spool", "submit:before-commit"])
+@pytest.mark.parametrize(("action", "error"), [("enospc", StorageError), ("raise", faults.FaultInjected)])
+def test_a_submit_that_fails_half_way_leaves_nothing(book, monkeypatch, point, action, error):
+    kept = submit(book)
+    before = dump(book.path)
+    monkeypatch.setattr(faults, "_faults", faults.parse(f"{point}:{action}"))
+    with pytest.raises(error, match=point):
+        submit(book, idempotency_key="k")
+    assert dump(book.path) == before
+    assert files(book) == {f"{kept.id}.json"}
+    assert submit(book, idempotency_key="k").position == 2
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("kth", [1, 2])  # the payload's, the directory's
+def test_an_fsync_that_fails_is_a_507_and_is_not_tried_again(book, monkeypatch, code, kth):
+    calls, fsync = 0, os.fsync
+
+    def fail(descriptor):
+        nonlocal calls
+        calls += 1
+        if calls == kth:
+            raise OSError(code, os.strerror(code))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(StorageError, match=os.strerror(code)):
+        submit(book)
+    assert (calls, book.jobs(), files(book)) == (kth, [], set())
+
+
+def test_the_payload_is_on_the_disk_before_the_job_is_in_the_ledger(book, monkeypatch):
+    """A killed process leaves its writes in the page cache, a power cut does not: what counts is the order of calls."""
+    calls: list[str] = []
+    names: dict[int, str] = {}
+    fsync, rename = os.fsync, os.rename
+
+    def record_fsync(descriptor):
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        calls.append(f"fsync {path.suffix or path.name}")
+        names[os.fstat(descriptor).st_ino] = path.name
+        fsync(descriptor)
+
+    def record_rename(source, target):
+        assert os.stat(source).st_ino in names
+        calls.append("rename")
+        rename(source, target)
+
+    def at_point(name):
+        with sqlite3.connect(book.path) as other:
+            calls.append(f"{name}: {other.execute('SELECT count(*) FROM job').fetchone()[0]}")
+        other.close()
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "rename", record_rename)
+    monkeypatch.setattr(faults, "point", at_point)
+    submit(book)
+    assert calls == [
+        "submit:before-spool: 0",
+        "fsync .tmp",
+        "submit:after-spool: 0",
+        "rename",
+        "fsync spool",
+        "submit:before-commit: 0",
+        "submit:after-commit: 1",
+    ]
+    settings = [
+        book._db._connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("journal_mode", "synchronous")
+    ]
+    assert settings == ["wal", 2]
+
+
+def test_a_locked_ledger_is_a_503_and_not_a_hang(tmp_path, monkeypatch):
+    monkeypatch.setattr(ledger_schema, "BUSY_SECONDS", 0.05)
+    book = Ledger(tmp_path / "ledger.db")
+    other = sqlite3.connect(tmp_path / "ledger.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(NotReadyError, match="locked") as caught:
+        submit(book)
+    assert caught.value.retry_after > 0
+    assert book.jobs() == [] and files(book) == set()
+    other.execute("ROLLBACK")
+    submit(book)
+    other.close()
+    book.close()
+
+
+def test_processes_that_start_together_wait_for_the_one_that_makes_the_file(tmp_path):
+    """SQLite refuses the change to WAL at once, whatever its timeout, while another process is about to write."""
+    other = sqlite3.connect(tmp_path / "ledger.db", isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")
+    timer = threading.Timer(0.1, lambda: other.execute("COMMIT"))
+    timer.start()
+    book = Ledger(tmp_path / "ledger.db")
+    timer.join()
+    assert submit(book).position == 1
+    book.close()
+    other.close()
+
+
+def test_a_damaged_ledger_and_one_of_a_newer_groupwise_are_refused(tmp_path):
+    (tmp_path / "ledger.db").write_bytes(b"this is no database, " * 500)
+    with pytest.raises(GroupwiseError, match="the ledger is damaged"):
+        Ledger(tmp_path / "ledger.db")
+    newer = tmp_path / "newer" / "ledger.db"
+    Ledger(newer).close()
+    with sqlite3.connect(newer) as connection:
+        connection.execute("PRAGMA user_version=99")
+    connection.close()
+    with pytest.raises(GroupwiseError, match="its tables are of version 99") as caught:
+        Ledger(newer)
+    assert "upgrade" in str(caught.value.hint)
+
+
+def test_a_ledger_that_cannot_be_made_says_where(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"opening .*file/ledger.db failed"):
+        Ledger(tmp_path / "file" / "ledger.db")
