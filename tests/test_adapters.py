@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from safetensors.numpy import load_file, save_file
 
-from groupwise.adapter_files import CONFIG, SIDECAR, WEIGHTS, Provenance
+from groupwise.adapter_files import CONFIG, SIDECAR, WEIGHTS, Provenance, locked
 from groupwise.adapters import AdapterStore
-from groupwise.errors import AdapterError, AdapterNotFoundError, GroupwiseError
+from groupwise.errors import AdapterError, AdapterNotFoundError, GroupwiseError, StorageError
 from groupwise.types import PolicyVersion
 
 BASE = PolicyVersion.base()
@@ -257,6 +258,62 @@ def test_names_that_could_leave_the_store_are_refused(store, name):
         publish(store, name)
     with pytest.raises(AdapterNotFoundError):
         store.path(PolicyVersion(name, 1)) if name != "base" else store.resolve("base@1")
+
+
+# --- versions of jobs ---
+
+
+def test_the_sidecar_remembers_the_job_and_its_canary(store):
+    canary = {"prompt_ids": [1, 2], "completion_ids": [3], "logprobs": [-0.1 - 1e-17]}
+    version = publish(store, info=replace(ORIGIN, job="j1", canary=canary))
+    info = AdapterStore(store.root).info(version)
+    assert (info.job, info.canary) == ("j1", canary)
+    plain = store.info(publish(store))
+    assert (plain.job, plain.canary) == (None, None)
+
+
+def test_a_sidecar_of_before_there_were_jobs_is_read(store):
+    version = publish(store)
+    path = store.path(version) / SIDECAR
+    old = {key: value for key, value in json.loads(path.read_text()).items() if key not in ("job", "canary")}
+    path.write_text(json.dumps(old))
+    assert AdapterStore(store.root).info(version).job is None
+
+
+def test_admit_is_asked_last_and_alone_and_may_name_another_version(store):
+    first = publish(store)
+
+    def admit() -> PolicyVersion:
+        (staging,) = store.root.glob(".staging-*")
+        assert {path.name for path in staging.iterdir()} == {CONFIG, WEIGHTS, SIDECAR}  # only the rename is missing
+        with pytest.raises(StorageError, match="which another process holds"), locked(store.root):
+            pass
+        return first
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("groupwise.adapter_files.LOCK_TIMEOUT_S", 0.01)
+        assert store.publish("math", save_adapter, info=ORIGIN, admit=admit) == first
+    assert store.versions("math") == (first,) and not list(store.root.glob(".staging-*"))
+    assert store.publish("math", save_adapter, info=ORIGIN, admit=lambda: None) == PolicyVersion("math", 2)
+
+
+def test_what_admit_raises_passes_through_and_leaves_nothing(store):
+    def admit():
+        raise RuntimeError("the lease is lost")
+
+    with pytest.raises(RuntimeError, match="lease"):
+        store.publish("math", save_adapter, info=ORIGIN, admit=admit)
+    assert store.versions("math") == () and not list(store.root.glob(".staging-*"))
+    assert publish(store) == PolicyVersion("math", 1)  # the number was not used up
+
+
+def test_the_version_of_a_job(store):
+    versions = [publish(store, info=replace(ORIGIN, job=job)) for job in (None, "j1", "j2")]
+    publish(store, "other", info=replace(ORIGIN, job="j3"))
+    assert store.version_of_job("math", "j1") == versions[1]
+    assert store.version_of_job("math", "j3") is None and store.version_of_job("nobody", "j1") is None
+    (store.path(versions[2]) / SIDECAR).write_text("{")
+    assert store.version_of_job("math", "j1") == versions[1] and store.version_of_job("math", "j2") is None
 
 
 # --- resolving and activating ---

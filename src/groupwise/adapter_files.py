@@ -62,7 +62,11 @@ _EXPONENT_BITS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """Where a version came from, as its publisher knows it. `base_hash` names the exact base weights."""
+    """Where a version came from, as its publisher knows it. `base_hash` names the exact base weights.
+
+    `job` is the training job that made it. `canary` is what the trainer measured under it, for whoever loads it to
+    compare with: {"prompt_ids", "completion_ids", "logprobs"}, log-probabilities at temperature 1.
+    """
 
     base_model: str
     base_hash: str
@@ -70,6 +74,8 @@ class Provenance:
     step: int = 0
     config_hash: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    job: str | None = None
+    canary: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +220,8 @@ def seal(directory: Path, *, provenance: Provenance) -> None:
         "step": provenance.step,
         "config_hash": provenance.config_hash,
         "metrics": {key: value if math.isfinite(value) else None for key, value in provenance.metrics.items()},
+        "job": provenance.job,
+        "canary": None if provenance.canary is None else dict(provenance.canary),
         "created": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "files": files,
     }
@@ -242,6 +250,8 @@ def read_info(directory: Path, *, version: PolicyVersion) -> AdapterInfo:
             step=raw["step"],
             config_hash=raw["config_hash"],
             metrics={key: math.nan if value is None else value for key, value in raw["metrics"].items()},
+            job=raw.get("job"),  # versions of before there were jobs have neither
+            canary=raw.get("canary"),
             created=raw["created"],
             files={key: (int(size), str(digest)) for key, (size, digest) in raw["files"].items()},
         )

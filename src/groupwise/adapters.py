@@ -18,11 +18,13 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from uuid import uuid4
 
 from groupwise import adapter_files as files
+from groupwise import faults
 from groupwise.adapter_files import AdapterInfo, Provenance
 from groupwise.errors import AdapterError, AdapterNotFoundError
 from groupwise.types import BASE, PolicyVersion
@@ -138,11 +140,21 @@ class AdapterStore:
 
     # --- publishing ---
 
-    def publish(self, name: str, write: Callable[[Path], None], *, info: Provenance) -> PolicyVersion:
+    def publish(
+        self,
+        name: str,
+        write: Callable[[Path], None],
+        *,
+        info: Provenance,
+        admit: Callable[[], PolicyVersion | None] | None = None,
+    ) -> PolicyVersion:
         """Make the next version of `name` from what `write(directory)` saves there, in PEFT's layout.
 
+        `admit` is called last, when only the rename is missing, and nobody else publishes meanwhile: it raises if the
+        version must not be published any more, or returns the one to take instead.
+
         Raises AdapterError if that is not a servable adapter (layout, config, non-finite weights), StorageError if it
-        cannot be written whole. An error, of `write` too, leaves no version behind.
+        cannot be written whole. An error, of `write` and `admit` too, leaves no version behind.
         """
         files.check_name(name)
         with files.writing(f"publishing {name!r}"), files.staging(self.root) as staging:
@@ -150,7 +162,16 @@ class AdapterStore:
             files.check_adapter(staging)
             files.seal(staging, provenance=info)
             with files.locked(self.root):
-                return self._admit(staging, name=name)
+                instead = None if admit is None else admit()
+                return self._admit(staging, name=name) if instead is None else instead
+
+    def version_of_job(self, name: str, job: str) -> PolicyVersion | None:
+        """The version of `name` that this job published. May be called while publishing."""
+        for version in reversed(self.versions(name)):
+            with suppress(AdapterError):  # damaged; whoever wants it will be told
+                if files.read_info(self._directory(version), version=version).job == job:
+                    return version
+        return None
 
     def import_(self, source: Path | str, name: str, *, info: Provenance) -> PolicyVersion:
         """Publish a copy of somebody else's PEFT directory. Only its config and its safetensors file are read."""
@@ -350,7 +371,9 @@ class AdapterStore:
         directory, target = self.root / name, self._directory(version)
         directory.mkdir(exist_ok=True)
         files.fsync(self.root)
+        faults.point("publish:before-rename")
         staging.rename(target)
+        faults.point("publish:after-rename")
         try:
             files.fsync(directory)
         except OSError:  # perhaps not durable, so not published

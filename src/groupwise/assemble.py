@@ -9,11 +9,10 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from groupwise.algo.advantage import AdvantageSpec
-from groupwise.algo.loss import LossSpec, resolve_loss
-from groupwise.config import AlgoConfig, RunConfig, dump_resolved
+from groupwise.algo.loss_spec import LossSpec, loss_of
+from groupwise.config import RunConfig, dump_resolved
 from groupwise.data import PromptSource, open_prompts
 from groupwise.engine.local import LocalEngine
 from groupwise.evaluate import encode_all
@@ -78,15 +77,6 @@ def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = N
             kind=config.algo.advantage, eps=config.algo.advantage_eps, aggregation=config.algo.aggregation
         ),
     )
-
-
-def loss_of(algo: AlgoConfig, *, max_tokens: int) -> LossSpec:
-    """The loss that the configuration names; a constant reduction divides by `max_tokens` unless told otherwise."""
-    overrides: dict[str, Any] = algo.loss_overrides()
-    constant = overrides.get("reduction", "constant" if algo.policy_loss == "dr_grpo" else None) == "constant"
-    if constant:
-        overrides.setdefault("reduction_length", float(max_tokens))
-    return resolve_loss(algo.policy_loss, **overrides)
 
 
 def open_parts(plan: Plan, *, on_phase: Callable[[str], None] = lambda phase: None) -> Parts:

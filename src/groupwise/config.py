@@ -17,14 +17,31 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from groupwise.configfile import Document, to_yaml, validate
 from groupwise.errors import ConfigError
 from groupwise.types import BASE, SamplingParams
 
+
+def _is_not_base(name: str) -> str:
+    if name == BASE:
+        raise ValueError(f"{name!r} is what the model without an adapter is called; choose another name")
+    return name
+
+
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
+AdapterName = Annotated[Name, AfterValidator(_is_not_base)]
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], Field(strict=False)]  # strict=False: a YAML list becomes a tuple
 Mode = Literal["greedy", "sampled"]
@@ -91,9 +108,9 @@ class DatasetConfig(Section):
     @model_validator(mode="after")
     def _acts(self) -> DatasetConfig:
         if self.split is not None and self.kind != "dataset":
-            raise _conflict("split", f"{self.split!r} acts on Hugging Face datasets only; source is {self.source!r}")
+            raise conflict("split", f"{self.split!r} acts on Hugging Face datasets only; source is {self.source!r}")
         if self.args and self.kind == "jsonl":
-            raise _conflict("args", f"a .jsonl file takes no arguments; source is {self.source!r}")
+            raise conflict("args", f"a .jsonl file takes no arguments; source is {self.source!r}")
         return self
 
 
@@ -245,10 +262,10 @@ class AlgoConfig(Section):
     def _acts(self) -> AlgoConfig:
         if self.advantage_eps != ADVANTAGE_EPS and self.advantage in ("mean", "leave_one_out"):
             message = f"{self.advantage_eps} does not act with advantage {self.advantage!r}, which divides by nothing"
-            raise _conflict("advantage_eps", message)
+            raise conflict("advantage_eps", message)
         if self.aggregation == "normalize_then_sum" and self.advantage != "group_std":
             message = f"{self.advantage!r} does not act with aggregation normalize_then_sum, which has its own scales"
-            raise _conflict("advantage", message)
+            raise conflict("advantage", message)
         return self
 
 
@@ -256,6 +273,16 @@ def _targets(value: Any) -> Any:
     if value == "all-linear" or (isinstance(value, list | tuple) and value and all(isinstance(x, str) for x in value)):
         return value if isinstance(value, str) else tuple(value)
     raise ValueError(f"{value!r} is not valid; write all-linear or a list of module names such as [q_proj, v_proj]")
+
+
+def _betas(betas: tuple[float, float]) -> tuple[float, float]:
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"{list(betas)} is not valid; both must be in [0, 1)")
+    return betas
+
+
+Targets = Annotated[str | tuple[str, ...], BeforeValidator(_targets)]
+Betas = Annotated[tuple[float, float], Field(strict=False), AfterValidator(_betas)]
 
 
 class LoraConfig(Section):
@@ -267,7 +294,7 @@ class LoraConfig(Section):
     """Scale: the update is multiplied by alpha / rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the adapter's input while training."""
-    targets: Annotated[str | tuple[str, ...], BeforeValidator(_targets)] = "all-linear"
+    targets: Targets = "all-linear"
     """`all-linear`, or the names of the modules to adapt."""
 
 
@@ -284,7 +311,7 @@ class TrainConfig(Section):
     """Steps in which the learning rate rises from 0; the default is 5, or `steps` where that is less."""
     weight_decay: float = Field(default=0.0, ge=0, le=1)
     """AdamW's decoupled weight decay."""
-    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.999)
+    betas: Betas = (0.9, 0.999)
     """AdamW's decay rates of the two moments."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """The gradient is scaled down to this norm."""
@@ -297,18 +324,11 @@ class TrainConfig(Section):
     lora: LoraConfig | None = LoraConfig()
     """null trains all parameters."""
 
-    @field_validator("betas")
-    @classmethod
-    def _are_decays(cls, betas: tuple[float, float]) -> tuple[float, float]:
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"{list(betas)} is not valid; both must be in [0, 1)")
-        return betas
-
     @model_validator(mode="after")
     def _fits(self) -> TrainConfig:
         if self.warmup_steps > self.steps:
             message = f"{self.warmup_steps} warm-up steps do not fit into train.steps = {self.steps}"
-            raise _conflict("warmup_steps", message)
+            raise conflict("warmup_steps", message)
         return self
 
 
@@ -335,7 +355,7 @@ class TrackingConfig(Section):
 class RunConfig(Section):
     """One training run. Instances are immutable; `load_config` and `parse_config` make them."""
 
-    name: Name = "run"
+    name: AdapterName = "run"
     """The run's name, and the adapter's: letters, digits, `.`, `_` and `-`; not "base"."""
     model: Text = "starter"
     """`starter` (the model in the package), a Hugging Face name, or a directory (relative to where you are)."""
@@ -368,21 +388,14 @@ class RunConfig(Section):
     tracking: TrackingConfig = TrackingConfig()
     """Where metrics go."""
 
-    @field_validator("name")
-    @classmethod
-    def _is_not_base(cls, name: str) -> str:
-        if name == BASE:
-            raise ValueError(f"{name!r} is what the model without an adapter is called; choose another name")
-        return name
-
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
         prompts, minibatches = self.rollout.prompts_per_step, self.train.minibatches
         if prompts % minibatches:
             message = f"{minibatches} minibatches cannot share rollout.prompts_per_step = {prompts} prompts evenly"
-            raise _conflict("train", "minibatches", message)
+            raise conflict("train", "minibatches", message)
         if not any(reward.weight for reward in self.rewards):
-            raise _conflict("rewards", "every weight is 0, so there is nothing to train for; give one a weight")
+            raise conflict("rewards", "every weight is 0, so there is nothing to train for; give one a weight")
         return self
 
     def run_path(self, *, now: datetime) -> Path:
@@ -390,7 +403,7 @@ class RunConfig(Section):
         return Path(self.run_dir or f"{self.output_dir}/{self.name}-{now:%Y%m%dT%H%M%SZ}")
 
 
-def _conflict(*keys_and_message: str) -> ValidationError:
+def conflict(*keys_and_message: str) -> ValidationError:
     """An error of a model validator that points at one of its keys: pydantic passes on the location of this kind."""
     *keys, message = keys_and_message
     kind = PydanticCustomError("conflict", "{message}", {"message": message})

@@ -27,6 +27,7 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
+from groupwise.config import AlgoConfig
 from groupwise.errors import ConfigError
 
 Surrogate = Literal["clip", "unclipped", "cispo", "dro", "reinforce", "sapo", "vespo"]
@@ -298,6 +299,18 @@ def resolve_loss(policy_loss: str, **overrides: Any) -> LossSpec:
         if value not in (None, "none") and not spec.reads(name):
             raise spec._ineffective(name, value)
     return spec
+
+
+def loss_of(algo: AlgoConfig, *, max_tokens: int) -> LossSpec:
+    """The loss that the configuration names; a constant reduction divides by `max_tokens` unless told otherwise.
+
+    Raises ConfigError as `resolve_loss` does.
+    """
+    overrides = algo.loss_overrides()
+    preset = PRESETS.get(algo.policy_loss, {})
+    if overrides.get("reduction", preset.get("reduction")) == "constant":
+        overrides.setdefault("reduction_length", float(max_tokens))
+    return resolve_loss(algo.policy_loss, **overrides)
 
 
 def _unknown(what: str, given: object, valid: tuple[str, ...], *, hint: str | None = None) -> ConfigError:

@@ -1,0 +1,192 @@
+"""What a training request may ask for: the `config` of a GRPO or a supervised (SFT) job.
+
+    parse_job_config("grpo", {...})   a mapping -> GrpoJobConfig, every problem in one ConfigError
+    parse_job_config("sft", {...})    a mapping -> SftJobConfig
+
+An empty mapping is a whole request: GRPO with clip 0.2, k3 times 0.1, rank 16. What is not given and the chosen loss
+does not read is null, so that a dumped configuration parses as the same one; what is given and not read is refused.
+Rank, alpha and targets are null until it is known whether an adapter is continued, which then has its own.
+
+A job of output name N continues `base_adapter`, or without one the newest version of N where there is one: rounds of
+training add up. `base_adapter: base` starts fresh. No torch here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
+
+from groupwise.algo.loss_spec import LossSpec, loss_of
+from groupwise.config import OTHER_NAMES, AdapterName, AlgoConfig, Betas, Section, Targets, conflict
+from groupwise.configfile import Document, validate
+from groupwise.errors import ConfigError
+from groupwise.types import BASE
+
+Kind = Literal["grpo", "sft"]
+
+LORA_RANK, LORA_ALPHA, LORA_TARGETS = 16, 32.0, "all-linear"  # of a fresh adapter, unless the request says otherwise
+CHECKPOINT_INTERVAL = 10
+
+_CLIP_EPSILON, _KL_COEFF, _KL = 0.2, 0.1, "k3"
+_ADAPTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}(@[0-9]{1,12})?")
+
+
+def _adapter(value: Any) -> Any:
+    if isinstance(value, str) and not _ADAPTER.fullmatch(value):
+        raise ValueError(f"{value[:80]!r} is not valid; write 'name', 'name@3' or {BASE!r}")
+    return value
+
+
+def _default_kl_coeff(given: Mapping[str, Any]) -> float | None:
+    wanted = given.get("policy_loss") == "grpo" if given.get("kl") is None else given["kl"] != "none"
+    return _KL_COEFF if wanted else None
+
+
+def _default_clip_epsilon(given: Mapping[str, Any]) -> float | None:
+    mine = given.get("policy_loss") == "grpo" and given.get("surrogate") in (None, "clip")
+    return _CLIP_EPSILON if mine and None in (given.get("clip_low"), given.get("clip_high")) else None
+
+
+class JobConfig(Section):
+    """What both kinds of job have."""
+
+    output_name: AdapterName | None = None
+    """The adapter to make the next version of; null: the server makes a name up."""
+    base_adapter: Annotated[str | None, BeforeValidator(_adapter)] = None
+    """What to continue: a version (`math@3`), a name (its newest version), or `base`: a fresh adapter. null: the newest
+    version of `output_name` where there is one, else a fresh adapter."""
+    auto_load: bool = True
+    """Make the new version the active one."""
+    learning_rate: float = Field(default=1e-5, ge=0, le=1)
+    """Peak learning rate; 0 changes nothing, as a control."""
+    lora_rank: int | None = Field(default=None, ge=1, le=4096)
+    """Rank of the adapter; null is that of the adapter that is continued, 16 for a fresh one."""
+    lora_alpha: float | None = Field(default=None, gt=0)
+    """Scale of the adapter, alpha / rank; null is that of the adapter that is continued, 32 for a fresh one."""
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout on the adapter's input while training."""
+    target_modules: Targets | None = None
+    """`all-linear` or names of modules; null is those of the adapter that is continued, all-linear for a fresh one."""
+    checkpoint_interval: int | None = Field(default=None, ge=1)
+    """Steps between checkpoints, from which the job goes on if its worker dies; null is 10."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """The learning rate after warm-up: constant, or falling to 0, which it would reach just after the last step."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps in which the learning rate rises from 0."""
+    weight_decay: float = Field(default=0.0, ge=0, le=1)
+    """AdamW's decoupled weight decay."""
+    betas: Betas = (0.9, 0.999)
+    """AdamW's decay rates of the two moments."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """The gradient is scaled down to this norm."""
+    micro_tokens: int = Field(default=8192, ge=1)
+    """Tokens in one forward and backward pass."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
+    """Fixes initialisation, dropout and the order of minibatches."""
+
+
+class GrpoJobConfig(AlgoConfig, JobConfig):
+    """Training on groups of scored completions. `policy_loss` alone is the whole published algorithm; with `grpo`, the
+    default, `clip_epsilon` is 0.2 and `kl_coeff` 0.1."""
+
+    kl: str | None = Field(default=None, min_length=1)
+    """The estimator of the divergence from the base model: k1, k2, k3, k3_unbiased; null is k3 where `kl_coeff` is
+    above 0."""
+    kl_coeff: float | None = Field(default_factory=_default_kl_coeff, ge=0)
+    """Its weight; 0 is off. The default is 0.1, and null (off) with another `policy_loss` than grpo."""
+    clip_epsilon: float | None = Field(default_factory=_default_clip_epsilon, ge=0)
+    """How far the ratio may go from 1: `clip_low` and `clip_high`, where these are not given. The default is 0.2, and
+    null (the preset's own) with another `policy_loss` than grpo."""
+    iterations: int = Field(default=1, ge=1, le=10_000)
+    """Passes over the groups."""
+    minibatches: int = Field(default=1, ge=1, le=10_000)
+    """Optimizer steps in one pass; at most one per group."""
+    temperature: float | None = Field(default=None, gt=0, le=10)
+    """The one the completions were sampled at; null is what was recorded with them, else 1."""
+
+    def loss_overrides(self) -> dict[str, Any]:
+        """The loss options, with `clip_epsilon` as the two it stands for and `kl_coeff` with its estimator."""
+        overrides = {key: value for key, value in super().loss_overrides().items() if key in AlgoConfig.model_fields}
+        if self.clip_epsilon is not None:
+            overrides = {"clip_low": self.clip_epsilon, "clip_high": self.clip_epsilon, **overrides}
+        if self.kl_coeff == 0:
+            del overrides["kl_coeff"]
+        elif self.kl_coeff is not None:
+            overrides.setdefault("kl", _KL)
+        return overrides
+
+    def loss(self, *, max_tokens: int) -> LossSpec:
+        """The loss, for a job whose longest completion has `max_tokens` tokens."""
+        return loss_of(self, max_tokens=max_tokens)
+
+    def steps(self, *, groups: int) -> int:
+        """Optimizer steps of a job with this many groups whose rewards differ."""
+        return self.iterations * min(self.minibatches, groups)
+
+    @model_validator(mode="after")
+    def _loss_acts(self) -> GrpoJobConfig:
+        if self.kl_coeff == 0 and self.kl not in (None, "none"):
+            raise conflict("kl", f"{self.kl!r} has no effect with kl_coeff 0; give kl_coeff, or leave kl out")
+        if self.clip_epsilon is not None and None not in (self.clip_low, self.clip_high):
+            raise conflict("clip_epsilon", f"{self.clip_epsilon} has no effect beside clip_low and clip_high")
+        try:
+            self.loss(max_tokens=1)  # no check depends on it
+        except ConfigError as error:
+            raise self._in_request_terms(error) from error
+        return self
+
+    def _in_request_terms(self, error: ConfigError) -> ValidationError:
+        """An error of the loss as one of the field that the request has for it."""
+        message = f"{error.message}; {error.hint}" if error.hint else error.message
+        named = re.split(r"\W", message, maxsplit=1)[0]
+        if named in ("clip_low", "clip_high") and getattr(self, named) is None:
+            return conflict("clip_epsilon", message.replace(named, "clip_epsilon"))
+        return conflict(named if named in AlgoConfig.model_fields else "policy_loss", message)
+
+
+class SftJobConfig(JobConfig):
+    """Supervised training: cross-entropy on what the mask marks, usually what the assistant says."""
+
+    learning_rate: float = Field(default=1e-4, ge=0, le=1)
+    """Peak learning rate."""
+    epochs: int = Field(default=3, ge=1, le=10_000)
+    """Passes over the examples."""
+    batch_size: int = Field(default=8, ge=1, le=65536)
+    """Examples in one optimizer step."""
+
+    def steps(self, *, examples: int) -> int:
+        """Optimizer steps of a job with this many examples."""
+        return self.epochs * math.ceil(examples / self.batch_size)
+
+
+MODELS: Mapping[str, type[GrpoJobConfig] | type[SftJobConfig]] = {"grpo": GrpoJobConfig, "sft": SftJobConfig}
+
+# What other systems, or the other kind of job, call our keys; only for "did you mean".
+_JOB_NAMES = {
+    **{key: name.rpartition(".")[2] for key, name in OTHER_NAMES.items()},
+    "lora_r": "lora_rank",
+    "rank": "lora_rank",
+    "r": "lora_rank",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "targets": "target_modules",
+    "name": "output_name",
+    "adapter_name": "output_name",
+    "base_model": "base_adapter",
+    "save_steps": "checkpoint_interval",
+}
+JOB_OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
+    "grpo": {**_JOB_NAMES, "epochs": "iterations", "epsilon": "clip_epsilon", "num_iterations": "iterations"},
+    "sft": {**_JOB_NAMES, "iterations": "epochs", "num_train_epochs": "epochs"},
+}
+
+
+def parse_job_config(kind: str, data: Mapping[str, Any]) -> GrpoJobConfig | SftJobConfig:
+    """Raises ConfigError with every problem: key, value, what is valid, what was probably meant."""
+    return validate(Document(dict(data)), MODELS[kind], other_names=JOB_OTHER_NAMES[kind])

@@ -1,0 +1,213 @@
+"""A payload as optimizer steps: what step k of a job accumulates the gradient of.
+
+    grpo   `iterations` passes over the groups, each cut into `minibatches` optimizer steps
+    sft    `epochs` passes over the examples, each cut into steps of `batch_size`
+
+Step k's batch follows from the configuration and k alone, so that a job that goes on from a checkpoint does what it
+would have done. Groups whose rewards are all equal teach nothing and are left out before anything is computed.
+
+What was posted as text has no behaviour logprobs; nobody knows what sampled it. It gets those of the policy that the
+job starts from, so that every loss works with its own anchor: the first step is then an on-policy one.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from groupwise.algo.advantage import AdvantageSpec, has_signal, with_advantages
+from groupwise.algo.batch import count_loss_tokens
+from groupwise.algo.loss import LossSpec
+from groupwise.errors import ContextLengthError, DataError, TrainingError
+from groupwise.job_config import GrpoJobConfig, SftJobConfig
+from groupwise.job_payload import GrpoPayload, ScoredGroup, SftPayload
+from groupwise.model import LoadedModel
+from groupwise.rollout import Collected, rollout_metrics, samples_of
+from groupwise.train.learner import Learner, Metrics
+from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Sample, Turn
+
+Rows = Sequence[tuple[float, ...]]  # a log-probability per token of each sample
+
+_REWARD = "reward"
+_FACTS = ("reward/mean", "reward/std", "reward/frac_zero_std", "rollout/count", "rollout/groups_trained")
+_FACTS += ("rollout/len_mean", "rollout/len_max", "rollout/tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """`passes` over the samples, each of `parts` optimizer steps. `facts` are metrics that hold for every step."""
+
+    samples: Sequence[Sample]
+    passes: int
+    parts: int
+    seed: int
+    facts: Metrics
+    temperature: float = 1.0
+    start: Rows | None = None  # log-probabilities of the samples under the policy that the job starts from
+
+    @property
+    def steps(self) -> int:
+        return self.passes * self.parts
+
+    @property
+    def reads_start(self) -> bool:
+        """Whether `with_start` must be called before the first step."""
+        return False
+
+    def with_start(self, start: Rows) -> Task:
+        """The task, given its `start`."""
+        return replace(self, start=start)
+
+    def batch(self, step: int) -> list[int]:
+        """The samples that step `step` (from 0) trains on."""
+        return self._portion(len(self.samples), step)
+
+    def accumulate(self, learner: Learner, step: int) -> Metrics:
+        """Accumulate the gradient of step `step`."""
+        raise NotImplementedError
+
+    def tokens(self, step: int) -> int:
+        """Completion tokens of step `step`."""
+        return sum(len(self.samples[row].completion_ids) for row in self.batch(step))
+
+    def _portion(self, count: int, step: int) -> list[int]:
+        """Which of `count` things step `step` takes: the parts of a pass are of about the same size, and in a new order
+        each pass if there are several."""
+        turn, part = divmod(step, self.parts)
+        order = list(range(count))
+        if self.parts > 1:
+            random.Random(f"{self.seed}/{turn}").shuffle(order)
+        return order[count * part // self.parts : count * (part + 1) // self.parts]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoTask(Task):
+    """Policy steps. A behaviour logprob that nobody recorded is NaN until `with_start`."""
+
+    groups: Sequence[Sequence[int]]  # indices of samples
+    loss: LossSpec
+
+    @property
+    def reads_start(self) -> bool:
+        unknown = any(math.isnan(x) for sample in self.samples for x in sample.behaviour_logprobs or ())
+        return unknown or (self.loss.reads_old and self.steps > 1)
+
+    def with_start(self, start: Rows) -> GrpoTask:
+        filled = [
+            replace(sample, behaviour_logprobs=tuple(map(_known, sample.behaviour_logprobs or (), row)))
+            for sample, row in zip(self.samples, start, strict=True)
+        ]
+        return replace(self, samples=filled, start=start)
+
+    def batch(self, step: int) -> list[int]:
+        return [row for group in self._portion(len(self.groups), step) for row in self.groups[group]]
+
+    def accumulate(self, learner: Learner, step: int) -> Metrics:
+        rows = self.batch(step)
+        return learner.forward_backward(
+            [self.samples[row] for row in rows],
+            self.loss,
+            temperature=self.temperature,
+            old_logprobs=[self.start[row] for row in rows] if self.start and self.loss.reads_old else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftTask(Task):
+    """Steps on the cross-entropy."""
+
+    def accumulate(self, learner: Learner, step: int) -> Metrics:
+        return learner.forward_backward_supervised([self.samples[row] for row in self.batch(step)])
+
+
+def make_task(config: GrpoJobConfig | SftJobConfig, payload: GrpoPayload | SftPayload, *, base: LoadedModel) -> Task:
+    """What the job does.
+
+    Raises:
+        TrainingError: there is nothing to learn from.
+        DataError, ContextLengthError: the model cannot read the payload.
+    """
+    if isinstance(config, GrpoJobConfig):
+        assert isinstance(payload, GrpoPayload)
+        task = _grpo_task(config, payload)
+    else:
+        assert isinstance(payload, SftPayload)
+        task = _sft_task(config, payload)
+    if not count_loss_tokens(task.samples):
+        raise TrainingError("there is not a single token to train on", hint="post completions that are not empty")
+    _check_readable(task.samples, base)
+    return task
+
+
+def _grpo_task(config: GrpoJobConfig, payload: GrpoPayload) -> GrpoTask:
+    advantage = AdvantageSpec(kind=config.advantage, eps=config.advantage_eps, aggregation=config.aggregation)
+    groups = [_rollouts(i, group) for i, group in enumerate(payload.groups)]
+    kept = [group for group in groups if has_signal(group, advantage)]
+    if not kept:
+        raise TrainingError(
+            f"none of the {len(groups)} groups has completions whose rewards differ, so there is nothing to learn",
+            hint="sample more completions per prompt, or use a finer reward",
+        )
+    per_group = [samples_of([group]) for group in with_advantages(kept, advantage)]
+    ends = list(accumulate(map(len, per_group)))
+    samples = [sample for group in per_group for sample in group]
+    measured = rollout_metrics(Collected(groups=tuple(kept), sampled=tuple(groups)), advantage)
+    return GrpoTask(
+        samples=samples,
+        groups=[range(end - len(group), end) for end, group in zip(ends, per_group, strict=True)],
+        loss=config.loss(max_tokens=max(1, *(len(sample.completion_ids) for sample in samples))),
+        temperature=config.temperature or payload.temperature,
+        passes=config.iterations,
+        parts=min(config.minibatches, len(kept)),
+        seed=config.seed,
+        facts={key: measured[key] for key in _FACTS},
+    )
+
+
+def _rollouts(index: int, group: ScoredGroup) -> RolloutGroup:
+    """The group in the words of the loop; a logprob that nobody recorded is NaN."""
+    rollouts = []
+    for each in group.completions:
+        logprobs = (math.nan,) * len(each.ids) if each.logprobs is None else each.logprobs
+        completion = Completion(token_ids=each.ids, logprobs=logprobs, text="", finish_reason=FinishReason.STOP)
+        turn = Turn(group.prompt_ids, completion)
+        rollouts.append(Rollout(turns=(turn,), rewards={_REWARD: each.reward}, reward=each.reward))
+    return RolloutGroup(prompt=Prompt(id=str(index), token_ids=group.prompt_ids), rollouts=tuple(rollouts))
+
+
+def _sft_task(config: SftJobConfig, payload: SftPayload) -> SftTask:
+    if not payload.examples:
+        raise TrainingError("there are no examples to train on", hint="post at least one")
+    samples = [
+        Sample(prompt_ids=each.prompt_ids, completion_ids=each.completion_ids, mask=each.mask)
+        for each in payload.examples
+    ]
+    return SftTask(
+        samples=samples,
+        passes=config.epochs,
+        parts=config.steps(examples=len(samples)) // config.epochs,
+        seed=config.seed,
+        facts={"data/examples": float(len(samples))},
+    )
+
+
+def _check_readable(samples: Sequence[Sample], base: LoadedModel) -> None:
+    """On a GPU an id or a position out of range would kill the process."""
+    vocabulary = int(base.model.config.get_text_config().vocab_size)
+    for sample in samples:
+        length = len(sample.prompt_ids) + len(sample.completion_ids)
+        if length > base.context_length:
+            raise ContextLengthError(
+                f"a prompt of {len(sample.prompt_ids)} tokens and a completion of {len(sample.completion_ids)} do not "
+                f"fit: the maximum context length is {base.context_length} tokens",
+                hint="shorten the prompt or the completion",
+            )
+        if (largest := max((*sample.prompt_ids, *sample.completion_ids))) >= vocabulary:
+            raise DataError(f"token id {largest} is not in the vocabulary: ids go from 0 to {vocabulary - 1}")
+
+
+def _known(recorded: float, start: float) -> float:
+    return start if math.isnan(recorded) else recorded

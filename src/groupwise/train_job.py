@@ -1,0 +1,335 @@
+"""One job, from its payload to a published version. `jobs.py` is the process that does one after another.
+
+    parent      the version that is continued, or a fresh adapter
+    task        what each optimizer step trains on (`job_task`)
+    step 1..n   gradient, AdamW, every few steps a checkpoint; metrics into the ledger
+    publish     into the adapter store, with a canary for whoever loads it; the server then swaps
+
+Killed anywhere and leased again, a job goes on from its last checkpoint, or begins anew, and ends with the same bytes
+as one that was never disturbed, in one version: a version that carries the job's id is taken instead of a second one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from groupwise import adapter_files as files
+from groupwise import faults
+from groupwise.adapter_files import Provenance
+from groupwise.adapters import AdapterStore
+from groupwise.errors import AdapterError, ConfigError, Interrupted, TrainingError
+from groupwise.job_checkpoint import (
+    Checkpoints,
+    Standing,
+    find_moments,
+    prune_moments,
+    read_standing,
+    read_start,
+)
+from groupwise.job_config import (
+    CHECKPOINT_INTERVAL,
+    LORA_ALPHA,
+    LORA_RANK,
+    LORA_TARGETS,
+    JobConfig,
+    parse_job_config,
+)
+from groupwise.job_payload import parse_payload
+from groupwise.job_task import Task, make_task
+from groupwise.ledger import Ledger
+from groupwise.ledger_schema import Lease
+from groupwise.model import LoadedModel
+from groupwise.train.learner import Learner, Metrics, OptimizerSpec, learning_rate_at
+from groupwise.train.lora import LoraSpec
+from groupwise.types import BASE, PolicyVersion, Sample
+
+CANARY_TOKENS = 16
+
+_DAMAGED = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError)  # what reading rubbish raises
+
+
+class JobCancelled(Exception):
+    """Somebody asked to cancel the job."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workplace:
+    """What the jobs of one worker share."""
+
+    base: LoadedModel
+    ledger: Ledger
+    store: AdapterStore
+    state_dir: Path
+
+
+@dataclass
+class _Run:
+    """A job at work."""
+
+    place: Workplace
+    lease: Lease
+    config: JobConfig
+    task: Task
+    learner: Learner
+    standing: Standing
+    metrics: Metrics  # of the last step
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.place.state_dir, self.lease.job.id)
+
+    def save(self) -> None:
+        self.place.ledger.check(self.lease)
+        self.checkpoints.save(self.learner, self.standing, self.task.start)
+
+    def say(self, message: str) -> None:
+        self.place.ledger.progress(self.lease, phase="training", step=self.standing.step, message=message)
+
+
+def run_job(lease: Lease, place: Workplace, *, attend: Callable[[], None]) -> PolicyVersion:
+    """Do the leased job and record its version in the ledger.
+
+    `attend` is called between any two steps and raises what is to end the job.
+
+    Raises:
+        JobCancelled, Interrupted, LeaseLostError: from `attend`; Interrupted after a checkpoint.
+        GroupwiseError: the job cannot be done.
+    """
+    job, checkpoints = lease.job, Checkpoints(place.state_dir, lease.job.id)
+    version = place.store.version_of_job(job.adapter, job.id)
+    if version is None:
+        run = _open(lease, place)
+        _train(run, attend)
+        attend()
+        version = _publish(run)
+    checkpoints.become_moments(version)
+    prune_moments(place.state_dir, place.store)
+    place.ledger.published(lease, str(version))
+    checkpoints.discard()
+    return version
+
+
+# --- opening ---
+
+
+def _open(lease: Lease, place: Workplace) -> _Run:
+    job = lease.job
+    config = parse_job_config(job.kind, job.config)
+    task = make_task(config, parse_payload(job.kind, place.ledger.payload(job.id)), base=place.base)
+    run = _resumed(lease, place, config, task)
+    return _begun(lease, place, config, task) if run is None else run
+
+
+def _resumed(lease: Lease, place: Workplace, config: JobConfig, task: Task) -> _Run | None:
+    """The job at its last checkpoint; None without one that can be read."""
+    checkpoints = Checkpoints(place.state_dir, lease.job.id)
+    if (newest := checkpoints.newest) is None:
+        return None
+    try:
+        standing = read_standing(newest)
+        learner = _new_learner(config, standing.lora, place.base)
+        learner.load(newest)
+        start = read_start(newest, lengths=[len(sample.completion_ids) for sample in task.samples])
+        task = task if start is None else task.with_start(start)
+    except _DAMAGED as error:
+        checkpoints.discard()
+        message = f"the checkpoint cannot be read, so the job begins anew ({type(error).__name__}: {error})"
+        place.ledger.progress(lease, phase="loading", step=0, message=message)
+        return None
+    run = _Run(place, lease, config, task, learner, standing, dict(lease.job.metrics))
+    run.say(f"goes on from the checkpoint at step {standing.step} of {task.steps}")
+    return run
+
+
+def _begun(lease: Lease, place: Workplace, config: JobConfig, task: Task) -> _Run:
+    """The job before its first step."""
+    parent = _parent(config, lease.job.adapter, place.store)
+    if parent.is_base:
+        lora = LoraSpec(
+            rank=config.lora_rank or LORA_RANK,
+            alpha=config.lora_alpha or LORA_ALPHA,
+            dropout=config.lora_dropout,
+            targets=config.target_modules or LORA_TARGETS,
+        )
+        learner, message = _new_learner(config, lora, place.base), f"begins with a fresh adapter of rank {lora.rank}"
+    else:
+        place.store.check_base(parent, place.base.hash)
+        lora = _lora_of_parent(config, parent, place.store.path(parent))
+        learner, has_moments = _continued(config, lora, parent, place)
+        moments = "with its optimizer's moments" if has_moments else "with a fresh optimizer"
+        message = f"continues {parent} (rank {lora.rank}) {moments}"
+    if task.reads_start:
+        task = task.with_start(learner.forward(task.samples, temperature=task.temperature))
+    run = _Run(place, lease, config, task, learner, Standing(parent=parent, lora=lora), {})
+    run.say(message)
+    return run
+
+
+def _parent(config: JobConfig, name: str, store: AdapterStore) -> PolicyVersion:
+    """What the job continues. Raises AdapterNotFoundError."""
+    wanted = config.base_adapter or name
+    if wanted == BASE:
+        return PolicyVersion.base()
+    if versions := store.versions(wanted):
+        return versions[-1]
+    return PolicyVersion.base() if config.base_adapter is None else store.resolve(wanted)
+
+
+def _lora_of_parent(config: JobConfig, parent: PolicyVersion, directory: Path) -> LoraSpec:
+    """The adapter as it is. Raises ConfigError if the request wants another one."""
+    saved = json.loads((directory / files.CONFIG).read_text(encoding="utf-8"))
+    for key, given, own in (
+        ("lora_rank", config.lora_rank, saved["r"]),
+        ("lora_alpha", config.lora_alpha, saved["lora_alpha"]),
+    ):
+        if given is not None and given != own:
+            raise _differs(key, given, own, parent)
+    targets = config.target_modules or saved.get("target_modules")
+    if isinstance(targets, str) and targets != LORA_TARGETS:  # a pattern of names
+        targets = _adapted_modules(directory / files.WEIGHTS)
+    return LoraSpec(rank=saved["r"], alpha=saved["lora_alpha"], dropout=config.lora_dropout, targets=targets)
+
+
+def _adapted_modules(weights: Path) -> list[str]:
+    before, after = "base_model.model.", ".lora_A.weight"
+    with safe_open(weights, framework="np") as file:
+        keys = list(file.keys())
+    return [key.removeprefix(before).removesuffix(after) for key in keys if key.endswith(after)]
+
+
+def _differs(key: str, given: object, own: object, parent: PolicyVersion) -> ConfigError:
+    return ConfigError(
+        f"{key} is {given!r}, but {parent}, which the job continues, has {own!r}",
+        hint=f"leave {key} out, or start afresh with base_adapter: {BASE}",
+    )
+
+
+def _continued(config: JobConfig, lora: LoraSpec, parent: PolicyVersion, place: Workplace) -> tuple[Learner, bool]:
+    """A learner at `parent`, and whether it has the moments of the job that made it."""
+    directory = place.store.path(parent)
+    learner = _new_learner(config, lora, place.base)
+    try:
+        learner.load_adapter(directory)
+    except AdapterError as error:
+        if config.target_modules is None:
+            raise
+        saved = json.loads((directory / files.CONFIG).read_text(encoding="utf-8"))
+        raise _differs("target_modules", config.target_modules, saved.get("target_modules"), parent) from error
+    if (moments := find_moments(place.state_dir, parent)) is None:
+        return learner, False
+    try:
+        learner.load(moments)
+    except _DAMAGED:
+        learner = _new_learner(config, lora, place.base)
+        learner.load_adapter(directory)
+        return learner, False
+    return learner, True
+
+
+def _new_learner(config: JobConfig, lora: LoraSpec, base: LoadedModel) -> Learner:
+    optimizer = OptimizerSpec(betas=config.betas, weight_decay=config.weight_decay, max_grad_norm=config.max_grad_norm)
+    return Learner(
+        base,
+        lora=lora,
+        optimizer=optimizer,
+        micro_tokens=config.micro_tokens,
+        gradient_checkpointing=config.gradient_checkpointing,
+        seed=config.seed,
+    )
+
+
+# --- training ---
+
+
+def _train(run: _Run, attend: Callable[[], None]) -> None:
+    interval, saved = run.config.checkpoint_interval or CHECKPOINT_INTERVAL, run.standing.step
+    while run.standing.step < run.task.steps:
+        try:
+            attend()
+        except Interrupted:
+            if run.standing.step > saved:
+                run.save()
+            raise
+        _step(run)
+        if run.standing.step % interval == 0 or run.standing.step == run.task.steps:
+            run.save()
+            saved = run.standing.step
+    if not run.standing.applied:
+        raise TrainingError(
+            f"the job changed nothing: the gradients of all {run.task.steps} steps were not finite",
+            hint="look for huge rewards or log-probabilities, or lower learning_rate",
+        )
+
+
+def _step(run: _Run) -> None:
+    config, task, step, began = run.config, run.task, run.standing.step, time.monotonic()
+    metrics = {**task.facts, **task.accumulate(run.learner, step)}
+    faults.point("train:after-backward")
+    rate = learning_rate_at(
+        step,
+        peak=config.learning_rate,
+        warmup_steps=config.warmup_steps,
+        steps=task.steps,
+        schedule=config.schedule,
+    )
+    result = run.learner.optim_step(learning_rate=rate)
+    faults.point("train:after-step")
+    run.standing = replace(run.standing, step=step + 1, applied=run.standing.applied + result.applied)
+    seconds = time.monotonic() - began
+    refused = run.standing.step - run.standing.applied
+    metrics |= {"optim/lr": rate, "optim/grad_norm": result.grad_norm, "optim/refused": float(refused)}
+    run.metrics = metrics | {"time/step_s": seconds, "perf/tok_s": task.tokens(step) / seconds}
+    message = f"step {step + 1} was refused: its gradient is not finite, and the weights stay as they were"
+    run.place.ledger.progress(
+        run.lease,
+        phase="training",
+        step=run.standing.step,
+        metrics=run.metrics,
+        message=None if result.applied else message,
+    )
+
+
+# --- publishing ---
+
+
+def _publish(run: _Run) -> PolicyVersion:
+    job, base, store, ledger = run.lease.job, run.place.base, run.place.store, run.place.ledger
+    ledger.progress(run.lease, phase="publishing", step=run.standing.step)
+    info = Provenance(
+        base_model=base.name,
+        base_hash=base.hash,
+        parent=run.standing.parent,
+        step=run.learner.steps,
+        config_hash=hashlib.sha256(json.dumps(job.config, sort_keys=True).encode()).hexdigest()[:16],
+        metrics={key: value for key, value in run.metrics.items() if key.startswith(("reward/", "loss/"))},
+        job=job.id,
+        canary=_canary(run),
+    )
+
+    def admit() -> PolicyVersion | None:
+        ledger.check(run.lease)
+        return store.version_of_job(job.adapter, job.id)
+
+    return store.publish(job.adapter, run.learner.save_adapter, info=info, admit=admit)
+
+
+def _canary(run: _Run) -> dict[str, list[int] | list[float]]:
+    """What a sampler that has loaded the adapter must compute, too."""
+    sample = next(sample for sample in run.task.samples if sample.completion_ids)
+    ids = sample.completion_ids[:CANARY_TOKENS]
+    probe = Sample(prompt_ids=sample.prompt_ids, completion_ids=ids, mask=(1,) * len(ids))
+    (logprobs,) = run.learner.forward([probe])
+    if not all(map(math.isfinite, logprobs)):
+        raise TrainingError(
+            "the trained adapter gives log-probabilities that are not finite, so it is not published",
+            hint="lower learning_rate",
+        )
+    return {"prompt_ids": list(sample.prompt_ids), "completion_ids": list(ids), "logprobs": list(logprobs)}

@@ -1,0 +1,205 @@
+"""A state directory with a tiny model, and jobs on it: submit, do, look. Imported by the tests of jobs, and run as a
+script by the one that kills: `python job_place.py ROOT FAULT...`.
+
+The script does one job in a forked child per fault, which SIGKILL ends; then leases it again until it is published. It
+prints a line of JSON per fault. One process without other threads, so that a fork costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from groupwise import adapter_files, faults
+from groupwise.adapters import AdapterStore
+from groupwise.job_config import parse_job_config
+from groupwise.jobs import Pulse, Worker
+from groupwise.ledger import Ledger
+from groupwise.ledger_schema import Job, JobState, Lease
+from groupwise.model import LoadedModel, load_model
+from groupwise.train_job import Workplace
+from groupwise.types import PolicyVersion
+
+SMALL = {"lora_rank": 2, "lora_alpha": 4.0, "target_modules": ["q_proj", "down_proj"], "learning_rate": 0.01}
+PROMPTS = ((5, 6, 7, 8), (9, 10, 11), (12, 13, 14, 15, 16))
+REPLIES = ((20, 21, 22), (23, 24), (25, 26, 27, 28), (29,))
+REWARDS = (1.0, 0.0, 0.5, 0.0)
+
+
+def groups(
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    *,
+    rewards: Sequence[float] = REWARDS,
+    logprob: float | None = None,
+) -> dict[str, Any]:
+    """A payload; `logprob` is that of every token, None posts none."""
+
+    def completion(ids: Sequence[int], reward: float) -> dict[str, Any]:
+        logprobs = None if logprob is None else [logprob] * len(ids)
+        return {"ids": list(ids), "logprobs": logprobs, "reward": reward}
+
+    def group(prompt: Sequence[int]) -> dict[str, Any]:
+        return {"prompt_ids": list(prompt), "completions": list(map(completion, REPLIES, rewards))}
+
+    return {"groups": [group(prompt) for prompt in prompts]}
+
+
+def examples(count: int = 5) -> dict[str, Any]:
+    rows = [
+        {"prompt_ids": [30 + i, 31, 32], "completion_ids": [40 + i, 41, 42, 43], "mask": [1, 1, 0, 1]}
+        for i in range(count)
+    ]
+    return {"examples": rows}
+
+
+class Place:
+    """A workplace, and short words for what tests do with it. Leases are renewed by nobody."""
+
+    def __init__(self, directory: Path, base: LoadedModel):
+        directory.mkdir(exist_ok=True)
+        self.ledger, self.store = Ledger(directory / "ledger.db"), AdapterStore(directory / "adapters")
+        self.workplace = Workplace(base=base, ledger=self.ledger, store=self.store, state_dir=directory)
+        self.directory, self.base = directory, base
+        self.pulse = Pulse(self.ledger)
+        self.worker = Worker(self.workplace, self.pulse, name="worker")
+
+    def submit(self, payload: dict[str, Any], *, kind: str = "grpo", adapter: str = "math", **config: Any) -> Job:
+        parsed = parse_job_config(kind, {**SMALL, **config})
+        if kind == "grpo":
+            steps = parsed.steps(groups=len(payload["groups"]))
+        else:
+            steps = parsed.steps(examples=len(payload["examples"]))
+        job, _ = self.ledger.submit(
+            kind=kind,
+            adapter=adapter,
+            config=parsed.model_dump(mode="json"),
+            summary={},
+            payload=json.dumps(payload).encode(),
+            steps=steps,
+            auto_load=True,
+        )
+        return job
+
+    def lease(self) -> Lease:
+        lease = self.ledger.lease("worker")
+        assert lease is not None
+        return lease
+
+    def do(self, payload: dict[str, Any] | None = None, **options: Any) -> Job:
+        """Submit the payload (without one: a job waits already) and do the oldest job."""
+        if payload is not None:
+            self.submit(payload, **options)
+        lease = self.lease()
+        self.worker.do(lease)
+        return self.ledger.job(lease.job.id)
+
+    def version(self, job: Job) -> PolicyVersion:
+        assert job.version is not None, job.error
+        return PolicyVersion.parse(job.version)
+
+    def weights(self, job: Job) -> bytes:
+        return (self.store.path(self.version(job)) / adapter_files.WEIGHTS).read_bytes()
+
+    def messages(self, job: Job) -> list[str]:
+        return [event.message for event in self.ledger.events(job.id) if event.kind == "message"]
+
+    def at_step(self, monkeypatch: Any, step: int, act: Callable[[], object]) -> None:
+        """Call `act` when the gradient of step `step` (from 0) has been computed."""
+        from groupwise.job_task import GrpoTask
+
+        plain = GrpoTask.accumulate
+
+        def accumulate(task: GrpoTask, learner: Any, number: int) -> Any:
+            metrics = plain(task, learner, number)
+            if number == step:
+                act()
+            return metrics
+
+        monkeypatch.setattr(GrpoTask, "accumulate", accumulate)
+
+
+# --- the script ---
+
+CRASHING = {"iterations": 2, "minibatches": 3, "checkpoint_interval": 2, "lora_dropout": 0.1}
+
+
+def main(root: Path, wanted: Sequence[str]) -> None:
+    torch.set_num_threads(1)
+    base = load_model(str(root / "model"), device="cpu", dtype="float32")
+    template = root / "template"
+
+    def prepare() -> None:
+        place = Place(template, base)
+        place.do(groups(logprob=-2.0), iterations=1)  # there is a version to continue
+        place.submit(groups(PROMPTS[::-1]), **CRASHING)
+        place.ledger.close()
+
+    assert _in_child(prepare) == 0
+    for number, fault in enumerate(("", *wanted)):
+        state = Path(shutil.copytree(template, root / str(number)))
+
+        def work(fault=fault, state=state) -> None:
+            faults._faults.update(faults.parse(fault))
+            place = Place(state, base)
+            while (lease := place.ledger.lease("worker")) is not None:
+                place.worker.do(lease)
+
+        ended = [_in_child(work)]
+        if fault:
+            ledger = Ledger(state / "ledger.db")
+            ledger.expire("worker")
+            ledger.close()
+            ended.append(_in_child(lambda work=work: work(fault="")))
+        print(json.dumps({"fault": fault, "ended": ended, **_look(state)}), flush=True)
+
+
+def _look(state: Path) -> dict[str, Any]:
+    ledger, store = Ledger(state / "ledger.db"), AdapterStore(state / "adapters")
+    job = ledger.jobs()[0]
+    versions = store.versions("math")
+    files = [store.path(version) / adapter_files.WEIGHTS for version in versions]
+    found = {
+        "state": job.state,
+        "phase": job.phase,
+        "version": job.version,
+        "attempt": job.attempt,
+        "steps": [each["step"] for each in ledger.metrics(job.id)],
+        "versions": [str(version) for version in versions],
+        "hashes": [hashlib.sha256(path.read_bytes()).hexdigest() for path in files],
+        "moments": {
+            path.parent.name: hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in (state / "optimizer").glob("*/learner.safetensors")
+        },
+        "left": [str(path) for path in state.glob("checkpoints/*")] + [str(p) for p in store.root.glob(".staging*")],
+        "waiting": len(ledger.jobs(states=[JobState.QUEUED])),
+    }
+    ledger.close()
+    return found
+
+
+def _in_child(work: Callable[[], None]) -> int:
+    """Fork a child that does `work`; its exit status, or minus the signal that ended it."""
+    if (pid := os.fork()) == 0:
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+KILLED = -signal.SIGKILL
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

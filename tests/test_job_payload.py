@@ -1,0 +1,54 @@
+"""What the server spools and the worker reads."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.errors import DataError
+from groupwise.job_payload import GrpoPayload, ScoredCompletion, ScoredGroup, dump_payload, parse_payload
+
+numbers = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@st.composite
+def completions(draw) -> ScoredCompletion:
+    ids = tuple(draw(st.lists(st.integers(0, 1 << 20), max_size=4)))
+    logprobs = draw(st.none() | st.lists(numbers, min_size=len(ids), max_size=len(ids)).map(tuple))
+    return ScoredCompletion(ids=ids, logprobs=logprobs, reward=draw(numbers))
+
+
+@given(st.lists(completions(), max_size=3), st.floats(0.01, 10))
+def test_numbers_come_back_exactly(found, temperature):
+    payload = GrpoPayload(groups=(ScoredGroup(prompt_ids=(1, 2), completions=tuple(found)),), temperature=temperature)
+    assert parse_payload("grpo", dump_payload(payload)) == payload
+
+
+def test_plain_json_is_read_and_the_temperature_is_1_unless_recorded():
+    completion = {"ids": [3, 4], "logprobs": None, "reward": 1}
+    raw = {"groups": [{"prompt_ids": [1], "completions": [completion]}]}
+    payload = parse_payload("grpo", json.dumps(raw).encode())
+    assert payload.temperature == 1.0 and payload.groups[0].completions[0].ids == (3, 4)
+    example = {"prompt_ids": [1], "completion_ids": [2, 3], "mask": [1, 0]}
+    assert parse_payload("sft", json.dumps({"examples": [example]}).encode()).examples[0].mask == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "raw", "at"),
+    [
+        ("grpo", b"{", ""),
+        ("grpo", b'{"groups": [{"prompt_ids": [], "completions": []}]}', "groups.0.prompt_ids"),
+        ("grpo", b'{"groups": [{"prompt_ids": [-1], "completions": []}]}', "groups.0.prompt_ids.0"),
+        ("grpo", b'{"groups": [{"prompt_ids": [1.0], "completions": []}]}', "groups.0.prompt_ids.0"),
+        ("grpo", b'{"groups": [{"prompt_ids": [1], "completions": [{"ids": [1], "reward": NaN}]}]}', ""),
+        ("grpo", b'{"groups": [{"prompt_ids": [1], "completions": [{"ids": [1], "logprobs": [], "reward": 1}]}]}', "0"),
+        ("sft", b'{"examples": [{"prompt_ids": [1], "completion_ids": [2], "mask": [1, 1]}]}', "examples.0"),
+        ("sft", b'{"examples": [{"prompt_ids": [1], "completion_ids": [2], "mask": [2]}]}', "examples.0.mask.0"),
+        ("sft", b'{"groups": []}', "examples"),
+    ],
+)
+def test_what_is_no_payload_is_refused_by_its_place(kind, raw, at):
+    with pytest.raises(DataError, match="payload cannot be read") as caught:
+        parse_payload(kind, raw)
+    assert at in caught.value.message

@@ -1,0 +1,468 @@
+"""One job: that it learns, what it continues, what it refuses, and that an interrupted one ends with the same bytes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+
+from groupwise.algo.loss import resolve_loss
+from groupwise.errors import Interrupted
+from groupwise.train.learner import Learner
+from groupwise.train.lora import LoraSpec
+from groupwise.train_job import run_job
+from groupwise.types import PolicyVersion, Sample
+from job_place import PROMPTS, REPLIES, REWARDS, SMALL, Place, examples, groups
+
+
+@pytest.fixture
+def place(make_base, tmp_path: Path) -> Place:
+    return Place(tmp_path, make_base("qwen3", dtype=torch.float32))
+
+
+def logprobs(place: Place, version: PolicyVersion | None, prompt, completion) -> list[float]:
+    """By transformers and PEFT alone."""
+    model = copy.deepcopy(place.base.model)
+    if version is not None:
+        model = PeftModel.from_pretrained(model, str(place.store.path(version)))
+    with torch.no_grad():
+        logp = model(input_ids=torch.tensor([(*prompt, *completion)])).logits[0].log_softmax(-1)
+    start = len(prompt) - 1
+    return [float(logp[start + t, token]) for t, token in enumerate(completion)]
+
+
+def tensors(data_or_path) -> dict[str, torch.Tensor]:
+    return load_file(data_or_path / "adapter_model.safetensors")
+
+
+def sampled(place: Place) -> dict:
+    """The groups with the base model's own log-probabilities, as if it had sampled them."""
+    posted = groups()
+    for group in posted["groups"]:
+        for each in group["completions"]:
+            each["logprobs"] = logprobs(place, None, group["prompt_ids"], each["ids"])
+    return posted
+
+
+# --- GRPO learns ---
+
+
+@pytest.mark.parametrize("text_only", [False, True], ids=["token ids and logprobs", "text only"])
+def test_rewarded_completions_become_likelier_and_the_others_less(place, text_only):
+    job = place.do(groups() if text_only else sampled(place), iterations=6)
+    assert (job.phase, job.version, job.step) == ("swapping", "math@1", 6)
+    version = place.version(job)
+    for prompt in PROMPTS:
+        gains = [
+            sum(logprobs(place, version, prompt, reply)) - sum(logprobs(place, None, prompt, reply))
+            for reply in REPLIES
+        ]
+        assert gains[0] > 0.3 and gains[1] < -0.05 and gains[3] < -0.05
+        assert gains[0] == max(gains)
+
+
+def test_text_only_is_the_same_as_posting_what_the_policy_would_have_recorded(place):
+    recorded, text = place.do(sampled(place), iterations=3), place.do(groups(), iterations=3, adapter="other")
+    ours, theirs = (tensors(place.store.path(place.version(job))) for job in (recorded, text))
+    for key, value in ours.items():
+        torch.testing.assert_close(theirs[key], value, rtol=1e-3, atol=1e-5)
+
+
+def test_one_step_is_the_step_of_the_equations(place):
+    """The same by hand: advantages from their definition, the learner driven step by step."""
+    job = place.do(groups(logprob=-2.0), betas=(0.8, 0.9), weight_decay=0.1, max_grad_norm=0.5, seed=3)
+    mean = sum(REWARDS) / 4
+    std = math.sqrt(sum((r - mean) ** 2 for r in REWARDS) / 3)
+    samples = [
+        Sample(
+            prompt_ids=prompt,
+            completion_ids=ids,
+            mask=(1,) * len(ids),
+            advantage=(reward - mean) / (std + 1e-4),
+            behaviour_logprobs=(-2.0,) * len(ids),
+        )
+        for prompt in PROMPTS
+        for ids, reward in zip(REPLIES, REWARDS, strict=True)
+    ]
+    learner = Learner(place.base, lora=LoraSpec(rank=2, alpha=4.0, targets=SMALL["target_modules"]), seed=3)
+    spec = resolve_loss("grpo", kl="k3", kl_coeff=0.1, clip_low=0.2, clip_high=0.2)
+    metrics = learner.forward_backward(samples, spec)
+    norm = torch.nn.utils.clip_grad_norm_(learner.parameters, 0.5)
+    torch.optim.AdamW(learner.parameters, lr=0.01, betas=(0.8, 0.9), weight_decay=0.1).step()
+    learner.save_adapter(place.directory)
+    ours = tensors(place.store.path(place.version(job)))
+    for key, value in tensors(place.directory).items():
+        torch.testing.assert_close(ours[key], value, rtol=1e-5, atol=1e-7)
+    assert job.metrics["optim/grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+    assert job.metrics["loss/policy"] == pytest.approx(metrics["loss/policy"], rel=1e-5, abs=1e-7)
+    assert job.metrics["reward/mean"] == pytest.approx(mean)
+    assert {"loss/kl", "optim/lr", "perf/tok_s", "time/step_s"} <= job.metrics.keys()
+
+
+@pytest.mark.parametrize("loss", ["dapo", "dr_grpo", "gspo", "cispo", "vespo", "reinforce", "dro"])
+def test_every_loss_takes_text_only_groups(place, loss):
+    job = place.do(groups(), policy_loss=loss, iterations=2, minibatches=2, learning_rate=1e-3)
+    assert job.version == "math@1", job.error
+    assert len(place.ledger.metrics(job.id)) == 4
+
+
+def test_a_snapshot_anchor_is_the_starting_policy_in_every_step(place, monkeypatch):
+    """`anchor: old` over several steps: the ratio is against the policy before the job, not before the step."""
+    seen = []
+    plain = Learner.forward_backward
+
+    def spy(self, samples, spec, *, temperature=1.0, old_logprobs=None):
+        seen.append(old_logprobs)
+        return plain(self, samples, spec, temperature=temperature, old_logprobs=old_logprobs)
+
+    monkeypatch.setattr(Learner, "forward_backward", spy)
+    place.do(groups(logprob=-1.0), anchor="old", iterations=2)
+    expected = [logprobs(place, None, prompt, reply) for prompt in PROMPTS for reply in REPLIES]
+    for rows in seen:
+        assert [list(row) for row in rows] == [pytest.approx(row, abs=1e-4) for row in expected]
+
+
+def test_the_temperature_of_the_samples_is_trained_at(place, monkeypatch):
+    seen = []
+    plain = Learner.forward_backward
+    monkeypatch.setattr(Learner, "forward_backward", lambda *a, **k: seen.append(k["temperature"]) or plain(*a, **k))
+    place.do({**groups(), "temperature": 0.7})
+    place.do({**groups(), "temperature": 0.7}, temperature=0.9)
+    assert seen == [0.7, 0.9]
+
+
+# --- what teaches nothing ---
+
+
+def test_groups_of_equal_rewards_never_reach_the_model(place, monkeypatch):
+    seen: list[Sample] = []
+    for verb in ("forward", "forward_backward"):
+        plain = getattr(Learner, verb)
+        monkeypatch.setattr(Learner, verb, lambda s, x, *a, _p=plain, **k: seen.extend(x) or _p(s, x, *a, **k))
+    mixed = groups(PROMPTS[:2])
+    mixed["groups"] += groups(PROMPTS[2:], rewards=(0.5,) * 4)["groups"]
+    mixed["groups"] += groups(((1, 2),), rewards=(0.1 + 0.2, 0.3, 0.3, 0.3))["groups"]
+    with_flat = place.do(mixed)
+    assert {sample.prompt_ids for sample in seen} == set(PROMPTS[:2])
+    without = place.do(groups(PROMPTS[:2]), adapter="other")
+    assert place.weights(with_flat) == place.weights(without)
+    assert with_flat.metrics["reward/frac_zero_std"] == 0.5 and with_flat.metrics["rollout/groups_trained"] == 2
+
+
+def test_nothing_to_learn_is_a_failure(place):
+    job = place.do(groups(rewards=(0.5,) * 4))
+    assert (job.state, job.error["code"]) == ("failed", "training_failed")
+    assert "none of the 3 groups" in job.error["message"] and job.error["hint"]
+    empty = groups()
+    for group in empty["groups"]:
+        for each in group["completions"]:
+            each["ids"] = []
+    assert "not a single token" in place.do(empty).error["message"]
+    assert place.store.versions("math") == ()
+
+
+# --- steps that are not finite ---
+
+
+def test_a_step_that_is_not_finite_is_refused_and_reported(place):
+    posted = groups(PROMPTS[:1], rewards=(1e39, 0.0, 0.0, 0.0), logprob=-2.0)  # infinite in float32
+    posted["groups"] += groups(PROMPTS[1:2], logprob=-2.0)["groups"]
+    job = place.do(posted, advantage="mean", minibatches=2, iterations=2)
+    assert job.version == "math@1" and job.step == 4
+    assert job.metrics["optim/refused"] == 2.0
+    assert sum("was refused" in message for message in place.messages(job)) == 2
+    sound = place.do(groups(PROMPTS[1:2], logprob=-2.0), advantage="mean", iterations=2, adapter="other")
+    assert place.weights(job) == place.weights(sound)
+
+
+@pytest.mark.parametrize(("iterations", "says"), [(3, "all 3 steps"), (7, "5 optimizer steps in a row")])
+def test_a_job_whose_every_step_is_refused_fails(place, iterations, says):
+    job = place.do(groups(logprob=-1.0), temperature=1e-44, iterations=iterations)
+    assert job.state == "failed" and says in job.error["message"]
+    assert "learning_rate" in job.error["hint"] and "train." not in job.error["hint"]
+    assert place.store.versions("math") == ()
+
+
+# --- SFT ---
+
+
+def test_sft_lowers_its_loss_on_what_the_mask_marks(place):
+    job = place.do(examples(), kind="sft", epochs=8, batch_size=2, learning_rate=0.03)
+    losses = [step["loss/cross_entropy"] for step in place.ledger.metrics(job.id)]
+    assert len(losses) == 24 and sum(losses[-3:]) < 0.5 * sum(losses[:3])
+    version = place.version(job)
+    for row in examples()["examples"]:
+        before, after = (logprobs(place, v, row["prompt_ids"], row["completion_ids"]) for v in (None, version))
+        gained = [b - a for a, b in zip(before, after, strict=True)]
+        assert min(gained[0], gained[1], gained[3]) > 0
+
+
+def test_an_epoch_is_every_example_once_in_its_own_order(place, monkeypatch):
+    seen: list[int] = []
+    plain = Learner.forward_backward_supervised
+    monkeypatch.setattr(
+        Learner,
+        "forward_backward_supervised",
+        lambda self, samples: seen.extend(s.prompt_ids[0] for s in samples) or plain(self, samples),
+    )
+    place.do(examples(7), kind="sft", epochs=2, batch_size=3)
+    assert sorted(seen[:7]) == sorted(seen[7:]) == [30 + i for i in range(7)]
+    assert seen[:7] != seen[7:]
+
+
+# --- continuing ---
+
+
+def test_two_rounds_are_one_long_round(place):
+    """Round 2 goes on from version 1's weights, with its moments: bit for bit what one job of both does."""
+    posted = groups(logprob=-2.0)
+    once = place.do(posted, iterations=6, adapter="once")
+    first, second = place.do(posted, iterations=3), place.do(posted, iterations=3)
+    assert (first.version, second.version) == ("math@1", "math@2")
+    assert place.weights(second) == place.weights(once) != place.weights(first)
+    info = place.store.info(place.version(second))
+    assert (info.parent, info.step, info.job) == (PolicyVersion("math", 1), 6, second.id)
+
+
+def test_the_moments_of_the_newest_version_of_each_name_are_kept(place):
+    stray = place.directory / "optimizer" / "notes@home"
+    stray.mkdir(parents=True)
+    place.do(groups(), adapter="once")
+    for _ in range(2):
+        gone = place.version(place.do(groups(), adapter="gone"))
+    place.do(groups())
+    place.do(groups())
+    kept = {path.name for path in stray.parent.iterdir()}
+    assert kept == {"notes@home", "once@1", "gone@2", "math@2"}
+    place.store.delete(gone)
+    place.do(groups())
+    assert {path.name for path in stray.parent.iterdir()} == {"notes@home", "once@1", "math@3"}
+
+
+def test_without_its_moments_a_version_is_continued_with_a_fresh_optimizer(place):
+    posted = groups(logprob=-2.0)
+    place.do(posted, iterations=3)
+    with_moments = place.do(posted, iterations=3, adapter="a", base_adapter="math@1")
+    shutil.rmtree(place.directory / "optimizer" / "math@1")
+    without = place.do(posted, iterations=3, adapter="b", base_adapter="math@1")
+    assert "with its optimizer's moments" in place.messages(with_moments)[0]
+    assert "with a fresh optimizer" in place.messages(without)[0]
+    assert place.weights(with_moments) != place.weights(without)
+
+
+def test_damaged_moments_are_as_none(place):
+    posted = groups(logprob=-2.0)
+    place.do(posted)
+    moments = place.directory / "optimizer" / "math@1" / "learner.safetensors"
+    moments.write_bytes(moments.read_bytes()[:-40])
+    frozen = place.do(posted, learning_rate=0.0)
+    assert "with a fresh optimizer" in place.messages(frozen)[0]
+    assert (
+        place.weights(frozen) == (place.store.path(PolicyVersion("math", 1)) / "adapter_model.safetensors").read_bytes()
+    )
+
+
+def test_what_is_continued(place):
+    def parent(**options) -> str:
+        job = place.do(groups(), learning_rate=0.0, **options)
+        return str(place.store.info(place.version(job)).parent)
+
+    assert parent() == "base"
+    assert parent() == "math@1"
+    assert parent(base_adapter="math@1") == "math@1"
+    assert parent() == "math@3"
+    assert parent(base_adapter="math", adapter="poetry") == "math@4"
+    assert parent(base_adapter="base") == "base"
+    place.store.activate(PolicyVersion("math", 1))
+    assert parent(base_adapter="math") == "math@5"  # rounds add up, whatever is active
+
+
+def test_the_parents_rank_alpha_and_targets_are_kept(place):
+    place.do(groups())
+    rest = {"lora_rank": None, "lora_alpha": None, "target_modules": None}
+    first, second = (
+        json.loads((place.store.path(place.version(job)) / "adapter_config.json").read_text())
+        for job in (place.do(groups()), place.do(groups(), **rest))
+    )
+    assert first == second and first["r"] == 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"lora_rank": 4}, ["lora_rank is 4", "math@1", "has 2"]),
+        ({"lora_alpha": 8.0}, ["lora_alpha is 8.0", "has 4"]),
+        ({"target_modules": ["q_proj"]}, ["target_modules is ('q_proj',)", "down_proj"]),
+        ({"target_modules": "all-linear"}, ["target_modules is 'all-linear'", "down_proj"]),
+    ],
+)
+def test_another_rank_than_the_parents_is_refused_with_both(place, asked, named):
+    place.do(groups())
+    job = place.do(groups(), **asked)
+    assert job.error["code"] == "invalid_config" and all(part in job.error["message"] for part in named)
+    assert "base_adapter: base" in job.error["hint"]
+    fresh = place.do(groups(), base_adapter="base", **asked)
+    assert fresh.version == "math@2"
+
+
+def test_an_adapter_whose_targets_are_a_pattern_is_continued(place):
+    first = place.do(groups())
+    directory = place.directory / "uploaded"
+    shutil.copytree(place.store.path(place.version(first)), directory)
+    config = json.loads((directory / "adapter_config.json").read_text())
+    config["target_modules"] = r".*\.(q_proj|down_proj)"
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    info = replace(place.store.info(place.version(first)), job=None)
+    place.store.import_(directory, "uploaded", info=info)
+    rest = {"lora_rank": None, "lora_alpha": None, "target_modules": None}
+    job = place.do(groups(), adapter="uploaded", learning_rate=0.0, **rest)
+    assert job.version == "uploaded@2", job.error
+    assert place.weights(job) == place.weights(first)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "says"),
+    [
+        ({"base_adapter": "nobody"}, "adapter_not_found", "nobody"),
+        ({"base_adapter": "math@7"}, "adapter_not_found", "math@7"),
+        ({"target_modules": ["nonsense"]}, "invalid_config", "target_modules: Qwen3ForCausalLM has no module"),
+    ],
+)
+def test_what_cannot_be_continued_or_adapted_is_a_failure(place, options, code, says):
+    job = place.do(groups(), **options)
+    assert (job.state, job.error["code"]) == ("failed", code) and says in job.error["message"]
+    assert job.error["hint"]
+
+
+def test_a_version_of_another_base_is_not_continued(place, make_base):
+    place.do(groups())
+    other = Place(place.directory, make_base("qwen3", dtype=torch.float32, seed=1))
+    job = other.do(groups())
+    assert "base hash" in job.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "code"), [((5, 280), "invalid_data"), (tuple(range(5, 68)), "context_length_exceeded")]
+)
+def test_what_the_model_cannot_read_is_refused_before_it_sees_it(place, prompt, code):
+    assert place.do(groups((prompt,))).error["code"] == code
+
+
+def test_a_payload_that_is_none_is_refused(place):
+    job = place.submit(groups())
+    (place.directory / "spool" / f"{job.id}.json").write_text('{"groups": [{"prompt_ids": []}]}')
+    failed = place.do()
+    assert failed.error["code"] == "invalid_data" and "prompt_ids" in failed.error["message"]
+
+
+# --- the canary ---
+
+
+@pytest.mark.parametrize("kind", ["grpo", "sft"])
+def test_the_canary_is_what_the_new_version_computes(place, kind):
+    job = place.do(groups() if kind == "grpo" else examples(), kind=kind)
+    version = place.version(job)
+    canary = place.store.info(version).canary
+    assert canary["prompt_ids"] and canary["completion_ids"]
+    after = logprobs(place, version, canary["prompt_ids"], canary["completion_ids"])
+    before = logprobs(place, None, canary["prompt_ids"], canary["completion_ids"])
+    assert canary["logprobs"] == pytest.approx(after, abs=1e-4) != pytest.approx(before, abs=1e-3)
+
+
+# --- going on ---
+
+
+class Stop:
+    """Raises Interrupted the k-th time it is asked."""
+
+    def __init__(self, after: int):
+        self.left = after
+
+    def __call__(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise Interrupted("the test asked to stop")
+
+
+HARD = {"iterations": 3, "minibatches": 2, "lora_dropout": 0.2, "anchor": "old", "schedule": "cosine"}
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3, 5, 6])
+@pytest.mark.parametrize("kind", ["grpo", "sft"])
+def test_an_interrupted_job_goes_on_to_the_same_bytes(place, kind, steps):
+    posted = groups() if kind == "grpo" else examples()
+    options = HARD if kind == "grpo" else {"epochs": 3, "batch_size": 3, "lora_dropout": 0.2, "warmup_steps": 4}
+    place.do(groups(), adapter="start")
+    options = {"base_adapter": "start@1", "kind": kind, **options}
+    whole = place.do(posted, adapter="whole", **options)
+    assert whole.steps == 6
+    place.submit(posted, **options)
+    lease = place.lease()
+    with pytest.raises(Interrupted):
+        run_job(lease, place.workplace, attend=Stop(steps))
+    place.ledger.release(lease)
+    checkpoints = list((place.directory / "checkpoints" / lease.job.id).iterdir()) if steps else []
+    assert [path.name for path in checkpoints] == ([f"step-{steps:09d}"] if steps else [])
+    job = place.do()
+    assert any("goes on from the checkpoint" in message for message in place.messages(job)) == bool(steps)
+    assert place.weights(job) == place.weights(whole)
+    assert [each["step"] for each in place.ledger.metrics(job.id)] == [1, 2, 3, 4, 5, 6]
+    assert not (place.directory / "checkpoints" / job.id).exists()
+
+
+@pytest.mark.parametrize("damaged", ["learner.safetensors", "run.json", "start.safetensors", "learner.json"])
+def test_a_job_whose_checkpoint_is_damaged_begins_anew(place, damaged):
+    whole = place.do(groups(), adapter="whole", **HARD)
+    place.submit(groups(), **HARD)
+    lease = place.lease()
+    with pytest.raises(Interrupted):
+        run_job(lease, place.workplace, attend=Stop(3))
+    place.ledger.release(lease)
+    (checkpoint,) = (place.directory / "checkpoints" / lease.job.id).iterdir()
+    (checkpoint / damaged).write_bytes(b"rubbish")
+    job = place.do()
+    assert "cannot be read" in " ".join(place.messages(job))
+    assert place.weights(job) == place.weights(whole)
+
+
+def test_the_resumed_parent_is_the_one_it_began_with(place):
+    """Somebody publishes a version of the name between two attempts."""
+    first = place.do(groups(logprob=-2.0))
+    place.submit(groups(logprob=-2.0), iterations=4)
+    lease = place.lease()
+    with pytest.raises(Interrupted):
+        run_job(lease, place.workplace, attend=Stop(2))
+    place.ledger.release(lease)
+    place.store.import_(place.store.path(place.version(first)), "math", info=place.store.info(place.version(first)))
+    job = place.do()
+    assert job.version == "math@3" and place.store.info(place.version(job)).parent == PolicyVersion("math", 1)
+
+
+def test_a_version_that_the_job_published_already_is_taken(place, monkeypatch):
+    """Killed after the rename and before the ledger knew."""
+    with monkeypatch.context() as patch:
+        patch.setattr(place.ledger, "published", lambda lease, version: place.ledger.release(lease))
+        place.do(groups())
+    assert [str(version) for version in place.store.versions("math")] == ["math@1"]
+    monkeypatch.setattr(Learner, "forward_backward", lambda *a, **k: pytest.fail("trained again"))
+    job = place.do()
+    assert job.version == "math@1" and place.store.versions("math") == (PolicyVersion("math", 1),)
+
+
+def test_old_checkpoints_are_removed(place, monkeypatch):
+    found: list[list[str]] = []
+    place.at_step(
+        monkeypatch,
+        4,
+        lambda: found.append([path.name for path in place.directory.glob("checkpoints/*/*")]),
+    )
+    place.do(groups(), iterations=5, checkpoint_interval=1)
+    assert found == [["step-000000004"]]
