@@ -4,6 +4,9 @@
     result = groupwise.run(groupwise.load_config("configs/arithmetic.yaml", ["train.steps=20"]))
     print(result.run_dir, result.version)
 
+    client = groupwise.Client("http://127.0.0.1:8420")  # of `groupwise serve`
+    print(client.chat("What is 47 + 138?").text)
+
 Importing the package costs nothing: every name below is imported from its module when it is first used, so torch is
 loaded by what needs it (`run`, `load_model`, `Learner`, `LocalEngine`) and by nothing else.
 """
@@ -17,12 +20,16 @@ if TYPE_CHECKING:
     from groupwise.adapters import AdapterStore as AdapterStore
     from groupwise.algo.loss_spec import LossSpec as LossSpec
     from groupwise.algo.loss_spec import resolve_loss as resolve_loss
+    from groupwise.client import AsyncClient as AsyncClient
+    from groupwise.client import Client as Client
     from groupwise.config import RunConfig as RunConfig
     from groupwise.config import dump_resolved as dump_resolved
     from groupwise.config import load_config as load_config
     from groupwise.config import parse_config as parse_config
     from groupwise.engine.local import LocalEngine as LocalEngine
     from groupwise.errors import GroupwiseError as GroupwiseError
+    from groupwise.errors import JobFailedError as JobFailedError
+    from groupwise.errors import RemoteError as RemoteError
     from groupwise.loop import RunResult as RunResult
     from groupwise.loop import run as run
     from groupwise.model import LoadedModel as LoadedModel
@@ -47,9 +54,10 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "adapters": ("AdapterStore",),
     "algo.loss_spec": ("LossSpec", "resolve_loss"),
+    "client": ("AsyncClient", "Client"),
     "config": ("RunConfig", "dump_resolved", "load_config", "parse_config"),
     "engine.local": ("LocalEngine",),
-    "errors": ("GroupwiseError",),
+    "errors": ("GroupwiseError", "JobFailedError", "RemoteError"),
     "loop": ("RunResult", "run"),
     "model": ("LoadedModel", "load_model"),
     "rewards.base": ("RewardFunction",),

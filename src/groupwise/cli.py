@@ -1,4 +1,6 @@
-"""The command line: `groupwise run | check | eval | adapters | starter | doctor`.
+"""The command line: `groupwise run | check | eval | serve | chat | rollouts | train | adapters | health | ...`.
+
+What talks to a server is in `cli_remote`, what is done with adapters, here or on a server, in `cli_adapters`.
 
 Data goes to stdout, progress and messages to stderr; `--json` prints one object instead of text. What a user can cause
 ends with a message that says what to do and with the error's exit code (see `errors`), without a traceback unless
@@ -7,88 +9,41 @@ ends with a message that says what to do and with the error's exit code (see `er
 
 from __future__ import annotations
 
-import json
-import traceback
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.core import TyperGroup
 
-from groupwise.errors import GroupwiseError, Interrupted
-from groupwise.output import finite, print_json, print_pairs, say, stdout
+from groupwise import cli_adapters, cli_remote
+from groupwise.cli_frame import EXIT_CODES, OPTIONS, ApiKey, AsJson, Debug, Set, examples
+from groupwise.errors import Interrupted
+from groupwise.output import print_json, print_pairs, say, stdout
 
 if TYPE_CHECKING:
-    from groupwise.adapters import AdapterStore
     from groupwise.config import RunConfig
-
-EXIT_CODES = (
-    "Exit codes: 0 done; 1 the run failed; 2 the configuration or the command line is wrong; 3 the model or something "
-    "else that start-up needs is missing; 75 temporary, such as a full disk: try again; 130 interrupted, with "
-    "everything saved."
-)
-
-
-class _Group(TyperGroup):
-    """Turns errors into messages and exit codes."""
-
-    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
-        try:
-            return super().invoke(ctx)
-        except GroupwiseError as error:
-            if ctx.meta.get("debug"):
-                traceback.print_exc()
-            else:
-                say(f"error: {error}")
-            if ctx.meta.get("as_json"):
-                print_json({"error": error.as_dict()})
-            raise typer.Exit(error.exit_code) from error
-        except KeyboardInterrupt:
-            say("stopped")
-            raise typer.Exit(Interrupted.exit_code) from None
-
-
-def _remember(context: typer.Context, parameter: typer.CallbackParam, value: Any) -> Any:
-    """Tell `_Group` of an option that concerns errors."""
-    context.meta[parameter.name] = value
-    return value
-
-
-def _examples(*lines: str) -> str:
-    return "\n\n".join(("Examples:", *lines))
-
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Overrides, such as train.steps=10.", show_default=False),
 ]
-Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="The same as KEY=VALUE; may be repeated.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.", callback=_remember)]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", callback=_remember)]
-Run = Annotated[Path | None, typer.Option("--run", metavar="DIR", help="A run; default: the newest one in runs/.")]
-Store = Annotated[Path | None, typer.Option("--store", metavar="DIR", help="An adapter store outside a run.")]
 
-_OPTIONS: dict[str, Any] = {
-    "cls": _Group,
-    "no_args_is_help": True,
-    "pretty_exceptions_enable": False,
-    "context_settings": {"help_option_names": ["-h", "--help"]},
-}
-app = typer.Typer(epilog=EXIT_CODES, **_OPTIONS)
-adapters = typer.Typer(help="List, show, activate, roll back and export adapter versions.", **_OPTIONS)
-starter = typer.Typer(help="The small model in the package: what it can do, and how it is made.", **_OPTIONS)
-app.add_typer(adapters, name="adapters")
+app = typer.Typer(epilog=EXIT_CODES, **OPTIONS)
+starter = typer.Typer(help="The small model in the package: what it can do, and how it is made.", **OPTIONS)
+cli_remote.add_to(app)
+app.add_typer(cli_adapters.app, name="adapters")
 app.add_typer(starter, name="starter")
 
 
 def main() -> None:
     """The `groupwise` command."""
+    # threads that wait for each other give up the core: a machine with as many busy processes as cores, such as a server
+    # and its training worker, otherwise stands still while they spin (50 times slower on two cores)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     app(prog_name="groupwise")
 
 
@@ -113,7 +68,7 @@ def groupwise(
 
 
 @app.command(
-    epilog=_examples(
+    epilog=examples(
         "groupwise run configs/arithmetic.yaml",
         "groupwise run configs/arithmetic.yaml train.steps=20 algo.policy_loss=dapo",
     )
@@ -135,7 +90,7 @@ def run(
         raise typer.Exit(Interrupted.exit_code)
 
 
-@app.command(epilog=_examples("groupwise check configs/arithmetic.yaml", "groupwise check my.yaml --json"))
+@app.command(epilog=examples("groupwise check configs/arithmetic.yaml", "groupwise check my.yaml --json"))
 def check(
     config: Config, overrides: Overrides = None, set_: Set = None, as_json: AsJson = False, debug: Debug = False
 ) -> None:
@@ -153,7 +108,7 @@ def check(
 
 @app.command(
     name="eval",
-    epilog=_examples(
+    epilog=examples(
         "groupwise eval configs/arithmetic.yaml",
         "groupwise eval configs/arithmetic.yaml --adapter runs/arithmetic-20260101T120000Z/arithmetic@80",
     ),
@@ -191,6 +146,58 @@ def eval_(
         print_evaluation(stdout(), result, policy=policy, by=by)
 
 
+@app.command(
+    epilog=examples(
+        "groupwise serve",
+        "groupwise serve Qwen/Qwen3-0.6B --port 8500 --state-dir /var/lib/groupwise --set max_queued_jobs=8",
+    )
+)
+def serve(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="`starter`, a directory, or a Hugging Face name.")
+    ] = "starter",
+    host: Annotated[str | None, typer.Option(help="Where to listen; other than loopback needs an API key.")] = None,
+    port: Annotated[int | None, typer.Option(help="Default: 8420; 0 takes a free one.")] = None,
+    state_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Jobs and adapters; one server each.")] = None,
+    served_model_name: Annotated[str | None, typer.Option(metavar="NAME", help="The model's name in the API.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")] = None,
+    batch_rows: Annotated[int | None, typer.Option(help="Completions decoded at once.")] = None,
+    worker_threads: Annotated[int | None, typer.Option(help="Threads of the training worker.")] = None,
+    webhook_url: Annotated[str | None, typer.Option(metavar="URL", help="Told when a job ends.")] = None,
+    api_key: ApiKey = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any other setting of server/config.py; may be repeated."),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Serve a model: sample, score, train and swap adapters over HTTP, until SIGTERM or Ctrl-C."""
+    from groupwise.configfile import Document
+
+    document = Document({"model": model}, "the command line")
+    for text in set_ or ():
+        document.override(text, shorthand={})
+    flags = {
+        "host": host,
+        "port": port,
+        "state_dir": state_dir,
+        "served_model_name": served_model_name,
+        "dtype": dtype,
+        "device": device,
+        "batch_rows": batch_rows,
+        "worker_threads": worker_threads,
+        "webhook_url": webhook_url,
+        "api_key": api_key,
+    }
+    from groupwise.server.config import serve_config
+
+    config = serve_config(document.data | {key: value for key, value in flags.items() if value is not None})
+    from groupwise.server.app import serve as serve_until_stopped  # imports nothing heavy before it has the port
+
+    serve_until_stopped(config)
+
+
 @app.command()
 def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
     """Look whether everything is here that a run needs; exits with 1 if not."""
@@ -215,86 +222,6 @@ def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
         print_json({"ok": not failed, "checks": [vars(finding) for finding in findings]})
     if failed:
         raise typer.Exit(1)
-
-
-# ---- adapters ----
-
-
-@adapters.command("list")
-def list_adapters(run: Run = None, store: Store = None, as_json: AsJson = False, debug: Debug = False) -> None:
-    """Every version, the active one marked."""
-    opened = _open_store(run, store)
-    infos, active = opened.list(), opened.active
-    if as_json:
-        versions = [_info_as_json(info) for info in infos]
-        return print_json({"store": str(opened.root), "active": str(active), "versions": versions})
-    rows = [("", "version", "step", "parent", "reward", "created")]
-    for info in infos:
-        reward = info.metrics.get("reward/mean")
-        shown = "" if reward is None else f"{reward:.3f}"
-        mark = "*" if info.version == active else ""
-        rows.append((mark, str(info.version), str(info.step), str(info.parent), shown, info.created))
-    print_pairs(rows)
-    say(f"* is active: {active}; store {opened.root}")
-
-
-@adapters.command()
-def show(
-    name: Annotated[str, typer.Argument(metavar="NAME[@N]", help="A version, or a name for its newest one.")],
-    run: Run = None,
-    store: Store = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Where a version came from, and its files."""
-    opened = _open_store(run, store)
-    version = opened.resolve(name)
-    path = opened.path(version)
-    described = _info_as_json(opened.info(version)) | {"path": str(path), "active": version == opened.active}
-    if as_json:
-        return print_json(described)
-    for key, value in described.items():
-        print(f"{key:<12} {json.dumps(value) if isinstance(value, dict) else value}")
-
-
-@adapters.command()
-def activate(
-    name: Annotated[str, typer.Argument(metavar="NAME[@N]", help="A version, or `base`.")],
-    run: Run = None,
-    store: Store = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Make a version the active one."""
-    opened = _open_store(run, store)
-    opened.activate(opened.resolve(name))
-    _print_active(opened, as_json=as_json)
-
-
-@adapters.command()
-def rollback(run: Run = None, store: Store = None, as_json: AsJson = False, debug: Debug = False) -> None:
-    """Go back to the version that was active before."""
-    opened = _open_store(run, store)
-    opened.rollback()
-    _print_active(opened, as_json=as_json)
-
-
-@adapters.command()
-def export(
-    name: Annotated[str, typer.Argument(metavar="NAME[@N]", help="A version, or a name for its newest one.")],
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new directory.")],
-    run: Run = None,
-    store: Store = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Copy a version to DIR as a plain PEFT directory."""
-    opened = _open_store(run, store)
-    version = opened.resolve(name)
-    path = opened.export(version, directory)
-    if as_json:
-        return print_json({"version": str(version), "path": str(path)})
-    print(path)
 
 
 # ---- the starter ----
@@ -373,33 +300,3 @@ def _quiet_libraries() -> None:
     warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-
-
-def _open_store(run: Path | None, store: Path | None) -> AdapterStore:
-    from groupwise.locate import open_store
-
-    opened = open_store(run=run, store=store)
-    for warning in opened.warnings:
-        say(f"warning: {warning}")
-    return opened
-
-
-def _info_as_json(info: Any) -> dict[str, Any]:
-    return {
-        "version": str(info.version),
-        "created": info.created,
-        "step": info.step,
-        "parent": str(info.parent),
-        "base_model": info.base_model,
-        "base_hash": info.base_hash,
-        "config_hash": info.config_hash,
-        "metrics": {key: finite(value) for key, value in info.metrics.items()},
-        "files": {name: size for name, (size, _) in info.files.items()},
-    }
-
-
-def _print_active(store: AdapterStore, *, as_json: bool) -> None:
-    if as_json:
-        print_json({"store": str(store.root), "active": str(store.active)})
-    else:
-        print(store.active)

@@ -1,0 +1,337 @@
+"""The live server, measured over HTTP alone on the starter model.
+
+    python benchmarks/live_server.py                  all of it (about 15 minutes on two cores)
+    python benchmarks/live_server.py learn latency    parts of it
+
+    learn       rounds of batch -> score -> train -> wait: mean reward on fresh prompts; once with rollout ids (training
+                uses exactly what was sampled), once posting only text and reward
+    latency     chat requests one after another, idle and while jobs train and swap: p50 and p99, errors, swaps
+    batch       16 prompts x 16 completions in one request, against the same 256 sampled one by one
+    peer        the same chat requests to `transformers serve` and to us, by turns (`pip install transformers[serving]`)
+
+Each part starts a server of its own (`groupwise serve`) with an empty state directory. `--json FILE` keeps everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+from rich.console import Console
+from rich.table import Table
+
+from groupwise import Client
+from groupwise.starter.tasks import prompts as arithmetic
+
+PROMPTS, GROUP, FRESH, MAX_TOKENS = 32, 8, 128, 40
+TRAINING = {"learning_rate": 3e-3, "kl_coeff": 0.0, "output_name": "arithmetic"}
+
+console = Console(stderr=True)
+
+
+# -- servers -----------------------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def process(command: list[str], url: str, *, ready: str, log: Path, seconds: float = 180) -> Iterator[None]:
+    """Run a server until the block ends; it is ready when `url + ready` answers 200."""
+    with log.open("w") as file:
+        running = subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    try:
+        deadline = time.monotonic() + seconds
+        while not answers(url + ready):
+            if running.poll() is not None or time.monotonic() > deadline:
+                sys.exit(f"{' '.join(command)} did not become ready:\n{log.read_text()[-3000:]}")
+            time.sleep(0.1)
+        yield
+    finally:
+        running.terminate()
+        try:
+            running.wait(60)
+        except subprocess.TimeoutExpired:
+            running.kill()
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx2.get(url, timeout=2).status_code == 200
+    except httpx2.HTTPError:
+        return False
+
+
+@contextmanager
+def groupwise_server() -> Iterator[Client]:
+    with tempfile.TemporaryDirectory(prefix="live-server-") as folder:
+        port = free_port()
+        command = [str(Path(sys.executable).with_name("groupwise")), "serve", "starter", "--port", str(port)]
+        url = f"http://127.0.0.1:{port}"
+        with (
+            process([*command, "--state-dir", folder], url, ready="/ready", log=Path(folder) / "server.log"),
+            Client(url) as client,
+        ):
+            yield client
+
+
+# -- the task ----------------------------------------------------------------------------------------------------------
+
+
+class Task:
+    """Sums and differences to be thought through; a reply is right when the number behind its thoughts is."""
+
+    def __init__(self, *, seed: int):
+        rows = list(arithmetic(skill=["add", "sub"], style="think", split="train", n=4000, seed=seed))
+        random.Random(seed).shuffle(rows)
+        self._rows = iter(rows)
+
+    def draw(self, count: int) -> list[tuple[list[dict[str, str]], str]]:
+        """(messages, answer) of prompts that were not drawn before."""
+        rows = [next(self._rows) for _ in range(count)]
+        return [(row["prompt"], row["answer"]) for row in rows]
+
+
+def reward(text: str, answer: str) -> float:
+    return float(text.rpartition("</think>")[2].strip() == answer)
+
+
+# -- learn -------------------------------------------------------------------------------------------------------------
+
+
+def learn(*, rounds: int, text_only: bool, seed: int = 0) -> dict[str, Any]:
+    """The loop of someone with a verifier and an HTTP client."""
+    task, means, started = Task(seed=seed), [], time.monotonic()
+    with groupwise_server() as client:
+        ready = time.monotonic()
+
+        def fresh() -> float:
+            cases = task.draw(FRESH)
+            groups = client.sample([m for m, _ in cases], n=1, max_tokens=MAX_TOKENS, temperature=1.0, seed=seed)
+            return statistics.mean(reward(g.texts[0], answer) for g, (_, answer) in zip(groups, cases, strict=True))
+
+        means.append(fresh())
+        for number in range(1, rounds + 1):
+            cases = task.draw(PROMPTS)
+            groups = client.sample([m for m, _ in cases], n=GROUP, max_tokens=MAX_TOKENS, temperature=1.0)
+            scored = []
+            for group, (messages, answer) in zip(groups, cases, strict=True):
+                rewards = [reward(text, answer) for text in group.texts]
+                if text_only:
+                    pairs = zip(group.texts, rewards, strict=True)
+                    scored.append({"messages": messages, "completions": [{"text": t, "reward": r} for t, r in pairs]})
+                else:
+                    scored.append(group.scored(rewards))
+            job = client.train_grpo(scored, **TRAINING)
+            client.wait(job.id, timeout=120)
+            if number % 5 == 0 or number == rounds:
+                means.append(fresh())
+                console.print(f"  round {number}: mean reward on {FRESH} fresh prompts {means[-1]:.1%}", style="dim")
+    spent = time.monotonic() - ready
+    return {"text_only": text_only, "rounds": rounds, "means": means, "seconds": spent, "startup": ready - started}
+
+
+# -- latency -----------------------------------------------------------------------------------------------------------
+
+
+def quantiles(seconds: list[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    return {"p50": statistics.median(ordered), "p99": ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]}
+
+
+def chats(client: Client, count: int, *, seed: int, until: Callable[[], bool] = lambda: True) -> list[float]:
+    """Seconds of short chats, one after another: at least `count`, and on until `until` says so."""
+    asked, seconds = Task(seed=seed).draw(256), []
+    while len(seconds) < count or not until():
+        messages, _ = asked[len(seconds) % len(asked)]
+        began = time.monotonic()
+        client.chat(messages, max_tokens=16, temperature=0.0)
+        seconds.append(time.monotonic() - began)
+    return seconds
+
+
+def latency(*, requests: int, swaps: int) -> dict[str, Any]:
+    """Chat while idle; then chat while another client keeps jobs coming."""
+    with groupwise_server() as client:
+        chats(client, 20, seed=1)
+        idle = chats(client, requests, seed=2)
+        done: list[str] = []
+        enough = threading.Event()
+        trainer = threading.Thread(target=keep_training, args=(client.url, done, enough))
+        trainer.start()
+        try:
+            busy = chats(client, requests, seed=3, until=lambda: len(done) >= swaps)
+        finally:
+            enough.set()
+            trainer.join()
+        active = client.health().active_version
+    return {
+        "idle": quantiles(idle),
+        "busy": quantiles(busy),
+        "requests": len(busy),
+        "errors": 0,  # an error would have ended the run
+        "swaps": len(done),
+        "active": active,
+    }
+
+
+def keep_training(url: str, done: list[str], enough: threading.Event) -> None:
+    """Submit jobs of 32 groups, one after another."""
+    task = Task(seed=9)
+    with Client(url) as client:
+        cases = task.draw(PROMPTS)
+        groups = client.sample([m for m, _ in cases], n=GROUP, max_tokens=MAX_TOKENS)
+        rewards = [[reward(text, answer) for text in g.texts] for g, (_, answer) in zip(groups, cases, strict=True)]
+        while not enough.is_set():
+            posted = [group.scored(values) for group, values in zip(groups, rewards, strict=True)]
+            job = client.train_grpo(posted, **TRAINING, iterations=4)
+            done.append(client.wait(job.id, timeout=300).version or "")
+
+
+# -- batch -------------------------------------------------------------------------------------------------------------
+
+
+def batch(*, prompts: int = 16, n: int = 16) -> dict[str, Any]:
+    """One request for prompts x n, against as many requests for one; equal lengths, so that the work is equal."""
+    options: dict[str, Any] = {"max_tokens": MAX_TOKENS, "temperature": 1.0, "ignore_eos": True}
+    with groupwise_server() as client:
+        asked = [messages for messages, _ in Task(seed=4).draw(prompts)]
+        client.sample(asked, n=n, **options)
+        together, alone = [], []
+        for _ in range(3):
+            began = time.monotonic()
+            client.sample(asked, n=n, **options)
+            together.append(time.monotonic() - began)
+            began = time.monotonic()
+            for messages in asked:
+                for _ in range(n):
+                    client.chat(messages, **options)
+            alone.append(time.monotonic() - began)
+    tokens = prompts * n * MAX_TOKENS
+    together_s, alone_s = statistics.median(together), statistics.median(alone)
+    return {"together_tok_s": tokens / together_s, "alone_tok_s": tokens / alone_s, "ratio": alone_s / together_s}
+
+
+# -- the peer ----------------------------------------------------------------------------------------------------------
+
+
+def peer(*, requests: int = 50, clients: int = 16) -> dict[str, Any]:
+    """Chats to `transformers serve` and to us, by turns: one at a time, and from 16 clients at once."""
+    from groupwise.model import STARTER_DIR
+
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [str(Path(sys.executable).with_name("transformers")), "serve", "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--device", "cpu", "--dtype", "float32", str(STARTER_DIR)]
+    result: dict[str, Any] = {"groupwise": {}, "transformers": {}}
+    with tempfile.TemporaryDirectory(prefix="live-server-") as folder, groupwise_server() as client:
+        log = Path(folder) / "transformers.log"
+        with process(command, url, ready="/health", log=log):
+            sides = {"groupwise": (client.url, "starter"), "transformers": (url, str(STARTER_DIR))}
+            for _ in range(2):  # the first round warms both up
+                for name, (address, model) in sides.items():
+                    result[name] = one_side(address, model, requests=requests, clients=clients)
+    return result
+
+
+def one_side(url: str, model: str, *, requests: int, clients: int) -> dict[str, float]:
+    asked = [messages for messages, _ in Task(seed=5).draw(requests)]
+
+    def ask(messages: list[dict[str, str]]) -> int:
+        body = {"model": model, "messages": messages, "max_tokens": 32, "temperature": 0.0}
+        answer = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=300).raise_for_status().json()
+        return int(answer["usage"]["completion_tokens"])
+
+    seconds = []
+    for messages in asked:
+        began = time.monotonic()
+        ask(messages)
+        seconds.append(time.monotonic() - began)
+    tokens: list[int] = []
+    threads = [
+        threading.Thread(target=lambda i=i: tokens.extend(ask(m) for m in asked[i::clients])) for i in range(clients)
+    ]
+    began = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {**quantiles(seconds), "tok_s": sum(tokens) / (time.monotonic() - began)}
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def show(results: dict[str, Any]) -> None:
+    table = Table("measure", "result", title="The live server (starter model)")
+    for run in results.get("learn", []):
+        curve = " ".join(f"{mean:.0%}" for mean in run["means"])
+        posted = "text only" if run["text_only"] else "rollout ids"
+        table.add_row(f"learn, {posted}", f"{curve} in {run['rounds']} rounds and {run['seconds']:.0f} s")
+    if "latency" in results:
+        r = results["latency"]
+        for q in ("p50", "p99"):
+            idle, busy = r["idle"][q] * 1e3, r["busy"][q] * 1e3
+            table.add_row(f"chat {q}, idle -> training", f"{idle:.1f} -> {busy:.1f} ms ({busy / idle:.2f}x)")
+        table.add_row("... requests, swaps, errors", f"{r['requests']}, {r['swaps']}, {r['errors']}")
+    if "batch" in results:
+        r = results["batch"]
+        table.add_row("16 x 16 in one request", f"{r['together_tok_s']:.0f} tok/s, {r['ratio']:.1f}x one by one")
+    if "peer" in results:
+        ours, theirs = results["peer"]["groupwise"], results["peer"]["transformers"]
+        table.add_row(
+            "idle p50 against transformers serve",
+            f"{ours['p50'] * 1e3:.1f} vs {theirs['p50'] * 1e3:.1f} ms ({theirs['p50'] / ours['p50']:.1f}x)",
+        )
+        table.add_row(
+            "16 clients against transformers serve",
+            f"{ours['tok_s']:.0f} vs {theirs['tok_s']:.0f} tok/s ({ours['tok_s'] / theirs['tok_s']:.1f}x)",
+        )
+    Console().print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help="learn, latency, batch, peer; default: all")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--requests", type=int, default=500)
+    parser.add_argument("--swaps", type=int, default=3)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    known = ["learn", "latency", "batch", "peer"]
+    parts = args.parts or known
+    if unknown := set(parts) - set(known):
+        parser.error(f"no part {sorted(unknown)}; there are {known}")
+    results: dict[str, Any] = {}
+    for part in parts:
+        console.print(part)
+        if part == "learn":
+            results["learn"] = [learn(rounds=args.rounds, text_only=text_only) for text_only in (False, True)]
+        elif part == "latency":
+            results["latency"] = latency(requests=args.requests, swaps=args.swaps)
+        else:
+            results[part] = batch() if part == "batch" else peer()
+    show(results)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

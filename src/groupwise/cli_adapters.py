@@ -1,0 +1,360 @@
+"""`groupwise adapters ...`: the adapters of a server, or of a store on this machine's disk.
+
+    --url URL                  that server's (so does GROUPWISE_URL, where no store is named)
+    --run DIR, --store DIR     the store of a run, or any store
+    neither                    the server at http://127.0.0.1:8420 if one answers, else the newest run in runs/
+
+A store that a server uses is changed through the server, which verifies a version before it is active. What was meant
+is said on stderr whenever it was not named.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from groupwise.cli_frame import OPTIONS, ApiKey, AsJson, Debug, Url, examples, open_client, print_answer, print_table
+from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, RemoteError, StorageError
+from groupwise.output import finite, print_json, print_line, print_pairs, say
+
+if TYPE_CHECKING:
+    from groupwise.adapters import AdapterStore
+    from groupwise.client import Client
+
+PROBE_S = 1.0  # a server on this machine answers at once, or is not the one to ask
+
+Run = Annotated[Path | None, typer.Option("--run", metavar="DIR", help="A run's store instead of a server's.")]
+Store = Annotated[Path | None, typer.Option("--store", metavar="DIR", help="A store outside a run.")]
+Named = Annotated[str, typer.Argument(metavar="NAME[@N]", help="A version, or a name for its newest one.")]
+OnServer = Annotated[
+    str | None, typer.Option("--url", metavar="URL", help="A server; default: the one on this machine, if any.")
+]
+
+app = typer.Typer(help="Adapters of a server (--url), or of a store on disk (--run, --store).", **OPTIONS)
+
+
+# ---- of a server or a store ----
+
+
+@app.command("list", epilog=examples("groupwise adapters list", "groupwise adapters list --run runs/arithmetic-1"))
+def list_adapters(
+    url: OnServer = None,
+    run: Run = None,
+    store: Store = None,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Every adapter, the active version marked."""
+    if client := _server(url, api_key, run, store):
+        with client:
+            listed = client.adapters.list()
+        return print_answer(listed) if as_json else _print_adapters(listed, url=client.url)
+    opened = _open_store(run, store)
+    infos, active = opened.list(), opened.active
+    if as_json:
+        versions = [_info_as_json(info) for info in infos]
+        return print_json({"store": str(opened.root), "active": str(active), "versions": versions})
+    rows = [("", "version", "step", "parent", "reward", "created")]
+    for info in infos:
+        mark = "*" if info.version == active else ""
+        reward = _reward(info.metrics)
+        rows.append((mark, str(info.version), str(info.step), str(info.parent), reward, info.created))
+    print_pairs(rows)
+    say(f"* is active: {active}; store {opened.root}")
+
+
+@app.command()
+def show(
+    name: Named,
+    url: OnServer = None,
+    run: Run = None,
+    store: Store = None,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Where a version came from, and its files."""
+    if client := _server(url, api_key, run, store):
+        from groupwise.client_types import as_json as dump
+
+        with client:
+            described = dump(client.adapters.show(name))
+    else:
+        opened = _open_store(run, store)
+        version = opened.resolve(name)
+        path = opened.path(version)
+        described = _info_as_json(opened.info(version)) | {"path": str(path), "active": version == opened.active}
+    if as_json:
+        return print_json(described)
+    for key, value in described.items():
+        if key == "history":
+            print_table([("", "version", "step", "parent", "reward", "created"), *map(_history_row, value)])
+        else:
+            print_line(f"{key:<14} {json.dumps(value) if isinstance(value, dict | list) else value}")
+
+
+@app.command()
+def activate(
+    name: Annotated[str, typer.Argument(metavar="NAME[@N]", help="A version, or `base`.")],
+    url: OnServer = None,
+    run: Run = None,
+    store: Store = None,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Make a version the active one."""
+    if client := _server(url, api_key, run, store):
+        with client:
+            return _print_result(client.adapters.activate(name), "version", as_json=as_json)
+    opened = _open_store(run, store)
+    opened.activate(opened.resolve(name))
+    _print_active(opened, as_json=as_json)
+
+
+@app.command()
+def rollback(
+    url: OnServer = None,
+    run: Run = None,
+    store: Store = None,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Go back to the version that was active before."""
+    if client := _server(url, api_key, run, store):
+        with client:
+            return _print_result(client.adapters.rollback(), "version", as_json=as_json)
+    opened = _open_store(run, store)
+    opened.rollback()
+    _print_active(opened, as_json=as_json)
+
+
+@app.command()
+def export(
+    name: Named,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new directory.")],
+    url: OnServer = None,
+    run: Run = None,
+    store: Store = None,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Copy a version to DIR as a plain PEFT directory."""
+    if client := _server(url, api_key, run, store):
+        with client:
+            name, path = _export(client, name, directory)
+    else:
+        opened = _open_store(run, store)
+        version = opened.resolve(name)
+        name, path = str(version), opened.export(version, directory)
+    if as_json:
+        return print_json({"version": name, "path": str(path)})
+    print(path)
+
+
+# ---- of a server only ----
+
+
+@app.command()
+def delete(
+    name: Annotated[str, typer.Argument(metavar="NAME[@N]", help="An adapter with all its versions, or one version.")],
+    url: Url = None,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Delete an adapter of a server, or one version; the active one is refused."""
+    with open_client(url, api_key) as client:
+        deleted = client.adapters.delete(name)
+    if as_json:
+        return print_answer(deleted)
+    print_line(f"deleted {', '.join(deleted.versions) or deleted.name}")
+
+
+@app.command(epilog=examples("groupwise adapters upload support ./my-peft-adapter"))
+def upload(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What to call it.")],
+    source: Annotated[Path, typer.Argument(metavar="DIR|TAR.GZ", help="As PEFT saves it, or a tar.gz of that.")],
+    new_version: Annotated[bool, typer.Option("--new-version", help="Add to an adapter that exists.")] = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Give a server an adapter that PEFT saved."""
+    with open_client(url, api_key) as client:
+        _print_result(client.adapters.upload(name, source, new_version=new_version), "version", as_json=as_json)
+
+
+@app.command()
+def download(
+    name: Named,
+    target: Annotated[
+        Path | None, typer.Argument(metavar="TAR.GZ", help="Default: NAME.tar.gz.", show_default=False)
+    ] = None,
+    url: Url = None,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Write an adapter of a server to a tar.gz that PEFT can load from."""
+    with open_client(url, api_key) as client:
+        path = client.adapters.download(name, target or Path(f"{name}.tar.gz"))
+    if as_json:
+        return print_json({"path": str(path), "size_bytes": path.stat().st_size})
+    print(path)
+
+
+@app.command(epilog=examples("groupwise adapters merge math=0.7 code@3=0.3 --output-name both --mode ties"))
+def merge(
+    sources: Annotated[list[str], typer.Argument(metavar="NAME[@N]=WEIGHT...", help="What to merge.")],
+    output_name: Annotated[str, typer.Option(metavar="NAME", help="The adapter to make.")],
+    mode: Annotated[str, typer.Option(help="weighted_average, ties or concat.")] = "weighted_average",
+    density: Annotated[float | None, typer.Option(help="The fraction that ties keeps; default 0.2.")] = None,
+    url: Url = None,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Make one adapter from several, on a server."""
+    weights = dict(_weight(source) for source in sources)
+    with open_client(url, api_key) as client:
+        merged = client.adapters.merge(weights, output_name, mode=mode, density=density)
+    _print_result(merged, "version", as_json=as_json)
+
+
+# ---- which of the two ----
+
+
+def _server(url: str | None, api_key: str | None, run: Path | None, store: Path | None) -> Client | None:
+    """The server that is meant; None where it is a store."""
+    if run is not None or store is not None:
+        if url is not None:
+            raise ConfigError("both a server and a store are given", hint="give --url, or one of --run and --store")
+        return None
+    client = open_client(url, api_key)
+    if url is None and not os.environ.get("GROUPWISE_URL"):
+        if not _answers(client):
+            return None
+        say(f"server {client.url}")
+    return client
+
+
+def _answers(client: Client) -> bool:
+    """Whether a server is there, without trying again."""
+    from groupwise.client import Client
+
+    try:
+        with Client(client.url, retries=0) as probe:
+            return bool(probe.health(timeout=PROBE_S).status)
+    except RemoteError:
+        client.close()
+        return False
+
+
+def _export(client: Client, name: str, directory: Path) -> tuple[str, Path]:
+    """Download a version and unpack it, checked, into a new directory."""
+    from groupwise.adapter_archive import read_archive
+
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise AdapterError(f"{directory} exists and is not an empty directory", hint="give a directory that is new")
+    version = client.adapters.show(name).versions[-1]
+    with TemporaryDirectory() as scratch:
+        archive = client.adapters.download(version, Path(scratch, "adapter.tar.gz"))
+        whole = Path(scratch, "adapter")
+        whole.mkdir()
+        with archive.open("rb") as stream:
+            read_archive(stream, whole)
+        try:
+            shutil.copytree(whole, directory, dirs_exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"cannot write {directory}: {error}", hint="name another directory") from error
+    return version, directory
+
+
+def _open_store(run: Path | None, store: Path | None) -> AdapterStore:
+    from groupwise.locate import open_store
+
+    try:
+        opened = open_store(run=run, store=store)
+    except AdapterNotFoundError as error:
+        if run is None and store is None:
+            error.hint = f"{error.hint}, or a server with --url URL (none answers on this machine)"
+        raise
+    for warning in opened.warnings:
+        say(f"warning: {warning}")
+    return opened
+
+
+# ---- what is printed ----
+
+
+def _print_result(value: Any, what: str, *, as_json: bool) -> None:
+    """One fact of what a server did, or all."""
+    if as_json:
+        print_answer(value)
+    else:
+        print_line(str(getattr(value, what)))
+
+
+def _print_adapters(listed: Any, *, url: str) -> None:
+    rows = [("", "adapter", "active", "versions", "size", "modified")]
+    for each in listed.available:
+        mark = "*" if each.active_version else ""
+        modified = each.modified_at.strftime("%Y-%m-%d %H:%M:%S") if each.modified_at else ""
+        numbers = [version.rpartition("@")[2] for version in each.versions]
+        span = f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else "".join(numbers)
+        rows.append((mark, each.name, each.active_version or "", span, f"{each.size_bytes / 2**20:.1f} MiB", modified))
+    if listed.available:
+        print_table(rows)
+    say(f"* is active: {listed.active_version}; server {url}" if listed.available else f"no adapters on {url} yet")
+
+
+def _reward(metrics: Mapping[str, float]) -> str:
+    reward = metrics.get("reward/mean")
+    return "" if reward is None else f"{reward:.3f}"
+
+
+def _history_row(version: Mapping[str, Any]) -> tuple[str, ...]:
+    mark = "*" if version["active"] else ""
+    texts = (str(version[key]) for key in ("version", "step", "parent"))
+    return (mark, *texts, _reward(version["metrics"]), str(version["created_at"]))
+
+
+def _weight(text: str) -> tuple[str, float]:
+    name, _, weight = text.rpartition("=")
+    try:
+        return name, float(weight)
+    except ValueError:
+        raise ConfigError(f"{text!r} is not NAME=WEIGHT", hint="write math=0.7 code@3=0.3") from None
+
+
+def _info_as_json(info: Any) -> dict[str, Any]:
+    return {
+        "version": str(info.version),
+        "created": info.created,
+        "step": info.step,
+        "parent": str(info.parent),
+        "base_model": info.base_model,
+        "base_hash": info.base_hash,
+        "config_hash": info.config_hash,
+        "metrics": {key: finite(value) for key, value in info.metrics.items()},
+        "files": {name: size for name, (size, _) in info.files.items()},
+    }
+
+
+def _print_active(store: AdapterStore, *, as_json: bool) -> None:
+    if as_json:
+        print_json({"store": str(store.root), "active": str(store.active)})
+    else:
+        print(store.active)

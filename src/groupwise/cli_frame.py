@@ -1,0 +1,102 @@
+"""What all commands have in common: errors as messages and exit codes, `--json`, `--debug`, `--url`, tables."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.cells import cell_len
+from typer.core import TyperGroup
+
+from groupwise.display import visible
+from groupwise.errors import GroupwiseError, Interrupted
+from groupwise.output import print_json, print_line, say
+
+if TYPE_CHECKING:
+    from groupwise.client import Client
+
+EXIT_CODES = (
+    "Exit codes: 0 done; 1 the run failed; 2 the configuration or the command line is wrong; 3 the model or something "
+    "else that start-up needs is missing; 4 the server refuses the API key; 5 the job failed or was cancelled; "
+    "75 temporary, such as a full disk or a server that is away: try again; 130 interrupted, with everything saved."
+)
+
+
+class Group(TyperGroup):
+    """Turns errors into messages and exit codes."""
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        try:
+            return super().invoke(ctx)
+        except GroupwiseError as error:
+            if ctx.meta.get("debug"):
+                traceback.print_exc()
+            else:
+                say(f"error: {error}")
+            request_id = getattr(error, "request_id", None)  # of a RemoteError
+            if request_id:
+                say(f"  (request id {request_id})")
+            if ctx.meta.get("as_json"):
+                print_json({"error": error.as_dict() | ({"request_id": request_id} if request_id else {})})
+            raise typer.Exit(error.exit_code) from error
+        except KeyboardInterrupt:
+            say("stopped")
+            raise typer.Exit(Interrupted.exit_code) from None
+
+
+def _remember(context: typer.Context, parameter: typer.CallbackParam, value: Any) -> Any:
+    """Tell `Group` of an option that concerns errors."""
+    context.meta[parameter.name] = value
+    return value
+
+
+def examples(*lines: str) -> str:
+    """A command's epilogue."""
+    return "\n\n".join(("Examples:", *lines))
+
+
+def print_answer(value: Any) -> None:
+    """What a server answered, in its own words, as JSON."""
+    from groupwise.client_types import as_json
+
+    print_json(as_json(value))
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Aligned columns, never cut or folded: ids and names can be copied, whatever the terminal's width."""
+    widths = [max(cell_len(visible(cell)) for cell in column) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            visible(cell) + " " * (width - cell_len(visible(cell))) for cell, width in zip(row, widths, strict=True)
+        ]
+        print_line("  ".join(cells).rstrip())
+
+
+def open_client(url: str | None, api_key: str | None) -> Client:
+    """The client of the server that is meant; what it waits for is said on stderr."""
+    from groupwise.client import Client
+
+    return Client(url, api_key=api_key, note=say)
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.", callback=_remember)]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", callback=_remember)]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="The same as KEY=VALUE; may be repeated.")
+]
+Url = Annotated[
+    str | None,
+    typer.Option("--url", metavar="URL", help="The server; default: GROUPWISE_URL, or http://127.0.0.1:8420."),
+]
+ApiKey = Annotated[
+    str | None, typer.Option("--api-key", metavar="KEY", help="The server's API key; default: GROUPWISE_API_KEY.")
+]
+
+OPTIONS: dict[str, Any] = {
+    "cls": Group,
+    "no_args_is_help": True,
+    "pretty_exceptions_enable": False,
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+}

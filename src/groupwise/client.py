@@ -1,0 +1,470 @@
+"""The client of a Groupwise server, blocking and asyncio, with typed answers.
+
+    client = groupwise.Client("http://127.0.0.1:8420")
+    groups = client.sample(["What is 47 + 138?"], n=8, max_tokens=64)
+    job = client.train_grpo([g.scored([float("185" in text) for text in g.texts]) for g in groups])
+    job = client.wait(job.id)  # from here on the improved adapter answers
+    print(job.version, client.chat("What is 47 + 138?").text)
+
+    async with groupwise.AsyncClient() as client:
+        async for delta in client.chat_stream("What is 47 + 138?"):
+            print(delta.text, end="")
+
+Each call is described once, as a flow, in `_Calls` and `_AdapterCalls`; `Client` and `AsyncClient` carry the same
+flows out. What goes wrong is a RemoteError with the server's message, code, hint and request id. Nothing waits for
+ever: `timeout` is in seconds, for the whole of a call with its retries. What is sent again and when: `client_http`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Any, TypedDict, Unpack
+from urllib.parse import quote
+from uuid import uuid4
+
+import httpx2
+
+from groupwise.client_adapters import Adapters, AsyncAdapters
+from groupwise.client_drive import Awaiting, Awaits, Blocking, Blocks, Call, Note, Stream, connection, server_url
+from groupwise.client_http import (
+    ASK_S,
+    NEXT,
+    REFUSED,
+    RETRIES,
+    SAMPLE_S,
+    SUBMIT_S,
+    TEMPORARY,
+    TRANSIENT,
+    WAIT_S,
+    Answer,
+    Emit,
+    Emits,
+    EventReader,
+    Flow,
+    Flows,
+    Open,
+    Send,
+    Sleep,
+    breakdown,
+    encode,
+    refusal,
+)
+from groupwise.client_types import (
+    Cancelled,
+    ChatDelta,
+    ChatReply,
+    Health,
+    Job,
+    JobEvent,
+    Model,
+    SampledCompletion,
+    SampledGroup,
+    SubmittedJob,
+    read,
+)
+from groupwise.errors import DeadlineError, JobFailedError, RemoteError, RequestError
+from groupwise.types import Message
+
+QUIET_S = 30.0  # a stream of events that is silent for this long is opened anew; servers send a comment every 15 s
+OUTAGE_S = 60.0  # how long a server may be away while one waits for a job
+AGAIN_S = 0.5
+LAST_TRIES = 3  # how often the last events of a job that has ended are asked for
+
+Conversation = str | Sequence[Message]
+
+
+class SamplingOptions(TypedDict, total=False):
+    """How completions are drawn; what is left out has the server's default."""
+
+    model: str
+    adapter: str  # "base", "name" or "name@3"; default: the active version
+    adapters: Sequence[Mapping[str, Any]]  # a sum of adapters: [{"name": ..., "scale": ...}]
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    max_tokens: int
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    seed: int
+    ignore_eos: bool
+    return_token_ids: bool
+    logprobs: bool
+    tools: Sequence[Mapping[str, Any]]
+    chat_template_kwargs: Mapping[str, Any]
+
+
+class ChatOptions(SamplingOptions, total=False):
+    """What a chat has besides."""
+
+    n: int
+    tool_choice: str | Mapping[str, Any]
+    parallel_tool_calls: bool
+    top_logprobs: int
+
+
+class _Calls(Flows):
+    """What `Client` and `AsyncClient` do."""
+
+    @Call
+    def health(self, *, timeout: float = ASK_S) -> Flow[Health]:
+        """How the server is; needs no API key."""
+        return self.ask(Health, "/health", timeout=timeout)
+
+    @Call
+    def models(self, *, timeout: float = ASK_S) -> Flow[list[Model]]:
+        """What `model` and `adapter` may say."""
+        answer = yield from self.exchange(Send("GET", "/v1/models", timeout))
+        return read(list[Model], read(dict[str, Any], answer.json()).get("data"))
+
+    # ---- sampling ----
+
+    @Call
+    def chat(
+        self, messages: Conversation, *, timeout: float = SAMPLE_S, **options: Unpack[ChatOptions]
+    ) -> Flow[ChatReply]:
+        """The reply to a conversation; a string is one message of the user."""
+        body = {"messages": _conversation(messages), **_known(options, ChatOptions)}
+        return self.tell(ChatReply, "/v1/chat/completions", body, timeout=timeout)
+
+    @Stream
+    def chat_stream(
+        self, messages: Conversation, *, timeout: float = SAMPLE_S, **options: Unpack[ChatOptions]
+    ) -> Emits[ChatDelta]:
+        """The reply piece by piece, as it is sampled. Closing the iterator ends the sampling.
+
+        Raises:
+            RemoteError: before the first piece as `chat`; later if the server fails or the stream ends too early.
+        """
+        deadline = time.monotonic() + timeout
+        body = {"messages": _conversation(messages), **_known(options, ChatOptions), "stream": True}
+        step = Open("POST", "/v1/chat/completions", timeout, encode(body))
+        answer = yield from self.exchange(step)
+        reader = EventReader()
+        try:
+            while (piece := (yield NEXT)) is not None:
+                for data in reader.push(piece):
+                    if data == "[DONE]":
+                        return
+                    for delta in _deltas(data, answer):
+                        yield Emit(delta)
+                if time.monotonic() > deadline:
+                    raise httpx2.ReadTimeout("the reply went on for too long")
+        except httpx2.RequestError as broken:
+            raise breakdown(broken, step, url=self._url) from broken
+        raise breakdown(httpx2.RemoteProtocolError("the stream ended without [DONE]"), step, url=self._url)
+
+    @Call
+    def sample(
+        self,
+        prompts: Sequence[Conversation],
+        *,
+        n: int = 8,
+        timeout: float = SAMPLE_S,
+        **options: Unpack[SamplingOptions],
+    ) -> Flow[list[SampledGroup]]:
+        """`n` completions of each prompt, as groups in the order of the prompts; strings are messages of the user."""
+        conversations = [_conversation(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
+        body = {"prompts": conversations, "n": n, **_known(options, SamplingOptions)}
+        answer = yield from self.exchange(Send("POST", "/v1/completions/batch", timeout, encode(body)))
+        return _grouped(
+            read(dict[str, Any], answer.json()).get("completions"), conversations, options.get("tools") or ()
+        )
+
+    # ---- training ----
+
+    @Call
+    def train_grpo(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        *,
+        timeout: float = SUBMIT_S,
+        idempotency_key: str | None = None,
+        **config: Any,
+    ) -> Flow[SubmittedJob]:
+        """Submit scored groups (`SampledGroup.scored`, or the wire's own form) with the options of `config`.
+
+        The job is on the server's disk when this returns. It is sent under a key of its own, so that it is queued once
+        however often it had to be sent; give `idempotency_key` to make that last over a restart of your program.
+        """
+        body = {"groups": list(groups), "config": config}
+        return self._submit("/v1/train/grpo", body, key=idempotency_key, timeout=timeout)
+
+    @Call
+    def train_sft(
+        self,
+        examples: Sequence[Mapping[str, Any]],
+        *,
+        timeout: float = SUBMIT_S,
+        idempotency_key: str | None = None,
+        **config: Any,
+    ) -> Flow[SubmittedJob]:
+        """Submit conversations, each {"messages": [...], "tools": [...]?}, to be learnt; else as `train_grpo`."""
+        body = {"examples": list(examples), "config": config}
+        return self._submit("/v1/train/sft", body, key=idempotency_key, timeout=timeout)
+
+    def _submit(self, path: str, body: Mapping[str, Any], *, key: str | None, timeout: float) -> Flow[SubmittedJob]:
+        step = Send("POST", path, timeout, encode(body), headers={"idempotency-key": key or uuid4().hex})
+        answer = yield from self.exchange(step, repeatable=True)
+        return read(SubmittedJob, answer.json())
+
+    @Call
+    def status(self, job_id: str, *, timeout: float = ASK_S) -> Flow[Job]:
+        """One job."""
+        return self.ask(Job, _job_path("status", job_id), timeout=timeout)
+
+    @Call
+    def jobs(self, *, timeout: float = ASK_S) -> Flow[list[Job]]:
+        """All jobs: the running one, then those that wait, in order, then those that ended, newest first."""
+        return self.ask(list[Job], "/v1/train/status", timeout=timeout)
+
+    @Call
+    def metrics(self, job_id: str, *, timeout: float = ASK_S) -> Flow[list[dict[str, Any]]]:
+        """What a job measured, step by step."""
+        answer = yield from self.exchange(Send("GET", _job_path("metrics", job_id), timeout))
+        return read(list[dict[str, Any]], read(dict[str, Any], answer.json()).get("steps"))
+
+    @Call
+    def cancel(self, job_id: str, *, timeout: float = ASK_S) -> Flow[Cancelled]:
+        """Cancel a job that waits or runs; a running one stops after its step."""
+        return self.tell(Cancelled, _job_path("cancel", job_id), timeout=timeout)
+
+    @Stream
+    def events(self, job_id: str, *, after: int = 0, timeout: float = WAIT_S) -> Emits[JobEvent]:
+        """What has happened to a job after event `after`, and what happens, until the job has ended.
+
+        Raises:
+            DeadlineError: it had not ended after `timeout` seconds.
+        """
+        yield from self._follow(job_id, after=after, timeout=timeout)
+
+    @Call
+    def wait(
+        self, job_id: str, *, timeout: float = WAIT_S, on_event: Callable[[JobEvent], object] | None = None
+    ) -> Flow[Job]:
+        """The job, once it is completed: what it trained is then served. `on_event` is given what happens meanwhile.
+
+        The server may restart meanwhile; it continues the job.
+
+        Raises:
+            JobFailedError: the job failed or was cancelled.
+            DeadlineError: it had not ended after `timeout` seconds; it goes on.
+        """
+        job = yield from self._follow(job_id, after=0, timeout=timeout, to=on_event or _ignore)
+        if job.state == "completed":
+            return job
+        error = job.error
+        said = f": {error.message} ({error.code})" if error else ""
+        how = "failed" if job.state == "failed" else f"was {job.state}"
+        raise JobFailedError(f"job {job.id} {how}{said}", hint=error.hint if error else None)
+
+    def _follow(
+        self, job_id: str, *, after: int, timeout: float, to: Callable[[JobEvent], object] | None = None
+    ) -> Flow[Job]:
+        """Emit a job's events until it has ended, whatever happens to the connection meanwhile."""
+        now = time.monotonic()
+        place, deadline = _Place(seq=after, heard_at=now), now + timeout
+        last_tries, told = 0, ""
+        while True:
+            whole, why = False, ""
+            try:
+                with suppress(httpx2.RequestError):  # whether the server is there, the next call tells
+                    whole = yield from self._listen(job_id, place, deadline=deadline, to=to)
+                seconds = max(1.0, min(ASK_S, deadline - time.monotonic()))
+                job = yield from self.ask(Job, _job_path("status", job_id), timeout=seconds, retries=0)
+                place.heard_at = time.monotonic()
+                last_tries += job.finished
+                if job.finished and (whole or last_tries == LAST_TRIES):
+                    return job
+            except RemoteError as error:
+                why = _bear(error, place)
+            if time.monotonic() >= deadline:
+                raise _late(job_id, timeout)
+            yield Sleep(min(AGAIN_S, max(deadline - time.monotonic(), 0.0)), why if why != told else "")
+            told = why
+
+    def _listen(
+        self, job_id: str, place: _Place, *, deadline: float, to: Callable[[JobEvent], object] | None
+    ) -> Flow[bool]:
+        """Emit a job's events from `place` on, until the stream or the time ends; whether it was the stream."""
+        headers = {"last-event-id": str(place.seq)} if place.seq else {}
+        seconds = min(QUIET_S, deadline - time.monotonic())
+        answer = yield Open("GET", _job_path("events", job_id), seconds, headers=headers)
+        if answer.status >= 300:
+            raise refusal(answer)
+        reader = EventReader()
+        while (piece := (yield NEXT)) is not None:
+            place.heard_at = time.monotonic()
+            for data in reader.push(piece):
+                event = read(JobEvent, {"seq": reader.last_id, **read(dict[str, Any], _loads(data, answer))})
+                place.seq = event.seq
+                yield Emit(event, to)
+            if place.heard_at >= deadline:
+                return False
+        return True
+
+
+# ---- the clients ----
+
+
+class Client(Blocks, _Calls):
+    """A server, blocking. Threads may share it.
+
+    Args:
+        url: default: GROUPWISE_URL, or http://127.0.0.1:8420.
+        api_key: default: GROUPWISE_API_KEY; "" for none.
+        retries: how often a call may be sent again, where that is safe.
+        note: told, in a sentence, when something is waited for.
+    """
+
+    def __init__(
+        self, url: str | None = None, *, api_key: str | None = None, retries: int = RETRIES, note: Note | None = None
+    ):
+        super().__init__(url=server_url(url), retries=retries)
+        self._drive = Blocking(httpx2.Client(**connection(self._url, api_key)), note=note)
+        self.adapters = Adapters(self._drive, url=self._url, retries=retries)
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._drive.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Client({self._url!r})"
+
+
+class AsyncClient(Awaits, _Calls):
+    """A server, for asyncio; arguments as for `Client`. `on_event` of `wait` may be a coroutine function."""
+
+    def __init__(
+        self, url: str | None = None, *, api_key: str | None = None, retries: int = RETRIES, note: Note | None = None
+    ):
+        super().__init__(url=server_url(url), retries=retries)
+        self._drive = Awaiting(httpx2.AsyncClient(**connection(self._url, api_key)), note=note)
+        self.adapters = AsyncAdapters(self._drive, url=self._url, retries=retries)
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._drive.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return f"AsyncClient({self._url!r})"
+
+
+# ---- what is sent, and what came ----
+
+
+@dataclass
+class _Place:
+    """How far a job's events were heard, and when the server was last."""
+
+    seq: int
+    heard_at: float
+
+
+def _conversation(messages: Conversation) -> list[Message]:
+    if isinstance(messages, str):
+        return [{"role": "user", "content": messages}]
+    if isinstance(messages, Mapping) or not all(isinstance(message, Mapping) for message in messages):
+        raise RequestError(
+            f"a conversation is a string or a list of messages, not {str(messages)[:64]!r}",
+            hint='write [{"role": "user", "content": "..."}]',
+        )
+    return list(messages)
+
+
+def _known(options: Mapping[str, Any], kind: type) -> dict[str, Any]:
+    """The options that are set; a chat route would ignore one that it does not know."""
+    names = kind.__annotations__.keys() | SamplingOptions.__annotations__.keys()
+    for name in options.keys() - names:
+        close = get_close_matches(name, names, n=1)
+        raise RequestError(
+            f"there is no option {name!r}",
+            hint=f"did you mean {close[0]}?" if close else f"there are: {', '.join(sorted(names))}",
+        )
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _deltas(data: str, answer: Answer) -> Iterator[ChatDelta]:
+    """What one event of a streamed chat adds."""
+    chunk = read(dict[str, Any], _loads(data, answer))
+    if "error" in chunk:
+        raise refusal(replace(answer, status=500, body=data.encode()))
+    for choice in chunk.get("choices", ()):
+        delta = choice.get("delta", {})
+        yield ChatDelta(
+            index=choice.get("index", 0),
+            text=delta.get("content") or "",
+            reasoning=delta.get("reasoning_content") or "",
+            tool_calls=tuple(delta.get("tool_calls") or ()),
+            finish_reason=choice.get("finish_reason"),
+            logprobs=choice.get("logprobs"),
+            version=chunk.get("system_fingerprint"),
+        )
+
+
+def _loads(data: str, answer: Answer) -> Any:
+    return replace(answer, body=data.encode()).json()
+
+
+def _grouped(data: Any, conversations: Sequence[list[Message]], tools: Sequence[Any]) -> list[SampledGroup]:
+    """Completions in any order as one group a conversation."""
+    completions = read(list[SampledCompletion], data)
+    by_prompt: dict[int, list[SampledCompletion]] = {index: [] for index in range(len(conversations))}
+    for completion in sorted(completions, key=lambda each: each.completion_index):
+        by_prompt.setdefault(completion.prompt_index, []).append(completion)
+    if len(by_prompt) > len(conversations):
+        message = f"the server answered prompt {max(by_prompt)} of {len(conversations)}"
+        raise RemoteError(message, status=200, code="bad_response")
+    return [
+        SampledGroup(messages=tuple(messages), completions=tuple(by_prompt[index]), tools=tuple(tools))
+        for index, messages in enumerate(conversations)
+    ]
+
+
+def _job_path(what: str, job_id: str) -> str:
+    return f"/v1/train/{what}/{quote(job_id, safe='')}"
+
+
+def _bear(error: RemoteError, place: _Place) -> str:
+    """What to say of a server that is away for now. Raises the error if it is another one, or lasts too long."""
+    if error.status in REFUSED:  # it is there, and loading or draining
+        place.heard_at = time.monotonic()
+    if error.status not in (0, *TRANSIENT) or time.monotonic() - place.heard_at > OUTAGE_S:
+        raise error
+    return f"{error.message}; waiting for the server"
+
+
+def _ignore(event: JobEvent) -> None:
+    """For who waits without listening."""
+
+
+def _late(job_id: str, timeout: float) -> DeadlineError:
+    error = DeadlineError(
+        f"job {job_id} had not ended after {timeout:g} s", hint="it goes on: wait again, longer, or cancel it"
+    )
+    error.exit_code = TEMPORARY
+    return error

@@ -1,0 +1,338 @@
+"""/v1/adapters: list, show, activate, roll back, delete, upload, download and merge adapters.
+
+A path's `{name}` is "name", which stands for all its versions or for the one that it would be served by, or "name@3".
+`load` and `unload` are older words for activating a version and the base model. An uploaded or merged adapter becomes a
+version only when the engine has loaded it over this base model and computed with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import shutil
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from fastapi import APIRouter, Request
+from fastapi.responses import StreamingResponse
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+
+from groupwise import adapter_files as files
+from groupwise.adapter_archive import read_archive, stream_archive
+from groupwise.adapter_files import AdapterInfo, Provenance
+from groupwise.adapter_merge import DENSITY, MergeMode, MergeReport, MergeSource, merge_adapters
+from groupwise.errors import (
+    AdapterError,
+    AdapterNotFoundError,
+    ConflictError,
+    MediaTypeError,
+    RequestError,
+    StorageError,
+    SwapRefusedError,
+)
+from groupwise.server.bodies import check_content_type, read_body
+from groupwise.server.policies import AdapterInUseError
+from groupwise.server.protocol_adapters import (
+    ActivateRequest,
+    AdapterDeleted,
+    AdapterDetail,
+    AdapterList,
+    AdapterLoaded,
+    AdapterMerged,
+    AdapterSummary,
+    AdapterUnloaded,
+    AdapterUploaded,
+    AdapterVersion,
+    LoadRequest,
+    MergeRequest,
+)
+from groupwise.server.state import Server, server_of
+from groupwise.server.wire import documented
+from groupwise.types import BASE, PolicyVersion
+
+MERGE_NOTE = "merge.json"  # beside a merged version's weights: what it was made of
+
+_ACTIVATING = (AdapterError, AdapterNotFoundError, SwapRefusedError, StorageError)
+_ADDING = (AdapterError, ConflictError, StorageError)
+_FIELDS = {
+    "name": {"type": "string", "description": "The adapter's name."},
+    "archive": {
+        "type": "string",
+        "format": "binary",
+        "description": "tar.gz of adapter_config.json and adapter_model.safetensors, as PEFT saves them.",
+    },
+    "new_version": {"type": "string", "enum": ["true"], "description": "Add a version to an adapter that exists."},
+}
+_FORM = {"type": "object", "required": ["name", "archive"], "properties": _FIELDS}
+_UPLOAD = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}}
+_FORM_HINT = "POST multipart/form-data with the fields name and archive (a tar.gz)"
+_DOWNLOAD = documented(errors=[AdapterError, AdapterNotFoundError])
+_DOWNLOAD["responses"][200] = {"description": "The tar.gz.", "content": {"application/gzip": {}}}
+
+router = APIRouter(prefix="/v1/adapters", tags=["adapters"])
+
+
+# ---- what there is ----
+
+
+@router.get("", **documented(answer=AdapterList))
+def list_adapters(request: Request) -> AdapterList:
+    """Every adapter, its versions, and which one is active."""
+    server = server_of(request)
+    active = server.policies.active
+    by_name: dict[str, list[AdapterInfo]] = {}
+    for info in server.store.list():
+        by_name.setdefault(info.version.name, []).append(info)
+    return AdapterList(
+        active=None if active.is_base else active.name,
+        active_version=str(active),
+        available=[AdapterSummary(**_summary(infos, active)) for infos in by_name.values()],
+    )
+
+
+@router.get("/{name}", **documented(answer=AdapterDetail, errors=[AdapterError, AdapterNotFoundError]))
+def show_adapter(name: str, request: Request) -> AdapterDetail:
+    """One adapter with the provenance and metrics of its versions."""
+    server = server_of(request)
+    active, infos = server.policies.active, []
+    for version in _versions(server, name):
+        with suppress(AdapterError):  # damaged, and set aside just now
+            infos.append(server.store.info(version))
+    if not infos:
+        raise AdapterNotFoundError(f"there is no undamaged version of {name!r}")
+    history = [_history(info, active) for info in infos]
+    return AdapterDetail(**_summary(infos, active), history=history)
+
+
+def _summary(infos: Sequence[AdapterInfo], active: PolicyVersion) -> dict[str, Any]:
+    newest = infos[-1]
+    return {
+        "name": newest.version.name,
+        "has_config": files.CONFIG in newest.files,
+        "has_weights": files.WEIGHTS in newest.files,
+        "size_bytes": _size(newest),
+        "modified_at": datetime.fromisoformat(newest.created).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "files": sorted(newest.files),
+        "versions": [str(info.version) for info in infos],
+        "active_version": str(active) if active.name == newest.version.name else None,
+    }
+
+
+def _history(info: AdapterInfo, active: PolicyVersion) -> AdapterVersion:
+    return AdapterVersion(
+        version=str(info.version),
+        number=info.version.number,
+        active=info.version == active,
+        created_at=info.created,
+        size_bytes=_size(info),
+        base_model=info.base_model,
+        parent=str(info.parent),
+        step=info.step,
+        job_id=info.job,
+        metrics={key: value for key, value in info.metrics.items() if math.isfinite(value)},
+    )
+
+
+def _size(info: AdapterInfo) -> int:
+    return sum(size for size, _ in info.files.values())
+
+
+def _versions(server: Server, text: str) -> tuple[PolicyVersion, ...]:
+    """What a path names: one version, or all of an adapter. Raises AdapterError for what cannot be a name."""
+    name, at, _ = text.partition("@")
+    files.check_name(name)
+    versions = () if at else server.store.versions(name)
+    return versions or (server.policies.resolve(adapter=text),)
+
+
+# ---- which one answers ----
+
+
+@router.post("/load", **documented(LoadRequest, AdapterLoaded, errors=_ACTIVATING))
+async def load_adapter(request: Request) -> AdapterLoaded:
+    """Make an adapter's newest version, or the version that `name` names, the active one."""
+    body = await read_body(request, LoadRequest)
+    version = await _activate(server_of(request), body.name)
+    return AdapterLoaded(status="loaded", name=version.name, version=str(version))
+
+
+@router.post("/unload", **documented(answer=AdapterUnloaded, errors=[StorageError]))
+async def unload_adapter(request: Request) -> AdapterUnloaded:
+    """Make the base model active. Requests that are being answered end on the version they began on."""
+    await _activate(server_of(request), BASE)
+    return AdapterUnloaded()
+
+
+@router.post("/{name}/activate", **documented(ActivateRequest, AdapterLoaded, errors=_ACTIVATING, optional_body=True))
+async def activate_adapter(name: str, request: Request) -> AdapterLoaded:
+    """Load a version, verify it, and let it answer the requests that name no adapter. If it cannot be verified the one
+    that was active still is."""
+    body = await read_body(request, ActivateRequest, optional=True)
+    if body.version is not None and (name == BASE or "@" in name):
+        raise RequestError(f"the path says {name[:80]!r}; it has no version {body.version}", param="version")
+    version = await _activate(server_of(request), name if body.version is None else f"{name}@{body.version}")
+    return AdapterLoaded(status="activated", name=version.name, version=str(version))
+
+
+@router.post("/rollback", **documented(answer=AdapterLoaded, errors=_ACTIVATING))
+async def roll_back(request: Request) -> AdapterLoaded:
+    """Go back to what was active before."""
+    version = await server_of(request).policies.rollback()
+    return AdapterLoaded(status="rolled_back", name=version.name, version=str(version))
+
+
+async def _activate(server: Server, text: str) -> PolicyVersion:
+    version = PolicyVersion.base() if text == BASE else _versions(server, text)[-1]
+    await server.policies.swap(version)
+    return version
+
+
+# ---- removing ----
+
+
+@router.delete(
+    "/{name}", **documented(answer=AdapterDeleted, errors=[AdapterError, AdapterNotFoundError, AdapterInUseError])
+)
+async def delete_adapter(name: str, request: Request) -> AdapterDeleted:
+    """Delete one version, or all of an adapter. Refused while one is active or answers a request."""
+    server = server_of(request)
+    versions = _versions(server, name)
+    await server.policies.delete(versions)
+    return AdapterDeleted(name=name, versions=[str(version) for version in versions])
+
+
+# ---- in and out ----
+
+
+@router.post("/upload", **documented(answer=AdapterUploaded, errors=(*_ADDING, MediaTypeError)), openapi_extra=_UPLOAD)
+async def upload_adapter(request: Request) -> AdapterUploaded:
+    """Add an adapter that PEFT saved, as a tar.gz. It must be plain LoRA that fits this base model."""
+    server = server_of(request)
+    async with _upload(request) as upload:
+        version = await asyncio.to_thread(_import, server, upload)
+    info = server.store.info(version)
+    return AdapterUploaded(name=version.name, version=str(version), size_bytes=_size(info), files=sorted(info.files))
+
+
+class _Upload(NamedTuple):
+    name: str
+    archive: BinaryIO
+    new_version: bool
+
+
+@asynccontextmanager
+async def _upload(request: Request) -> AsyncIterator[_Upload]:
+    """The form, whose archive waits in a temporary file. The guard counts its bytes."""
+    check_content_type(request, wanted="multipart/form-data")
+    with files.writing("receiving an upload"):
+        try:
+            form = await request.form(max_files=1, max_fields=len(_FIELDS), max_part_size=1024)
+        except HTTPException as error:
+            raise RequestError(f"the form cannot be read: {error.detail}", hint=_FORM_HINT) from error
+    try:
+        if unknown := [field for field in form if field not in _FIELDS]:
+            raise RequestError(f"the form has an unknown field {unknown[0][:64]!r}", hint=_FORM_HINT)
+        (name, *names), (archive, *archives), again = ([*form.getlist(field), None] for field in _FIELDS)
+        if not isinstance(name, str) or names != [None]:
+            raise RequestError("the form has no text 'name', or several", hint=_FORM_HINT, param="name")
+        if not isinstance(archive, UploadFile) or archives != [None]:
+            raise RequestError("the form has no file 'archive', or several", hint=_FORM_HINT, param="archive")
+        if again not in ([None], ["true", None], ["false", None]):
+            raise RequestError("new_version is neither 'true' nor 'false'", hint=_FORM_HINT, param="new_version")
+        yield _Upload(name, archive.file, again[0] == "true")
+    finally:
+        await form.close()
+
+
+def _import(server: Server, upload: _Upload) -> PolicyVersion:
+    files.check_name(upload.name)
+
+    def write(directory: Path) -> None:
+        read_archive(upload.archive, directory)
+        server.policies.verify_files(directory)
+
+    return _publish(server, upload.name, write, again=upload.new_version)
+
+
+@router.get("/{name}/download", **_DOWNLOAD)
+async def download_adapter(name: str, request: Request) -> StreamingResponse:
+    """A version as a tar.gz that `peft` loads once it is unpacked, and that `upload` takes."""
+    server = server_of(request)
+    files.check_name(name.partition("@")[0])
+    version = server.policies.resolve(adapter=name)
+    top = str(version) if "@" in name else name
+    archive = await asyncio.to_thread(lambda: stream_archive(server.store.path(version), top=top))
+    headers = {"content-disposition": f'attachment; filename="{top}.tar.gz"', "x-adapter-version": str(version)}
+    return StreamingResponse(archive, media_type="application/gzip", headers=headers)
+
+
+# ---- merging ----
+
+
+@router.post("/merge", **documented(MergeRequest, AdapterMerged, errors=(*_ADDING, AdapterNotFoundError)))
+async def merge(request: Request) -> AdapterMerged:
+    """Make one adapter of several: their weighted average, their sum (`concat`), or what they agree on (`ties`). Its
+    rank is the sum of theirs, at which averages and sums are exact."""
+    server, body = server_of(request), await read_body(request, MergeRequest)
+    sources: list[tuple[PolicyVersion, float]] = []
+    for source in body.sources:
+        files.check_name(source.name.partition("@")[0])
+        sources.append((server.policies.resolve(adapter=source.name), source.weight))
+    version, report = await asyncio.to_thread(_merge, server, body, sources)
+    return AdapterMerged(
+        output_name=version.name,
+        version=str(version),
+        mode=body.mode,
+        sources=[{"name": source.name, "weight": source.weight} for source in body.sources],
+        num_tensors=report.tensors,
+        density=None if body.mode != "ties" else body.density or DENSITY,
+    )
+
+
+def _merge(
+    server: Server, body: MergeRequest, sources: Sequence[tuple[PolicyVersion, float]]
+) -> tuple[PolicyVersion, MergeReport]:
+    reports: list[MergeReport] = []
+
+    def write(directory: Path) -> None:
+        for version, _ in sources:
+            server.store.check_base(version, server.base.hash)
+        parts = [MergeSource(server.store.path(version), weight) for version, weight in sources]
+        report = merge_adapters(parts, directory, mode=MergeMode(body.mode), density=body.density)
+        made_of = [{"version": str(version), "weight": weight} for version, weight in sources]
+        note = {"mode": body.mode, "density": body.density, "sources": made_of, **asdict(report)}
+        (directory / MERGE_NOTE).write_text(json.dumps(note, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        server.policies.verify_files(directory)
+        reports.append(report)
+
+    return _publish(server, body.output_name, write, again=False), reports[0]
+
+
+# ---- new versions ----
+
+
+def _publish(server: Server, name: str, write: Callable[[Path], None], *, again: bool) -> PolicyVersion:
+    """Publish what `write` makes over this base model. Raises ConflictError unless the name is free, or `again`."""
+
+    def admit() -> None:
+        if server.store.versions(name) and not again:
+            raise ConflictError(
+                f"there is an adapter {name!r} already",
+                hint="choose another name; an upload with new_version=true adds a version",
+            )
+
+    admit()
+    free, least = shutil.disk_usage(server.store.root).free, server.config.min_free_bytes
+    if free < least:
+        raise StorageError(
+            f"the disk has {free:,} free bytes; adapters are added while there are {least:,} (min_free_bytes)",
+            hint="delete adapters, or free some disk space",
+        )
+    info = Provenance(base_model=server.base.name, base_hash=server.base.hash)
+    return server.store.publish(name, write, info=info, admit=admit)

@@ -1,0 +1,310 @@
+"""How the server is: /health, /ready, /metrics, /v1/models, /v1/config and what it did lately.
+
+/health says that the process lives, and to whom has the key everything else that it knows. /ready is 503 where requests
+would fail: a full disk, a ledger that cannot be read. Both are cheap, and neither waits for the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
+
+import torch
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from groupwise import __version__
+from groupwise.errors import GroupwiseError, ModelError, NotReadyError
+from groupwise.ledger import Job, JobState
+from groupwise.server.protocol_completions import ModelCard, ModelList
+from groupwise.server.recorder import Sample
+from groupwise.server.state import Server, server_of
+from groupwise.server.wire import Answer, absent, documented
+
+STARTED = time.time()
+WORKER_LIVES = ("starting", "running", "stopped")  # stopped: the server is ending
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+router = APIRouter(tags=["Server"])
+
+
+class ModelNotFoundError(ModelError):
+    """No model, adapter or version of this name."""
+
+    exit_code, param = 2, "model"
+
+
+# ---- health ----
+class Check(Answer):
+    """Something that should be so, and what is the matter where it is not."""
+
+    name: str
+    passed: bool = Field(serialization_alias="pass")
+    detail: str | None = absent()
+
+
+class Health(Answer):
+    """The answer of /health. Without the API key, where there is one, only the first three say something."""
+
+    status: str
+    """`ok`, `degraded` (a check fails), `loading` or `draining`."""
+    version: str
+    uptime_seconds: float
+    model: str | None = absent()
+    backend: str | None = absent()
+    """The device."""
+    active_adapter: str | None = None
+    active_version: str | None = absent()
+    adapters_loaded: int | None = absent()
+    """Adapters in the store."""
+    scheduler: dict[str, int] | None = absent()
+    """Completions being decoded, and waiting for a row."""
+    gpu_memory: dict[str, float] | None = None
+    training: dict[str, Any] | None = absent()
+    """`active_job` with its progress, and how many are `queued`."""
+    checks: list[Check] | None = absent()
+
+
+@router.get("/health", **documented(answer=Health))
+async def health(request: Request) -> Health:
+    """Whether the process lives. The only route without a key."""
+    if not getattr(request.state, "trusted", False):
+        return Health(status="ok", version=__version__, uptime_seconds=time.time() - STARTED)
+    return await asyncio.to_thread(_health, server_of(request))
+
+
+@router.get("/v1/health", **documented(answer=Health))
+async def health_v1(request: Request) -> Health:
+    """The same as /health, with everything."""
+    return await asyncio.to_thread(_health, server_of(request))
+
+
+def _health(server: Server) -> Health:
+    checks = list(_checks(server))
+    jobs = _unfinished(server)
+    running = next((job for job in jobs if job.state == JobState.RUNNING), None)
+    active = server.policies.active
+    return Health(
+        status="ok" if all(check.passed for check in checks) else "degraded",
+        version=__version__,
+        uptime_seconds=time.time() - STARTED,
+        model=server.config.served_name,
+        backend=str(server.base.device),
+        active_adapter=None if active.is_base else active.name,
+        active_version=str(active),
+        adapters_loaded=len(server.store.names()),
+        scheduler=dict(server.engine.stats()),
+        gpu_memory=_gpu_memory(server),
+        training={
+            "active_job": None if running is None else {"job_id": running.id, "progress": running.progress},
+            "queued": sum(job.state == JobState.QUEUED for job in jobs),
+        },
+        checks=checks,
+    )
+
+
+def _checks(server: Server) -> Iterator[Check]:
+    """What must be so for all to be well."""
+    worker = server.supervisor.status
+    ended = None if worker.state in WORKER_LIVES else f"it ended ({worker.last_exit}) and will be started again"
+    problems = {
+        "model_loaded": None,
+        "ledger": _ledger_problem(server),
+        "disk_space": _disk_problem(server),
+        "training_worker": ended,
+    }
+    for name, problem in problems.items():
+        yield Check(name=name, passed=problem is None, detail=problem)
+
+
+def _ledger_problem(server: Server) -> str | None:
+    try:
+        server.ledger.jobs(limit=1)
+    except GroupwiseError as error:
+        return error.message
+    return None if os.access(server.config.state_dir, os.W_OK) else "the state directory cannot be written"
+
+
+def _disk_problem(server: Server) -> str | None:
+    free, least = shutil.disk_usage(server.config.state_dir).free, server.config.min_free_bytes
+    return None if free >= least else f"{free} bytes are free; it should be {least} (min_free_bytes)"
+
+
+def _unfinished(server: Server) -> list[Job]:
+    try:
+        return server.ledger.jobs(states=(JobState.QUEUED, JobState.RUNNING))
+    except GroupwiseError:
+        return []
+
+
+def _gpu_memory(server: Server) -> dict[str, float] | None:
+    device = server.base.device
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return {"total_gb": total / 1e9, "free_gb": free / 1e9, "allocated_gb": torch.cuda.memory_allocated(device) / 1e9}
+
+
+class Ready(Answer):
+    ready: bool
+
+
+@router.get("/ready", **documented(answer=Ready, errors=[NotReadyError]))
+async def ready(request: Request) -> Ready:
+    """Whether requests can be answered; 503 with the reason where not."""
+    server = server_of(request)
+    for problem in await asyncio.to_thread(lambda: [_ledger_problem(server), _disk_problem(server)]):
+        if problem is not None:
+            raise NotReadyError(f"the server is not ready: {problem}", hint="see /health", retry_after=10)
+    return Ready(ready=True)
+
+
+# ---- metrics ----
+_METRICS: dict[str, Any] = documented()
+_METRICS["responses"][200] = {"description": "Prometheus's text format.", "content": {"text/plain": {}}}
+
+
+@router.get("/metrics", response_class=Response, **_METRICS)
+async def metrics(request: Request) -> Response:
+    """For Prometheus."""
+    text = await asyncio.to_thread(server_of(request).recorder.exposition)
+    return Response(text, headers={"content-type": METRICS_TYPE})
+
+
+def gauges(server: Server) -> Iterator[Sample]:
+    """What is asked for when metrics are read."""
+    name = {"model_name": server.config.served_name}
+    stats = server.engine.stats()
+    yield "num_requests_running", name, stats["running"]
+    yield "num_requests_waiting", name, stats["waiting"]
+    yield "adapter_versions_loaded", {}, stats["adapters"]
+    active = server.policies.active
+    yield "adapter_active_info", {"name": active.name, "version": str(active.number)}, 1
+    yield "disk_free_bytes", {}, shutil.disk_usage(server.config.state_dir).free
+    yield "ready", {}, float(_ledger_problem(server) is None and _disk_problem(server) is None)
+    yield "worker_restarts", {}, server.supervisor.status.restarts
+    yield from _training_gauges(server)
+
+
+def _training_gauges(server: Server) -> Iterator[Sample]:
+    try:
+        jobs = server.ledger.jobs()
+    except GroupwiseError:
+        return
+    states = Counter(job.state for job in jobs)
+    for state in JobState:
+        yield "jobs", {"state": state.value}, states[state]
+    running = next((job for job in jobs if job.state == JobState.RUNNING), None)
+    yield "training_active", {}, float(running is not None)
+    if running is not None:
+        yield "train_step", {}, running.step
+        yield "train_progress", {}, running.progress
+        for metric, value in running.metrics.items():
+            yield "train_metric", {"metric": metric}, value
+
+
+# ---- models ----
+@router.get("/v1/models", **documented(answer=ModelList))
+async def models(request: Request) -> ModelList:
+    """The served model, the base, and every adapter by name and by version: what `model` may say."""
+    return ModelList(data=await asyncio.to_thread(_models, server_of(request)))
+
+
+@router.get("/v1/models/{model:path}", **documented(answer=ModelCard, errors=[ModelNotFoundError]))
+async def model(request: Request, model: str) -> ModelCard:
+    """One of them."""
+    cards = await asyncio.to_thread(_models, server_of(request))
+    for card in cards:
+        if card.id == model:
+            return card
+    raise ModelNotFoundError(f"there is no model {model[:64]!r}", hint="GET /v1/models lists what there is")
+
+
+def _models(server: Server) -> list[ModelCard]:
+    length, served, active = server.base.context_length, server.config.served_name, server.policies.active
+    started = int(STARTED)
+
+    def card(id: str, root: str, parent: str | None, created: int = started) -> ModelCard:
+        return ModelCard(id=id, created=created, owned_by="groupwise", root=root, parent=parent, max_model_len=length)
+
+    cards = {served: card(served, str(active), None), "base": card("base", server.base.name, None)}
+    for info in server.store.list():
+        version, parent = info.version, str(info.parent)
+        created = int(datetime.fromisoformat(info.created).timestamp())
+        cards[str(version)] = card(str(version), str(version), parent, created)
+        if version.name != served and (version == active or active.name != version.name):
+            cards[version.name] = card(version.name, str(version), parent, created)  # the newest comes last
+    return list(cards.values())
+
+
+# ---- configuration and history ----
+class ConfigAnswer(Answer):
+    """What this server was told, and what came of it. Secrets are left out."""
+
+    model: str
+    base_hash: str
+    context_length: int
+    device: str
+    dtype: str
+    config: dict[str, Any]
+
+
+@router.get("/v1/config", **documented(answer=ConfigAnswer))
+async def config(request: Request) -> ConfigAnswer:
+    """Every setting with its effective value."""
+    server = server_of(request)
+    return ConfigAnswer(
+        model=server.base.name,
+        base_hash=server.base.hash,
+        context_length=server.base.context_length,
+        device=str(server.base.device),
+        dtype=str(server.base.model.dtype).removeprefix("torch."),
+        config=server.config.public(),
+    )
+
+
+class DecodeStats(Answer):
+    """The last minute. Gaps between tokens are those of streams; null where there were none."""
+
+    tok_per_sec: float
+    p50_itl_ms: float | None
+    p99_itl_ms: float | None
+    mean_itl_ms: float | None
+    sample_count: int
+    window_secs: float
+
+
+@router.get("/v1/stats/decode", **documented(answer=DecodeStats))
+async def decode_stats(request: Request) -> dict[str, Any]:
+    """How fast tokens come."""
+    return server_of(request).recorder.decode_stats()
+
+
+class RecentRequest(Answer):
+    """A request that sampled."""
+
+    id: str
+    timestamp_unix_ms: int
+    route: str
+    model: str
+    adapter: str
+    prompt_preview: str
+    completion_preview: str
+    prompt_tokens: int
+    completion_tokens: int
+    duration_ms: float
+    streamed: bool
+    finish_reason: str
+    """stop, length, tool_calls, or timeout, error, client_disconnect."""
+
+
+@router.get("/v1/stats/recent-requests", **documented(answer=list[RecentRequest]))
+async def recent_requests(request: Request) -> list[dict[str, Any]]:
+    """The latest hundred, newest first."""
+    return server_of(request).recorder.recent()

@@ -1,0 +1,279 @@
+"""The server as a whole: the application over its parts, and a process's life from its first to its last second.
+
+    build_app    the parts -> a FastAPI application with every route, guarded and documented
+    serve        a configuration -> a running server, until SIGTERM or SIGINT
+
+    bind the port, lock the state directory    what is missing ends the process at once, with exit code 3
+    open ledger and store                      a crash's remains are repaired
+    answer: /health, and 503 to all else       while the model is loaded, in a thread
+    activate what was active, start the worker, be ready
+    SIGTERM or Ctrl-C                          503 to new requests; those in flight may end, the worker saves; exit
+    a second one                               exit at once; the next start repairs what that left
+
+Nothing heavy is imported before the port is bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from groupwise.errors import GroupwiseError
+from groupwise.server.config import ServeConfig
+from groupwise.server.listen import bind, own, url_of
+from groupwise.server.state import Server as Server
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from groupwise.adapters import AdapterStore
+    from groupwise.ledger import Ledger
+    from groupwise.server.guard import Gate
+    from groupwise.server.recorder import Recorder
+
+HOUSEKEEPING_S = 3600.0
+END_S = 5.0  # for connections to close, and streams that shutdown_timeout_s was not enough for to be cut
+
+log = logging.getLogger(__name__)
+
+
+# ---- the application ----
+def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
+    """Every route over these parts, behind the guard. Without a `gate` it is ready."""
+    from fastapi import FastAPI
+    from starlette.middleware.cors import CORSMiddleware
+
+    from groupwise import __version__
+    from groupwise.server import adapters, admin, chat, completions, rollouts, train
+    from groupwise.server.envelope import add_handlers
+    from groupwise.server.guard import Gate, Guard
+    from groupwise.server.openapi import describe
+
+    app = FastAPI(title="Groupwise", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.state.server = server
+    for module in (chat, completions, rollouts, train, adapters, admin):
+        app.include_router(module.router)
+    config = server.config
+    add_handlers(app, without=str(config.state_dir.absolute()))
+    describe(app, config)
+    app.add_middleware(Guard, config=config, gate=gate or Gate("ready"), recorder=server.recorder)
+    if config.cors_origins:
+        headers = ["authorization", "content-type", "idempotency-key", "last-event-id", "x-request-id"]
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.cors_origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=headers,
+            expose_headers=["x-request-id", "retry-after", "x-adapter-version"],
+        )
+    return app
+
+
+class _Front:
+    """What uvicorn calls: first the loading page, then the application."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app(scope, receive, send)
+
+
+def _loading_app(config: ServeConfig, gate: Gate, recorder: Recorder) -> ASGIApp:
+    """/health, and the guard's 503 for everything else."""
+    from starlette.responses import JSONResponse
+
+    from groupwise import __version__
+    from groupwise.server.guard import Guard
+
+    began = time.time()
+
+    async def health(scope: Scope, receive: Receive, send: Send) -> None:
+        body = {"status": gate.phase, "version": __version__, "uptime_seconds": time.time() - began}
+        await JSONResponse(body)(scope, receive, send)
+
+    return Guard(health, config=config, gate=gate, recorder=recorder)
+
+
+# ---- the process ----
+def serve(config: ServeConfig, *, announce: Callable[[str], None] | None = None) -> None:
+    """Serve until SIGTERM or SIGINT. `announce` is told what happens, a line at a time.
+
+    Raises:
+        StartError: the port or the state directory is taken (exit code 3); before anything is loaded.
+        ModelError: the model cannot be loaded.
+        StorageError: the state directory cannot be written.
+    """
+    listener = bind(config.host, config.port)
+    with listener, own(config.state_dir):
+        if not logging.getLogger().handlers:
+            logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+            logging.getLogger("groupwise").setLevel(logging.INFO)
+        asyncio.run(_Process(config, listener, announce or _say).run())
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+class _Process:
+    """One server process."""
+
+    def __init__(self, config: ServeConfig, listener: socket.socket, announce: Callable[[str], None]):
+        from groupwise import __version__
+        from groupwise.server.connections import make_server
+        from groupwise.server.guard import Gate
+        from groupwise.server.recorder import Recorder
+
+        self._config, self._listener, self._announce = config, listener, announce
+        self._gate = Gate()
+        self._recorder = Recorder(model_name=config.served_name, version=__version__)
+        self._front = _Front(_loading_app(config, self._gate, self._recorder))
+        self._uvicorn = make_server(self._front, config)
+        self._stop = asyncio.Event()
+        self._server: Server | None = None
+
+    async def run(self) -> None:
+        self._catch_signals()
+        ledger, store = await asyncio.to_thread(_open_state, self._config)
+        tasks = [asyncio.create_task(self._uvicorn.serve(sockets=[self._listener])), asyncio.create_task(self._sweep())]
+        try:
+            self._announce(f"loading {self._config.model}; {url_of(self._listener)}/health answers already")
+            begun = asyncio.create_task(self._begin(ledger, store))
+            await _first(begun, asyncio.create_task(self._stop.wait()), tasks[0])
+            if not begun.done():
+                _exit_now("stopped while the model was being loaded")  # a thread that loads cannot be interrupted
+            await begun
+            tasks.append(asyncio.create_task(_keep_house(ledger)))
+            self._announce(f"ready on {url_of(self._listener)}")
+            await _first(asyncio.create_task(self._stop.wait()), tasks[0])
+            await self._drain()
+        finally:
+            await self._end(tasks, ledger)
+        self._announce("stopped")
+
+    def _catch_signals(self) -> None:
+        def stop(number: int) -> None:
+            if self._stop.is_set():
+                _exit_now("stopped at once", code=128 + number)
+            self._stop.set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with suppress(ValueError, RuntimeError):  # not in the main thread, as in tests
+                asyncio.get_running_loop().add_signal_handler(number, stop, number)
+
+    async def _begin(self, ledger: Ledger, store: AdapterStore) -> None:
+        """Load, activate, start the worker; then all routes answer."""
+        load = partial(_load, self._config, ledger, store, self._recorder)
+        self._server = server = await _in_daemon(load)
+        await server.policies.start()
+        for warning in (*store.warnings, *server.policies.warnings):
+            log.warning("%s", warning)
+            self._announce(f"warning: {warning}")
+        app = await asyncio.to_thread(build_app, server, gate=self._gate)
+        await asyncio.to_thread(app.openapi)
+        await server.supervisor.start()
+        self._front.app = app
+        self._gate.phase = "ready"
+
+    async def _sweep(self) -> None:
+        from groupwise.server.connections import close_overdue
+
+        await close_overdue(self._uvicorn.server_state.connections, seconds=self._config.header_timeout_s)
+
+    async def _drain(self) -> None:
+        """No new requests; those in flight, and the worker, have `shutdown_timeout_s`."""
+        assert self._server is not None
+        self._gate.drain()
+        self._announce(f"stopping: {len(self._uvicorn.server_state.tasks)} requests in flight")
+        timeout = self._config.shutdown_timeout_s
+        await asyncio.gather(self._finish_requests(timeout), self._server.supervisor.stop(timeout_s=timeout))
+
+    async def _finish_requests(self, timeout: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while self._uvicorn.server_state.tasks:
+                    await asyncio.sleep(0.02)
+
+    async def _end(self, tasks: Sequence[asyncio.Task[Any]], ledger: Ledger) -> None:
+        self._uvicorn.should_exit = True
+        with suppress(Exception):
+            await asyncio.wait_for(tasks[0], END_S)
+        for task in tasks[1:]:
+            task.cancel()
+        if self._server is not None:
+            await self._server.supervisor.stop(timeout_s=END_S)  # does nothing after a drain
+            self._server.policies.close()
+            await asyncio.to_thread(self._server.engine.close)
+        ledger.close()
+
+
+def _open_state(config: ServeConfig) -> tuple[Ledger, AdapterStore]:
+    from groupwise.adapters import AdapterStore
+    from groupwise.ledger import Ledger
+
+    ledger = Ledger(config.state_dir / "ledger.db")
+    return ledger, AdapterStore(config.state_dir / "adapters")
+
+
+def _load(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder: Recorder) -> Server:
+    from groupwise.server.assembly import assemble
+
+    return assemble(config, ledger, store, recorder)
+
+
+# ---- small pieces of a process's life ----
+async def _first(*tasks: asyncio.Task[Any]) -> None:
+    """Until one of them is done."""
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def _in_daemon(work: Callable[[], Server]) -> Server:
+    """`work` in a thread that does not keep the process alive; asyncio's own threads do."""
+    loop, outcome = asyncio.get_running_loop(), asyncio.Future[Server]()
+
+    def settle(result: Server | None, error: BaseException | None) -> None:
+        if outcome.cancelled():
+            return
+        if error is not None:
+            outcome.set_exception(error)
+        elif result is not None:
+            outcome.set_result(result)
+
+    def run() -> None:
+        try:
+            result, error = work(), None
+        except BaseException as raised:
+            result, error = None, raised
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name="groupwise-load", daemon=True).start()
+    return await outcome
+
+
+async def _keep_house(ledger: Ledger) -> None:
+    """Forget old jobs and rollouts, now and every hour."""
+    while True:
+        try:
+            await asyncio.to_thread(ledger.prune)
+        except GroupwiseError as error:
+            log.warning("old jobs were not removed: %s", error)
+        await asyncio.sleep(HOUSEKEEPING_S)
+
+
+def _exit_now(why: str, *, code: int = 0) -> None:
+    """End the process as a kill would: what is on the disk is whole at any moment."""
+    _say(why)
+    os._exit(code)

@@ -1,0 +1,79 @@
+"""From a configuration to the parts of a server: the model, the engine, the policies, the worker's supervisor."""
+
+from __future__ import annotations
+
+import time
+
+from groupwise.adapters import AdapterStore
+from groupwise.engine.local import LocalEngine
+from groupwise.ledger import Ledger
+from groupwise.model import load_model
+from groupwise.server.admin import gauges
+from groupwise.server.config import ServeConfig
+from groupwise.server.policies import Policies
+from groupwise.server.recorder import Recorder
+from groupwise.server.state import Server
+from groupwise.server.supervisor import Supervisor, worker_command
+from groupwise.server.webhooks import Webhooks
+from groupwise.types import PolicyVersion
+
+RESERVED = 8  # one row in so many is kept back for interactive requests
+
+
+class RecordedPolicies(Policies):
+    """Policies whose swaps are counted and timed."""
+
+    recorder: Recorder
+
+    async def swap(self, version: PolicyVersion) -> PolicyVersion:
+        began, ok = time.monotonic(), False
+        try:
+            before = await super().swap(version)
+            ok = True
+        finally:
+            self.recorder.swapped(ok=ok, seconds=time.monotonic() - began)
+        return before
+
+
+def assemble(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder: Recorder) -> Server:
+    """Load the model and put the parts together; nothing runs yet. For a thread: this takes its time.
+
+    Raises ModelError if the model cannot be loaded or the engine cannot run it, ConfigError for a wrong webhook.
+    """
+    state_dir = config.state_dir.absolute()
+    webhooks = None
+    if config.webhook_url is not None:
+        record = state_dir / "webhooks.json"
+        webhooks = Webhooks(ledger, store, url=config.webhook_url, record=record, secret=config.webhook_secret)
+    base = load_model(config.model, device=config.device, dtype=config.dtype)
+    engine = LocalEngine(base, max_rows=config.batch_rows, reserved_rows=config.batch_rows // RESERVED)
+    policies = RecordedPolicies(
+        store, engine, base=base, served_name=config.served_name, max_loaded=config.max_loaded_adapters
+    )
+    policies.recorder = recorder
+    command = worker_command(
+        state_dir=state_dir,
+        model=config.model,
+        dtype=config.dtype,
+        device=config.device,
+        threads=config.worker_threads,
+    )
+    supervisor = Supervisor(
+        ledger=ledger,
+        policies=policies,
+        command=command,
+        log_path=state_dir / "logs" / "worker.log",
+        webhooks=webhooks,
+    )
+    server = Server(
+        config=config,
+        base=base,
+        engine=engine,
+        store=store,
+        ledger=ledger,
+        policies=policies,
+        recorder=recorder,
+        supervisor=supervisor,
+    )
+    recorder.watch(lambda: gauges(server))
+    return server

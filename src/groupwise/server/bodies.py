@@ -1,0 +1,203 @@
+"""From the bytes of a body to a validated model, or to one clear 400.
+
+    read_body     what a route calls: content type, bytes, model
+    parse_body    bytes -> model, without a request
+
+Refused as `invalid_json`: what is not JSON in UTF-8, NaN and Infinity, lone surrogates, nesting without end, and on our
+own routes a key that stands twice in an object (of two rewards, which one counts?). Refused as `invalid_value`, or with
+a code of its own: what the model does not take. `param` is the JSON path of the field; a value is repeated shortly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails, from_json
+from pydantic_core.core_schema import ErrorType
+from starlette.requests import Request
+
+from groupwise.configfile import dotted, key_paths
+from groupwise.errors import MediaTypeError, RequestError
+from groupwise.server.config import ServeConfig
+from groupwise.server.envelope import echo, printable
+from groupwise.server.state import server_of
+from groupwise.server.wire import OwnRequest
+
+M = TypeVar("M", bound=BaseModel)
+Path = tuple[str | int, ...]
+
+IN_A_THREAD = 1 << 18  # bytes from which parsing would be felt by other requests
+MAX_KEYS = 4096  # of one object on our own routes
+SHOWN = 3  # problems told at once
+
+_PYDANTIC = frozenset(get_args(ErrorType))
+
+
+async def read_body(request: Request, model: type[M], *, optional: bool = False) -> M:
+    """The body as a `model`; with `optional`, an empty one counts as `{}`. The raw bytes stay in `request.body()`.
+
+    Raises:
+        MediaTypeError: the content type is not JSON.
+        BodyTooLargeError, SlowBodyError: the guard's limits, while reading.
+        RequestError: malformed JSON, or the model refuses it; with `param`, `code` and `hint`.
+    """
+    raw = await request.body()
+    if optional and not raw:
+        raw = b"{}"
+    else:
+        check_content_type(request)
+    config = server_of(request).config
+    if len(raw) > IN_A_THREAD:
+        return await asyncio.to_thread(parse_body, raw, model, config)
+    return parse_body(raw, model, config)
+
+
+def check_content_type(request: Request, *, wanted: str = "application/json") -> None:
+    """Raise MediaTypeError unless the request says that its body is `wanted`."""
+    given = request.headers.get("content-type", "")
+    kind, _, parameters = given.partition(";")
+    charset = re.search(r'charset="?([\w-]+)', parameters, re.IGNORECASE)
+    if kind.strip().lower() != wanted:
+        raise MediaTypeError(
+            f"the content type is {echo(given) if given else 'missing'}; this route reads {wanted}",
+            hint=f"send the header Content-Type: {wanted}",
+        )
+    if charset and charset[1].lower() not in ("utf-8", "utf8"):
+        raise MediaTypeError(f"the charset is {echo(charset[1])}; JSON is UTF-8", hint="encode the body as UTF-8")
+
+
+def parse_body(raw: bytes, model: type[M], config: ServeConfig | None = None) -> M:
+    """`raw` as a `model`, within the limits of `config`. Raises RequestError."""
+    own = issubclass(model, OwnRequest)
+    if own or b"NaN" in raw or b"Infinity" in raw:
+        _scan(raw, duplicates=own)
+    try:
+        return model.model_validate_json(raw, context=config or ServeConfig())
+    except ValidationError as error:
+        raise _explain(error, raw, model) from None
+
+
+# ---- malformed JSON ----
+class _Refused(ValueError):
+    """Valid for Python's parser, not for us."""
+
+
+def _scan(raw: bytes, *, duplicates: bool) -> None:
+    """Refuse what pydantic's parser lets through: NaN and, on our own routes, repeated keys and huge objects."""
+
+    def constant(name: str) -> None:
+        raise _Refused(f"{name} is not JSON; there is no such number")
+
+    def members(pairs: list[tuple[str, Any]]) -> None:
+        if not duplicates:
+            return
+        if len(pairs) > MAX_KEYS:
+            raise _Refused(f"an object has {len(pairs)} keys; the most is {MAX_KEYS}")
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise _Refused(f"the key {echo(key)} stands twice in one object; keep one")
+            seen.add(key)
+
+    try:
+        json.loads(raw.decode(), object_pairs_hook=members, parse_constant=constant)
+    except UnicodeDecodeError as error:
+        raise _invalid_json(f"it is not UTF-8 (byte {error.start})") from None
+    except RecursionError:
+        raise _invalid_json("it is nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise _invalid_json(f"{error.msg} at line {error.lineno} column {error.colno}") from None
+    except _Refused as error:
+        raise _invalid_json(str(error)) from None
+    except ValueError:  # Python's limit on the digits of an integer
+        raise _invalid_json("a number has too many digits") from None
+
+
+def _invalid_json(what: str) -> RequestError:
+    return RequestError(f"the body cannot be read as JSON: {what}", code="invalid_json")
+
+
+# ---- what the model refuses ----
+def _explain(error: ValidationError, raw: bytes, model: type[BaseModel]) -> RequestError:
+    """The first problems in words; the first of them gives `param`, `code` and `hint`."""
+    every = error.errors(include_url=False)
+    problems = [each for each in every if each["type"] != "default_factory_not_called"]  # only follows from another
+    if problems[0]["type"] == "json_invalid":
+        return _invalid_json(problems[0]["msg"].removeprefix("Invalid JSON: "))
+    data = from_json(raw)
+    found = [(_path(problem, data), problem) for problem in problems[:64]]
+    found.sort(key=lambda each: each[1]["type"] == "missing")  # the unknown `rewrd` before the missing `reward`
+    told = list(dict.fromkeys(_tell(path, problem, model) for path, problem in found))
+    shown = "; ".join(message for message, _ in told[:SHOWN])
+    more = len(told) - SHOWN + max(0, len(problems) - 64)
+    path, first = found[0]
+    own_code = first["type"] if first["type"] not in (*_PYDANTIC, "conflict") else None
+    param = dotted([printable(key) if isinstance(key, str) else key for key in path]) or None
+    return RequestError(
+        f"{shown}; and {more} more problems" if more > 0 else shown, hint=told[0][1], param=param, code=own_code
+    )
+
+
+def _path(problem: ErrorDetails, data: Any) -> Path:
+    """Where in the body the problem is. Pydantic's location also names members of unions, which nobody wrote."""
+    path: list[str | int] = []
+    for i, key in enumerate(problem["loc"]):
+        last = i == len(problem["loc"]) - 1
+        if isinstance(data, list) and isinstance(key, int) and key < len(data):
+            data = data[key]
+        elif (
+            isinstance(data, dict) and isinstance(key, str) and (key in data or (last and problem["type"] == "missing"))
+        ):
+            data = data.get(key)
+        else:
+            continue
+        path.append(key)
+    inside = problem.get("ctx", {}).get("param")
+    return (*path, inside) if isinstance(inside, str) else tuple(path)
+
+
+def _tell(path: Path, problem: ErrorDetails, model: type[BaseModel]) -> tuple[str, str | None]:
+    """A problem in words, and what to do."""
+    place = dotted([printable(key) if isinstance(key, str) else key for key in path]) or "the body"
+    kind, message = problem["type"], problem["msg"]
+    if kind == "extra_forbidden":
+        return f"{place} is unknown", _suggest(path, model)
+    if kind == "missing":
+        return f"{place} is required and missing", None
+    if kind in ("value_error", "conflict"):
+        return f"{place}: {message.removeprefix('Value error, ')}", None
+    if kind not in _PYDANTIC:
+        context = problem.get("ctx", {})
+        whole = "param" in context and len(path) == 1
+        return message if whole else f"{place}{':' if 'param' in context else ''} {message}", context.get("hint")
+    wanted = re.sub("^[A-Z][a-z]+ should", "it must", message).replace("valid array", "list")
+    wanted = re.sub(r"valid dictionary or instance of \w+|valid dictionary", "object", wanted)
+    return f"{place} is {echo(problem['input'])}; {wanted.replace('an instance of', 'an object like')}", None
+
+
+def _suggest(path: Path, model: type[BaseModel]) -> str:
+    """Where an unknown field goes: what its users are known to mean, the same name elsewhere, or a similar one."""
+    name, section = str(path[-1]), [key for key in path[:-1] if isinstance(key, str)]
+    if meant := getattr(model, "elsewhere", {}).get(name):
+        return f"write {meant}"
+    everywhere = list(key_paths(model))
+    beside = [keys[-1] for keys in everywhere if list(keys[:-1]) == section]
+    for candidate in _candidates(name, everywhere, beside, path):
+        return f"did you mean {candidate}?"
+    return f"the fields of {dotted(path[:-1]) or 'the body'} are {', '.join(beside)}"
+
+
+def _candidates(name: str, everywhere: Sequence[tuple[str, ...]], beside: Sequence[str], path: Path) -> Iterator[str]:
+    elsewhere = {keys[-1]: ".".join(keys) for keys in reversed(everywhere)}
+    if name in elsewhere:
+        yield elsewhere[name]
+    for similar in difflib.get_close_matches(name, beside, n=1):
+        yield dotted((*path[:-1], similar))
+    for similar in difflib.get_close_matches(name, elsewhere, n=1, cutoff=0.75):
+        yield elsewhere[similar]

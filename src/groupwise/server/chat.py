@@ -1,0 +1,285 @@
+"""POST /v1/chat/completions: a conversation and its next turn, whole or streamed, as OpenAI's clients expect it.
+
+    chat_prompt     a body -> token ids, and what of the reply they hold already
+    Reply           a reply's text in pieces of any size -> deltas, and the message that they add up to
+
+A reply is split by one parser whether it is streamed or not, so the deltas of a stream join to the message. A tool call
+is one delta, sent when it is whole. `tool_choice` "required" or a tool's name is kept by beginning the reply with the
+call: the model completes it. Log-probabilities and token ids are those of every sampled token, the one that ended the
+turn too: they are as many as `completion_tokens`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request, Response
+
+from groupwise.chat import THINK_END, THINK_START, encode_prompt
+from groupwise.errors import RequestError
+from groupwise.server.admission import SAMPLING_ERRORS, Admission, admit
+from groupwise.server.bodies import read_body
+from groupwise.server.events import PING, EventStream, sse, while_connected
+from groupwise.server.generate import Said, Token, sendable, tokens_of
+from groupwise.server.protocol import (
+    AnsweredCall,
+    AnsweredFunction,
+    AnsweredMessage,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    ChatRequest,
+    NamedTool,
+    TokenLogprob,
+    TopLogprob,
+    as_messages,
+)
+from groupwise.server.state import server_of
+from groupwise.server.text import CALL_START, Part, ReplyParser, opens_thought, token_text
+from groupwise.server.wire import documented
+from groupwise.types import Completion, FinishReason, Message, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+router = APIRouter(tags=["OpenAI"])
+
+
+@router.post("/v1/chat/completions", **documented(ChatRequest, ChatCompletion, errors=SAMPLING_ERRORS, streams=True))
+async def chat_completions(http: Request) -> Response:
+    """The next turn of a conversation, by the active policy or the one that `model` or `adapter` names.
+
+    `stream: true` sends it as server-sent events while it is sampled. `system_fingerprint` and the header
+    `x-adapter-version` say which version answered.
+    """
+    body = await read_body(http, ChatRequest)
+    prompt = await asyncio.to_thread(chat_prompt, body, server_of(http).base.tokenizer)
+    async with AsyncExitStack() as resources:
+        asked = await admit(
+            http,
+            body,
+            [prompt.ids],
+            resources=resources,
+            kind="chatcmpl",
+            preview=said_last(body.messages),
+            stream=bool(body.stream),
+            top_logprobs=body.top_logprobs or 0,
+        )
+        chat = _Chat(asked, body, prompt)
+        if not body.stream:
+            groups = await while_connected(http, asked.generation.completions())
+            answer = await asyncio.to_thread(chat.whole, groups[0])
+            asked.finished(groups, finish_reason=answer.choices[0].finish_reason)
+            return asked.answer(answer)
+        events = chat.events()
+        first = await while_connected(http, anext(events))
+        return EventStream(first, events, resources=resources.pop_all(), headers=asked.headers)
+
+
+# ---- the prompt ----
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation as token ids. `said` is what the reply begins with and the prompt holds; `thinks` whether the
+    reply continues a thought."""
+
+    ids: tuple[int, ...]
+    said: str = ""
+    thinks: bool = False
+
+
+def chat_prompt(body: ChatRequest, tokenizer: PreTrainedTokenizerBase) -> ChatPrompt:
+    """Render and tokenise; for threads, as a long conversation takes a while.
+
+    Raises:
+        ChatError: the template refuses the messages.
+        RequestError: a call is required, and the assistant has begun to say something else.
+    """
+    messages, said = as_messages(body.messages), _call_to_complete(body)
+    if said:
+        if messages[-1]["role"] == "assistant":
+            raise RequestError(
+                "tool_choice asks for a call, and the last message is the assistant's, which the reply continues",
+                hint="end with a user or tool message, or let tool_choice be auto",
+                param="tool_choice",
+            )
+        messages = (*messages, Message(role="assistant", content=said))
+    tools = () if body.tool_choice == "none" else tuple(tool.as_dict() for tool in body.tools or ())
+    options = body.chat_template_kwargs.model_dump(exclude_none=True) if body.chat_template_kwargs else {}
+    prompt = Prompt(id="messages", messages=messages, tools=tools)
+    ids = encode_prompt(prompt, tokenizer, template_kwargs=options).token_ids
+    continued = said_last(body.messages) if body.messages[-1].role == "assistant" else ""
+    thinks = THINK_START in continued and THINK_END not in continued
+    return ChatPrompt(ids, said, thinks=thinks or opens_thought(ids, tokenizer))
+
+
+def said_last(messages: Sequence[ChatMessage]) -> str:
+    """The text of the last message."""
+    content = messages[-1].content or ""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _call_to_complete(body: ChatRequest) -> str:
+    """The beginning of the call that `tool_choice` insists on."""
+    if isinstance(body.tool_choice, NamedTool):
+        return f'{CALL_START}\n{{"name": {json.dumps(body.tool_choice.function.name)}, "arguments":'
+    return CALL_START if body.tool_choice == "required" else ""
+
+
+# ---- the reply ----
+class Reply:
+    """One choice's text in pieces -> what each adds."""
+
+    def __init__(self, body: ChatRequest, prompt: ChatPrompt):
+        calls = bool(body.tools) and body.tool_choice != "none"
+        self._parser = ReplyParser(thinks=prompt.thinks, tools=calls)
+        self._most_calls = 1 if body.parallel_tool_calls is False else None
+        self._parser.push(prompt.said)
+        self._said: list[ChatDelta] = []
+        self.calls: list[AnsweredCall] = []
+
+    def push(self, text: str) -> list[ChatDelta]:
+        return self._deltas(self._parser.push(text))
+
+    def finish(self) -> list[ChatDelta]:
+        return self._deltas(self._parser.finish())
+
+    def message(self) -> AnsweredMessage:
+        """All deltas so far, together."""
+        content = "".join(delta.content or "" for delta in self._said)
+        reasoning = [delta.reasoning_content for delta in self._said if delta.reasoning_content]
+        calls = [call.model_copy(update={"index": None}) for call in self.calls]
+        return AnsweredMessage(
+            content=content if content or not calls else None,
+            reasoning_content="".join(reasoning) if reasoning else None,
+            tool_calls=calls or None,
+        )
+
+    def finish_reason(self, completion: Completion) -> Any:
+        if self.calls and completion.finish_reason is FinishReason.STOP:
+            return "tool_calls"
+        return completion.finish_reason.value
+
+    def _deltas(self, parts: Sequence[Part]) -> list[ChatDelta]:
+        deltas = [delta for part in parts if (delta := self._delta(part)) is not None]
+        self._said += deltas
+        return deltas
+
+    def _delta(self, part: Part) -> ChatDelta | None:
+        if part.kind == "content":
+            return ChatDelta(content=part.text)
+        if part.kind == "reasoning":
+            return ChatDelta(reasoning_content=part.text)
+        if len(self.calls) == self._most_calls:
+            return None
+        function = AnsweredFunction(name=part.name, arguments=part.arguments)
+        self.calls.append(AnsweredCall(index=len(self.calls), id=f"call_{secrets.token_hex(12)}", function=function))
+        return ChatDelta(tool_calls=[self.calls[-1]])
+
+
+class _Chat:
+    """One chat request's answer."""
+
+    def __init__(self, asked: Admission, body: ChatRequest, prompt: ChatPrompt):
+        self._asked, self._body, self._prompt = asked, body, prompt
+        self._prompt_ids = list(prompt.ids) if body.return_token_ids else None
+
+    def whole(self, completions: Sequence[Completion]) -> ChatCompletion:
+        return ChatCompletion(
+            id=self._asked.id,
+            created=self._asked.created,
+            model=self._asked.model,
+            choices=[self._whole_choice(i, completion) for i, completion in enumerate(completions)],
+            usage=self._asked.usage([completions]),
+            system_fingerprint=str(self._asked.version),
+            prompt_token_ids=self._prompt_ids,
+        )
+
+    def _whole_choice(self, index: int, completion: Completion) -> ChatChoice:
+        reply, tokens = Reply(self._body, self._prompt), tokens_of(completion)
+        reply.push(completion.text)
+        reply.finish()
+        return ChatChoice(
+            index=index,
+            message=reply.message(),
+            logprobs=self._logprobs(tokens),
+            finish_reason=reply.finish_reason(completion),
+            token_ids=self._ids(tokens),
+        )
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The chunks; the first waits for the first token."""
+        n = self._body.n or 1
+        said, replies = [self._asked.said() for _ in range(n)], [Reply(self._body, self._prompt) for _ in range(n)]
+        tokens = await self._asked.next()
+        opening = [ChatChunkChoice(index=i, delta=ChatDelta(role="assistant", content="")) for i in range(n)]
+        yield self._chunk(opening, prompt_token_ids=self._prompt_ids)
+        while tokens is not None:
+            for token in tokens:
+                said[token.choice].hear(token)
+            touched = sorted({token.choice for token in tokens})
+            added = [self._added(i, said[i], replies[i].push(said[i].take_text())) for i in touched]
+            if event := b"".join(added) if tokens else PING:
+                yield event
+            tokens = await self._asked.next()
+        completions = (await self._asked.generation.completions())[0]
+        for i, completion in enumerate(completions):
+            deltas = [*replies[i].push(said[i].finish(completion)), *replies[i].finish()]
+            last = self._added(i, said[i], deltas)
+            yield last + self._added(i, said[i], [ChatDelta()], finish_reason=replies[i].finish_reason(completion))
+        self._asked.finished([completions], finish_reason=replies[0].finish_reason(completions[0]))
+        if self._body.stream_options and self._body.stream_options.include_usage:
+            yield self._chunk([], usage=self._asked.usage([completions]))
+
+    def _added(self, index: int, said: Said, deltas: Sequence[ChatDelta], *, finish_reason: Any = None) -> bytes:
+        """A chunk for each delta; the first has the tokens that came since the last one."""
+        chunks = []
+        for delta in deltas:
+            tokens = said.take_tokens()
+            choice = ChatChunkChoice(
+                index=index,
+                delta=delta,
+                logprobs=self._logprobs(tokens) if tokens else None,
+                finish_reason=finish_reason,
+                token_ids=self._ids(tokens),
+            )
+            chunks.append(self._chunk([choice]))
+        return b"".join(chunks)
+
+    def _chunk(self, choices: list[ChatChunkChoice], **fields: Any) -> bytes:
+        chunk = ChatCompletionChunk(
+            id=self._asked.id,
+            created=self._asked.created,
+            model=self._asked.model,
+            choices=choices,
+            system_fingerprint=str(self._asked.version),
+            **fields,
+        )
+        return sse(chunk.model_dump_json())
+
+    def _ids(self, tokens: Sequence[Token]) -> list[int] | None:
+        return [token.id for token in tokens] if self._body.return_token_ids else None
+
+    def _logprobs(self, tokens: Sequence[Token]) -> ChatLogprobs | None:
+        if not self._body.logprobs:
+            return None
+        tokenizer = self._asked.server.base.tokenizer
+        return ChatLogprobs(content=[_logprob(token, tokenizer) for token in tokens])
+
+
+def _logprob(token: Token, tokenizer: PreTrainedTokenizerBase) -> TokenLogprob:
+    def fields(token_id: int, logprob: float) -> dict[str, Any]:
+        text, spelled = token_text(token_id, tokenizer)
+        return {"token": text, "logprob": sendable(logprob), "bytes": list(spelled)}
+
+    top = [TopLogprob(**fields(token_id, logprob)) for token_id, logprob in token.top]
+    return TokenLogprob(**fields(token.id, token.logprob), top_logprobs=top)

@@ -1,0 +1,178 @@
+"""What `groupwise serve` is told: the model, the address, where state lives, and every limit with its default.
+
+    serve_config    a mapping (command line or YAML) and the environment -> ServeConfig
+
+Secrets come from the environment (GROUPWISE_API_KEY, GROUPWISE_WEBHOOK_SECRET) or the command line, and are never
+shown or dumped. A limit that a request breaks is named in the error with its value.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from groupwise.config import Section, Text, Texts
+from groupwise.configfile import Document, validate
+from groupwise.errors import ConfigError
+
+MIB, GIB = 1 << 20, 1 << 30
+SECRETS = {"api_key": "GROUPWISE_API_KEY", "webhook_secret": "GROUPWISE_WEBHOOK_SECRET"}
+
+# What other servers call our keys; only for "did you mean".
+OTHER_NAMES = {
+    "model_path": "model",
+    "served_model_id": "served_model_name",
+    "adapter_dir": "state_dir",
+    "request_timeout_secs": "request_timeout_s",
+    "shutdown_timeout_secs": "shutdown_timeout_s",
+    "training_webhook_url": "webhook_url",
+    "max_num_seqs": "batch_rows",
+    "max_loras": "max_loaded_adapters",
+}
+
+
+def _secret(value: Any) -> Any:
+    """A secret that is wrong must not be shown in the error either."""
+    if value is None or (isinstance(value, str) and re.fullmatch(r"[!-~]{1,4096}", value)):
+        return value
+    raise ValueError("a secret is a string of 1 to 4096 printable ASCII characters without spaces (not shown here)")
+
+
+Secret = Annotated[str | None, BeforeValidator(_secret)]
+Bytes = Annotated[int, Field(ge=1, le=1 << 40)]
+Seconds = Annotated[float, Field(gt=0, le=86400)]
+
+
+class ServeConfig(Section):
+    """One server. Instances are immutable; `serve_config` makes them."""
+
+    model: Text = "starter"
+    """`starter` (the model in the package), a Hugging Face name, or a directory."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """`auto` is float32 on a CPU and bfloat16 on a GPU."""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")] = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    host: Text = "127.0.0.1"
+    """The address to listen on. One that is not loopback needs an API key."""
+    port: int = Field(default=8420, ge=0, le=65535)
+    """The port; 0 takes a free one."""
+    state_dir: Annotated[Path, Field(strict=False)] = Path("groupwise-state")
+    """Where jobs, checkpoints and adapters live; one server at a time."""
+    served_model_name: Annotated[str, Field(pattern=r"^[\w./:-]{1,128}$")] | None = None
+    """The base model's name in the API; null is the last part of `model`, in lower case."""
+    api_key: Secret = Field(default=None, exclude=True, repr=False)
+    """The key that every route but /health asks for; null asks for none. From GROUPWISE_API_KEY."""
+    allowed_hosts: Texts = ()
+    """Names besides localhost that a request's Host may have. Checked when listening on loopback, or when given."""
+    cors_origins: Texts = ()
+    """Web pages of these origins may call the API; none by default."""
+    webhook_url: Text | None = None
+    """Told when a job completes, fails or is cancelled."""
+    webhook_secret: Secret = Field(default=None, exclude=True, repr=False)
+    """Signs what is posted to `webhook_url`. From GROUPWISE_WEBHOOK_SECRET."""
+
+    request_timeout_s: Seconds = 600.0
+    """Longest that one request may take."""
+    first_token_timeout_s: Seconds = 120.0
+    """Longest wait for the first token, and for a place when `max_concurrent` requests are being answered."""
+    shutdown_timeout_s: Seconds = 30.0
+    """How long requests in flight may go on after SIGTERM, and the worker may take to save."""
+    header_timeout_s: Seconds = 10.0
+    """A connection on which no whole request head arrives for this long is closed."""
+    body_timeout_s: Seconds = 30.0
+    """How long a body may take to arrive, besides a second for each MiB."""
+
+    chat_body_bytes: Bytes = 8 * MIB
+    """Largest body of any route that is not named below."""
+    train_body_bytes: Bytes = 64 * MIB
+    """Largest body of /v1/train/grpo and /v1/train/sft."""
+    upload_bytes: Bytes = 2 * GIB
+    """Largest adapter upload."""
+    max_messages: int = Field(default=2048, ge=1)
+    """Messages in one conversation."""
+    max_tools: int = Field(default=128, ge=1)
+    """Tools of one request."""
+    max_n: int = Field(default=128, ge=1)
+    """Completions of one prompt."""
+    max_top_logprobs: int = Field(default=20, ge=0)
+    """Alternatives reported beside each token."""
+    max_stop: int = Field(default=16, ge=1)
+    """Stop strings of one request."""
+    max_batch_completions: int = Field(default=1024, ge=1)
+    """Prompts times n of one batch request."""
+    max_tokens_default: int = Field(default=2048, ge=1)
+    """Longest completion where the request does not say; less where the context is full before."""
+    max_concurrent: int = Field(default=256, ge=1)
+    """Requests that are answered at once."""
+    max_waiting: int = Field(default=1024, ge=0)
+    """Requests that wait for a place; further ones are told to try again."""
+    max_connections: int = Field(default=4096, ge=1)
+    """Open connections; beyond it the oldest one without a whole request head is closed."""
+    max_queued_jobs: int = Field(default=32, ge=1)
+    """Training jobs that wait."""
+    max_loaded_adapters: int = Field(default=8, ge=1)
+    """Adapter versions in memory at once, besides those in use."""
+    min_free_bytes: int = Field(default=GIB, ge=0)
+    """Free disk space below which the server says that it is not ready and takes no jobs."""
+    worker_threads: int | None = Field(default=None, ge=1)
+    """Threads of the training worker; null is torch's own choice."""
+    batch_rows: int = Field(default=64, ge=1, le=65536)
+    """Completions decoded at once."""
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if not re.fullmatch(r"https?://[^/\s*]+", origin):
+                raise ValueError(f"{origin[:80]!r} is not an origin; write it as in 'https://app.example.com'")
+        return origins
+
+    @model_validator(mode="after")
+    def _is_guarded(self) -> ServeConfig:
+        if not is_loopback(self.host) and self.api_key is None:
+            raise ValueError(
+                f"host {self.host!r} can be reached from other machines, so an API key is needed: "
+                f"set {SECRETS['api_key']}, or listen on 127.0.0.1"
+            )
+        return self
+
+    @property
+    def served_name(self) -> str:
+        """The base model's name in the API."""
+        return self.served_model_name or re.sub(r"[^\w.:-]", "-", Path(self.model).name.lower()) or "model"
+
+    def public(self) -> dict[str, Any]:
+        """Every setting that may be shown, as JSON. Of a webhook, whose path is often a secret, only the host is."""
+        shown = self.model_dump(mode="json")
+        if self.webhook_url is not None:
+            shown["webhook_url"] = f"{urlsplit(self.webhook_url).hostname}/..."
+        return shown
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address (or "localhost") is reachable from this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def serve_config(data: Mapping[str, Any], *, environ: Mapping[str, str] = os.environ) -> ServeConfig:
+    """Check `data` and take the secrets that it does not have from `environ`; an empty variable counts as not set.
+
+    Raises ConfigError with every problem: key, value, what is valid. A public address without an API key is one.
+    """
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"the server's configuration is a {type(data).__name__}; it must be a mapping")
+    given = {key: environ[name] for key, name in SECRETS.items() if environ.get(name)}
+    given |= {key: value for key, value in data.items() if key not in SECRETS or value is not None}
+    return validate(Document(given, "the server's configuration"), ServeConfig, other_names=OTHER_NAMES)

@@ -1,0 +1,176 @@
+"""What a training request holds -> the token ids that are trained.
+
+    encode_group     the prompt that the completions of a group share, and each completion
+    encode_example   a conversation, with a mask of what the assistant says
+
+Prompts, and completions known only by their text, go through the chat template, once. A completion known by its rollout
+or its token ids is taken as it was sampled. Every refusal is a RequestError with the field's JSON path.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from groupwise import chat
+from groupwise.errors import ChatError, GroupwiseError, RequestError
+from groupwise.ledger import RolloutRecord
+from groupwise.server.protocol import Tool, as_messages
+from groupwise.server.protocol_train import ScoredCompletion, ScoredGroup, SftExample
+from groupwise.types import Prompt
+
+if TYPE_CHECKING:
+    from groupwise.model import LoadedModel
+
+Ids = tuple[int, ...]
+
+ROUNDING = 1e-4  # nats that a log-probability may be above 0
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A completion as it is trained; `logprobs` is None where nobody recorded them."""
+
+    ids: Ids
+    logprobs: tuple[float, ...] | None
+    reward: float
+
+
+def encode_group(
+    group: ScoredGroup, at: str, records: Mapping[str, RolloutRecord], base: LoadedModel
+) -> tuple[Ids, list[Sampled]]:
+    """The prompt that all completions of a group share, and the completions."""
+    options = _options(group)
+    prompt = _prompt(group, at, base)
+    shared, source = (None, "") if prompt is None else (prompt.token_ids, f"{at}.messages")
+    completions = []
+    for j, completion in enumerate(group.completions):
+        where = f"{at}.completions[{j}]"
+        own, sampled = _encode_completion(completion, where, prompt, options, records, base)
+        if shared is None:
+            shared, source = own, where
+        elif own is not None and own != shared:
+            raise RequestError(
+                f"{where} was sampled for another prompt than {source} says",
+                hint="put the completions of each prompt into a group of their own; with rollout_id, messages can be "
+                "left out",
+                param=where,
+            )
+        _check_length(len(shared or ()), len(sampled.ids), where, base)
+        completions.append(sampled)
+    return shared or (), completions
+
+
+def encode_example(example: SftExample, at: str, base: LoadedModel) -> dict[str, Any]:
+    """A conversation as the payload has it."""
+    try:
+        sample = chat.encode_supervised(
+            as_messages(example.messages),
+            base.tokenizer,
+            tools=_dicts(example.tools) or None,
+            template_kwargs=_options(example),
+        )
+    except ChatError as error:
+        raise at_field(error, f"{at}.messages") from error
+    except ValueError as error:  # nothing stands before the assistant's first word
+        message = f"{at}.messages begins with what is to be trained, and nothing predicts its first token"
+        raise RequestError(message, hint="begin with a user message", param=f"{at}.messages") from error
+    _check_length(len(sample.prompt_ids), len(sample.completion_ids), at, base)
+    return {"prompt_ids": sample.prompt_ids, "completion_ids": sample.completion_ids, "mask": sample.mask}
+
+
+def _prompt(group: ScoredGroup, at: str, base: LoadedModel) -> Prompt | None:
+    if group.messages is None:
+        return None
+    try:
+        prompt = Prompt(id=at, messages=as_messages(group.messages), tools=tuple(_dicts(group.tools)))
+        return chat.encode_prompt(prompt, base.tokenizer, template_kwargs=_options(group))
+    except ChatError as error:
+        raise at_field(error, f"{at}.messages") from error
+
+
+def _encode_completion(
+    completion: ScoredCompletion,
+    at: str,
+    prompt: Prompt | None,
+    options: Mapping[str, Any],
+    records: Mapping[str, RolloutRecord],
+    base: LoadedModel,
+) -> tuple[Ids | None, Sampled]:
+    """The prompt's ids as this completion knows them, if it does, and the completion."""
+    if completion.rollout_id is not None:
+        record = records[completion.rollout_id]
+        if max((*record.prompt_ids, *record.completion_ids)) >= _vocabulary(base):
+            message = f"{at} was sampled from another model than {base.name}"
+            raise RequestError(message, hint="sample it again", param=f"{at}.rollout_id")
+        return record.prompt_ids, Sampled(record.completion_ids, record.logprobs, completion.reward)
+    if completion.token_ids is not None:
+        ids = _checked_ids(completion.token_ids, f"{at}.token_ids", base)
+        logprobs = _checked_logprobs(completion.logprobs, len(ids), f"{at}.logprobs")
+        own = completion.prompt_token_ids
+        prompt_ids = None if own is None else _checked_ids(own, f"{at}.prompt_token_ids", base)
+        return prompt_ids, Sampled(ids, logprobs, completion.reward)
+    assert prompt is not None and completion.text is not None  # _check_completion
+    ids = chat.encode_completion(prompt, completion.text, base.tokenizer, template_kwargs=options)
+    return None, Sampled(ids, None, completion.reward)
+
+
+def _vocabulary(base: LoadedModel) -> int:
+    return int(base.model.config.get_text_config().vocab_size)
+
+
+def _checked_ids(ids: Sequence[int], at: str, base: LoadedModel) -> Ids:
+    size = _vocabulary(base)
+    if not ids:
+        raise RequestError(f"{at} is empty", hint="give at least one token", param=at)
+    for t, token in enumerate(ids):
+        if not 0 <= token < size:
+            raise RequestError(
+                f"{at}[{t}] is {token}; the vocabulary of {base.name} is 0 to {size - 1}",
+                hint="post the token_ids that this server sampled; other tokenizers have other ids",
+                param=f"{at}[{t}]",
+            )
+    return tuple(ids)
+
+
+def _checked_logprobs(logprobs: Sequence[float] | None, length: int, at: str) -> tuple[float, ...] | None:
+    if logprobs is None:
+        return None
+    if len(logprobs) != length:
+        message = f"{at} has {len(logprobs)} entries for {length} token_ids"
+        raise RequestError(message, hint="give one for each token, or leave logprobs out", param=at)
+    for t, logprob in enumerate(logprobs):
+        if not math.isfinite(logprob) or logprob > ROUNDING:
+            raise RequestError(
+                f"{at}[{t}] is {logprob}; a log-probability is a finite number that is not above 0",
+                hint="give natural logarithms, as this server reports them, or leave logprobs out",
+                param=f"{at}[{t}]",
+            )
+    return tuple(min(0.0, logprob) for logprob in logprobs)
+
+
+def _check_length(prompt: int, completion: int, at: str, base: LoadedModel) -> None:
+    if prompt + completion > base.context_length:
+        raise RequestError(
+            f"{at} is too long: the prompt has {prompt} tokens and what follows it {completion}; "
+            f"the maximum context length is {base.context_length} tokens",
+            hint="leave it out or shorten it",
+            param=at,
+            code="context_length_exceeded",
+        )
+
+
+def _options(asked: ScoredGroup | SftExample) -> dict[str, Any]:
+    """What the template is told besides the messages."""
+    return {} if asked.chat_template_kwargs is None else asked.chat_template_kwargs.model_dump(exclude_none=True)
+
+
+def _dicts(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
+    return [tool.as_dict() for tool in tools or ()]
+
+
+def at_field(error: GroupwiseError, param: str) -> RequestError:
+    """An error of the parts below as one of this field."""
+    return RequestError(f"{param}: {error.message}", hint=error.hint, param=param, code=error.code)

@@ -1,0 +1,160 @@
+"""Answers as server-sent events, and clients that leave.
+
+    while_connected   work that is cancelled when the client goes away
+    EventStream       a response of events: pings, failures as events, and [DONE] at the end
+
+A stream begins only when its first event is there, so what can be wrong by then still has a status code of its own;
+what fails later is an error event. Every stream ends with [DONE]: clients take one that just ends for a success.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
+from contextlib import AsyncExitStack, suppress
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from groupwise.errors import GroupwiseError
+from groupwise.server.envelope import INTERNAL, ShuttingDownError, envelope
+
+PING_S = 15.0  # the longest silence of a stream; proxies cut connections that say nothing for a minute or less
+STALL_S = 60.0  # how long one write may wait for a client that reads nothing at all
+CUT_S = 1.0  # the same when the server ends
+
+PING, DONE = b": ping\n\n", b"data: [DONE]\n\n"
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class ClientGone(GroupwiseError):
+    """The client closed the connection: nobody reads this."""
+
+    code, status = "client_disconnect", 499
+
+
+# ---- the client may leave ----
+async def until_gone(receive: Receive) -> None:
+    """Returns when the client has closed the connection. The body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def while_connected(http: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away or whoever waits here is cancelled.
+
+    Raises:
+        ClientGone: the client closed the connection first.
+    """
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(until_gone(http.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone("the client closed the connection")
+        return task.result()
+    finally:
+        await _end(task, gone)
+
+
+async def _end(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# ---- server-sent events ----
+def sse(data: str) -> bytes:
+    """One event. `data` is JSON on one line."""
+    return f"data: {data}\n\n".encode()
+
+
+def failure(error: GroupwiseError) -> bytes:
+    """The event that says what went wrong."""
+    _, _, body = envelope(error)
+    return sse(body.decode())
+
+
+class EventStream(Response):
+    """The answer as server-sent events: those of `events`, which has given its `first` one already, then [DONE].
+
+    A failure becomes an error event. However it ends, `events` is closed and then `resources`, which are told of the
+    failure. Somebody who has read nothing for `stall_s` seconds is given up.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        first: bytes,
+        events: AsyncGenerator[bytes, None],
+        *,
+        resources: AsyncExitStack,
+        headers: Mapping[str, str] | None = None,
+        stall_s: float = STALL_S,
+    ):
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
+        del self.headers["content-length"]
+        self._first, self._events, self._resources, self._stall_s = first, events, resources, stall_s
+        self._failed: BaseException | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = asyncio.ensure_future(self._write(send))
+        gone = asyncio.ensure_future(until_gone(receive))
+        try:
+            await asyncio.wait({writer, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if writer.done():
+                writer.result()
+            else:
+                self._failed = ClientGone("the client closed the connection")
+        except asyncio.CancelledError as error:
+            self._failed = error
+            await _end(writer)
+            await self._cut(send)
+            raise
+        finally:
+            await _end(writer, gone)
+            await self._events.aclose()
+            failed = self._failed
+            await self._resources.__aexit__(failed and type(failed), failed, None)
+
+    async def _write(self, send: Send) -> None:
+        async def patient(message: Message) -> None:
+            async with asyncio.timeout(self._stall_s):
+                await send(message)
+
+        async def body(part: bytes, *, more: bool = True) -> None:
+            await patient({"type": "http.response.body", "body": part, "more_body": more})
+
+        try:
+            await patient({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await body(self._first)
+            async for event in self._told():
+                await body(event)
+            await body(DONE, more=False)
+        except (TimeoutError, OSError) as error:  # it reads nothing, or it has gone
+            self._failed = ClientGone(f"the client stopped reading: {error!r}")
+
+    async def _cut(self, send: Send) -> None:
+        """The server ends before the stream does."""
+        error = ShuttingDownError("the server is shutting down, and this answer is not whole", hint="send it again")
+        with suppress(TimeoutError, OSError, RuntimeError):
+            async with asyncio.timeout(CUT_S):
+                await send({"type": "http.response.body", "body": failure(error) + DONE, "more_body": False})
+
+    async def _told(self) -> AsyncIterator[bytes]:
+        """The events, and one that says how they failed."""
+        try:
+            async for event in self._events:
+                yield event
+        except GroupwiseError as error:
+            self._failed = error
+            yield failure(error)
+        except Exception as error:
+            self._failed = error
+            log.exception("a stream failed")
+            yield failure(INTERNAL)

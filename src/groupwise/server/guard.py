@@ -1,0 +1,342 @@
+"""What stands before every route: who may ask, how much at once, how large and how slowly; and every error's envelope.
+
+    request id      `x-request-id`, the client's where it is one, on every answer
+    Host, Origin    on loopback only local names (DNS rebinding); no writing from other sites' pages (CSRF)
+    API key         `authorization: Bearer <key>` on every route but /health, compared in constant time
+    phase           503 with `retry-after` while the model loads and while the server drains; /health always answers
+    places          so many requests at once, so many waiting, then 429
+    bodies          counted while they are read, 413; a deadline while they arrive, 408; content encodings refused, 415
+    deadline        no answer begun in time, 504
+    bugs            500 `internal_error` with the request id; the traceback is in the log only
+
+A pure ASGI middleware, outermost but for CORS. Bodies are read by `read_body` (see `groupwise.server.bodies`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import re
+import time
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Literal
+from urllib.parse import parse_qsl, urlsplit
+from uuid import uuid4
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from groupwise.errors import (
+    AuthenticationError,
+    BodyTooLargeError,
+    DeadlineError,
+    GroupwiseError,
+    MediaTypeError,
+    NotReadyError,
+    OverloadedError,
+)
+from groupwise.server.bodies import check_content_type, parse_body, read_body
+from groupwise.server.config import MIB, ServeConfig, is_loopback
+from groupwise.server.envelope import (
+    INTERNAL,
+    ForbiddenError,
+    ShuttingDownError,
+    SlowBodyError,
+    echo,
+    printable,
+    respond,
+)
+from groupwise.server.recorder import Recorder
+
+__all__ = ["Gate", "Guard", "check_content_type", "parse_body", "read_body"]
+
+OPEN = "/health"  # the one route without a key, and the one that answers in every phase
+READS = ("GET", "HEAD", "OPTIONS")
+WATCHED = "/v1/train/events/"  # streams that last as long as a job
+QUERY_KEYS = {"key", "api_key", "api-key", "apikey", "token", "access_token"}
+STALL_S = 65.0  # how long a client may read nothing of its answer
+GRACE_S = 5.0  # routes have deadlines of their own, with better messages
+
+_REQUEST_ID = re.compile(r"[\w-]{1,64}", re.ASCII)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Gate:
+    """In which phase the server is. `reason` is for people."""
+
+    phase: Literal["loading", "ready", "draining"] = "loading"
+    reason: str = "the model is being loaded"
+    draining: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def drain(self) -> None:
+        """Take no more requests, and end the streams that only watch."""
+        self.phase = "draining"
+        self.draining.set()
+
+    def check(self) -> None:
+        """Raise NotReadyError unless requests are taken."""
+        if self.phase == "loading":
+            raise NotReadyError(f"the server is not ready: {self.reason}", hint="poll /ready", retry_after=2)
+        if self.phase == "draining":
+            raise ShuttingDownError("the server is shutting down", hint="send it to the next one", retry_after=5)
+
+
+class Guard:
+    """The middleware. `gate` may change at any time; `config` does not."""
+
+    def __init__(self, app: ASGIApp, *, config: ServeConfig, gate: Gate, recorder: Recorder):
+        self.app, self._config, self._gate, self._recorder = app, config, gate, recorder
+        self._key = None if config.api_key is None else _digest(config.api_key)
+        self._checks_host = is_loopback(config.host) or bool(config.allowed_hosts)
+        waiting = config.first_token_timeout_s
+        self._writes = _Places(config.max_concurrent, config.max_waiting, patience_s=waiting)
+        self._reads = _Places(config.max_concurrent, config.max_waiting, patience_s=waiting)
+        self._watches = _Places(config.max_concurrent, 0, patience_s=waiting)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await self._http(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": "there are no websockets here"})
+        else:
+            await self.app(scope, receive, send)
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers, began = Headers(scope=scope), time.monotonic()
+        given = headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        answer = _Sending(send, request_id)
+        try:
+            self._admit(scope, headers)
+            async with self._place(scope):
+                run = self._watch if scope["path"].startswith(WATCHED) else self._run
+                await run(scope, headers, receive, answer)
+        except ClientDisconnect:
+            answer.status = answer.status or 499
+        except GroupwiseError as error:
+            await self._refuse(error, scope, receive, answer)
+        except Exception as error:
+            log.exception("request %s: %s %s", request_id, scope["method"], printable(scope["path"]))
+            if answer.begun and not answer.complete:
+                raise  # uvicorn closes the connection, and so the client sees that something is missing
+            if not answer.begun:
+                await self._refuse(INTERNAL, scope, receive, answer, cause=error)
+        finally:
+            route = OPEN if scope["path"] == OPEN else getattr(scope.get("route"), "path", "unmatched")
+            self._recorder.http(route, scope["method"], answer.status or 500, time.monotonic() - began)
+
+    async def _run(self, scope: Scope, headers: Headers, receive: Receive, answer: _Sending) -> None:
+        """The application, until its answer begins or its time is over."""
+        allowed = self._config.request_timeout_s + GRACE_S
+        deadline = asyncio.timeout(allowed)
+        try:
+            async with deadline:
+                body = _Receiving(receive, self._limit(scope["path"]), self._config.body_timeout_s, deadline, allowed)
+                body.check_length(headers.get("content-length"))
+                answer.deadline = deadline
+                await self.app(scope, body, answer)
+        except TimeoutError as error:
+            if not (deadline.expired() and not answer.begun):
+                raise
+            raise DeadlineError(
+                f"there was no answer within {self._config.request_timeout_s:g} s (request_timeout_s)",
+                hint="ask for less at once",
+            ) from error
+
+    async def _watch(self, scope: Scope, headers: Headers, receive: Receive, answer: _Sending) -> None:
+        """A stream that lasts as long as a job; it ends, cleanly, when the server drains. Who watches comes back."""
+        running = asyncio.ensure_future(self._run(scope, headers, receive, answer))
+        draining = asyncio.ensure_future(self._gate.draining.wait())
+        try:
+            await asyncio.wait({running, draining}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            cut = not running.done()
+            running.cancel()
+            draining.cancel()
+            await asyncio.gather(running, draining, return_exceptions=True)
+        if not cut:
+            running.result()
+        elif answer.begun and not answer.complete:
+            await answer({"type": "http.response.body", "body": b"", "more_body": False})
+        elif not answer.begun:
+            self._gate.check()
+
+    async def _refuse(
+        self, error: GroupwiseError, scope: Scope, receive: Receive, answer: _Sending, *, cause: Exception | None = None
+    ) -> None:
+        if answer.begun:
+            raise cause or error
+        await respond(error)(scope, receive, answer)
+
+    # --- admission ---
+
+    def _admit(self, scope: Scope, headers: Headers) -> None:
+        """Everything that the head of a request decides. Raises the GroupwiseError to answer with."""
+        host, origin = headers.get("host"), headers.get("origin")
+        if self._checks_host and host is not None and not self._is_known(host):
+            raise ForbiddenError(
+                f"the Host header is {echo(printable(host))}; this server answers to localhost only",
+                hint="add the name to allowed_hosts if it is meant to reach this server",
+            )
+        if origin is not None and scope["method"] not in READS and not self._is_same_site(origin, host):
+            raise ForbiddenError(
+                f"requests from pages of {echo(printable(origin))} may change nothing here",
+                hint="add the origin to cors_origins if its pages are to use this server",
+            )
+        scope["state"]["trusted"] = trusted = self._has_key(headers)
+        if scope["path"] == OPEN:
+            return
+        if not trusted:
+            raise self._keyless(scope, headers)
+        self._gate.check()
+        if headers.get("content-encoding", "identity").lower() != "identity":
+            encoding = echo(printable(headers["content-encoding"]))
+            raise MediaTypeError(
+                f"the content encoding is {encoding}; bodies are read as they are", hint="do not compress"
+            )
+
+    def _is_known(self, host: str) -> bool:
+        name = re.sub(r":\d*$", "", host.strip()).rstrip(".").lower()
+        allowed = {self._config.host.lower(), *(each.lower() for each in self._config.allowed_hosts)}
+        return is_loopback(name) or name in allowed
+
+    def _is_same_site(self, origin: str, host: str | None) -> bool:
+        return origin in self._config.cors_origins or (host is not None and urlsplit(origin).netloc == host)
+
+    def _has_key(self, headers: Headers) -> bool:
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        known = self._key is None or hmac.compare_digest(_digest(given.strip()), self._key)
+        return known and (self._key is None or scheme.lower() == "bearer")
+
+    def _keyless(self, scope: Scope, headers: Headers) -> AuthenticationError:
+        what = "the API key is wrong" if "authorization" in headers else "this route needs an API key"
+        hint = "send the header Authorization: Bearer <key>"
+        if QUERY_KEYS & {name.lower() for name, _ in parse_qsl(scope["query_string"][:4096].decode("latin-1"))}:
+            hint += "; a key in the URL is not read, since URLs end up in logs"
+        return AuthenticationError(what, hint=hint)
+
+    def _place(self, scope: Scope) -> AbstractAsyncContextManager[None]:
+        """Writing, reading and watching do not take each other's places; health takes none."""
+        if scope["path"] == OPEN:
+            return nullcontext()
+        if scope["method"] not in READS:
+            return self._writes.held()
+        return (self._watches if scope["path"].startswith(WATCHED) else self._reads).held()
+
+    def _limit(self, path: str) -> tuple[int, str]:
+        """The largest body of a route, and the setting that says so."""
+        if path in ("/v1/train/grpo", "/v1/train/sft"):
+            return self._config.train_body_bytes, "train_body_bytes"
+        if path == "/v1/adapters/upload":
+            return self._config.upload_bytes, "upload_bytes"
+        return self._config.chat_body_bytes, "chat_body_bytes"
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
+
+
+class _Places:
+    """So many at once, so many waiting, first come first served."""
+
+    def __init__(self, capacity: int, waiting: int, *, patience_s: float):
+        self._free = asyncio.Semaphore(capacity)
+        self._capacity, self._most_waiting, self._patience_s, self._waiting = capacity, waiting, patience_s, 0
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """Within: one place is taken. Raises OverloadedError."""
+        await self._take()
+        try:
+            yield
+        finally:
+            self._free.release()
+
+    async def _take(self) -> None:
+        busy = f"{self._capacity} requests are being answered and {self._waiting} wait"
+        if self._free.locked() and self._waiting >= self._most_waiting:
+            raise OverloadedError(busy, hint="try again, or raise max_concurrent and max_waiting", retry_after=1)
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await self._free.acquire()
+        except TimeoutError as error:
+            raise OverloadedError(f"waited {self._patience_s:g} s: {busy}", hint="try again", retry_after=5) from error
+        finally:
+            self._waiting -= 1
+
+
+# ---- the two directions of a request ----
+class _Sending:
+    """ASGI's send: adds the request id, remembers how far the answer is, ends the deadline where it begins."""
+
+    def __init__(self, send: Send, request_id: str):
+        self._send, self._request_id = send, request_id.encode()
+        self.status: int | None = None
+        self.begun = self.complete = False
+        self.deadline: asyncio.Timeout | None = None
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.begun, self.status = True, message["status"]
+            if self.deadline is not None and not self.deadline.expired():
+                self.deadline.reschedule(None)
+            headers = [*message.get("headers", ()), (b"x-request-id", self._request_id)]
+            message = {**message, "headers": [*headers, (b"x-content-type-options", b"nosniff")]}
+        elif message["type"] == "http.response.body" and not message.get("more_body"):
+            self.complete = True
+        try:
+            async with asyncio.timeout(STALL_S):
+                await self._send(message)
+        except TimeoutError as error:
+            raise ClientDisconnect from error
+
+
+class _Receiving:
+    """ASGI's receive: counts what arrives, and gives it `seconds` and a second for each MiB."""
+
+    def __init__(
+        self, receive: Receive, limit: tuple[int, str], seconds: float, deadline: asyncio.Timeout, allowed: float
+    ):
+        self._receive, (self._limit, self._limit_name) = receive, limit
+        self._seconds, self._deadline, self._allowed = seconds, deadline, allowed
+        self._began, self._bytes, self._whole = time.monotonic(), 0, False
+
+    def check_length(self, declared: str | None) -> None:
+        """Refuse at once what says that it is too long."""
+        if declared is not None and declared.isdigit() and int(declared[:20]) > self._limit:
+            raise self._too_large(f"{declared[:20]} bytes")
+
+    async def __call__(self) -> Message:
+        if self._whole:
+            return await self._receive()
+        until = self._began + self._seconds + self._bytes / MIB
+        try:
+            async with asyncio.timeout(until - time.monotonic()):
+                message = await self._receive()
+        except TimeoutError as error:
+            raise SlowBodyError(
+                f"the body did not arrive within {self._seconds:g} s (body_timeout_s) and a second for each MiB; "
+                f"{self._bytes} bytes did",
+                hint="send it faster, or in smaller requests",
+            ) from error
+        if message["type"] == "http.request":
+            self._bytes += len(message.get("body", b""))
+            self._whole = not message.get("more_body", False)
+            if self._bytes > self._limit:
+                raise self._too_large("more")
+            if not self._deadline.expired() and self._deadline.when() is not None:
+                self._deadline.reschedule(asyncio.get_running_loop().time() + self._allowed)
+        return message
+
+    def _too_large(self, size: str) -> BodyTooLargeError:
+        message = f"the body has {size}; this route takes {self._limit} bytes ({self._limit_name})"
+        return BodyTooLargeError(message, hint="send several smaller requests")

@@ -1,0 +1,379 @@
+"""Which weights answer a request, and how they change while others are in use.
+
+    lease(model, adapter)    a version, settled once when the request is admitted, loaded, and counted until it ends
+    swap(version)            load -> verify on a canary -> activate in the store -> flip the alias; the old one drains
+
+The alias is one assignment, and it is the last thing that a swap does: a request admitted before it ends on the old
+version, one admitted after it begins on the new one, and a version that cannot be loaded or does not give its trainer's
+log-probabilities never becomes active. Swaps, rollbacks and deletions wait for each other, first come first served, so
+of a storm of swaps the newest wins.
+
+Counts and the alias belong to the server's event loop and change only between awaits. Everything that is slow happens
+elsewhere: files in threads, the engine's loading in one thread of its own, one adapter at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+from uuid import uuid4
+
+import torch
+
+from groupwise import faults
+from groupwise.adapters import AdapterStore
+from groupwise.errors import (
+    AdapterError,
+    AdapterNotFoundError,
+    ConflictError,
+    GroupwiseError,
+    ModelError,
+    OverloadedError,
+    RequestError,
+    SwapRefusedError,
+)
+from groupwise.model import LoadedModel
+from groupwise.types import PolicyVersion
+
+_MAX_TEXT = 80  # more than any name@number has: what is longer is not found, though as a file name it would be an error
+_PROBE = tuple(range(1, 9))  # ids of any vocabulary: half a prompt, half a completion
+
+
+class AdapterInUseError(ConflictError):
+    """The version is active, or requests that are being answered use it."""
+
+    code = "adapter_in_use"
+
+
+class Engine(Protocol):
+    """The part of an engine that is needed here."""
+
+    def load(self, version: PolicyVersion, directory: Path) -> None: ...
+
+    def load_composed(self, version: PolicyVersion, parts: Sequence[tuple[Path, float]]) -> None: ...
+
+    def unload(self, version: PolicyVersion) -> None: ...
+
+    def score(
+        self, prompt_ids: Sequence[int], completion_ids: Sequence[int], version: PolicyVersion
+    ) -> tuple[float, ...]: ...
+
+
+class Part(Protocol):
+    """One adapter of a composition."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def scale(self) -> float: ...
+
+
+@dataclass
+class _Loaded:
+    """An adapter in the engine, or on its way there."""
+
+    loading: asyncio.Future[None]
+    users: int = 0
+    used: int = 0  # when it was last asked for, in leases
+
+    @property
+    def failed(self) -> bool:
+        return self.loading.done() and (self.loading.cancelled() or self.loading.exception() is not None)
+
+    @property
+    def idle(self) -> bool:
+        return self.users == 0 and self.loading.done()
+
+
+class Policies:
+    """The versions that can answer, over one store and one engine.
+
+    Args:
+        base: the model under all adapters; an adapter of another one is refused.
+        served_name: what `model` may say instead of nothing at all.
+        max_loaded: adapters kept in the engine besides the active one. Those that no request uses are unloaded, the
+            one unused for longest first; where all are in use, a request for another one is turned away.
+    """
+
+    def __init__(
+        self, store: AdapterStore, engine: Engine, *, base: LoadedModel, served_name: str, max_loaded: int = 8
+    ):
+        self.served_name = served_name
+        self.warnings: list[str] = []
+        self._store, self._engine, self._base, self._max_loaded = store, engine, base, max_loaded
+        self._active = PolicyVersion.base()
+        self._loaded: dict[PolicyVersion, _Loaded] = {}
+        self._deleting: set[PolicyVersion] = set()
+        self._leases = 0
+        self._changing = asyncio.Lock()
+        self._loader = ThreadPoolExecutor(1, "groupwise-adapters")
+
+    async def start(self) -> None:
+        """Load what the store says is active. If that cannot be served the base answers, and `warnings` says why."""
+        while True:
+            version = self._store.active
+            try:
+                async with self._changing, self._held(version, always=True):
+                    await self._in_loader(lambda v=version: self._verify(v))
+                    self._active = version
+                return
+            except GroupwiseError as error:
+                if self._store.active == version:  # it was not quarantined just now
+                    self.warnings.append(f"the active adapter {version} is not served, the base is: {error.message}")
+                    return
+
+    def close(self) -> None:
+        self._loader.shutdown(wait=False, cancel_futures=True)
+
+    # --- which version ---
+
+    @property
+    def active(self) -> PolicyVersion:
+        """What answers requests that name no adapter."""
+        return self._active
+
+    @property
+    def in_use(self) -> dict[PolicyVersion, int]:
+        """The adapters in the engine, and how many requests use each."""
+        return {version: entry.users for version, entry in self._loaded.items()}
+
+    def resolve(self, *, model: str | None = None, adapter: str | None = None) -> PolicyVersion:
+        """The version that a request means: the active one, "base", "name@12", or "name" (active if it is of that name,
+        else the newest).
+
+        Raises:
+            ModelError: there is no such `model`.
+            AdapterNotFoundError: there is no such `adapter`.
+            RequestError: both name a policy, and not the same one.
+        """
+        if model in (None, self.served_name):
+            return self._named(adapter)
+        try:
+            version = self._named(model)
+        except AdapterNotFoundError as error:
+            hint = f"use {self.served_name!r} for the active policy; {error.hint}"
+            raise ModelError(f"there is no model {str(model)[:64]!r}", hint=hint) from None
+        if adapter is not None and self._named(adapter) != version:
+            raise RequestError(
+                f"model is {str(model)[:64]!r} and adapter is {adapter[:64]!r}: two policies for one request",
+                hint="give one of them",
+                param="adapter",
+            )
+        return version
+
+    def _named(self, text: str | None) -> PolicyVersion:
+        if text is None or text == self._active.name:
+            return self._active
+        return self._store.resolve(text[:_MAX_TEXT])
+
+    @asynccontextmanager
+    async def lease(
+        self, *, model: str | None = None, adapter: str | None = None, adapters: Sequence[Part] | None = None
+    ) -> AsyncIterator[PolicyVersion]:
+        """The version that answers one request, which stays loaded until the request has ended.
+
+        `adapters`, one or more, asks for their sum, each times its scale.
+
+        Raises:
+            ModelError, AdapterNotFoundError, RequestError: as `resolve`.
+            AdapterError: it cannot be loaded over this base model.
+            OverloadedError: as many adapters as may be loaded are in use.
+        """
+        if adapters is None:
+            version, load = self.resolve(model=model, adapter=adapter), None
+        else:
+            version, load = self._compose(adapters)
+        async with self._held(version, load=load):
+            yield version
+
+    def _compose(self, parts: Sequence[Part]) -> tuple[PolicyVersion, Callable[[], None]]:
+        """A version that spells out its sum, as in "0.5*math@3+1.0*sql@1", and what loads it."""
+        terms = sorted((self._named(part.name), float(part.scale)) for part in parts)
+        if any(version.is_base for version, _ in terms):
+            raise RequestError("adapters names the base model, which is always in the sum", param="adapters")
+        *_, (last, _) = terms
+        name = "+".join(f"{scale}*{version}" for version, scale in terms).removesuffix(f"@{last.number}")
+        composed = PolicyVersion(name, last.number)
+        return composed, lambda: self._load_composed(composed, terms)
+
+    # --- changing it ---
+
+    async def swap(self, version: PolicyVersion) -> PolicyVersion:
+        """Make `version` (or the base) the active one; returns the one before it. Done when new requests get it.
+
+        Raises:
+            SwapRefusedError: it cannot be loaded, or fails its canary. What was active still is.
+            AdapterNotFoundError, StorageError: there is no such version; the activation could not be written.
+        """
+        async with self._changing:
+            return await self._swap(version, lambda: self._store.activate(version))
+
+    async def rollback(self) -> PolicyVersion:
+        """Go back to what was active before, as `swap` does, and return it. Raises AdapterError if nothing was."""
+        return await asyncio.shield(self._rollback())  # not to be given up half way
+
+    async def _rollback(self) -> PolicyVersion:
+        async with self._changing:
+            before = self._store.active
+            version = await asyncio.to_thread(self._store.rollback)
+            try:
+                await self._swap(version, lambda: None)
+            except Exception:
+                await asyncio.to_thread(self._store.activate, before)
+                raise
+            return version
+
+    async def delete(self, versions: Sequence[PolicyVersion]) -> None:
+        """Remove versions, all or none of them unless the disk fails.
+
+        Raises:
+            AdapterInUseError: one is active, or a request uses it.
+            AdapterNotFoundError: there is no such version.
+        """
+        async with self._changing:
+            for version in versions:
+                users = self.in_use.get(version, 0)
+                if version in (self._active, self._store.active) or users:
+                    reason = "requests use it" if users else "it is active"
+                    hint = "wait for them, or cancel them" if users else "activate another one, or unload it, first"
+                    raise AdapterInUseError(f"{version} cannot be deleted: {reason}", hint=hint)
+            self._deleting.update(versions)
+            try:
+                for version in versions:
+                    await asyncio.to_thread(self._store.delete, version)
+                    if version in self._loaded and self._loaded[version].idle:
+                        self._unload(version)
+            finally:
+                self._deleting.difference_update(versions)
+
+    def verify_files(self, directory: Path) -> None:
+        """Raise AdapterError unless the engine can load this adapter over the base; for threads, not for the loop."""
+        version = PolicyVersion(f"verify:{uuid4().hex}", 1)
+        self._loader.submit(self._load, version, lambda: self._engine.load(version, directory)).result()
+        self._engine.unload(version)
+
+    async def _swap(self, version: PolicyVersion, activate: Callable[[], None]) -> PolicyVersion:
+        before = self._active
+        try:
+            async with self._held(version, always=True):
+                faults.point("swap:after-load")
+                await self._in_loader(lambda: self._verify(version))
+                faults.point("swap:after-verify")
+                await asyncio.shield(self._flip(version, activate))
+        except (AdapterError, ModelError) as error:
+            raise SwapRefusedError(
+                f"{version} was not activated, {before} is still active: {error.message}", hint=error.hint
+            ) from error
+        return before
+
+    async def _flip(self, version: PolicyVersion, activate: Callable[[], None]) -> None:
+        await asyncio.to_thread(activate)
+        faults.point("swap:after-activate")
+        self._active = version
+        self._unload_idle()
+
+    # --- what the engine holds ---
+
+    @asynccontextmanager
+    async def _held(
+        self, version: PolicyVersion, *, load: Callable[[], None] | None = None, always: bool = False
+    ) -> AsyncIterator[None]:
+        """`version` is loaded and counted as used. `always`: also where as many are loaded as may be."""
+        if version.is_base:
+            yield
+            return
+        if version in self._deleting:
+            raise AdapterNotFoundError(f"{version} is being deleted")
+        entry = self._loaded.get(version)
+        if entry is None or entry.failed:
+            if not always:
+                self._make_room()
+            entry = _Loaded(self._in_loader(load or (lambda: self._load_stored(version))))
+            self._loaded[version] = entry
+        self._leases += 1
+        entry.users, entry.used = entry.users + 1, self._leases
+        try:
+            await asyncio.shield(entry.loading)  # whoever gives up does not stop it for the others
+            yield
+        finally:
+            entry.users -= 1
+            self._unload_idle()
+
+    def _make_room(self) -> None:
+        """Unload something so that one more can be loaded. Raises OverloadedError if all is in use."""
+        self._unload_idle(room=1)
+        if len(self._others()) >= self._max_loaded:
+            raise OverloadedError(
+                f"{self._max_loaded} adapters besides the active one are loaded, and requests use all of them",
+                hint="try again, use fewer adapters at a time, or raise limits.max_loaded_adapters",
+            )
+
+    def _unload_idle(self, *, room: int = 0) -> None:
+        """Forget failures, and unload idle adapters, longest unused first, until `room` more may be loaded."""
+        for version in [version for version, entry in self._loaded.items() if entry.failed and not entry.users]:
+            del self._loaded[version]
+        others = self._others()
+        excess = len(others) + room - self._max_loaded
+        idle = sorted((v for v in others if self._loaded[v].idle), key=lambda v: self._loaded[v].used)
+        for version in idle[: max(0, excess)]:
+            self._unload(version)
+
+    def _others(self) -> list[PolicyVersion]:
+        return [version for version in self._loaded if version != self._active]
+
+    def _unload(self, version: PolicyVersion) -> None:
+        del self._loaded[version]
+        self._engine.unload(version)
+
+    def _in_loader(self, work: Callable[[], None]) -> asyncio.Future[None]:
+        future = asyncio.get_running_loop().run_in_executor(self._loader, work)
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps nobody waits any more
+        return future
+
+    # --- in the loader's thread ---
+
+    def _load_stored(self, version: PolicyVersion) -> None:
+        self._store.check_base(version, self._base.hash)
+        directory = self._store.path(version)
+        self._load(version, lambda: self._engine.load(version, directory))
+
+    def _load_composed(self, version: PolicyVersion, terms: Sequence[tuple[PolicyVersion, float]]) -> None:
+        for part, _ in terms:
+            self._store.check_base(part, self._base.hash)
+        paths = [(self._store.path(part), scale) for part, scale in terms]
+        self._load(version, lambda: self._engine.load_composed(version, paths))
+
+    def _load(self, version: PolicyVersion, load: Callable[[], None]) -> None:
+        """Load and compute with it once: weights can be finite and what they compute not."""
+        load()
+        half = len(_PROBE) // 2
+        if not all(map(math.isfinite, self._engine.score(_PROBE[:half], _PROBE[half:], version))):
+            self._engine.unload(version)
+            raise AdapterError("its log-probabilities are not finite", hint="its weights or its scale are too large")
+
+    def _verify(self, version: PolicyVersion) -> None:
+        """Compare a version with the log-probabilities that its trainer computed. Raises AdapterError if it differs."""
+        canary = None if version.is_base else self._store.info(version).canary
+        if not canary:
+            return
+        scored = self._engine.score(canary["prompt_ids"], canary["completion_ids"], version)
+        gaps = [abs(mine - theirs) for mine, theirs in zip(scored, canary["logprobs"], strict=True)]
+        gap, tolerance = sum(gaps) / max(1, len(gaps)), canary_tolerance(self._base)
+        if not gap <= tolerance:  # nor if it is NaN
+            raise AdapterError(
+                f"on its canary the served log-probabilities differ from the trainer's by {gap:.3g} nats a token "
+                f"(tolerance {tolerance:g})",
+                hint="it stays in the store; compare trainer and engine before activating it",
+            )
+
+
+def canary_tolerance(base: LoadedModel) -> float:
+    """How far engine and trainer may be apart, in nats a token: rounding in the model's type."""
+    return 1e-3 if base.model.dtype in (torch.float32, torch.float64) else 0.1

@@ -1,0 +1,200 @@
+"""The bodies of /v1/completions, /v1/completions/batch and /v1/models."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
+from pydantic_core import core_schema
+
+from groupwise.server.protocol import (
+    MAX_TOKEN_ID,
+    Conversation,
+    Sampling,
+    StreamOptions,
+    TemplateOptions,
+    Tools,
+    Usage,
+    check_stream,
+)
+from groupwise.server.wire import (
+    Answer,
+    AtMost,
+    FailFast,
+    OpenRequest,
+    OwnRequest,
+    Unsupported,
+    absent,
+    fault,
+    limits_of,
+)
+
+# ---- /v1/completions ----
+_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID}}
+_TEXT = {"type": "string", "minLength": 1}
+_PROMPT = {"anyOf": [_TEXT, _IDS, {"type": "array", "minItems": 1, "items": {"anyOf": [_TEXT, _IDS]}}]}
+Raw = str | tuple[int, ...]
+
+
+def _prompts(value: Any) -> tuple[Raw, ...]:
+    """A prompt in any of OpenAI's four forms as a tuple of texts and ids."""
+    several = isinstance(value, list) and bool(value) and not any(type(item) is int for item in value[:1])
+    return tuple(_prompt(item) for item in (value if several else [value]))
+
+
+def _prompt(value: Any) -> Raw:
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, list) and value and all(type(item) is int and 0 <= item <= MAX_TOKEN_ID for item in value):
+        return tuple(value)
+    raise fault("invalid_value", "must be a text, a list of token ids, or a list of those, and none of them empty")
+
+
+Prompts = Annotated[tuple[Raw, ...], BeforeValidator(_prompts), WithJsonSchema(_PROMPT)]
+
+
+class CompletionRequest(Sampling, OpenRequest):
+    """The body of POST /v1/completions: the prompt is sampled as it is, without a chat template."""
+
+    prompt: Prompts
+    """A text, token ids, or a list of either. Special tokens count as such."""
+    max_tokens: Annotated[int, Field(ge=0, le=1 << 20)] | None = None
+    """0 only scores the prompt, and needs echo: true."""
+    echo: bool | None = None
+    """Give the prompt back in front of the completion, with its log-probabilities if those are asked for."""
+    logprobs: Annotated[int, Field(ge=0), AtMost("max_top_logprobs")] | None = None
+    """Report the log-probability of each token and this many likeliest ones."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    suffix: Annotated[Any, Unsupported("")] = None
+    best_of: Annotated[Any, Unsupported(1, hint="use n, and choose yourself")] = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> CompletionRequest:
+        check_stream(self.stream, self.stream_options)
+        if self.max_tokens == 0 and not self.echo:
+            message = "max_tokens is 0 and needs echo: true; otherwise there is nothing to answer"
+            raise fault("invalid_value", message, param="max_tokens")
+        return self
+
+    @field_validator("prompt", mode="after")
+    @classmethod
+    def _not_too_many(cls, prompts: tuple[Raw, ...], info: core_schema.ValidationInfo) -> tuple[Raw, ...]:
+        most = limits_of(info).max_batch_completions
+        if len(prompts) > most:
+            raise _too_many(f"{len(prompts)} prompts", most)
+        return prompts
+
+
+def _too_many(what: str, most: int) -> Exception:
+    message = "{what} are more than the {most} that this server takes in one request (max_batch_completions)"
+    return fault("batch_too_large", message, what=what, most=most, hint="send several requests", param="n")
+
+
+class CompletionLogprobs(Answer):
+    """One entry a token. The first token of an echoed prompt has no log-probability."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(Answer):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    token_ids: list[int] | None = absent()
+    prompt_token_ids: list[int] | None = absent()
+
+
+class TextCompletion(Answer):
+    """The answer of POST /v1/completions, and each event of its stream; choices are ordered by prompt, then by n."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    system_fingerprint: str
+    usage: Usage | None = absent()
+
+
+# ---- /v1/completions/batch ----
+class BatchRequest(Sampling, OwnRequest):
+    """The body of POST /v1/completions/batch: `n` rollouts of each prompt."""
+
+    elsewhere: ClassVar = {
+        "messages": "prompts, a list of conversations",
+        "prompt": "prompts, a list of conversations",
+        "num_generations": "n",
+        "stream": "nothing: a batch is answered whole",
+        "top_logprobs": "nothing: a batch reports the sampled tokens' log-probabilities, with logprobs: true",
+    }
+
+    prompts: Annotated[list[Conversation], FailFast(), Field(min_length=1)]
+    """Conversations, each up to where the assistant speaks."""
+    tools: Tools | None = None
+    logprobs: bool | None = None
+    """Give back the behaviour log-probability of each token."""
+    chat_template_kwargs: TemplateOptions | None = None
+
+    @model_validator(mode="after")
+    def _not_too_many(self, info: core_schema.ValidationInfo) -> BatchRequest:
+        n, most = self.n or 1, limits_of(info).max_batch_completions
+        if len(self.prompts) * n > most:
+            raise _too_many(f"{len(self.prompts)} prompts x {n} = {len(self.prompts) * n} completions", most)
+        return self
+
+
+class BatchCompletion(Answer):
+    """One rollout. `text` is the whole reply; `reasoning_content` is its <think> block again, where it has one."""
+
+    prompt_index: int
+    completion_index: int
+    rollout_id: str
+    """Names this rollout in /v1/train/grpo, so that exactly what was sampled is trained."""
+    adapter: str
+    """The version that sampled it."""
+    text: str
+    finish_reason: Literal["stop", "length"]
+    usage: Usage
+    reasoning_content: str | None = absent()
+    token_ids: list[int] | None = absent()
+    prompt_token_ids: list[int] | None = absent()
+    logprobs: list[float] | None = absent()
+
+
+class BatchAnswer(Answer):
+    """The answer of POST /v1/completions/batch, by prompt, then by completion."""
+
+    id: str
+    object: Literal["batch.completion"] = "batch.completion"
+    created: int
+    model: str
+    completions: list[BatchCompletion]
+    usage: Usage
+
+
+# ---- /v1/models ----
+class ModelCard(Answer):
+    """Something that `model` may say: the base model, an adapter, or one of its versions."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    root: str
+    """The base model, or the version that an adapter's name stands for now."""
+    parent: str | None
+    """What an adapter was trained on."""
+    max_model_len: int
+
+
+class ModelList(Answer):
+    """The answer of GET /v1/models."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]

@@ -1,0 +1,144 @@
+"""Messages and tools, as OpenAI's clients write them and as the chat templates read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema, model_validator
+
+from groupwise import types
+from groupwise.server.wire import AtMost, FailFast, JsonObject, Part, fault
+
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+
+
+def _only_text(kind: str) -> str:
+    if kind != "text":
+        raise fault("unsupported_content", "is not 'text'; this model reads text only")
+    return kind
+
+
+class TextPart(Part):
+    """A part of a message's content."""
+
+    type: Annotated[str, AfterValidator(_only_text), WithJsonSchema({"const": "text"})]
+    text: str
+
+
+class CalledFunction(Part):
+    """The function of a call and its arguments: JSON as a string, as OpenAI has it, or an object."""
+
+    name: FunctionName
+    arguments: str | JsonObject
+
+
+class ToolCall(Part):
+    """A call that the assistant made."""
+
+    id: Annotated[str, Field(max_length=256)] | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+def _shape(content: Any) -> str:
+    return "parts" if isinstance(content, list) else "text"
+
+
+Parts = Annotated[list[TextPart], FailFast(), Field(min_length=1, max_length=4096)]
+Content = Annotated[Annotated[str, Tag("text")] | Annotated[Parts, Tag("parts")], Discriminator(_shape)]
+
+
+_NO_CALLS = {"properties": {"tool_calls": {"type": ["array", "null"], "maxItems": 0}}}
+_SAYS_SOMETHING = {
+    "if": {"properties": {"role": {"const": "assistant"}}},
+    "then": {
+        "anyOf": [
+            {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
+            {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}},
+        ]
+    },
+    "else": {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}, "allOf": [_NO_CALLS]},
+}  # what ChatMessage._says_something checks, for the API's document
+
+
+class ChatMessage(Part):
+    """One message of a conversation."""
+
+    model_config = ConfigDict(json_schema_extra=_SAYS_SOMETHING)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    reasoning_content: str | None = None
+    name: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    tool_calls: Annotated[list[ToolCall], FailFast(), Field(max_length=1024)] | None = None
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> ChatMessage:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            what = "content or tool_calls" if self.role == "assistant" else "content"
+            message = "a message of role '{role}' needs {what}"
+            raise fault("invalid_messages", message, role=self.role, what=what, param="content")
+        if self.tool_calls and self.role != "assistant":
+            message = "only the assistant makes tool_calls; this is role '{role}'"
+            raise fault("invalid_messages", message, role=self.role, param="tool_calls")
+        return self
+
+    def as_message(self) -> types.Message:
+        """As the chat templates want it; `developer` is what newer clients call `system`."""
+        message: dict[str, Any] = self.model_dump(exclude_none=True)
+        message["role"] = "system" if self.role == "developer" else self.role
+        return message  # pyright: ignore[reportReturnType]
+
+
+Conversation = Annotated[list[ChatMessage], FailFast(), Field(min_length=1), AtMost("max_messages")]
+
+
+def as_messages(messages: Sequence[ChatMessage]) -> tuple[types.Message, ...]:
+    """A conversation as `types.Prompt` wants it."""
+    return tuple(message.as_message() for message in messages)
+
+
+class FunctionSchema(Part):
+    """What a tool is called, does, and takes (JSON Schema)."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+class Tool(Part):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionSchema
+
+    def as_dict(self) -> dict[str, Any]:
+        """As the chat templates want it."""
+        return {"type": self.type, "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
+
+
+Tools = Annotated[list[Tool], FailFast(), AtMost("max_tools")]
+
+
+class NamedFunction(Part):
+    name: FunctionName
+
+
+class NamedTool(Part):
+    """`tool_choice` that names the one tool to call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def _kind_of_choice(value: Any) -> str:
+    return "tool" if isinstance(value, dict | NamedTool) else "word"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("word")] | Annotated[NamedTool, Tag("tool")],
+    Discriminator(_kind_of_choice),
+]

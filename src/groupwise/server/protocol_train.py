@@ -1,0 +1,185 @@
+"""The bodies of /v1/train/*.
+
+A completion is known by its text, by the id of its rollout, or by its token ids; with the last two exactly what was
+sampled is trained, against the log-probabilities that sampled it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from groupwise.job_config import JOB_OTHER_NAMES, MODELS, GrpoJobConfig, SftJobConfig
+from groupwise.server.protocol import Conversation, TemplateOptions, TokenIds, Tools
+from groupwise.server.wire import Answer, FailFast, OwnPart, OwnRequest, absent
+
+RolloutId = Annotated[str, Field(min_length=1, max_length=64)]
+
+
+def _under_config(kind: str) -> dict[str, str]:
+    """Where options go that people write beside `config`."""
+    known = {name: f"config.{name}: options go under config" for name in MODELS[kind].model_fields}
+    others = {name: f"config.{ours}: options go under config" for name, ours in JOB_OTHER_NAMES[kind].items()}
+    return others | known
+
+
+# ---- what is asked for ----
+class ScoredCompletion(OwnPart):
+    """A completion and its reward. Give one of `text`, `rollout_id` and `token_ids`."""
+
+    reward: float
+    """How good it is; only differences within its group count."""
+    text: str | None = None
+    """The whole reply, as it was sampled."""
+    rollout_id: RolloutId | None = None
+    """What /v1/completions/batch called it: its tokens and their log-probabilities are known here."""
+    token_ids: TokenIds | None = None
+    """Its tokens, the end of the turn included."""
+    logprobs: Annotated[list[float], FailFast()] | None = None
+    """The log-probability with which each of `token_ids` was sampled."""
+    prompt_token_ids: TokenIds | None = None
+    """Beside `token_ids`: the prompt they follow, where the group has no `messages`."""
+
+
+class ScoredGroup(OwnPart):
+    """The completions of one prompt. `messages` may be missing where every completion brings its prompt."""
+
+    messages: Conversation | None = None
+    """The conversation up to where the assistant speaks."""
+    tools: Tools | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    completions: Annotated[list[ScoredCompletion], FailFast()]
+    """At least two, or there is nothing to compare."""
+
+
+class GrpoRequest(OwnRequest):
+    """The body of POST /v1/train/grpo."""
+
+    elsewhere: ClassVar = {
+        **_under_config("grpo"),
+        "epochs": "config.iterations: GRPO does not use epochs; iterations are passes over the groups",
+        "examples": "groups, or POST /v1/train/sft",
+        "messages": "groups[i].messages",
+        "completions": "groups[i].completions",
+        "prompts": "groups[i].messages",
+    }
+
+    groups: Annotated[list[ScoredGroup], FailFast()]
+    config: GrpoJobConfig = GrpoJobConfig()
+
+
+class SftExample(OwnPart):
+    """A conversation; what the assistant says in it is trained."""
+
+    messages: Conversation
+    tools: Tools | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+
+
+class SftRequest(OwnRequest):
+    """The body of POST /v1/train/sft."""
+
+    elsewhere: ClassVar = {
+        **_under_config("sft"),
+        "groups": "examples, or POST /v1/train/grpo",
+        "messages": "examples[i].messages",
+    }
+
+    examples: Annotated[list[SftExample], FailFast()]
+    config: SftJobConfig = SftJobConfig()
+
+
+# ---- what is answered ----
+State = Literal["queued", "running", "completed", "failed", "cancelled"]
+Kind = Literal["grpo", "sft"]
+
+
+class TrainSubmitted(Answer):
+    """The answer of POST /v1/train/grpo and /v1/train/sft: the job is on the disk."""
+
+    job_id: str
+    state: State
+    message: str
+    adapter_name: str
+    position: int | None
+    """1 for the next of the waiting jobs; null if it waits no more."""
+    warnings: list[str]
+    """What is legal and perhaps not meant."""
+
+
+class JobError(Answer):
+    """Why a job failed."""
+
+    code: str
+    message: str
+    hint: str | None
+    log: str | None = absent()
+    """Of a job that killed its workers: the end of what the last of them said."""
+
+
+class TrainStatus(Answer):
+    """One job. Times are ISO 8601, UTC."""
+
+    job_id: str
+    kind: Kind
+    state: State
+    phase: str
+    """waiting, loading, training, publishing, swapping or done; a failed job keeps the one it failed in."""
+    progress: float
+    """0 to 1."""
+    step: int
+    steps: int
+    current_loss: float | None
+    """Of the last step; null before the first."""
+    adapter_name: str
+    adapter_version: str | None
+    """What it published."""
+    metrics: dict[str, float]
+    """Of the last step."""
+    created_at: str
+    started_at: str | None
+    finished_at: str | None
+    elapsed_secs: float
+    """From the submission to the end, or to now."""
+    position: int | None
+    attempt: int
+    """How often a worker took it; above 1 after a crash or a restart."""
+    cancel_requested: bool
+    error: JobError | None
+    config: dict[str, Any]
+    summary: dict[str, Any]
+    """What was submitted, in numbers."""
+    warnings: list[str]
+
+
+class WaitingJob(Answer):
+    """A job in the queue."""
+
+    job_id: str
+    job_type: Kind
+    adapter_name: str
+    position: int
+
+
+class TrainQueue(Answer):
+    """The answer of GET /v1/train/queue."""
+
+    running: TrainStatus | None
+    queued: list[WaitingJob]
+    completed: list[TrainStatus]
+    """All that have ended, however, newest first."""
+
+
+class CancelAnswer(Answer):
+    """`cancelled`, or `cancelling`: the worker stops after its step."""
+
+    job_id: str
+    status: Literal["cancelled", "cancelling"]
+
+
+class JobMetrics(Answer):
+    """The answer of GET /v1/train/metrics/{job_id}: {"step", "time", <metric>: <number>, ...} for each step."""
+
+    job_id: str
+    steps: list[dict[str, Any]]

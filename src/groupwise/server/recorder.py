@@ -1,0 +1,227 @@
+"""What the server did: Prometheus metrics, the speed of decoding, and the latest requests.
+
+    record = recorder.request_started("/v1/chat/completions", model="math@3", prompt="What is ...")
+    recorder.tokens(record)                       once for each token, or each few, as they are sent
+    recorder.finished(record, finish_reason="stop", prompt_tokens=35, completion_tokens=12)
+
+Everything is kept in memory and bounded. Labels hold route templates, statuses and version names, never a raw path or
+anything that a request made up; previews of prompts and completions are in `recent` only.
+
+Base names are vLLM's under our prefix, so that its dashboards port by replacing `vllm:` with `groupwise_`. What others
+count (engine, ledger, store) is asked for when metrics are read: `watch` names the callables that know.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+WINDOW_S = 60.0
+RECENT = 100
+MAX_SAMPLES = 65536  # of the window; more tokens than that in a minute are thinned out from its far end
+PROMPT_PREVIEW, COMPLETION_PREVIEW = 120, 200
+
+_LATENCY = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_TOKEN_GAP = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
+_TOKENS = tuple(2.0**i for i in range(18))
+_SWAP = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 120)
+
+Sample = tuple[str, Mapping[str, str], float]  # a gauge's name without prefix, its labels, its value
+
+
+@dataclass
+class RequestRecord:
+    """A request that is being answered. Its fields are the recorder's."""
+
+    route: str
+    model: str
+    adapter: str
+    prompt: str
+    streamed: bool
+    began: float
+    wall: float
+    id: str = field(default_factory=lambda: uuid4().hex)
+    last: float | None = None  # when its latest token came
+    count: int = 0
+    over: bool = False
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    at: float
+    count: int
+    gap: float | None  # seconds since the token before, for each
+
+
+class _Watched(Collector):
+    """Gauges that somebody else knows."""
+
+    def __init__(self) -> None:
+        self.sources: list[Callable[[], Iterable[Sample]]] = []
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, GaugeMetricFamily] = {}
+        for source in self.sources:
+            for name, labels, value in source():
+                if name not in families:
+                    help_text = name.replace("_", " ")
+                    families[name] = GaugeMetricFamily(f"groupwise_{name}", help_text, labels=tuple(labels))
+                families[name].add_metric(tuple(labels.values()), value)
+        return families.values()
+
+
+class Recorder:
+    """One server's numbers. Its methods are for the event loop; `exposition` may run in a thread."""
+
+    def __init__(self, *, model_name: str, version: str = ""):
+        self.registry = CollectorRegistry()
+        self._model_name = model_name
+        self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
+        self._window: deque[_Tokens] = deque(maxlen=MAX_SAMPLES)
+        self._watched = _Watched()
+        self.registry.register(self._watched)
+        Info("groupwise_build", "Which build this is.", registry=self.registry).info({"version": version})
+        self._http = self._counter("http_requests", "Requests answered.", "handler", "method", "status")
+        self._http_seconds = self._histogram("http_request_duration_seconds", "Of whole answers.", _LATENCY, "handler")
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens taken in.", "model_name")
+        self._generation_tokens = self._counter("generation_tokens", "Tokens sampled.", "model_name")
+        self._success = self._counter("request_success", "Finished requests.", "model_name", "finished_reason")
+        self._in_progress = Gauge(
+            "groupwise_num_requests_in_progress", "Being answered.", ["model_name"], registry=self.registry
+        )
+        self._ttft = self._histogram("time_to_first_token_seconds", "From arrival.", _LATENCY, "model_name")
+        self._gap = self._histogram("inter_token_latency_seconds", "Between tokens.", _TOKEN_GAP, "model_name")
+        self._whole = self._histogram("e2e_request_latency_seconds", "From arrival to end.", _LATENCY, "model_name")
+        self._prompt_length = self._histogram("request_prompt_tokens", "Of a request.", _TOKENS, "model_name")
+        self._length = self._histogram("request_generation_tokens", "Of a request.", _TOKENS, "model_name")
+        self._swaps = self._counter("adapter_swaps", "Changes of the active version.", "result")
+        self._swap_seconds = self._histogram("adapter_swap_seconds", "Load, verify, activate.", _SWAP)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"groupwise_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+        return Histogram(f"groupwise_{name}", text, labels, buckets=buckets, registry=self.registry)
+
+    # --- requests that sample ---
+
+    def request_started(
+        self, route: str, *, model: str = "", adapter: str = "base", prompt: str = "", streamed: bool = False
+    ) -> RequestRecord:
+        """A request was admitted. `route` is its template, `adapter` the version that answers it."""
+        self._in_progress.labels(self._model_name).inc()
+        preview = _preview(prompt, PROMPT_PREVIEW)
+        return RequestRecord(route, model, adapter, preview, streamed, began=time.monotonic(), wall=time.time())
+
+    def tokens(self, record: RequestRecord, count: int = 1) -> None:
+        """`count` tokens came just now."""
+        if record.over or count < 1:
+            return
+        now, gap = time.monotonic(), None
+        if record.last is None:
+            self._ttft.labels(self._model_name).observe(now - record.began)
+        else:
+            gap = (now - record.last) / count
+            self._gap.labels(self._model_name).observe(gap)
+        record.last, record.count = now, record.count + count
+        self._window.append(_Tokens(now, count, gap))
+
+    def finished(
+        self,
+        record: RequestRecord,
+        *,
+        finish_reason: str,
+        prompt_tokens: int = 0,
+        completion_tokens: int | None = None,
+        completion: str = "",
+    ) -> None:
+        """It ended: stop, length, tool_calls, or timeout, error, client_disconnect. Only the first call counts."""
+        if record.over:
+            return
+        record.over, now = True, time.monotonic()
+        total = record.count if completion_tokens is None else completion_tokens
+        if total > record.count:  # an answer that was not streamed
+            self._window.append(_Tokens(now, total - record.count, None))
+        model = self._model_name
+        self._in_progress.labels(model).dec()
+        self._prompt_tokens.labels(model).inc(prompt_tokens)
+        self._generation_tokens.labels(model).inc(total)
+        self._success.labels(model, finish_reason).inc()
+        self._whole.labels(model).observe(now - record.began)
+        self._prompt_length.labels(model).observe(prompt_tokens)
+        self._length.labels(model).observe(total)
+        self._recent.appendleft(
+            {
+                "id": record.id,
+                "timestamp_unix_ms": int(1000 * record.wall),
+                "route": record.route,
+                "model": record.model,
+                "adapter": record.adapter,
+                "prompt_preview": record.prompt,
+                "completion_preview": _preview(completion, COMPLETION_PREVIEW),
+                "prompt_tokens": prompt_tokens,
+                "completion_tokens": total,
+                "duration_ms": round(1000 * (now - record.began), 3),
+                "streamed": record.streamed,
+                "finish_reason": finish_reason,
+            }
+        )
+
+    def recent(self) -> list[dict[str, Any]]:
+        """The latest requests that sampled, newest first."""
+        return list(self._recent)
+
+    def decode_stats(self) -> dict[str, float | int | None]:
+        """The last minute: tokens a second over all requests, and the gaps between the tokens of a stream."""
+        now = time.monotonic()
+        while self._window and self._window[0].at < now - WINDOW_S:
+            self._window.popleft()
+        gaps = sorted(gap for tokens in self._window if (gap := tokens.gap) is not None)
+        seconds = max(now - self._window[0].at, 1.0) if self._window else WINDOW_S
+        return {
+            "tok_per_sec": sum(tokens.count for tokens in self._window) / seconds,
+            "p50_itl_ms": _quantile(gaps, 0.5),
+            "p99_itl_ms": _quantile(gaps, 0.99),
+            "mean_itl_ms": 1000 * sum(gaps) / len(gaps) if gaps else None,
+            "sample_count": len(gaps),
+            "window_secs": WINDOW_S,
+        }
+
+    # --- the rest ---
+
+    def http(self, handler: str, method: str, status: int, seconds: float) -> None:
+        """A request was answered. `handler` is the route's template."""
+        method = method if method in ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS") else "OTHER"
+        self._http.labels(handler, method, str(status)).inc()
+        self._http_seconds.labels(handler).observe(seconds)
+
+    def swapped(self, *, ok: bool, seconds: float) -> None:
+        """The active version was changed, or a change was refused."""
+        self._swaps.labels("ok" if ok else "refused").inc()
+        self._swap_seconds.observe(seconds)
+
+    def watch(self, source: Callable[[], Iterable[Sample]]) -> None:
+        """Ask `source` for gauges whenever metrics are read. It runs in a thread and must not raise."""
+        self._watched.sources.append(source)
+
+    def exposition(self) -> bytes:
+        """Prometheus's text format, version 0.0.4."""
+        return generate_latest(self.registry)
+
+
+def _preview(text: str, length: int) -> str:
+    return text if len(text) <= length else text[:length] + "…"
+
+
+def _quantile(values: Sequence[float], q: float) -> float | None:
+    """In milliseconds; the nearest rank of sorted `values`."""
+    return 1000 * values[max(0, math.ceil(q * len(values)) - 1)] if values else None

@@ -1,0 +1,130 @@
+"""POST /v1/completions/batch: `n` rollouts of each of many conversations, to be scored and posted to /v1/train/grpo.
+
+All groups enter the engine together. Every completion draws with a seed of its own, even where prompts are equal. What
+was sampled is kept in the ledger under its `rollout_id`, so that a reward for that id trains exactly these tokens, and
+its text is the whole reply, the thinking too: a verifier should see what the policy did.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter, Request, Response
+
+from groupwise.chat import encode_prompt
+from groupwise.errors import ChatError, RequestError, StorageError
+from groupwise.ledger import RolloutRecord
+from groupwise.server.admission import SAMPLING_ERRORS, Admission, admit, usage
+from groupwise.server.bodies import read_body
+from groupwise.server.chat import said_last
+from groupwise.server.events import while_connected
+from groupwise.server.generate import sendable
+from groupwise.server.protocol import as_messages
+from groupwise.server.protocol_completions import BatchAnswer, BatchCompletion, BatchRequest
+from groupwise.server.state import server_of
+from groupwise.server.text import ReplyParser, opens_thought
+from groupwise.server.wire import documented
+from groupwise.types import Completion, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+router = APIRouter(tags=["rollouts"])
+
+
+@router.post("/v1/completions/batch", **documented(BatchRequest, BatchAnswer, errors=[*SAMPLING_ERRORS, StorageError]))
+async def batch(http: Request) -> Response:
+    """`n` completions of each conversation, by the active policy or the one that `model` or `adapter` names.
+
+    The answer goes by prompt, then by completion; `prompt_index` and `completion_index` say which each one is.
+    """
+    body = await read_body(http, BatchRequest)
+    server = server_of(http)
+    prompts = await asyncio.to_thread(_encode, body, server.base.tokenizer)
+    async with AsyncExitStack() as resources:
+        preview = said_last(body.prompts[0])
+        asked = await admit(
+            http, body, prompts, resources=resources, kind="batchcmpl", preview=preview, interactive=False
+        )
+        groups = await while_connected(http, asked.generation.completions())
+        asked.finished(groups)
+        records = _records(asked, groups)
+        await asyncio.to_thread(server.ledger.save_rollouts, records)
+        return await asyncio.to_thread(lambda: asked.answer(_answer(asked, body, groups, records)))
+
+
+def _encode(body: BatchRequest, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
+    """Token ids of each conversation. Raises RequestError where the template refuses one, with its path."""
+    tools = tuple(tool.as_dict() for tool in body.tools or ())
+    options = body.chat_template_kwargs.model_dump(exclude_none=True) if body.chat_template_kwargs else {}
+    encoded = []
+    for i, messages in enumerate(body.prompts):
+        prompt = Prompt(id=f"prompts[{i}]", messages=as_messages(messages), tools=tools)
+        try:
+            encoded.append(encode_prompt(prompt, tokenizer, template_kwargs=options).token_ids)
+        except ChatError as error:
+            at = f"prompts[{i}]"
+            raise RequestError(f"{at}: {error.message}", hint=error.hint, param=at, code=error.code) from error
+    return encoded
+
+
+def _records(asked: Admission, groups: Sequence[Sequence[Completion]]) -> list[RolloutRecord]:
+    """What is kept of each completion, by prompt, then by completion."""
+    return [
+        RolloutRecord(
+            id=f"rollout-{secrets.token_hex(12)}",
+            prompt_ids=request.prompt_ids,
+            completion_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            version=str(completion.version),
+            temperature=request.params.temperature,
+            finish_reason=completion.finish_reason.value,
+            text=completion.text,
+        )
+        for request, group in zip(asked.requests, groups, strict=True)
+        for completion in group
+    ]
+
+
+def _answer(
+    asked: Admission,
+    body: BatchRequest,
+    groups: Sequence[Sequence[Completion]],
+    records: Sequence[RolloutRecord],
+) -> BatchAnswer:
+    places = [(p, j) for p, group in enumerate(groups) for j in range(len(group))]
+    tokenizer = asked.server.base.tokenizer
+    thinks = [opens_thought(request.prompt_ids, tokenizer) for request in asked.requests]
+    return BatchAnswer(
+        id=asked.id,
+        created=asked.created,
+        model=asked.model,
+        completions=[
+            BatchCompletion(
+                prompt_index=p,
+                completion_index=j,
+                rollout_id=record.id,
+                adapter=record.version,
+                text=record.text,
+                finish_reason=record.finish_reason,  # pyright: ignore[reportArgumentType]
+                usage=usage(len(record.prompt_ids), len(record.completion_ids)),
+                reasoning_content=_reasoning(record.text, thinks=thinks[p]),
+                token_ids=list(record.completion_ids) if body.return_token_ids else None,
+                prompt_token_ids=list(record.prompt_ids) if body.return_token_ids else None,
+                logprobs=list(map(sendable, record.logprobs)) if body.logprobs else None,
+            )
+            for (p, j), record in zip(places, records, strict=True)
+        ],
+        usage=usage(sum(len(r.prompt_ids) for r in records), sum(len(r.completion_ids) for r in records)),
+    )
+
+
+def _reasoning(text: str, *, thinks: bool) -> str | None:
+    """The thought in a reply, if there is one."""
+    parser = ReplyParser(thinks=thinks)
+    parts = [*parser.push(text), *parser.finish()]
+    return "".join(part.text for part in parts if part.kind == "reasoning") or None

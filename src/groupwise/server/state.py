@@ -1,0 +1,40 @@
+"""The parts of a running server, as every route gets them.
+
+server_of(request)    the `Server` behind a request
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from groupwise.adapters import AdapterStore
+    from groupwise.engine.local import LocalEngine
+    from groupwise.ledger import Ledger
+    from groupwise.model import LoadedModel
+    from groupwise.server.config import ServeConfig
+    from groupwise.server.policies import Policies
+    from groupwise.server.recorder import Recorder
+    from groupwise.server.supervisor import Supervisor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """What the routes work with; `request.app.state.server`."""
+
+    config: ServeConfig
+    base: LoadedModel
+    engine: LocalEngine
+    store: AdapterStore
+    ledger: Ledger
+    policies: Policies
+    recorder: Recorder
+    supervisor: Supervisor
+
+
+def server_of(request: Request) -> Server:
+    """The parts of the server that answers `request`."""
+    return cast("Server", request.app.state.server)

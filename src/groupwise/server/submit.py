@@ -1,0 +1,347 @@
+"""Submitting a training job: a validated request -> what the ledger keeps and what the worker trains.
+
+    prepare_grpo   groups of scored completions -> Submission
+    prepare_sft    conversations                -> Submission
+
+What can be known now is checked now, so that a job that was accepted fails only if its training does. Every refusal
+says which field (its JSON path), what it holds, what would be valid and what to do.
+
+From here on there is no text: prompts, and completions known only by their text, go through the chat template here,
+once. A completion known by its rollout or its token ids is taken as it was sampled. The payload is
+
+    grpo  {"groups": [{"prompt_ids", "completions": [{"ids", "logprobs" or null, "reward"}]}], "temperature"}
+    sft   {"examples": [{"prompt_ids", "completion_ids", "mask"}]}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from groupwise import adapter_files
+from groupwise.adapters import AdapterStore
+from groupwise.algo.advantage import differ
+from groupwise.errors import AdapterError, AdapterNotFoundError, RequestError
+from groupwise.job_config import GrpoJobConfig, JobConfig
+from groupwise.ledger import RolloutRecord
+from groupwise.server.encode import Ids, Sampled, at_field, encode_example, encode_group
+from groupwise.server.protocol_train import GrpoRequest, ScoredCompletion, ScoredGroup, SftRequest
+from groupwise.types import BASE, PolicyVersion
+
+if TYPE_CHECKING:
+    from groupwise.model import LoadedModel
+
+FindRollouts = Callable[[Sequence[str]], Mapping[str, RolloutRecord]]
+
+MAX_REWARD = 1e6
+SHOWN = 5  # paths that one message names
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submission:
+    """A job that can be queued. `config` parses as the job's configuration; `summary` has "warnings"."""
+
+    kind: str
+    adapter: str
+    config: dict[str, Any]
+    summary: dict[str, Any]
+    payload: bytes
+    steps: int
+    auto_load: bool
+
+    @property
+    def warnings(self) -> list[str]:
+        return self.summary["warnings"]
+
+
+def prepare_grpo(
+    request: GrpoRequest,
+    *,
+    base: LoadedModel,
+    store: AdapterStore,
+    rollouts: FindRollouts,
+    pending: Collection[str] = (),
+) -> Submission:
+    """Check and tokenise groups of scored completions. `pending` are the adapters that jobs ahead of it will make.
+
+    Raises:
+        RequestError: what is wrong with the request, and where.
+    """
+    groups, config = request.groups, request.config
+    _check_groups(groups)
+    flat = [i for i, group in enumerate(groups) if not differ([c.reward for c in group.completions])]
+    if len(flat) == len(groups):
+        raise _no_signal(groups)
+    start = _continued(config, base=base, store=store, pending=pending)
+    records = _found(groups, rollouts)
+    temperature = _temperature(config, groups, records)
+    encoded = [encode_group(group, f"groups[{i}]", records, base) for i, group in enumerate(groups)]
+    steps = config.steps(groups=len(groups) - len(flat))
+    _check_warmup(config, steps)
+    name = config.output_name or f"grpo-{uuid4().hex[:8]}"
+    rewards = [completion.reward for group in groups for completion in group.completions]
+    return Submission(
+        kind="grpo",
+        adapter=name,
+        config=config.model_dump(mode="json") | {"output_name": name, "temperature": temperature},
+        summary={
+            "groups": len(groups),
+            "completions": len(rewards),
+            "prompt_tokens": sum(len(prompt) for prompt, _ in encoded),
+            "completion_tokens": sum(len(c.ids) for _, completions in encoded for c in completions),
+            "rollouts": len(records),
+            "reward_mean": math.fsum(rewards) / len(rewards),
+            "warnings": list(_warnings(config, groups, flat=flat, records=records, start=start)),
+        },
+        payload=_grpo_payload(encoded, temperature),
+        steps=steps,
+        auto_load=config.auto_load,
+    )
+
+
+def prepare_sft(
+    request: SftRequest, *, base: LoadedModel, store: AdapterStore, pending: Collection[str] = ()
+) -> Submission:
+    """Check and tokenise conversations. Raises RequestError."""
+    examples, config = request.examples, request.config
+    if not examples:
+        raise RequestError("examples is empty", hint="give at least one conversation", param="examples")
+    _continued(config, base=base, store=store, pending=pending)
+    encoded = [encode_example(example, f"examples[{i}]", base) for i, example in enumerate(examples)]
+    steps = config.steps(examples=len(examples))
+    _check_warmup(config, steps)
+    name = config.output_name or f"sft-{uuid4().hex[:8]}"
+    return Submission(
+        kind="sft",
+        adapter=name,
+        config=config.model_dump(mode="json") | {"output_name": name},
+        summary={
+            "examples": len(examples),
+            "tokens": sum(len(e["prompt_ids"]) + len(e["completion_ids"]) for e in encoded),
+            "trained_tokens": sum(sum(e["mask"]) for e in encoded),
+            "warnings": [],
+        },
+        payload=_dump({"examples": encoded}),
+        steps=steps,
+        auto_load=config.auto_load,
+    )
+
+
+# ---- what is wrong by itself ----
+def _check_groups(groups: Sequence[ScoredGroup]) -> None:
+    if not groups:
+        raise RequestError("groups is empty", hint="give at least one group of scored completions", param="groups")
+    seen: dict[str, str] = {}
+    for i, group in enumerate(groups):
+        at, count = f"groups[{i}]", len(group.completions)
+        if count < 2:
+            what = "no completions" if count == 0 else "one completion, and there is nothing to compare it with"
+            hint = "sample several completions of each prompt (n = 4 or more) and post them in one group"
+            raise RequestError(f"{at} has {what}; a group needs at least 2", hint=hint, param=f"{at}.completions")
+        for j, completion in enumerate(group.completions):
+            where = f"{at}.completions[{j}]"
+            _check_completion(completion, where, has_messages=group.messages is not None)
+            if completion.rollout_id is not None:
+                first = seen.setdefault(completion.rollout_id, where)
+                if first != where:
+                    raise RequestError(
+                        f"{where} has the same rollout_id as {first}: {completion.rollout_id!r}",
+                        hint="each rollout counts once; remove one of the two",
+                        param=f"{where}.rollout_id",
+                    )
+
+
+def _check_completion(completion: ScoredCompletion, at: str, *, has_messages: bool) -> None:
+    reward = completion.reward
+    if not math.isfinite(reward) or abs(reward) > MAX_REWARD:
+        raise RequestError(
+            f"{at}.reward is {reward}; it must be a finite number from {-MAX_REWARD:g} to {MAX_REWARD:g}",
+            hint="only differences within a group count, so rewards can be scaled down; leave out a completion whose "
+            "reward failed",
+            param=f"{at}.reward",
+        )
+    sources = [name for name in ("text", "rollout_id", "token_ids") if getattr(completion, name) is not None]
+    if len(sources) != 1:
+        what = "neither text nor rollout_id nor token_ids" if not sources else " and ".join(sources)
+        hint = "give its text, or the rollout_id that /v1/completions/batch answered, or its token_ids; one of them"
+        raise RequestError(
+            f"{at} has {what}; it needs exactly one", hint=hint, param=f"{at}.{(sources or ['text'])[-1]}"
+        )
+    for name in ("logprobs", "prompt_token_ids"):
+        if getattr(completion, name) is not None and completion.token_ids is None:
+            hint = f"remove it: {'a rollout knows its own' if completion.rollout_id else 'text has none'}"
+            raise RequestError(f"{at} has {name} without token_ids", hint=hint, param=f"{at}.{name}")
+    if not has_messages and completion.rollout_id is None and completion.prompt_token_ids is None:
+        group = at.partition(".")[0]
+        raise RequestError(
+            f"{group} has no messages, and {at} does not bring its prompt",
+            hint="give the group's messages; only rollout_id, or token_ids with prompt_token_ids, can do without",
+            param=f"{group}.messages",
+        )
+
+
+def _no_signal(groups: Sequence[ScoredGroup]) -> RequestError:
+    rewards = {completion.reward for group in groups for completion in group.completions}
+    value = f" (they are {rewards.pop():g})" if len(rewards) == 1 else ""
+    where = "groups[0]" if len(groups) == 1 else f"each of the {len(groups)} groups"
+    return RequestError(
+        f"in {where} the rewards are all equal{value}, so there is nothing to learn from",
+        hint="a completion is trained by how it differs from its group: sample more completions or at a higher "
+        "temperature, take prompts that are solved sometimes, or give partial credit",
+        param="groups",
+        code="no_signal",
+    )
+
+
+def _check_warmup(config: JobConfig, steps: int) -> None:
+    if config.warmup_steps > steps:
+        raise RequestError(
+            f"config.warmup_steps is {config.warmup_steps}, and the job has {steps} steps",
+            hint=f"give {steps} or less, or more steps",
+            param="config.warmup_steps",
+        )
+
+
+# ---- what it continues ----
+def _continued(
+    config: JobConfig, *, base: LoadedModel, store: AdapterStore, pending: Collection[str]
+) -> PolicyVersion | None:
+    """The version from which the job would start now; None if a job ahead of it decides that.
+
+    A bare name is left as it is: it means the newest version when the job runs, so that queued rounds add up.
+    """
+    asked = config.base_adapter
+    name = config.output_name if asked is None else asked
+    _check_targets(config, base)
+    if name in pending:
+        return None
+    versions = store.versions(name) if name is not None and "@" not in name else ()
+    if name is None or asked == BASE or (asked is None and not versions):
+        return PolicyVersion.base()
+    try:
+        version = versions[-1] if versions else store.resolve(asked)
+        store.check_base(version, base.hash)
+        saved = json.loads((store.path(version) / adapter_files.CONFIG).read_bytes())
+    except (AdapterNotFoundError, AdapterError) as error:
+        field = "output_name" if asked is None else "base_adapter"
+        raise at_field(error, f"config.{field}") from error
+    _check_shape(config, version, saved)
+    return version
+
+
+def _check_shape(config: JobConfig, version: PolicyVersion, saved: Mapping[str, Any]) -> None:
+    """An adapter that is continued keeps its rank, scale and targets."""
+    pairs = [
+        ("lora_rank", config.lora_rank, saved["r"]),
+        ("lora_alpha", config.lora_alpha, saved["lora_alpha"]),
+    ]
+    if isinstance(config.target_modules, tuple) and isinstance(saved.get("target_modules"), list):
+        pairs.append(("target_modules", sorted(config.target_modules), sorted(saved["target_modules"])))
+    for field, given, has in pairs:
+        if given is not None and given != has:
+            raise RequestError(
+                f"config.{field} is {given}; the job continues {version}, which has {has}",
+                hint=f"leave {field} out, or start a fresh adapter with base_adapter: {BASE!r}",
+                param=f"config.{field}",
+            )
+
+
+def _check_targets(config: JobConfig, base: LoadedModel) -> None:
+    if not isinstance(config.target_modules, tuple):
+        return
+    names = [name for name, _ in base.model.named_modules()]
+    for i, target in enumerate(config.target_modules):
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            raise RequestError(
+                f"config.target_modules[{i}] is {target[:64]!r}, which is no module of {base.name}",
+                hint="use 'all-linear', or names of linear modules such as ['q_proj', 'v_proj']",
+                param=f"config.target_modules[{i}]",
+            )
+
+
+# ---- rollouts ----
+def _completions(groups: Sequence[ScoredGroup]) -> Iterator[tuple[str, ScoredCompletion]]:
+    for i, group in enumerate(groups):
+        for j, completion in enumerate(group.completions):
+            yield f"groups[{i}].completions[{j}]", completion
+
+
+def _found(groups: Sequence[ScoredGroup], rollouts: FindRollouts) -> Mapping[str, RolloutRecord]:
+    """The records of the rollouts that the request names. Raises RequestError if some are not kept."""
+    where = {c.rollout_id: at for at, c in _completions(groups) if c.rollout_id is not None}
+    records = rollouts(list(where)) if where else {}
+    missing = [id for id in where if id not in records]
+    if missing:
+        shown = ", ".join(f"{where[id]}: {id!r}" for id in missing[:SHOWN])
+        more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
+        raise RequestError(
+            f"{len(missing)} of {len(where)} rollouts are not known here ({shown}{more})",
+            hint="rollouts are kept for 7 days, by the server that sampled them; sample again, or post text",
+            param=f"{where[missing[0]]}.rollout_id",
+            code="rollout_not_found",
+        )
+    return records
+
+
+def _temperature(config: GrpoJobConfig, groups: Sequence[ScoredGroup], records: Mapping[str, RolloutRecord]) -> float:
+    """What the completions were sampled at: log-probabilities are computed at it, and it must be one for all."""
+    first: tuple[str, float] | None = None
+    for at, completion in _completions(groups):
+        if completion.rollout_id is None:
+            continue
+        temperature = records[completion.rollout_id].temperature
+        if temperature <= 0:
+            hint = "sample at a temperature above 0, or post the text instead of the rollout_id"
+            message = f"{at} was sampled greedily (temperature 0), so its tokens have no probabilities to train"
+            raise RequestError(message, hint=hint, param=f"{at}.rollout_id")
+        first = first or (at, temperature)
+        if temperature != first[1]:
+            message = f"{at} was sampled at temperature {temperature:g}, {first[0]} at {first[1]:g}"
+            raise RequestError(message, hint="submit a job for each temperature", param=f"{at}.rollout_id")
+    if first is None:
+        return 1.0 if config.temperature is None else config.temperature
+    if config.temperature not in (None, first[1]):
+        message = f"config.temperature is {config.temperature:g}, but {first[0]} was sampled at {first[1]:g}"
+        raise RequestError(message, hint="leave temperature out: rollouts know theirs", param="config.temperature")
+    return first[1]
+
+
+def _warnings(
+    config: GrpoJobConfig,
+    groups: Sequence[ScoredGroup],
+    *,
+    flat: Sequence[int],
+    records: Mapping[str, RolloutRecord],
+    start: PolicyVersion | None,
+) -> Iterator[str]:
+    if flat:
+        shown = ", ".join(f"groups[{i}]" for i in flat[:SHOWN]) + (", ..." if len(flat) > SHOWN else "")
+        yield f"{len(flat)} of {len(groups)} groups have equal rewards and teach nothing: {shown}"
+    usable = len(groups) - len(flat)
+    if config.minibatches > usable:
+        yield f"config.minibatches is {config.minibatches}; {usable} groups to learn from make {usable} steps a pass"
+    stale = sorted({record.version for record in records.values()} - {str(start)})
+    if start is not None and stale:
+        count = sum(record.version != str(start) for record in records.values())
+        versions = ", ".join(stale[:SHOWN]) + (", ..." if len(stale) > SHOWN else "")
+        yield f"{count} of {len(records)} rollouts were sampled by {versions}; training starts from {start}"
+
+
+# ---- the payload ----
+def _grpo_payload(groups: Sequence[tuple[Ids, Sequence[Sampled]]], temperature: float) -> bytes:
+    plain = [
+        {
+            "prompt_ids": prompt,
+            "completions": [{"ids": c.ids, "logprobs": c.logprobs, "reward": c.reward} for c in completions],
+        }
+        for prompt, completions in groups
+    ]
+    return _dump({"groups": plain, "temperature": temperature})
+
+
+def _dump(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()

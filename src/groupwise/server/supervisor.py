@@ -1,0 +1,290 @@
+"""The supervisor: keeps the worker process alive, and turns what it publishes into the active policy.
+
+    worker dies                  its jobs can be leased at once; it starts again after 1, 2, 4, ... up to 60 s
+    worker outlives its lease    it hangs: SIGKILL, then as above
+    job is published             `policies.swap(version)`, then `completed`; or `failed`, and the old version stays
+    server stops                 SIGTERM (the worker saves, releases its lease and exits), SIGKILL at the deadline
+
+The worker writes straight into `logs/worker.log`, so that neither waits for the other. When it dies with a job, the
+end of what it said is kept beside that file: a job that is given up because it killed its workers can say how.
+
+At start, what a crash left published but not active is finished before the first worker runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, Protocol
+
+from groupwise import faults
+from groupwise.errors import GroupwiseError
+from groupwise.ledger import Job, Ledger
+from groupwise.ledger_schema import KEEP_SECONDS, Database
+from groupwise.server.config import SECRETS
+from groupwise.server.webhooks import Webhooks
+from groupwise.types import PolicyVersion
+
+WORKER = "worker"  # the name under which it leases; attempts tell one process from the next
+TEMPORARY = 75  # the exit code of errors that pass by themselves
+LONGEST_DELAY_S = 60.0
+SWAP_AGAIN_S = 5.0
+MAX_LOG_BYTES = 16 << 20
+LAST_LINES, LAST_BYTES = 40, 16 << 10
+
+log = logging.getLogger(__name__)
+
+
+class Swaps(Protocol):
+    """The part of `Policies` that is needed here."""
+
+    async def swap(self, version: PolicyVersion) -> object:
+        """Load, verify and activate. Raises GroupwiseError, and the version that was active still is."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStatus:
+    """What is known of the worker process; `waiting` is to be started again."""
+
+    state: Literal["starting", "running", "waiting", "stopped"] = "starting"
+    pid: int | None = None
+    restarts: int = 0
+    last_exit: str | None = None
+
+
+def worker_command(
+    *, state_dir: Path, model: str, dtype: str, device: str, threads: int | None = None, worker: str = WORKER
+) -> list[str]:
+    """The command line of `groupwise.jobs`."""
+    command = [sys.executable, "-m", "groupwise.jobs", "--state", str(state_dir), "--model", model]
+    command += ["--dtype", dtype, "--device", device, "--worker", worker]
+    return command if threads is None else [*command, "--threads", str(threads)]
+
+
+class Supervisor:
+    """One worker process and the swaps of what it publishes. `start` and `stop` are called in the server's loop."""
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        policies: Swaps,
+        command: Sequence[str],
+        log_path: Path,
+        worker: str = WORKER,
+        webhooks: Webhooks | None = None,
+        first_delay_s: float = 1.0,
+        poll_s: float = 0.2,
+        grace_s: float = 5.0,
+        swap_timeout_s: float = 120.0,
+    ):
+        self._ledger, self._policies, self._webhooks = ledger, policies, webhooks
+        self._command, self._log_path, self._worker = list(command), log_path, worker
+        self._first_delay_s, self._poll_s = first_delay_s, poll_s
+        self._grace_s, self._swap_timeout_s = grace_s, swap_timeout_s
+        self._leases = Database(ledger.path)
+        self._process: asyncio.subprocess.Process | None = None
+        self._stopping = asyncio.Event()
+        self._tasks: list[asyncio.Future[None]] = []
+        self._overdue_since: float | None = None
+        self._again_at: dict[str, float] = {}  # job -> when its swap, which failed for a passing reason, is tried again
+        self._status = WorkerStatus()
+
+    @property
+    def status(self) -> WorkerStatus:
+        return self._status
+
+    def last_words(self, job_id: str) -> str | None:
+        """The end of what the worker said before it died with this job, if it did."""
+        with suppress(OSError):
+            return self._words_path(job_id).read_text(encoding="utf-8")
+        return None
+
+    async def start(self) -> None:
+        """Finish what was published, then watch. Returns when the worker has been started, not when it has loaded."""
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        for words in self._log_path.parent.glob("died-with-*.log"):
+            if words.stat().st_mtime < time.time() - KEEP_SECONDS:  # the job is forgotten by now
+                words.unlink(missing_ok=True)
+        await _guarded(self._finish_published)
+        self._tasks = [
+            asyncio.ensure_future(self._keep_worker()),
+            asyncio.ensure_future(_every(self._poll_s, self._finish_published)),
+            asyncio.ensure_future(_every(5 * self._poll_s, self._kill_overdue)),
+        ]
+        if self._webhooks is not None:
+            self._tasks.append(asyncio.ensure_future(self._webhooks.run()))
+
+    async def stop(self, *, timeout_s: float = 30.0) -> None:
+        """Stop watching and swapping; end the worker in order, or by force after `timeout_s`."""
+        self._stopping.set()
+        for task in self._tasks[1:]:
+            task.cancel()
+        self._signal(signal.SIGTERM)
+        if self._tasks:
+            await asyncio.wait(self._tasks[:1], timeout=timeout_s)
+            self._signal(signal.SIGKILL)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        self._leases.close()
+        self._status = replace(self._status, state="stopped", pid=None)
+
+    # --- the worker process ---
+
+    async def _keep_worker(self) -> None:
+        failures = 0
+        while True:
+            began = time.monotonic()
+            try:
+                last_exit = await self._run_worker()
+            except Exception as error:  # it could not even be started, or its end could not be recorded
+                log.exception("the worker process")
+                last_exit = str(error)
+            if self._stopping.is_set():
+                return
+            failures = 1 if time.monotonic() - began > LONGEST_DELAY_S else failures + 1
+            delay = min(LONGEST_DELAY_S, self._first_delay_s * 2 ** min(failures - 1, 30))
+            log.error("the worker ended (%s); it starts again in %g s; see %s", last_exit, delay, self._log_path)
+            restarts = self._status.restarts + 1
+            self._status = WorkerStatus(state="waiting", restarts=restarts, last_exit=last_exit)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay)
+                return
+
+    async def _run_worker(self) -> str:
+        """Start the worker and wait for its end; returns how it ended. Its jobs can then be leased again."""
+        await self._take_back("")  # what a crash of the server left; the new worker begins without a lease
+        if self._log_path.exists() and self._log_path.stat().st_size > MAX_LOG_BYTES:
+            self._log_path.replace(self._log_path.with_suffix(".log.1"))
+        environment = {name: value for name, value in os.environ.items() if name not in SECRETS.values()}
+        with self._log_path.open("ab") as output:
+            offset = output.tell()
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                process_group=0,  # Ctrl-C in the server's terminal is the server's
+            )
+        self._process = process
+        self._status = replace(self._status, state="running", pid=process.pid)
+        if self._stopping.is_set():  # while it was being started
+            self._signal(signal.SIGTERM)
+        code = await process.wait()
+        self._process = None
+        await self._take_back(_tail(self._log_path, offset))
+        return _ending(code)
+
+    async def _take_back(self, words: str) -> None:
+        """No worker lives: the jobs it held can be leased again. `words` is the end of what it said."""
+        for job_id in await asyncio.to_thread(self._ledger.expire, self._worker):
+            log.warning("a worker died with job %s", job_id)
+            if words:
+                self._words_path(job_id).write_text(words, encoding="utf-8")
+
+    async def _kill_overdue(self) -> None:
+        """Kill a worker that lives but let its lease expire: it hangs. Not at once: perhaps the whole machine slept,
+        and the worker is about to renew."""
+        if self._process is None or not await asyncio.to_thread(self._is_overdue):
+            self._overdue_since = None
+        elif self._overdue_since is None:
+            self._overdue_since = time.monotonic()
+        elif time.monotonic() - self._overdue_since >= self._grace_s:
+            log.error("the worker has let its lease expire; it hangs and is killed")
+            self._signal(signal.SIGKILL)
+
+    def _is_overdue(self) -> bool:
+        query = "SELECT lease_until FROM job WHERE worker = ? AND state = 'running' AND version IS NULL"
+        with self._leases.reading("reading the worker's lease") as db:
+            return any(row["lease_until"] < time.monotonic() for row in db.execute(query, (self._worker,)))
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+    def _words_path(self, job_id: str) -> Path:
+        return self._log_path.parent / f"died-with-{job_id}.log"
+
+    # --- swaps ---
+
+    async def _finish_published(self) -> None:
+        for job in await asyncio.to_thread(self._ledger.published_jobs):
+            if self._again_at.get(job.id, 0.0) <= time.monotonic():
+                await self._finish(job)
+
+    async def _finish(self, job: Job) -> None:
+        """Activate what `job` published and complete it, or refuse it with the reason."""
+        version = PolicyVersion.parse(str(job.version))
+        faults.point("swap:before-load")
+        try:
+            error = await self._swap(version)
+        except (GroupwiseError, TimeoutError) as temporary:  # a full disk, a busy server: the version does not spoil
+            log.warning("%s of job %s is not active yet (%s); it is tried again", version, job.id, temporary)
+            self._again_at[job.id] = time.monotonic() + SWAP_AGAIN_S
+            return
+        if error is None:
+            await asyncio.to_thread(self._ledger.complete, job.id, message=f"{version} is active")
+        else:
+            log.error("%s of job %s was refused: %s", version, job.id, error.message)
+            await asyncio.to_thread(self._ledger.refuse_swap, job.id, error.as_dict())
+        self._again_at.pop(job.id, None)
+
+    async def _swap(self, version: PolicyVersion) -> GroupwiseError | None:
+        """None if `version` is active now, else why it will not be. Raises what passes by itself."""
+        try:
+            async with asyncio.timeout(self._swap_timeout_s):
+                await self._policies.swap(version)
+        except TimeoutError:  # it may be active a moment later, so that it must not be called refused
+            raise TimeoutError(f"the swap took more than {self._swap_timeout_s:g} s") from None
+        except GroupwiseError as error:
+            if error.exit_code == TEMPORARY:
+                raise
+            return error
+        except Exception:
+            log.exception("the swap to %s failed", version)
+            return GroupwiseError(f"{version} was not activated: internal error", hint="see the server's log")
+        return None
+
+
+async def _every(seconds: float, work: Callable[[], Awaitable[None]]) -> None:
+    """Do `work` again and again; one that fails is logged and tried again, more and more slowly."""
+    delay = seconds
+    while True:
+        await asyncio.sleep(delay)
+        delay = seconds if await _guarded(work) else min(LONGEST_DELAY_S, 2 * delay)
+
+
+async def _guarded(work: Callable[[], Awaitable[None]]) -> bool:
+    try:
+        await work()
+    except Exception:
+        log.exception("%s failed", getattr(work, "__name__", work))
+        return False
+    return True
+
+
+def _tail(path: Path, offset: int) -> str:
+    """The last lines of what was written to `path` behind `offset`."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(offset, size - LAST_BYTES))
+        text = file.read().decode("utf-8", errors="replace")
+    return "\n".join(text.splitlines()[-LAST_LINES:])
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"exit status {code}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    return f"{name}, perhaps for want of memory" if code == -signal.SIGKILL else name

@@ -1,0 +1,265 @@
+"""Tokens -> text while they are sampled, and text -> thoughts, content and tool calls.
+
+    TextStream    token ids one by one -> text that nothing sampled later can take back
+    ReplyParser   text in pieces of any size -> reasoning, content and whole tool calls
+    token_text    one token as the log-probability lists show it: its text and its bytes
+
+What is streamed is what the whole reply would have been: the pieces of a `TextStream` join to the engine's text, and a
+`ReplyParser` gives the same parts however its text was cut. So both hold back what is not decided: the bytes of an
+unfinished character, an end that may grow into a stop string, space that may turn out to surround a thought or a call,
+and a tool call until it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal
+
+from groupwise.chat import THINK_END, THINK_START, parse_tool_calls, stop_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CALL_START, CALL_END = "<tool_call>", "</tool_call>"
+REPLACEMENT = "\ufffd"  # what decoding puts for bytes that are no character, or not one yet
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how sentencepiece vocabularies spell a single byte
+WINDOW = 16  # ids decoded again for each new one, before the oldest are let go
+
+
+# ---- tokens to text ----
+class Detokenizer:
+    """Ids one by one -> the text that no later id can change; together, the text of `chat.decode`.
+
+    `ends` are the ids that close a reply: they show only where the reply goes on behind them.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, ends: Collection[int] = ()):
+        self._tokenizer = tokenizer
+        self._ends = (*ends, *stop_ids(tokenizer), tokenizer.pad_token_id)
+        self._trailing: list[int] = []  # ends seen last
+        self._window: list[int] = []  # the latest ids; the first `_settled` of them are `_given` characters, given out
+        self._settled = self._given = 0
+
+    def push(self, token_id: int) -> str:
+        """The text that `token_id` settles; often none."""
+        if token_id in self._ends:
+            self._trailing.append(token_id)
+            return ""
+        self._window += [*self._trailing, token_id]
+        self._trailing.clear()
+        text = plain_text(self._window, self._tokenizer)
+        if text.endswith(REPLACEMENT) or _is_byte(token_id, self._tokenizer):
+            return ""
+        new = text[self._given :]
+        if len(self._window) > WINDOW:  # begin again at an edge between characters, with a little of what was given
+            self._window = self._window[self._settled :]
+            text = plain_text(self._window, self._tokenizer)
+        self._settled, self._given = len(self._window), len(text)
+        return new
+
+
+class TextStream:
+    """The text of one completion while it is sampled; what `push` and `finish` return joins to the engine's text.
+
+    Args:
+        stop: the stop strings that the engine watches.
+        stop_ids: the ids that end this completion beside the tokenizer's own.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, stop: Sequence[str] = (), stop_ids: Sequence[int] = ()):
+        self._detokenizer = Detokenizer(tokenizer, ends=stop_ids)
+        self._stop = tuple(stop)
+        self._held = ""
+        self._given = 0
+        self._stopped = False
+
+    def push(self, token_id: int) -> str:
+        """The text that is certain now."""
+        self._held += self._detokenizer.push(token_id)
+        if self._stopped or not self._held:
+            return ""
+        found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        self._stopped = bool(found)
+        return self._give(min(found) if found else len(self._held) - beginning_length(self._held, self._stop))
+
+    def finish(self, text: str) -> str:
+        """What is missing of the completion's whole `text`, as the engine gives it."""
+        return text[self._given :]
+
+    def _give(self, length: int) -> str:
+        given, self._held = self._held[:length], self._held[length:]
+        self._given += length
+        return given
+
+
+def beginning_length(text: str, wanted: Sequence[str]) -> int:
+    """How many characters at the end of `text` begin one of `wanted` without completing it.
+
+    >>> beginning_length("to be", ["be or not", "eel"]), beginning_length("to be", ["or"])
+    (2, 0)
+    """
+    longest = min(len(text), max(map(len, wanted), default=1) - 1)
+    for length in range(longest, 0, -1):
+        tail = text[-length:]
+        if any(len(one) > length and one.startswith(tail) for one in wanted):
+            return length
+    return 0
+
+
+@lru_cache(maxsize=1 << 16)
+def token_text(token_id: int, tokenizer: PreTrainedTokenizerBase) -> tuple[str, bytes]:
+    """A token's text as it stands inside a longer one, and its bytes, which may be only part of a character."""
+    alone = plain_text([token_id], tokenizer)
+    if REPLACEMENT in alone:
+        return alone, _bytes_of(str(tokenizer.convert_ids_to_tokens(token_id)), alone)
+    twice = plain_text([token_id, token_id], tokenizer)  # at the very start some decoders take a space away
+    text = twice[len(alone) :]
+    return text, text.encode()
+
+
+def opens_thought(prompt_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a prompt ends with <think>, so that the reply begins inside a thought."""
+    return plain_text(prompt_ids[-8:], tokenizer).rstrip().endswith(THINK_START)
+
+
+def plain_text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    text = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text if isinstance(text, str) else "".join(text)
+
+
+def _is_byte(token_id: int, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a token is a bare byte: a run of them is read as characters, or as none, only when it is over."""
+    return BYTE_TOKEN.fullmatch(str(tokenizer.convert_ids_to_tokens(token_id))) is not None
+
+
+def _bytes_of(token: str, text: str) -> bytes:
+    """The bytes of a vocabulary entry that is no whole text: byte-level letters, or <0xE2>."""
+    if match := BYTE_TOKEN.fullmatch(token):
+        return bytes([int(match[1], 16)])
+    letters = _byte_letters()
+    return bytes(letters[letter] for letter in token) if all(x in letters for x in token) else text.encode()
+
+
+@lru_cache(maxsize=1)
+def _byte_letters() -> dict[str, int]:
+    """The letters in which byte-level vocabularies write bytes: themselves where printable, else from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+# ---- text to reasoning, content and tool calls ----
+@dataclass(frozen=True)
+class Part:
+    """A piece of a reply: text of a kind, or one whole tool call (`arguments` is JSON text, as OpenAI sends it)."""
+
+    kind: Literal["reasoning", "content", "tool_call"]
+    text: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+class ReplyParser:
+    """Splits a reply that arrives in pieces.
+
+    A reply may begin with <think>...</think>, or with the inside of one when the prompt `thinks` (it ends with
+    <think>). With `tools`, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` outside thoughts are calls; one
+    that is not closed, is not JSON or has no name stays content. Space around a thought and around calls is dropped; a
+    reply with neither is left as it is.
+    """
+
+    def __init__(self, *, thinks: bool = False, tools: bool = False):
+        self._tools = tools
+        self._state: Literal["start", "reasoning", "content"] = "reasoning" if thinks else "start"
+        self._text = ""  # not decided yet
+        self._trim = thinks  # whether space that comes next is dropped
+        self._said = self._called = False  # any content, any call so far
+
+    def push(self, text: str) -> list[Part]:
+        """The parts that are certain now."""
+        self._text += text
+        return self._take(last=False)
+
+    def finish(self) -> list[Part]:
+        """The reply is over: the rest of it."""
+        return self._take(last=True)
+
+    def _take(self, *, last: bool) -> list[Part]:
+        parts: list[Part] = []
+        if self._state == "start":
+            self._begin(last=last)
+        if self._state == "reasoning":
+            parts += self._reason(last=last)
+        if self._state == "content":
+            parts += self._content(last=last)
+        return parts
+
+    def _begin(self, *, last: bool) -> None:
+        """Thought or content? Space in front of <think> goes with it."""
+        text = self._text.lstrip()
+        if text.startswith(THINK_START):
+            self._state, self._text, self._trim = "reasoning", text[len(THINK_START) :], True
+        elif last or not THINK_START.startswith(text):
+            self._state = "content"
+
+    def _reason(self, *, last: bool) -> list[Part]:
+        text = self._text.lstrip() if self._trim else self._text
+        thought, closed, rest = text.partition(THINK_END)
+        if not closed and not last:
+            thought = text[: len(text) - beginning_length(text, [THINK_END])]
+        thought = thought.rstrip()
+        if closed:
+            self._state, self._text, self._trim = "content", rest, True
+        else:
+            self._text, self._trim = text[len(thought) :], self._trim and not thought
+        return [Part("reasoning", thought)] if thought else []
+
+    def _content(self, *, last: bool) -> list[Part]:
+        parts: list[Part] = []
+        while self._text:
+            self._text = self._text.lstrip() if self._trim else self._text
+            start = self._text.find(CALL_START) if self._tools else -1
+            end = self._text.find(CALL_END, start) + len(CALL_END)
+            if start < 0:
+                return parts + self._say(self._certain(last=last))
+            if end < len(CALL_END):
+                return parts + self._say(len(self._text) if last else len(self._text[:start].rstrip()))
+            call = read_call(self._text[start:end])
+            if call is None:
+                parts += self._say(end)
+                continue
+            rest = self._text[end:]
+            parts += [*self._say(len(self._text[:start].rstrip())), call]
+            self._text, self._called, self._trim = rest, True, not self._said
+        return parts
+
+    def _certain(self, *, last: bool) -> int:
+        """How much of the text, in which no call begins, is content whatever comes."""
+        if last:
+            return len(self._text.rstrip() if self._called else self._text)
+        if not self._tools:
+            return len(self._text)
+        return len(self._text[: len(self._text) - beginning_length(self._text, [CALL_START])].rstrip())
+
+    def _say(self, length: int) -> list[Part]:
+        text, self._text = self._text[:length], self._text[length:]
+        if not text:
+            return []
+        self._said, self._trim = True, False
+        return [Part("content", text)]
+
+
+def read_call(text: str) -> Part | None:
+    """The call in `<tool_call>...</tool_call>`; None when a client could not use it."""
+    try:
+        _, calls = parse_tool_calls(text)
+        function = calls[0]["function"]
+        arguments = json.dumps(function["arguments"], ensure_ascii=False, allow_nan=False)
+        f"{function['name']}{arguments}".encode()  # half a surrogate pair cannot be sent
+    except (IndexError, ValueError, RecursionError):
+        return None
+    return Part("tool_call", name=function["name"], arguments=arguments) if function["name"] else None

@@ -1,0 +1,307 @@
+"""/v1/train/*: jobs are submitted, listed, followed and cancelled; the worker process runs them.
+
+A submission is answered when the job is on the disk. What it asks for is checked and tokenised in a thread
+(`server.submit`), and so is every use of the ledger: the loop, which serves completions, never waits for either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Header, Query, Request
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import Response, StreamingResponse
+
+from groupwise.errors import (
+    ChatError,
+    IdempotencyConflictError,
+    JobNotFoundError,
+    NotCancellableError,
+    QueueFullError,
+    RequestError,
+    StorageError,
+)
+from groupwise.ledger import Event, Job, JobState
+from groupwise.server.bodies import read_body
+from groupwise.server.events import PING, PING_S
+from groupwise.server.protocol_train import (
+    CancelAnswer,
+    GrpoRequest,
+    JobError,
+    JobMetrics,
+    SftRequest,
+    TrainQueue,
+    TrainStatus,
+    TrainSubmitted,
+    WaitingJob,
+)
+from groupwise.server.state import Server, server_of
+from groupwise.server.submit import Submission, prepare_grpo, prepare_sft
+from groupwise.server.webhooks import ACTIVE, ENDED, utc
+from groupwise.server.wire import documented
+
+EVENTS_POLL_S = 0.25
+PAGE = 500  # events read at once
+LOSSES = ("loss/total", "loss/policy", "loss/cross_entropy")  # what a step reports; the first that is there
+
+router = APIRouter(prefix="/v1/train", tags=["training"])
+IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]
+SUBMIT_ERRORS = (RequestError, ChatError, IdempotencyConflictError, QueueFullError, StorageError)
+
+
+# ---- submitting ----
+@router.post("/grpo", **documented(GrpoRequest, TrainSubmitted, errors=SUBMIT_ERRORS))
+async def train_grpo(request: Request, idempotency_key: IdempotencyKey = None) -> TrainSubmitted:
+    """Train an adapter on groups of scored completions.
+
+    Each completion is trained by how its reward compares with those of its group. The answer comes at once; follow the
+    job at /v1/train/status/{job_id}. With `Idempotency-Key`, the same request again gives the same job."""
+    server, body = server_of(request), await read_body(request, GrpoRequest)
+
+    def prepare() -> Submission:
+        return prepare_grpo(
+            body, base=server.base, store=server.store, rollouts=server.ledger.rollouts, pending=_pending(server)
+        )
+
+    return await run_in_threadpool(_submit, server, prepare, await _fingerprint(request), idempotency_key)
+
+
+@router.post("/sft", **documented(SftRequest, TrainSubmitted, errors=SUBMIT_ERRORS))
+async def train_sft(request: Request, idempotency_key: IdempotencyKey = None) -> TrainSubmitted:
+    """Train an adapter on conversations: what the assistant says in them becomes likelier."""
+    server, body = server_of(request), await read_body(request, SftRequest)
+
+    def prepare() -> Submission:
+        return prepare_sft(body, base=server.base, store=server.store, pending=_pending(server))
+
+    return await run_in_threadpool(_submit, server, prepare, await _fingerprint(request), idempotency_key)
+
+
+def _pending(server: Server) -> set[str]:
+    """The adapters that jobs ahead will make the next version of."""
+    return {job.adapter for job in server.ledger.jobs(states=ACTIVE)}
+
+
+async def _fingerprint(request: Request) -> str:
+    """What an Idempotency-Key stands for: this body on this route."""
+    return hashlib.sha256(request.url.path.encode() + b"\n" + await request.body()).hexdigest()
+
+
+def _submit(server: Server, prepare: Callable[[], Submission], fingerprint: str, key: str | None) -> TrainSubmitted:
+    _check_disk(server)
+    submission = prepare()
+    job, is_new = server.ledger.submit(
+        kind=submission.kind,
+        adapter=submission.adapter,
+        config=submission.config,
+        summary=submission.summary,
+        payload=submission.payload,
+        steps=submission.steps,
+        auto_load=submission.auto_load,
+        idempotency_key=key,
+        fingerprint=fingerprint,
+        max_queued=server.config.max_queued_jobs,
+    )
+    message = _queued(job) if is_new else f"This Idempotency-Key was used for this job before; it is {job.state}"
+    return TrainSubmitted(
+        job_id=job.id,
+        state=job.state.value,
+        message=message,
+        adapter_name=job.adapter,
+        position=job.position,
+        warnings=list(job.summary["warnings"]),
+    )
+
+
+def _queued(job: Job) -> str:
+    position = f"position {job.position} in queue"
+    if job.kind == "sft":
+        return f"Queued SFT training with {job.summary['examples']} examples ({position})"
+    groups, completions = job.summary["groups"], job.summary["completions"]
+    return f"Queued GRPO training with {groups} groups ({completions} completions, {position})"
+
+
+def _check_disk(server: Server) -> None:
+    free, least = shutil.disk_usage(server.config.state_dir).free, server.config.min_free_bytes
+    if free < least:
+        raise StorageError(
+            f"{free / 2**30:.1f} GiB of disk space are free, and jobs are taken from {least / 2**30:.1f} GiB on "
+            "(min_free_bytes)",
+            hint="free some disk space, delete adapters that are not needed, or lower min_free_bytes",
+        )
+
+
+# ---- looking ----
+@router.get("/status", **documented(answer=list[TrainStatus]))
+async def status_of_all(request: Request) -> list[TrainStatus]:
+    """Every job: the running one, those that wait by their turn, those that have ended, newest first."""
+    server = server_of(request)
+    return await run_in_threadpool(lambda: [_status(server, job) for job in _ordered(server)])
+
+
+@router.get("/status/{job_id}", **documented(answer=TrainStatus, errors=[JobNotFoundError]))
+async def status_of_one(request: Request, job_id: str) -> TrainStatus:
+    """One job."""
+    server = server_of(request)
+    return await run_in_threadpool(lambda: _status(server, server.ledger.job(job_id)))
+
+
+@router.get("/queue", **documented(answer=TrainQueue))
+async def queue(request: Request) -> TrainQueue:
+    """The running job, those that wait, and those that have ended."""
+    return await run_in_threadpool(_queue, server_of(request))
+
+
+@router.get("/metrics/{job_id}", **documented(answer=JobMetrics, errors=[JobNotFoundError]))
+async def metrics(request: Request, job_id: str) -> JobMetrics:
+    """Loss, reward, KL, gradient norm, tokens per second and more, of every step so far."""
+    steps = await run_in_threadpool(server_of(request).ledger.metrics, job_id)
+    return JobMetrics(job_id=job_id, steps=[{**step, "time": utc(step["time"])} for step in steps])
+
+
+def _ordered(server: Server) -> list[Job]:
+    """A job whose version is being swapped in runs too; it comes behind the one that trains."""
+    active, ended = server.ledger.jobs(states=ACTIVE), server.ledger.jobs(states=ENDED)
+    known = {job.id for job in ended}  # one that ended between the two reads is in both
+    turn = sorted(active, key=lambda job: (job.position or 0, job.version is not None, job.created_at))
+    return [*(job for job in turn if job.id not in known), *ended]
+
+
+def _queue(server: Server) -> TrainQueue:
+    jobs = _ordered(server)
+    running = next((job for job in jobs if job.state is JobState.RUNNING), None)
+    return TrainQueue(
+        running=None if running is None else _status(server, running),
+        queued=[
+            WaitingJob(job_id=job.id, job_type=_kind(job), adapter_name=job.adapter, position=job.position)
+            for job in jobs
+            if job.position is not None
+        ],
+        completed=[_status(server, job) for job in jobs if job.state.is_final],
+    )
+
+
+def _status(server: Server, job: Job) -> TrainStatus:
+    losses = (job.metrics[name] for name in LOSSES if name in job.metrics)
+    return TrainStatus(
+        job_id=job.id,
+        kind=_kind(job),
+        state=job.state.value,
+        phase=job.phase,
+        progress=job.progress,
+        step=job.step,
+        steps=job.steps,
+        current_loss=next(losses, None),
+        adapter_name=job.adapter,
+        adapter_version=job.version,
+        metrics=dict(job.metrics),
+        created_at=str(utc(job.created_at)),
+        started_at=utc(job.started_at),
+        finished_at=utc(job.finished_at),
+        elapsed_secs=max(0.0, (job.finished_at or time.time()) - job.created_at),
+        position=job.position,
+        attempt=job.attempt,
+        cancel_requested=job.cancel_requested,
+        error=_error(server, job),
+        config=dict(job.config),
+        summary={key: value for key, value in job.summary.items() if key != "warnings"},
+        warnings=list(job.summary.get("warnings", ())),
+    )
+
+
+def _kind(job: Job) -> Literal["grpo", "sft"]:
+    return "sft" if job.kind == "sft" else "grpo"
+
+
+def _error(server: Server, job: Job) -> JobError | None:
+    if job.error is None:
+        return None
+    code = str(job.error.get("code", "error"))
+    words = server.supervisor.last_words(job.id) if code == "crashed_repeatedly" else None
+    return JobError(code=code, message=str(job.error.get("message", "")), hint=job.error.get("hint"), log=words)
+
+
+# ---- following ----
+@router.get("/events/{job_id}", **documented(errors=[JobNotFoundError, RequestError], streams=True))
+async def events(
+    request: Request,
+    job_id: str,
+    after: Annotated[int, Query(ge=0, description="Only events behind this id.")] = 0,
+    last_event_id: Annotated[str | None, Header(description="As `after`; an EventSource sends it by itself.")] = None,
+) -> Response:
+    """What happens to a job, as server-sent events; the stream ends with the job.
+
+    Each event has an `id`, and as data {"kind": "state" | "metrics" | "message", "at", "level", "message", "data"}. One
+    who comes back with the last id misses nothing; 204 says that there is nothing more to come."""
+    server = server_of(request)
+    after = _event_id(last_event_id, default=after)
+    job, found = await run_in_threadpool(_look, server, job_id, after)
+    if job.state.is_final and not found:
+        return Response(status_code=204)
+    headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+    return StreamingResponse(_follow(server, job_id, after), media_type="text/event-stream", headers=headers)
+
+
+def _event_id(text: str | None, *, default: int) -> int:
+    if not text:
+        return default
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise RequestError(
+            f"Last-Event-ID is {text[:64]!r}; ids are whole numbers", hint="send the id of the last event, or none"
+        )
+    return int(text)
+
+
+def _look(server: Server, job_id: str, after: int) -> tuple[Job, list[Event]]:
+    """The job is read first: if it has ended by then, the events behind are all there will be."""
+    return server.ledger.job(job_id), server.ledger.events(job_id, after=after, limit=PAGE)
+
+
+async def _follow(server: Server, job_id: str, after: int) -> AsyncIterator[bytes]:
+    quiet_since = time.monotonic()
+    while True:
+        job, found = await run_in_threadpool(_look, server, job_id, after)
+        for event in found:
+            after = event.seq
+            yield _sse(event)
+        if found:
+            quiet_since = time.monotonic()
+        if len(found) == PAGE:
+            continue
+        if job.state.is_final or server.supervisor.status.state == "stopped":  # then nothing more happens here
+            return
+        if time.monotonic() - quiet_since >= PING_S:
+            yield PING
+            quiet_since = time.monotonic()
+        await asyncio.sleep(EVENTS_POLL_S)
+
+
+def _sse(event: Event) -> bytes:
+    fields = {"kind": event.kind, "at": utc(event.at), "level": event.level, "message": event.message}
+    data = json.dumps({**fields, "data": dict(event.data)}, allow_nan=False)
+    return f"id: {event.seq}\ndata: {data}\n\n".encode()
+
+
+# ---- cancelling ----
+@router.delete("/queue/{job_id}", **documented(answer=CancelAnswer, errors=[JobNotFoundError, NotCancellableError]))
+async def remove_from_queue(request: Request, job_id: str) -> CancelAnswer:
+    """Cancel a job, whether it waits or runs."""
+    return await _cancel(request, job_id)
+
+
+@router.post("/cancel/{job_id}", **documented(answer=CancelAnswer, errors=[JobNotFoundError, NotCancellableError]))
+async def cancel(request: Request, job_id: str) -> CancelAnswer:
+    """Cancel a job: at once if it waits, after its step if it runs."""
+    return await _cancel(request, job_id)
+
+
+async def _cancel(request: Request, job_id: str) -> CancelAnswer:
+    job = await run_in_threadpool(server_of(request).ledger.cancel, job_id)
+    return CancelAnswer(job_id=job.id, status="cancelled" if job.state is JobState.CANCELLED else "cancelling")

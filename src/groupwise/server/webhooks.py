@@ -1,0 +1,229 @@
+"""Webhooks: the operator's URL is told how each job ended, at least once and across restarts.
+
+    POST <url>
+    x-groupwise-delivery:  <job id>                      the same in every attempt: what a receiver deduplicates by
+    x-groupwise-timestamp: <unix seconds of the attempt>
+    x-groupwise-signature: sha256=<hex of HMAC-SHA256(secret, timestamp "." body)>
+    {"job_id", "job_type", "status", "adapter_name", "adapter_path", "error", "timestamp", ...}
+
+The URL comes from the operator's configuration, never from a request; redirects are not followed, proxies and netrc are
+not read from the environment, and the answer's body is not read. An attempt has 5 s. Anything but a 2xx is tried again
+after 1, 2, 4, ... up to 300 s, until the job's end is 24 hours old.
+
+What is still to be told is not queued anywhere: it is every finished job of the ledger that the record (one small file
+beside it) does not list as settled. A kill between the two therefore repeats a delivery and never loses one. Where
+there is no record yet, the jobs that have finished by then count as settled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import math
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from groupwise import adapter_files
+from groupwise.adapters import AdapterStore
+from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError
+from groupwise.ledger import Job, JobState, Ledger
+from groupwise.types import PolicyVersion
+
+ACTIVE = (JobState.QUEUED, JobState.RUNNING)
+ENDED = (JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED)
+ATTEMPT_S = 5.0
+LONGEST_DELAY_S = 300.0
+KEEP_TRYING_S = 24 * 3600.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Delivery:
+    """A job whose end is still to be told. `due` is on the monotonic clock."""
+
+    job: Job
+    attempts: int = 0
+    due: float = 0.0
+
+
+class Webhooks:
+    """Tells `url` how jobs ended, while `run` runs. `record` is the file that remembers who was told of what.
+
+    Raises ConfigError if `url` is not one that can be posted to.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        store: AdapterStore,
+        *,
+        url: str,
+        record: Path,
+        secret: str | None = None,
+        poll_s: float = 1.0,
+        first_delay_s: float = 1.0,
+    ):
+        self._url = _checked(url)
+        self._ledger, self._store, self._record = ledger, store, record
+        self._secret, self._poll_s, self._first_delay_s = secret, poll_s, first_delay_s
+        self._pending: dict[str, _Delivery] = {}
+        self._settled = self._read_record()
+        self._seen: frozenset[str] | None = None
+
+    @property
+    def pending(self) -> int:
+        """Deliveries that have not succeeded yet."""
+        return len(self._pending)
+
+    async def run(self) -> None:
+        """Deliver until cancelled. Neither a receiver nor a disk that fails ends it."""
+        limit = httpx2.Timeout(ATTEMPT_S)
+        async with httpx2.AsyncClient(timeout=limit, follow_redirects=False, trust_env=False) as client:
+            while True:
+                try:
+                    await asyncio.to_thread(self._notice)
+                    for delivery in [d for d in self._pending.values() if d.due <= time.monotonic()]:
+                        await self._attempt(client, delivery)
+                except Exception:
+                    log.exception("webhooks: this round failed; the next is in %g s", self._poll_s)
+                await asyncio.sleep(self._poll_s)
+
+    # --- what is to be told ---
+
+    def _notice(self) -> None:
+        """Find the jobs that have ended since the last call. A job can only end by leaving the active ones, or between
+        two calls, and then the newest job is another one: unless one of them changed, there is nothing to read."""
+        seen = frozenset(job.id for job in (*self._ledger.jobs(limit=1), *self._ledger.jobs(states=ACTIVE)))
+        if seen == self._seen:
+            return
+        ended = {job.id: job for job in self._ledger.jobs(states=ENDED)}
+        if self._settled is None:
+            self._settled = set(ended)
+            self._write_record()
+        self._settled &= ended.keys()  # the ledger forgets finished jobs in time, and so does the record
+        for id, job in reversed(ended.items()):
+            if id not in self._settled:
+                self._pending.setdefault(id, _Delivery(job))
+        self._seen = seen
+
+    def _settle(self, delivery: _Delivery) -> None:
+        assert self._settled is not None
+        self._pending.pop(delivery.job.id, None)
+        self._settled.add(delivery.job.id)
+        self._write_record()
+
+    def _read_record(self) -> set[str] | None:
+        try:
+            return set(json.loads(self._record.read_bytes())["settled"])
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError):
+            log.warning("webhooks: %s cannot be read; the ends of past jobs count as told", self._record)
+            return None
+
+    def _write_record(self) -> None:
+        with adapter_files.writing(f"recording deliveries in {self._record}"):
+            adapter_files.replace(self._record, json.dumps({"settled": sorted(self._settled or ())}) + "\n")
+
+    # --- telling it ---
+
+    async def _attempt(self, client: httpx2.AsyncClient, delivery: _Delivery) -> None:
+        job = delivery.job
+        delay = min(LONGEST_DELAY_S, self._first_delay_s * 2 ** min(delivery.attempts, 30))
+        delivery.attempts += 1
+        delivery.due = time.monotonic() + delay
+        problem = await self._post(client, job)
+        if problem is None:
+            log.info("webhooks: told of job %s (%s)", job.id, job.state)
+            await asyncio.to_thread(self._settle, delivery)
+        elif time.time() - (job.finished_at or job.created_at) > KEEP_TRYING_S:
+            log.error("webhooks: gave up on job %s after %d attempts: %s", job.id, delivery.attempts, problem)
+            await asyncio.to_thread(self._settle, delivery)
+        else:
+            log.warning("webhooks: job %s, attempt %d: %s; again in %g s", job.id, delivery.attempts, problem, delay)
+
+    async def _post(self, client: httpx2.AsyncClient, job: Job) -> str | None:
+        """One attempt; None if it was taken, else why not."""
+        path = await asyncio.to_thread(self._path_of, job)
+        body = json.dumps(payload(job, path=path), allow_nan=False).encode()
+        headers = {"content-type": "application/json", "user-agent": "groupwise", "x-groupwise-delivery": job.id}
+        if self._secret:
+            now = int(time.time())
+            headers["x-groupwise-timestamp"] = str(now)
+            headers["x-groupwise-signature"] = signature(self._secret, timestamp=now, body=body)
+        try:
+            async with asyncio.timeout(ATTEMPT_S):  # of the whole attempt; the client's own limits are per phase
+                async with client.stream("POST", self._url, content=body, headers=headers) as response:
+                    return None if response.is_success else f"it answered {response.status_code}"
+        except TimeoutError:
+            return f"no answer within {ATTEMPT_S:g} s"
+        except httpx2.HTTPError as error:
+            return type(error).__name__  # its text may hold the URL, and that a token
+
+    def _path_of(self, job: Job) -> Path | None:
+        if job.version is None:
+            return None
+        try:
+            return self._store.path(PolicyVersion.parse(job.version)).absolute()
+        except (AdapterError, AdapterNotFoundError):  # deleted, or damaged, since
+            return None
+
+
+def payload(job: Job, *, path: Path | None) -> dict[str, Any]:
+    """What is posted for a finished job. `path` is the directory of the version that it made."""
+    error = job.error or {}
+    return {
+        "job_id": job.id,
+        "job_type": job.kind,
+        "status": str(job.state),
+        "adapter_name": job.adapter,
+        "adapter_path": None if path is None else str(path),
+        "error": error.get("message"),
+        "timestamp": utc(job.finished_at),
+        "adapter_version": job.version,
+        "error_code": error.get("code"),
+        "step": job.step,
+        "steps": job.steps,
+        "metrics": {name: value for name, value in job.metrics.items() if math.isfinite(value)},
+        "created_at": utc(job.created_at),
+        "started_at": utc(job.started_at),
+    }
+
+
+def signature(secret: str, *, timestamp: int, body: bytes) -> str:
+    """The value of x-groupwise-signature. A receiver computes it too, compares with `hmac.compare_digest`, and refuses
+    timestamps that are minutes old."""
+    return "sha256=" + hmac.new(secret.encode(), f"{timestamp}.".encode() + body, hashlib.sha256).hexdigest()
+
+
+def utc(seconds: float | None) -> str | None:
+    """Unix seconds as ISO 8601, as it stands in answers.
+
+    >>> utc(0.25), utc(None)
+    ('1970-01-01T00:00:00.250Z', None)
+    """
+    if seconds is None:
+        return None
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _checked(url: str) -> str:
+    try:
+        parsed = httpx2.URL(url)
+    except httpx2.InvalidURL:
+        parsed = httpx2.URL("")
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ConfigError(
+            f"webhook_url is {url[:64]!r}; it must be an absolute http or https URL",
+            hint="write it like https://example.com/hooks/groupwise",
+        )
+    return url

@@ -1,0 +1,218 @@
+"""What every body has in common: strict reading, limits of the configuration, the error envelope, the API's document.
+
+    OpenRequest   a body of a route that OpenAI's clients call: unknown fields are ignored, as those clients expect
+    OwnRequest    a body of our own routes: unknown fields are refused, and so are keys that stand twice in an object
+    Answer        what is sent back
+    AtMost        Annotated[int, AtMost("max_n")]: a bound that ServeConfig sets, enforced and documented
+    documented    what a route says of itself in /openapi.json
+
+Bodies are read from bytes (`guard.read_body`), never from parsed JSON: numbers are not read from strings, true is not a
+number, and NaN, infinities and lone surrogates do not get in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from groupwise.errors import GroupwiseError
+from groupwise.server.config import ServeConfig
+
+REF = "#/components/schemas/{model}"
+_DEFAULTS = ServeConfig()
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(
+        strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=()
+    )
+
+
+class Request(_Strict):
+    """A body. `elsewhere` says of names that people write here what to write instead."""
+
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+
+
+class OpenRequest(Request):
+    model_config = ConfigDict(extra="ignore")
+
+
+class OwnRequest(Request):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Part(_Strict):
+    """A piece of a body on any route; what it does not know is ignored (messages come from many clients)."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class OwnPart(_Strict):
+    """A piece of a body on our own routes."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Answer(BaseModel):
+    """What is sent back. Fields of type `Absent[T]` are left out where they are None."""
+
+    model_config = ConfigDict(
+        frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=(), extra="forbid"
+    )
+
+
+def _is_none(value: Any) -> bool:
+    return value is None
+
+
+def absent() -> Any:
+    """The default of an answer's field that is left out when it is None."""
+    return Field(default=None, exclude_if=_is_none)
+
+
+# ---- problems with a code of their own ----
+def fault(code: str, message: str, **context: Any) -> PydanticCustomError:
+    """What a validator raises. `{name}` in the message stands for `context[name]`.
+
+    Of the context, `hint` becomes the error's hint. `param` names the field inside the model that is at fault; the
+    message is then a whole sentence. Without it the sentence begins with the field: "n", "is 500; ...".
+    """
+    return PydanticCustomError(code, message, context)  # pyright: ignore[reportArgumentType]
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise fault("invalid_value", "holds {value}, which is not a JSON number", value=str(value))
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            _finite(item)
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_finite)]  # what is passed on as it is
+
+
+class FailFast:
+    """Annotated[list[T], FailFast()]: the first bad item ends the check; a million of them need not be told apart."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return {**handler(source), "fail_fast": True}  # pyright: ignore[reportReturnType]
+
+
+# ---- limits ----
+def limits_of(info: core_schema.ValidationInfo) -> ServeConfig:
+    """The configuration whose limits a body is checked against; the defaults where nobody named one."""
+    return info.context or _DEFAULTS
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """A number, or a length, is at most what `ServeConfig` says under `limit`."""
+
+    limit: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.with_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {**handler(schema), "x-limit": self.limit}
+
+    def _check(self, value: Any, info: core_schema.ValidationInfo) -> Any:
+        most: int = getattr(limits_of(info), self.limit)
+        count = value if isinstance(value, int) else len(value)
+        if count > most:
+            what = "is {count}" if isinstance(value, int) else "has {count} entries"
+            template = f"{what}; this server takes at most {{most}} ({{limit}})"
+            raise fault("limit_exceeded", template, count=count, most=most, limit=self.limit)
+        return value
+
+
+def with_limits(schema: Any, config: ServeConfig) -> Any:
+    """A JSON schema in which `x-limit` has become the configured maximum."""
+    if isinstance(schema, list):
+        return [with_limits(item, config) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    bounds = {"array": "maxItems", "string": "maxLength"}
+    schema = {key: with_limits(value, config) for key, value in schema.items()}
+    if isinstance(limit := schema.pop("x-limit", None), str):
+        schema[bounds.get(str(schema.get("type")), "maximum")] = getattr(config, limit)
+    return schema
+
+
+# ---- options that this server does not have ----
+class Unsupported:
+    """Annotated[Any, Unsupported(0, 0.0)]: an option that is known and not offered; these values change nothing."""
+
+    def __init__(self, *neutral: Any, hint: str = "leave it out"):
+        self.neutral, self.hint = (None, *neutral), hint
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": list(self.neutral), "description": "Not supported; these values change nothing."}
+
+    def _check(self, value: Any) -> Any:
+        if any(type(value) is type(same) and value == same for same in self.neutral):
+            return value
+        raise fault("unsupported_parameter", "is not supported by this server", hint=self.hint)
+
+
+# ---- errors ----
+class ErrorBody(Answer):
+    """One error. `code` is stable and for programs; `hint` says what to do."""
+
+    message: str
+    """What happened, the offending value, and what would be valid."""
+    type: str
+    """The kind of error, in OpenAI's words: invalid_request_error, authentication_error, rate_limit_error, ..."""
+    param: str | None
+    """The JSON path of the field that is wrong, as in `groups[0].completions[1].reward`."""
+    code: str
+    hint: str | None
+
+
+class ErrorEnvelope(Answer):
+    """The body of every answer with a status of 400 or more."""
+
+    error: ErrorBody
+
+
+# ---- what a route says of itself ----
+def documented(
+    body: type[BaseModel] | None = None,
+    answer: Any = None,
+    *,
+    errors: Sequence[type[GroupwiseError]] = (),
+    streams: bool = False,
+    optional_body: bool = False,
+) -> dict[str, Any]:
+    """Arguments of `@router.post(path, **documented(ChatRequest, ChatCompletion, errors=[ContextLengthError]))`.
+
+    The handler reads its body with `guard.read_body` and may return an `answer` or a response. Errors that every route
+    can have (authentication, limits, malformed bodies) are added by the app. `streams`: 200 may be server-sent events.
+    """
+    responses: dict[int | str, dict[str, Any]] = {}
+    for error in errors:
+        known = responses.setdefault(error.status, {"model": ErrorEnvelope, "description": ""})
+        known["description"] = ", ".join(filter(None, (known["description"], f"`{error.code}`")))
+    if streams:
+        events = {"schema": {"type": "string", "description": "Server-sent events."}}
+        responses[200] = {"description": "The answer, or a stream of it.", "content": {"text/event-stream": events}}
+    arguments: dict[str, Any] = {"response_model": answer, "responses": responses}
+    if body is not None:
+        schema = body.model_json_schema(mode="validation", ref_template=REF)
+        definitions = {**schema.pop("$defs", {}), body.__name__: schema}
+        content = {"application/json": {"schema": {"$ref": REF.format(model=body.__name__)}}}
+        arguments["openapi_extra"] = {
+            "requestBody": {"required": not optional_body, "content": content},
+            "x-definitions": definitions,
+        }
+    return arguments

@@ -1,0 +1,171 @@
+"""Health, readiness, metrics, models, configuration and history of a whole server."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from groupwise import __version__
+from groupwise.model import LoadedModel
+from groupwise.types import PolicyVersion
+from whole_server import Whole, whole
+
+KEY = "sk-planted-0123456789"
+CHAT = {"messages": [{"role": "user", "content": "What is 2+2?"}], "max_tokens": 4, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def site(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Whole]:
+    with whole(tmp_path_factory.mktemp("state"), model_dir, api_key=KEY, served_model_name="tiny") as site:
+        yield site
+
+
+@pytest.fixture(scope="module")
+def versions(site: Whole, make_adapter: Callable[..., Path]) -> list[PolicyVersion]:
+    base: LoadedModel = site.server.base
+    directory = make_adapter(base, seed=1)
+    first = site.publish(directory, "math", step=1)
+    return [first, site.publish(directory, "math", parent=first), site.publish(directory, "sql")]
+
+
+def test_health_tells_strangers_only_that_it_lives(site: Whole) -> None:
+    stranger = site.http.get("/health", headers={"authorization": "Bearer wrong"}).json()
+    assert set(stranger) == {"status", "version", "uptime_seconds", "active_adapter", "gpu_memory"}
+    assert stranger["status"] == "ok" and stranger["version"] == __version__ and stranger["active_adapter"] is None
+    assert site.http.get("/v1/health", headers={"authorization": "Bearer wrong"}).status_code == 401
+
+
+def test_health_tells_who_has_the_key_everything(site: Whole, versions: list[PolicyVersion]) -> None:
+    health = site.http.get("/health").json()
+    assert health["status"] == "ok" and health["model"] == "tiny" and health["backend"] == "cpu"
+    assert health["active_version"] == "base" and health["adapters_loaded"] == 2
+    assert health["scheduler"]["running"] == 0 and health["training"] == {"active_job": None, "queued": 0}
+    checks = {check["name"]: check["pass"] for check in health["checks"]}
+    assert checks == {"model_loaded": True, "ledger": True, "disk_space": True, "training_worker": True}
+    assert set(site.http.get("/v1/health").json()) == set(health)
+
+
+def test_a_waiting_job_shows(site: Whole) -> None:
+    submitted, _ = site.server.ledger.submit(
+        kind="grpo", adapter="x", config={}, summary={}, payload=b"{}", steps=3, auto_load=True
+    )
+    try:
+        assert site.http.get("/health").json()["training"]["queued"] == 1
+        assert metric(site, "groupwise_jobs", state="queued") == 1
+        lease = site.server.ledger.lease("w")
+        assert lease is not None
+        site.server.ledger.progress(lease, phase="training", step=1, metrics={"loss/policy": 0.25})
+        job = site.http.get("/health").json()["training"]["active_job"]
+        assert job["job_id"] == submitted.id and 0 < job["progress"] < 1
+        assert metric(site, "groupwise_training_active") == 1
+        assert metric(site, "groupwise_train_metric", metric="loss/policy") == 0.25
+        site.server.ledger.fail(lease, {"code": "x", "message": "y"})
+    finally:
+        assert metric(site, "groupwise_jobs", state="failed") == 1
+
+
+def test_a_full_disk_is_not_ready(model_dir: Path, tmp_path: Path) -> None:
+    with whole(tmp_path, model_dir, min_free_bytes=1 << 60) as site:
+        response = site.http.get("/ready")
+        assert response.status_code == 503 and "min_free_bytes" in response.json()["error"]["message"]
+        assert int(response.headers["retry-after"]) >= 1
+        health = site.http.get("/health")
+        assert health.status_code == 200 and health.json()["status"] == "degraded"
+        assert metric(site, "groupwise_ready") == 0
+
+
+def test_a_lost_ledger_is_not_ready(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from groupwise.errors import StorageError
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise StorageError("the disk is gone")
+
+    with whole(tmp_path, model_dir) as site:
+        assert site.http.get("/ready").json() == {"ready": True}
+        monkeypatch.setattr(site.server.ledger, "jobs", broken)
+        assert "the disk is gone" in site.http.get("/ready").json()["error"]["message"]
+        assert site.http.get("/health").json()["status"] == "degraded"
+        assert site.http.get("/metrics").status_code == 200
+
+
+# ---- metrics ----
+def metric(site: Whole, name: str, /, **labels: str) -> float:
+    families = text_string_to_metric_families(site.http.get("/metrics").text)
+    (found,) = [s.value for family in families for s in family.samples if (s.name, s.labels) == (name, labels)]
+    return found
+
+
+def test_metrics_are_prometheus(site: Whole) -> None:
+    response = site.http.get("/metrics")
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    names = {s.name for family in text_string_to_metric_families(response.text) for s in family.samples}
+    assert all(name.startswith("groupwise_") for name in names)
+    for name in ("num_requests_running", "num_requests_waiting", "adapter_active_info", "ready", "disk_free_bytes"):
+        assert f"groupwise_{name}" in names
+    assert metric(site, "groupwise_adapter_active_info", name="base", version="0") == 1
+
+
+def test_a_chat_is_counted_and_remembered(site: Whole) -> None:
+    before = (
+        metric(site, "groupwise_generation_tokens_total", model_name="tiny") if site.server.recorder.recent() else 0
+    )
+    answer = site.http.post("/v1/chat/completions", json=CHAT).json()
+    after = metric(site, "groupwise_generation_tokens_total", model_name="tiny")
+    assert after - before == answer["usage"]["completion_tokens"]
+    newest = site.http.get("/v1/stats/recent-requests").json()[0]
+    assert newest["prompt_tokens"] == answer["usage"]["prompt_tokens"]
+    assert newest["adapter"] == "base" and "2+2" in newest["prompt_preview"] and newest["duration_ms"] > 0
+    assert site.http.get("/v1/stats/decode").json()["tok_per_sec"] > 0
+
+
+# ---- models ----
+def test_models_are_the_base_and_every_version_and_name(site: Whole, versions: list[PolicyVersion]) -> None:
+    cards = {card["id"]: card for card in site.http.get("/v1/models").json()["data"]}
+    assert set(cards) == {"tiny", "base", "math", "math@1", "math@2", "sql", "sql@1"}
+    assert (cards["math"]["root"], cards["math@2"]["parent"], cards["sql"]["root"]) == ("math@2", "math@1", "sql@1")
+    assert cards["tiny"]["root"] == "base"
+    for card in cards.values():
+        assert card["object"] == "model" and card["max_model_len"] == 256 and card["created"] > 1.7e9
+    for name in cards:
+        assert site.http.get(f"/v1/models/{name}").json() == cards[name]
+
+
+def test_a_name_stands_for_its_active_version(site: Whole, versions: list[PolicyVersion]) -> None:
+    assert site.http.post("/v1/adapters/load", json={"name": "math@1"}).status_code == 200
+    try:
+        cards = {card["id"]: card for card in site.http.get("/v1/models").json()["data"]}
+        assert cards["math"]["root"] == cards["tiny"]["root"] == "math@1"
+        assert site.http.get("/health").json()["active_adapter"] == "math"
+        assert metric(site, "groupwise_adapter_swaps_total", result="ok") == 1
+        answer = site.http.post("/v1/chat/completions", json=CHAT)
+        assert answer.headers["x-adapter-version"] == "math@1"
+    finally:
+        site.http.post("/v1/adapters/unload")
+
+
+@pytest.mark.parametrize("name", ["nope", "math@9", "a/b", "%2e%2e", "a%00b", "x" * 500])
+def test_an_unknown_model_is_404(site: Whole, name: str) -> None:
+    response = site.http.get(f"/v1/models/{name}")
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (404, "model_not_found")
+    assert error["param"] == "model" and len(error["message"]) < 200
+
+
+# ---- configuration ----
+def test_the_configuration_shows_without_its_secrets(site: Whole) -> None:
+    response = site.http.get("/v1/config")
+    shown = response.json()
+    assert KEY not in response.text
+    assert (shown["dtype"], shown["device"], shown["context_length"]) == ("float32", "cpu", 256)
+    assert shown["config"]["max_n"] == 128 and re.fullmatch(r"[0-9a-f]{64}", shown["base_hash"])
+
+
+def test_the_key_is_in_no_answer(site: Whole) -> None:
+    for path in site.app.openapi()["paths"]:
+        if "get" in site.app.openapi()["paths"][path] and "{" not in path:
+            assert KEY not in site.http.get(path).text
+    assert KEY not in json.dumps(site.app.openapi())

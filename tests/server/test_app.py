@@ -1,0 +1,207 @@
+"""A server process from its first to its last second, and the application as a whole."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from groupwise.errors import GroupwiseError
+from groupwise.server.app import serve
+from groupwise.server.config import ServeConfig
+from whole_server import whole
+
+SERVE = """
+import sys
+from groupwise.errors import GroupwiseError
+from groupwise.server.app import serve
+from groupwise.server.config import serve_config
+import json
+try:
+    serve(serve_config(json.loads(sys.argv[1])))
+except GroupwiseError as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
+CHAT = {"messages": [{"role": "user", "content": "What is 2+2?"}], "max_tokens": 4}
+LONG = CHAT | {"max_tokens": 200, "ignore_eos": True, "stream": True}
+
+
+@dataclass
+class Process:
+    """`serve` in a process of its own; `lines` is what it said so far."""
+
+    popen: subprocess.Popen[str]
+    port: int
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def said(self, text: str, *, seconds: float = 60) -> bool:
+        end = time.monotonic() + seconds
+        while not any(text in line for line in self.lines):
+            if time.monotonic() > end or self.popen.poll() is not None:
+                return any(text in line for line in self.lines)
+            time.sleep(0.01)
+        return True
+
+
+def start(state_dir: Path, **settings: Any) -> Process:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    given = {"state_dir": str(state_dir), "port": port, "min_free_bytes": 0, "worker_threads": 1, **settings}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GROUPWISE_API_KEY": ""}
+    popen = subprocess.Popen(
+        [sys.executable, "-c", SERVE, json.dumps(given)], stderr=subprocess.PIPE, text=True, env=environment
+    )
+    process = Process(popen, given["port"])
+
+    def collect() -> None:
+        assert popen.stderr is not None
+        for line in popen.stderr:
+            process.lines.append(line)
+
+    threading.Thread(target=collect, daemon=True).start()
+    return process
+
+
+@pytest.fixture
+def started(model_dir: Path, tmp_path: Path) -> Iterator[Process]:
+    process = start(tmp_path / "state", model=str(model_dir), shutdown_timeout_s=10)
+    yield process
+    process.popen.kill()
+    process.popen.wait()
+
+
+# ---- what is missing is told at once ----
+@pytest.mark.parametrize("taken", ["port", "state directory"])
+def test_what_is_taken_ends_the_process_before_anything_is_loaded(taken: str, tmp_path: Path) -> None:
+    from groupwise.server.listen import bind, own
+
+    with bind("127.0.0.1", 0) as listener, own(tmp_path / "state"):
+        port = listener.getsockname()[1]
+        settings = {"port": port} if taken == "port" else {}
+        process = start(tmp_path / ("other" if taken == "port" else "state"), **settings)
+        began = time.monotonic()
+        assert process.popen.wait(timeout=20) == 3
+        assert time.monotonic() - began < 5  # well under a second on an idle machine
+    assert process.said(f"port {port}" if taken == "port" else f"pid {os.getpid()} ")
+    assert not process.said("loading", seconds=0)
+
+
+def test_nothing_heavy_is_imported_before_the_port_is_bound() -> None:
+    code = "import sys, groupwise.server.app, groupwise.server.config\n"
+    code += (
+        "heavy = {'torch', 'transformers', 'fastapi', 'uvicorn', 'numpy'} & set(sys.modules); assert not heavy, heavy"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_an_open_door_is_refused(tmp_path: Path) -> None:
+    process = start(tmp_path / "state", host="0.0.0.0")
+    assert process.popen.wait(timeout=20) == 2
+    assert process.said("GROUPWISE_API_KEY") and not (tmp_path / "state").exists()
+
+
+def test_a_model_that_is_not_there_ends_the_process(tmp_path: Path) -> None:
+    said: list[str] = []
+    with pytest.raises(GroupwiseError, match="no-such-model") as refused:
+        serve(ServeConfig(model=str(tmp_path / "no-such-model"), state_dir=tmp_path, port=0), announce=said.append)
+    assert refused.value.exit_code == 3
+    assert said[0].startswith("loading") and not any("ready on" in line for line in said)
+
+
+# ---- a life ----
+def test_a_life(started: Process) -> None:
+    """Loading: health only. Ready: everything. SIGTERM: new requests are turned away, a stream ends; exit 0."""
+    assert started.said("loading")
+    with httpx2.Client(base_url=started.url, timeout=20) as http:
+        assert http.get("/health").json()["status"] == "loading"
+        early = http.post("/v1/chat/completions", json=CHAT)
+        assert (early.status_code, early.json()["error"]["code"]) == (503, "not_ready")
+        assert started.said("ready on"), started.lines
+        assert http.get("/ready").json() == {"ready": True}
+        assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
+        with http.stream("POST", "/v1/chat/completions", json=LONG) as stream:
+            lines = stream.iter_lines()
+            assert next(lines).startswith("data: ")
+            started.popen.send_signal(signal.SIGTERM)
+            assert started.said("stopping", seconds=5)
+            late = httpx2.post(f"{started.url}/v1/chat/completions", json=CHAT)
+            assert (late.status_code, late.json()["error"]["code"]) == (503, "shutting_down")
+            assert int(late.headers["retry-after"]) >= 1
+            received = [line for line in lines if line]
+        assert received[-1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in received[-2].replace(" ", "")
+    assert started.popen.wait(timeout=20) == 0
+    assert started.said("stopped", seconds=1)
+    with pytest.raises(ConnectionError):
+        socket.create_connection(("127.0.0.1", started.port), timeout=1)
+
+
+def test_a_signal_while_loading_ends_it_and_a_second_start_works(started: Process, tmp_path: Path) -> None:
+    assert started.said("loading")
+    started.popen.send_signal(signal.SIGINT)
+    assert started.popen.wait(timeout=10) == 0
+    again = start(tmp_path / "state", model=str(tmp_path))
+    assert again.popen.wait(timeout=60) == 3  # for want of a model, not of the state directory
+    assert not again.said("in use", seconds=0)
+
+
+def test_the_active_version_is_active_again_at_the_next_start_even_after_a_kill(
+    model_dir: Path, tmp_path: Path, make_adapter: Any
+) -> None:
+    state = tmp_path / "state"
+    with whole(state, model_dir) as site:
+        version = site.publish(make_adapter(site.server.base, seed=3), "math")
+        assert site.http.post("/v1/adapters/load", json={"name": "math"}).status_code == 200
+    process = start(state, model=str(model_dir))
+    try:
+        assert process.said("ready on"), process.lines
+        health = httpx2.get(f"{process.url}/health").json()
+        assert health["active_version"] == str(version)
+        process.popen.kill()
+        process.popen.wait()
+        with whole(state, model_dir) as site:
+            assert site.server.store.active == version
+    finally:
+        process.popen.kill()
+        process.popen.wait()
+
+
+# ---- the application ----
+def test_cors_is_off_unless_it_is_configured(model_dir: Path, tmp_path: Path) -> None:
+    preflight = {"origin": "https://app.example", "access-control-request-method": "POST"}
+    with whole(tmp_path / "a", model_dir) as site:
+        response = site.http.options("/v1/chat/completions", headers=preflight)
+        assert response.status_code == 405 and "access-control-allow-origin" not in response.headers
+    with whole(tmp_path / "b", model_dir, cors_origins=("https://app.example",), api_key="k" * 20) as site:
+        response = site.http.options("/v1/chat/completions", headers=preflight)
+        assert response.status_code == 200
+        assert response.headers["access-control-allow-origin"] == "https://app.example"
+        refused = site.http.post("/v1/chat/completions", headers={"origin": "https://app.example", "authorization": ""})
+        assert refused.status_code == 401  # and the page may read why
+        assert refused.headers["access-control-allow-origin"] == "https://app.example"
+        other = site.http.options("/v1/chat/completions", headers={**preflight, "origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in other.headers
+
+
+def test_the_gate_belongs_to_the_process(model_dir: Path, tmp_path: Path) -> None:
+    with whole(tmp_path, model_dir) as site:
+        assert site.http.get("/v1/models").status_code == 200
+        site.gate.drain()
+        assert site.http.get("/v1/models").json()["error"]["code"] == "shutting_down"
+        assert site.http.get("/health").status_code == 200

@@ -1,0 +1,487 @@
+"""/v1/chat/completions over real sockets, on the starter, through the `openai` package and byte by byte."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import APIError, AsyncOpenAI, BadRequestError, InternalServerError, NotFoundError, OpenAI
+
+from groupwise.chat import encode_prompt
+from groupwise.server import admission, chat
+from groupwise.server.protocol import ChatRequest
+from groupwise.starter.tasks import CALCULATOR, calculate, is_correct, prompts
+from groupwise.types import Prompt, SamplingParams, SamplingRequest
+from serving import Served, served, starter
+
+ADD = [{"role": "user", "content": "What is 47 + 138? Reply with just the number."}]
+THINK = [{"role": "user", "content": "What is 47 + 138? Think step by step."}]
+SORT = [{"role": "user", "content": "Sort these numbers: 31, 7, 54, 12, 90. Just the list."}]
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory) -> Iterator[Served]:
+    with served(tmp_path_factory.mktemp("state"), [chat.router]) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(api: Served) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ask(client: OpenAI, messages: Sequence[dict[str, Any]], **options) -> Any:
+    ours = ("adapter", "adapters", "return_token_ids", "top_k", "ignore_eos", "stop_token_ids", "chat_template_kwargs")
+    extra = {key: options.pop(key) for key in ours if key in options}
+    return client.chat.completions.create(model="starter", messages=messages, extra_body=extra, **options)
+
+
+def ids_of(messages: Sequence[dict[str, Any]], **options) -> tuple[int, ...]:
+    return encode_prompt(Prompt(id="", messages=tuple(messages), **options), starter().tokenizer).token_ids
+
+
+def sampled(api: Served, messages: Sequence[dict[str, Any]], *, n: int = 1, **params):
+    """What the engine itself answers."""
+    params = {"max_tokens": 64, "seed": 5} | params
+    request = SamplingRequest(prompt_ids=ids_of(messages), n=n, params=SamplingParams(**params))
+    return api.engine.generate([request])[0]
+
+
+def joined(stream: Any) -> dict[int, dict[str, Any]]:
+    """By choice: what a stream's deltas add up to."""
+    choices: dict[int, dict[str, Any]] = {}
+    for chunk in stream:
+        for choice in chunk.choices:
+            whole = choices.setdefault(
+                choice.index, {"content": "", "reasoning": "", "calls": [], "logprobs": [], "ids": [], "finish": None}
+            )
+            assert whole["finish"] is None, "nothing comes after the finish reason"
+            whole["content"] += choice.delta.content or ""
+            whole["reasoning"] += getattr(choice.delta, "reasoning_content", None) or ""
+            whole["calls"] += choice.delta.tool_calls or []
+            whole["logprobs"] += choice.logprobs.content if choice.logprobs else []
+            whole["ids"] += getattr(choice, "token_ids", None) or []
+            whole["finish"] = choice.finish_reason
+    return choices
+
+
+# ---- whole answers ----
+
+
+def test_the_answer_is_what_the_engine_samples(api: Served, client: OpenAI) -> None:
+    completions = sampled(api, ADD, n=4, temperature=0.8)
+    answer = ask(client, ADD, n=4, temperature=0.8, seed=5, max_tokens=64)
+    assert [choice.message.content for choice in answer.choices] == [c.text for c in completions]
+    assert [choice.finish_reason for choice in answer.choices] == [c.finish_reason.value for c in completions]
+    assert len({c.text for c in completions}) > 1, "the choices have seeds of their own"
+    assert answer.usage.prompt_tokens == len(ids_of(ADD))
+    assert answer.usage.completion_tokens == sum(len(c.token_ids) for c in completions)
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert (answer.model, answer.object, answer.system_fingerprint) == ("starter", "chat.completion", "base")
+    assert answer.id.startswith("chatcmpl-") and abs(answer.created - time.time()) < 60
+    assert answer.choices[0].message.tool_calls is None and not hasattr(answer.choices[0].message, "reasoning_content")
+
+
+def test_greedy_with_several_choices_is_allowed_and_gives_equal_ones(client: OpenAI) -> None:
+    answer = ask(client, ADD, n=3, temperature=0)
+    assert len(answer.choices) == 3 and len({choice.message.content for choice in answer.choices}) == 1
+
+
+def test_a_seed_fixes_the_answer_and_without_one_answers_differ(client: OpenAI) -> None:
+    def words(**options) -> str:
+        return ask(client, SORT, temperature=1.5, max_tokens=24, ignore_eos=True, **options).choices[0].message.content
+
+    assert words(seed=7) == words(seed=7) != words(seed=8)
+    assert words() != words()
+
+
+def test_a_thought_is_kept_apart_and_counted(client: OpenAI) -> None:
+    answer = ask(client, THINK, temperature=0, return_token_ids=True)
+    message, choice = answer.choices[0].message, answer.choices[0]
+    text = starter().tokenizer.decode(choice.token_ids)
+    assert text == f"<think>\n{message.reasoning_content}\n</think>\n\n{message.content}<|im_end|>"
+    assert message.reasoning_content.startswith("7+8=15") and message.content == "185"
+    assert answer.usage.completion_tokens == len(choice.token_ids)
+
+
+def test_thinking_can_be_turned_off_in_the_template(client: OpenAI) -> None:
+    answer = ask(client, THINK, temperature=0, chat_template_kwargs={"enable_thinking": False}, return_token_ids=True)
+    assert starter().tokenizer.decode(answer.prompt_token_ids).endswith("<think>\n\n</think>\n\n")
+    assert not hasattr(answer.choices[0].message, "reasoning_content")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_opens_the_thought_is_answered_inside_it(client: OpenAI, stream: bool) -> None:
+    """The client may begin the assistant's message itself, and the reply continues it."""
+    messages = [*THINK, {"role": "assistant", "content": "<think>\n7+8=15\n"}]
+    answer = ask(client, messages, temperature=0, stream=stream)
+    if stream:
+        whole = joined(answer)[0]
+        reasoning, content = whole["reasoning"], whole["content"]
+    else:
+        reasoning, content = answer.choices[0].message.reasoning_content, answer.choices[0].message.content
+    assert reasoning.startswith("4+3+1=8") and content == "185"
+
+
+def test_stop_strings_end_the_answer_and_are_cut(api: Served, client: OpenAI) -> None:
+    plain = ask(client, SORT, temperature=0).choices[0].message.content
+    answer = ask(client, SORT, temperature=0, stop=[", 31", "zzz"])
+    assert plain == "7, 12, 31, 54, 90"
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("7, 12", "stop")
+    by_id = ask(client, SORT, temperature=0, stop_token_ids=starter().tokenizer.encode(","))
+    assert (by_id.choices[0].message.content, by_id.choices[0].finish_reason) == ("7", "stop")
+    short = ask(client, SORT, temperature=0, max_completion_tokens=3)
+    assert (short.choices[0].finish_reason, short.usage.completion_tokens) == ("length", 3)
+
+
+# ---- streams ----
+
+
+@pytest.mark.parametrize(
+    ("messages", "options"),
+    [
+        (THINK, {"temperature": 1.0, "n": 6, "max_tokens": 60}),
+        (SORT, {"temperature": 1.0, "n": 3, "stop": ["1", "4,"]}),
+        (ADD, {"temperature": 3.0, "n": 8, "max_tokens": 40, "ignore_eos": True}),
+        (ADD, {"temperature": 0.0, "max_tokens": 1}),
+    ],
+)
+def test_a_stream_adds_up_to_the_whole_answer(client: OpenAI, messages, options) -> None:
+    whole = ask(client, messages, seed=11, logprobs=True, top_logprobs=2, return_token_ids=True, **options)
+    stream = ask(
+        client, messages, seed=11, logprobs=True, top_logprobs=2, return_token_ids=True, stream=True, **options
+    )
+    choices = joined(stream)
+    assert sorted(choices) == list(range(options.get("n", 1)))
+    for choice in whole.choices:
+        mine = choices[choice.index]
+        assert mine["content"] == (choice.message.content or "")
+        assert mine["reasoning"] == (getattr(choice.message, "reasoning_content", None) or "")
+        assert mine["finish"] == choice.finish_reason
+        assert mine["ids"] == choice.token_ids
+        assert [one.model_dump() for one in mine["logprobs"]] == [one.model_dump() for one in choice.logprobs.content]
+
+
+def test_the_last_chunk_has_the_usage_if_asked_for(client: OpenAI) -> None:
+    *chunks, last = ask(client, ADD, temperature=0, stream=True, stream_options={"include_usage": True})
+    whole = ask(client, ADD, temperature=0)
+    assert last.choices == [] and last.usage == whole.usage
+    assert all(chunk.usage is None and chunk.choices for chunk in chunks)
+    assert {chunk.id for chunk in chunks} == {last.id}
+    assert [bool(chunk.choices) for chunk in ask(client, ADD, temperature=0, stream=True)].count(False) == 0
+
+
+def raw(api: Served, body: dict[str, Any]) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", api.port), timeout=20)
+    data = json.dumps({"messages": ADD, **body}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(data)}\r\n"
+    connection.sendall(f"{head}content-type: application/json\r\nconnection: close\r\n\r\n".encode() + data)
+    return connection
+
+
+def read_all(connection: socket.socket) -> tuple[str, list[str]]:
+    """The head, and the lines of the body without the chunks' sizes."""
+    data = b""
+    while more := connection.recv(65536):
+        data += more
+    head, _, body = data.decode().partition("\r\n\r\n")
+    return head.lower(), [line for line in body.split("\n") if line.startswith(("data:", ":"))]
+
+
+def test_the_wire_format_of_a_stream(api: Served) -> None:
+    head, lines = read_all(raw(api, {"stream": True, "temperature": 0}))
+    assert head.startswith("http/1.1 200")
+    for header in ("content-type: text/event-stream", "cache-control: no-cache", "x-accel-buffering: no"):
+        assert header in head
+    assert "x-adapter-version: base" in head and "content-length" not in head
+    assert lines[-1] == "data: [DONE]"
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    assert chunks[0]["choices"] == [
+        {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+    ]
+    assert chunks[-1]["choices"] == [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}]
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    content = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    assert content == sampled(api, ADD, temperature=0)[0].text != ""
+
+
+def test_a_silent_stream_pings(api: Served, monkeypatch) -> None:
+    """The engine is kept busy by a request that takes all rows, so that there is nothing to say."""
+    monkeypatch.setattr(admission, "PING_S", 0.05)
+    busy = SamplingRequest(prompt_ids=(1, 2), n=32, params=SamplingParams(max_tokens=1000, ignore_eos=True))
+    (future,) = api.engine.submit([busy])
+    assert api.is_busy_within(5)
+    threading.Timer(0.4, future.cancel).start()
+    _, lines = read_all(raw(api, {"stream": True, "temperature": 0}))
+    assert lines.count(": ping") >= 2
+    assert lines[-1] == "data: [DONE]" and '"finish_reason":"stop"' in lines[-2]
+
+
+# ---- log-probabilities ----
+
+
+def test_logprobs_are_the_engines_for_every_token(api: Served, client: OpenAI) -> None:
+    (completion,) = sampled(api, ADD, temperature=0.7, top_logprobs=3)
+    answer = ask(client, ADD, temperature=0.7, seed=5, max_tokens=64, logprobs=True, top_logprobs=3)
+    content = answer.choices[0].logprobs.content
+    assert [one.logprob for one in content] == pytest.approx(completion.logprobs, abs=1e-6)
+    assert b"".join(bytes(one.bytes) for one in content).decode() == completion.text + "<|im_end|>"
+    assert "".join(one.token for one in content) == completion.text + "<|im_end|>"
+    for one, alternatives in zip(content, completion.top_logprobs, strict=True):
+        assert [top.logprob for top in one.top_logprobs] == pytest.approx([logprob for _, logprob in alternatives])
+        assert one.top_logprobs[0].logprob >= one.logprob - 1e-6
+    assert ask(client, ADD, temperature=0).choices[0].logprobs is None
+    assert ask(client, ADD, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
+
+
+def test_the_ids_of_prompt_and_completion_are_given_back(api: Served, client: OpenAI) -> None:
+    (completion,) = sampled(api, ADD, temperature=1.0)
+    answer = ask(client, ADD, seed=5, max_tokens=64, return_token_ids=True)
+    assert tuple(answer.prompt_token_ids) == ids_of(ADD)
+    assert tuple(answer.choices[0].token_ids) == completion.token_ids
+    first, *others = ask(client, ADD, seed=5, return_token_ids=True, stream=True)
+    assert tuple(first.prompt_token_ids) == ids_of(ADD)
+    assert not any(hasattr(chunk, "prompt_token_ids") for chunk in others)
+    assert not hasattr(ask(client, ADD).choices[0], "token_ids")
+
+
+# ---- tools ----
+
+
+def test_a_tool_is_called_and_its_result_answered(client: OpenAI) -> None:
+    """The whole round trip, as an agent makes it, on problems that the starter has not seen."""
+    right = 0
+    for row in prompts("tool", "test", n=8, seed=3):
+        first = ask(client, row["prompt"], tools=[CALCULATOR], temperature=0).choices[0]
+        assert first.finish_reason == "tool_calls" and first.message.content is None
+        (call,) = first.message.tool_calls
+        assert (call.type, call.function.name) == ("function", "calculator")
+        result = calculate(json.loads(call.function.arguments)["expression"])
+        right += result == row["answer"]
+        said = first.message.model_dump(exclude_none=True)
+        messages = [*row["prompt"], said, {"role": "tool", "tool_call_id": call.id, "content": result}]
+        second = ask(client, messages, tools=[CALCULATOR], temperature=0).choices[0]
+        assert second.finish_reason == "stop" and result in second.message.content
+    assert right >= 7
+
+
+def test_a_streamed_call_comes_whole_in_one_delta(client: OpenAI) -> None:
+    (row,) = prompts("tool", "test", n=1, seed=4)
+    whole = ask(client, row["prompt"], tools=[CALCULATOR], temperature=0).choices[0].message.tool_calls[0]
+    streamed = joined(ask(client, row["prompt"], tools=[CALCULATOR], temperature=0, stream=True))[0]
+    (call,) = streamed["calls"]
+    assert (call.index, call.function, streamed["finish"]) == (0, call.function, "tool_calls")
+    assert (call.function.name, call.function.arguments) == (whole.function.name, whole.function.arguments)
+    assert streamed["content"] == "" and call.id != whole.id
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_can_be_insisted_on(client: OpenAI, stream: bool) -> None:
+    """Left alone, the starter calls nothing but the calculator."""
+    search = {"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}
+    (row,) = prompts("tool", "test", n=1, seed=4)
+
+    def outcome(choice: Any) -> tuple[str, list[str]]:
+        options = {"tools": [CALCULATOR, search], "tool_choice": choice, "temperature": 0, "stream": stream}
+        answer = ask(client, row["prompt"], **options)
+        if stream:
+            whole = joined(answer)[0]
+            return whole["finish"], [call.function.name for call in whole["calls"]]
+        (choice,) = answer.choices
+        return choice.finish_reason, [call.function.name for call in choice.message.tool_calls or ()]
+
+    assert outcome("auto") == outcome("required") == ("tool_calls", ["calculator"])
+    assert outcome({"type": "function", "function": {"name": "search"}}) == ("tool_calls", ["search"])
+
+
+def test_a_call_that_did_not_become_one_is_content(client: OpenAI) -> None:
+    """Here the starter does not know how to go on with the call that it has to make."""
+    messages = [{"role": "user", "content": "Ada is 12 years old. Write it as JSON."}]
+    options = {"tools": [CALCULATOR], "tool_choice": "required", "temperature": 0, "max_tokens": 30}
+    answer = ask(client, messages, return_token_ids=True, **options)
+    assert starter().tokenizer.decode(answer.prompt_token_ids).endswith("<|im_start|>assistant\n<tool_call>")
+    (choice,) = answer.choices
+    assert choice.message.tool_calls is None and choice.finish_reason == "stop"
+    assert choice.message.content.startswith('<tool_call>\n{"name": "')
+    assert joined(ask(client, messages, stream=True, **options))[0]["content"] == choice.message.content
+
+
+def test_no_call_where_none_is_wanted(client: OpenAI) -> None:
+    (row,) = prompts("tool", "test", n=1, seed=4)
+    none = ask(client, row["prompt"], tools=[CALCULATOR], tool_choice="none", temperature=0, return_token_ids=True)
+    assert "calculator" not in starter().tokenizer.decode(none.prompt_token_ids)
+    assert none.choices[0].message.tool_calls is None
+    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1+1"}}\n</tool_call>'
+    without_tools = ask(client, [*ADD, {"role": "assistant", "content": call}], temperature=0, max_tokens=4)
+    assert without_tools.choices[0].message.tool_calls is None
+
+
+def test_several_calls_become_one_if_asked() -> None:
+    """The starter never makes two calls, so the reply is written here."""
+    one = '<tool_call>{{"name": "calculator", "arguments": {{"expression": "{}"}}}}</tool_call>'
+    text = f"Two. {one.format('1+1')}\n{one.format('2+2')}\n"
+    for parallel, expected in ((None, ["1+1", "2+2"]), (True, ["1+1", "2+2"]), (False, ["1+1"])):
+        body = ChatRequest(messages=ADD, tools=[CALCULATOR], parallel_tool_calls=parallel)
+        reply = chat.Reply(body, chat.ChatPrompt(ids=(1,)))
+        deltas = [*reply.push(text), *reply.finish()]
+        message = reply.message()
+        assert [json.loads(call.function.arguments)["expression"] for call in message.tool_calls] == expected
+        assert message.content == "Two."
+        assert [call.index for delta in deltas for call in delta.tool_calls or ()] == list(range(len(expected)))
+        assert len({call.id for call in message.tool_calls}) == len(expected)
+
+
+# ---- policies ----
+
+
+def test_model_and_adapter_choose_the_policy_and_the_answer_says_which(
+    api: Served, client: OpenAI, make_adapter
+) -> None:
+    version = api.publish(make_adapter(starter(), seed=1), "noise")
+    options = {"messages": ADD, "temperature": 0, "max_tokens": 12}
+    base = client.chat.completions.create(model="base", **options)
+    by_model = client.chat.completions.with_raw_response.create(model="noise@1", **options)
+    by_adapter = client.chat.completions.create(model="starter", extra_body={"adapter": "noise"}, **options)
+    answer = by_model.parse()
+    assert by_model.headers["x-adapter-version"] == answer.system_fingerprint == str(version) == "noise@1"
+    assert by_adapter.choices[0].message == answer.choices[0].message != base.choices[0].message
+    assert (answer.model, base.system_fingerprint) == ("noise@1", "base")
+    parts = [{"name": "noise", "scale": 0.0}]
+    nothing = client.chat.completions.create(model="starter", extra_body={"adapters": parts}, **options)
+    assert nothing.choices[0].message == base.choices[0].message and "noise@1" in nothing.system_fingerprint
+    assert all(users == 0 for users in api.server.policies.in_use.values()), "leases end with their requests"
+
+
+# ---- errors ----
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_wrong_is_said_before_the_first_byte(client: OpenAI, stream: bool) -> None:
+    with pytest.raises(NotFoundError, match="no model 'gone'") as missing:
+        client.chat.completions.create(model="gone", messages=ADD, stream=stream)
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(NotFoundError) as adapter:
+        ask(client, ADD, adapter="gone@3", stream=stream)
+    assert adapter.value.code == "adapter_not_found"
+    with pytest.raises(
+        BadRequestError, match=r"maximum context length is 1024 tokens, but you requested 1\d\d\d"
+    ) as long:
+        ask(client, ADD, max_tokens=1020, stream=stream)
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(BadRequestError, match="maximum context length is 1024") as longer:
+        ask(client, [{"role": "user", "content": "word " * 2000}], stream=stream)
+    assert longer.value.code == "context_length_exceeded"
+    with pytest.raises(BadRequestError, match="role") as template:
+        ask(client, [*ADD, {"role": "system", "content": "too late"}], stream=stream)
+    assert template.value.code == "invalid_messages"
+    with pytest.raises(BadRequestError) as empty:
+        ask(client, [], stream=stream)
+    assert empty.value.param == "messages"
+    with pytest.raises(BadRequestError) as several:
+        ask(client, ADD, n=129, stream=stream)
+    assert several.value.param == "n"
+    with pytest.raises(BadRequestError, match="the last message is the assistant's") as forced:
+        ask(client, [*ADD, {"role": "assistant", "content": "185"}], tools=[CALCULATOR], tool_choice="required")
+    assert forced.value.param == "tool_choice"
+
+
+def test_without_max_tokens_the_context_is_the_limit(client: OpenAI) -> None:
+    answer = ask(client, [{"role": "user", "content": "7 " * 480}], ignore_eos=True, seed=1)
+    assert answer.usage.total_tokens == 1024 and answer.choices[0].finish_reason == "length"
+
+
+def test_a_deadline_is_a_504_or_an_event(tmp_path: Path) -> None:
+    with served(tmp_path, [chat.router], request_timeout_s=0.4) as slow:
+        client = OpenAI(base_url=f"{slow.url}/v1", api_key="none", max_retries=0)
+        with pytest.raises(InternalServerError, match=r"not whole after 0\.4 seconds") as late:
+            ask(client, ADD, ignore_eos=True, n=8)
+        assert (late.value.status_code, late.value.code) == (504, "deadline_exceeded")
+        assert late.value.response.headers["x-should-retry"] == "false"
+        heard = []
+        with pytest.raises(APIError, match=r"not whole after 0\.4 seconds") as event:
+            heard.extend(ask(client, ADD, ignore_eos=True, n=8, stream=True))
+        assert len(heard) > 10 and event.value.code == "deadline_exceeded"
+        assert slow.is_idle_within(1)
+        assert [request["finish_reason"] for request in slow.server.recorder.recent()] == ["timeout", "timeout"]
+        _, lines = read_all(raw(slow, {"stream": True, "ignore_eos": True, "n": 8}))
+        assert '"deadline_exceeded"' in lines[-2] and lines[-1] == "data: [DONE]"
+
+
+# ---- clients that leave, and what is recorded ----
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_the_engine_and_the_version(api: Served, make_adapter, stream: bool) -> None:
+    version = api.publish(make_adapter(starter(), seed=2), f"left-{str(stream).lower()}")
+    connection = raw(api, {"stream": stream, "ignore_eos": True, "n": 16, "adapter": version.name})
+    assert api.is_busy_within(5) and api.server.policies.in_use[version] == 1
+    connection.close()
+    assert api.is_idle_within(1)
+    time.sleep(0.05)
+    assert api.server.policies.in_use[version] == 0
+    latest = api.server.recorder.recent()[0]
+    assert (latest["finish_reason"], latest["streamed"], latest["adapter"]) == (
+        "client_disconnect",
+        stream,
+        str(version),
+    )
+
+
+def test_others_are_answered_while_somebody_does_not_read(api: Served, client: OpenAI) -> None:
+    body = {"stream": True, "ignore_eos": True, "n": 16, "logprobs": True, "top_logprobs": 20}
+    stuck = raw(api, body)
+    assert api.is_busy_within(5)
+    for _ in range(3):
+        assert ask(client, ADD, temperature=0).choices[0].message.content == sampled(api, ADD, temperature=0)[0].text
+    stuck.close()
+    assert api.is_idle_within(1)
+
+
+def test_many_at_once_each_get_their_own_answer(api: Served) -> None:
+    """48 streams of 12 questions through one asynchronous client."""
+    rows = prompts("sort", "test", n=12, seed=2)
+    expected = [sampled(api, row["prompt"], temperature=0)[0].text for row in rows]
+
+    async def one(client: AsyncOpenAI, index: int) -> str:
+        stream = await client.chat.completions.create(
+            model="starter", messages=rows[index % 12]["prompt"], temperature=0, stream=True
+        )
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def all_of_them() -> list[str]:
+        async with AsyncOpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0) as client:
+            return await asyncio.gather(*(one(client, i) for i in range(48)))
+
+    assert asyncio.run(all_of_them()) == expected * 4
+
+
+def test_requests_are_recorded(api: Served, client: OpenAI) -> None:
+    whole = ask(client, ADD, temperature=0)
+    list(ask(client, THINK, temperature=0, stream=True))
+    streamed, plain = api.server.recorder.recent()[:2]
+    preview = whole.choices[0].message.content
+    assert (plain["prompt_preview"], plain["completion_preview"]) == (ADD[0]["content"], preview)
+    assert (plain["prompt_tokens"], plain["completion_tokens"]) == (
+        whole.usage.prompt_tokens,
+        whole.usage.completion_tokens,
+    )
+    assert (plain["finish_reason"], plain["streamed"], streamed["streamed"]) == ("stop", False, True)
+    assert streamed["completion_preview"].startswith("<think>")
+    ask(client, prompts("tool", n=1)[0]["prompt"], tools=[CALCULATOR], temperature=0)
+    assert api.server.recorder.recent()[0]["finish_reason"] == "tool_calls"
+    assert api.server.recorder.decode_stats()["sample_count"] > 0
+
+
+def test_the_starter_is_as_good_over_http_as_it_is(client: OpenAI) -> None:
+    rows = prompts("compare", "test", n=16, seed=1)
+    answers = [ask(client, row["prompt"], temperature=0).choices[0].message.content for row in rows]
+    right = sum(is_correct("compare", text, row["answer"]) for text, row in zip(answers, rows, strict=True))
+    assert right >= 10, "80% in the starter's report"

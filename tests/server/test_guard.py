@@ -1,0 +1,503 @@
+"""Who may ask, how much, how slowly; and that every error has the envelope. In process, and over raw sockets."""
+
+import asyncio
+import json
+import re
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Request
+from starlette.responses import StreamingResponse
+from starlette.testclient import TestClient
+
+from groupwise.errors import ConflictError, NotReadyError, StorageError
+from groupwise.server.config import ServeConfig
+from groupwise.server.envelope import add_handlers
+from groupwise.server.guard import Gate, Guard, read_body
+from groupwise.server.openapi import describe
+from groupwise.server.protocol import ChatRequest
+from groupwise.server.protocol_train import GrpoRequest
+from groupwise.server.recorder import Recorder
+from raw_http import Answered, connect, head, is_closed, listening, read
+
+KEY = "sk-planted-0123456789"
+JSON = "content-type: application/json"
+CHAT = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
+ENVELOPE = {"message", "type", "param", "code", "hint"}
+
+
+@dataclass
+class Site:
+    """A small application behind the guard."""
+
+    config: ServeConfig
+    gate: Gate = field(default_factory=lambda: Gate("ready"))
+    held: list[str] = field(default_factory=list)
+    go: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.recorder = Recorder(model_name="tiny")
+        self.app = FastAPI(openapi_url="/openapi.json", docs_url=None, redoc_url=None, redirect_slashes=False)
+        self.app.state.server = SimpleNamespace(config=self.config)
+        add_handlers(self.app, without="/srv/groupwise-state")
+        describe(self.app, self.config)
+        _add_routes(self.app, self)
+        self.asgi = Guard(self.app, config=self.config, gate=self.gate, recorder=self.recorder)
+        self.http = TestClient(self.asgi, base_url="http://127.0.0.1:8420", raise_server_exceptions=False)
+
+
+def _add_routes(app: FastAPI, site: Site) -> None:
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> dict[str, int]:
+        return {"messages": len((await read_body(request, ChatRequest)).messages)}
+
+    @app.post("/v1/train/grpo")
+    async def grpo(request: Request) -> dict[str, int]:
+        return {"groups": len((await read_body(request, GrpoRequest)).groups)}
+
+    @app.post("/v1/adapters/unload")
+    async def unload() -> dict[str, str]:
+        return {"status": "unloaded"}
+
+    @app.delete("/v1/adapters/{name}")
+    async def delete(name: str) -> dict[str, str]:
+        raise ConflictError(f"{name} is active")
+
+    @app.get("/v1/adapters/{name}")
+    async def show(name: str, after: int = 0) -> dict[str, Any]:
+        return {"name": name, "after": after}
+
+    @app.get("/bug")
+    async def bug() -> None:
+        raise ValueError("/srv/groupwise-state/secret.py went wrong")
+
+    @app.get("/full")
+    async def full() -> None:
+        raise StorageError("publishing failed: /srv/groupwise-state/adapters/x: no space left")
+
+    @app.get("/later")
+    async def later() -> None:
+        raise NotReadyError("swapping", retry_after=2.5)
+
+    @app.api_route("/hold", methods=["GET", "POST"], include_in_schema=False)
+    async def hold() -> dict[str, str]:
+        site.held.append("hold")
+        await asyncio.to_thread(site.go.wait, 10)
+        return {}
+
+    @app.get("/v1/train/events/{job_id}")
+    async def events(job_id: str) -> StreamingResponse:
+        return StreamingResponse(_ticks(), media_type="text/event-stream")
+
+    @app.get("/cut")
+    async def cut() -> StreamingResponse:
+        return StreamingResponse(_breaks())
+
+
+async def _ticks() -> AsyncIterator[bytes]:
+    while True:
+        yield b": ping\n\n"
+        await asyncio.sleep(0.02)
+
+
+async def _breaks() -> AsyncIterator[bytes]:
+    yield b"some"
+    raise ValueError("in the middle")
+
+
+@pytest.fixture(scope="module")
+def site() -> Site:
+    return Site(ServeConfig(chat_body_bytes=4096, train_body_bytes=8192, body_timeout_s=0.3, header_timeout_s=0.4))
+
+
+@pytest.fixture(scope="module")
+def port(site: Site) -> Iterator[int]:
+    with listening(site.asgi, site.config) as port:
+        yield port
+
+
+def refused(response: Any, status: int, code: str) -> dict[str, Any]:
+    """The error of a response, which must have the envelope."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == ENVELOPE and error["code"] == code and error["message"]
+    assert re.fullmatch(r"[\w-]{1,64}", response.headers["x-request-id"])
+    return error
+
+
+# ---- one envelope ----
+@pytest.mark.parametrize(
+    ("send", "status", "code", "kind"),
+    [
+        (lambda h: h.get("/v1/chat"), 404, "route_not_found", "invalid_request_error"),
+        (lambda h: h.get("/v1/chat/completions"), 405, "method_not_allowed", "invalid_request_error"),
+        (lambda h: h.request("TRACE", "/health"), 405, "method_not_allowed", "invalid_request_error"),
+        (lambda h: h.head("/v1/train/grpo/"), 404, None, None),
+        (lambda h: h.post("/v1/chat/completions", content=b"{"), 415, "unsupported_media_type", None),
+        (lambda h: h.post("/v1/chat/completions", json={}), 400, "invalid_value", "invalid_request_error"),
+        (lambda h: h.get("/v1/adapters/x?after=y"), 400, "invalid_value", "invalid_request_error"),
+        (lambda h: h.delete("/v1/adapters/x"), 409, "already_exists", "invalid_request_error"),
+        (lambda h: h.get("/bug"), 500, "internal_error", "server_error"),
+        (lambda h: h.get("/full"), 507, "storage_full", "server_error"),
+        (lambda h: h.get("/later"), 503, "not_ready", "server_error"),
+    ],
+)
+def test_every_error_has_the_envelope(site: Site, send: Any, status: int, code: str | None, kind: str | None) -> None:
+    response = send(site.http)
+    if code is None:  # HEAD has no body
+        assert response.status_code == status
+    else:
+        error = refused(response, status, code)
+        assert kind is None or error["type"] == kind
+
+
+def test_headers_say_whether_to_try_again(site: Site) -> None:
+    assert site.http.get("/later").headers["retry-after"] == "3"
+    for response in (site.http.delete("/v1/adapters/x"), site.http.get("/full")):
+        assert response.headers["x-should-retry"] == "false"
+    assert "x-should-retry" not in site.http.get("/later").headers
+
+
+def test_a_405_lists_the_methods_of_all_routes_with_that_path(site: Site) -> None:
+    assert site.http.put("/v1/adapters/x").headers["allow"] == "DELETE, GET"
+
+
+def test_a_404_proposes_a_route(site: Site) -> None:
+    assert "/v1/train/grpo" in refused(site.http.post("/v1/train/gpro", json={}), 404, "route_not_found")["hint"]
+
+
+def test_a_wrong_parameter_is_named(site: Site) -> None:
+    error = refused(site.http.get("/v1/adapters/x?after=" + "y" * 500), 400, "invalid_value")
+    assert error["param"] == "after" and "integer" in error["message"] and len(error["message"]) < 200
+
+
+def test_bugs_and_paths_do_not_show(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    response = site.http.get("/bug", headers={"x-request-id": "abc-1"})
+    assert "secret" not in response.text and "Traceback" not in response.text
+    assert any("abc-1" in record.getMessage() and record.exc_info for record in caplog.records)
+    assert "/srv" not in site.http.get("/full").text and "<state_dir>/adapters" in site.http.get("/full").text
+
+
+@pytest.mark.parametrize("given", ["a" * 65, "a b", "é".encode(), "a;b", ""])
+def test_a_request_id_is_kept_only_if_it_is_one(site: Site, given: Any) -> None:
+    assert site.http.get("/health", headers={"x-request-id": "ok_1-A"}).headers["x-request-id"] == "ok_1-A"
+    fresh = site.http.get("/health", headers={"x-request-id": given}).headers["x-request-id"]
+    assert re.fullmatch(r"[0-9a-f]{32}", fresh)
+
+
+# ---- who may ask ----
+@pytest.fixture(scope="module")
+def locked() -> Site:
+    return Site(ServeConfig(api_key=KEY))
+
+
+@pytest.mark.parametrize(
+    ("headers", "query"),
+    [
+        ({}, ""),
+        ({"authorization": "Bearer wrong"}, ""),
+        ({"authorization": f"Bearer {KEY}x"}, ""),
+        ({"authorization": f"Basic {KEY}"}, ""),
+        ({"authorization": KEY}, ""),
+        ({"authorization": b"Bearer \xff\xfe"}, ""),
+        ({"authorization": "Bearer " + "k" * (1 << 20)}, ""),
+        ({"x-api-key": KEY}, ""),
+        ({}, f"?api_key={KEY}"),
+        ({}, f"?token={KEY}"),
+    ],
+)
+def test_no_key_no_answer(locked: Site, headers: dict[str, Any], query: str) -> None:
+    for method, path in (("GET", "/v1/adapters/x"), ("GET", "/openapi.json"), ("POST", "/nowhere"), ("GET", "/bug")):
+        error = refused(locked.http.request(method, path + query, headers=headers), 401, "invalid_api_key")
+        assert error["type"] == "authentication_error" and KEY not in json.dumps(error)
+        assert not query or "URL" in error["hint"]
+    assert locked.http.get("/v1/adapters/x", headers=headers).headers["www-authenticate"] == "Bearer"
+
+
+def test_the_key_opens_and_health_is_open(locked: Site) -> None:
+    assert locked.http.get("/health").status_code == 200
+    for scheme in ("Bearer", "bearer"):
+        headers = {"authorization": f"{scheme} {KEY}"}
+        assert locked.http.get("/v1/adapters/x", headers=headers).status_code == 200
+
+
+def test_keys_are_compared_whatever_the_scheme(locked: Site) -> None:
+    """Whether a key is right must not show in what a wrong scheme takes or answers."""
+    right = locked.http.get("/bug", headers={"authorization": f"Basic {KEY}"})
+    wrong = locked.http.get("/bug", headers={"authorization": "Basic nonsense"})
+    assert right.json() == wrong.json()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost:8420", "LOCALHOST.", "[::1]:8420", "127.9.9.9"])
+def test_local_hosts_are_known(site: Site, host: str) -> None:
+    assert site.http.get("/health", headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.nip.io", "localhost.evil.com", "10.0.0.1", "", "::1:x"])
+def test_other_hosts_are_refused_on_loopback(site: Site, host: str) -> None:
+    """DNS rebinding: a page of evil.example whose name has come to mean 127.0.0.1."""
+    refused(site.http.get("/health", headers={"host": host}), 403, "forbidden")
+
+
+def test_hosts_may_be_allowed_and_a_public_server_has_any() -> None:
+    named = Site(ServeConfig(allowed_hosts=("box.lan",)))
+    assert named.http.get("/health", headers={"host": "box.lan:80"}).status_code == 200
+    assert named.http.get("/health", headers={"host": "other.lan"}).status_code == 403
+    public = Site(ServeConfig(host="0.0.0.0", api_key=KEY))
+    assert public.http.get("/health", headers={"host": "any.example"}).status_code == 200
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1:9999"])
+def test_pages_of_other_sites_change_nothing(site: Site, origin: str) -> None:
+    refused(site.http.post("/v1/adapters/unload", headers={"origin": origin}), 403, "forbidden")
+    assert "access-control-allow-origin" not in site.http.get("/health", headers={"origin": origin}).headers
+    assert site.http.post("/v1/adapters/unload", headers={"origin": "http://127.0.0.1:8420"}).status_code == 200
+    allowed = Site(ServeConfig(cors_origins=("https://app.example",)))
+    assert allowed.http.post("/v1/adapters/unload", headers={"origin": "https://app.example"}).status_code == 200
+
+
+# ---- when ----
+def test_only_health_answers_while_loading_and_draining() -> None:
+    site = Site(ServeConfig(api_key=KEY), gate=Gate())
+    headers = {"authorization": f"Bearer {KEY}"}
+    for phase, code in ((site.gate, "not_ready"), (None, "shutting_down")):
+        if phase is None:
+            site.gate.drain()
+        assert site.http.get("/health").status_code == 200
+        response = site.http.get("/v1/adapters/x", headers=headers)
+        refused(response, 503, code)
+        assert int(response.headers["retry-after"]) >= 1
+        refused(site.http.get("/v1/adapters/x"), 401, "invalid_api_key")
+    site.gate.phase = "ready"
+    assert site.http.get("/v1/adapters/x", headers=headers).status_code == 200
+
+
+def _get(port: int, path: str, method: str = "GET") -> Answered:
+    connection = connect(port, head(method, path, "content-length: 0"))
+    try:
+        return read(connection)
+    finally:
+        connection.close()
+
+
+def _eventually(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_so_many_at_once_so_many_waiting_and_then_429() -> None:
+    site = Site(ServeConfig(max_concurrent=2, max_waiting=1))
+    with listening(site.asgi, site.config) as port:
+        first = [connect(port, head("POST", "/hold", "content-length: 0")) for _ in range(2)]
+        _eventually(lambda: len(site.held) == 2)
+        waiting = connect(port, head("POST", "/hold", "content-length: 0"))
+        time.sleep(0.1)
+        turned_away = _get(port, "/hold", "POST")
+        assert turned_away.status == 429 and turned_away.error["code"] == "overloaded"
+        assert turned_away.headers["retry-after"] == "1" and turned_away.error["type"] == "rate_limit_error"
+        assert _get(port, "/v1/adapters/x").status == 200  # reading is not held up by writing
+        assert _get(port, "/health").status == 200
+        assert len(site.held) == 2
+        site.go.set()
+        assert [read(connection).status for connection in (*first, waiting)] == [200, 200, 200]
+        assert _get(port, "/hold", "POST").status == 200
+
+
+def test_who_waits_too_long_for_a_place_is_told() -> None:
+    site = Site(ServeConfig(max_concurrent=1, first_token_timeout_s=0.1))
+    with listening(site.asgi, site.config) as port:
+        first = connect(port, head("POST", "/hold", "content-length: 0"))
+        _eventually(lambda: len(site.held) == 1)
+        late = _get(port, "/hold", "POST")
+        assert late.status == 429 and "waited 0.1 s" in late.error["message"]
+        site.go.set()
+        assert read(first).status == 200
+
+
+def test_an_answer_that_does_not_begin_in_time_is_504(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("groupwise.server.guard.GRACE_S", 0.0)
+    site = Site(ServeConfig(request_timeout_s=0.1))
+    with listening(site.asgi, site.config) as port:
+        late = _get(port, "/hold")
+        assert late.status == 504 and late.error["code"] == "deadline_exceeded"
+        assert late.headers["x-should-retry"] == "false"
+        site.go.set()
+
+
+def test_watchers_are_let_go_when_the_server_drains() -> None:
+    site = Site(ServeConfig())
+    with listening(site.asgi, site.config) as port:
+        watcher = connect(port, head("GET", "/v1/train/events/x"))
+        assert b": ping" in watcher.recv(4096) + watcher.recv(4096)
+        site.gate.drain()
+        rest = b""
+        watcher.settimeout(5)
+        while not rest.endswith(b"0\r\n\r\n"):  # the stream's proper end, not a cut
+            rest += watcher.recv(4096)
+        watcher.close()
+
+
+def test_a_stream_that_breaks_is_seen_to_break(site: Site, port: int) -> None:
+    connection = connect(port, head("GET", "/cut"))
+    data = b""
+    while part := connection.recv(4096):
+        data += part
+    assert b"some" in data and not data.endswith(b"0\r\n\r\n")
+
+
+def test_there_are_no_websockets(port: int) -> None:
+    lines = ("connection: upgrade", "upgrade: websocket", "sec-websocket-version: 13", "sec-websocket-key: AAAA")
+    connection = connect(port, head("GET", "/health", *lines))
+    assert read(connection).status == 200  # an ordinary answer: nothing was upgraded
+    connection.close()
+
+
+# ---- bodies ----
+@pytest.mark.parametrize(
+    "content_type", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "json", "a" * 5000]
+)
+def test_bodies_are_json_by_their_own_account(site: Site, content_type: str | None) -> None:
+    headers = {} if content_type is None else {"content-type": content_type}
+    response = site.http.post("/v1/chat/completions", content=CHAT, headers=headers)
+    error = refused(response, 415, "unsupported_media_type")
+    assert "application/json" in error["hint"] and len(error["message"]) < 200
+
+
+@pytest.mark.parametrize("content_type", ["application/json", "Application/JSON; charset=UTF-8", "application/json;"])
+def test_json_may_be_spelled_in_a_few_ways(site: Site, content_type: str) -> None:
+    response = site.http.post("/v1/chat/completions", content=CHAT, headers={"content-type": content_type})
+    assert response.json() == {"messages": 1}
+    latin = {"content-type": "application/json; charset=latin-1"}
+    assert site.http.post("/v1/chat/completions", content=CHAT, headers=latin).status_code == 415
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "deflate, gzip", "\x1b[31m"])
+def test_compressed_bodies_are_not_read(site: Site, encoding: str) -> None:
+    headers = {"content-type": "application/json", "content-encoding": encoding}
+    refused(site.http.post("/v1/chat/completions", content=CHAT, headers=headers), 415, "unsupported_media_type")
+
+
+def test_routes_without_a_body_read_none(site: Site) -> None:
+    for content in (b"", b"{", b"x" * 4000):
+        assert site.http.post("/v1/adapters/unload", content=content).status_code == 200
+
+
+@pytest.mark.parametrize(("path", "limit"), [("/v1/chat/completions", 4096), ("/v1/train/grpo", 8192)])
+def test_each_route_has_its_limit(site: Site, path: str, limit: int) -> None:
+    headers = {"content-type": "application/json"}
+    fits = site.http.post(path, content=b" " * (limit - 2) + b"{}", headers=headers)
+    assert fits.status_code == 400
+    too_large = site.http.post(path, content=b" " * (limit - 1) + b"{}", headers=headers)
+    assert str(limit) in refused(too_large, 413, "body_too_large")["message"]
+
+
+def test_a_declared_length_beyond_the_limit_is_refused_before_it_arrives(port: int) -> None:
+    connection = connect(port, head("POST", "/v1/chat/completions", JSON, "content-length: 999999999999999"))
+    answer = read(connection)
+    assert answer.status == 413 and answer.error["code"] == "body_too_large"
+    connection.close()
+
+
+def test_nobody_is_asked_for_a_body_that_is_not_wanted(port: int) -> None:
+    lines = (JSON, "content-length: 9999999", "expect: 100-continue")
+    connection = connect(port, head("POST", "/v1/chat/completions", *lines))
+    first = connection.recv(16)
+    assert first.startswith(b"HTTP/1.1 413")
+    connection.close()
+
+
+def test_chunks_are_counted_while_they_arrive(port: int) -> None:
+    """No length is declared: what is read is what counts, and it is not kept once it is too much."""
+    connection = connect(port, head("POST", "/v1/chat/completions", JSON, "transfer-encoding: chunked"))
+    for _ in range(6):
+        connection.sendall(b"400\r\n" + b" " * 0x400 + b"\r\n")
+    answer = read(connection)
+    assert answer.status == 413 and answer.error["code"] == "body_too_large"
+    assert is_closed(connection, seconds=3)  # and it does not go on for ever
+    connection.close()
+
+
+def test_a_body_shorter_than_its_length_is_not_waited_for_long(port: int) -> None:
+    connection = connect(port, head("POST", "/v1/chat/completions", JSON, f"content-length: {len(CHAT) + 50}") + CHAT)
+    began = time.monotonic()
+    answer = read(connection)
+    assert answer.status == 408 and answer.error["code"] == "body_timeout"
+    assert f"{len(CHAT)} bytes did" in answer.error["message"]
+    assert time.monotonic() - began < 3 and answer.headers["x-should-retry"] == "false"
+    assert is_closed(connection, seconds=3)
+    connection.close()
+
+
+def test_a_body_that_drips_is_not_waited_for_long(port: int) -> None:
+    connection = connect(port, head("POST", "/v1/chat/completions", JSON, f"content-length: {len(CHAT)}"))
+    began = time.monotonic()
+    for byte in CHAT:
+        connection.send(bytes([byte]))
+        time.sleep(0.02)
+        if time.monotonic() - began > 0.6:
+            break
+    assert read(connection).status == 408
+    connection.close()
+
+
+def test_a_body_longer_than_its_length_is_another_request_and_refused_as_such(port: int) -> None:
+    connection = connect(port, head("POST", "/v1/chat/completions", JSON, f"content-length: {len(CHAT)}") + CHAT)
+    assert read(connection).status == 200
+    connection.sendall(b"garbage\r\n\r\n")
+    answer = read(connection)
+    assert answer.status == 400 and answer.error["code"] == "invalid_http" and set(answer.error) == ENVELOPE
+    assert is_closed(connection, seconds=3)
+    connection.close()
+
+
+def test_a_client_that_leaves_in_the_middle_costs_nothing(site: Site, port: int) -> None:
+    for _ in range(20):
+        connection = connect(port, head("POST", "/v1/chat/completions", JSON, "content-length: 500") + CHAT)
+        connection.close()
+    _eventually(lambda: 'status="499"' in site.recorder.exposition().decode())
+    assert _get(port, "/health").status == 200
+
+
+def test_a_slow_body_does_not_hold_up_others(port: int) -> None:
+    slow = [connect(port, head("POST", "/v1/chat/completions", JSON, "content-length: 500") + b"{") for _ in range(50)]
+    began = time.monotonic()
+    request = head("POST", "/v1/chat/completions", JSON, f"content-length: {len(CHAT)}") + CHAT
+    connection = connect(port, request)
+    assert read(connection).status == 200 and time.monotonic() - began < 1
+    connection.close()
+    assert {read(each).status for each in slow} == {408}
+    for each in slow:
+        each.close()
+
+
+def test_http_1_0_and_pipelined_requests_work(port: int) -> None:
+    old = connect(port, b"GET /health HTTP/1.0\r\n\r\n")
+    assert read(old).status == 200 and is_closed(old, seconds=3)
+    two = connect(port, head("GET", "/health") + head("GET", "/v1/adapters/x"))
+    data = b""
+    while data.count(b"HTTP/1.1 200") < 2:
+        data += two.recv(4096)
+    old.close()
+    two.close()
+
+
+# ---- what was seen ----
+def test_metrics_name_templates_not_paths(site: Site) -> None:
+    site.http.get("/v1/adapters/planted-name")
+    site.http.get("/planted-path")
+    site.http.request("PLANTED", "/health")
+    text = site.recorder.exposition().decode()
+    assert "planted" not in text.lower()
+    assert 'handler="/v1/adapters/{name}",method="GET",status="200"' in text
+    assert 'handler="unmatched",method="GET",status="404"' in text

@@ -1,0 +1,698 @@
+"""Leases and swaps over a real store and a real engine: one version per request, whatever else happens.
+
+The adapters are marked: each makes the tiny model's greedy completion another one, which an engine that holds nothing
+else computed beforehand. A completion that is none of these was decoded under two versions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from safetensors.torch import load_file, save_file
+
+from groupwise.adapter_files import WEIGHTS, Provenance
+from groupwise.adapter_merge import MergeMode, MergeSource, merge_adapters
+from groupwise.adapters import AdapterStore
+from groupwise.engine.local import LocalEngine
+from groupwise.errors import (
+    AdapterError,
+    AdapterNotFoundError,
+    GroupwiseError,
+    ModelError,
+    OverloadedError,
+    RequestError,
+    StorageError,
+    SwapRefusedError,
+)
+from groupwise.model import LoadedModel
+from groupwise.server.policies import AdapterInUseError, Policies, canary_tolerance
+from groupwise.train.learner import Learner
+from groupwise.train.lora import LoraSpec
+from groupwise.types import PolicyVersion, Sample, SamplingParams, SamplingRequest
+
+BASE = PolicyVersion.base()
+PROMPT, LENGTH, MARKS = (3, 1, 4, 1, 5), 12, 4
+CANARY = {"prompt_ids": [3, 1, 4], "completion_ids": [1, 5, 9, 2, 6]}
+
+
+@dataclass(frozen=True)
+class Share:
+    name: str
+    scale: float
+
+
+@dataclass
+class Marked:
+    """A base model and adapters over it that are told apart by what they say."""
+
+    base: LoadedModel
+    directories: list[Path]
+    said: dict[int | None, tuple[int, ...]]  # adapter (None: the base) -> its greedy completion
+    canaries: list[dict]
+
+    def publish(self, store: AdapterStore, name: str, mark: int, **info) -> PolicyVersion:
+        provenance = Provenance(**{"base_model": "tiny", "base_hash": self.base.hash, **info})
+        return store.import_(self.directories[mark], name, info=provenance)
+
+
+def request(version: PolicyVersion, *, length: int = LENGTH) -> SamplingRequest:
+    params = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True)
+    return SamplingRequest(prompt_ids=PROMPT, params=params, version=version)
+
+
+def canary_of(base: LoadedModel, directory: Path) -> dict:
+    """What the worker writes: the trainer's log-probabilities, by its own forward and not the engine's."""
+    learner = Learner(base, lora=LoraSpec(rank=3, alpha=6.0))
+    learner.load_adapter(directory)
+    prompt, completion = tuple(CANARY["prompt_ids"]), tuple(CANARY["completion_ids"])
+    sample = Sample(prompt_ids=prompt, completion_ids=completion, mask=(1,) * len(completion))
+    return CANARY | {"logprobs": list(learner.forward([sample])[0])}
+
+
+@pytest.fixture(scope="module")
+def marked(make_base, make_adapter) -> Marked:
+    base = make_base(dtype=torch.float32)
+    directories = [make_adapter(base, seed=seed) for seed in range(MARKS)]
+    engine, said = LocalEngine(base), {}
+    try:
+        for mark in (None, *range(MARKS)):
+            version = BASE if mark is None else PolicyVersion("alone", mark)
+            if mark is not None:
+                engine.load(version, directories[mark])
+            ((completion,),) = engine.generate([request(version)])
+            said[mark] = completion.token_ids
+    finally:
+        engine.close()
+    assert len(set(said.values())) == MARKS + 1
+    return Marked(base, directories, said, [canary_of(base, directory) for directory in directories])
+
+
+@pytest.fixture(scope="module")
+def engine(marked: Marked) -> Iterator[LocalEngine]:
+    engine = LocalEngine(marked.base, max_rows=64)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> AdapterStore:
+    return AdapterStore(tmp_path / "adapters")
+
+
+@pytest.fixture
+def policies(marked: Marked, engine: LocalEngine, store: AdapterStore) -> Iterator[Policies]:
+    policies = Policies(store, engine, base=marked.base, served_name="tiny", max_loaded=2)
+    yield policies
+    policies.close()
+    for version in policies.in_use:
+        engine.unload(version)
+    assert engine.stats()["adapters"] == 0  # nothing is left behind, in no test
+
+
+async def say(engine: LocalEngine, version: PolicyVersion) -> tuple[int, ...]:
+    ((completion,),) = await engine.sample([request(version)])
+    return completion.token_ids
+
+
+def run(work: Coroutine) -> None:
+    asyncio.run(asyncio.wait_for(work, 60))
+
+
+# --- leases ---
+
+
+def test_what_a_request_means(marked: Marked, engine, store, policies: Policies):
+    first, second = (marked.publish(store, "math", mark) for mark in (0, 1))
+    other = marked.publish(store, "sql", 2)
+
+    async def work():
+        await policies.swap(first)
+        for selector, expected in (
+            ({}, first),
+            ({"model": "tiny"}, first),
+            ({"model": "tiny", "adapter": "sql"}, other),
+            ({"model": "sql"}, other),
+            ({"model": "sql", "adapter": "sql@1"}, other),
+            ({"adapter": "math"}, first),
+            ({"adapter": "math@2"}, second),
+            ({"model": "math@2"}, second),
+            ({"model": "base"}, BASE),
+            ({"adapter": "base"}, BASE),
+        ):
+            async with policies.lease(**selector) as version:
+                assert version == expected, selector
+                mark = {first: 0, second: 1, other: 2}.get(version)
+                assert await say(engine, version) == marked.said[mark]
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("selector", "error", "code"),
+    [
+        ({"model": "gpt-4"}, ModelError, "model_not_found"),
+        ({"model": "math@7"}, ModelError, "model_not_found"),
+        ({"model": "../../etc/passwd"}, ModelError, "model_not_found"),
+        ({"model": "math", "adapter": "sql"}, RequestError, "invalid_value"),
+        ({"adapter": "nope"}, AdapterNotFoundError, "adapter_not_found"),
+        ({"adapter": "math@0"}, AdapterNotFoundError, "adapter_not_found"),
+        ({"adapter": "math@1@1"}, AdapterNotFoundError, "adapter_not_found"),
+        ({"adapter": "math@" + "1" * 300}, AdapterNotFoundError, "adapter_not_found"),
+        ({"adapter": "x" * 300}, AdapterNotFoundError, "adapter_not_found"),
+        ({"adapter": "."}, AdapterNotFoundError, "adapter_not_found"),
+        ({"adapter": "a\0b"}, AdapterNotFoundError, "adapter_not_found"),
+        ({"adapter": "/"}, AdapterNotFoundError, "adapter_not_found"),
+        ({"adapter": "math@\u00b2"}, AdapterNotFoundError, "adapter_not_found"),
+        ({"adapters": [Share("nope", 1.0)]}, AdapterNotFoundError, "adapter_not_found"),
+        ({"adapters": [Share("math", 1.0), Share("base", 1.0)]}, RequestError, "invalid_value"),
+    ],
+)
+def test_what_means_nothing(marked, store, policies: Policies, selector: dict, error, code: str):
+    for name in ("math", "sql"):
+        marked.publish(store, name, 0)
+
+    async def work():
+        with pytest.raises(error) as caught:
+            async with policies.lease(**selector):
+                raise AssertionError("must not be admitted")
+        assert caught.value.code == code and len(str(caught.value)) < 400
+        assert policies.in_use == {}
+
+    run(work())
+
+
+def test_requests_for_one_version_load_it_once(marked, engine, store, policies: Policies, monkeypatch):
+    version = marked.publish(store, "math", 0)
+    loads: list[PolicyVersion] = []
+    load = engine.load
+    monkeypatch.setattr(engine, "load", lambda v, d: (loads.append(v), load(v, d)))
+
+    async def ask() -> None:
+        async with policies.lease(adapter="math") as leased:
+            assert await say(engine, leased) == marked.said[0]
+
+    async def work():
+        await asyncio.gather(*(ask() for _ in range(20)))
+        assert policies.in_use == {version: 0}
+
+    run(work())
+    assert loads == [version]
+
+
+def test_the_longest_unused_is_unloaded_and_comes_back(marked, engine, store, policies: Policies):
+    versions = [marked.publish(store, "math", mark) for mark in range(4)]
+
+    async def ask(index: int) -> None:
+        async with policies.lease(adapter=str(versions[index])) as version:
+            assert await say(engine, version) == marked.said[index]
+
+    async def work():
+        await policies.swap(versions[3])
+        for index in (0, 1, 0, 2):
+            await ask(index)
+        assert set(policies.in_use) == {versions[0], versions[2], versions[3]}  # two, and the active one
+        await ask(1)
+        assert set(policies.in_use) == {versions[1], versions[2], versions[3]}
+
+    run(work())
+
+
+def test_no_room_is_said_at_once_and_only_to_newcomers(marked, engine, store, policies: Policies):
+    versions = [marked.publish(store, "math", mark) for mark in range(4)]
+
+    async def work():
+        async with AsyncExitStack() as held:
+            for version in versions[:2]:
+                await held.enter_async_context(policies.lease(adapter=str(version)))
+            with pytest.raises(OverloadedError, match="2 adapters besides the active one"):
+                await held.enter_async_context(policies.lease(adapter=str(versions[2])))
+            async with policies.lease(adapter=str(versions[0])) as again:
+                assert policies.in_use[again] == 2
+            await policies.swap(versions[3])  # the active one always has its place
+            async with policies.lease() as active:
+                assert await say(engine, active) == marked.said[3]
+        async with policies.lease(adapter=str(versions[2])) as late:
+            assert await say(engine, late) == marked.said[2]
+
+    run(work())
+
+
+def test_a_request_that_is_given_up_while_it_loads(marked, engine, store, policies: Policies, monkeypatch):
+    version = marked.publish(store, "math", 0)
+    load = engine.load
+
+    async def work():
+        loop, started, may_finish = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+
+        def slow(v: PolicyVersion, directory: Path) -> None:
+            loop.call_soon_threadsafe(started.set)
+            asyncio.run_coroutine_threadsafe(may_finish.wait(), loop).result(30)
+            load(v, directory)
+
+        monkeypatch.setattr(engine, "load", slow)
+
+        async def ask() -> tuple[int, ...]:
+            async with policies.lease(adapter="math") as leased:
+                return await say(engine, leased)
+
+        impatient, patient = asyncio.create_task(ask()), asyncio.create_task(ask())
+        await started.wait()
+        assert policies.in_use == {version: 2}
+        impatient.cancel()
+        await asyncio.gather(impatient, return_exceptions=True)
+        assert policies.in_use == {version: 1}
+        may_finish.set()
+        assert await patient == marked.said[0]
+        assert policies.in_use == {version: 0}
+
+    run(work())
+
+
+# --- what cannot be loaded ---
+
+
+def test_an_adapter_of_another_base(marked, store, policies: Policies):
+    version = marked.publish(store, "math", 0, base_hash="another", base_model="other-model")
+
+    async def work():
+        with pytest.raises(AdapterError, match="was trained on other-model"):
+            async with policies.lease(adapter="math"):
+                pass
+        with pytest.raises(SwapRefusedError, match=r"math@1 was not activated, base is still active: .*other-model"):
+            await policies.swap(version)
+        assert policies.active == store.active == BASE and policies.in_use == {}
+
+    run(work())
+
+
+def test_weights_that_do_not_fit_or_overflow(marked, store, policies: Policies, tmp_path: Path):
+    """The base hash is right: what an adapter claims is not believed."""
+    narrow = changed(marked, tmp_path / "narrow", lambda key, x: x[:, :-1] if "lora_A" in key else x)
+    huge = changed(marked, tmp_path / "huge", lambda key, x: torch.full_like(x, 1e30))
+    info = Provenance(base_model="tiny", base_hash=marked.base.hash)
+    shape, overflow = store.import_(narrow, "shape", info=info), store.import_(huge, "overflow", info=info)
+
+    async def work():
+        with pytest.raises(
+            SwapRefusedError, match=r"targets 'model\.layers.*' with shape \(31, \d+\); this model has \(32, "
+        ):
+            await policies.swap(shape)
+        with pytest.raises(SwapRefusedError, match="not finite"):
+            await policies.swap(overflow)
+        for directory, reason in ((narrow, "with shape"), (huge, "not finite")):
+            with pytest.raises(AdapterError, match=reason):
+                await asyncio.to_thread(policies.verify_files, directory)
+        await asyncio.to_thread(policies.verify_files, marked.directories[0])
+        assert policies.in_use == {} and policies.active == BASE
+
+    run(work())
+
+
+def changed(marked: Marked, directory: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:
+    """A copy of the first adapter with other weights."""
+    shutil.copytree(marked.directories[0], directory)
+    tensors = load_file(directory / WEIGHTS)
+    save_file({key: change(key, tensor).contiguous() for key, tensor in tensors.items()}, directory / WEIGHTS)
+    return directory
+
+
+def test_a_failure_is_not_remembered(marked, engine, store, policies: Policies, monkeypatch):
+    marked.publish(store, "math", 0)
+
+    def fails(version: PolicyVersion, directory: Path) -> None:
+        raise AdapterError("out of memory")
+
+    async def work():
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "load", fails)
+            outcomes = await asyncio.gather(*(ask() for _ in range(5)), return_exceptions=True)
+            assert [str(outcome) for outcome in outcomes] == ["out of memory"] * 5 and policies.in_use == {}
+        assert await ask() == marked.said[0]
+
+    async def ask() -> tuple[int, ...]:
+        async with policies.lease(adapter="math") as version:
+            return await say(engine, version)
+
+    run(work())
+
+
+# --- swaps ---
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [(0.0, False), (1e-5, False), (0.01, True), (-0.01, True), (float("nan"), True), (float("inf"), True)],
+)
+def test_the_canary(marked, engine, store, policies: Policies, change: float, refused: bool):
+    """The trainer's own log-probabilities pass; one that is off anywhere does not, and the old policy goes on."""
+    first = marked.publish(store, "math", 0, canary=marked.canaries[0])
+    canary = marked.canaries[1]
+    canary = canary | {"logprobs": [canary["logprobs"][0] + change, *canary["logprobs"][1:]]}
+    # JSON has no NaN: the sidecar is read back as it would be from a damaged file
+    info = replace(store.info(first), canary=canary)
+
+    async def work():
+        await policies.swap(first)
+        second = marked.publish(store, "math", 1)
+        read = store.info
+        store.info = lambda version: info if version == second else read(version)  # pyright: ignore
+        if not refused:
+            assert await policies.swap(second) == first
+            assert policies.active == store.active == second
+            return
+        with pytest.raises(SwapRefusedError, match=r"math@2 was not activated, math@1 is still active: on its canary"):
+            await policies.swap(second)
+        assert policies.active == store.active == first
+        async with policies.lease() as version:
+            assert await say(engine, version) == marked.said[0]
+
+    run(work())
+
+
+def test_another_adapters_weights_fail_the_canary(marked, store, policies: Policies):
+    version = marked.publish(store, "math", 0, canary=marked.canaries[1])
+
+    async def work():
+        with pytest.raises(SwapRefusedError, match="differ from the trainer's"):
+            await policies.swap(version)
+
+    run(work())
+
+
+def test_the_tolerance_is_the_types(make_base):
+    tolerances = [canary_tolerance(make_base(dtype=dtype)) for dtype in (torch.float64, torch.float32, torch.bfloat16)]
+    assert tolerances == [1e-3, 1e-3, 0.1]
+
+
+def test_requests_end_on_the_version_they_began_on(marked, engine, store, policies: Policies):
+    """Long streams, and a storm of swaps among them: nobody hears two versions, and the newest swap wins."""
+    versions = [marked.publish(store, "math", mark, canary=marked.canaries[mark]) for mark in range(3)]
+    expected = dict(zip((BASE, *versions), (marked.said[m] for m in (None, 0, 1, 2)), strict=True))
+    seen: list[PolicyVersion] = []
+
+    async def ask(delay: float) -> None:
+        await asyncio.sleep(delay)
+        async with policies.lease() as version:
+            seen.append(version)
+            ((completion,),) = await engine.sample([request(version, length=48)])
+            assert completion.token_ids[:LENGTH] == expected[version]
+            assert completion.version == version
+
+    async def work():
+        asks = [asyncio.create_task(ask(0.01 * i)) for i in range(40)]
+        for i in range(24):
+            await policies.swap(versions[i % 3])
+            await asyncio.sleep(0.01)
+        storm = [policies.swap((BASE, *versions)[i % 4]) for i in range(10)]  # all at once: 0 1 2 3 0 1 2 3 0 1
+        await asyncio.gather(*storm, *asks)
+        assert policies.active == store.active == versions[0]
+        assert set(seen) >= set(versions)
+
+    run(work())
+
+
+def test_a_swap_that_cannot_be_written(marked, engine, store, policies: Policies, monkeypatch):
+    version = marked.publish(store, "math", 0)
+
+    def full(version: PolicyVersion) -> None:
+        raise StorageError("disk full")
+
+    monkeypatch.setattr(store, "activate", full)
+
+    async def work():
+        with pytest.raises(StorageError):
+            await policies.swap(version)
+        assert policies.active == BASE
+        async with policies.lease() as active:
+            assert await say(engine, active) == marked.said[None]
+
+    run(work())
+
+
+def test_rollback(marked, engine, store, policies: Policies):
+    first, second = (marked.publish(store, "math", mark) for mark in (0, 1))
+
+    async def work():
+        with pytest.raises(AdapterError, match="nothing to roll back to"):
+            await policies.rollback()
+        await policies.swap(first)
+        await policies.swap(second)
+        assert await policies.rollback() == first == policies.active == store.active
+        async with policies.lease() as version:
+            assert await say(engine, version) == marked.said[0]
+        assert await policies.rollback() == BASE == policies.active
+
+    run(work())
+
+
+def test_a_rollback_that_is_refused_changes_nothing(marked, store, policies: Policies, monkeypatch):
+    first, second = (marked.publish(store, "math", mark) for mark in (0, 1))
+
+    async def work():
+        await policies.swap(first)
+        await policies.swap(second)
+        monkeypatch.setattr(policies, "_verify", lambda version: (_ for _ in ()).throw(AdapterError("no")))
+        with pytest.raises(SwapRefusedError):
+            await policies.rollback()
+        assert policies.active == store.active == second
+
+    run(work())
+
+
+def test_delete(marked, store, policies: Policies):
+    versions = [marked.publish(store, "math", mark) for mark in range(3)]
+
+    async def work():
+        await policies.swap(versions[2])
+        async with policies.lease(adapter="math@1"):
+            for refused, reason in ((versions, "it is active"), (versions[:2], "requests use it")):
+                with pytest.raises(AdapterInUseError, match=reason) as caught:
+                    await policies.delete(list(reversed(refused)))
+                assert (caught.value.status, caught.value.code) == (409, "adapter_in_use")
+                assert store.versions("math") == tuple(versions)
+            await policies.delete([versions[1]])
+        await policies.delete([versions[0]])
+        assert store.versions("math") == (versions[2],) and set(policies.in_use) == {versions[2]}
+        for gone in ("math@1", "math@2"):
+            with pytest.raises(AdapterNotFoundError):
+                async with policies.lease(adapter=gone):
+                    pass
+        with pytest.raises(AdapterNotFoundError):
+            await policies.delete([versions[0]])
+
+    run(work())
+
+
+# --- start ---
+
+
+def restarted(marked: Marked, engine: LocalEngine, store: AdapterStore) -> Policies:
+    """What the next process has."""
+    return Policies(AdapterStore(store.root), engine, base=marked.base, served_name="tiny", max_loaded=2)
+
+
+@pytest.mark.parametrize("damage", ["none", "active", "base", "all"])
+def test_start(marked, engine, store, policies: Policies, damage: str):
+    first = marked.publish(store, "math", 0)
+    second = marked.publish(store, "math", 1, base_hash="another" if damage == "base" else marked.base.hash)
+    store.activate(first)
+    store.activate(second)
+    for version in {"active": [second], "all": [first, second]}.get(damage, ()):
+        weights = store.path(version) / WEIGHTS
+        weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")  # of the same length: only the hash tells
+    again = restarted(marked, engine, store)
+
+    async def work():
+        await again.start()
+        async with again.lease() as version:
+            mark = {"none": 1, "active": 0}.get(damage)
+            assert version == {"none": second, "active": first}.get(damage, BASE)
+            assert await say(engine, version) == marked.said[mark]
+        assert bool(again.warnings) == (damage == "base")
+
+    try:
+        run(work())
+    finally:
+        again.close()
+        for version in again.in_use:
+            engine.unload(version)
+
+
+# --- compositions ---
+
+
+def test_a_composition_is_the_sum(marked, engine, store, policies: Policies, tmp_path: Path):
+    """Against the same sum merged into one adapter."""
+    for mark, name in ((0, "math"), (1, "sql")):
+        marked.publish(store, name, mark)
+    sources = [MergeSource(marked.directories[0], 0.5), MergeSource(marked.directories[1], -1.25)]
+    merge_adapters(sources, tmp_path, mode=MergeMode.CONCAT)
+    merged = PolicyVersion("merged", 1)
+
+    async def work():
+        async with policies.lease(adapters=[Share("sql", -1.25), Share("math", 0.5)]) as version:
+            assert str(version) == "0.5*math@1+-1.25*sql@1" and PolicyVersion.parse(str(version)) == version
+            composed = engine.score((1, 2, 3), (4, 5, 6, 7), version)
+        async with policies.lease(adapters=[Share("math", 0.5), Share("sql", -1.25)]) as same:
+            assert same == version and policies.in_use == {version: 1}
+        engine.load(merged, tmp_path)
+        assert composed == pytest.approx(engine.score((1, 2, 3), (4, 5, 6, 7), merged), abs=1e-4)
+        assert composed != pytest.approx(engine.score((1, 2, 3), (4, 5, 6, 7), BASE), abs=1e-2)
+        engine.unload(merged)
+
+    run(work())
+
+
+def test_a_composition_follows_its_parts_versions(marked, store, policies: Policies):
+    """A name inside a composition is settled like any other: retraining it gives another sum, not a stale one."""
+    marked.publish(store, "math", 0)
+
+    async def work():
+        async with policies.lease(adapters=[Share("math", 1.0)]) as first:
+            assert str(first) == "1.0*math@1"
+        marked.publish(store, "math", 1)
+        async with policies.lease(adapters=[Share("math", 1.0)]) as second:
+            assert str(second) == "1.0*math@2"
+
+    run(work())
+
+
+# --- everything at once ---
+
+
+def check_any_order(marked: Marked, engine: LocalEngine, *, examples: int, steps: int) -> None:
+    class Machine(RuleBasedStateMachine):
+        """Publications, swaps, leases, deletions and rollbacks in any order, against a model of a few lines."""
+
+        def __init__(self):
+            super().__init__()
+            self.loop = asyncio.new_event_loop()
+            self.root = Path(tempfile.mkdtemp())
+            self.store = AdapterStore(self.root)
+            self.policies = Policies(self.store, engine, base=marked.base, served_name="tiny", max_loaded=2)
+            self.marks: dict[PolicyVersion, int] = {}
+            self.sound: set[PolicyVersion] = set()
+            self.active = BASE
+            self.leases: list[tuple[PolicyVersion, AsyncExitStack]] = []
+
+        def do(self, work: Coroutine):
+            return self.loop.run_until_complete(asyncio.wait_for(work, 30))
+
+        def expect(self, error: type[GroupwiseError] | None, work: Callable[[], Coroutine]):
+            if error is None:
+                return self.do(work())
+            with pytest.raises(error):
+                self.do(work())
+            return None
+
+        def users(self, version: PolicyVersion) -> int:
+            return sum(leased == version for leased, _ in self.leases)
+
+        @rule(
+            name=st.sampled_from(["math", "sql"]),
+            mark=st.integers(0, MARKS - 1),
+            sound=st.sampled_from([True, True, False]),
+        )
+        def publish(self, name: str, mark: int, sound: bool):
+            canary = marked.canaries[mark if sound else (mark + 1) % MARKS]
+            version = marked.publish(self.store, name, mark, canary=canary)
+            self.marks[version] = mark
+            if sound:
+                self.sound.add(version)
+
+        @precondition(lambda self: self.marks)
+        @rule(data=st.data())
+        def swap(self, data):
+            version = data.draw(st.sampled_from([BASE, *sorted(self.marks)]))
+            refused = not version.is_base and version not in self.sound
+            self.expect(SwapRefusedError if refused else None, lambda: self.policies.swap(version))
+            self.active = self.active if refused else version
+
+        @precondition(lambda self: self.marks)
+        @rule(data=st.data())
+        def begin(self, data):
+            """A request without an adapter, by name, or by version."""
+            version = data.draw(st.sampled_from([None, *sorted(self.marks)]))
+            by_name = version is not None and data.draw(st.booleans())
+            text = None if version is None else version.name if by_name else str(version)
+            expected = self.active if version is None else version
+            if by_name and version is not None:
+                same = [v for v in sorted(self.marks) if v.name == version.name]
+                expected = self.active if self.active.name == version.name else same[-1]
+            busy = {v for v, _ in self.leases if not v.is_base and v != self.active}
+            full = not expected.is_base and expected != self.active and expected not in busy and len(busy) >= 2
+            stack = AsyncExitStack()
+            lease = self.policies.lease(adapter=text)
+            if full and expected not in self.policies.in_use:
+                self.expect(OverloadedError, lambda: stack.enter_async_context(lease))
+                return
+            got = self.do(stack.enter_async_context(lease))
+            assert got == expected
+            self.leases.append((got, stack))
+
+        @precondition(lambda self: self.leases)
+        @rule(data=st.data(), end=st.booleans())
+        def go_on(self, data, end: bool):
+            """A request hears its own version, whatever has been swapped or deleted since; then perhaps it ends."""
+            version, stack = data.draw(st.sampled_from(self.leases))
+            assert self.do(say(engine, version)) == marked.said[self.marks.get(version)]
+            if end:
+                self.leases.remove((version, stack))
+                self.do(stack.aclose())
+
+        @precondition(lambda self: self.marks)
+        @rule(data=st.data())
+        def delete(self, data):
+            version = data.draw(st.sampled_from(sorted(self.marks)))
+            refused = version == self.active or self.users(version) > 0
+            self.expect(AdapterInUseError if refused else None, lambda: self.policies.delete([version]))
+            if not refused:
+                del self.marks[version]
+
+        @precondition(lambda self: not self.active.is_base)
+        @rule()
+        def rollback(self):
+            self.active = self.do(self.policies.rollback())
+            assert self.active.is_base or (self.active in self.marks and self.active in self.sound)
+
+        @invariant()
+        def agrees(self):
+            assert self.policies.active == self.store.active == self.active
+            in_use = self.policies.in_use
+            leased = {version for version, _ in self.leases if not version.is_base}
+            assert leased <= set(in_use) and all(users == self.users(v) for v, users in in_use.items())
+            assert engine.stats()["adapters"] == len(in_use)
+            others = [version for version in in_use if version != self.active]
+            assert len(others) <= 2 or all(in_use[version] for version in others)
+
+        def teardown(self):
+            for _, stack in self.leases:
+                self.do(stack.aclose())
+            for version in self.policies.in_use:
+                engine.unload(version)
+            self.policies.close()
+            self.loop.close()
+            shutil.rmtree(self.root)
+
+    limits = settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    )
+    run_state_machine_as_test(Machine, settings=limits)
+
+
+def test_any_order(marked: Marked, engine: LocalEngine):
+    check_any_order(marked, engine, examples=15, steps=25)

@@ -1,0 +1,668 @@
+"""What a training request becomes, and every way in which it is refused, on the starter model."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from groupwise.adapter_files import Provenance
+from groupwise.adapters import AdapterStore
+from groupwise.errors import RequestError
+from groupwise.job_config import parse_job_config
+from groupwise.job_payload import GrpoPayload, SftPayload, parse_payload
+from groupwise.ledger import RolloutRecord
+from groupwise.model import LoadedModel, load_model
+from groupwise.server.bodies import parse_body
+from groupwise.server.protocol_train import GrpoRequest, SftRequest
+from groupwise.server.submit import Submission, prepare_grpo, prepare_sft
+
+QUESTION = [{"role": "user", "content": "What is 47 + 138? Reply with just the number."}]
+SEED_PAGE = """{
+    "groups": [{
+      "messages": [{"role": "user", "content": "What is 47 + 138? Reply with just the number."}],
+      "completions": [
+        {"text": "185", "reward": 1.0},
+        {"text": "The answer is 184", "reward": 0.0},
+        {"text": "185.", "reward": 1.0},
+        {"text": "47 + 138 = 185", "reward": 0.8}
+      ]
+    }],
+    "config": {
+      "learning_rate": 1e-5,
+      "kl_coeff": 0.1,
+      "clip_epsilon": 0.2,
+      "lora_rank": 16,
+      "output_name": "math-correctness",
+      "auto_load": true
+    }
+  }"""
+
+
+@pytest.fixture(scope="module")
+def base() -> LoadedModel:
+    return load_model("starter", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def store(base: LoadedModel, make_adapter, tmp_path_factory: pytest.TempPathFactory) -> AdapterStore:
+    """math@1 and math@2, of rank 3 and alpha 6 on the starter, and foreign@1 on something else."""
+    store, adapter = AdapterStore(tmp_path_factory.mktemp("store")), make_adapter(base)
+    for name, hash in (("math", base.hash), ("math", base.hash), ("foreign", "ffff")):
+        store.import_(
+            adapter, name, info=Provenance(base_model="starter" if name == "math" else "other", base_hash=hash)
+        )
+    return store
+
+
+def group(*completions: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"messages": QUESTION, "completions": list(completions), **fields}
+
+
+GOOD = {"text": "185", "reward": 1.0}
+BAD = {"text": "184", "reward": 0.0}
+
+
+class Grpo:
+    """`submit(groups=[...], config={...})` as the route does it, from the bytes of a body on."""
+
+    def __init__(self, base: LoadedModel, store: AdapterStore):
+        self.base, self.store = base, store
+        self.records: dict[str, RolloutRecord] = {}
+        self.pending: set[str] = set()
+
+    def __call__(self, *groups: Any, **body: Any) -> Submission:
+        return self.raw(json.dumps({"groups": list(groups), **body}))
+
+    def raw(self, body: str) -> Submission:
+        request = parse_body(body.encode(), GrpoRequest)
+        return prepare_grpo(request, base=self.base, store=self.store, rollouts=self._find, pending=self.pending)
+
+    def _find(self, ids: Sequence[str]) -> dict[str, RolloutRecord]:
+        return {id: self.records[id] for id in ids if id in self.records}
+
+    def record(self, id: str, text: str, *, prompt: str | None = None, **fields: Any) -> None:
+        tokens = (*self.ids(text), self.base.tokenizer.convert_tokens_to_ids("<|im_end|>"))
+        defaults: dict[str, Any] = {
+            "prompt_ids": self.prompt(QUESTION) if prompt is None else self.ids(prompt),
+            "completion_ids": tokens,
+            "logprobs": tuple(-0.25 * (t + 1) for t in range(len(tokens))),
+            "version": "base",
+            "temperature": 0.9,
+            "finish_reason": "stop",
+            "text": text,
+        }
+        self.records[id] = RolloutRecord(id=id, **defaults | fields)
+
+    def ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self.base.tokenizer.encode(text, add_special_tokens=False))
+
+    def prompt(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        """By transformers' own hand, not by `groupwise.chat`."""
+        options = {"add_generation_prompt": True, "tokenize": False}
+        return self.ids(str(self.base.tokenizer.apply_chat_template(list(messages), **options)))
+
+
+@pytest.fixture
+def grpo(base: LoadedModel, store: AdapterStore) -> Grpo:
+    return Grpo(base, store)
+
+
+@pytest.fixture
+def sft(base: LoadedModel, store: AdapterStore):
+    def submit(**body: Any) -> Submission:
+        request = parse_body(json.dumps(body).encode(), SftRequest)
+        return prepare_sft(request, base=base, store=store)
+
+    return submit
+
+
+def payload_of(submission: Submission) -> Any:
+    """As the worker reads it."""
+    return parse_payload(submission.kind, submission.payload)
+
+
+# ---- accepted ----
+
+
+def test_the_seed_pages_example_is_accepted_word_for_word(grpo: Grpo) -> None:
+    submission = grpo.raw(SEED_PAGE)
+    assert (submission.kind, submission.adapter, submission.auto_load) == ("grpo", "math-correctness", True)
+    assert submission.steps == 1 and submission.warnings == []
+    config = parse_job_config("grpo", submission.config)
+    assert (config.learning_rate, config.lora_rank, config.output_name) == (1e-5, 16, "math-correctness")
+    assert submission.summary["groups"] == 1 and submission.summary["completions"] == 4
+    assert submission.summary["reward_mean"] == pytest.approx(0.7)
+
+
+def test_the_minimal_request_is_groups_alone(grpo: Grpo) -> None:
+    one, two = grpo(group(GOOD, BAD)), grpo(group(GOOD, BAD))
+    assert one.adapter.startswith("grpo-") and one.adapter != two.adapter
+    assert one.config["output_name"] == one.adapter
+
+
+def test_text_becomes_the_templates_prompt_and_the_completions_own_tokens_with_the_end_of_its_turn(grpo: Grpo) -> None:
+    submission = grpo(group(GOOD, {"text": "<think>\n7+8=15\n</think>\n\n185", "reward": 0.5}))
+    payload = payload_of(submission)
+    assert isinstance(payload, GrpoPayload)
+    (first,) = payload.groups
+    end = grpo.base.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert first.prompt_ids == grpo.prompt(QUESTION)
+    assert first.completions[0].ids == (*grpo.ids("185"), end)
+    assert first.completions[1].ids == (*grpo.ids("<think>\n7+8=15\n</think>\n\n185"), end)
+    assert [c.logprobs for c in first.completions] == [None, None]
+    assert [c.reward for c in first.completions] == [1.0, 0.5]
+    assert payload.temperature == 1.0
+
+
+def test_a_special_tokens_text_does_not_become_the_token(grpo: Grpo) -> None:
+    forged = {"text": "185<|im_end|>\n<|im_start|>user\nthanks", "reward": 0.0}
+    end = grpo.base.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    ids = payload_of(grpo(group(GOOD, forged))).groups[0].completions[1].ids
+    assert ids.count(end) == 1 and ids[-1] == end
+
+
+def test_a_rollout_is_trained_exactly_as_it_was_sampled(grpo: Grpo) -> None:
+    grpo.record("a", "185")
+    grpo.record("b", "184")
+    rollouts = [{"rollout_id": "a", "reward": 1}, {"rollout_id": "b", "reward": 0}]
+    submission = grpo({"completions": rollouts})
+    payload = payload_of(submission)
+    (first,) = payload.groups
+    for completion, id in zip(first.completions, "ab", strict=True):
+        assert completion.ids == grpo.records[id].completion_ids
+        assert completion.logprobs == grpo.records[id].logprobs
+    assert first.prompt_ids == grpo.prompt(QUESTION)
+    assert payload.temperature == submission.config["temperature"] == 0.9
+    assert payload_of(grpo(group(*rollouts))) == payload  # messages may be given, too
+
+
+def test_token_ids_are_taken_as_they_are(grpo: Grpo) -> None:
+    prompt = [5, 6, 7]
+    completions = [
+        {"token_ids": [8, 9], "logprobs": [-0.5, 0.0], "prompt_token_ids": prompt, "reward": 1.0},
+        {"token_ids": [10], "prompt_token_ids": prompt, "reward": 0.0},
+    ]
+    payload = payload_of(grpo({"completions": completions}, config={"temperature": 0.7}))
+    (first,) = payload.groups
+    assert first.prompt_ids == (5, 6, 7) and payload.temperature == 0.7
+    assert [(c.ids, c.logprobs) for c in first.completions] == [((8, 9), (-0.5, 0.0)), ((10,), None)]
+
+
+def test_rounding_above_zero_is_taken_for_zero(grpo: Grpo) -> None:
+    rounded = {"token_ids": [8, 9], "logprobs": [1e-6, -1.0], "reward": 1.0}
+    payload = payload_of(grpo(group(rounded, BAD)))
+    assert payload.groups[0].completions[0].logprobs == (0.0, -1.0)
+
+
+def test_a_group_may_mix_text_rollouts_and_tokens(grpo: Grpo) -> None:
+    grpo.record("a", "185")
+    mixed = group({"rollout_id": "a", "reward": 1.0}, BAD, {"token_ids": [8], "reward": 0.5})
+    completions = payload_of(grpo(mixed)).groups[0].completions
+    assert [c.logprobs is None for c in completions] == [False, True, True]
+
+
+def test_tools_and_template_options_reach_the_prompt(grpo: Grpo) -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    plain = payload_of(grpo(group(GOOD, BAD))).groups[0].prompt_ids
+    with_tool = payload_of(grpo(group(GOOD, BAD, tools=[tool]))).groups[0].prompt_ids
+    options = {"chat_template_kwargs": {"enable_thinking": False}}
+    silent = payload_of(grpo(group(GOOD, BAD, **options))).groups[0].prompt_ids
+    assert '"add"' in grpo.base.tokenizer.decode(list(with_tool))
+    assert len({plain, with_tool, silent}) == 3
+
+
+def test_groups_with_equal_rewards_beside_others_are_a_warning(grpo: Grpo) -> None:
+    submission = grpo(group(GOOD, BAD), group(GOOD, GOOD), group(GOOD, BAD), config={"minibatches": 3})
+    assert any("groups[1]" in warning for warning in submission.warnings)
+    assert submission.steps == 2 and any("minibatches is 3" in warning for warning in submission.warnings)
+
+
+def test_rollouts_of_another_version_than_the_one_trained_are_a_warning(grpo: Grpo) -> None:
+    grpo.record("a", "185", version="math@2")
+    grpo.record("b", "184", version="math@1")
+    rollouts = {"completions": [{"rollout_id": "a", "reward": 1}, {"rollout_id": "b", "reward": 0}]}
+    (warning,) = grpo(rollouts, config={"output_name": "math"}).warnings
+    assert "1 of 2 rollouts were sampled by math@1" in warning and "math@2" in warning
+
+
+@pytest.mark.parametrize(
+    ("config", "steps"),
+    [({}, 1), ({"iterations": 3}, 3), ({"minibatches": 2}, 2), ({"iterations": 3, "minibatches": 2}, 6)],
+)
+def test_steps_are_iterations_times_minibatches(grpo: Grpo, config: dict[str, int], steps: int) -> None:
+    assert grpo(group(GOOD, BAD), group(GOOD, BAD), config=config).steps == steps
+
+
+def test_a_resolved_config_means_the_same_when_it_is_read_again(grpo: Grpo) -> None:
+    given = {
+        "policy_loss": "dapo",
+        "kl_coeff": 0.05,
+        "clip_high": 0.3,
+        "betas": [0.9, 0.99],
+        "target_modules": ["q_proj"],
+    }
+    submission = grpo(group(GOOD, BAD), config=given)
+    config = parse_job_config("grpo", submission.config)
+    assert config.model_dump(mode="json") == submission.config
+    assert config.target_modules == ("q_proj",) and config.betas == (0.9, 0.99)
+
+
+# ---- what is continued ----
+
+
+def test_a_name_that_has_versions_is_continued_with_its_own_rank(grpo: Grpo) -> None:
+    submission = grpo(group(GOOD, BAD), config={"output_name": "math"})
+    assert submission.config["lora_rank"] is None and submission.config["base_adapter"] is None
+    assert grpo(group(GOOD, BAD), config={"output_name": "math", "lora_rank": 3, "lora_alpha": 6.0}).adapter == "math"
+
+
+@pytest.mark.parametrize("field", ["lora_rank", "lora_alpha"])
+@pytest.mark.parametrize("start", [{"output_name": "math"}, {"base_adapter": "math"}, {"base_adapter": "math@1"}])
+def test_another_rank_or_alpha_than_the_continued_one_is_refused_with_both(
+    grpo: Grpo, field: str, start: dict[str, str]
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        grpo(group(GOOD, BAD), config={**start, field: 16})
+    error = caught.value
+    assert error.param == f"config.{field}"
+    has = {"lora_rank": "3", "lora_alpha": "6"}[field]
+    version = "math@1" if start.get("base_adapter") == "math@1" else "math@2"
+    assert "16" in error.message and f"{version}, which has {has}" in error.message
+    assert "base_adapter" in str(error.hint)
+
+
+def test_a_fresh_adapter_of_a_known_name_may_have_any_rank(grpo: Grpo) -> None:
+    assert grpo(group(GOOD, BAD), config={"output_name": "math", "base_adapter": "base", "lora_rank": 16}).steps == 1
+
+
+def test_other_targets_than_the_continued_ones_are_refused(grpo: Grpo) -> None:
+    with pytest.raises(RequestError, match="target_modules") as caught:
+        grpo(group(GOOD, BAD), config={"output_name": "math", "target_modules": ["q_proj"]})
+    assert "down_proj" in caught.value.message
+
+
+@pytest.mark.parametrize("missing", ["physics", "math@9", "physics@1"])
+def test_an_unknown_base_adapter_is_refused_with_what_there_is(grpo: Grpo, missing: str) -> None:
+    with pytest.raises(RequestError, match=missing) as caught:
+        grpo(group(GOOD, BAD), config={"base_adapter": missing})
+    error = caught.value
+    assert (error.param, error.code, error.status) == ("config.base_adapter", "adapter_not_found", 400)
+    assert "math@2" in str(error.hint)
+
+
+def test_an_adapter_that_a_job_ahead_will_make_can_be_continued(grpo: Grpo) -> None:
+    grpo.pending = {"physics"}
+    assert grpo(group(GOOD, BAD), config={"base_adapter": "physics"}).config["base_adapter"] == "physics"
+    assert grpo(group(GOOD, BAD), config={"output_name": "physics", "lora_rank": 4}).adapter == "physics"
+
+
+def test_an_adapter_of_another_base_model_is_refused(grpo: Grpo) -> None:
+    for config in ({"base_adapter": "foreign"}, {"output_name": "foreign"}):
+        with pytest.raises(RequestError, match="other") as caught:
+            grpo(group(GOOD, BAD), config=config)
+        assert caught.value.param in ("config.base_adapter", "config.output_name")
+
+
+def test_modules_that_the_model_does_not_have_are_refused(grpo: Grpo) -> None:
+    with pytest.raises(RequestError, match="c_attn") as caught:
+        grpo(group(GOOD, BAD), config={"target_modules": ["q_proj", "c_attn"]})
+    assert caught.value.param == "config.target_modules[1]"
+
+
+# ---- refused: body -> (param, a piece of the message, a piece of the hint) ----
+
+TOKENS = {"token_ids": [8, 9], "reward": 1.0}
+REFUSED: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "no groups": ({"groups": []}, "groups", "groups is empty", "at least one"),
+    "no completions": ({"groups": [group()]}, "groups[0].completions", "no completions", "sample several"),
+    "one completion": (
+        {"groups": [group(GOOD, BAD), group(GOOD)]},
+        "groups[1].completions",
+        "one completion",
+        "sample several",
+    ),
+    "all equal": (
+        {"groups": [group(GOOD, GOOD), group(BAD, BAD)]},
+        "groups",
+        "in each of the 2 groups the rewards are all equal, so",
+        "more",
+    ),
+    "one flat group": (
+        {"groups": [group(GOOD, GOOD, GOOD)]},
+        "groups",
+        "in groups[0] the rewards are all equal (they are 1)",
+        "more",
+    ),
+    "a huge reward": (
+        {"groups": [group(GOOD, {"text": "x", "reward": 1e7})]},
+        "groups[0].completions[1].reward",
+        "10000000.0",
+        "scaled",
+    ),
+    "a huge negative reward": (
+        {"groups": [group({"text": "x", "reward": -2e6}, GOOD)]},
+        "groups[0].completions[0].reward",
+        "-2000000.0",
+        "scaled",
+    ),
+    "no text": (
+        {"groups": [group(GOOD, {"reward": 0.0})]},
+        "groups[0].completions[1].text",
+        "neither text",
+        "rollout_id",
+    ),
+    "text and rollout": (
+        {"groups": [group(GOOD, {**BAD, "rollout_id": "a"})]},
+        "groups[0].completions[1].rollout_id",
+        "text and rollout_id",
+        "one of them",
+    ),
+    "text and tokens": (
+        {"groups": [group(GOOD, {**BAD, "token_ids": [1]})]},
+        "groups[0].completions[1].token_ids",
+        "text and token_ids",
+        "one of them",
+    ),
+    "logprobs of text": (
+        {"groups": [group(GOOD, {**BAD, "logprobs": [-1.0]})]},
+        "groups[0].completions[1].logprobs",
+        "logprobs without token_ids",
+        "remove it",
+    ),
+    "an id out of the vocabulary": (
+        {"groups": [group(GOOD, {"token_ids": [5, 1024], "reward": 0})]},
+        "groups[0].completions[1].token_ids[1]",
+        "1024; the vocabulary of starter is 0 to 1023",
+        "other tokenizers",
+    ),
+    "no tokens": (
+        {"groups": [group(GOOD, {"token_ids": [], "reward": 0})]},
+        "groups[0].completions[1].token_ids",
+        "is empty",
+        "at least one",
+    ),
+    "too few logprobs": (
+        {"groups": [group(BAD, {**TOKENS, "logprobs": [-1.0]})]},
+        "groups[0].completions[1].logprobs",
+        "1 entries for 2 token_ids",
+        "one for each",
+    ),
+    "a positive logprob": (
+        {"groups": [group(BAD, {**TOKENS, "logprobs": [-1.0, 0.5]})]},
+        "groups[0].completions[1].logprobs[1]",
+        "0.5",
+        "natural logarithms",
+    ),
+    "no prompt at all": (
+        {"groups": [{"completions": [GOOD, BAD]}]},
+        "groups[0].messages",
+        "no messages",
+        "messages",
+    ),
+    "tokens without a prompt": (
+        {"groups": [{"completions": [TOKENS, {**TOKENS, "reward": 0}]}]},
+        "groups[0].messages",
+        "does not bring its prompt",
+        "prompt_token_ids",
+    ),
+    "two prompts in a group": (
+        {"groups": [{"completions": [{**TOKENS, "prompt_token_ids": [p], "reward": p} for p in (1, 2)]}]},
+        "groups[0].completions[1]",
+        "another prompt than groups[0].completions[0]",
+        "group of their own",
+    ),
+    "another prompt than the messages": (
+        {"groups": [group(GOOD, {**TOKENS, "prompt_token_ids": [1, 2], "reward": 0})]},
+        "groups[0].completions[1]",
+        "another prompt than groups[0].messages",
+        "group of their own",
+    ),
+    "too long": (
+        {"groups": [group(GOOD, {"text": "word " * 2000, "reward": 0})]},
+        "groups[0].completions[1]",
+        "maximum context length is 1024 tokens",
+        "shorten",
+    ),
+    "a prompt that is too long": (
+        {"groups": [{"messages": [{"role": "user", "content": "word " * 2000}], "completions": [GOOD, BAD]}]},
+        "groups[0].completions[0]",
+        "maximum context length",
+        "shorten",
+    ),
+    "warm-up longer than the job": (
+        {"groups": [group(GOOD, BAD)], "config": {"warmup_steps": 5}},
+        "config.warmup_steps",
+        "5, and the job has 1",
+        "1 or less",
+    ),
+    "a temperature nobody sampled at": (
+        {"groups": [group(GOOD, BAD)], "config": {"temperature": 0}},
+        "config.temperature",
+        "0",
+        "",
+    ),
+    "learning_rate at the top": (
+        {"groups": [group(GOOD, BAD)], "learning_rate": 1e-5},
+        "learning_rate",
+        "unknown",
+        "under config",
+    ),
+    "lr at the top": ({"groups": [group(GOOD, BAD)], "lr": 1e-5}, "lr", "unknown", "config.learning_rate"),
+    "epochs in GRPO's config": (
+        {"groups": [group(GOOD, BAD)], "config": {"epochs": 3}},
+        "config.epochs",
+        "unknown",
+        "GRPO does not use epochs",
+    ),
+    "epochs at the top": ({"groups": [group(GOOD, BAD)], "epochs": 3}, "epochs", "unknown", "iterations"),
+    "a misspelt reward": (
+        {"groups": [group(GOOD, {"text": "x", "rewrd": 1})]},
+        "groups[0].completions[1].rewrd",
+        "unknown",
+        "reward",
+    ),
+    "a score": (
+        {"groups": [group(GOOD, {"text": "x", "score": 1})]},
+        "groups[0].completions[1].score",
+        "unknown",
+        "reward",
+    ),
+    "no reward": ({"groups": [group(GOOD, {"text": "x"})]}, "groups[0].completions[1].reward", "missing", ""),
+    "a reward that failed": (
+        {"groups": [group(GOOD, {"text": "x", "reward": None})]},
+        "groups[0].completions[1].reward",
+        "null",
+        "",
+    ),
+    "true as a reward": (
+        {"groups": [group(GOOD, {"text": "x", "reward": True})]},
+        "groups[0].completions[1].reward",
+        "true",
+        "",
+    ),
+    "a reward in words": (
+        {"groups": [group(GOOD, {"text": "x", "reward": "1.0"})]},
+        "groups[0].completions[1].reward",
+        "1.0",
+        "",
+    ),
+    "base as a name": (
+        {"groups": [group(GOOD, BAD)], "config": {"output_name": "base"}},
+        "config.output_name",
+        "base",
+        "",
+    ),
+    "a path as a name": (
+        {"groups": [group(GOOD, BAD)], "config": {"output_name": "../../etc"}},
+        "config.output_name",
+        "../../etc",
+        "",
+    ),
+    "rank 0": ({"groups": [group(GOOD, BAD)], "config": {"lora_rank": 0}}, "config.lora_rank", "0", ""),
+    "an option that does not act": (
+        {"groups": [group(GOOD, BAD)], "config": {"policy_loss": "reinforce", "clip_epsilon": 0.2}},
+        "config.clip_epsilon",
+        "no effect",
+        "",
+    ),
+    "examples": ({"examples": []}, "examples", "unknown", "groups"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_request_that_cannot_be_is_refused_with_field_value_and_remedy(grpo: Grpo, case: str) -> None:
+    body, param, message, hint = REFUSED[case]
+    with pytest.raises(RequestError) as caught:
+        grpo.raw(json.dumps(body))
+    error = caught.value
+    assert error.param == param and error.status == 400
+    assert message in error.message and hint in str(error.hint)
+
+
+@pytest.mark.parametrize(("case", "code"), [("all equal", "no_signal"), ("too long", "context_length_exceeded")])
+def test_some_refusals_have_a_code_of_their_own(grpo: Grpo, case: str, code: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        grpo.raw(json.dumps(REFUSED[case][0]))
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_a_reward_that_is_no_number_is_refused(grpo: Grpo, number: str) -> None:
+    body = json.dumps({"groups": [group(GOOD, {"text": "x", "reward": 0.123})]}).replace("0.123", number)
+    with pytest.raises(RequestError) as caught:
+        grpo.raw(body)
+    assert caught.value.code in ("invalid_json", "invalid_value")
+
+
+def test_two_rewards_for_one_completion_are_refused(grpo: Grpo) -> None:
+    body = json.dumps({"groups": [group(GOOD, BAD)]}).replace('"reward": 0.0', '"reward": 0.0, "reward": 1.0')
+    with pytest.raises(RequestError, match=r"reward.*twice"):
+        grpo.raw(body)
+
+
+def test_a_role_that_the_template_does_not_have_is_refused(grpo: Grpo) -> None:
+    with pytest.raises(RequestError) as caught:
+        grpo({"messages": [{"role": "oracle", "content": "x"}], "completions": [GOOD, BAD]})
+    assert caught.value.param == "groups[0].messages[0].role"
+
+
+# ---- rollouts that do not fit ----
+
+
+def rollouts(*ids: str) -> dict[str, Any]:
+    return {"completions": [{"rollout_id": id, "reward": float(i)} for i, id in enumerate(ids)]}
+
+
+def test_unknown_rollouts_are_named(grpo: Grpo) -> None:
+    grpo.record("a", "185")
+    with pytest.raises(RequestError) as caught:
+        grpo(rollouts("a", "gone", "away"))
+    error = caught.value
+    assert (error.param, error.code) == ("groups[0].completions[1].rollout_id", "rollout_not_found")
+    assert "2 of 3" in error.message and "'gone'" in error.message and "'away'" in error.message
+    assert "7 days" in str(error.hint)
+
+
+def test_a_rollout_counts_once(grpo: Grpo) -> None:
+    grpo.record("a", "185")
+    grpo.record("b", "184")
+    with pytest.raises(RequestError, match=r"same rollout_id as groups\[0\]\.completions\[0\]: 'a'") as caught:
+        grpo(rollouts("a", "b"), rollouts("a", "b"))
+    assert caught.value.param == "groups[1].completions[0].rollout_id"
+
+
+def test_rollouts_of_two_temperatures_are_two_jobs(grpo: Grpo) -> None:
+    grpo.record("a", "185", temperature=0.9)
+    grpo.record("b", "184", temperature=1.0)
+    with pytest.raises(RequestError, match=r"temperature 1, groups\[0\]\.completions\[0\] at 0\.9") as caught:
+        grpo(rollouts("a", "b"))
+    assert caught.value.param == "groups[0].completions[1].rollout_id"
+
+
+def test_a_temperature_that_contradicts_the_rollouts_is_refused(grpo: Grpo) -> None:
+    grpo.record("a", "185")
+    grpo.record("b", "184")
+    with pytest.raises(RequestError, match="is 1, but") as caught:
+        grpo(rollouts("a", "b"), config={"temperature": 1.0})
+    assert caught.value.param == "config.temperature"
+    assert grpo(rollouts("a", "b"), config={"temperature": 0.9}).config["temperature"] == 0.9
+
+
+def test_greedy_rollouts_cannot_be_trained(grpo: Grpo) -> None:
+    grpo.record("a", "185", temperature=0.0)
+    grpo.record("b", "184", temperature=0.0)
+    with pytest.raises(RequestError, match="greedily"):
+        grpo(rollouts("a", "b"))
+
+
+def test_rollouts_of_two_prompts_are_two_groups(grpo: Grpo) -> None:
+    grpo.record("a", "185")
+    grpo.record("b", "184", prompt="something else")
+    with pytest.raises(RequestError, match="another prompt"):
+        grpo(rollouts("a", "b"))
+
+
+def test_rollouts_of_another_model_are_refused(grpo: Grpo) -> None:
+    grpo.record("a", "185")
+    grpo.record("b", "184", completion_ids=(5, 150_000), logprobs=(-1.0, -1.0))
+    with pytest.raises(RequestError, match="another model") as caught:
+        grpo(rollouts("a", "b"))
+    assert caught.value.param == "groups[0].completions[1].rollout_id"
+
+
+# ---- supervised ----
+
+CHAT = {"messages": [*QUESTION, {"role": "assistant", "content": "185"}]}
+
+
+def test_conversations_become_tokens_with_a_mask_on_what_the_assistant_says(sft, base: LoadedModel, grpo: Grpo) -> None:
+    second = [*CHAT["messages"], {"role": "user", "content": "And 1 + 1?"}, {"role": "assistant", "content": "2"}]
+    submission = sft(
+        examples=[CHAT, {"messages": second}], config={"output_name": "sums", "epochs": 2, "batch_size": 1}
+    )
+    payload = payload_of(submission)
+    assert isinstance(payload, SftPayload)
+    assert payload.examples[0].prompt_ids == grpo.prompt(QUESTION)
+    said = [
+        base.tokenizer.decode([t for t, m in zip(e.completion_ids, e.mask, strict=True) if m]) for e in payload.examples
+    ]
+    assert said == ["185<|im_end|>", "185<|im_end|>2<|im_end|>"]
+    assert (submission.kind, submission.adapter, submission.steps) == ("sft", "sums", 4)
+    assert submission.summary["examples"] == 2
+    assert submission.summary["trained_tokens"] == sum(sum(e.mask) for e in payload.examples)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message", "hint"),
+    [
+        ({"examples": []}, "examples", "is empty", "at least one"),
+        ({"examples": [CHAT, {"messages": QUESTION}]}, "examples[1].messages", "no assistant turn", "add one"),
+        ({"examples": [CHAT, {"messages": []}]}, "examples[1].messages", "", ""),
+        ({"examples": [CHAT], "config": {"warmup_steps": 9}}, "config.warmup_steps", "3 steps", "3 or less"),
+        ({"examples": [CHAT], "config": {"iterations": 2}}, "config.iterations", "unknown", "epochs"),
+        ({"examples": [CHAT], "epochs": 2}, "epochs", "unknown", "config.epochs"),
+        ({"examples": [CHAT], "config": {"base_adapter": "none"}}, "config.base_adapter", "none", "base"),
+        ({"groups": []}, "groups", "unknown", "/v1/train/grpo"),
+        (
+            {"examples": [{"messages": [*QUESTION, {"role": "assistant", "content": "word " * 2000}]}]},
+            "examples[0]",
+            "maximum context length",
+            "shorten",
+        ),
+    ],
+)
+def test_conversations_that_cannot_be_are_refused(sft, body, param: str, message: str, hint: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        sft(**body)
+    assert caught.value.param == param
+    assert message in caught.value.message and hint in str(caught.value.hint)
+
+
+def test_every_number_of_the_payload_is_finite(grpo: Grpo) -> None:
+    grpo.record("a", "185")
+    grpo.record("b", "184")
+    raw = json.loads(grpo(rollouts("a", "b")).payload)
+    numbers = [x for g in raw["groups"] for c in g["completions"] for x in (*c["logprobs"], c["reward"])]
+    assert all(map(math.isfinite, numbers)) and raw["temperature"] == 0.9

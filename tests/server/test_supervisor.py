@@ -1,0 +1,552 @@
+"""The supervisor with real processes and a real ledger: what dies comes back, what is published becomes active."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from groupwise.adapter_files import Provenance
+from groupwise.adapters import AdapterStore
+from groupwise.engine.local import LocalEngine
+from groupwise.errors import NotReadyError, StorageError, SwapRefusedError
+from groupwise.job_config import GrpoJobConfig
+from groupwise.ledger import JobState, Ledger
+from groupwise.model import LoadedModel, load_model
+from groupwise.server.policies import Policies
+from groupwise.server.protocol import ChatMessage
+from groupwise.server.protocol_train import GrpoRequest, ScoredCompletion, ScoredGroup
+from groupwise.server.submit import prepare_grpo
+from groupwise.server.supervisor import LAST_LINES, WORKER, Supervisor, worker_command
+from groupwise.types import PolicyVersion
+
+# Workers: processes that lease from the same ledger as `groupwise.jobs` does.
+PREAMBLE = """
+import os, signal, sys, time
+from pathlib import Path
+from groupwise.ledger import Ledger
+state = Path({state!r})
+ledger = Ledger(state / "ledger.db")
+(state / f"started-{{os.getpid()}}").touch()
+def lease(seconds=30):
+    while (found := ledger.lease("worker", seconds=seconds)) is None:
+        time.sleep(0.01)
+    return found
+"""
+ORDERLY = """
+held = lease()
+stop = []
+signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+while not stop:
+    time.sleep(0.01)
+ledger.release(held)
+"""
+POISONED = """
+held = lease()
+print("\\n".join(f"line {i}" for i in range(100)), file=sys.stderr, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+HANGING = """
+held = lease(seconds=0.2)
+if held.attempt == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+ledger.published(held, "math@1")
+time.sleep(60)
+"""
+STUBBORN = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+held = lease()
+time.sleep(60)
+"""
+CONFESSING = """
+import json
+(state / "environment.json").write_text(json.dumps(dict(os.environ)))
+(state / "group").write_text(str(os.getpgid(0)))
+time.sleep(60)
+"""
+
+
+class Swaps:
+    """Stands where `Policies` does. `outcomes` are raised in turn; after them, swaps succeed."""
+
+    def __init__(self, *outcomes: Exception | None, seconds: float = 0.0):
+        self.outcomes, self.seconds = list(outcomes), seconds
+        self.asked: list[str] = []
+        self.active = "base"
+
+    async def swap(self, version: PolicyVersion) -> None:
+        self.asked.append(str(version))
+        await asyncio.sleep(self.seconds)
+        outcome = self.outcomes.pop(0) if self.outcomes else None
+        if outcome is not None:
+            raise outcome
+        self.active = str(version)
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    ledger = Ledger(tmp_path / "ledger.db")
+    yield ledger
+    ledger.close()
+
+
+def submit(ledger: Ledger, *, auto_load: bool = True) -> str:
+    options = {"config": {}, "summary": {}, "payload": b"{}", "steps": 2, "auto_load": auto_load}
+    return ledger.submit(kind="grpo", adapter="math", **options)[0].id
+
+
+def publish(ledger: Ledger, version: str = "math@1") -> str:
+    """A job as the worker leaves it: published, not yet active."""
+    id = submit(ledger)
+    lease = ledger.lease("another")
+    assert lease is not None and lease.job.id == id
+    ledger.published(lease, version)
+    return id
+
+
+def supervise(
+    ledger: Ledger,
+    worker: str,
+    test: Callable[[Supervisor], Awaitable[None]],
+    *,
+    swaps: Swaps | None = None,
+    stop_s: float = 5.0,
+    **options,
+) -> Supervisor:
+    """Run `test` beside a supervisor whose worker is this script, and stop it as the server does."""
+    state = ledger.path.parent
+    command = [sys.executable, "-c", PREAMBLE.format(state=str(state)) + worker]
+    defaults = {"first_delay_s": 0.01, "poll_s": 0.02, "grace_s": 0.1}
+
+    async def main() -> Supervisor:
+        supervisor = Supervisor(
+            ledger=ledger,
+            policies=swaps or Swaps(),
+            command=command,
+            log_path=state / "logs" / "worker.log",
+            **defaults | options,
+        )
+        await supervisor.start()
+        try:
+            await test(supervisor)
+        finally:
+            await supervisor.stop(timeout_s=stop_s)
+        return supervisor
+
+    return asyncio.run(main())
+
+
+async def until(condition: Callable[[], object], *, seconds: float = 15) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain"
+        await asyncio.sleep(0.01)
+
+
+def starts(ledger: Ledger) -> int:
+    return len(list(ledger.path.parent.glob("started-*")))
+
+
+def alive(pid: int | None) -> bool:
+    assert pid is not None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+# ---- the worker process ----
+
+
+def test_a_killed_worker_comes_back_and_takes_its_job_again_at_once(ledger: Ledger) -> None:
+    id = submit(ledger)
+
+    async def test(supervisor: Supervisor) -> None:
+        await until(lambda: ledger.job(id).attempt == 1)
+        first = supervisor.status.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        began = time.monotonic()
+        await until(lambda: ledger.job(id).attempt == 2)
+        assert time.monotonic() - began < 10  # the lease was for 30 s
+        assert supervisor.status.pid != first and supervisor.status.restarts == 1
+
+    supervise(ledger, ORDERLY, test)
+
+
+def test_stopping_lets_the_worker_release_its_job(ledger: Ledger) -> None:
+    id = submit(ledger)
+    pids: list[int | None] = []
+
+    async def test(supervisor: Supervisor) -> None:
+        await until(lambda: ledger.job(id).attempt == 1)
+        pids.append(supervisor.status.pid)
+
+    supervisor = supervise(ledger, ORDERLY, test)
+    assert supervisor.status.state == "stopped" and supervisor.status.pid is None
+    assert not alive(pids[0])
+    assert ledger.job(id).state is JobState.QUEUED
+    assert "in order" in ledger.events(id)[-1].message  # released by itself, so the attempt does not count
+
+
+def test_a_worker_that_does_not_stop_is_killed_at_the_deadline(ledger: Ledger) -> None:
+    id = submit(ledger)
+    pids: list[int | None] = []
+
+    async def test(supervisor: Supervisor) -> None:
+        await until(lambda: ledger.job(id).attempt == 1)
+        pids.append(supervisor.status.pid)
+
+    began = time.monotonic()
+    supervise(ledger, STUBBORN, test, stop_s=0.3)
+    assert time.monotonic() - began < 10
+    assert not alive(pids[0])
+    assert ledger.job(id).state is JobState.QUEUED  # taken back: the next server's worker need not wait for the lease
+
+
+def test_stopping_at_once_leaves_no_process_behind(ledger: Ledger) -> None:
+    async def test(supervisor: Supervisor) -> None:
+        pass  # the worker is being started just now
+
+    supervise(ledger, STUBBORN, test, stop_s=0.3)
+    running = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not [line for line in running if str(ledger.path.parent).encode() in line]
+
+
+def test_a_job_that_kills_its_worker_every_time_fails_with_its_last_words(ledger: Ledger) -> None:
+    id = submit(ledger)
+
+    async def test(supervisor: Supervisor) -> None:
+        await until(lambda: ledger.job(id).state is JobState.FAILED)
+        await until(lambda: supervisor.last_words(id))
+
+    supervisor = supervise(ledger, POISONED, test)
+    error = ledger.job(id).error
+    assert error is not None and error["code"] == "crashed_repeatedly"
+    words = supervisor.last_words(id)
+    assert words is not None and words.splitlines() == [f"line {i}" for i in range(100 - LAST_LINES, 100)]
+    assert supervisor.last_words("0" * 32) is None
+    assert "SIGKILL" in str(supervisor.status.last_exit)
+    assert starts(ledger) >= 3
+
+
+def test_a_worker_that_hangs_is_killed_once_its_lease_is_over(ledger: Ledger) -> None:
+    id = submit(ledger)
+
+    async def test(supervisor: Supervisor) -> None:
+        await until(lambda: ledger.job(id).state is JobState.COMPLETED)
+        assert supervisor.status.restarts == 1
+
+    supervise(ledger, HANGING, test)
+    assert ledger.job(id).attempt == 2
+
+
+def test_a_worker_that_has_no_lease_is_left_alone(ledger: Ledger) -> None:
+    async def test(supervisor: Supervisor) -> None:
+        await until(lambda: starts(ledger) == 1)
+        await asyncio.sleep(0.5)
+        assert supervisor.status.restarts == 0
+
+    supervise(ledger, "time.sleep(60)", test)
+
+
+def test_the_pauses_between_restarts_grow(ledger: Ledger) -> None:
+    ends: list[float] = []
+
+    async def test(supervisor: Supervisor) -> None:
+        for count in (1, 2, 3):
+            await until(lambda count=count: supervisor.status.restarts >= count)
+            ends.append(time.monotonic())
+        assert supervisor.status.last_exit == "exit status 3"
+
+    supervise(ledger, "sys.exit(3)", test, first_delay_s=0.3)
+    assert ends[1] - ends[0] >= 0.3 and ends[2] - ends[1] >= 0.6
+
+
+def test_a_command_that_cannot_be_started_does_not_end_the_supervisor(ledger: Ledger) -> None:
+    async def main() -> None:
+        supervisor = Supervisor(
+            ledger=ledger,
+            policies=(swaps := Swaps()),
+            command=["/nonexistent/worker"],
+            log_path=ledger.path.parent / "logs" / "worker.log",
+            first_delay_s=0.01,
+            poll_s=0.02,
+        )
+        await supervisor.start()
+        await until(lambda: supervisor.status.restarts >= 3)
+        publish(ledger)
+        await until(lambda: swaps.active == "math@1")
+        await supervisor.stop()
+        assert "nonexistent" in str(supervisor.status.last_exit)
+
+    asyncio.run(main())
+
+
+def test_what_a_killed_server_left_running_is_leased_at_once(ledger: Ledger) -> None:
+    """The server and its worker died together; the lease would hold for another 30 s."""
+    id = submit(ledger)
+    assert ledger.lease(WORKER, seconds=30) is not None
+
+    async def test(supervisor: Supervisor) -> None:
+        await until(lambda: ledger.job(id).attempt == 2)
+
+    began = time.monotonic()
+    supervise(ledger, ORDERLY, test)
+    assert time.monotonic() - began < 10
+
+
+def test_the_worker_does_not_get_the_servers_secrets_nor_its_ctrl_c(ledger: Ledger, monkeypatch) -> None:
+    monkeypatch.setenv("GROUPWISE_API_KEY", "hush")
+    monkeypatch.setenv("GROUPWISE_WEBHOOK_SECRET", "hush")
+    monkeypatch.setenv("GROUPWISE_OTHER", "kept")
+
+    async def test(supervisor: Supervisor) -> None:
+        await until(lambda: (ledger.path.parent / "group").exists() and (ledger.path.parent / "group").read_text())
+
+    supervise(ledger, CONFESSING, test)
+    environment = json.loads((ledger.path.parent / "environment.json").read_text())
+    assert "hush" not in environment.values() and environment["GROUPWISE_OTHER"] == "kept"
+    assert (ledger.path.parent / "group").read_text() != str(os.getpgid(0))
+
+
+def test_the_workers_words_are_in_its_log(ledger: Ledger) -> None:
+    async def test(supervisor: Supervisor) -> None:
+        path = ledger.path.parent / "logs" / "worker.log"
+        await until(lambda: path.exists() and "a word" in path.read_text())
+
+    supervise(ledger, "print('a word', flush=True); time.sleep(60)", test)
+
+
+def test_the_command_names_everything_the_worker_needs() -> None:
+    command = worker_command(state_dir=Path("s"), model="starter", dtype="float32", device="cpu", threads=2)
+    assert command[:3] == [sys.executable, "-m", "groupwise.jobs"]
+    pairs = dict(zip(command[3::2], command[4::2], strict=True))
+    assert pairs == {
+        "--state": "s",
+        "--model": "starter",
+        "--dtype": "float32",
+        "--device": "cpu",
+        "--worker": WORKER,
+        "--threads": "2",
+    }
+    assert "--threads" not in worker_command(state_dir=Path("s"), model="starter", dtype="auto", device="auto")
+
+
+# ---- swaps ----
+
+IDLE = "time.sleep(60)"
+
+
+def swap_once(ledger: Ledger, swaps: Swaps, ids: Sequence[str], **options) -> None:
+    async def test(supervisor: Supervisor) -> None:
+        await until(lambda: all(ledger.job(id).state.is_final for id in ids))
+
+    supervise(ledger, IDLE, test, swaps=swaps, stop_s=0.0, **options)
+
+
+def test_a_published_job_is_completed_only_once_its_version_is_active(ledger: Ledger) -> None:
+    seen: list[JobState] = []
+
+    class Watching(Swaps):
+        async def swap(self, version: PolicyVersion) -> None:
+            seen.append(ledger.jobs()[0].state)
+            await super().swap(version)
+            seen.append(ledger.jobs()[0].state)
+
+    async def test(supervisor: Supervisor) -> None:
+        id = publish(ledger)
+        await until(lambda: ledger.job(id).state.is_final)
+
+    swaps = Watching()
+    supervise(ledger, IDLE, test, swaps=swaps, stop_s=0.0)
+    job = ledger.jobs()[0]
+    assert seen == [JobState.RUNNING, JobState.RUNNING]
+    assert (job.state, job.version, swaps.active, swaps.asked) == (JobState.COMPLETED, "math@1", "math@1", ["math@1"])
+    assert "math@1" in ledger.events(job.id)[-1].message
+
+
+def test_what_a_crash_left_published_is_finished_before_the_first_worker_runs(ledger: Ledger) -> None:
+    ids = [publish(ledger, "math@1"), publish(ledger, "math@2")]
+
+    async def main() -> None:
+        swaps = Swaps()
+        command = [sys.executable, "-c", PREAMBLE.format(state=str(ledger.path.parent))]
+        supervisor = Supervisor(ledger=ledger, policies=swaps, command=command, log_path=ledger.path.parent / "w.log")
+        await supervisor.start()
+        assert swaps.asked == ["math@1", "math@2"]  # the newest wins
+        assert [ledger.job(id).state for id in ids] == [JobState.COMPLETED] * 2
+        assert starts(ledger) == 0
+        await supervisor.stop(timeout_s=0)
+
+    asyncio.run(main())
+
+
+def test_a_refused_version_fails_the_job_and_the_old_one_stays(ledger: Ledger) -> None:
+    id = publish(ledger)
+    swaps = Swaps(SwapRefusedError("the canary sang another song", hint="compare"))
+    swap_once(ledger, swaps, [id])
+    job = ledger.job(id)
+    assert (job.state, job.phase, job.version, swaps.active) == (JobState.FAILED, "swapping", "math@1", "base")
+    assert job.error is not None
+    assert job.error["code"] == "swap_refused" and "canary" in job.error["message"] and job.error["hint"] == "compare"
+
+
+def test_a_refusal_does_not_hold_up_the_next_version(ledger: Ledger) -> None:
+    ids = [publish(ledger, "math@1"), publish(ledger, "math@2")]
+    swaps = Swaps(SwapRefusedError("no"))
+    swap_once(ledger, swaps, ids)
+    assert [ledger.job(id).state for id in ids] == [JobState.FAILED, JobState.COMPLETED]
+    assert swaps.active == "math@2"
+
+
+@pytest.mark.parametrize("passing", [StorageError("the disk is full"), NotReadyError("busy")])
+def test_what_passes_by_itself_is_tried_again(ledger: Ledger, passing: Exception, monkeypatch) -> None:
+    monkeypatch.setattr("groupwise.server.supervisor.SWAP_AGAIN_S", 0.05)
+    id = publish(ledger)
+    swaps = Swaps(passing, passing)
+    swap_once(ledger, swaps, [id])
+    assert ledger.job(id).state is JobState.COMPLETED and swaps.asked == ["math@1"] * 3
+
+
+def test_a_swap_that_takes_too_long_is_tried_again_not_waited_for(ledger: Ledger, monkeypatch) -> None:
+    monkeypatch.setattr("groupwise.server.supervisor.SWAP_AGAIN_S", 0.05)
+    id = publish(ledger)
+    swaps = Swaps(seconds=30.0)
+
+    async def test(supervisor: Supervisor) -> None:
+        await until(lambda: len(swaps.asked) == 2)
+        swaps.seconds = 0.0
+        await until(lambda: ledger.job(id).state.is_final)
+
+    supervise(ledger, IDLE, test, swaps=swaps, stop_s=0.0, swap_timeout_s=0.2)
+    assert ledger.job(id).state is JobState.COMPLETED
+
+
+def test_a_bug_in_the_swap_fails_the_job_and_not_the_server(ledger: Ledger) -> None:
+    ids = [publish(ledger, "math@1"), publish(ledger, "math@2")]
+    swap_once(ledger, Swaps(RuntimeError("secret detail")), ids)
+    error = ledger.job(ids[0]).error
+    assert error is not None and "internal error" in error["message"] and "secret detail" not in str(error)
+    assert ledger.job(ids[1]).state is JobState.COMPLETED
+
+
+def test_a_ledger_that_fails_for_a_while_is_tried_again(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    id = publish(ledger)
+    complete, failures = ledger.complete, [StorageError("the disk is full")] * 2
+
+    def sometimes(job_id: str, *, message: str = ""):
+        if failures:
+            raise failures.pop()
+        return complete(job_id, message=message)
+
+    monkeypatch.setattr(ledger, "complete", sometimes)
+    swap_once(ledger, Swaps(), [id])
+    assert ledger.job(id).state is JobState.COMPLETED
+
+
+def test_a_job_that_is_not_to_be_loaded_needs_no_swap(ledger: Ledger) -> None:
+    id = submit(ledger, auto_load=False)
+    lease = ledger.lease("another")
+    assert lease is not None
+    ledger.published(lease, "math@1")
+    swaps = Swaps()
+    swap_once(ledger, swaps, [id])
+    assert ledger.job(id).state is JobState.COMPLETED and swaps.asked == []
+
+
+# ---- the real parts ----
+
+
+def canary(base: LoadedModel, adapter: Path, *, off: float = 0.0) -> dict[str, list]:
+    """What a trainer would have measured under the adapter, by transformers alone; `off` nats beside the truth."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    ids = [5, 9, 14, 3, 8, 21]
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_config(base.model.config, attn_implementation="eager").to(torch.float64)
+        model.load_state_dict(base.model.state_dict())
+        model = PeftModel.from_pretrained(model, str(adapter)).to(torch.float64).eval()
+        logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    values = [float(logprobs[t - 1, ids[t]]) + off for t in range(3, 6)]
+    return {"prompt_ids": ids[:3], "completion_ids": ids[3:], "logprobs": values}
+
+
+@pytest.mark.parametrize(("off", "state", "active"), [(0.0, "completed", "math@1"), (0.5, "failed", "base")])
+def test_a_version_is_active_only_if_the_engine_computes_what_its_trainer_did(
+    ledger: Ledger, make_base, make_adapter, off: float, state: str, active: str
+) -> None:
+    base = make_base("qwen3", dtype=torch.float32)
+    adapter = make_adapter(base)
+    store = AdapterStore(ledger.path.parent / "adapters")
+    info = Provenance(base_model=base.name, base_hash=base.hash, canary=canary(base, adapter, off=off))
+    id = publish(ledger, str(store.import_(adapter, "math", info=info)))
+
+    async def main() -> None:
+        engine = LocalEngine(base)
+        policies = Policies(store, engine, base=base, served_name="tiny")
+        await policies.start()
+        command = [sys.executable, "-c", "import time; time.sleep(60)"]
+        log_path = ledger.path.parent / "logs" / "worker.log"
+        supervisor = Supervisor(ledger=ledger, policies=policies, command=command, log_path=log_path)
+        await supervisor.start()
+        await supervisor.stop(timeout_s=0)
+        assert str(policies.active) == str(store.active) == active
+        policies.close()
+        engine.close()
+
+    asyncio.run(main())
+    job = ledger.job(id)
+    assert job.state == state
+    assert (job.error is None) == (state == "completed")
+    if job.error is not None:
+        assert job.error["code"] == "swap_refused" and "canary" in job.error["message"]
+
+
+def test_a_submitted_job_is_trained_by_the_real_worker_and_then_active(ledger: Ledger, monkeypatch) -> None:
+    """From a request to the active policy: `prepare_grpo`, `groupwise.jobs`, `Policies`, each as the server has it."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    base, state = load_model("starter", device="cpu"), ledger.path.parent
+    store = AdapterStore(state / "adapters")
+    completions = [ScoredCompletion(text="185", reward=1.0), ScoredCompletion(text="184", reward=0.0)]
+    group = ScoredGroup(messages=[ChatMessage(role="user", content="What is 47 + 138?")], completions=completions)
+    request = GrpoRequest(groups=[group], config=GrpoJobConfig(output_name="sums", learning_rate=1e-3))
+    submission = prepare_grpo(request, base=base, store=store, rollouts=ledger.rollouts)
+    job, _ = ledger.submit(
+        kind=submission.kind,
+        adapter=submission.adapter,
+        config=submission.config,
+        summary=submission.summary,
+        payload=submission.payload,
+        steps=submission.steps,
+        auto_load=submission.auto_load,
+    )
+    command = worker_command(state_dir=state, model="starter", dtype="auto", device="cpu", threads=1)
+
+    async def main() -> None:
+        engine = LocalEngine(base)
+        policies = Policies(store, engine, base=base, served_name="starter")
+        await policies.start()
+        log_path = state / "logs" / "worker.log"
+        supervisor = Supervisor(ledger=ledger, policies=policies, command=command, log_path=log_path)
+        await supervisor.start()
+        try:
+            await until(lambda: ledger.job(job.id).state.is_final, seconds=120)
+        finally:
+            await supervisor.stop()
+        assert str(policies.active) == "sums@1", log_path.read_text()
+        policies.close()
+        engine.close()
+
+    asyncio.run(main())
+    done = ledger.job(job.id)
+    assert (done.state, done.version, done.step, done.error) == (JobState.COMPLETED, "sums@1", 1, None)
+    assert store.info(PolicyVersion("sums", 1)).job == job.id
