@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 
+from transformers.utils.logging import disable_progress_bar
+
 from groupwise.adapters import AdapterStore
 from groupwise.engine.local import LocalEngine
 from groupwise.ledger import Ledger
 from groupwise.model import load_model
+from groupwise.model_map import map_weights
 from groupwise.server.admin import gauges
 from groupwise.server.config import ServeConfig
 from groupwise.server.policies import Policies
@@ -45,7 +48,9 @@ def assemble(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder:
     if config.webhook_url is not None:
         record = state_dir / "webhooks.json"
         webhooks = Webhooks(ledger, store, url=config.webhook_url, record=record, secret=config.webhook_secret)
+    disable_progress_bar()  # of loading the weights; the server says itself what it does
     base = load_model(config.model, device=config.device, dtype=config.dtype)
+    map_weights(base, state_dir)  # the worker maps the same file
     engine = LocalEngine(base, max_rows=config.batch_rows, reserved_rows=config.batch_rows // RESERVED)
     policies = RecordedPolicies(
         store, engine, base=base, served_name=config.served_name, max_loaded=config.max_loaded_adapters

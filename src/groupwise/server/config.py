@@ -118,12 +118,12 @@ class ServeConfig(Section):
     max_queued_jobs: int = Field(default=32, ge=1)
     """Training jobs that wait."""
     max_loaded_adapters: int = Field(default=8, ge=1)
-    """Adapter versions in memory at once, besides those in use."""
+    """Adapter versions in memory at once, besides the active one; while all are in use a further one gets 429."""
     min_free_bytes: int = Field(default=GIB, ge=0)
     """Free disk space below which the server says that it is not ready and takes no jobs."""
     worker_threads: int | None = Field(default=None, ge=1)
     """Threads of the training worker; null is torch's own choice."""
-    batch_rows: int = Field(default=64, ge=1, le=65536)
+    batch_rows: int = Field(default=256, ge=1, le=65536)
     """Completions decoded at once."""
 
     @field_validator("cors_origins")
