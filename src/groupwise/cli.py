@@ -41,8 +41,8 @@ app.add_typer(starter, name="starter")
 
 def main() -> None:
     """The `groupwise` command."""
-    # threads that wait for each other give up the core: a machine with as many busy processes as cores, such as a server
-    # and its training worker, otherwise stands still while they spin (50 times slower on two cores)
+    # threads that wait for each other give up the core: on two cores a server beside its training worker was 50 times
+    # slower while they spun
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     app(prog_name="groupwise")
 

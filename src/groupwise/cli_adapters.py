@@ -83,7 +83,7 @@ def show(
 ) -> None:
     """Where a version came from, and its files."""
     if client := _server(url, api_key, run, store):
-        from groupwise.client_types import as_json as dump
+        from groupwise.client.types import as_json as dump
 
         with client:
             described = dump(client.adapters.show(name))

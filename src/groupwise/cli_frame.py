@@ -59,7 +59,7 @@ def examples(*lines: str) -> str:
 
 def print_answer(value: Any) -> None:
     """What a server answered, in its own words, as JSON."""
-    from groupwise.client_types import as_json
+    from groupwise.client.types import as_json
 
     print_json(as_json(value))
 

@@ -26,7 +26,7 @@ from groupwise.output import print_line, print_pairs, say
 
 if TYPE_CHECKING:
     from groupwise.client import Client
-    from groupwise.client_types import Job, JobEvent
+    from groupwise.client.types import Job, JobEvent
 
 Adapter = Annotated[
     str | None, typer.Option(metavar="NAME[@N]", help="The policy: `base`, an adapter; default: the active version.")

@@ -12,7 +12,7 @@
 
 Each call is described once, as a flow, in `_Calls` and `_AdapterCalls`; `Client` and `AsyncClient` carry the same
 flows out. What goes wrong is a RemoteError with the server's message, code, hint and request id. Nothing waits for
-ever: `timeout` is in seconds, for the whole of a call with its retries. What is sent again and when: `client_http`.
+ever: `timeout` is in seconds, for the whole of a call with its retries. What is sent again and when: `client.http`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from uuid import uuid4
 
 import httpx2
 
-from groupwise.client_adapters import Adapters, AsyncAdapters
-from groupwise.client_drive import Awaiting, Awaits, Blocking, Blocks, Call, Note, Stream, connection, server_url
-from groupwise.client_http import (
+from groupwise.client.adapters import Adapters, AsyncAdapters
+from groupwise.client.drive import Awaiting, Awaits, Blocking, Blocks, Call, Note, Stream, connection, server_url
+from groupwise.client.http import (
     ASK_S,
     NEXT,
     REFUSED,
@@ -53,7 +53,7 @@ from groupwise.client_http import (
     encode,
     refusal,
 )
-from groupwise.client_types import (
+from groupwise.client.types import (
     Cancelled,
     ChatDelta,
     ChatReply,

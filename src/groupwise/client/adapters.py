@@ -12,9 +12,9 @@ from urllib.parse import quote
 
 import httpx2
 
-from groupwise.client_drive import Awaiting, Awaits, Blocking, Blocks, Call
-from groupwise.client_http import ASK_S, MOVE_S, NEXT, SUBMIT_S, Flow, Flows, Form, Open, Send, breakdown
-from groupwise.client_types import (
+from groupwise.client.drive import Awaiting, Awaits, Blocking, Blocks, Call
+from groupwise.client.http import ASK_S, MOVE_S, NEXT, SUBMIT_S, Flow, Flows, Form, Open, Send, breakdown
+from groupwise.client.types import (
     ActiveVersion,
     Adapter,
     AdapterList,

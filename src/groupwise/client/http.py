@@ -1,4 +1,4 @@
-"""How the client sends: calls as flows, described once and carried out by the drivers of `client_drive`.
+"""How the client sends: calls as flows, described once and carried out by the drivers of `client.drive`.
 
 A flow is a generator that yields what is to be done next and is sent what came of it; it does no input or output
 itself, so retries, deadlines, reconnecting and the meaning of answers are here once:
@@ -30,7 +30,7 @@ from typing import IO, Any, Generic, TypeAlias, TypeVar
 
 import httpx2
 
-from groupwise.client_types import read
+from groupwise.client.types import read
 from groupwise.errors import RemoteError, RequestError
 
 # Defaults of `timeout`; a server gives up sampling after 600 s, and says so

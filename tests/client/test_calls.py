@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 
 import groupwise
-from groupwise import client as client_module
-from groupwise import client_http
 from groupwise.client import AsyncClient, Client
-from groupwise.client_drive import server_url
-from groupwise.client_http import EventReader, encode
-from groupwise.client_types import Job, SampledGroup, as_json, read
+from groupwise.client import calls as client_module
+from groupwise.client import http as client_http
+from groupwise.client.drive import server_url
+from groupwise.client.http import EventReader, encode
+from groupwise.client.types import Job, SampledGroup, as_json, read
 from groupwise.errors import ConfigError, DeadlineError, JobFailedError, RemoteError, RequestError, StorageError
 from wire_server import Fault, WireServer, wire_server
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from groupwise.client_http import Answer, Emit, Emits, Flow, Open, Send, Sleep, Step
+from groupwise.client.http import Answer, Emit, Emits, Flow, Open, Send, Sleep, Step
 from groupwise.errors import ConfigError
 
 DEFAULT_URL = "http://127.0.0.1:8420"
