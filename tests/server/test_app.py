@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def test_what_is_taken_ends_the_process_before_anything_is_loaded(taken: str, tm
 def test_nothing_heavy_is_imported_before_the_port_is_bound() -> None:
     code = "import sys, groupwise.server.app, groupwise.server.config\n"
     code += (
-        "heavy = {'torch', 'transformers', 'fastapi', 'uvicorn', 'numpy'} & set(sys.modules); assert not heavy, heavy"
+        "heavy = {'torch', 'transformers', 'fastapi', 'uvicorn', 'numpy'} & set(sys.modules)\nassert not heavy, heavy"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
@@ -175,11 +176,26 @@ def test_the_active_version_is_active_again_at_the_next_start_even_after_a_kill(
         assert health["active_version"] == str(version)
         process.popen.kill()
         process.popen.wait()
+        _eventually_gone(str(state))  # the worker ends with its server, even while it still imports
         with whole(state, model_dir) as site:
             assert site.server.store.active == version
     finally:
         process.popen.kill()
         process.popen.wait()
+
+
+def _eventually_gone(argument: str) -> None:
+    """Until no process has this argument."""
+    end = time.monotonic() + 20
+    while any(argument in arguments for arguments in map(_arguments, Path("/proc").glob("[0-9]*"))):
+        assert time.monotonic() < end, f"a process with {argument} is still there"
+        time.sleep(0.1)
+
+
+def _arguments(process: Path) -> list[str]:
+    with suppress(OSError):
+        return (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+    return []
 
 
 # ---- the application ----
