@@ -13,11 +13,11 @@ demo: $(VENV)/.installed
 	$(BIN)/groupwise run configs/arithmetic.yaml
 
 test: lint
-	$(BIN)/pytest -q -n auto
+	$(BIN)/pytest -q -n auto --dist loadgroup
 
 lint: $(VENV)/.installed-dev
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks examples docs
+	$(BIN)/ruff format --check src tests benchmarks examples docs
 	$(BIN)/lint-imports
 	$(BIN)/pyright
 

@@ -121,6 +121,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         assert code == 0
 
 
+@pytest.mark.xdist_group("real server")
 def test_live_loop_on_the_real_server(real):
     ran = live_loop("--rounds", "2", "--prompts", "12", "--n", "4", url=real)
     assert ran.returncode == 0, ran.stderr
@@ -130,12 +131,14 @@ def test_live_loop_on_the_real_server(real):
 
 
 @needs_curl
+@pytest.mark.xdist_group("real server")
 def test_the_same_with_curl_on_the_real_server(real):
     ran = run("bash", str(EXAMPLES / "live_loop.sh"), url=real, ROUNDS="1", PROMPTS="12", OUTPUT_NAME="shell")
     assert ran.returncode == 0, ran.stderr
     assert '"active_version": "shell@1"' in ran.stdout
 
 
+@pytest.mark.xdist_group("real server")
 def test_the_command_line_on_the_real_server(real, tmp_path):
     def groupwise(*arguments: str) -> subprocess.CompletedProcess[str]:
         ran = run(sys.executable, "-m", "groupwise", *arguments, url=real)

@@ -119,10 +119,11 @@ def _typed() -> Iterator[str]:
 
 def _print_reply(client: Client, messages: Sequence[Any], options: Mapping[str, Any]) -> str:
     """Print a reply as it comes; thoughts and the version go to stderr."""
-    text, version, finish = "", None, None
+    text, version, finish, thinking = "", None, None, False
     for delta in client.chat_stream(messages, **options):
-        if delta.reasoning:
-            sys.stderr.write(visible(delta.reasoning))
+        if delta.reasoning or (thinking and (delta.text or delta.tool_calls)):
+            thinking = bool(delta.reasoning)
+            sys.stderr.write(visible(delta.reasoning) or "\n")
             sys.stderr.flush()
         for call in delta.tool_calls:
             sys.stdout.write(visible(json.dumps(call.get("function", call))) + "\n")

@@ -8,8 +8,8 @@ Every error a user can cause is a `GroupwiseError` with four facts that each sur
     hint       what to do next, in one sentence         (all)
 
 Messages say what happened, the offending value and what would be valid. Exit codes: 1 the run failed, 2 the
-configuration or the command line is wrong, 3 something that start-up needs is missing, 5 a job failed or was cancelled,
-75 temporary (try again), 130 interrupted after a clean save.
+configuration or the command line is wrong, 3 something that start-up needs is missing, 4 the server refused the key,
+5 a job failed or was cancelled, 75 temporary (try again), 130 interrupted after a clean save.
 """
 
 from __future__ import annotations

@@ -312,7 +312,7 @@ class Policies:
         if len(self._others()) >= self._max_loaded:
             raise OverloadedError(
                 f"{self._max_loaded} adapters besides the active one are loaded, and requests use all of them",
-                hint="try again, use fewer adapters at a time, or raise limits.max_loaded_adapters",
+                hint="try again, use fewer adapters at a time, or raise max_loaded_adapters",
             )
 
     def _unload_idle(self, *, room: int = 0) -> None:

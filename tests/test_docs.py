@@ -1,0 +1,228 @@
+"""The documents in docs/ are true of the code: fields, defaults, error codes, commands and links."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import io
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import click
+import pytest
+import typer
+
+from groupwise.cli import app
+from groupwise.job_config import GrpoJobConfig, SftJobConfig
+from groupwise.server.config import ServeConfig
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+SOURCE = ROOT / "src" / "groupwise"
+GUIDES = ("server.md", "troubleshooting.md")
+UNITS = {"MiB": 1 << 20, "GiB": 1 << 30}
+
+
+@cache
+def text(name: str) -> str:
+    return (DOCS / name).read_text(encoding="utf-8")
+
+
+def fenced(document: str, *languages: str) -> list[str]:
+    """The blocks of code in some languages."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", document, re.MULTILINE | re.DOTALL)
+    return [block for language, block in blocks if language in languages]
+
+
+def prose(document: str) -> str:
+    """What is not in a block of code."""
+    return re.sub(r"^```.*?^```", "", document, flags=re.MULTILINE | re.DOTALL)
+
+
+# ---- the API reference ----
+@cache
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate_api", DOCS / "generate_api.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_api_reference_is_what_the_script_makes() -> None:
+    made = generator().page(generator().document())
+    assert made == text("api.md"), "run: python docs/generate_api.py"
+
+
+def test_the_api_reference_has_every_route_and_every_field() -> None:
+    api = generator().document()
+    routes = {f"{method.upper()} {path}" for path, operations in api["paths"].items() for method in operations}
+    assert routes == set(re.findall(r"^### `(\w+ /\S*)`$", text("api.md"), re.MULTILINE))
+    sections = dict(re.findall(r"^### (\w+)\n(.*?)(?=^###? |\Z)", text("api.md"), re.MULTILINE | re.DOTALL))
+    assert set(sections) == set(api["components"]["schemas"])
+    for name, schema in api["components"]["schemas"].items():
+        assert set(re.findall(r"^\| `(\w+)`", sections[name], re.MULTILINE)) == set(schema.get("properties", ()))
+
+
+# ---- error codes ----
+def codes() -> set[str]:
+    """Every error code in the source: of classes, arguments and literal errors."""
+    found: set[str] = set()
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            found |= set(_codes_of(node))
+    return found
+
+
+def _codes_of(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        for target in targets:
+            names, values = [target], [node.value]
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                names, values = target.elts, node.value.elts
+            for name, value in zip(names, values, strict=True):
+                if getattr(name, "id", getattr(name, "attr", None)) == "code":
+                    yield from _strings(value)
+    elif isinstance(node, ast.keyword) and node.arg == "code":
+        yield from _strings(node.value)
+    elif isinstance(node, ast.Call) and getattr(node.func, "id", None) == "fault" and node.args:
+        yield from _strings(node.args[0])
+    elif isinstance(node, ast.Dict):
+        for key, value in zip(node.keys, node.values, strict=True):
+            if isinstance(key, ast.Constant) and key.value == "code":
+                yield from _strings(value)
+
+
+def _strings(node: ast.AST | None) -> Iterator[str]:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    elif isinstance(node, ast.IfExp):
+        yield from (*_strings(node.body), *_strings(node.orelse))
+
+
+def test_the_search_for_codes_finds_each_kind() -> None:
+    of_class, of_argument, of_fault = "adapter_not_found", "no_signal", "unsupported_content"
+    of_dict, of_attribute, of_tuple = "out_of_memory", "internal_error", "unreachable"
+    assert {of_class, of_argument, of_fault, of_dict, of_attribute, of_tuple} <= codes()
+
+
+def test_every_error_code_has_an_entry_and_every_entry_a_code() -> None:
+    entries = re.findall(r"^### `(\w+)`\n\n(\S.*)", text("troubleshooting.md"), re.MULTILINE)
+    names = [name for name, _ in entries]
+    assert set(names) == codes()
+    assert names == sorted(names)
+    assert all(len(explanation) > 40 for _, explanation in entries)
+
+
+# ---- tables of options ----
+def rows(document: str) -> dict[str, str]:
+    """Field -> default, of the tables whose second column is a default; a row may name several fields."""
+    found: dict[str, str] = {}
+    for table in re.findall(r"^\| (?:option|setting) \| default \|.*\n\|[-|]+\n((?:\|.*\n)+)", document, re.MULTILINE):
+        for line in table.splitlines():
+            fields, default = (cell.strip() for cell in line.split("|")[1:3])
+            names = re.findall(r"`(\w+)`", fields)
+            values = default.split(", ") if len(names) > 1 and ", " in default else [default] * len(names)
+            found |= dict(zip(names, values, strict=True))
+    return found
+
+
+def value(shown: str) -> Any:
+    number, _, unit = shown.partition(" ")
+    return int(number) * UNITS[unit] if unit in UNITS else json.loads(shown)
+
+
+@pytest.mark.parametrize("kind", [GrpoJobConfig, SftJobConfig])
+def test_the_guide_has_every_option_with_its_default(kind: type[GrpoJobConfig] | type[SftJobConfig]) -> None:
+    shown, actual = rows(text("server.md")), kind().model_dump(mode="json")
+    supervised = {"epochs": 3, "batch_size": 8, "learning_rate": 1e-4}
+    if kind is SftJobConfig:
+        assert {key: actual.pop(key) for key in supervised} == supervised
+        assert "`epochs` (3), `batch_size` (8 examples a step) and a `learning_rate` of 1e-4" in text("server.md")
+    assert {key: value(shown[key]) for key in actual} == actual
+
+
+def test_the_guide_names_no_option_or_setting_that_is_not_there() -> None:
+    known = {**ServeConfig().model_dump(mode="json"), **GrpoJobConfig().model_dump(mode="json")}
+    shown = {key: value(default) for key, default in rows(text("server.md")).items()}
+    assert shown == {key: known[key] for key in shown}
+
+
+# ---- commands, code and links ----
+def commands() -> list[str]:
+    """The lines in blocks, and what stands between backticks, that call the command line."""
+    lines = [line for name in GUIDES for block in fenced(text(name), "", "bash") for line in block.splitlines()]
+    inline = [" ".join(code.split()) for name in GUIDES for code in re.findall(r"`([^`]+)`", prose(text(name)))]
+    called = [line for line in (*lines, *inline) if re.match(r"([A-Z_]+=\S+ )*groupwise ", line)]
+    return sorted({line for line in called if " | " not in line})
+
+
+@pytest.mark.parametrize("line", commands())
+def test_every_command_is_one(line: str) -> None:
+    """Its words are commands, options and arguments that the command line takes; a mere name has none."""
+    words = shlex.split(re.split(r"\s[<>]\s", line)[0], comments=True)
+    words = words[words.index("groupwise") + 1 :]
+    command: click.Command = typer.main.get_command(app)
+    while hasattr(command, "commands"):
+        command = command.commands[words.pop(0)]  # pyright: ignore[reportAttributeAccessIssue]
+    if words and "--help" not in words:
+        command.make_context("groupwise", words)
+
+
+def test_there_are_commands_to_check() -> None:
+    assert len(commands()) > 15
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_the_code_is_python(name: str) -> None:
+    for block in fenced(text(name), "python"):
+        compile(block, name, "exec")
+
+
+def test_the_webhook_receiver_takes_what_is_signed_and_nothing_else() -> None:
+    """The guide's receiver, without its server."""
+    from groupwise.server.webhooks import signature
+
+    (source,) = [block for block in fenced(text("server.md"), "python") if "Hook" in block]
+    names: dict[str, Any] = {}
+    exec(source.rpartition("HTTPServer(")[0], names)
+    now = int(names["time"].time())
+    body = b'{"job_id": "1"}'
+
+    def status(*, secret: str = "the same as GROUPWISE_WEBHOOK_SECRET", at: int = now, sent: bytes = body) -> int:
+        answered: list[int] = []
+        hook = object.__new__(names["Hook"])
+        headers = {"content-length": str(len(sent)), "x-groupwise-timestamp": str(at)}
+        hook.headers = headers | {"x-groupwise-signature": signature(secret, timestamp=at, body=body)}
+        hook.rfile = io.BytesIO(sent)
+        hook.send_response, hook.end_headers = answered.append, lambda: None
+        hook.do_POST()
+        return answered[0]
+
+    assert status() == 204
+    assert status(secret="another") == status(at=now - 3600) == status(sent=b'{"job_id": "2"}') == 401
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", prose(path.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)
+def test_every_link_leads_somewhere(path: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", prose(path.read_text(encoding="utf-8")))
+    for link in links:
+        target, _, anchor = link.partition("#")
+        if re.match(r"https?:", target):
+            continue
+        there = (path.parent / target).resolve() if target else path
+        assert there.exists(), link
+        assert not anchor or anchor in anchors(there), link
