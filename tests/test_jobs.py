@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from groupwise import faults, jobs
-from groupwise.errors import Interrupted, LeaseLostError, StorageError
+from groupwise.errors import Interrupted, LeaseLostError, NotReadyError, StorageError
 from groupwise.job_task import GrpoTask
 from groupwise.jobs import Pulse, describe
 from groupwise.ledger import Ledger
@@ -363,9 +363,35 @@ def test_the_process_ends_with_its_parent(model_dir, tmp_path):
     ledger.close()
 
 
+def test_a_worker_whose_parent_died_while_it_was_importing_ends(model_dir, tmp_path):
+    state = tmp_path / "state"
+    ledger, id = queue(state, steps=1)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    done = subprocess.run([*worker_command(state, model_dir), "--parent", str(gone.pid)], timeout=WAIT_S, check=False)
+    assert done.returncode == 0
+    assert ledger.job(id).attempt == 0
+    ledger.close()
+
+
+def test_a_worker_waits_for_the_one_before_it(place, monkeypatch):
+    with jobs._alone(place.directory, place.pulse):
+        monkeypatch.setattr(jobs, "PREDECESSOR_S", 0.2)
+        began = time.monotonic()
+        with pytest.raises(NotReadyError, match="another worker"), jobs._alone(place.directory, place.pulse):
+            pass
+        assert time.monotonic() - began >= 0.2
+        monkeypatch.setattr(jobs, "PREDECESSOR_S", 60)
+        place.pulse.stop()
+        with pytest.raises(NotReadyError), jobs._alone(place.directory, place.pulse):  # at once
+            pass
+    with jobs._alone(place.directory, place.pulse):
+        pass
+
+
 def test_a_model_that_is_not_there_is_said_before_anything_is_leased(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(jobs, "_step_back", lambda: None)
-    monkeypatch.setattr(jobs, "_die_with_parent", os.getppid)
+    monkeypatch.setattr(jobs, "_die_with_parent", lambda parent: os.getppid())
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     arguments = ["--state", str(tmp_path), "--model", str(tmp_path / "nowhere"), "--device", "cpu"]
     assert jobs.main(arguments) == 3

@@ -178,6 +178,16 @@ def test_jobs_by_state_and_limit(book):
     assert [job.id for job in book.jobs(limit=1)] == [waiting.id]
 
 
+def test_a_key_finds_its_job_for_a_day(book, clock):
+    assert book.by_key("k", "a") is None
+    job = submit(book, idempotency_key="k", fingerprint="a")
+    assert book.by_key("k", "a") == job and book.by_key("other", "a") is None
+    with pytest.raises(IdempotencyConflictError, match=job.id):
+        book.by_key("k", "b")
+    clock.pass_(DAY + 1)
+    assert book.by_key("k", "a") is book.by_key("k", "b") is None
+
+
 def test_an_idempotency_key_gives_one_job_for_a_day(book, clock):
     body = {"idempotency_key": "k", "fingerprint": "a"}
     first, again = submit(book, **body), submit(book, **body, payload=b"other", max_queued=1)
@@ -437,6 +447,46 @@ def test_an_orderly_stop_is_no_attempt(tmp_path):
     book.close()
 
 
+def test_a_job_is_not_to_blame_for_the_death_of_its_server(tmp_path):
+    book = Ledger(tmp_path / "ledger.db", max_attempts=2)
+    job = submit(book)
+    for attempt in (1, 2, 3):
+        assert take(book).attempt == attempt
+        assert book.expire("w", counted=False) == [job.id]
+        assert book.job(job.id).state is JobState.QUEUED
+    assert book.events(job.id)[-1].message == "attempt 3 ended with the server; the job waits for another"
+    for state in (JobState.QUEUED, JobState.FAILED):  # the worker's own deaths
+        take(book), book.expire("w")
+        assert book.job(job.id).state is state
+    error = book.job(job.id).error
+    assert error and error["message"].startswith("2 attempts crashed")
+    book.close()
+
+
+def test_what_was_to_be_cancelled_is_cancelled_whoever_died(book):
+    job = submit(book)
+    take(book)
+    book.cancel(job.id)
+    book.expire("w", counted=False)
+    assert book.job(job.id).state is JobState.CANCELLED
+
+
+def test_overdue_names_the_jobs_whose_lease_a_worker_let_expire(book, clock):
+    one, two = submit(book), submit(book)
+    lease = take(book, "w1", seconds=30)
+    take(book, "w2", seconds=100)
+    clock.pass_(29)
+    assert book.overdue("w1") == []
+    clock.pass_(2)
+    assert book.overdue("w1") == [one.id] and book.overdue("w2") == book.overdue("stranger") == []
+    assert book.job(one.id).state is JobState.RUNNING  # it only looks
+    book.renew(lease, seconds=30)
+    assert book.overdue("w1") == []
+    book.published(lease, "math@1")
+    clock.pass_(100)
+    assert book.overdue("w1") == [] and book.overdue("w2") == [two.id]  # a published job has no lease
+
+
 # --- cancelling ---
 
 
@@ -555,13 +605,12 @@ def test_what_is_finished_is_forgotten_by_age_and_by_number(book, clock, tmp_pat
         job.id for job in book.jobs(states=[JobState.CANCELLED])
     }
     assert len(book.jobs(states=[JobState.CANCELLED])) == 1
-    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == set(finished[-2:])
+    assert list((tmp_path / "checkpoints").iterdir()) == []  # nobody will go on from these
     clock.pass_(8 * DAY)
     book.prune()
     alive = {running.id, waiting.id, swapping.id}
     assert {job.id for job in book.jobs()} == alive
     assert {path.stem for path in (tmp_path / "spool").iterdir()} == alive
-    assert list((tmp_path / "checkpoints").iterdir()) == []
     with pytest.raises(JobNotFoundError):
         book.events(finished[-1])
     tables = content(book.path)
@@ -591,6 +640,22 @@ def test_pruning_removes_what_crashes_left_and_nothing_else(book, clock, tmp_pat
     book.prune()
     assert {path.name for path in spool.iterdir()} == {f"{job.id}.json", ".c.tmp", "README"}
     assert {path.name for path in checkpoints.iterdir()} == {"notes"}
+
+
+def test_a_server_that_starts_removes_all_that_was_left(book, clock, tmp_path):
+    finished = publish(book, auto_load=False)
+    swapping, waiting = publish(book), submit(book)
+    checkpoints = [tmp_path / "checkpoints" / job.id for job in (finished, swapping, waiting)]
+    for path in (*checkpoints, tmp_path / "checkpoints" / ("d" * 32)):
+        path.mkdir(parents=True)
+    spooled = {path.name for path in (tmp_path / "spool").iterdir()}
+    young = tmp_path / "spool" / ".c.tmp"  # a submission that was cut off just now
+    young.write_text("x")
+    os.utime(young, (clock.wall - 1, clock.wall - 1))
+    book.recover()
+    assert {path.name for path in (tmp_path / "spool").iterdir()} == spooled
+    assert {*(tmp_path / "checkpoints").iterdir()} == {*checkpoints[1:]}
+    assert len(book.jobs()) == 3
 
 
 # --- threads, processes, imports ---

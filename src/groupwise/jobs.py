@@ -12,13 +12,15 @@ It loads the model once, then leases, trains, publishes. A thread renews the lea
     killed, crashed    the supervisor, or the end of the lease, has the job leased again; it goes on from its checkpoint
     lease lost         another worker has the job: stop, write nothing
 
-The process ends with its parent: the kernel sends SIGTERM, and if that is not enough the thread ends it.
+The process ends with its parent: the kernel sends SIGTERM, and if that is not enough the thread ends it. The worker of
+the next server waits for that: two at a time would move each other's checkpoints.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import fcntl
 import gc
 import logging
 import os
@@ -33,8 +35,9 @@ from pathlib import Path
 
 import torch
 
+from groupwise import adapter_files as files
 from groupwise.adapters import AdapterStore
-from groupwise.errors import GroupwiseError, Interrupted, LeaseLostError, StorageError, TryAgainError
+from groupwise.errors import GroupwiseError, Interrupted, LeaseLostError, NotReadyError, StorageError, TryAgainError
 from groupwise.job_checkpoint import Checkpoints
 from groupwise.ledger import Ledger
 from groupwise.ledger_schema import Lease
@@ -47,6 +50,7 @@ LEASE_S = 30.0
 RENEW_S = 5.0
 POLL_S = 0.2  # between two looks into an empty queue
 PARENT_GRACE_S = 10.0  # for the step that is being done when the parent dies
+PREDECESSOR_S = 15.0  # how long to wait for a worker whose parent died
 PAUSE_S = 30.0  # after the disk was full
 MAX_PAUSES = 20  # of one job
 NICENESS = 10
@@ -97,21 +101,22 @@ class Pulse:
             raise Interrupted("the worker was asked to stop")
 
     def _beat(self) -> None:
-        renewed_at = 0.0
+        renewed_at, fails = 0.0, False
         while True:
             time.sleep(BEAT_S)
             self._mind_parent()
-            if time.monotonic() - renewed_at < RENEW_S:
+            if (lease := self._lease) is None or time.monotonic() - renewed_at < RENEW_S:
                 continue
-            if (lease := self._lease) is not None:
-                renewed_at = time.monotonic()
-                try:
-                    self._ledger.renew(lease, seconds=LEASE_S)
-                except LeaseLostError as error:
-                    if self._lease is lease:
-                        self._lost = error
-                except Exception:  # the disk is full, say; it may be over before the lease is
-                    log.exception("the lease could not be renewed")
+            try:
+                self._ledger.renew(lease, seconds=LEASE_S)
+                renewed_at, fails = time.monotonic(), False
+            except LeaseLostError as error:
+                if self._lease is lease:
+                    self._lost = error
+            except Exception:  # the disk is full, say; it may be over before the supervisor loses its patience
+                if not fails:
+                    log.exception("the lease cannot be renewed yet")
+                fails = True
 
     def _mind_parent(self) -> None:
         if self._parent is None or os.getppid() == self._parent:
@@ -238,7 +243,8 @@ def _in_request_words(text: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Work until SIGTERM, or until the parent is gone. Returns the exit status."""
     options = _options(arguments)
-    parent = _die_with_parent()
+    if not (parent := _die_with_parent(options.parent)):
+        return 0
     _step_back()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     if options.threads is not None:
@@ -262,11 +268,13 @@ def _work(options: argparse.Namespace, parent: int) -> None:
         for warning in store.warnings:
             log.warning("%s", warning)
         base = load_model(options.model, device=options.device, dtype=options.dtype)
-        map_weights(base, state)
-        gc.freeze()  # what is here now stays; looking through it after each job would take a second
-        log.info("%s is ready: %s on %s", options.worker, base.name, base.device)
-        place = Workplace(base=base, ledger=ledger, store=store, state_dir=state)
-        Worker(place, pulse, name=options.worker).serve()
+        with _alone(state, pulse):
+            files.sweep(state)  # weights that another worker died writing
+            map_weights(base, state)
+            gc.freeze()  # what is here now stays; looking through it after each job would take a second
+            log.info("%s is ready: %s on %s", options.worker, base.name, base.device)
+            place = Workplace(base=base, ledger=ledger, store=store, state_dir=state)
+            Worker(place, pulse, name=options.worker).serve()
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -277,15 +285,47 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, help="of torch; its own choice without")
     parser.add_argument("--worker", default="worker", help="the name to lease under")
+    parser.add_argument("--parent", type=int, help="the process to end with; the one that started this without")
     return parser.parse_args(arguments)
 
 
-def _die_with_parent() -> int:
-    """Ask the kernel (Linux) for SIGTERM when the parent dies; returns the parent, for those that do not tell."""
-    parent = os.getppid()
+def _die_with_parent(parent: int | None) -> int | None:
+    """Ask the kernel (Linux) for SIGTERM when the parent dies; returns the parent, for kernels that do not tell.
+
+    None if it is gone already: it died while this process was still importing.
+    """
+    parent = parent or os.getppid()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    return parent
+    return parent if os.getppid() == parent else None
+
+
+@contextmanager
+def _alone(state: Path, pulse: Pulse) -> Iterator[None]:
+    """Within: no other worker is on `state`. One whose server was killed may still be in its last step.
+
+    Raises NotReadyError if it does not end. The kernel gives the lock back, however a process ends.
+    """
+    descriptor = os.open(state / "worker.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        deadline = time.monotonic() + PREDECESSOR_S
+        while not _try_lock(descriptor):
+            if pulse.stopping or time.monotonic() > deadline:
+                raise NotReadyError(
+                    f"waited for another worker on {state}, which still runs", hint="end it: see `fuser worker.lock`"
+                )
+            time.sleep(POLL_S)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _step_back() -> None:

@@ -163,6 +163,11 @@ class Ledger:
             faults.point("submit:before-commit")
             return read_job(db, row["id"])
 
+    def by_key(self, key: str, fingerprint: str) -> Job | None:
+        """The job that this idempotency key of the last 24 hours stands for. Raises IdempotencyConflictError."""
+        with self._db.reading("looking for an idempotency key") as db:
+            return self._find_known(db, key, fingerprint)
+
     def job(self, id: str) -> Job:
         """One job. Raises JobNotFoundError."""
         with self._db.reading("reading a job") as db:
@@ -325,13 +330,22 @@ class Ledger:
             update_job(db, row["seq"], released=row["released"] + 1)
             _requeue(db, row["seq"], "the worker stopped in order; the job waits for the next", level="info")
 
-    def expire(self, worker: str) -> list[str]:
-        """That worker is dead: the jobs it held can be leased at once. Returns their ids."""
+    def expire(self, worker: str, *, counted: bool = True) -> list[str]:
+        """That worker is dead: the jobs it held can be leased at once. Returns their ids.
+
+        `counted=False`: the jobs are not to blame (the server was killed, say), so the attempt does not count.
+        """
         with self._db.transaction("taking back a dead worker's jobs") as db:
             rows = db.execute(f"{_TRAINING} AND worker = ? ORDER BY seq", (worker,)).fetchall()
             for row in rows:
-                self._take_back(db, row)
+                self._take_back(db, row, counted=counted)
         return [row["id"] for row in rows]
+
+    def overdue(self, worker: str) -> list[str]:
+        """The jobs whose lease this worker has let expire, oldest first: it hangs, or is dead."""
+        with self._db.reading("looking for expired leases") as db:
+            rows = db.execute(f"{_TRAINING} AND worker = ? ORDER BY seq", (worker,)).fetchall()
+        return [row["id"] for row in rows if not _is_live(row)]
 
     # --- the server's half ---
 
@@ -398,16 +412,26 @@ class Ledger:
                 pruned = forget_rollouts(db)
         self._sweep(older_than=now - _TORN_SECONDS)
 
+    def recover(self) -> None:
+        """Remove what a crash left. For a server that has not begun to take jobs, while no worker runs."""
+        self._sweep(older_than=math.inf)
+
     def _sweep(self, *, older_than: float) -> None:
-        """Remove the files of jobs that are not in the ledger; ids are never used again."""
+        """Remove the files of jobs that are not in the ledger, and checkpoints that nobody will go on from.
+
+        Ids are never used again.
+        """
         with self._db.transaction("cleaning the spool") as db:  # nobody moves a payload into place meanwhile
             ids = {row["id"] for row in db.execute("SELECT id FROM job")}
+            unfinished = {row["id"] for row in db.execute("SELECT id FROM job WHERE finished_at IS NULL")}
             for path in self._spool.iterdir():
                 with suppress(FileNotFoundError):  # its writer was faster
                     is_torn = path.suffix == ".tmp" and path.stat().st_mtime < older_than
                     if is_torn or (_ID.fullmatch(path.stem) and path.stem not in ids):
                         path.unlink()
-            left = [path for path in self._checkpoints.glob("*") if _ID.fullmatch(path.name) and path.name not in ids]
+            left = [
+                path for path in self._checkpoints.glob("*") if _ID.fullmatch(path.name) and path.name not in unfinished
+            ]
         for path in left:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -436,11 +460,15 @@ class Ledger:
             if db.execute("SELECT 1 FROM job WHERE id = ?", (id,)).fetchone() is None:
                 (self._spool / f"{id}.json").unlink(missing_ok=True)
 
-    def _take_back(self, db: sqlite3.Connection, row: sqlite3.Row) -> None:
+    def _take_back(self, db: sqlite3.Connection, row: sqlite3.Row, *, counted: bool = True) -> None:
         """End an attempt whose worker is gone: the job waits again, unless it was to be cancelled or fails for good."""
         attempts = row["attempt"] - row["released"]
         if row["cancel_requested"]:
             _finish(db, row["seq"], JobState.CANCELLED, "cancelled")
+        elif not counted:
+            update_job(db, row["seq"], released=row["released"] + 1)
+            message = f"attempt {row['attempt']} ended with the server; the job waits for another"
+            _requeue(db, row["seq"], message, level="warning")
         elif attempts >= self.max_attempts:
             message = f"{attempts} attempts crashed; the last in phase {row['phase']!r} at step {row['step']}"
             hint = "see logs/worker.log; if memory ran out, ask for fewer or shorter completions or a lower rank"

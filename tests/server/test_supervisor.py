@@ -59,6 +59,14 @@ if held.attempt == 1:
 ledger.published(held, "math@1")
 time.sleep(60)
 """
+STARVING = """
+held = lease(seconds=0.2)
+while not (state / "room").exists():
+    time.sleep(0.01)
+ledger.renew(held)
+(state / "renewed").touch()
+time.sleep(60)
+"""
 STUBBORN = """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 held = lease()
@@ -248,6 +256,24 @@ def test_a_worker_that_hangs_is_killed_once_its_lease_is_over(ledger: Ledger) ->
     assert ledger.job(id).attempt == 2
 
 
+def test_a_worker_that_cannot_renew_because_nothing_can_be_written_is_left_alone(ledger: Ledger) -> None:
+    id, state = submit(ledger), ledger.path.parent
+    database = ledger._db._connection
+
+    async def test(supervisor: Supervisor) -> None:
+        await until(lambda: ledger.job(id).attempt == 1)
+        database.execute("PRAGMA query_only=ON")  # as a full disk would
+        await asyncio.sleep(1.0)  # beyond lease and grace
+        assert ledger.overdue(WORKER) == [id]
+        (state / "room").touch()
+        await until(lambda: (state / "renewed").exists())
+        database.execute("PRAGMA query_only=OFF")
+        await asyncio.sleep(0.5)
+        assert supervisor.status.restarts == 0 and ledger.job(id).attempt == 1
+
+    supervise(ledger, STARVING, test, stop_s=0.0)
+
+
 def test_a_worker_that_has_no_lease_is_left_alone(ledger: Ledger) -> None:
     async def test(supervisor: Supervisor) -> None:
         await until(lambda: starts(ledger) == 1)
@@ -303,6 +329,42 @@ def test_what_a_killed_server_left_running_is_leased_at_once(ledger: Ledger) -> 
     assert time.monotonic() - began < 10
 
 
+def test_a_server_that_is_killed_again_and_again_fails_no_job(ledger: Ledger) -> None:
+    id = submit(ledger)
+    for attempt in range(1, 6):
+        assert ledger.lease(WORKER, seconds=30) is not None  # and server and worker are killed
+
+        async def test(supervisor: Supervisor, attempt: int = attempt) -> None:
+            await until(lambda: ledger.job(id).state is JobState.QUEUED)
+            assert ledger.job(id).attempt == attempt
+
+        supervise(ledger, "time.sleep(60)", test, stop_s=0.0)
+
+
+def test_a_worker_that_is_stopped_by_force_was_no_attempt_that_failed(ledger: Ledger) -> None:
+    id = submit(ledger)
+    for attempt in range(1, 5):
+
+        async def test(supervisor: Supervisor, attempt: int = attempt) -> None:
+            await until(lambda: ledger.job(id).attempt == attempt)
+
+        supervisor = supervise(ledger, STUBBORN, test, stop_s=0.1)
+        assert ledger.job(id).state is JobState.QUEUED
+        assert supervisor.last_words(id) is None
+
+
+def test_what_a_crash_left_is_removed_before_the_worker_runs(ledger: Ledger) -> None:
+    done = publish(ledger)
+    checkpoint, torn = ledger.path.parent / "checkpoints" / done, ledger.path.parent / "spool" / ".x.tmp"
+    checkpoint.mkdir(parents=True)
+    torn.write_text("x")
+
+    async def test(supervisor: Supervisor) -> None:
+        assert not checkpoint.exists() and not torn.exists()
+
+    supervise(ledger, "time.sleep(60)", test, stop_s=0.0)
+
+
 def test_the_worker_does_not_get_the_servers_secrets_nor_its_ctrl_c(ledger: Ledger, monkeypatch) -> None:
     monkeypatch.setenv("GROUPWISE_API_KEY", "hush")
     monkeypatch.setenv("GROUPWISE_WEBHOOK_SECRET", "hush")
@@ -335,6 +397,7 @@ def test_the_command_names_everything_the_worker_needs() -> None:
         "--dtype": "float32",
         "--device": "cpu",
         "--worker": WORKER,
+        "--parent": str(os.getpid()),
         "--threads": "2",
     }
     assert "--threads" not in worker_command(state_dir=Path("s"), model="starter", dtype="auto", device="auto")

@@ -16,12 +16,14 @@ import uvicorn
 from fastapi import FastAPI
 
 from groupwise.adapters import AdapterStore
+from groupwise.errors import StorageError
 from groupwise.job_payload import parse_payload
 from groupwise.ledger import JobState, Ledger, RolloutRecord
 from groupwise.model import LoadedModel, load_model
 from groupwise.server import train
 from groupwise.server.config import ServeConfig
 from groupwise.server.envelope import add_handlers
+from groupwise.server.protocol_train import SftRequest
 from groupwise.server.state import Server
 
 SEED_PAGE = json.loads("""{
@@ -180,6 +182,24 @@ def test_the_same_key_gives_the_same_job(site: Site) -> None:
     sft = site.http.post("/v1/train/sft", json={"examples": [CHAT]}, headers=headers)
     assert site.error(sft, 409)["code"] == "idempotency_conflict"
     assert site.submit()["job_id"] != first["job_id"]
+
+
+def test_a_known_key_is_answered_before_anything_is_checked_again(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, headers = make_site(max_queued_jobs=1), {"idempotency-key": "abc"}
+    first = site.http.post("/v1/train/grpo", json=SEED_PAGE, headers=headers).json()
+
+    def refuse(*_: Any) -> None:
+        raise StorageError("the disk is full")
+
+    monkeypatch.setattr(train, "_check_disk", refuse)  # and the queue is full, and the request is no longer valid:
+    monkeypatch.setattr(train, "GrpoRequest", SftRequest)
+    again = site.http.post("/v1/train/grpo", json=SEED_PAGE, headers=headers)
+    assert again.status_code == 200 and again.json()["job_id"] == first["job_id"]
+    invalid = site.http.post("/v1/train/grpo", json={"groups": "none"}, headers=headers)
+    assert site.error(invalid, 409)["code"] == "idempotency_conflict"
+    assert site.http.post("/v1/train/grpo", json=SEED_PAGE).status_code == 400
 
 
 def test_the_same_key_at_the_same_time_makes_one_job(site: Site) -> None:

@@ -100,8 +100,14 @@ def own(state_dir: Path) -> Iterator[None]:
                 f"the state directory {state_dir} is in use by {owner}",
                 hint="stop that server, or give this one its own --state-dir",
             ) from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"pid {os.getpid()} since {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}\n".encode(), 0)
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"pid {os.getpid()} since {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}\n".encode(), 0)
+        except OSError as error:
+            raise StartError(
+                f"the state directory {state_dir} cannot be written to: {error.strerror}",
+                hint="free some disk space, or choose another with --state-dir",
+            ) from None
         yield
     finally:
         os.close(descriptor)  # and with it the lock

@@ -1,14 +1,15 @@
 """The supervisor: keeps the worker process alive, and turns what it publishes into the active policy.
 
     worker dies                  its jobs can be leased at once; it starts again after 1, 2, 4, ... up to 60 s
-    worker outlives its lease    it hangs: SIGKILL, then as above
+    worker outlives its lease    it hangs: SIGKILL, then as above; unless the disk is full, so that it cannot renew
     job is published             `policies.swap(version)`, then `completed`; or `failed`, and the old version stays
     server stops                 SIGTERM (the worker saves, releases its lease and exits), SIGKILL at the deadline
 
 The worker writes straight into `logs/worker.log`, so that neither waits for the other. When it dies with a job, the
 end of what it said is kept beside that file: a job that is given up because it killed its workers can say how.
 
-At start, what a crash left published but not active is finished before the first worker runs.
+At start, what a crash left published but not active is finished before the first worker runs. A job that was running
+when the server was killed, or was stopped too slowly, goes on; that is no attempt of the job's that failed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Literal, Protocol
 from groupwise import faults
 from groupwise.errors import GroupwiseError
 from groupwise.ledger import Job, Ledger
-from groupwise.ledger_schema import KEEP_SECONDS, Database
+from groupwise.ledger_schema import KEEP_SECONDS
 from groupwise.server.config import SECRETS
 from groupwise.server.webhooks import Webhooks
 from groupwise.types import PolicyVersion
@@ -64,9 +65,9 @@ class WorkerStatus:
 def worker_command(
     *, state_dir: Path, model: str, dtype: str, device: str, threads: int | None = None, worker: str = WORKER
 ) -> list[str]:
-    """The command line of `groupwise.jobs`."""
+    """The command line of `groupwise.jobs`, as a child of this process."""
     command = [sys.executable, "-m", "groupwise.jobs", "--state", str(state_dir), "--model", model]
-    command += ["--dtype", dtype, "--device", device, "--worker", worker]
+    command += ["--dtype", dtype, "--device", device, "--worker", worker, "--parent", str(os.getpid())]
     return command if threads is None else [*command, "--threads", str(threads)]
 
 
@@ -91,8 +92,9 @@ class Supervisor:
         self._command, self._log_path, self._worker = list(command), log_path, worker
         self._first_delay_s, self._poll_s = first_delay_s, poll_s
         self._grace_s, self._swap_timeout_s = grace_s, swap_timeout_s
-        self._leases = Database(ledger.path)
         self._process: asyncio.subprocess.Process | None = None
+        self._has_run = False  # a worker of this supervisor
+        self._log_offset = 0  # where its words begin
         self._stopping = asyncio.Event()
         self._tasks: list[asyncio.Future[None]] = []
         self._overdue_since: float | None = None
@@ -116,6 +118,7 @@ class Supervisor:
             if words.stat().st_mtime < time.time() - KEEP_SECONDS:  # the job is forgotten by now
                 words.unlink(missing_ok=True)
         await _guarded(self._finish_published)
+        await _guarded(self._clean)
         self._tasks = [
             asyncio.ensure_future(self._keep_worker()),
             asyncio.ensure_future(_every(self._poll_s, self._finish_published)),
@@ -123,6 +126,9 @@ class Supervisor:
         ]
         if self._webhooks is not None:
             self._tasks.append(asyncio.ensure_future(self._webhooks.run()))
+
+    async def _clean(self) -> None:
+        await asyncio.to_thread(self._ledger.recover)
 
     async def stop(self, *, timeout_s: float = 30.0) -> None:
         """Stop watching and swapping; end the worker in order, or by force after `timeout_s`."""
@@ -135,7 +141,6 @@ class Supervisor:
             self._signal(signal.SIGKILL)
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
-        self._leases.close()
         self._status = replace(self._status, state="stopped", pid=None)
 
     # --- the worker process ---
@@ -162,12 +167,12 @@ class Supervisor:
 
     async def _run_worker(self) -> str:
         """Start the worker and wait for its end; returns how it ended. Its jobs can then be leased again."""
-        await self._take_back("")  # what a crash of the server left; the new worker begins without a lease
+        await self._take_back("", counted=self._has_run)  # the new worker begins without a lease
         if self._log_path.exists() and self._log_path.stat().st_size > MAX_LOG_BYTES:
             self._log_path.replace(self._log_path.with_suffix(".log.1"))
         environment = {name: value for name, value in os.environ.items() if name not in SECRETS.values()}
         with self._log_path.open("ab") as output:
-            offset = output.tell()
+            self._log_offset = output.tell()
             process = await asyncio.create_subprocess_exec(
                 *self._command,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -176,37 +181,37 @@ class Supervisor:
                 env=environment,
                 process_group=0,  # Ctrl-C in the server's terminal is the server's
             )
-        self._process = process
+        self._process, self._has_run = process, True
         self._status = replace(self._status, state="running", pid=process.pid)
         if self._stopping.is_set():  # while it was being started
             self._signal(signal.SIGTERM)
         code = await process.wait()
         self._process = None
-        await self._take_back(_tail(self._log_path, offset))
+        await self._take_back(_tail(self._log_path, self._log_offset), counted=not self._stopping.is_set())
         return _ending(code)
 
-    async def _take_back(self, words: str) -> None:
-        """No worker lives: the jobs it held can be leased again. `words` is the end of what it said."""
-        for job_id in await asyncio.to_thread(self._ledger.expire, self._worker):
+    async def _take_back(self, words: str, *, counted: bool) -> None:
+        """No worker lives: the jobs it held can be leased again. `words` is the end of what it said.
+
+        `counted` says that it died by itself: too many such attempts fail a job. Killing the server fails none.
+        """
+        for job_id in await asyncio.to_thread(self._ledger.expire, self._worker, counted=counted):
             log.warning("a worker died with job %s", job_id)
-            if words:
+            if words and counted:
                 self._words_path(job_id).write_text(words, encoding="utf-8")
 
     async def _kill_overdue(self) -> None:
         """Kill a worker that lives but let its lease expire: it hangs. Not at once: perhaps the whole machine slept,
-        and the worker is about to renew."""
-        if self._process is None or not await asyncio.to_thread(self._is_overdue):
+        and the worker is about to renew. Nor while nothing can be written: then no worker can renew."""
+        if self._process is None or not await asyncio.to_thread(self._ledger.overdue, self._worker):
             self._overdue_since = None
         elif self._overdue_since is None:
             self._overdue_since = time.monotonic()
         elif time.monotonic() - self._overdue_since >= self._grace_s:
+            self._overdue_since = None
+            await self._take_back(_tail(self._log_path, self._log_offset), counted=True)
             log.error("the worker has let its lease expire; it hangs and is killed")
             self._signal(signal.SIGKILL)
-
-    def _is_overdue(self) -> bool:
-        query = "SELECT lease_until FROM job WHERE worker = ? AND state = 'running' AND version IS NULL"
-        with self._leases.reading("reading the worker's lease") as db:
-            return any(row["lease_until"] < time.monotonic() for row in db.execute(query, (self._worker,)))
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None:
@@ -268,6 +273,9 @@ async def _every(seconds: float, work: Callable[[], Awaitable[None]]) -> None:
 async def _guarded(work: Callable[[], Awaitable[None]]) -> bool:
     try:
         await work()
+    except GroupwiseError as error:
+        log.error("%s failed: %s", getattr(work, "__name__", work), error)
+        return False
     except Exception:
         log.exception("%s failed", getattr(work, "__name__", work))
         return False

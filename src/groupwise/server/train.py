@@ -63,7 +63,10 @@ async def train_grpo(request: Request, idempotency_key: IdempotencyKey = None) -
 
     Each completion is trained by how its reward compares with those of its group. The answer comes at once; follow the
     job at /v1/train/status/{job_id}. With `Idempotency-Key`, the same request again gives the same job."""
-    server, body = server_of(request), await read_body(request, GrpoRequest)
+    server = server_of(request)
+    if known := await _known(request, idempotency_key):
+        return known
+    body = await read_body(request, GrpoRequest)
 
     def prepare() -> Submission:
         return prepare_grpo(
@@ -76,7 +79,10 @@ async def train_grpo(request: Request, idempotency_key: IdempotencyKey = None) -
 @router.post("/sft", **documented(SftRequest, TrainSubmitted, errors=SUBMIT_ERRORS))
 async def train_sft(request: Request, idempotency_key: IdempotencyKey = None) -> TrainSubmitted:
     """Train an adapter on conversations: what the assistant says in them becomes likelier."""
-    server, body = server_of(request), await read_body(request, SftRequest)
+    server = server_of(request)
+    if known := await _known(request, idempotency_key):
+        return known
+    body = await read_body(request, SftRequest)
 
     def prepare() -> Submission:
         return prepare_sft(body, base=server.base, store=server.store, pending=_pending(server))
@@ -94,6 +100,15 @@ async def _fingerprint(request: Request) -> str:
     return hashlib.sha256(request.url.path.encode() + b"\n" + await request.body()).hexdigest()
 
 
+async def _known(request: Request, key: str | None) -> TrainSubmitted | None:
+    """The answer to a request that was accepted before, whatever has changed since: a full disk, other adapters."""
+    if key is None:
+        return None
+    fingerprint = await _fingerprint(request)
+    job = await run_in_threadpool(server_of(request).ledger.by_key, key, fingerprint)
+    return None if job is None else _submitted(job, is_new=False)
+
+
 def _submit(server: Server, prepare: Callable[[], Submission], fingerprint: str, key: str | None) -> TrainSubmitted:
     _check_disk(server)
     submission = prepare()
@@ -109,6 +124,10 @@ def _submit(server: Server, prepare: Callable[[], Submission], fingerprint: str,
         fingerprint=fingerprint,
         max_queued=server.config.max_queued_jobs,
     )
+    return _submitted(job, is_new=is_new)
+
+
+def _submitted(job: Job, *, is_new: bool) -> TrainSubmitted:
     message = _queued(job) if is_new else f"This Idempotency-Key was used for this job before; it is {job.state}"
     return TrainSubmitted(
         job_id=job.id,
@@ -229,11 +248,15 @@ def _error(server: Server, job: Job) -> JobError | None:
 
 
 # ---- following ----
-@router.get("/events/{job_id}", **documented(errors=[JobNotFoundError, RequestError], streams=True))
+_EVENTS = documented(errors=[JobNotFoundError, RequestError], streams=True)
+_EVENTS["responses"][204] = {"description": "The job has ended, and nothing comes behind this id."}
+
+
+@router.get("/events/{job_id}", **_EVENTS)
 async def events(
     request: Request,
     job_id: str,
-    after: Annotated[int, Query(ge=0, description="Only events behind this id.")] = 0,
+    after: Annotated[int, Query(ge=0, lt=1 << 63, description="Only events behind this id.")] = 0,
     last_event_id: Annotated[str | None, Header(description="As `after`; an EventSource sends it by itself.")] = None,
 ) -> Response:
     """What happens to a job, as server-sent events; the stream ends with the job.
