@@ -34,6 +34,7 @@ Path = tuple[str | int, ...]
 
 IN_A_THREAD = 1 << 18  # bytes from which parsing would be felt by other requests
 MAX_KEYS = 4096  # of one object on our own routes
+MAX_OBJECTS = 1 << 18  # of one body on our own routes: a million small ones would take a gigabyte to refuse
 SHOWN = 3  # problems told at once
 
 _PYDANTIC = frozenset(get_args(ErrorType))
@@ -80,7 +81,8 @@ def parse_body(raw: bytes, model: type[M], config: ServeConfig | None = None) ->
     try:
         return model.model_validate_json(raw, context=config or ServeConfig())
     except ValidationError as error:
-        raise _explain(error, raw, model) from None
+        problem = _explain(error, raw, model)
+    raise problem  # here, so that it does not keep the error, and with it all that was parsed
 
 
 # ---- malformed JSON ----
@@ -89,14 +91,19 @@ class _Refused(ValueError):
 
 
 def _scan(raw: bytes, *, duplicates: bool) -> None:
-    """Refuse what pydantic's parser lets through: NaN and, on our own routes, repeated keys and huge objects."""
+    """Refuse what pydantic's parser lets through: NaN; on our own routes repeated keys, huge and countless objects."""
+    objects = 0
 
     def constant(name: str) -> None:
         raise _Refused(f"{name} is not JSON; there is no such number")
 
     def members(pairs: list[tuple[str, Any]]) -> None:
+        nonlocal objects
         if not duplicates:
             return
+        objects += 1
+        if objects > MAX_OBJECTS:
+            raise _Refused(f"it has more than {MAX_OBJECTS} objects; send several smaller requests")
         if len(pairs) > MAX_KEYS:
             raise _Refused(f"an object has {len(pairs)} keys; the most is {MAX_KEYS}")
         seen: set[str] = set()
@@ -126,14 +133,14 @@ def _invalid_json(what: str) -> RequestError:
 # ---- what the model refuses ----
 def _explain(error: ValidationError, raw: bytes, model: type[BaseModel]) -> RequestError:
     """The first problems in words; the first of them gives `param`, `code` and `hint`."""
-    every = error.errors(include_url=False)
+    every = error.errors(include_url=False, include_input=False)  # `data` has it already
     problems = [each for each in every if each["type"] != "default_factory_not_called"]  # only follows from another
     if problems[0]["type"] == "json_invalid":
         return _invalid_json(problems[0]["msg"].removeprefix("Invalid JSON: "))
     data = from_json(raw)
     found = [(_path(problem, data), problem) for problem in problems[:64]]
     found.sort(key=lambda each: each[1]["type"] == "missing")  # the unknown `rewrd` before the missing `reward`
-    told = list(dict.fromkeys(_tell(path, problem, model) for path, problem in found))
+    told = list(dict.fromkeys(_tell(path, problem, model, data) for path, problem in found))
     shown = "; ".join(message for message, _ in told[:SHOWN])
     more = len(told) - SHOWN + max(0, len(problems) - 64)
     path, first = found[0]
@@ -162,7 +169,7 @@ def _path(problem: ErrorDetails, data: Any) -> Path:
     return (*path, inside) if isinstance(inside, str) else tuple(path)
 
 
-def _tell(path: Path, problem: ErrorDetails, model: type[BaseModel]) -> tuple[str, str | None]:
+def _tell(path: Path, problem: ErrorDetails, model: type[BaseModel], data: Any) -> tuple[str, str | None]:
     """A problem in words, and what to do."""
     place = dotted([printable(key) if isinstance(key, str) else key for key in path]) or "the body"
     kind, message = problem["type"], problem["msg"]
@@ -178,7 +185,13 @@ def _tell(path: Path, problem: ErrorDetails, model: type[BaseModel]) -> tuple[st
         return message if whole else f"{place}{':' if 'param' in context else ''} {message}", context.get("hint")
     wanted = re.sub("^[A-Z][a-z]+ should", "it must", message).replace("valid array", "list")
     wanted = re.sub(r"valid dictionary or instance of \w+|valid dictionary", "object", wanted)
-    return f"{place} is {echo(problem['input'])}; {wanted.replace('an instance of', 'an object like')}", None
+    return f"{place} is {echo(_value(path, data))}; {wanted.replace('an instance of', 'an object like')}", None
+
+
+def _value(path: Path, data: Any) -> Any:
+    for key in path:
+        data = data[key]
+    return data
 
 
 def _suggest(path: Path, model: type[BaseModel]) -> str:

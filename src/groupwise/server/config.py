@@ -23,6 +23,7 @@ from groupwise.configfile import Document, validate
 from groupwise.errors import ConfigError
 
 MIB, GIB = 1 << 20, 1 << 30
+MOST_MESSAGES = 1 << 16  # of one conversation, whatever is configured
 SECRETS = {"api_key": "GROUPWISE_API_KEY", "webhook_secret": "GROUPWISE_WEBHOOK_SECRET"}
 
 # What other servers call our keys; only for "did you mean".
@@ -95,7 +96,7 @@ class ServeConfig(Section):
     """Largest body of /v1/train/grpo and /v1/train/sft."""
     upload_bytes: Bytes = 2 * GIB
     """Largest adapter upload."""
-    max_messages: int = Field(default=2048, ge=1)
+    max_messages: int = Field(default=2048, ge=1, le=MOST_MESSAGES)
     """Messages in one conversation."""
     max_tools: int = Field(default=128, ge=1)
     """Tools of one request."""

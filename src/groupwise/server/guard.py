@@ -4,7 +4,7 @@
     Host, Origin    on loopback only local names (DNS rebinding); no writing from other sites' pages (CSRF)
     API key         `authorization: Bearer <key>` on every route but /health, compared in constant time
     phase           503 with `retry-after` while the model loads and while the server drains; /health always answers
-    places          so many requests at once, so many waiting, then 429
+    places          so many requests at once, so many waiting, then 429; a body that is still arriving takes none
     bodies          counted while they are read, 413; a deadline while they arrive, 408; content encodings refused, 415
     deadline        no answer begun in time, 504
     bugs            500 `internal_error` with the request id; the traceback is in the log only
@@ -20,8 +20,8 @@ import hmac
 import logging
 import re
 import time
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import parse_qsl, urlsplit
@@ -61,6 +61,9 @@ WATCHED = "/v1/train/events/"  # streams that last as long as a job
 QUERY_KEYS = {"key", "api_key", "api-key", "apikey", "token", "access_token"}
 STALL_S = 65.0  # how long a client may read nothing of its answer
 GRACE_S = 5.0  # routes have deadlines of their own, with better messages
+SMALL = 1 << 18  # bytes of an unfinished body that may be in memory without a place
+
+Take = Callable[[], Awaitable[None]]
 
 _REQUEST_ID = re.compile(r"[\w-]{1,64}", re.ASCII)
 
@@ -116,9 +119,12 @@ class Guard:
         answer = _Sending(send, request_id)
         try:
             self._admit(scope, headers)
-            async with self._place(scope):
+            async with AsyncExitStack() as held:
+                body = _Receiving(receive, self._limit(scope["path"]), self._config, self._taking(scope, held))
+                if scope["method"] != "POST" or not _brings_body(headers):
+                    await body.take_place()
                 run = self._watch if scope["path"].startswith(WATCHED) else self._run
-                await run(scope, headers, receive, answer)
+                await run(scope, headers, body, answer)
         except ClientDisconnect:
             answer.status = answer.status or 499
         except GroupwiseError as error:
@@ -133,15 +139,13 @@ class Guard:
             route = OPEN if scope["path"] == OPEN else getattr(scope.get("route"), "path", "unmatched")
             self._recorder.http(route, scope["method"], answer.status or 500, time.monotonic() - began)
 
-    async def _run(self, scope: Scope, headers: Headers, receive: Receive, answer: _Sending) -> None:
+    async def _run(self, scope: Scope, headers: Headers, body: _Receiving, answer: _Sending) -> None:
         """The application, until its answer begins or its time is over."""
-        allowed = self._config.request_timeout_s + GRACE_S
-        deadline = asyncio.timeout(allowed)
+        deadline = asyncio.timeout(self._config.request_timeout_s + GRACE_S)
         try:
             async with deadline:
-                body = _Receiving(receive, self._limit(scope["path"]), self._config.body_timeout_s, deadline, allowed)
                 body.check_length(headers.get("content-length"))
-                answer.deadline = deadline
+                body.deadline = answer.deadline = deadline
                 await self.app(scope, body, answer)
         except TimeoutError as error:
             if not (deadline.expired() and not answer.begun):
@@ -150,10 +154,12 @@ class Guard:
                 f"there was no answer within {self._config.request_timeout_s:g} s (request_timeout_s)",
                 hint="ask for less at once",
             ) from error
+        finally:
+            answer.deadline = None
 
-    async def _watch(self, scope: Scope, headers: Headers, receive: Receive, answer: _Sending) -> None:
+    async def _watch(self, scope: Scope, headers: Headers, body: _Receiving, answer: _Sending) -> None:
         """A stream that lasts as long as a job; it ends, cleanly, when the server drains. Who watches comes back."""
-        running = asyncio.ensure_future(self._run(scope, headers, receive, answer))
+        running = asyncio.ensure_future(self._run(scope, headers, body, answer))
         draining = asyncio.ensure_future(self._gate.draining.wait())
         try:
             await asyncio.wait({running, draining}, return_when=asyncio.FIRST_COMPLETED)
@@ -223,13 +229,17 @@ class Guard:
             hint += "; a key in the URL is not read, since URLs end up in logs"
         return AuthenticationError(what, hint=hint)
 
-    def _place(self, scope: Scope) -> AbstractAsyncContextManager[None]:
-        """Writing, reading and watching do not take each other's places; health takes none."""
-        if scope["path"] == OPEN:
-            return nullcontext()
-        if scope["method"] not in READS:
-            return self._writes.held()
-        return (self._watches if scope["path"].startswith(WATCHED) else self._reads).held()
+    def _taking(self, scope: Scope, held: AsyncExitStack) -> Take:
+        """What takes the request's place, until `held` ends. Writing, reading and watching do not take each other's
+        places; health takes none."""
+        kind = self._reads if scope["method"] in READS else self._writes
+        places = self._watches if scope["path"].startswith(WATCHED) else kind
+
+        async def take() -> None:
+            if scope["path"] != OPEN:
+                await held.enter_async_context(places.held())
+
+        return take
 
     def _limit(self, path: str) -> tuple[int, str]:
         """The largest body of a route, and the setting that says so."""
@@ -242,6 +252,10 @@ class Guard:
 
 def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
+
+
+def _brings_body(headers: Headers) -> bool:
+    return "transfer-encoding" in headers or headers.get("content-length", "0").strip("0") != ""
 
 
 class _Places:
@@ -301,14 +315,18 @@ class _Sending:
 
 
 class _Receiving:
-    """ASGI's receive: counts what arrives, and gives it `seconds` and a second for each MiB."""
+    """ASGI's receive: counts what arrives, and gives it `body_timeout_s` and a second for each MiB.
 
-    def __init__(
-        self, receive: Receive, limit: tuple[int, str], seconds: float, deadline: asyncio.Timeout, allowed: float
-    ):
-        self._receive, (self._limit, self._limit_name) = receive, limit
-        self._seconds, self._deadline, self._allowed = seconds, deadline, allowed
-        self._began, self._bytes, self._whole = time.monotonic(), 0, False
+    The request takes its place once its body is whole, or no longer small. Before, it costs a connection and little
+    memory; if it held a place, those who never finish theirs would keep out everybody else.
+    """
+
+    deadline: asyncio.Timeout
+
+    def __init__(self, receive: Receive, limit: tuple[int, str], config: ServeConfig, take: Take):
+        self._receive, (self._limit, self._limit_name), self._take = receive, limit, take
+        self._seconds, self._allowed = config.body_timeout_s, config.request_timeout_s + GRACE_S
+        self._began, self._bytes, self._whole, self._placed = time.monotonic(), 0, False, False
 
     def check_length(self, declared: str | None) -> None:
         """Refuse at once what says that it is too long."""
@@ -333,9 +351,17 @@ class _Receiving:
             self._whole = not message.get("more_body", False)
             if self._bytes > self._limit:
                 raise self._too_large("more")
-            if not self._deadline.expired() and self._deadline.when() is not None:
-                self._deadline.reschedule(asyncio.get_running_loop().time() + self._allowed)
+            if self._whole or self._bytes > SMALL:
+                await self.take_place()
+            if not self.deadline.expired() and self.deadline.when() is not None:
+                self.deadline.reschedule(asyncio.get_running_loop().time() + self._allowed)
         return message
+
+    async def take_place(self) -> None:
+        """Once. Raises OverloadedError."""
+        if not self._placed:
+            self._placed = True
+            await self._take()
 
     def _too_large(self, size: str) -> BodyTooLargeError:
         message = f"the body has {size}; this route takes {self._limit} bytes ({self._limit_name})"

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema, model_validator
 
 from groupwise import types
+from groupwise.server.config import MOST_MESSAGES
 from groupwise.server.wire import AtMost, FailFast, JsonObject, Part, fault
 
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
@@ -92,7 +93,10 @@ class ChatMessage(Part):
         return message  # pyright: ignore[reportReturnType]
 
 
-Conversation = Annotated[list[ChatMessage], FailFast(), Field(min_length=1), AtMost("max_messages")]
+# Pydantic's own bound ends the reading there; `max_messages` is compared when all messages have become objects.
+Conversation = Annotated[
+    list[ChatMessage], FailFast(), Field(min_length=1, max_length=MOST_MESSAGES), AtMost("max_messages")
+]
 
 
 def as_messages(messages: Sequence[ChatMessage]) -> tuple[types.Message, ...]:
