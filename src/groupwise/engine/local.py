@@ -42,6 +42,9 @@ from groupwise.model import Head, LoadedModel, packed_forward_gap, packed_tolera
 from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingRequest
 
 PREFILL_TOKENS = 8192  # prompt tokens prefilled in one forward, counting the padding to the longest of them
+# On a CPU a small model's step is over before a second thread has woken up for each of its operations: it runs on one
+# thread while its weights fit a cache and its products come to less than this.
+CACHED_BYTES, ONE_THREAD_FLOPS = 32 << 20, 1 << 30
 
 
 class LocalEngine:
@@ -77,6 +80,10 @@ class LocalEngine:
         self._eos = torch.tensor(base.eos_ids, dtype=torch.long, device=base.device)
         embedding: Any = self._model.get_input_embeddings()
         self._vocabulary = int(embedding.weight.shape[0])
+        self._threads = torch.get_num_threads()
+        weights = [weight for weight in self._model.parameters() if weight.ndim == 2]
+        self._flops = 2 * sum(weight.numel() for weight in weights)  # of a token
+        self._small = sum(weight.numel() * weight.itemsize for weight in weights) <= CACHED_BYTES
         self._urgent: deque[Job] = deque()
         self._waiting: deque[Job] = deque()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -272,6 +279,9 @@ class LocalEngine:
         """Last hidden states [S, hidden] of one packed row, each token under its owner's adapter."""
         device = self._base.device
         token_S, position_S = (torch.as_tensor(x, dtype=torch.long, device=device) for x in (token_S, position_S))
+        if self._small and device.type == "cpu":
+            alone = len(owners) * self._flops < ONE_THREAD_FLOPS
+            torch.set_num_threads(1 if alone else self._threads)  # of this thread of Python's
         self._bank.select(owners)
         return self._backbone(token_S, position_S, layout)
 
