@@ -305,7 +305,7 @@ def test_weights_that_do_not_fit_or_overflow(marked, store, policies: Policies, 
 
     async def work():
         with pytest.raises(
-            SwapRefusedError, match=r"targets 'model\.layers.*' with shape \(31, \d+\); this model has \(32, "
+            SwapRefusedError, match=r"targets 'model\.layers.*' with shape \((31|47), \d+\); this model has \((32|48), "
         ):
             await policies.swap(shape)
         with pytest.raises(SwapRefusedError, match="not finite"):

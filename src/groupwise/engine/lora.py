@@ -52,7 +52,7 @@ def read_adapter(directory: Path, *, device: torch.device) -> AdapterWeights:
                 hint="merge the adapter into the model, or use another engine",
             )
     root = math.sqrt if config.get("use_rslora") else float
-    names = {key.rpartition(".lora_")[0] for key in tensors}
+    names = sorted({key.rpartition(".lora_")[0] for key in tensors})
     unknown = tensors.keys() ^ {f"{name}.lora_{half}.weight" for name in names for half in "AB"}
     if unknown or not isinstance(config.get("lora_alpha"), int | float):
         what = f"the tensor {min(unknown)!r} is one too many or missing" if unknown else "its config has no lora_alpha"
