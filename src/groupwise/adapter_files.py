@@ -358,7 +358,7 @@ def sweep(root: Path) -> None:
             leftover.unlink(missing_ok=True)  # a file that was never moved into place
             continue
         descriptor = os.open(leftover, os.O_RDONLY | os.O_DIRECTORY)
-        if _try_lock(descriptor):
+        if try_lock(descriptor):
             shutil.rmtree(leftover, ignore_errors=True)
             _unlock(descriptor)
         else:
@@ -371,7 +371,7 @@ def locked(root: Path) -> Iterator[None]:
     descriptor = os.open(root / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         deadline = time.monotonic() + LOCK_TIMEOUT_S
-        while not _try_lock(descriptor):
+        while not try_lock(descriptor):
             if time.monotonic() > deadline:
                 raise StorageError(
                     f"waited {LOCK_TIMEOUT_S:.0f} s for {root / '.lock'}, which another process holds",
@@ -383,7 +383,8 @@ def locked(root: Path) -> Iterator[None]:
         _unlock(descriptor)
 
 
-def _try_lock(descriptor: int) -> bool:
+def try_lock(descriptor: int) -> bool:
+    """Take the flock of an open file, if nobody has it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -45,7 +45,7 @@ class Backbone:
     def __init__(self, model: PreTrainedModel, project: Project = project_plainly):
         self._own: Any = getattr(model, model.base_model_prefix)
         self._project = project
-        self.lean = _is_lean(model)
+        self.lean = is_lean(model)
 
     def __call__(self, ids_S: Tensor, positions_S: Tensor, layout: Layout) -> Tensor:
         own = self._own
@@ -80,7 +80,8 @@ class Backbone:
         return h + self._project((mlp.down_proj,), _gated(gate_up))
 
 
-def _is_lean(model: PreTrainedModel) -> bool:
+def is_lean(model: PreTrainedModel) -> bool:
+    """Whether the second way is there for this model."""
     config: Any = model.config
     rope = getattr(config, "rope_parameters", None) or {}
     whole = rope.get("partial_rotary_factor", 1.0) == 1.0

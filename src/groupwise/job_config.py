@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
@@ -24,7 +24,10 @@ from groupwise.algo.loss_spec import LossSpec, loss_of
 from groupwise.config import OTHER_NAMES, AdapterName, AlgoConfig, Betas, Section, Targets, conflict
 from groupwise.configfile import Document, validate
 from groupwise.errors import ConfigError
-from groupwise.types import BASE
+from groupwise.types import BASE, PolicyVersion
+
+if TYPE_CHECKING:
+    from groupwise.adapters import AdapterStore
 
 Kind = Literal["grpo", "sft"]
 
@@ -89,6 +92,21 @@ class JobConfig(Section):
     """Recompute activations in the backward pass: less memory, more time."""
     seed: int = Field(default=0, ge=0, lt=1 << 63)
     """Fixes initialisation, dropout and the order of minibatches."""
+
+    def parent(self, store: AdapterStore, *, name: str | None) -> PolicyVersion:
+        """What a job of this output name would continue now. Raises AdapterNotFoundError."""
+        wanted = self.base_adapter or name
+        if wanted in (None, BASE):
+            return PolicyVersion.base()
+        if versions := store.versions(wanted):
+            return versions[-1]
+        return PolicyVersion.base() if self.base_adapter is None else store.resolve(wanted)
+
+    def differences(self, saved: Mapping[str, Any]) -> list[tuple[str, object, object]]:
+        """(field, given, the adapter's own) where the request wants another adapter than the one it continues."""
+        own = {"lora_rank": saved["r"], "lora_alpha": saved["lora_alpha"]}
+        given = {field: getattr(self, field) for field in own}
+        return [(field, given[field], own[field]) for field in own if given[field] not in (None, own[field])]
 
 
 class GrpoJobConfig(AlgoConfig, JobConfig):

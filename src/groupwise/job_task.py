@@ -196,7 +196,6 @@ def _sft_task(config: SftJobConfig, payload: SftPayload) -> SftTask:
 
 def _check_readable(samples: Sequence[Sample], base: LoadedModel) -> None:
     """On a GPU an id or a position out of range would kill the process."""
-    vocabulary = int(base.model.config.get_text_config().vocab_size)
     for sample in samples:
         length = len(sample.prompt_ids) + len(sample.completion_ids)
         if length > base.context_length:
@@ -205,8 +204,8 @@ def _check_readable(samples: Sequence[Sample], base: LoadedModel) -> None:
                 f"fit: the maximum context length is {base.context_length} tokens",
                 hint="shorten the prompt or the completion",
             )
-        if (largest := max((*sample.prompt_ids, *sample.completion_ids))) >= vocabulary:
-            raise DataError(f"token id {largest} is not in the vocabulary: ids go from 0 to {vocabulary - 1}")
+        if (largest := max((*sample.prompt_ids, *sample.completion_ids))) >= base.vocabulary:
+            raise DataError(f"token id {largest} is not in the vocabulary: ids go from 0 to {base.vocabulary - 1}")
 
 
 def _known(recorded: float, start: float) -> float:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import fcntl
 import gc
 import logging
 import os
@@ -309,7 +308,7 @@ def _alone(state: Path, pulse: Pulse) -> Iterator[None]:
     descriptor = os.open(state / "worker.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         deadline = time.monotonic() + PREDECESSOR_S
-        while not _try_lock(descriptor):
+        while not files.try_lock(descriptor):
             if pulse.stopping or time.monotonic() > deadline:
                 raise NotReadyError(
                     f"waited for another worker on {state}, which still runs", hint="end it: see `fuser worker.lock`"
@@ -318,14 +317,6 @@ def _alone(state: Path, pulse: Pulse) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _step_back() -> None:

@@ -50,6 +50,11 @@ class LoadedModel:
         return int(getattr(self.model.config.get_text_config(), "max_position_embeddings", 1 << 20))
 
     @property
+    def vocabulary(self) -> int:
+        """How many token ids there are; they go from 0."""
+        return int(self.model.config.get_text_config().vocab_size)
+
+    @property
     def eos_ids(self) -> tuple[int, ...]:
         """Ids that end a completion: the generation config's, the tokenizer's and the chat template's."""
         generation: Any = self.model.generation_config

@@ -151,7 +151,7 @@ def _resumed(lease: Lease, place: Workplace, config: JobConfig, task: Task) -> _
 
 def _begun(lease: Lease, place: Workplace, config: JobConfig, task: Task) -> _Run:
     """The job before its first step."""
-    parent = _parent(config, lease.job.adapter, place.store)
+    parent = config.parent(place.store, name=lease.job.adapter)
     if parent.is_base:
         lora = LoraSpec(
             rank=config.lora_rank or LORA_RANK,
@@ -173,25 +173,11 @@ def _begun(lease: Lease, place: Workplace, config: JobConfig, task: Task) -> _Ru
     return run
 
 
-def _parent(config: JobConfig, name: str, store: AdapterStore) -> PolicyVersion:
-    """What the job continues. Raises AdapterNotFoundError."""
-    wanted = config.base_adapter or name
-    if wanted == BASE:
-        return PolicyVersion.base()
-    if versions := store.versions(wanted):
-        return versions[-1]
-    return PolicyVersion.base() if config.base_adapter is None else store.resolve(wanted)
-
-
 def _lora_of_parent(config: JobConfig, parent: PolicyVersion, directory: Path) -> LoraSpec:
     """The adapter as it is. Raises ConfigError if the request wants another one."""
     saved = json.loads((directory / files.CONFIG).read_text(encoding="utf-8"))
-    for key, given, own in (
-        ("lora_rank", config.lora_rank, saved["r"]),
-        ("lora_alpha", config.lora_alpha, saved["lora_alpha"]),
-    ):
-        if given is not None and given != own:
-            raise _differs(key, given, own, parent)
+    for key, given, own in config.differences(saved):
+        raise _differs(key, given, own, parent)
     targets = config.target_modules or saved.get("target_modules")
     if isinstance(targets, str) and targets != LORA_TARGETS:  # a pattern of names
         targets = _adapted_modules(directory / files.WEIGHTS)

@@ -71,8 +71,7 @@ class LocalEngine:
         if not 0 <= reserved_rows < max_rows:
             raise ConfigError(f"reserved_rows is {reserved_rows}; it must be at least 0 and less than {max_rows}")
         self.max_rows, self.reserved_rows = max_rows, reserved_rows
-        self._head, self._backbone = Head.of(self._model), Backbone(self._model)
-        self._bank = AdapterBank(self._model, lean=self._backbone.lean)
+        self._head, self._bank = Head.of(self._model), AdapterBank(self._model)
         self._backbone = Backbone(self._model, self._bank.project)
         self._adapters: dict[PolicyVersion, AdapterWeights | None] = {}  # None: the base weights
         self._rows, self._cache = Rows(max_rows, base.device), KeyValueCache(max_rows)

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from groupwise.backbone import is_lean
 from groupwise.errors import AdapterError
 
 MERGED_BYTES = 512 << 20
@@ -85,16 +86,16 @@ class AdapterBank:
     """Applies the adapters of the current batch to a model's linear modules: as `project` where the model runs through
     the lean backbone, by forward hooks where it runs as transformers wrote it."""
 
-    def __init__(self, model: PreTrainedModel, *, lean: bool):
+    def __init__(self, model: PreTrainedModel):
         head = model.get_output_embeddings()  # applied without being called, so a hook would not hear of it
         self._modules = {name: module for name, module in model.named_modules() if module is not head}
         self._names = {id(module): name for name, module in self._modules.items()}
-        self._lean, self._hooked = lean, set[str]()
+        self._lean, self._hooked = is_lean(model), set[str]()
         self._batch: list[tuple[AdapterWeights, Tensor | None]] = []
         linear = [module.weight for module in self._modules.values() if type(module) is nn.Linear]
         size = sum(weight.numel() * weight.itemsize for weight in linear)
         exact = all(weight.dtype in (torch.float32, torch.float64) for weight in linear)
-        self._most_merged = MERGED_BYTES // max(size, 1) if lean and exact else 0
+        self._most_merged = MERGED_BYTES // max(size, 1) if self._lean and exact else 0
         self._merged: OrderedDict[int, tuple[AdapterWeights | None, _Products]] = OrderedDict()  # by id, oldest first
         self._alone: _Products | None = None
 

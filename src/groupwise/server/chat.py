@@ -43,6 +43,7 @@ from groupwise.server.protocol import (
     TokenLogprob,
     TopLogprob,
     as_messages,
+    template_kwargs,
 )
 from groupwise.server.state import server_of
 from groupwise.server.text import CALL_START, Part, ReplyParser, opens_thought, token_text
@@ -114,7 +115,7 @@ def chat_prompt(body: ChatRequest, tokenizer: PreTrainedTokenizerBase) -> ChatPr
             )
         messages = (*messages, Message(role="assistant", content=said))
     tools = () if body.tool_choice == "none" else tuple(tool.as_dict() for tool in body.tools or ())
-    options = body.chat_template_kwargs.model_dump(exclude_none=True) if body.chat_template_kwargs else {}
+    options = template_kwargs(body.chat_template_kwargs)
     prompt = Prompt(id="messages", messages=messages, tools=tools)
     ids = encode_prompt(prompt, tokenizer, template_kwargs=options).token_ids
     continued = said_last(body.messages) if body.messages[-1].role == "assistant" else ""

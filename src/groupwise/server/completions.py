@@ -71,13 +71,12 @@ async def completions(http: Request) -> Response:
 
 def _encode(prompts: Sequence[Raw], base: LoadedModel) -> list[tuple[int, ...]]:
     """Token ids of each prompt. Raises RequestError for an id that the model does not have."""
-    vocabulary = int(base.model.config.get_text_config().vocab_size)
     encoded = []
     for i, prompt in enumerate(prompts):
         if isinstance(prompt, str):
             prompt = encode_prompt(Prompt(id=f"prompt[{i}]", text=prompt), base.tokenizer).token_ids
-        elif max(prompt) >= vocabulary:
-            what = f"the prompt has the token id {max(prompt)}; this model has the ids 0 to {vocabulary - 1}"
+        elif max(prompt) >= base.vocabulary:
+            what = f"the prompt has the token id {max(prompt)}; this model has the ids 0 to {base.vocabulary - 1}"
             raise RequestError(what, hint="encode the prompt with this model's tokenizer", param="prompt")
         encoded.append(prompt)
     return encoded

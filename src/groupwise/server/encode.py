@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from groupwise import chat
+from groupwise import chat, job_payload
 from groupwise.errors import ChatError, GroupwiseError, RequestError
 from groupwise.ledger import RolloutRecord
-from groupwise.server.protocol import Tool, as_messages
+from groupwise.server.protocol import Tool, as_messages, template_kwargs
 from groupwise.server.protocol_train import ScoredCompletion, ScoredGroup, SftExample
 from groupwise.types import Prompt
 
@@ -29,20 +28,11 @@ Ids = tuple[int, ...]
 ROUNDING = 1e-4  # nats that a log-probability may be above 0
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """A completion as it is trained; `logprobs` is None where nobody recorded them."""
-
-    ids: Ids
-    logprobs: tuple[float, ...] | None
-    reward: float
-
-
 def encode_group(
     group: ScoredGroup, at: str, records: Mapping[str, RolloutRecord], base: LoadedModel
-) -> tuple[Ids, list[Sampled]]:
-    """The prompt that all completions of a group share, and the completions."""
-    options = _options(group)
+) -> job_payload.ScoredGroup:
+    """The prompt that all completions of a group share, and the completions, as they are trained."""
+    options = template_kwargs(group.chat_template_kwargs)
     prompt = _prompt(group, at, base)
     shared, source = (None, "") if prompt is None else (prompt.token_ids, f"{at}.messages")
     completions = []
@@ -60,17 +50,17 @@ def encode_group(
             )
         _check_length(len(shared or ()), len(sampled.ids), where, base)
         completions.append(sampled)
-    return shared or (), completions
+    return job_payload.ScoredGroup(prompt_ids=shared or (), completions=tuple(completions))
 
 
-def encode_example(example: SftExample, at: str, base: LoadedModel) -> dict[str, Any]:
-    """A conversation as the payload has it."""
+def encode_example(example: SftExample, at: str, base: LoadedModel) -> job_payload.SftExample:
+    """A conversation, with a mask of what is trained."""
     try:
         sample = chat.encode_supervised(
             as_messages(example.messages),
             base.tokenizer,
             tools=_dicts(example.tools) or None,
-            template_kwargs=_options(example),
+            template_kwargs=template_kwargs(example.chat_template_kwargs),
         )
     except ChatError as error:
         raise at_field(error, f"{at}.messages") from error
@@ -78,7 +68,7 @@ def encode_example(example: SftExample, at: str, base: LoadedModel) -> dict[str,
         message = f"{at}.messages begins with what is to be trained, and nothing predicts its first token"
         raise RequestError(message, hint="begin with a user message", param=f"{at}.messages") from error
     _check_length(len(sample.prompt_ids), len(sample.completion_ids), at, base)
-    return {"prompt_ids": sample.prompt_ids, "completion_ids": sample.completion_ids, "mask": sample.mask}
+    return job_payload.SftExample(prompt_ids=sample.prompt_ids, completion_ids=sample.completion_ids, mask=sample.mask)
 
 
 def _prompt(group: ScoredGroup, at: str, base: LoadedModel) -> Prompt | None:
@@ -86,7 +76,7 @@ def _prompt(group: ScoredGroup, at: str, base: LoadedModel) -> Prompt | None:
         return None
     try:
         prompt = Prompt(id=at, messages=as_messages(group.messages), tools=tuple(_dicts(group.tools)))
-        return chat.encode_prompt(prompt, base.tokenizer, template_kwargs=_options(group))
+        return chat.encode_prompt(prompt, base.tokenizer, template_kwargs=template_kwargs(group.chat_template_kwargs))
     except ChatError as error:
         raise at_field(error, f"{at}.messages") from error
 
@@ -98,37 +88,36 @@ def _encode_completion(
     options: Mapping[str, Any],
     records: Mapping[str, RolloutRecord],
     base: LoadedModel,
-) -> tuple[Ids | None, Sampled]:
+) -> tuple[Ids | None, job_payload.ScoredCompletion]:
     """The prompt's ids as this completion knows them, if it does, and the completion."""
     if completion.rollout_id is not None:
         record = records[completion.rollout_id]
-        if max((*record.prompt_ids, *record.completion_ids)) >= _vocabulary(base):
+        if max((*record.prompt_ids, *record.completion_ids)) >= base.vocabulary:
             message = f"{at} was sampled from another model than {base.name}"
             raise RequestError(message, hint="sample it again", param=f"{at}.rollout_id")
-        return record.prompt_ids, Sampled(record.completion_ids, record.logprobs, completion.reward)
+        return record.prompt_ids, _scored(record.completion_ids, record.logprobs, completion.reward)
     if completion.token_ids is not None:
         ids = _checked_ids(completion.token_ids, f"{at}.token_ids", base)
         logprobs = _checked_logprobs(completion.logprobs, len(ids), f"{at}.logprobs")
         own = completion.prompt_token_ids
         prompt_ids = None if own is None else _checked_ids(own, f"{at}.prompt_token_ids", base)
-        return prompt_ids, Sampled(ids, logprobs, completion.reward)
+        return prompt_ids, _scored(ids, logprobs, completion.reward)
     assert prompt is not None and completion.text is not None  # _check_completion
     ids = chat.encode_completion(prompt, completion.text, base.tokenizer, template_kwargs=options)
-    return None, Sampled(ids, None, completion.reward)
+    return None, _scored(ids, None, completion.reward)
 
 
-def _vocabulary(base: LoadedModel) -> int:
-    return int(base.model.config.get_text_config().vocab_size)
+def _scored(ids: Ids, logprobs: tuple[float, ...] | None, reward: float) -> job_payload.ScoredCompletion:
+    return job_payload.ScoredCompletion(ids=ids, logprobs=logprobs, reward=reward)
 
 
 def _checked_ids(ids: Sequence[int], at: str, base: LoadedModel) -> Ids:
-    size = _vocabulary(base)
     if not ids:
         raise RequestError(f"{at} is empty", hint="give at least one token", param=at)
     for t, token in enumerate(ids):
-        if not 0 <= token < size:
+        if not 0 <= token < base.vocabulary:
             raise RequestError(
-                f"{at}[{t}] is {token}; the vocabulary of {base.name} is 0 to {size - 1}",
+                f"{at}[{t}] is {token}; the vocabulary of {base.name} is 0 to {base.vocabulary - 1}",
                 hint="post the token_ids that this server sampled; other tokenizers have other ids",
                 param=f"{at}[{t}]",
             )
@@ -160,11 +149,6 @@ def _check_length(prompt: int, completion: int, at: str, base: LoadedModel) -> N
             param=at,
             code="context_length_exceeded",
         )
-
-
-def _options(asked: ScoredGroup | SftExample) -> dict[str, Any]:
-    """What the template is told besides the messages."""
-    return {} if asked.chat_template_kwargs is None else asked.chat_template_kwargs.model_dump(exclude_none=True)
 
 
 def _dicts(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:

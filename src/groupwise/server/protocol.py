@@ -112,6 +112,11 @@ class TemplateOptions(OwnPart):
     enable_thinking: bool | None = None
 
 
+def template_kwargs(options: TemplateOptions | None) -> dict[str, Any]:
+    """What the template is told besides the messages."""
+    return {} if options is None else options.model_dump(exclude_none=True)
+
+
 class StreamOptions(Part):
     """`include_usage`: a last chunk with the tokens used."""
 

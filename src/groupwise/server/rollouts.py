@@ -23,7 +23,7 @@ from groupwise.server.bodies import read_body
 from groupwise.server.chat import said_last
 from groupwise.server.events import while_connected
 from groupwise.server.generate import sendable
-from groupwise.server.protocol import as_messages
+from groupwise.server.protocol import as_messages, template_kwargs
 from groupwise.server.protocol_completions import BatchAnswer, BatchCompletion, BatchRequest
 from groupwise.server.state import server_of
 from groupwise.server.text import ReplyParser, opens_thought
@@ -60,7 +60,7 @@ async def batch(http: Request) -> Response:
 def _encode(body: BatchRequest, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
     """Token ids of each conversation. Raises RequestError where the template refuses one, with its path."""
     tools = tuple(tool.as_dict() for tool in body.tools or ())
-    options = body.chat_template_kwargs.model_dump(exclude_none=True) if body.chat_template_kwargs else {}
+    options = template_kwargs(body.chat_template_kwargs)
     encoded = []
     for i, messages in enumerate(body.prompts):
         prompt = Prompt(id=f"prompts[{i}]", messages=as_messages(messages), tools=tools)

@@ -7,10 +7,7 @@ What can be known now is checked now, so that a job that was accepted fails only
 says which field (its JSON path), what it holds, what would be valid and what to do.
 
 From here on there is no text: prompts, and completions known only by their text, go through the chat template here,
-once. A completion known by its rollout or its token ids is taken as it was sampled. The payload is
-
-    grpo  {"groups": [{"prompt_ids", "completions": [{"ids", "logprobs" or null, "reward"}]}], "temperature"}
-    sft   {"examples": [{"prompt_ids", "completion_ids", "mask"}]}
+once. A completion known by its rollout or its token ids is taken as it was sampled. `job_payload` says what is spooled.
 """
 
 from __future__ import annotations
@@ -27,8 +24,9 @@ from groupwise.adapters import AdapterStore
 from groupwise.algo.advantage import differ
 from groupwise.errors import AdapterError, AdapterNotFoundError, RequestError
 from groupwise.job_config import GrpoJobConfig, JobConfig
+from groupwise.job_payload import GrpoPayload, SftPayload, dump_payload
 from groupwise.ledger import RolloutRecord
-from groupwise.server.encode import Ids, Sampled, at_field, encode_example, encode_group
+from groupwise.server.encode import at_field, encode_example, encode_group
 from groupwise.server.protocol_train import GrpoRequest, ScoredCompletion, ScoredGroup, SftRequest
 from groupwise.types import BASE, PolicyVersion
 
@@ -91,13 +89,13 @@ def prepare_grpo(
         summary={
             "groups": len(groups),
             "completions": len(rewards),
-            "prompt_tokens": sum(len(prompt) for prompt, _ in encoded),
-            "completion_tokens": sum(len(c.ids) for _, completions in encoded for c in completions),
+            "prompt_tokens": sum(len(group.prompt_ids) for group in encoded),
+            "completion_tokens": sum(len(c.ids) for group in encoded for c in group.completions),
             "rollouts": len(records),
             "reward_mean": math.fsum(rewards) / len(rewards),
             "warnings": list(_warnings(config, groups, flat=flat, records=records, start=start)),
         },
-        payload=_grpo_payload(encoded, temperature),
+        payload=dump_payload(GrpoPayload(groups=tuple(encoded), temperature=temperature)),
         steps=steps,
         auto_load=config.auto_load,
     )
@@ -121,11 +119,11 @@ def prepare_sft(
         config=config.model_dump(mode="json") | {"output_name": name},
         summary={
             "examples": len(examples),
-            "tokens": sum(len(e["prompt_ids"]) + len(e["completion_ids"]) for e in encoded),
-            "trained_tokens": sum(sum(e["mask"]) for e in encoded),
+            "tokens": sum(len(e.prompt_ids) + len(e.completion_ids) for e in encoded),
+            "trained_tokens": sum(sum(e.mask) for e in encoded),
             "warnings": [],
         },
-        payload=_dump({"examples": encoded}),
+        payload=dump_payload(SftPayload(examples=tuple(encoded))),
         steps=steps,
         auto_load=config.auto_load,
     )
@@ -215,15 +213,13 @@ def _continued(
     A bare name is left as it is: it means the newest version when the job runs, so that queued rounds add up.
     """
     asked = config.base_adapter
-    name = config.output_name if asked is None else asked
     _check_targets(config, base)
-    if name in pending:
+    if (asked or config.output_name) in pending:
         return None
-    versions = store.versions(name) if name is not None and "@" not in name else ()
-    if name is None or asked == BASE or (asked is None and not versions):
-        return PolicyVersion.base()
     try:
-        version = versions[-1] if versions else store.resolve(asked)
+        version = config.parent(store, name=config.output_name)
+        if version.is_base:
+            return version
         store.check_base(version, base.hash)
         saved = json.loads((store.path(version) / adapter_files.CONFIG).read_bytes())
     except (AdapterNotFoundError, AdapterError) as error:
@@ -235,19 +231,16 @@ def _continued(
 
 def _check_shape(config: JobConfig, version: PolicyVersion, saved: Mapping[str, Any]) -> None:
     """An adapter that is continued keeps its rank, scale and targets."""
-    pairs = [
-        ("lora_rank", config.lora_rank, saved["r"]),
-        ("lora_alpha", config.lora_alpha, saved["lora_alpha"]),
-    ]
+    differences = config.differences(saved)
     if isinstance(config.target_modules, tuple) and isinstance(saved.get("target_modules"), list):
-        pairs.append(("target_modules", sorted(config.target_modules), sorted(saved["target_modules"])))
-    for field, given, has in pairs:
-        if given is not None and given != has:
-            raise RequestError(
-                f"config.{field} is {given}; the job continues {version}, which has {has}",
-                hint=f"leave {field} out, or start a fresh adapter with base_adapter: {BASE!r}",
-                param=f"config.{field}",
-            )
+        given, has = sorted(config.target_modules), sorted(saved["target_modules"])
+        differences += [("target_modules", given, has)] if given != has else []
+    for field, given, has in differences:
+        raise RequestError(
+            f"config.{field} is {given}; the job continues {version}, which has {has}",
+            hint=f"leave {field} out, or start a fresh adapter with base_adapter: {BASE!r}",
+            param=f"config.{field}",
+        )
 
 
 def _check_targets(config: JobConfig, base: LoadedModel) -> None:
@@ -329,19 +322,3 @@ def _warnings(
         count = sum(record.version != str(start) for record in records.values())
         versions = ", ".join(stale[:SHOWN]) + (", ..." if len(stale) > SHOWN else "")
         yield f"{count} of {len(records)} rollouts were sampled by {versions}; training starts from {start}"
-
-
-# ---- the payload ----
-def _grpo_payload(groups: Sequence[tuple[Ids, Sequence[Sampled]]], temperature: float) -> bytes:
-    plain = [
-        {
-            "prompt_ids": prompt,
-            "completions": [{"ids": c.ids, "logprobs": c.logprobs, "reward": c.reward} for c in completions],
-        }
-        for prompt, completions in groups
-    ]
-    return _dump({"groups": plain, "temperature": temperature})
-
-
-def _dump(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
