@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from groupwise.algo.loss_spec import LossSpec, resolve_loss
-from groupwise.config import OTHER_NAMES, AlgoConfig, RunConfig, dump_resolved, load_config, parse_config
+from groupwise.config import OTHER_NAMES, RunConfig, dump_resolved, load_config, parse_config
+from groupwise.config_train import AlgoConfig
 from groupwise.configfile import key_paths, models_in
 from groupwise.errors import ConfigError
 

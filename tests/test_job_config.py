@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from groupwise.algo.loss_spec import PRESETS, resolve_loss
-from groupwise.config import AlgoConfig
+from groupwise.config_train import AlgoConfig
 from groupwise.errors import ConfigError
 from groupwise.job_config import GrpoJobConfig, SftJobConfig, parse_job_config
 

@@ -18,34 +18,20 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
-    ValidationError,
     field_validator,
     model_validator,
 )
-from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from groupwise.config_train import RunAlgoConfig, TrainConfig
 from groupwise.configfile import Document, to_yaml, validate
 from groupwise.errors import ConfigError
-from groupwise.types import BASE, SamplingParams
+from groupwise.section import AdapterName, Name, Section, Text, Texts, conflict
+from groupwise.types import SamplingParams
 
-
-def _is_not_base(name: str) -> str:
-    if name == BASE:
-        raise ValueError(f"{name!r} is what the model without an adapter is called; choose another name")
-    return name
-
-
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
-AdapterName = Annotated[Name, AfterValidator(_is_not_base)]
-Text = Annotated[str, Field(min_length=1)]
-Texts = Annotated[tuple[Text, ...], Field(strict=False)]  # strict=False: a YAML list becomes a tuple
 Mode = Literal["greedy", "sampled"]
-ADVANTAGE_EPS = 1e-4
+
 
 # What other systems call our keys; only for "did you mean".
 OTHER_NAMES = {
@@ -67,27 +53,13 @@ OTHER_NAMES = {
 }
 
 
-class Section(BaseModel):
-    """A part of the configuration: no unknown keys, no silent conversions, no changes after loading."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        allow_inf_nan=False,
-        validate_default=True,
-        use_attribute_docstrings=True,
-        protected_namespaces=(),
-    )
-
-
 class DatasetConfig(Section):
     """Where prompts come from."""
 
     source: Text
     """A `.jsonl` file (relative to the config's folder), `module:function` that returns rows, a Hugging Face dataset's
     name, or a directory with a saved dataset."""
-    args: dict[str, Any] = {}
+    args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function, or of `datasets.load_dataset`."""
     split: Text | None = None
     """The split of a Hugging Face dataset; null is `train`."""
@@ -114,11 +86,32 @@ class DatasetConfig(Section):
         return self
 
 
+class CurriculumConfig(Section):
+    """Which prompts are drawn, by the share of their completions that succeeded so far (rewards scaled to 0..1)."""
+
+    filter: Annotated[tuple[float, float], Field(strict=False)] | None = None
+    """[low, high]: prompts whose rate is known and outside are passed over, and looked at again now and then."""
+    weight: bool = False
+    """Draw prompts in proportion to p (1 - p) of their rate p."""
+    min_seen: int = Field(default=1, ge=1)
+    """Groups of a prompt after which its rate counts as known."""
+
+    @model_validator(mode="after")
+    def _acts(self) -> CurriculumConfig:
+        if self.filter is None and not self.weight:
+            raise conflict("filter", "neither filter nor weight is set, so the curriculum would do nothing; set one")
+        if self.filter is not None and not 0 <= self.filter[0] < self.filter[1] <= 1:
+            raise conflict("filter", f"{list(self.filter)} is not valid; write [low, high] with 0 <= low < high <= 1")
+        return self
+
+
 class DataConfig(DatasetConfig):
     """The prompts to train on."""
 
     shuffle: bool = True
     """Draw in a new order every epoch, fixed by `seed`; false keeps the order of the rows."""
+    curriculum: CurriculumConfig | None = None
+    """null draws every prompt once an epoch."""
 
 
 class EvalConfig(Section):
@@ -132,6 +125,14 @@ class EvalConfig(Section):
     """`greedy` decodes at temperature 0, `sampled` as in training."""
     by: Text | None = None
     """A column of the dataset to break the means down by."""
+    k: int = Field(default=1, ge=1, le=1024)
+    """Completions of each prompt in mode sampled: their mean is avg@k, the share of prompts solved at all pass@k."""
+    success: float = 1.0
+    """The reward from which a completion counts as solved, for pass@k."""
+    best: Mode | None = None
+    """Keep and report the version with the best mean reward in this mode; null is the last version."""
+    patience: int = Field(default=0, ge=0)
+    """Stop after this many evaluations without a new best; 0 never stops."""
     show: int = Field(default=4, ge=0)
     """Prompts whose completions are shown side by side at the end."""
 
@@ -142,6 +143,18 @@ class EvalConfig(Section):
             raise ValueError(f"{list(modes)} names a mode twice; name each once")
         return modes
 
+    @model_validator(mode="after")
+    def _acts(self) -> EvalConfig:
+        if self.k > 1 and "sampled" not in self.modes:
+            raise conflict("k", f"{self.k} acts in mode sampled only; modes is {list(self.modes)}")
+        if self.best is not None and self.best not in self.modes:
+            raise conflict("best", f"{self.best!r} is not evaluated; modes is {list(self.modes)}")
+        if self.patience and self.best is None:
+            raise conflict("patience", f"{self.patience} needs a mode to watch: set eval.best")
+        if self.patience and not self.every:
+            raise conflict("patience", f"{self.patience} needs evaluations during the run: set eval.every")
+        return self
+
 
 class RewardConfig(Section):
     """One reward function. In YAML, a plain string is `{function: <string>}`."""
@@ -150,18 +163,49 @@ class RewardConfig(Section):
     """`module:function`; the module may stand beside the config file."""
     weight: float = 1.0
     """Its factor in the sum; 0 records the reward without using it."""
-    args: dict[str, Any] = {}
+    args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments passed on every call."""
     name: Name | None = None
     """Its name in metrics; null is the function's own."""
+
+
+class ScoringConfig(Section):
+    """Where and how long reward functions run."""
+
+    workers: int = Field(default=1, ge=0, le=1024)
+    """Processes that run them, killed and replaced when they hang or crash; 0 runs them in this one, unprotected."""
+    timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds that a function may take per completion."""
 
 
 def _reward(entry: Any) -> Any:
     return {"function": entry} if isinstance(entry, str) else entry
 
 
+class ReplayConfig(Section):
+    """Groups that taught much, trained again in place of groups that teach nothing."""
+
+    size: int = Field(default=0, ge=0)
+    """Groups kept; 0 is off."""
+    share: float = Field(default=0.25, gt=0, le=1)
+    """At most this share of a batch."""
+    max_age: int = Field(default=16, ge=1)
+    """Steps after which a group is too old."""
+
+
+class RerollConfig(Section):
+    """Prompts on which every completion failed, tried again later."""
+
+    max_groups: int = Field(default=0, ge=0)
+    """At most so many a step; 0 is off."""
+    start: float = Field(default=0.0, ge=0, lt=1)
+    """From this share of the run on."""
+    attempts: int = Field(default=2, ge=1)
+    """How often a prompt is tried again."""
+
+
 class RolloutConfig(Section):
-    """How completions are sampled."""
+    """How completions are sampled, and how far sampling may run ahead of training."""
 
     prompts_per_step: int = Field(default=32, ge=1, le=65536)
     """Prompts, and so groups, in one step's batch."""
@@ -184,6 +228,22 @@ class RolloutConfig(Section):
     step; 1 never replaces."""
     batch_rows: int = Field(default=256, ge=1, le=65536)
     """Completions that the local engine decodes at once."""
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """Longer prompts are passed over and counted; null is what the model's context holds."""
+    weight_sync_interval: int = Field(default=1, ge=0)
+    """Steps between syncs of the sampling policy. 1 is on-policy: sample, train, sync, repeat. N is a window: the
+    prompts of N steps are sampled by one version and trained as they arrive. 0 never syncs (for ablations)."""
+    max_staleness: int = Field(default=0, ge=0)
+    """Sampling goes on while training does; a group may train at most this many steps after the version that sampled
+    it. 0 waits for each sync."""
+    concurrency: int | None = Field(default=None, ge=1)
+    """Groups sampled or scored at once; null is all that may be."""
+    stream_groups: int = Field(default=0, ge=0)
+    """Run forward and backward whenever this many groups of a step are scored; 0 waits for the whole step."""
+    replay: ReplayConfig = ReplayConfig()
+    """Groups that are trained again."""
+    reroll: RerollConfig = RerollConfig()
+    """Prompts that are tried again."""
 
     @field_validator("group_size")
     @classmethod
@@ -191,6 +251,21 @@ class RolloutConfig(Section):
         if group_size < 2:
             raise ValueError(f"{group_size} is not valid; a group needs at least 2 completions to be compared")
         return group_size
+
+    @model_validator(mode="after")
+    def _acts(self) -> RolloutConfig:
+        interval, staleness = self.weight_sync_interval, self.max_staleness
+        if staleness and not interval:
+            raise conflict("max_staleness", f"{staleness} has no effect with weight_sync_interval 0, which never syncs")
+        if staleness and staleness < interval:
+            message = f"{staleness} is less than weight_sync_interval = {interval}: groups would be stale before a sync"
+            raise conflict("max_staleness", f"{message}; raise it to {interval} or lower the interval")
+        return self
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether every group is trained by the version that sampled it."""
+        return self.weight_sync_interval == 1 and self.max_staleness == 0
 
     def sampling(self) -> SamplingParams:
         """The training rollouts' sampling parameters (without a seed)."""
@@ -204,144 +279,27 @@ class RolloutConfig(Section):
         )
 
 
-class AlgoConfig(Section):
-    """Advantages and the policy loss. `policy_loss` alone is the whole published algorithm; every other loss option is
-    null, which is the preset's own value, or overrides it. `groupwise.algo.loss_spec` explains and checks them."""
-
-    policy_loss: Text = "grpo"
-    """The preset: grpo, dapo, gspo, cispo, ..."""
-    surrogate: Text | None = None
-    """How ratio and advantage make the objective: clip, unclipped, cispo, dro, reinforce, sapo, vespo."""
-    ratio: Text | None = None
-    """The importance ratio: token, sequence."""
-    anchor: Text | None = None
-    """The policy that the ratio is taken against: behaviour, old."""
-    clip_low: float | None = None
-    """How far below 1 the ratio may go."""
-    clip_high: float | None = None
-    """How far above 1 the ratio may go."""
-    dual_clip: float | None = None
-    """Largest ratio where the advantage is negative."""
-    dro_beta: float | None = None
-    """Weight of DRO's quadratic term."""
-    sapo_tau_positive: float | None = None
-    """SAPO's temperature where the advantage is positive."""
-    sapo_tau_negative: float | None = None
-    """SAPO's temperature where the advantage is negative."""
-    correction: Text | None = None
-    """For the gap between sampler and trainer: tis_token, tis_sequence, mask_token, mask_sequence, mask_geometric."""
-    correction_cap: float | None = None
-    """Largest ratio of the trainer's to the sampler's probability."""
-    correction_floor: float | None = None
-    """Smallest ratio of the trainer's to the sampler's probability."""
-    opsm_threshold: float | None = None
-    """Off-policy sequence mask: nats per token beyond which a sequence with a negative advantage is left out."""
-    kl: Text | None = None
-    """The estimator of the divergence from the reference: k1, k2, k3, k3_unbiased."""
-    kl_coeff: float | None = None
-    """Its weight."""
-    reduction: Text | None = None
-    """How token losses become one number: token_mean, sequence_mean, constant, sequence_sum, sum."""
-    reduction_length: float | None = None
-    """Tokens that `constant` divides by."""
-    entropy_coeff: float | None = None
-    """Weight of the entropy bonus."""
-    advantage: Literal["group_std", "mean", "batch_std", "leave_one_out"] = "group_std"
-    """Baseline and scale of the rewards in a group."""
-    advantage_eps: float = Field(default=ADVANTAGE_EPS, gt=0, le=1)
-    """Added to the standard deviation that `group_std` and `batch_std` divide by."""
-    aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """Several rewards: add them and normalise the sum, or normalise each and add (GDPO)."""
-
-    def loss_overrides(self) -> dict[str, Any]:
-        """The loss options that are not null, for `resolve_loss(policy_loss, **overrides)`."""
-        mine = {"policy_loss", "advantage", "advantage_eps", "aggregation"}
-        return {name: value for name, value in self if name not in mine and value is not None}
-
-    @model_validator(mode="after")
-    def _acts(self) -> AlgoConfig:
-        if self.advantage_eps != ADVANTAGE_EPS and self.advantage in ("mean", "leave_one_out"):
-            message = f"{self.advantage_eps} does not act with advantage {self.advantage!r}, which divides by nothing"
-            raise conflict("advantage_eps", message)
-        if self.aggregation == "normalize_then_sum" and self.advantage != "group_std":
-            message = f"{self.advantage!r} does not act with aggregation normalize_then_sum, which has its own scales"
-            raise conflict("advantage", message)
-        return self
-
-
-def _targets(value: Any) -> Any:
-    if value == "all-linear" or (isinstance(value, list | tuple) and value and all(isinstance(x, str) for x in value)):
-        return value if isinstance(value, str) else tuple(value)
-    raise ValueError(f"{value!r} is not valid; write all-linear or a list of module names such as [q_proj, v_proj]")
-
-
-def _betas(betas: tuple[float, float]) -> tuple[float, float]:
-    if not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"{list(betas)} is not valid; both must be in [0, 1)")
-    return betas
-
-
-Targets = Annotated[str | tuple[str, ...], BeforeValidator(_targets)]
-Betas = Annotated[tuple[float, float], Field(strict=False), AfterValidator(_betas)]
-
-
-class LoraConfig(Section):
-    """The adapter that is trained."""
-
-    rank: int = Field(default=16, ge=1, le=4096)
-    """Rank of the two matrices."""
-    alpha: float = Field(default=32.0, gt=0)
-    """Scale: the update is multiplied by alpha / rank."""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout on the adapter's input while training."""
-    targets: Targets = "all-linear"
-    """`all-linear`, or the names of the modules to adapt."""
-
-
-class TrainConfig(Section):
-    """The optimizer (AdamW) and how the batch goes through the model."""
-
-    steps: int = Field(default=100, ge=1)
-    """Rollout batches to train on."""
-    learning_rate: float = Field(default=1e-4, ge=0, le=1)
-    """Peak learning rate; 0 changes nothing, as a control."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """The learning rate after warm-up: constant, or falling to 0, which it would reach just after the last step."""
-    warmup_steps: int = Field(default_factory=lambda values: min(5, values.get("steps", 5)), ge=0)
-    """Steps in which the learning rate rises from 0; the default is 5, or `steps` where that is less."""
-    weight_decay: float = Field(default=0.0, ge=0, le=1)
-    """AdamW's decoupled weight decay."""
-    betas: Betas = (0.9, 0.999)
-    """AdamW's decay rates of the two moments."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    """The gradient is scaled down to this norm."""
-    minibatches: int = Field(default=1, ge=1)
-    """Optimizer steps on each rollout batch."""
-    micro_tokens: int = Field(default=8192, ge=1)
-    """Tokens in one forward and backward pass."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time."""
-    lora: LoraConfig | None = LoraConfig()
-    """null trains all parameters."""
-
-    @model_validator(mode="after")
-    def _fits(self) -> TrainConfig:
-        if self.warmup_steps > self.steps:
-            message = f"{self.warmup_steps} warm-up steps do not fit into train.steps = {self.steps}"
-            raise conflict("warmup_steps", message)
-        return self
-
-
 class AdaptersConfig(Section):
     """The versions that training publishes."""
 
     keep: int = Field(default=3, ge=1)
     """Newest versions kept on disk, besides the evaluated, the active and the final ones."""
+    start: Text | None = None
+    """The adapter that training starts from, as `groupwise eval --adapter` names it; null is a fresh one."""
+
+
+class CheckpointConfig(Section):
+    """What a run that was killed goes on from."""
+
+    every: int = Field(default=25, ge=0)
+    """Steps between checkpoints; 0 writes one at the end and when stopped only."""
 
 
 class TrackingConfig(Section):
     """Where metrics go besides `metrics.jsonl`, which is always written."""
 
+    trl_names: bool = True
+    """Give these trackers the metrics under TRL's names too."""
     tensorboard: bool = False
     """Write TensorBoard event files into the run directory."""
     wandb: Text | None = None
@@ -369,6 +327,8 @@ class RunConfig(Section):
     """The run directory is `output_dir/name-<UTC time>` (relative to where you are) ..."""
     run_dir: Text | None = None
     """... unless it is named here."""
+    resume: Literal["never", "auto"] = "never"
+    """`auto` goes on with the run of this name and configuration that was not finished, if there is one."""
     folder: Annotated[Path, Field(strict=False)] = Path(".")
     """Where `data.source` and the modules of functions are looked up first; the default is the config file's folder."""
     data: DataConfig
@@ -377,14 +337,18 @@ class RunConfig(Section):
     """null does not evaluate."""
     rewards: Annotated[tuple[Annotated[RewardConfig, BeforeValidator(_reward)], ...], Field(strict=False, min_length=1)]
     """The reward functions; a completion's reward is their weighted sum."""
+    scoring: ScoringConfig = ScoringConfig()
+    """Where and how long reward functions run."""
     rollout: RolloutConfig = RolloutConfig()
     """How completions are sampled."""
-    algo: AlgoConfig = AlgoConfig()
+    algo: RunAlgoConfig = RunAlgoConfig()
     """Advantages and the policy loss."""
     train: TrainConfig = TrainConfig()
     """The optimizer."""
     adapters: AdaptersConfig = AdaptersConfig()
     """The versions that training publishes."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """What a run that was killed goes on from."""
     tracking: TrackingConfig = TrackingConfig()
     """Where metrics go."""
 
@@ -401,13 +365,6 @@ class RunConfig(Section):
     def run_path(self, *, now: datetime) -> Path:
         """The run directory: `run_dir`, or `output_dir/name-20250131T120000Z` for the UTC time `now`."""
         return Path(self.run_dir or f"{self.output_dir}/{self.name}-{now:%Y%m%dT%H%M%SZ}")
-
-
-def conflict(*keys_and_message: str) -> ValidationError:
-    """An error of a model validator that points at one of its keys: pydantic passes on the location of this kind."""
-    *keys, message = keys_and_message
-    kind = PydanticCustomError("conflict", "{message}", {"message": message})
-    return ValidationError.from_exception_data("conflict", [InitErrorDetails(type=kind, loc=tuple(keys), input=None)])
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

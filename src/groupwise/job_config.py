@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from groupwise.algo.loss_spec import LossSpec, loss_of
-from groupwise.config import OTHER_NAMES, AdapterName, AlgoConfig, Betas, Section, Targets, conflict
+from groupwise.config import OTHER_NAMES
+from groupwise.config_train import AlgoConfig, Betas, Targets
 from groupwise.configfile import Document, validate
 from groupwise.errors import ConfigError
+from groupwise.section import AdapterName, Section, conflict
 from groupwise.types import BASE, PolicyVersion
 
 if TYPE_CHECKING:
@@ -130,7 +132,7 @@ class GrpoJobConfig(AlgoConfig, JobConfig):
 
     def loss_overrides(self) -> dict[str, Any]:
         """The loss options, with `clip_epsilon` as the two it stands for and `kl_coeff` with its estimator."""
-        overrides = {key: value for key, value in super().loss_overrides().items() if key in AlgoConfig.model_fields}
+        overrides = super().loss_overrides()
         if self.clip_epsilon is not None:
             overrides = {"clip_low": self.clip_epsilon, "clip_high": self.clip_epsilon, **overrides}
         if self.kl_coeff == 0:

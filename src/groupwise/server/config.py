@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from groupwise.config import Section, Text, Texts
 from groupwise.configfile import Document, validate
 from groupwise.errors import ConfigError
+from groupwise.section import Section, Text, Texts
 
 MIB, GIB = 1 << 20, 1 << 30
 MOST_MESSAGES = 1 << 16  # of one conversation, whatever is configured

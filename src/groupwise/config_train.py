@@ -1,0 +1,190 @@
+"""What the learner reads of a configuration: advantages and the loss, the optimizer, the adapter."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from groupwise.section import Section, Text, conflict
+
+ADVANTAGE_EPS = 1e-4
+
+
+class AlgoConfig(Section):
+    """Advantages and the policy loss. `policy_loss` alone is the whole published algorithm; every other loss option is
+    null, which is the preset's own value, or overrides it. `groupwise.algo.loss_spec` explains and checks them."""
+
+    policy_loss: Text = "grpo"
+    """The preset: grpo, dapo, gspo, cispo, ..."""
+    surrogate: Text | None = None
+    """How ratio and advantage make the objective: clip, unclipped, cispo, dro, reinforce, sapo, vespo."""
+    ratio: Text | None = None
+    """The importance ratio: token, sequence."""
+    anchor: Text | None = None
+    """The policy that the ratio is taken against: behaviour, old."""
+    clip_low: float | None = None
+    """How far below 1 the ratio may go."""
+    clip_high: float | None = None
+    """How far above 1 the ratio may go."""
+    dual_clip: float | None = None
+    """Largest ratio where the advantage is negative."""
+    dro_beta: float | None = None
+    """Weight of DRO's quadratic term."""
+    sapo_tau_positive: float | None = None
+    """SAPO's temperature where the advantage is positive."""
+    sapo_tau_negative: float | None = None
+    """SAPO's temperature where the advantage is negative."""
+    correction: Text | None = None
+    """For the gap between sampler and trainer: tis_token, tis_sequence, mask_token, mask_sequence, mask_geometric."""
+    correction_cap: float | None = None
+    """Largest ratio of the trainer's to the sampler's probability."""
+    correction_floor: float | None = None
+    """Smallest ratio of the trainer's to the sampler's probability."""
+    opsm_threshold: float | None = None
+    """Off-policy sequence mask: nats per token beyond which a sequence with a negative advantage is left out."""
+    kl: Text | None = None
+    """The estimator of the divergence from the reference: k1, k2, k3, k3_unbiased."""
+    kl_coeff: float | None = None
+    """Its weight."""
+    reduction: Text | None = None
+    """How token losses become one number: token_mean, sequence_mean, constant, sequence_sum, sum."""
+    reduction_length: float | None = None
+    """Tokens that `constant` divides by."""
+    entropy_coeff: float | None = None
+    """Weight of the entropy bonus."""
+    advantage: Literal["group_std", "mean", "batch_std", "leave_one_out"] = "group_std"
+    """Baseline and scale of the rewards in a group."""
+    advantage_eps: float = Field(default=ADVANTAGE_EPS, gt=0, le=1)
+    """Added to the standard deviation that `group_std` and `batch_std` divide by."""
+    aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """Several rewards: add them and normalise the sum, or normalise each and add (GDPO)."""
+
+    def loss_overrides(self) -> dict[str, Any]:
+        """The loss options that are not null, for `resolve_loss(policy_loss, **overrides)`."""
+        names = AlgoConfig.model_fields.keys() - {"policy_loss", "advantage", "advantage_eps", "aggregation"}
+        return {name: value for name, value in self if name in names and value is not None}
+
+    @model_validator(mode="after")
+    def _acts(self) -> AlgoConfig:
+        if self.advantage_eps != ADVANTAGE_EPS and self.advantage in ("mean", "leave_one_out"):
+            message = f"{self.advantage_eps} does not act with advantage {self.advantage!r}, which divides by nothing"
+            raise conflict("advantage_eps", message)
+        if self.aggregation == "normalize_then_sum" and self.advantage != "group_std":
+            message = f"{self.advantage!r} does not act with aggregation normalize_then_sum, which has its own scales"
+            raise conflict("advantage", message)
+        return self
+
+
+class RunAlgoConfig(AlgoConfig):
+    """What a run can do besides: it has a policy to compare with and completions that it cut itself."""
+
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the divergence acts: a term of the loss, or taken off the reward before advantages."""
+    kl_target: float | None = Field(default=None, gt=0)
+    """Nats per token that the weight is adapted to (arXiv 1909.08593); null keeps it."""
+    kl_horizon: float = Field(default=10.0, gt=0)
+    """Steps in which an adaptive weight changes by a factor of about e."""
+    reference: Literal["base", "start", "ema", "refresh"] = "base"
+    """The policy that the divergence is taken from: the base model, the adapter that the run starts from, an average
+    of the policy, or the policy as it was every so many steps."""
+    reference_decay: float = Field(default=0.99, ge=0, lt=1)
+    """Decay of the average, per step."""
+    reference_every: int = Field(default=64, ge=1)
+    """Steps between refreshes."""
+    mask_truncated: bool = False
+    """Leave completions that were cut at their longest out of the loss."""
+
+    @model_validator(mode="after")
+    def _acts_in_a_run(self) -> RunAlgoConfig:
+        if self.kl in (None, "none"):
+            for key in ("kl_in", "kl_target", "reference"):
+                self._refuse(key, "acts with a KL term only: set kl (to k3, say) and kl_coeff")
+        if self.kl_target is None:
+            self._refuse("kl_horizon", "acts with kl_target only")
+        if self.reference != "ema":
+            self._refuse("reference_decay", "acts with reference ema only")
+        if self.reference != "refresh":
+            self._refuse("reference_every", "acts with reference refresh only")
+        return self
+
+    def _refuse(self, key: str, why: str) -> None:
+        if (value := getattr(self, key)) != type(self).model_fields[key].default:
+            raise conflict(key, f"{value!r} {why}")
+
+
+def _targets(value: Any) -> Any:
+    if value == "all-linear" or (isinstance(value, list | tuple) and value and all(isinstance(x, str) for x in value)):
+        return value if isinstance(value, str) else tuple(value)
+    raise ValueError(f"{value!r} is not valid; write all-linear or a list of module names such as [q_proj, v_proj]")
+
+
+def _betas(betas: tuple[float, float]) -> tuple[float, float]:
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"{list(betas)} is not valid; both must be in [0, 1)")
+    return betas
+
+
+Targets = Annotated[str | tuple[str, ...], BeforeValidator(_targets)]
+Betas = Annotated[tuple[float, float], Field(strict=False), AfterValidator(_betas)]
+
+
+class LoraConfig(Section):
+    """The adapter that is trained."""
+
+    rank: int = Field(default=16, ge=1, le=4096)
+    """Rank of the two matrices."""
+    alpha: float = Field(default=32.0, gt=0)
+    """Scale: the update is multiplied by alpha / rank."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout on the adapter's input while training."""
+    targets: Targets = "all-linear"
+    """`all-linear`, or the names of the modules to adapt."""
+
+
+class TrainConfig(Section):
+    """The optimizer (AdamW) and how the batch goes through the model."""
+
+    steps: int = Field(default=100, ge=1)
+    """Rollout batches to train on."""
+    learning_rate: float = Field(default=1e-4, ge=0, le=1)
+    """Peak learning rate; 0 changes nothing, as a control."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """The learning rate after warm-up: constant, falling, or (wsd) constant and falling in the last `decay_steps`. What
+    it falls to it would reach just after the last step."""
+    decay_steps: int | None = Field(default=None, ge=1)
+    """Steps of wsd's fall; null is a fifth of the run."""
+    final_rate: float = Field(default=0.0, ge=0, lt=1)
+    """What the learning rate falls to, as a share of its peak."""
+    warmup_steps: int = Field(default_factory=lambda values: min(5, values.get("steps", 5)), ge=0)
+    """Steps in which the learning rate rises from 0; the default is 5, or `steps` where that is less."""
+    weight_decay: float = Field(default=0.0, ge=0, le=1)
+    """AdamW's decoupled weight decay."""
+    betas: Betas = (0.9, 0.999)
+    """AdamW's decay rates of the two moments."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """The gradient is scaled down to this norm."""
+    minibatches: int = Field(default=1, ge=1)
+    """Parts of each rollout batch, each with an optimizer step."""
+    passes: int = Field(default=1, ge=1, le=64)
+    """Times that each rollout batch is gone over."""
+    micro_tokens: int = Field(default=8192, ge=1)
+    """Tokens in one forward and backward pass."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    lora: LoraConfig | None = LoraConfig()
+    """null trains all parameters."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> TrainConfig:
+        if self.warmup_steps > self.steps:
+            message = f"{self.warmup_steps} warm-up steps do not fit into train.steps = {self.steps}"
+            raise conflict("warmup_steps", message)
+        if self.schedule == "constant" and self.final_rate:
+            raise conflict("final_rate", f"{self.final_rate} does not act with schedule constant, which does not fall")
+        if self.decay_steps is not None and self.schedule != "wsd":
+            raise conflict("decay_steps", f"{self.decay_steps} acts with schedule wsd only, not {self.schedule}")
+        if self.decay_steps is not None and self.warmup_steps + self.decay_steps > self.steps:
+            message = f"{self.warmup_steps} warm-up and {self.decay_steps} decay steps do not fit into {self.steps}"
+            raise conflict("decay_steps", message)
+        return self
