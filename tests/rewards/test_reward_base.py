@@ -10,7 +10,18 @@ from hypothesis import strategies as st
 
 from groupwise.config import RewardConfig
 from groupwise.errors import ConfigError, LoadError, RewardError
-from groupwise.rewards.base import RewardFunction, check_columns, load_rewards, score, summarize, text_of
+from groupwise.rewards.base import (
+    RewardFunction,
+    RewardLog,
+    check_columns,
+    load_rewards,
+    refuse_failed,
+    score,
+    score_group,
+    summarize,
+    text_of,
+)
+from groupwise.rewards.call import FailureKind, TrainerState
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Turn
 
 
@@ -344,3 +355,111 @@ def test_functions_that_are_refused(folder, specs, message):
 def test_a_function_that_is_not_there(folder):
     with pytest.raises(LoadError, match=r"'reward_module' has no 'god'; did you mean good\?"):
         load_rewards([RewardConfig(function="reward_module:god")], folder=folder)
+
+
+# ---- what a caller gets besides ----
+
+
+def test_each_function_gets_lists_of_its_own():
+    def spoils(completions, answer):
+        completions.clear()
+        answer.clear()
+        return [1.0, 1.0]
+
+    def looks(completions, answer):
+        return [float(len(completions) + len(answer))] * 2
+
+    assert totals(group("a", "b", answer=4), reward(spoils, "spoils"), reward(looks, "looks")) == [5.0, 5.0]
+
+
+def logs(completions, log_metric, trainer_state):
+    for completion in completions:
+        log_metric("characters", len(text_of(completion)))
+    return [trainer_state.global_step / trainer_state.max_steps] * len(completions)
+
+
+def test_what_is_logged_is_averaged_over_each_group_and_then_over_groups():
+    log, state = RewardLog(), TrainerState(global_step=1, max_steps=4)
+    groups = [group("aaaa", "bb"), group("c")]
+    result = asyncio.run(score(groups, [reward(logs)], log=log, state=state))
+    assert [rollout.rewards for each in result for rollout in each.rollouts] == [{"f": 0.25}] * 3
+    assert log.logged == {("f", "characters"): [3.0, 1.0]}
+    assert log.metrics() == {"reward/f/failed": 0.0, "reward/f/log/characters": 2.0}
+    check_columns([reward(logs)], [groups[0].prompt])  # what is no column is not missed
+
+
+def test_extras_are_not_among_columns():
+    seen = {}
+    totals(group("a"), reward(lambda completions, **columns: seen.update(columns) or [1.0]))
+    assert set(seen) == {"prompts", "completion_ids"}
+
+
+@pytest.mark.parametrize(("name", "value"), [("x", math.nan), ("x", "many"), (3, 1.0)])
+def test_what_cannot_be_logged_is_the_functions_failure(name, value):
+    def f(completions, log_metric):
+        log_metric(name, value)
+        return [1.0]
+
+    log = RewardLog()
+    failed = asyncio.run(score_group(group("a"), [reward(f)], log=log))
+    assert failed.rollouts[0].reward is None
+    assert log.failures == {"f": {FailureKind.EXCEPTION: 1}}
+
+
+def test_failures_are_counted_by_kind():
+    log = RewardLog()
+    groups = [group("a", "b", kind="bad"), group("c", kind="good"), group("d", kind="exit")]
+    functions = [
+        reward(raises, "raises"),
+        reward(constant([math.nan, "x"]), "wrong"),
+        reward(constant([]), "fine", 0.0),
+    ]
+    asyncio.run(score(groups, functions, log=log))
+    assert log.failures == {
+        "raises": {FailureKind.EXCEPTION: 3},
+        "wrong": {FailureKind.WRONG_TYPE: 2},
+        "fine": {FailureKind.WRONG_TYPE: 2},
+    }
+    assert log.metrics()["reward/raises/failed/exception"] == 3.0
+
+
+def test_one_group_is_scored_without_raising():
+    result = asyncio.run(score_group(group("a", kind="bad"), [reward(raises)]))
+    assert "KeyError" in (result.rollouts[0].error or "")
+    with pytest.raises(RewardError, match="no reward for any of 1 completions"):
+        refuse_failed([result])
+
+
+def test_ctrl_c_is_not_a_failure():
+    def f(completions):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        scored(group("a"), reward(f))
+
+
+def test_being_cancelled_is_not_a_failure_and_cancelling_oneself_is():
+    async def waits(completions):
+        await asyncio.sleep(60)
+
+    async def gives_up(completions):
+        raise asyncio.CancelledError("enough")
+
+    async def cancel_while_it_waits() -> bool:
+        task = asyncio.create_task(score_group(group("a"), [reward(waits)]))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.wait([task])
+        return task.cancelled()
+
+    assert asyncio.run(cancel_while_it_waits())
+    result = asyncio.run(score_group(group("a"), [reward(gives_up)]))
+    assert "CancelledError: enough" in (result.rollouts[0].error or "")
+
+
+def test_a_message_without_end_is_cut():
+    def f(completions):
+        raise ValueError("x" * 10**6)
+
+    result = asyncio.run(score_group(group("a"), [reward(f)]))
+    assert len(result.rollouts[0].error or "") < 2000

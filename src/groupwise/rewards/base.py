@@ -14,10 +14,18 @@ and of these only what its signature names, or all with `**kwargs`. It may be as
 passed on every call, and win over a column of that name. It returns one float per completion, in order; None says
 "does not apply to this one", and true and false count as 1 and 0.
 
+A function whose signature names them gets two things more, as in TRL: `log_metric(name, value)`, whose values end up as
+the metric `reward/<function>/log/<name>`, averaged over each group and then over groups, and `trainer_state`, an object
+with `global_step` and `max_steps`.
+
 The reward of a completion is  sum of weight x value  over the functions that apply, and None where none does. A failure
 is not a zero: where a function with a weight raises, returns another number of values, or returns nan, inf or something
 that is no number, the completion's reward is None and its error says why. One call scores one group, so a failure
 cannot take down another group; if nothing of a whole batch could be scored, `score` raises RewardError.
+
+With a `RewardPool` (`pool.py`) the functions run in processes of their own, with a deadline; what they are given, and
+what comes of it, is the same. Without, they run in this one: async functions beside each other, the others one after
+another; nothing protects from one that hangs, crashes or changes the process, and KeyboardInterrupt is Ctrl-C.
 """
 
 from __future__ import annotations
@@ -29,42 +37,26 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from groupwise.config import RewardConfig
 from groupwise.errors import ConfigError, RewardError
 from groupwise.load import load_object
+from groupwise.rewards.call import (
+    AT_START,
+    Answer,
+    Call,
+    Failure,
+    FailureKind,
+    RewardFunction,
+    TrainerState,
+    Value,
+    call_here,
+)
 from groupwise.types import Prompt, Rollout, RolloutGroup
 
-OFFERED = ("completions", "prompts", "completion_ids")  # besides the dataset's columns
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardFunction:
-    """A function of the contract with its name, weight and bound options."""
-
-    name: str
-    function: Callable[..., Any]
-    weight: float = 1.0
-    args: Mapping[str, Any]
-
-    def missing(self, columns: Iterable[str]) -> list[str]:
-        """Parameters that have no default and that neither the options nor `columns` fill."""
-        given = {*OFFERED, *columns, *self.args}
-        return [name for name, each in self._parameters().items() if each.default is each.empty and name not in given]
-
-    def accepted(self, columns: Mapping[str, list[Any]]) -> dict[str, Any]:
-        """What of `columns` the signature takes, and the options."""
-        everything = any(each.kind is each.VAR_KEYWORD for each in inspect.signature(self.function).parameters.values())
-        names = self._parameters()
-        taken = {name: values for name, values in columns.items() if everything or name in names}
-        return taken | dict(self.args)
-
-    def _parameters(self) -> dict[str, inspect.Parameter]:
-        """The parameters that can be given by name."""
-        parameters = inspect.signature(self.function).parameters.values()
-        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        return {each.name: each for each in parameters if each.kind in by_name}
+if TYPE_CHECKING:
+    from groupwise.rewards.pool import RewardPool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +74,37 @@ class RewardReport:
     means: Mapping[str, float]
 
 
+class RewardLog:
+    """What reward functions logged and how they failed, over the groups that were scored with it; one per step.
+
+    `failures[name][kind]` counts completions. `metrics()` is for the step's metrics.
+    """
+
+    def __init__(self) -> None:
+        self.failures: dict[str, dict[FailureKind, int]] = {}
+        self.logged: dict[tuple[str, str], list[float]] = {}  # (function, name): a mean per group
+
+    def add(self, name: str, answer: Answer) -> None:
+        """What the function `name` answered for one group."""
+        counts = self.failures.setdefault(name, {})
+        for value in answer.values:
+            if isinstance(value, Failure):
+                counts[value.kind] = counts.get(value.kind, 0) + 1
+        for metric, values in answer.logged.items():
+            self.logged.setdefault((name, metric), []).append(math.fsum(values) / len(values))
+
+    def metrics(self) -> dict[str, float]:
+        """reward/<function>/failed, .../failed/<kind> for the kinds that occurred, and .../log/<name>."""
+        metrics: dict[str, float] = {}
+        for name, counts in self.failures.items():
+            metrics[f"reward/{name}/failed"] = float(sum(counts.values()))
+            metrics |= {f"reward/{name}/failed/{kind}": float(count) for kind, count in counts.items()}
+        return metrics | {
+            f"reward/{name}/log/{metric}": math.fsum(means) / len(means)
+            for (name, metric), means in self.logged.items()
+        }
+
+
 def text_of(completion: Any) -> str:
     """The text of one entry of `completions`: a string, or the last message's content."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
@@ -91,21 +114,31 @@ def text_of(completion: Any) -> str:
 
 
 def load_rewards(specs: Sequence[RewardConfig], *, folder: str | Path | None = None) -> tuple[RewardFunction, ...]:
-    """The functions that the configuration lists. One that is listed twice without names becomes `x` and `x_2`.
+    """The functions that the configuration lists, under the names that `reward_names` gives them.
 
     Raises LoadError for what cannot be imported, and ConfigError for two equal names, a function that does not take
     `completions`, or an option that it does not have.
     """
     functions: list[RewardFunction] = []
-    for spec in specs:
+    for spec, name in zip(specs, reward_names(specs), strict=True):
         function = load_object(spec.function, folder=folder)
-        taken = {each.name for each in functions} | {each.name for each in specs if each.name}
-        if spec.name and any(each.name == spec.name for each in functions):
-            raise ConfigError(f"two rewards have the name {spec.name!r}; give each its own `name`")
-        name = spec.name or _free_name(spec.function.replace(":", ".").rpartition(".")[2], taken)
         _check_signature(function, spec)
-        functions.append(RewardFunction(name=name, function=function, weight=spec.weight, args=spec.args))
+        functions.append(RewardFunction(name=name, function=function, weight=spec.weight, args=spec.args, spec=spec))
     return tuple(functions)
+
+
+def reward_names(specs: Sequence[RewardConfig]) -> list[str]:
+    """The name of each in metrics: its own, or its function's. One listed twice without names becomes `x` and `x_2`.
+
+    Raises ConfigError for two equal names.
+    """
+    names: list[str] = []
+    for spec in specs:
+        if spec.name and spec.name in names:
+            raise ConfigError(f"two rewards have the name {spec.name!r}; give each its own `name`")
+        taken = {*names, *(each.name for each in specs if each.name)}
+        names.append(spec.name or _free_name(spec.function.replace(":", ".").rpartition(".")[2], taken))
+    return names
 
 
 def _free_name(name: str, taken: set[str]) -> str:
@@ -151,28 +184,75 @@ def _missing_column(function: RewardFunction, missing: Sequence[str], prompt: Pr
 # ---- scoring ----
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """Why there is no value."""
-
-    cause: str
-
-
-_Value = float | None | _Failure
-
-
-async def score(groups: Sequence[RolloutGroup], functions: Sequence[RewardFunction]) -> list[RolloutGroup]:
+async def score(
+    groups: Sequence[RolloutGroup],
+    functions: Sequence[RewardFunction],
+    *,
+    pool: RewardPool | None = None,
+    log: RewardLog | None = None,
+    state: TrainerState = AT_START,
+) -> list[RolloutGroup]:
     """The groups with `rewards`, `reward` and `error` set on every rollout; one that has an error already keeps it.
 
-    Async functions of all groups run concurrently; the others run one after another in this thread.
-    Raises RewardError, with the first cause, when there are completions and all of them failed.
+    `pool` runs those of the functions that it knows, `log` collects what they log and how they fail, `state` is what
+    they get as `trainer_state`. Raises RewardError, with the first cause, when there are completions and all failed.
     """
-    scored = await asyncio.gather(*(_score_group(group, functions) for group in groups))
-    report = summarize(scored)
+    scored = await asyncio.gather(*(score_group(each, functions, pool=pool, log=log, state=state) for each in groups))
+    refuse_failed(scored)
+    return list(scored)
+
+
+async def score_group(
+    group: RolloutGroup,
+    functions: Sequence[RewardFunction],
+    *,
+    pool: RewardPool | None = None,
+    log: RewardLog | None = None,
+    state: TrainerState = AT_START,
+) -> RolloutGroup:
+    """`score` for one group, for a caller who goes on with each as soon as it is done; raises nothing for failures."""
+    healthy = [rollout for rollout in group.rollouts if rollout.error is None]
+    if not healthy:
+        return group
+
+    async def answer(function: RewardFunction) -> Answer:
+        return await _answer(function, group.prompt, healthy, pool=pool, state=state)
+
+    answers_F = await asyncio.gather(*map(answer, functions))  # F functions
+    if log is not None:
+        for function, each in zip(functions, answers_F, strict=True):
+            log.add(function.name, each)
+    values_FG = [each.values for each in answers_F]
+    combined = iter(
+        [_combine(rollout, functions, values) for rollout, *values in zip(healthy, *values_FG, strict=True)]
+    )
+    return replace(group, rollouts=tuple(each if each.error is not None else next(combined) for each in group.rollouts))
+
+
+def refuse_failed(groups: Sequence[RolloutGroup]) -> None:
+    """Raise RewardError, with the first cause, when there are completions and all of them failed."""
+    report = summarize(groups)
     if report.completions and report.failed == report.excluded == report.completions:
         message = f"no reward for any of {report.completions} completions; the first cause: {report.first_cause}"
         raise RewardError(message, hint="correct the reward function or the dataset; nothing was trained on this batch")
-    return list(scored)
+
+
+async def _answer(
+    function: RewardFunction,
+    prompt: Prompt,
+    rollouts: Sequence[Rollout],
+    *,
+    pool: RewardPool | None,
+    state: TrainerState,
+) -> Answer:
+    columns = _columns(prompt, rollouts)  # for each function: one that changes its lists must not change another's
+    size = len(rollouts)
+    if missing := function.missing(columns):
+        return Answer.failed(_missing_column(function, missing, prompt), FailureKind.EXCEPTION, size)
+    given = function.accepted(columns)
+    if pool is not None and pool.runs(function):
+        return await pool.call(function, given, size=size, prompt_id=prompt.id, state=state)
+    return await call_here(Call(function, given, size=size, prompt_id=prompt.id, state=state))
 
 
 def summarize(groups: Iterable[RolloutGroup]) -> RewardReport:
@@ -192,18 +272,6 @@ def summarize(groups: Iterable[RolloutGroup]) -> RewardReport:
     )
 
 
-async def _score_group(group: RolloutGroup, functions: Sequence[RewardFunction]) -> RolloutGroup:
-    healthy = [rollout for rollout in group.rollouts if rollout.error is None]
-    if not healthy:
-        return group
-    columns = _columns(group.prompt, healthy)
-    values_FG = await asyncio.gather(*(_call(each, columns, group.prompt) for each in functions))  # F functions
-    combined = iter(
-        [_combine(rollout, functions, values) for rollout, *values in zip(healthy, *values_FG, strict=True)]
-    )
-    return replace(group, rollouts=tuple(each if each.error is not None else next(combined) for each in group.rollouts))
-
-
 def _columns(prompt: Prompt, rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
     size = len(rollouts)
     texts = [rollout.completion.text for rollout in rollouts]
@@ -216,13 +284,13 @@ def _columns(prompt: Prompt, rollouts: Sequence[Rollout]) -> dict[str, list[Any]
     return {name: [value] * size for name, value in prompt.columns.items()} | offered
 
 
-def _combine(rollout: Rollout, functions: Sequence[RewardFunction], values: Sequence[_Value]) -> Rollout:
+def _combine(rollout: Rollout, functions: Sequence[RewardFunction], values: Sequence[Value]) -> Rollout:
     rewards: dict[str, float | None] = {}
     causes: list[str] = []
     total, counted, excluded = 0.0, False, False
     for function, value in zip(functions, values, strict=True):
-        failure = value if isinstance(value, _Failure) else None
-        number = None if isinstance(value, _Failure) else value
+        failure = value if isinstance(value, Failure) else None
+        number = None if isinstance(value, Failure) else value
         rewards[function.name] = number
         if failure is not None:
             causes.append(failure.cause)
@@ -231,42 +299,3 @@ def _combine(rollout: Rollout, functions: Sequence[RewardFunction], values: Sequ
             total, counted = total + function.weight * number, True
     reward = total if counted and not excluded else None
     return replace(rollout, rewards=rewards, reward=reward, error="; ".join(causes) or None)
-
-
-async def _call(function: RewardFunction, columns: dict[str, list[Any]], prompt: Prompt) -> list[_Value]:
-    """One function on one group: the only place where reward code runs. Failures come back as values."""
-    size = len(columns["completions"])
-    if missing := function.missing(columns):
-        return [_Failure(_missing_column(function, missing, prompt))] * size
-    try:
-        returned = function.function(**function.accepted(columns))
-        if inspect.isawaitable(returned):
-            returned = await returned
-    except (Exception, SystemExit) as error:
-        cause = f"reward {function.name!r} failed on prompt {prompt.id!r}: {type(error).__name__}: {error}"
-        return [_Failure(cause)] * size
-    values = returned.tolist() if hasattr(returned, "tolist") else returned  # a NumPy array or a tensor
-    if not isinstance(values, list | tuple):
-        got = f"a {type(returned).__name__}"
-    elif len(values) != size:
-        got = f"{len(values)} values"
-    else:
-        return [_value(each, function, prompt) for each in values]
-    cause = f"reward {function.name!r} returned {got} for {size} completions (prompt {prompt.id!r})."
-    return [_Failure(f"{cause} Return one float per completion, in order.")] * size
-
-
-def _value(returned: Any, function: RewardFunction, prompt: Prompt) -> _Value:
-    if returned is None:
-        return None
-    number = returned
-    try:
-        if not isinstance(number, int | float) and callable(getattr(number, "item", None)):
-            number = number.item()  # a NumPy scalar or a tensor of one element
-        if isinstance(number, int | float) and math.isfinite(number):
-            return float(number)
-    except (ValueError, TypeError, RuntimeError, OverflowError):
-        pass  # a tensor of several elements, an int too large for a float
-    shown = repr(returned)[:60]
-    cause = f"reward {function.name!r} returned {shown} ({type(returned).__name__}) on prompt {prompt.id!r}"
-    return _Failure(f"{cause}; return a finite number, or None where it does not apply.")

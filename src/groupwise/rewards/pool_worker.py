@@ -1,0 +1,193 @@
+"""A process of a RewardPool, from the inside: it loads the functions, answers calls, and leaves itself as it was.
+
+Messages, over the channel that it inherits: the first is a pickled {"specs", "folder", "together"}; it is answered with
+{"ready": true} or {"failed": why}. Then come pickled calls, each answered with JSON by `number`. Pickle goes one way
+only, from the parent.
+
+With `together`, calls run as tasks of one event loop, beside each other. Without, one after another in the main thread
+and outside any event loop, so that a function may use signals and `asyncio.run`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import pickle
+import socket
+import sys
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from groupwise.rewards.base import load_rewards
+from groupwise.rewards.call import Answer, Call, Failure, FailureKind, RewardFunction, TrainerState
+from groupwise.sandbox import Channel
+
+LONGEST_MESSAGE = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A call as it is sent: `columns` is pickled by itself, so that one that cannot be read spoils only its call."""
+
+    number: int
+    name: str
+    columns: bytes
+    size: int
+    prompt_id: str
+    state: TrainerState
+    deadline_s: float
+
+
+def encode_answer(number: int, answer: Answer) -> bytes:
+    """An answer as JSON; `decode_answer` is the inverse."""
+    values = [[each.kind, each.cause] if isinstance(each, Failure) else each for each in answer.values]
+    return json.dumps({"number": number, "values": values, "logged": dict(answer.logged)}).encode()
+
+
+def decode_answer(message: bytes) -> tuple[int, Answer]:
+    data = json.loads(message)
+    values = [Failure(each[1], FailureKind(each[0])) if isinstance(each, list) else each for each in data["values"]]
+    return data["number"], Answer(values=values, logged=data["logged"])
+
+
+def main(descriptor: int) -> None:
+    """Serve the parent at the other end of this socket until it closes it."""
+    channel = Channel(socket.socket(fileno=descriptor), longest=LONGEST_MESSAGE)
+    setup = pickle.loads(channel.receive())
+    try:
+        functions = {each.name: each for each in load_rewards(setup["specs"], folder=setup["folder"])}
+    except BaseException as error:
+        channel.send(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode())
+        return
+    channel.send(b'{"ready": true}')
+    worker = Worker(channel, functions)
+    with suppress(EOFError, BrokenPipeError):
+        if setup["together"]:
+            asyncio.run(worker.serve_together())
+        else:
+            worker.serve_one_by_one()
+
+
+class Worker:
+    """The functions, the channel to the parent, and what the process was like before any of them was called."""
+
+    def __init__(self, channel: Channel, functions: Mapping[str, RewardFunction]):
+        self.channel = channel
+        self.functions = functions
+        self.pid = os.getpid()
+        self.surroundings = Surroundings()
+
+    def serve_one_by_one(self) -> None:
+        with asyncio.Runner() as runner:
+            while True:
+                request: Request = pickle.loads(self.channel.receive())
+                call = self._call(request)
+                if isinstance(call, Call):
+                    self._reply(request, self._answer_alone(call, request, runner))
+                else:
+                    self._reply(request, call)
+
+    async def serve_together(self) -> None:
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+        tasks: set[asyncio.Task[None]] = set()
+
+        def read() -> None:
+            try:
+                request = pickle.loads(self.channel.receive())
+            except EOFError:
+                ended.set_result(None)
+                loop.remove_reader(self.channel.socket)
+                return
+            tasks.add(task := loop.create_task(self._answer_together(request)))
+            task.add_done_callback(tasks.discard)
+
+        loop.add_reader(self.channel.socket, read)
+        await ended
+
+    def _call(self, request: Request) -> Call | Answer:
+        function = self.functions[request.name]
+        try:
+            columns = pickle.loads(request.columns)
+        except Exception as error:
+            cause = f"reward {request.name!r}: its columns cannot be read in a worker: {type(error).__name__}: {error}"
+            return Answer.failed(cause, FailureKind.EXCEPTION, request.size)
+        return Call(function, columns, size=request.size, prompt_id=request.prompt_id, state=request.state)
+
+    def _answer_alone(self, call: Call, request: Request, runner: asyncio.Runner) -> Answer:
+        try:
+            returned = call.begin()
+            if inspect.isawaitable(returned):
+                returned = runner.run(_within(returned, request.deadline_s))
+        except BaseException as error:
+            return _failed(call, error)
+        return call.answer(returned)
+
+    async def _answer_together(self, request: Request) -> None:
+        call = self._call(request)
+        if isinstance(call, Call):
+            try:
+                answer = call.answer(await _within(call.begin(), request.deadline_s))
+            except BaseException as error:
+                answer = _failed(call, error)
+        else:
+            answer = call
+        self._reply(request, answer)
+
+    def _reply(self, request: Request, answer: Answer) -> None:
+        if os.getpid() != self.pid:
+            os._exit(0)  # the function forked, and this is the child that it let go on
+        self.surroundings.restore()
+        self.channel.send(encode_answer(request.number, answer))
+
+
+class _Late(Exception):
+    """An async function did not end within its deadline, and was cancelled."""
+
+
+async def _within(returned: Awaitable[Any], deadline_s: float) -> Any:
+    limit = asyncio.timeout(deadline_s)
+    try:
+        async with limit:
+            return await returned
+    except TimeoutError:
+        if limit.expired():
+            raise _Late from None
+        raise
+
+
+def _failed(call: Call, error: BaseException) -> Answer:
+    if isinstance(error, _Late):
+        return Answer.failed("", FailureKind.TIMEOUT, call.size)  # the parent knows how to say it
+    return call.failed(error)
+
+
+class Surroundings:
+    """The working directory and the standard streams, which a function may have changed or closed."""
+
+    def __init__(self) -> None:
+        self.directory = os.getcwd()
+        self.descriptors = [os.dup(descriptor) for descriptor in range(3)]
+        self.streams = [sys.stdin, sys.stdout, sys.stderr]
+
+    def restore(self) -> None:
+        """Put back what is not as it was."""
+        os.chdir(self.directory)
+        for descriptor, kept in enumerate(self.descriptors):
+            with suppress(OSError):
+                if os.path.sameopenfile(descriptor, kept):
+                    continue
+            os.dup2(kept, descriptor)
+        for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+            if self.streams[number].closed:
+                self.streams[number] = open(number, mode, closefd=False)  # noqa: SIM115, it stays open
+            setattr(sys, name, self.streams[number])
+
+
+def boot(path: Sequence[str]) -> str:
+    """The program of a worker, for `python -c`: modules are looked for where the parent looks for them."""
+    return f"import sys; sys.path[:] = {list(path)!r}; from {__name__} import main; main(int(sys.argv[1]))"

@@ -1,0 +1,415 @@
+"""Run programs that nobody has read: what a policy wrote, in a box with limits that ends with all its descendants.
+
+    outcome = run_python("print(input()[::-1])", stdin="abc", limits=Limits(wall_s=2))
+    outcome.status, outcome.stdout                # ("ok", "cba\\n")
+
+Everywhere a box has: CPU seconds, address space, size of a file, processes and open files limited by the kernel
+(setrlimit); a wall clock; an empty environment and a directory of its own that is removed; no terminal; output of which
+more than a bound is never held; no privilege to be gained (no_new_privs); and an end in which every descendant is
+killed, also one in a session of its own, also when the owner is killed with SIGKILL.
+
+With Linux namespaces (`isolation().namespaces`) it has besides: no network, not even loopback; no sight of other
+processes; and of the files only Python, /usr and the like, read-only. Datasets, home directories, credentials and the
+sockets of other programs are not there. Where the owner is root, the program is a user that nobody else is.
+
+It does NOT protect from: errors of the kernel, whose system calls are all there (no seccomp, no virtual machine); side
+channels; what the limits allow, each process for itself (`processes` times `memory_mb`); what stands world-readable
+in /usr and in the Python installation. Without namespaces it does not protect from malice at all: the program has the
+network, reads and writes files as the user who runs it, and can stop that user's processes. `isolation()` says which it
+is, `Outcome.isolated` which it was, and `require_isolation` refuses to run without.
+
+POSIX only. A box costs two starts of Python, about 50 ms. Code in it sees the installed packages, not what lies beside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from groupwise.errors import GroupwiseError
+
+Status = Literal["ok", "error", "timeout", "memory", "output", "killed"]
+KEEPER = Path(__file__).with_name("sandbox_keeper.py")
+SIGXCPU = 24
+GRACE_S = 15.0  # for the keeper to kill, and to say so
+PROBE_S = 60.0
+LONGEST_LENGTH = 8  # bytes of a frame's head
+
+
+class SandboxError(GroupwiseError):
+    """A box could not be made, or not as isolated as it was required to be. Never what the program in it did."""
+
+    code = "sandbox_failed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a program may use. Seconds; MiB; counts. CPU, memory and open files are those of each process."""
+
+    wall_s: float = 10.0
+    cpu_s: int = 10
+    memory_mb: int = 1024
+    disk_mb: int = 64
+    """Largest file; with namespaces all files together, which are in memory."""
+    processes: int = 32
+    open_files: int = 64
+    output_bytes: int = 1 << 20
+    """Of stdout, and of stderr; a program that prints more is ended."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise ValueError(f"{name} is {value}; it must be positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a program did.
+
+    `status`: "ok" (exit code 0), "error" (another), "timeout" (wall clock or CPU), "memory" (it ended with a
+    MemoryError), "output" (it printed too much), "killed" (by a signal). Output is what was printed before that.
+    """
+
+    status: Status
+    stdout: str
+    stderr: str
+    seconds: float
+    cpu_s: float
+    exit_code: int | None
+    signal: int | None
+    isolated: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Isolation:
+    """What a box is separated by on this machine."""
+
+    namespaces: bool
+    """No network, files read-only and few, other processes out of sight."""
+    own_user: bool
+    """The program is another user than the owner (who is root)."""
+    reason: str = ""
+    """Why it is not more."""
+
+    def __str__(self) -> str:
+        if self.namespaces:
+            return "namespaces: no network, no other processes, no files but Python's and the system's, read-only"
+        return f"limits only, no isolation: network and files are open ({self.reason})"
+
+
+@functools.cache
+def isolation() -> Isolation:
+    """The best separation that works here, found by trying it; takes a tenth of a second the first time.
+
+    Raises SandboxError where not even a box without isolation runs.
+    """
+    users = (True, False) if os.geteuid() == 0 else (False,)
+    reasons: list[str] = []
+    for namespaces, own_user in itertools.product((True, False), users):
+        level = Isolation(namespaces=namespaces, own_user=own_user, reason="; ".join(dict.fromkeys(reasons)))
+        with Box(untrusted([sys.executable, "-c", ""], limits=Limits(wall_s=PROBE_S), level=level)) as box:
+            end = box.wait(timeout=PROBE_S + GRACE_S)
+        if end.get("exit") == 0:
+            return level
+        if end.get("reason"):
+            break
+        reasons.append(end.get("setup") or f"the interpreter does not start: {end.get('stderr', '').strip()[-200:]}")
+    raise SandboxError(f"no program can be run in a box here: {'; '.join(dict.fromkeys(reasons))}")
+
+
+# ---- running ----
+
+
+def run_python(code: str, *, stdin: str = "", limits: Limits = Limits(), require_isolation: bool = False) -> Outcome:
+    """Run `code` as a script with `stdin` as its input. It is main.py in an empty directory.
+
+    Raises SandboxError: no box could be made, or `require_isolation` and there are no namespaces.
+    """
+    return run(
+        python("main.py"), files={"main.py": code}, stdin=stdin, limits=limits, require_isolation=require_isolation
+    )
+
+
+def run(
+    argv: Sequence[str],
+    *,
+    files: Mapping[str, str] | None = None,
+    stdin: str = "",
+    limits: Limits = Limits(),
+    require_isolation: bool = False,
+) -> Outcome:
+    """Run a program, by absolute path, in a directory that holds `files` (names without "/" and their texts).
+
+    Raises SandboxError: no box could be made, the program is not there, or `require_isolation` and no namespaces.
+    """
+    level = checked_isolation(require_isolation)
+    with Box(untrusted(argv, files=files, stdin=stdin, limits=limits, level=level)) as box:
+        return outcome_of(box.wait(timeout=limits.wall_s + GRACE_S), limits, level)
+
+
+async def run_python_async(
+    code: str, *, stdin: str = "", limits: Limits = Limits(), require_isolation: bool = False
+) -> Outcome:
+    """`run_python` beside other tasks; when it is cancelled the program is ended."""
+    files = {"main.py": code}
+    return await run_async(
+        python("main.py"), files=files, stdin=stdin, limits=limits, require_isolation=require_isolation
+    )
+
+
+async def run_async(
+    argv: Sequence[str],
+    *,
+    files: Mapping[str, str] | None = None,
+    stdin: str = "",
+    limits: Limits = Limits(),
+    require_isolation: bool = False,
+) -> Outcome:
+    """`run` beside other tasks; when it is cancelled the program is ended."""
+    level = await asyncio.to_thread(checked_isolation, require_isolation)
+    box = Box(untrusted(argv, files=files, stdin=stdin, limits=limits, level=level))
+    waiting = asyncio.ensure_future(asyncio.to_thread(box.wait, timeout=limits.wall_s + GRACE_S))
+    try:
+        return outcome_of(await asyncio.shield(waiting), limits, level)
+    finally:
+        box.end()
+        if not waiting.done():
+            with suppress(SandboxError):
+                await waiting
+        box.close()
+
+
+def python(script: str) -> tuple[str, ...]:
+    """The command that runs a script of the box's directory: without the user's packages, writing no byte code."""
+    return (sys.executable, "-s", "-P", "-B", "-X", "utf8", script)
+
+
+def checked_isolation(required: bool) -> Isolation:
+    """`isolation()`. Raises SandboxError if it is `required` and there is none."""
+    level = isolation()
+    if required and not level.namespaces:
+        raise SandboxError(
+            f"untrusted code would run with this user's files and network: {level.reason}",
+            hint="allow user namespaces, or accept it with require_isolation: false",
+        )
+    return level
+
+
+def untrusted(
+    argv: Sequence[str],
+    *,
+    limits: Limits,
+    level: Isolation,
+    files: Mapping[str, str] | None = None,
+    stdin: str = "",
+) -> dict[str, Any]:
+    """The keeper's specification of a program that is not trusted."""
+    directory = "/tmp" if level.namespaces else tempfile.mkdtemp(prefix="groupwise-box-")
+    environment = {"PATH": "/usr/bin:/bin", "HOME": directory, "TMPDIR": directory, "LANG": "C.UTF-8"}
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    installed = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
+    return {
+        "argv": list(argv),
+        "env": environment | threads | {"PYTHONHASHSEED": "0"},
+        "cwd": directory,
+        "private": True,
+        "files": dict(files or {}),
+        "stdin": stdin,
+        "namespaces": level.namespaces,
+        "own_user": level.own_user,
+        "shown": sorted(installed),
+        "limits": {
+            "wall_s": limits.wall_s,
+            "cpu_s": limits.cpu_s,
+            "memory_mb": limits.memory_mb,
+            "disk_mb": limits.disk_mb,
+            "processes": limits.processes,
+            "open_files": limits.open_files,
+        },
+        "output_bytes": limits.output_bytes,
+        "keep": "first",
+    }
+
+
+def outcome_of(end: Mapping[str, Any], limits: Limits, level: Isolation) -> Outcome:
+    """The keeper's last message as an Outcome. Raises SandboxError if the program was never started."""
+    if end.get("setup"):
+        raise SandboxError(f"the program could not be started in its box: {end['setup']}")
+    number, lines = end["signal"], end["stderr"].rstrip().splitlines()
+    status: Status = "ok" if end["exit"] == 0 else "error"
+    if end["reason"] == "output":
+        status = "output"
+    elif end["reason"] == "wall" or number == SIGXCPU or (number is not None and end["cpu_s"] >= limits.cpu_s):
+        status = "timeout"
+    elif number is not None:
+        status = "killed"
+    elif status == "error" and lines and lines[-1].startswith("MemoryError"):
+        status = "memory"
+    return Outcome(
+        status=status,
+        stdout=end["stdout"],
+        stderr=end["stderr"],
+        seconds=end["seconds"],
+        cpu_s=end["cpu_s"],
+        exit_code=end["exit"],
+        signal=number,
+        isolated=level.namespaces,
+    )
+
+
+# ---- a box ----
+
+
+class Channel:
+    """Messages of bytes between two processes, over a socket: each with its length before it."""
+
+    def __init__(self, sock: socket.socket, *, longest: int):
+        self.socket = sock
+        self.longest = longest
+
+    def send(self, message: bytes, *, timeout: float | None = None) -> None:
+        """Raises TimeoutError, or OSError where nobody reads any more."""
+        self.socket.settimeout(timeout)
+        self.socket.sendall(len(message).to_bytes(LONGEST_LENGTH, "big") + message)
+
+    def receive(self, *, timeout: float | None = None) -> bytes:
+        """The next message. Raises TimeoutError, EOFError at the end, ValueError for one longer than `longest`."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        length = int.from_bytes(self._exactly(LONGEST_LENGTH, deadline), "big")
+        if length > self.longest:
+            raise ValueError(f"a message of {length} bytes; {self.longest} is the most")
+        return self._exactly(length, deadline)
+
+    def _exactly(self, count: int, deadline: float | None) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                raise TimeoutError
+            self.socket.settimeout(left)
+            try:
+                part = self.socket.recv(min(count - len(data), 1 << 20))
+            except ConnectionError:
+                part = b""
+            if not part:
+                raise EOFError("the other side has ended")
+            data += part
+        return bytes(data)
+
+
+class Box:
+    """A program under a keeper (sandbox_keeper.py), started at once. `channel`, if asked for, leads to the program,
+    which finds its descriptor in place of "{channel}" among its arguments. Ends with the `with` block."""
+
+    def __init__(self, spec: Mapping[str, Any], *, channel: bool = False, longest: int = 1 << 20):
+        ours, theirs = socket.socketpair() if channel else (None, None)
+        self.channel = None if ours is None else Channel(ours, longest=longest)
+        number = None if theirs is None else theirs.fileno()
+        argv = [part.replace("{channel}", str(number)) for part in spec["argv"]]
+        data = json.dumps({**spec, "argv": argv, "channel": number}).encode()
+        try:
+            self._keeper = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-B", str(KEEPER), str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                pass_fds=() if number is None else (number,),
+                start_new_session=True,
+                bufsize=0,
+            )
+        except OSError as error:
+            if ours is not None:
+                ours.close()
+            raise SandboxError(f"no process can be started: {error}") from error
+        finally:
+            if theirs is not None:
+                theirs.close()
+        self._buffer = bytearray()
+        self._end: dict[str, Any] | None = None
+        self._lock = threading.Lock()  # of the keeper's stdin
+        self._write(b"%08x" % len(data) + data)
+
+    def __enter__(self) -> Box:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        """Of the keeper."""
+        return self._keeper.pid
+
+    def output(self, *, timeout: float) -> str:
+        """What the program printed last. For one of which the last output is kept."""
+        self._write(b"t")
+        told = self._line(time.monotonic() + timeout)
+        return told.get("stdout", "") + told.get("stderr", "")
+
+    def end(self) -> None:
+        """Tell the keeper to kill everything; from any thread, any number of times."""
+        with self._lock, suppress(OSError):
+            if self._keeper.stdin is not None:
+                self._keeper.stdin.close()
+
+    def wait(self, *, timeout: float) -> dict[str, Any]:
+        """The `end` message of the keeper, once everything in the box is dead. Raises SandboxError after `timeout`."""
+        deadline = time.monotonic() + timeout
+        while self._end is None:
+            self._end = self._line(deadline).get("end")
+        return self._end
+
+    def close(self, *, timeout: float = GRACE_S) -> dict[str, Any]:
+        """End it now, wait until it has, and let go of what it held; the `end` message, empty where there is none."""
+        self.end()
+        if self.channel is not None:
+            self.channel.socket.close()
+        try:
+            return self.wait(timeout=timeout)
+        except SandboxError:
+            return {}
+        finally:
+            with suppress(subprocess.TimeoutExpired):
+                self._keeper.wait(1.0)
+            if self._keeper.poll() is None:
+                self._keeper.kill()
+                self._keeper.wait()
+            if self._keeper.stdout is not None:
+                self._keeper.stdout.close()
+
+    def _write(self, data: bytes) -> None:
+        with self._lock, suppress(BrokenPipeError, ValueError):  # it is gone, or was ended; `wait` says how
+            while data and self._keeper.stdin is not None:
+                data = data[self._keeper.stdin.write(data) :]
+
+    def _line(self, deadline: float) -> dict[str, Any]:
+        """The keeper's next line."""
+        stdout = self._keeper.stdout
+        while b"\n" not in self._buffer:
+            left = deadline - time.monotonic()
+            if stdout is None or stdout.closed:
+                raise SandboxError("the box was closed")
+            if left <= 0 or not select.select([stdout], [], [], left)[0]:
+                raise SandboxError(f"waited too long for the end of a box (keeper {self.pid})")
+            part = os.read(stdout.fileno(), 1 << 16)
+            if not part:
+                raise SandboxError(f"the keeper of a box ended with status {self._keeper.wait(GRACE_S)}")
+            self._buffer += part
+        line, _, rest = bytes(self._buffer).partition(b"\n")
+        self._buffer = bytearray(rest)
+        return json.loads(line)

@@ -1,0 +1,490 @@
+"""The keeper: the process between an owner and the program in its box. A script, standard library only, one thread.
+
+    owner --stdin-->  keeper    a specification (8 hex digits: its length; JSON); "t" asks for the output since the last
+                                one; and for as long as stdin is open, the box may live
+    owner <--stdout-- keeper    a line of JSON for each "t", and {"end": ...} when everything in the box is dead
+
+It forks the program, reads what it prints (keeping a bounded part), watches limits and owner, and ends it with all its
+descendants, also those in sessions of their own. With namespaces that is done by the kernel: the program's init is
+process 1 of a process namespace, and when that one goes, all go. Without, orphans become the keeper's children
+(PR_SET_CHILD_SUBREAPER) and are looked up in /proc.
+
+Specification: argv, env, cwd; files {name: text} for a private directory; stdin (text or null); channel (a descriptor
+that the program inherits, or null); namespaces, own_user, shown (directories that are visible); limits {wall_s, cpu_s,
+memory_mb, disk_mb, processes, open_files}, null for none; output_bytes, keep ("first": more than that ends the program;
+"last": what was before is dropped). `end`: setup (why it could not be started), reason ("wall", "output",
+"processes", "closed"), exit, signal, seconds, cpu_s, stdout, stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import platform
+import resource
+import select
+import signal
+import sys
+import time
+from typing import Any, NoReturn
+
+LINUX = platform.system() == "Linux"
+TICK_S = 0.02  # between looks at the child where the kernel has no pidfd
+SWEEP_S = 10.0  # for killing descendants that cannot be killed
+COUNT_S = 0.05  # between counts of processes where the kernel does not count them for this box alone
+MANY_USERS = 1_900_000_000
+
+PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 24, 36, 38
+NEWNS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
+MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 4096, 16384, 1 << 18, 2
+MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000  # a system call of Linux 5.12
+DEVICES = ("null", "zero", "full", "random", "urandom")
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
+CONFIGURATION = ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def call(name: str, *arguments: Any) -> None:
+    """A function of libc that returns 0. Raises OSError."""
+    if getattr(libc, name)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+def main() -> None:
+    spec = json.loads(read_exactly(int(read_exactly(8), 16)))
+    try:
+        end = Keeper(spec, owner=int(sys.argv[1])).run()
+    except OSError as error:
+        end = {"setup": str(error)}
+    with contextlib.suppress(BrokenPipeError):
+        say({"end": end})
+
+
+def read_exactly(count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        if not (part := os.read(0, count - len(data))):
+            os._exit(0)  # the owner is gone
+        data += part
+    return data
+
+
+def say(message: dict[str, Any]) -> None:
+    data = json.dumps(message).encode() + b"\n"
+    while data:
+        data = data[os.write(1, data) :]
+
+
+class Capture:
+    """What the program prints on one descriptor: its first or its last `limit` bytes."""
+
+    def __init__(self, *, limit: int, last: bool):
+        self.reading, self.writing = os.pipe()
+        os.set_blocking(self.reading, False)
+        self.limit, self.last = limit, last
+        self.data = bytearray()
+        self.excess = False
+
+    def take(self) -> bool:
+        """Read what is there now, once. False where there is nothing, or nothing more to come."""
+        try:
+            part = os.read(self.reading, 1 << 16)
+        except BlockingIOError:
+            return False
+        self.data += part
+        if len(self.data) > self.limit:
+            self.excess = not self.last
+            del self.data[slice(0, -self.limit) if self.last else slice(self.limit, None)]
+        return bool(part)
+
+    def text(self) -> str:
+        return self.data.decode("utf-8", "replace")
+
+
+class Keeper:
+    def __init__(self, spec: dict[str, Any], *, owner: int):
+        self.spec = spec
+        self.owner = owner
+        self.limits: dict[str, Any] = spec["limits"] or {}
+        self.user = own_user() if spec["own_user"] else None
+        self.captures = [Capture(limit=spec["output_bytes"], last=spec["keep"] == "last") for _ in range(2)]
+        self.told = False  # to end, by a signal
+        self.ended = 0, 0.0  # the program's status and CPU seconds
+        # Whether the kernel's count of a user's processes is of those in this box alone.
+        self.counted = self.user is not None or (spec["namespaces"] and os.geteuid() != 0)
+
+    def run(self) -> dict[str, Any]:
+        """Start the program, wait for its end, end everything else; the `end` message."""
+        self._listen()
+        if self.spec["namespaces"]:
+            enter_namespaces(users=not self.spec["own_user"])
+        self._follow_owner()  # after the namespaces: a change of credentials forgets it
+        report_reading, report_writing = os.pipe()
+        started = time.monotonic()
+        child = os.fork()
+        if child == 0:
+            self._child(report_writing)
+        os.close(report_writing)
+        for capture in self.captures:
+            os.close(capture.writing)
+        if self.spec["channel"] is not None:
+            os.close(self.spec["channel"])
+        reason = self._watch(child, started)
+        status, cpu_s = sweep(child, self.ended)
+        for capture in self.captures:
+            while capture.take() and not capture.excess:
+                pass
+        end = {"reason": reason, "exit": None, "signal": None, "cpu_s": cpu_s} | _of_status(status)
+        with open(report_reading, "rb") as report:  # all its writers are dead
+            for line in report.read().splitlines():
+                end |= json.loads(line)
+        end["stdout"], end["stderr"] = (capture.text() for capture in self.captures)
+        end["seconds"] = time.monotonic() - started
+        self._remove_directory()
+        return end
+
+    # ---- the owner ----
+
+    def _listen(self) -> None:
+        self.woken, wake = os.pipe()
+        for descriptor in (self.woken, wake):
+            os.set_blocking(descriptor, False)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+
+        def told(number: int, frame: object) -> None:
+            self.told |= number == signal.SIGTERM
+
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, told)
+
+    def _follow_owner(self) -> None:
+        """SIGUSR1 when the thread that started this dies; whether that was the whole owner, `_watch` looks up."""
+        if LINUX:
+            call("prctl", PR_SET_PDEATHSIG, signal.SIGUSR1, 0, 0, 0)
+            call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+    def _watch(self, child: int, started: float) -> str | None:
+        """Until the program ends (None), or has to: "wall", "output", "processes" or "closed"."""
+        pidfd = os.pidfd_open(child) if hasattr(os, "pidfd_open") else None
+        wall_s = self.limits.get("wall_s")
+        processes = None if self.counted or not LINUX else self.limits.get("processes")
+        tick_s = TICK_S if pidfd is None else COUNT_S if processes else None
+        open_captures = list(self.captures)
+        while True:
+            left = None if wall_s is None else started + wall_s - time.monotonic()
+            if left is not None and left <= 0:
+                return "wall"
+            if self.told or os.getppid() != self.owner:
+                return "closed"
+            waiting = [0, self.woken, *(c.reading for c in open_captures), *([] if pidfd is None else [pidfd])]
+            if tick_s is not None:
+                left = tick_s if left is None else min(left, tick_s)
+            ready = select.select(waiting, [], [], left)[0]
+            for capture in [c for c in open_captures if c.reading in ready]:
+                if not capture.take():
+                    open_captures.remove(capture)
+                if capture.excess:
+                    return "output"
+            if self.woken in ready:
+                os.read(self.woken, 4096)
+            if processes and len(descendants()) > processes:
+                return "processes"
+            if pidfd in ready or (pidfd is None and self._reaped(child)):
+                return None
+            if 0 in ready:
+                if not os.read(0, 1):
+                    return "closed"
+                self._show_output()
+
+    def _reaped(self, child: int) -> bool:
+        """For kernels without pidfd."""
+        ended, status, usage = os.wait4(child, os.WNOHANG)
+        if ended:
+            self.ended = status, usage.ru_utime + usage.ru_stime
+        return bool(ended)
+
+    def _show_output(self) -> None:
+        for capture in self.captures:
+            while capture.take():
+                if capture.excess or not capture.last:
+                    break
+        say({"stdout": self.captures[0].text(), "stderr": self.captures[1].text()})
+        for capture in self.captures:
+            capture.data.clear()
+
+    # ---- the child ----
+
+    def _child(self, report: int) -> NoReturn:
+        """With namespaces this becomes their process 1, which forks the program; without, the program itself."""
+        try:
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGPIPE, signal.SIGXFSZ):
+                signal.signal(number, signal.SIG_DFL)
+            if self.spec["namespaces"]:
+                die_with_parent()
+                make_root(self.spec["shown"], disk_mb=self.limits["disk_mb"])
+                program = os.fork()
+                if program:
+                    self._init(program, report)
+            self._become_program()
+        except BaseException as error:
+            os.write(report, json.dumps({"setup": f"{type(error).__name__}: {error}"}).encode() + b"\n")
+        finally:
+            os._exit(127)
+
+    def _init(self, program: int, report: int) -> NoReturn:
+        """Process 1: reap orphans until the program ends. With this process the whole namespace ends."""
+        for descriptor in (0, 1, 2, *(capture.writing for capture in self.captures)):
+            os.close(descriptor)
+        if self.spec["channel"] is not None:
+            os.close(self.spec["channel"])
+        while True:
+            ended, status, usage = os.wait4(-1, 0)
+            if ended == program:
+                end = _of_status(status) | {"cpu_s": usage.ru_utime + usage.ru_stime}
+                os.write(report, json.dumps(end).encode() + b"\n")
+                os._exit(0)
+
+    def _become_program(self) -> NoReturn:
+        spec, limits = self.spec, self.limits
+        os.setsid()
+        os.dup2(stdin_of(spec["stdin"]), 0)
+        os.dup2(self.captures[0].writing, 1)
+        os.dup2(self.captures[1].writing, 2)
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("800")  # when memory runs out, this goes before its owner
+        directory = self._directory()
+        if self.user is not None:
+            if not spec["namespaces"]:
+                os.chown(directory, self.user, self.user)
+            become(self.user)
+        os.chdir(directory)
+        for name, text in spec["files"].items():
+            with open(name, "w", encoding="utf-8", errors="replace", newline="") as file:
+                file.write(text)
+        die_with_parent()
+        if spec["private"] and LINUX:
+            drop_privileges()
+        if self.counted and "processes" in limits:
+            limits["tasks"] = limits["processes"]
+        lower_limits(limits)
+        if spec["channel"] is not None:
+            os.set_inheritable(spec["channel"], True)
+        os.execve(spec["argv"][0], spec["argv"], spec["env"])
+
+    def _directory(self) -> str:
+        return "/tmp" if self.spec["namespaces"] else self.spec["cwd"]
+
+    def _remove_directory(self) -> None:
+        if self.spec["private"] and not self.spec["namespaces"]:
+            import shutil
+
+            shutil.rmtree(self.spec["cwd"], ignore_errors=True)
+
+
+def stdin_of(text: str | None) -> int:
+    """A descriptor from which the program reads `text`, then the end."""
+    if text is None:
+        return os.open("/dev/null", os.O_RDONLY)
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("stdin")
+    else:
+        import tempfile
+
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    data = text.encode("utf-8", "replace")
+    while data:
+        data = data[os.write(descriptor, data) :]
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+def _of_status(status: int) -> dict[str, int]:
+    if os.WIFSIGNALED(status):
+        return {"signal": os.WTERMSIG(status)}
+    return {"exit": os.WEXITSTATUS(status)}
+
+
+# ---- killing ----
+
+
+def sweep(child: int, known: tuple[int, float]) -> tuple[int, float]:
+    """Kill the child and all that descends from this process, and reap it. The child's status and CPU seconds, which
+    are the `known` ones if it was reaped before."""
+    status, cpu_s = known
+    if not LINUX:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child, signal.SIGKILL)
+    deadline = time.monotonic() + SWEEP_S
+    while time.monotonic() < deadline:
+        try:
+            ended, code, usage = os.wait4(-1, os.WNOHANG)
+        except ChildProcessError:
+            break  # there are none left
+        if ended == child:
+            status, cpu_s = code, usage.ru_utime + usage.ru_stime
+        if ended:
+            continue
+        for pid in descendants() if LINUX else [child]:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.001)
+    return status, cpu_s
+
+
+def descendants() -> list[int]:
+    """Children, their children and so on, of this process."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+                state, parent = file.read().rpartition(b")")[2].split()[:2]
+                if state != b"Z":
+                    children.setdefault(int(parent), []).append(int(name))
+    found: list[int] = []
+    waiting = [os.getpid()]
+    while waiting:
+        below = children.pop(waiting.pop(), [])
+        found += below
+        waiting += below
+    return found
+
+
+def die_with_parent() -> None:
+    if LINUX:
+        call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+# ---- limits and users ----
+
+
+def own_user() -> int:
+    """A user id that nobody else has while this process runs: what it may do, and how many processes it has, are its
+    own. For root only. Some containers have no more than 65536 users."""
+    with open("/proc/self/uid_map", encoding="ascii") as file:
+        ranges = [tuple(map(int, line.split())) for line in file]
+    many = any(first <= MANY_USERS < first + count for first, _, count in ranges)
+    return MANY_USERS + os.getpid() if many else 60_000 + os.getpid() % 4_000
+
+
+def become(user: int) -> None:
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+
+
+def drop_privileges() -> None:
+    """No capability, also for root, and none to be gained."""
+    for capability in range(64):
+        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # fails for those that there are not, and where none are held
+    call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+
+
+def lower_limits(limits: dict[str, Any]) -> None:
+    """The program's own limits, of which some may be absent."""
+    for which, name, unit, more in (
+        (resource.RLIMIT_CPU, "cpu_s", 1, 1),  # SIGXCPU at the limit, SIGKILL a second later
+        (resource.RLIMIT_AS, "memory_mb", 1 << 20, 0),
+        (resource.RLIMIT_FSIZE, "disk_mb", 1 << 20, 0),
+        (resource.RLIMIT_NOFILE, "open_files", 1, 0),
+        (resource.RLIMIT_NPROC, "tasks", 1, 0),
+    ):
+        if name in limits:
+            highest = resource.getrlimit(which)[1]
+            wanted = (limits[name] * unit, limits[name] * unit + more)
+            soft, hard = wanted if highest == resource.RLIM_INFINITY else (min(each, highest) for each in wanted)
+            with contextlib.suppress(ValueError):  # macOS refuses some
+                resource.setrlimit(which, (soft, hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+# ---- namespaces ----
+
+
+def enter_namespaces(*, users: bool) -> None:
+    """Processes (of children), network and IPC of its own; with `users` through a namespace of users, which needs no
+    privilege. Raises OSError where the kernel or a container does not allow it."""
+    if not LINUX:
+        raise OSError(f"{platform.system()} has no namespaces")
+    user, group = os.geteuid(), os.getegid()
+    call("unshare", NEWPID | NEWNET | NEWIPC | (NEWUSER if users else 0))
+    if users:
+        for name, text in (("setgroups", "deny"), ("uid_map", f"1000 {user} 1"), ("gid_map", f"1000 {group} 1")):
+            with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
+                file.write(text)
+
+
+def make_root(shown: list[str], *, disk_mb: int) -> None:
+    """A root of its own: the system's programs and `shown`, read-only; an empty /tmp in memory; /proc and five devices.
+
+    Everything else of the machine's files, home directories and sockets among them, is not there.
+    """
+    call("unshare", NEWNS)  # here and not in the keeper, whose own root stays
+    mount("none", "/", flags=MS_REC | MS_PRIVATE)
+    mount("tmpfs", "/tmp", kind="tmpfs", flags=MS_NOSUID | MS_NODEV, options="size=1m,mode=755")
+    os.mkdir("/tmp/old")
+    call("pivot_root", b"/tmp", b"/tmp/old")
+    os.chdir("/")
+    os.mkdir("/tmp")
+    mount("tmpfs", "/tmp", kind="tmpfs", flags=MS_NOSUID | MS_NODEV, options=f"size={disk_mb}m,mode=1777")
+    for path in outermost([*SYSTEM, *CONFIGURATION, *shown]):
+        show(path)
+    for name in DEVICES:
+        bind(f"/old/dev/{name}", f"/dev/{name}")
+    os.makedirs("/dev/shm")
+    mount("tmpfs", "/dev/shm", kind="tmpfs", flags=MS_NOSUID | MS_NODEV, options=f"size={disk_mb}m,mode=1777")
+    os.mkdir("/proc")
+    with contextlib.suppress(OSError):  # some containers do not allow it; programs manage without
+        mount("proc", "/proc", kind="proc", flags=MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    call("umount2", b"/old", MNT_DETACH)
+    os.rmdir("/old")
+    mount("none", "/", flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
+
+
+def outermost(paths: list[str]) -> list[str]:
+    """Without those that lie within another."""
+    kept: list[str] = []
+    for path in sorted(set(paths), key=len):
+        if not any(f"{path}/".startswith(f"{other}/") for other in kept):
+            kept.append(path)
+    return kept
+
+
+def show(path: str) -> None:
+    """Make a file, directory or link of the old root visible at its place, read-only; nothing where it is not there."""
+    old = f"/old{path}"
+    if os.path.islink(old):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        os.symlink(os.readlink(old), path)
+    elif os.path.exists(old):
+        bind(old, path)
+        attributes = (ctypes.c_uint64 * 4)(MS_RDONLY | MS_NOSUID, 0, 0, 0)  # struct mount_attr
+        number, size = ctypes.c_long(MOUNT_SETATTR), ctypes.c_size_t(32)
+        call("syscall", number, AT_FDCWD, path.encode(), AT_RECURSIVE, ctypes.byref(attributes), size)
+
+
+def bind(source: str, target: str) -> None:
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    if os.path.isdir(source):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+    mount(source, target, flags=MS_BIND | MS_REC)
+
+
+def mount(source: str, target: str, *, kind: str | None = None, flags: int = 0, options: str | None = None) -> None:
+    encoded = [None if text is None else text.encode() for text in (source, target, kind, options)]
+    try:
+        call("mount", encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3])
+    except OSError as error:
+        raise OSError(error.errno, f"mount of {target}: {os.strerror(error.errno or 0)}") from None
+
+
+if __name__ == "__main__":
+    main()

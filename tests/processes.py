@@ -1,0 +1,37 @@
+"""Looking at processes from outside, for tests that kill them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+
+def running(marker: str) -> list[int]:
+    """Processes with the marker among their arguments."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if marker.encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """Children of all threads of a process, their children and so on."""
+    children: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            children += map(int, path.read_text().split())
+    return [*children, *(below for child in children for below in descendants(child))]
+
+
+def becomes(true: Callable[[], object], *, within_s: float = 30) -> bool:
+    """Whether it becomes true in time."""
+    deadline = time.monotonic() + within_s
+    while not true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
