@@ -1,7 +1,7 @@
-"""Ready rewards on mathematical answers. Options are the keyword-only arguments; set them with `args`.
+r"""Ready rewards on mathematical answers. Options are the keyword-only arguments; set them with `args`.
 
-    number_match  the last number of the completion equals the last number of the `answer` column
-    math_match    the last \\boxed{} answer is equivalent to the `answer` column, judged by math-verify
+    number_match  the last number of the completion, with its unit, equals the `answer` column's
+    math_match    the last \boxed{} answer is equivalent to the `answer` column, judged by math-verify
                   (https://github.com/huggingface/Math-Verify): fractions, roots, sets, intervals, expressions
 
 Both score 1 for right and 0 for wrong, and None for a row without an answer. An expected answer that is no number, or
@@ -10,45 +10,30 @@ that math-verify cannot read, is a mistake in the dataset: it raises, so that co
 
 from __future__ import annotations
 
+import math
 import re
+import signal
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
 from groupwise.rewards.base import text_of
-from groupwise.rewards.text import tagged
+from groupwise.rewards.quantity import Quantity, last_quantity
+from groupwise.rewards.text import answer_part, gold_text
 
-_NUMBER = re.compile(
-    r"(?<![\w.])-?"  # a minus sign, but not the one in 10-3
-    r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:(?<=[0-9])|(?=\.[0-9]))(?:\.[0-9]+)?"  # 7  1,234.5  .5
-    r"(?:[eE][+-]?[0-9]{1,3}(?![0-9]))?"
-    r"(?:\s?/\s?[0-9]+(?![0-9]*[./]))?"  # 3/4, but not 1/2/2025
-)
-_LONGEST_NUMBER = 100  # characters
 _LONGEST_ANSWER = 2000  # characters
-_TIME_LIMIT_S = 5
+_TIME_LIMIT_S = 5.0  # of CPU time
 # What sympy would compute for minutes before it answers: towers of powers, repeated factorials, very large exponents.
 _HOSTILE = re.compile(
     r"(\^|\*\*)[\s({]*[0-9]+[\s}]*(\^|\*\*)"  # 9^9^9, 10^{10^{10}}
     r"|![\s)}\]]*!"  # (99!)!
+    r"|[0-9]{4,}[\s)}\]]*!"  # 99999!
     r"|(\^|\*\*)[\s({]*[0-9]{5,}"  # 2^{99999}
 )
-
-
-def last_number(text: str) -> Fraction | None:
-    """The last number in the text, exactly: -3, 1,234.5, 2e-3, 3/4. A currency or percent sign is left aside.
-
-    >>> last_number("so it costs $1,250.50."), last_number("x = -3/4"), last_number("none")
-    (Fraction(2501, 2), Fraction(-3, 4), None)
-    """
-    found = [match for match in _NUMBER.findall(text.replace("\u2212", "-")) if match]
-    if not found or len(found[-1]) > _LONGEST_NUMBER:
-        return None
-    numerator, _, denominator = found[-1].replace(",", "").partition("/")
-    if denominator and not int(denominator):
-        return None
-    return Fraction(numerator.strip()) / (int(denominator) if denominator else 1)
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 
 def boxed(text: str) -> str | None:
@@ -57,81 +42,176 @@ def boxed(text: str) -> str | None:
     >>> boxed(r"\boxed{1}, no: \boxed{\frac{1}{2}}")
     '\\frac{1}{2}'
     """
-    start = max(text.rfind(r"\boxed{"), text.rfind(r"\fbox{"))
-    if start < 0:
-        return None
-    start = text.index("{", start) + 1
+    start = None
+    for match in _BOX.finditer(text):
+        start = match.end()
     depth = 1
-    for position in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
+    for brace in re.compile(r"[{}]").finditer(text, start) if start is not None else ():
+        depth += 1 if brace[0] == "{" else -1
         if depth == 0:
-            return text[start:position]
+            return text[start : brace.start()]
     return None
 
 
-def number_match(
-    completions: Sequence[Any], answer: Sequence[Any], *, tolerance: float = 1e-6, tag: str | None = None
-) -> list[float | None]:
-    """1 where the last number differs from the expected one by at most `tolerance` of it, else 0.
+# ---- numbers ----
 
-    With `tag`, only the text in the last <tag>...</tag> is looked at. Raises ValueError for an answer without a number.
+
+def number_match(
+    completions: Sequence[Any],
+    answer: Sequence[Any],
+    *,
+    tolerance: float = 1e-6,
+    zero_tolerance: float = 1e-8,
+    unit: Literal["if_given", "required", "ignored"] = "if_given",
+    tag: str | None = None,
+    after: str | None = None,
+    box: bool = False,
+) -> list[float | None]:
+    r"""1 where the last number differs from the expected one by at most `tolerance` of it, else 0.
+
+    Numbers and units are those of `rewards.quantity`. An expected number without a unit is compared as it stands; one
+    with a unit is compared in it: 5000 m is 5 km, 42% is 0.42, 5 m is not 5 km. Then a completion without a unit is
+    right if its number is, or wrong if the unit is "required". An expected 0 is met within `zero_tolerance`.
+
+    `tag`, `after` (see `rewards.text.answer_part`) and `box`, the last \boxed{}, choose where to look.
+    Raises ValueError for an answer without a number, and for a negative tolerance.
     """
+    if tolerance < 0 or zero_tolerance < 0:
+        raise ValueError(f"tolerances must not be negative; they are {tolerance} and {zero_tolerance}")
     scores: list[float | None] = []
     for completion, expected in zip(completions, answer, strict=True):
-        if expected is None:
+        gold_words = gold_text(expected)
+        if gold_words is None:
             scores.append(None)
             continue
-        gold = last_number(str(expected))
+        gold = last_quantity(gold_words)
         if gold is None:
             raise ValueError(f"the answer {expected!r} holds no number")
-        text = text_of(completion)
-        said = last_number(text if tag is None else tagged(text, tag) or "")
-        scores.append(float(said is not None and abs(said - gold) <= Fraction(tolerance) * abs(gold)))
+        text = answer_part(text_of(completion), tag=tag, after=after) or ""
+        said = last_quantity((boxed(text) or "") if box else text)
+        pairs = [] if said is None else _comparable(said, gold, unit)
+        scores.append(float(any(_is_close(a, b, tolerance, zero_tolerance) for a, b in pairs)))
     return scores
 
 
-def math_match(completions: Sequence[Any], answer: Sequence[Any], *, require_box: bool = True) -> list[float | None]:
+def _comparable(said: Quantity, gold: Quantity, unit: str) -> list[tuple[Fraction, Fraction]]:
+    """Pairs of numbers of which one must agree."""
+    if unit == "ignored":
+        return [(said.value, gold.value)]
+    if gold.dimension is not None and said.dimension is not None:
+        return [(said.amount, gold.amount)] if gold.dimension == said.dimension else []
+    if unit == "required" and gold.dimension is not None:
+        return []
+    pairs = [(said.value, gold.value)]
+    if () in (said.dimension, gold.dimension):  # 0.42 for 42%, and 42% for 0.42
+        pairs.append((said.amount, gold.amount))
+    return pairs
+
+
+def _is_close(said: Fraction, gold: Fraction, tolerance: float, zero_tolerance: float) -> bool:
+    return abs(said - gold) <= (Fraction(tolerance) * abs(gold) if gold else Fraction(zero_tolerance))
+
+
+# ---- expressions ----
+
+
+def math_match(
+    completions: Sequence[Any],
+    answer: Sequence[Any],
+    *,
+    require_box: bool = True,
+    tag: str | None = None,
+    after: str | None = None,
+) -> list[float | None]:
     r"""1 where the answer in the last \boxed{} is mathematically equal to the expected one, else 0.
 
-    Without `require_box`, a completion that has no box is searched for its answer. The expected answer is LaTeX, plain
-    or boxed, or ends with "#### answer". An answer is wrong if it is longer than 2000 characters, needs more than 5
-    seconds, or is built to (towers of powers). Raises ValueError for an expected answer that math-verify cannot read,
-    and RuntimeError outside the main thread, where math-verify's time limit does not work.
+    Without `require_box`, a completion that has no box is searched for its answer. `tag` and `after` choose where to
+    look. The expected answer is LaTeX, plain or boxed, or ends with "#### answer". An answer is wrong if it is longer
+    than 2000 characters or is built to take for ever (towers of powers).
+
+    One that takes more than 5 s of CPU time is neither: its score is nan, a failure. This limit works in the main
+    thread; elsewhere the deadline of whoever calls this function is the only one.
+    Raises ValueError for an expected answer that math-verify cannot read.
     """
-    if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError("math-verify's time limit works in the main thread only")
     scores: list[float | None] = []
     golds: dict[str, Any] = {}
     for completion, expected in zip(completions, answer, strict=True):
-        if expected is None:
+        gold = gold_text(expected)
+        if gold is None:
             scores.append(None)
             continue
-        gold = str(expected).rpartition("####")[2].strip()
+        gold = gold.rpartition("####")[2].strip()
         if gold not in golds:
             golds[gold] = _parse_gold(gold)
-        scores.append(float(_is_equal(golds[gold], gold, text_of(completion), require_box)))
+        said = _said(answer_part(text_of(completion), tag=tag, after=after) or "", gold, require_box)
+        scores.append(0.0 if said is None else _agreement(golds[gold], said))
     return scores
 
 
 def _parse_gold(gold: str) -> Any:
-    from math_verify import parse  # sympy takes a third of a second to import
-
     inside = boxed(gold)
     wrapped = rf"\boxed{{{gold.strip('$') if inside is None else inside}}}"
-    parsed = parse(wrapped, fallback_mode="no_fallback", parsing_timeout=_TIME_LIMIT_S)
+    parsed = _math_verify().parse(wrapped, fallback_mode="no_fallback", parsing_timeout=0)
     if not parsed:
         raise ValueError(f"math-verify cannot read the answer {gold!r}")
     return parsed
 
 
-def _is_equal(parsed_gold: Any, gold: str, text: str, require_box: bool) -> bool:
-    from math_verify import parse, verify
-
+def _said(text: str, gold: str, require_box: bool) -> str | None:
+    """What math-verify is to read of a completion; None where it is wrong without being read."""
     inside = boxed(text)
     if inside is None and require_box:
-        return False
+        return None
     said = text[-_LONGEST_ANSWER:] if inside is None else rf"\boxed{{{inside}}}"
-    if len(said) > _LONGEST_ANSWER + len(r"\boxed{}") or (_HOSTILE.search(said) and not _HOSTILE.search(gold)):
-        return False
-    parsed = parse(said, parsing_timeout=_TIME_LIMIT_S)
-    return verify(parsed_gold, parsed, timeout_seconds=_TIME_LIMIT_S)
+    too_long = len(said) > _LONGEST_ANSWER + len(r"\boxed{}")
+    return None if too_long or (_HOSTILE.search(said) and not _HOSTILE.search(gold)) else said
+
+
+def _agreement(gold: Any, said: str) -> float:
+    verifier = _math_verify()
+    try:
+        with _deadline(_TIME_LIMIT_S):
+            return float(verifier.verify(gold, verifier.parse(said, parsing_timeout=0), timeout_seconds=0))
+    except _TooLate:
+        return math.nan
+
+
+def _math_verify() -> Any:
+    """The package, without its own time limit: that takes SIGALRM without asking, and fails outside the main thread."""
+    import math_verify  # sympy takes a third of a second to import
+    from math_verify import grader, parser
+
+    grader.TIMEOUT_WARNING_SHOWN = parser.TIMEOUT_WARNING_SHOWN = True  # we know
+    return math_verify
+
+
+class _TooLate(BaseException):
+    """Not an Exception: sympy and math-verify catch those."""
+
+
+@contextmanager
+def _deadline(seconds: float) -> Iterator[None]:
+    """Raise _TooLate inside the block after `seconds` of this thread's CPU time, where that is possible: in the main
+    thread, while nobody else uses the process's timer of CPU time."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not (in_main_thread and hasattr(signal, "setitimer")) or any(signal.getitimer(signal.ITIMER_VIRTUAL)):
+        yield
+        return
+    end = time.thread_time() + seconds
+
+    def ring(number: int, frame: Any) -> None:
+        left = end - time.thread_time()  # the timer counts other threads' work too
+        signal.setitimer(signal.ITIMER_VIRTUAL, left if left > 0 else 0.5)  # a destructor would swallow the exception
+        if left <= 0:
+            raise _TooLate
+
+    before = signal.signal(signal.SIGVTALRM, ring)
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    finally:  # also if it rang in between
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before or signal.SIG_DFL)

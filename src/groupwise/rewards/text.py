@@ -1,16 +1,16 @@
-"""Ready rewards on text. Options are the keyword-only arguments; set them with `args` in the configuration.
+"""Ready rewards on text against the `answer` column. Options are the keyword-only arguments; set them with `args`.
 
-exact_match         the completion, or its tagged answer, is the `answer` column
-contains            the `answer` column occurs in the completion
-regex_match         a pattern occurs in the completion
-tag_format          <think>...</think><answer>...</answer> and nothing else
-soft_overlong       a penalty that grows towards a length limit (DAPO, arXiv 2503.14476, equation 13)
-repetition_penalty  a penalty for repeated n-grams
+exact_match   the completion, or its tagged answer, is the answer
+contains      the answer occurs in the completion as whole words
+rouge_l       the longest common subsequence of words, ROUGE-L's F1 (Lin 2004, https://aclanthology.org/W04-1013)
+
+All give None, "does not apply", for a row whose answer is None or blank: an empty completion is never a right one.
 """
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,9 +28,29 @@ def tagged(text: str, tag: str) -> str | None:
     return inside if opened and closed else None
 
 
-def _gold(answer: Any) -> str | None:
+def answer_part(text: str, *, tag: str | None = None, after: str | None = None) -> str | None:
+    """What of a completion is looked at: all of it by default; None where `tag` is asked for and is not there.
+
+    With `after` (such as "</think>") it is the text behind its last occurrence, or all where it does not occur; with
+    `tag` the text in the last <tag>...</tag> of that.
+    """
+    if after is not None:
+        text = text.rpartition(after)[2]
+    return text if tag is None else tagged(text, tag)
+
+
+def gold_text(answer: Any) -> str | None:
     """The expected answer as text; None (the reward does not apply) where there is none."""
     return None if answer is None else str(answer).strip() or None
+
+
+def words_of(text: str) -> list[str]:
+    """The words in lower case, without punctuation.
+
+    >>> words_of("Don't panic: it's 42!")
+    ["don't", 'panic', "it's", '42']
+    """
+    return re.findall(r"\w+(?:['\u2019]\w+)*", text.casefold())
 
 
 def exact_match(
@@ -43,80 +63,99 @@ def exact_match(
 ) -> list[float | None]:
     """1 where the completion without surrounding blanks is the answer, else 0; None for a row without an answer.
 
-    With `after` (such as "</think>"), what is compared is the text behind its last occurrence, or all of it where it
-    does not occur. With `tag` it is the text in the last <tag>...</tag> of that, and a completion without it scores 0.
+    `tag` and `after` choose the part of the completion that is compared; without the tag that is asked for it is 0.
+    Two encodings of the same accented letter (Unicode NFC) are equal; nothing else is.
     """
     scores: list[float | None] = []
     for completion, each in zip(completions, answer, strict=True):
-        text, gold = text_of(completion), _gold(each)
-        if after is not None:
-            text = text.rpartition(after)[2]
-        said = (text if tag is None else tagged(text, tag) or "").strip()
-        if ignore_case:
-            said, gold = said.casefold(), gold.casefold() if gold is not None else None
-        scores.append(None if gold is None else float(said == gold))
+        gold = gold_text(each)
+        said = answer_part(text_of(completion), tag=tag, after=after) or ""
+        scores.append(None if gold is None else float(_same_form(said, ignore_case) == _same_form(gold, ignore_case)))
     return scores
 
 
-def contains(completions: Sequence[Any], answer: Sequence[Any], *, ignore_case: bool = True) -> list[float | None]:
+def _same_form(text: str, ignore_case: bool) -> str:
+    text = unicodedata.normalize("NFC", text.strip())
+    return text.casefold() if ignore_case else text
+
+
+def contains(
+    completions: Sequence[Any],
+    answer: Sequence[Any],
+    *,
+    after: str | None = None,
+    ignore_case: bool = True,
+    max_words: int | None = None,
+) -> list[float | None]:
     """1 where the answer occurs in the completion as whole words, else 0; None for a row without an answer.
 
-    A policy can learn to list every candidate: prefer `exact_match` with a tag where the format can be asked for.
+    A policy can learn to list every candidate: set `max_words`, above which a completion scores 0, or better use
+    `exact_match` with a tag where the format can be asked for.
     """
     flags = re.IGNORECASE if ignore_case else 0
     scores: list[float | None] = []
     for completion, each in zip(completions, answer, strict=True):
-        gold = _gold(each)
-        found = gold and re.search(rf"(?<!\w){re.escape(gold)}(?!\w)", text_of(completion), flags)
-        scores.append(None if gold is None else float(bool(found)))
+        gold = gold_text(each)
+        text = answer_part(text_of(completion), after=after) or ""
+        found = gold and re.search(rf"(?<!\w){re.escape(gold)}(?!\w)", text, flags)
+        brief = max_words is None or len(text.split()) <= max_words
+        scores.append(None if gold is None else float(bool(found) and brief))
     return scores
 
 
-def regex_match(completions: Sequence[Any], *, pattern: str, full: bool = False) -> list[float]:
-    """1 where the regular expression occurs in the completion, or with `full` is all of it, else 0. A dot is any
-    character, line breaks too."""
-    compiled = re.compile(pattern, re.DOTALL)
-    match = compiled.fullmatch if full else compiled.search
-    return [float(match(text_of(completion)) is not None) for completion in completions]
+def rouge_l(
+    completions: Sequence[Any],
+    answer: Sequence[Any],
+    prompts: Sequence[Any] | None = None,
+    *,
+    tag: str | None = None,
+    after: str | None = None,
+    beyond_prompt: bool = True,
+    max_words: int = 2000,
+) -> list[float | None]:
+    """2 LCS / (words of the completion + words of the answer), in [0, 1]; None for a row without an answer.
 
-
-def tag_format(completions: Sequence[Any], *, tags: Sequence[str] = ("think", "answer")) -> list[float]:
-    """1 where the completion is <a>...</a><b>...</b> for the `tags` a, b in this order: each exactly once, none empty,
-    and only blanks around them; else 0."""
-    return [float(_is_tagged(text_of(completion), tags)) for completion in completions]
-
-
-def _is_tagged(text: str, tags: Sequence[str]) -> bool:
-    rest = text.strip()
-    for tag in tags:
-        opening, closing = f"<{tag}>", f"</{tag}>"
-        if text.count(opening) != 1 or text.count(closing) != 1 or not rest.startswith(opening):
-            return False
-        inside, _, rest = rest.removeprefix(opening).partition(closing)
-        if not inside.strip():
-            return False
-        rest = rest.lstrip()
-    return not rest
-
-
-def soft_overlong(
-    completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], *, max_length: int, buffer: int
-) -> list[float]:
-    """DAPO's length penalty, in tokens: 0 up to max_length - buffer, then falling linearly to -1 at max_length, and -1
-    beyond. With max_length 100 and buffer 20: 80 tokens give 0, 90 give -0.5, 101 give -1."""
-    if not 0 < buffer <= max_length:
-        raise ValueError(f"buffer is {buffer}; it must be in [1, max_length = {max_length}]")
-    free = max_length - buffer
-    return [-min(1.0, max(0, len(ids) - free) / buffer) for ids in completion_ids]
-
-
-def repetition_penalty(completions: Sequence[Any], *, ngram: int = 3, weight: float = 1.0) -> list[float]:
-    """-weight times the share of word n-grams that occurred before; 0 for a completion shorter than one n-gram."""
-    if ngram < 1:
-        raise ValueError(f"ngram is {ngram}; it must be at least 1")
-    scores: list[float] = []
-    for completion in completions:
-        words = text_of(completion).casefold().split()
-        grams = [tuple(words[start : start + ngram]) for start in range(len(words) - ngram + 1)]
-        scores.append(-weight * (1 - len(set(grams)) / len(grams)) if grams else 0.0)
+    With `beyond_prompt` the score s becomes max(0, s - c) / (1 - c), where c is what copying the whole prompt would
+    get: copying it gains nothing, and the answer itself still gets 1. A completion of more than `max_words` scores 0.
+    """
+    scores: list[float | None] = []
+    baselines: dict[tuple[str, str], float] = {}
+    for i, (completion, each) in enumerate(zip(completions, answer, strict=True)):
+        gold = gold_text(each)
+        if gold is None:
+            scores.append(None)
+            continue
+        said = words_of(answer_part(text_of(completion), tag=tag, after=after) or "")
+        score = 0.0 if len(said) > max_words else _f1(said, words_of(gold))
+        if beyond_prompt and prompts is not None:
+            key = (prompt_text(prompts[i]), gold)
+            if key not in baselines:
+                baselines[key] = _f1(words_of(key[0]), words_of(gold))
+            copied = baselines[key]
+            score = max(0.0, score - copied) / (1 - copied) if copied < 1 else 0.0
+        scores.append(score)
     return scores
+
+
+def prompt_text(prompt: Any) -> str:
+    """The text of one entry of `prompts`: a string, or what was said before the completion, without roles."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(str(message.get("content") or "") for message in prompt)
+
+
+def _f1(said: list[str], gold: list[str]) -> float:
+    return 2 * _common(said, gold) / (len(said) + len(gold)) if said and gold else 0.0
+
+
+def _common(said: list[str], gold: list[str]) -> int:
+    """Length of the longest common subsequence, a word of `said` at a time in bits of `gold` (Hyyrö 2004)."""
+    places: dict[str, int] = {}
+    for i, word in enumerate(gold):
+        places[word] = places.get(word, 0) | 1 << i
+    full = (1 << len(gold)) - 1
+    unmatched = full
+    for word in said:
+        hits = unmatched & places.get(word, 0)
+        unmatched = (unmatched + hits | unmatched - hits) & full
+    return len(gold) - unmatched.bit_count()

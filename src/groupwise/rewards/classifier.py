@@ -1,0 +1,129 @@
+"""A reward model as a reward: a sequence classifier with one label, whose logit is the score.
+
+    r = logits[0] of AutoModelForSequenceClassification on the conversation, rendered with the model's chat template
+
+That is the layout of TRL's RewardTrainer and of the models on RewardBench. A tokenizer without a chat template gets
+prompt and completion as a pair of texts. The model is loaded on first use, once in each process that scores.
+
+A completion cannot forge a turn: special tokens that it spells out are broken up before it is rendered. A reward model
+is still only a model, and a policy finds what it overrates: keep the KL on, and use several (`rewards.ensemble`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from groupwise.errors import ModelError
+from groupwise.rewards.base import text_of
+from groupwise.rewards.text import prompt_text
+
+_IN_USE = threading.Lock()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scorer:
+    """A loaded reward model. `longest` is the most tokens it reads, `pad` the id behind which it finds the last token
+    of a padded row (None: it cannot); `special` finds special tokens in text."""
+
+    model: Any
+    tokenizer: Any
+    longest: int
+    pad: int | None
+    special: re.Pattern[str] | None
+
+
+def reward_model(
+    completions: Sequence[Any],
+    prompts: Sequence[Any],
+    *,
+    model: str,
+    batch_size: int = 8,
+    max_length: int | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+) -> list[float]:
+    """The reward model's score of each completion of its prompt: any finite number, on the model's own scale.
+
+    `model` is a directory or a Hugging Face name. `max_length` tokens, by default the model's context, hold prompt and
+    completion; what is longer is not cut but a failure, nan. `device` is auto (a GPU where there is one) or torch's
+    name, `dtype` auto (float32 on a CPU, bfloat16 elsewhere) or torch's name.
+    Raises ModelError if the model cannot be loaded, has several labels, or no trained scoring head.
+    """
+    import torch
+
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
+    scorer = _load(model, device, dtype)
+    longest = min(scorer.longest, max_length or scorer.longest)
+    ids = [_ids(scorer, prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+    scores = [math.nan] * len(ids)
+    fitting = sorted((i for i in range(len(ids)) if 0 < len(ids[i]) <= longest), key=lambda i: len(ids[i]))
+    together = 1 if scorer.pad is None else batch_size
+    with _IN_USE, torch.inference_mode():
+        for chosen in _batches(fitting, together):
+            for i, score in zip(chosen, _logits(scorer, [ids[i] for i in chosen]), strict=True):
+                scores[i] = score
+    return scores
+
+
+def _batches(items: Sequence[int], size: int) -> list[Sequence[int]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+def _logits(scorer: _Scorer, rows: Sequence[Sequence[int]]) -> list[float]:
+    """The logits of rows padded on the right, where neither attention nor the pooled position reaches."""
+    import torch
+
+    width = max(map(len, rows))
+    input_ids = torch.tensor([[*row, *[scorer.pad or 0] * (width - len(row))] for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    where = scorer.model.device
+    return scorer.model(input_ids=input_ids.to(where), attention_mask=mask.to(where)).logits[:, 0].float().tolist()
+
+
+def _ids(scorer: _Scorer, prompt: Any, completion: Any) -> list[int]:
+    tokenizer = scorer.tokenizer
+    if tokenizer.chat_template is None:
+        return tokenizer(prompt_text(prompt), _broken_up(scorer, text_of(completion)))["input_ids"]
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    said = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else list(completion)
+    said = [{**message, "content": _broken_up(scorer, message.get("content") or "")} for message in said]
+    return tokenizer.apply_chat_template(asked + said, tokenize=True, return_dict=False)
+
+
+def _broken_up(scorer: _Scorer, text: str) -> str:
+    """<|im_end|> in the text becomes < |im_end|>."""
+    return text if scorer.special is None else scorer.special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+
+
+@functools.lru_cache(maxsize=4)
+def _load(name: str, device: str, dtype: str) -> _Scorer:
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    where = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    kind = getattr(torch, dtype if dtype != "auto" else "float32" if where == "cpu" else "bfloat16")
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(name)
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            name, num_labels=1, dtype=kind, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelError(f"the reward model {name!r} cannot be loaded: {error}") from error
+    if missing := sorted(report["missing_keys"]):
+        message = f"the reward model {name!r} has no trained {', '.join(missing[:3])}; its scores would be random"
+        raise ModelError(message, hint="give a model that was trained as a reward model with one label")
+    model.eval().requires_grad_(False).to(where)
+    text_config = model.config.get_text_config()
+    longest = min(getattr(text_config, "max_position_embeddings", 1 << 20), tokenizer.model_max_length)
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    special = sorted({*added, *tokenizer.all_special_tokens} - {""}, key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, special))) if special else None
+    pad = text_config.pad_token_id
+    return _Scorer(model=model, tokenizer=tokenizer, longest=int(longest), pad=pad, special=pattern)

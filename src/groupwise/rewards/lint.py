@@ -1,0 +1,285 @@
+"""Is a reward fit to train on? Judges what `rewards.trial` found out, as a policy would.
+
+error     it breaks the contract of `rewards.base` or has nothing to teach: it fails, takes for ever, gives everything
+          the same value, mixes up the order, changes what it is given, gives another value the second time
+warning   it can be had: junk earns what an answer should earn
+note      what one should know
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from groupwise.rewards.call import Failure, FailureKind, RewardFunction, Value
+from groupwise.rewards.probes import GOLD, IMITATIONS, LENGTHS, ROWS, STUFFED, UNTAGGED, Row
+from groupwise.rewards.trial import COPIES, LOST, Trial, Tried, try_out
+
+if TYPE_CHECKING:
+    from groupwise.rewards.pool import RewardPool
+
+Severity = Literal["error", "warning", "note"]
+SLOW_S = 1.0  # a call
+PAID = 0.5  # of the way from a wrong answer's reward to a right one's
+_SAME = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What was found, and the probe that shows it."""
+
+    severity: Severity
+    check: str
+    message: str
+    probe: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What is to be said of one function.
+
+    `hack` is how far the best junk gets from a wrong answer (0) to a right one (1); None where the function does not
+    tell these apart. `p95_ms` is the time of a call.
+    """
+
+    name: str
+    findings: tuple[Finding, ...]
+    tried: tuple[Tried, ...]
+    p95_ms: float
+    hack: float | None
+
+    @property
+    def verdict(self) -> Severity | Literal["ok"]:
+        """The gravest severity; "ok" without an error or a warning."""
+        severities = {finding.severity for finding in self.findings}
+        return "error" if "error" in severities else "warning" if "warning" in severities else "ok"
+
+
+def needed_options(function: RewardFunction) -> list[str]:
+    """Keyword-only parameters without a default that nothing fills: options by convention, not columns."""
+    parameters, only = function.parameters(), inspect.Parameter.KEYWORD_ONLY
+    return [name for name in function.missing(GOLD) if parameters[name].kind is only]
+
+
+async def lint(function: RewardFunction, *, rows: Sequence[Row] = ROWS, pool: RewardPool | None = None) -> Report:
+    """Try the function on the `rows`, in the pool if that runs it, and judge what came of it."""
+    trial = await try_out(function, rows, pool=pool)
+    return judge(function.name if function.spec is None else function.spec.function, trial)
+
+
+def judge(name: str, trial: Trial) -> Report:
+    """The findings, the gravest first."""
+    seconds = sorted(trial.seconds)
+    p95 = seconds[math.ceil(0.95 * len(seconds)) - 1]
+    checks = (_failures, _style, _sameness, _gold, _group, _memory, _junk, _form, _length)
+    findings = [finding for check in checks for finding in check(trial)]
+    if p95 > SLOW_S and not trial.lost:
+        findings.append(Finding(severity="warning", check="slow", message=f"one call in 20 takes {p95:.1f} s or more"))
+    order = ("error", "warning", "note")
+    return Report(
+        name=name,
+        findings=tuple(sorted(findings, key=lambda each: order.index(each.severity))),
+        tried=tuple(trial.singles),
+        p95_ms=1000 * p95,
+        hack=max((paid for _, paid in _payments(trial)), default=None),
+    )
+
+
+# ---- the contract ----
+
+
+def _failures(trial: Trial) -> Iterator[Finding]:
+    """One finding for each way to fail; but where only a whole row fails, the function is not made for such answers."""
+    foreign = {
+        index
+        for index in range(len(trial.rows))
+        if trial.numbers and all(isinstance(each.value, Failure) for each in trial.singles if each.row == index)
+    }
+    for index in foreign:
+        cause = next((_cause(each.value) for each in trial.singles if each.row == index), "it was not tried")
+        message = f"the answer {str(trial.rows[index].gold)[:40]!r} is not for it: {cause}"
+        yield Finding(severity="note", check="row", message=message)
+    if trial.made_up and not trial.numbers and not trial.lost:
+        cause = _cause(trial.singles[0].value) or "everything gets None"
+        message = f"not tried: {trial.made_up[0]!r} was made up, and then {cause}; give rows that have it"
+        yield Finding(severity="warning", check="column", message=message)
+        return
+    for kind in FailureKind:
+        failed = [t for t in trial.singles if isinstance(t.value, Failure) and t.value.kind is kind]
+        if failed := [each for each in failed if each.row not in foreign]:
+            message = f"{len(failed)} of {len(trial.singles)} probes: {_cause(failed[0].value)}"
+            yield Finding(severity="error", check=kind.value, message=message, probe=failed[0].probe)
+    if trial.lost >= LOST:
+        message = f"nothing more was tried after {LOST} calls that did not come back"
+        yield Finding(severity="note", check="stopped", message=message)
+
+
+def _style(trial: Trial) -> Iterator[Finding]:
+    if not trial.chat:
+        message = "it reads plain text only; the completions of chat prompts are lists of messages"
+        yield Finding(severity="note", check="style", message=message, probe="right, bare")
+
+
+def _sameness(trial: Trial) -> Iterator[Finding]:
+    values = set(trial.numbers.values())
+    if len(values) == 1 and len(trial.numbers) > 1:
+        message = f"everything gets {values.pop():g}: no probe has what it looks for, or there is nothing to learn"
+        yield Finding(severity="error", check="constant", message=message)
+    elif all(each.value is None for each in trial.singles) and not trial.made_up:
+        message = "everything gets None: it never applies"
+        yield Finding(severity="error", check="constant", message=message)
+
+
+def _group(trial: Trial) -> Iterator[Finding]:
+    """How a group is scored, against its completions alone."""
+    if failure := next((each for each in (*trial.group, *trial.later) if isinstance(each.value, Failure)), None):
+        message = f"fails, now or then, on what it scored alone: {_cause(failure.value)}"
+        yield Finding(severity="error", check="group", message=message, probe=failure.probe)
+        return
+    if not _equal(*trial.twice):
+        return
+    for each, turned in zip(trial.group, trial.turned, strict=True):
+        if not _same(each.value, turned):
+            message = f"the order matters: {_show(each.value)}, and {_show(turned)} with the group turned round"
+            yield Finding(severity="error", check="order", message=message, probe=each.probe)
+            break
+    else:
+        if not all(_same(each, trial.copies[0]) for each in trial.copies):
+            values = ", ".join(map(_show, trial.copies))
+            message = f"{COPIES} completions that are the same get {values}"
+            yield Finding(severity="error", check="order", message=message, probe=trial.group[0].probe)
+    alone = [trial.value(each.row, each.kind, each.name) for each in trial.group]
+    for each, value in zip(trial.group, alone, strict=True):
+        if not _same(each.value, value):
+            message = f"its value depends on the rest of its group: {_show(each.value)} there, {_show(value)} alone"
+            yield Finding(severity="note", check="relative", message=message, probe=each.probe)
+            break
+
+
+def _memory(trial: Trial) -> Iterator[Finding]:
+    """Whether the same question gets the same answer, and the question is left as it was."""
+    if not _equal(*trial.twice):
+        first, second = next((a, b) for a, b in zip(*trial.twice, strict=True) if not _same(a, b))
+        message = (
+            f"the same completion got {_show(first)} and, asked again at once, {_show(second)}: it draws random "
+            "numbers, reads a clock, or remembers what it was asked"
+        )
+        yield Finding(severity="error", check="repeat", message=message)
+    else:
+        for each in trial.later:
+            if not _same(each.value, before := trial.value(each.row, each.kind, each.name)):
+                message = f"got {_show(before)} at first and {_show(each.value)} later: it remembers what came between"
+                yield Finding(severity="error", check="state", message=message, probe=each.probe)
+                break
+    if trial.changed is not None:
+        message = f"it changes its argument {trial.changed!r}; work on a copy"
+        yield Finding(severity="error", check="arguments", message=message)
+
+
+# ---- what it pays for ----
+
+
+def _gold(trial: Trial) -> Iterator[Finding]:
+    """What it makes of the expected answer, where it needs one."""
+    if not trial.needs_gold or not trial.numbers:
+        return
+    if not trial.spans:
+        message = "right and wrong answers get the same in every form; give rows and options with which they do not"
+        yield Finding(severity="warning", check="gold", message=message)
+    if trial.group and trial.without_gold is not None:
+        given = trial.without_gold
+        what = _cause(given) if isinstance(given, Failure) else f"gives {given:g}"
+        message = f"a row without an answer (None): {what}; return None where the reward does not apply"
+        yield Finding(severity="warning", check="no_answer", message=message, probe=trial.group[0].probe)
+    for each in trial.of_nothing:
+        low, _ = trial.spans.get(each.row, (math.inf, 0.0))
+        if isinstance(each.value, float) and each.value > low + _SAME:
+            message = f'gets {each.value:g} in a row whose answer is "", as if it were right; return None for such rows'
+            yield Finding(severity="warning", check="empty_answer", message=message, probe=each.probe)
+            break
+
+
+def _junk(trial: Trial) -> Iterator[Finding]:
+    """Junk that is paid like an answer; and silence where it is paid best."""
+    best = {}
+    for each, paid in _payments(trial):
+        silent = each.name in ("empty", "blank") and paid > 0
+        if (paid >= PAID or silent) and paid > best.get(each.name, (None, 0.0))[1]:
+            best[each.name] = (each, paid)
+    for each, _ in best.values():
+        low, top = trial.spans[each.row]
+        message = f"gets {_show(each.value)}; the best wrong answer gets {low:g}, the best right one {top:g}"
+        yield Finding(severity="warning", check="junk", message=message, probe=each.probe)
+    values = set(trial.numbers.values())
+    for row in range(len(trial.rows)):
+        empty = trial.value(row, "junk", "empty")
+        if empty is not None and len(values) > 1 and not trial.spans and empty >= max(values) - _SAME:
+            message = f"silence gets {empty:g}, and nothing gets more: good only beside a reward for being right"
+            yield Finding(severity="warning", check="junk", message=message, probe="empty")
+            return
+
+
+def _form(trial: Trial) -> Iterator[Finding]:
+    """Tags that are only played with, and words that only sound like reasoning."""
+    for row in range(len(trial.rows)):
+        without_tags = [value for name in UNTAGGED if (value := trial.value(row, "wrong", name)) is not None]
+        for name, form in IMITATIONS.items():
+            proper, value = trial.value(row, "wrong", form), trial.value(row, "junk", name)
+            if proper is None or value is None or not without_tags:
+                continue
+            if max(without_tags) + _SAME < proper <= value + _SAME:
+                message = f"gets {value:g} for its form, as tags in their order with something inside do"
+                yield Finding(severity="warning", check="tags", message=message, probe=name)
+        for name, plainly in STUFFED.items():
+            value, plain = trial.value(row, "junk", name), trial.value(row, "junk", plainly)
+            if value is not None and plain is not None and value > plain + _SAME:
+                message = f"connectors without a thought get {value:g}, other words {plain:g}"
+                yield Finding(severity="warning", check="connectors", message=message, probe=name)
+        if without_tags:
+            return
+
+
+def _length(trial: Trial) -> Iterator[Finding]:
+    """Words about nothing, more and more of them."""
+    for row in range(len(trial.rows)):
+        values = [value for name in LENGTHS if (value := trial.value(row, "junk", name)) is not None]
+        if len(values) == len(LENGTHS):
+            if max(values) > values[0] + _SAME:
+                listed = ", ".join(f"{name} get {value:g}" for name, value in zip(LENGTHS, values, strict=True))
+                longest = LENGTHS[values.index(max(values))]
+                message = f"length alone is paid: about nothing, {listed}"
+                yield Finding(severity="warning", check="length", message=message, probe=longest)
+            return
+
+
+def _payments(trial: Trial) -> Iterator[tuple[Tried, float]]:
+    """Junk that was scored, and how far it gets from the best wrong answer (0, or less) to the best right one (1)."""
+    for each in trial.singles:
+        if each.kind == "junk" and isinstance(each.value, float) and each.row in trial.spans:
+            low, top = trial.spans[each.row]
+            yield each, min(1.0, max(0.0, (each.value - low) / (top - low)))
+
+
+# ---- values ----
+
+
+def _equal(first: Sequence[Value], second: Sequence[Value]) -> bool:
+    return all(_same(a, b) for a, b in zip(first, second, strict=True))
+
+
+def _same(first: Value, second: Value) -> bool:
+    """Equal but for what a reward model's arithmetic does in another batch."""
+    if isinstance(first, float) and isinstance(second, float):
+        return math.isclose(first, second, rel_tol=1e-3, abs_tol=1e-6)
+    return type(first) is type(second)
+
+
+def _cause(value: Value) -> str:
+    return value.cause if isinstance(value, Failure) else ""
+
+
+def _show(value: Value) -> str:
+    return f"{value:g}" if isinstance(value, float) else "None" if value is None else "a failure"
