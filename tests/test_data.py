@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.config import DataConfig, DatasetConfig
-from groupwise.data import PromptSource, open_prompts, to_prompt
+from groupwise.data import PromptSource, Ticket, open_prompts, to_prompt
 from groupwise.errors import ConfigError, DataError, LoadError
 from groupwise.types import Prompt
 
@@ -206,7 +206,7 @@ def test_evaluation_data_is_read_in_order_and_does_not_move_the_stream(tmp_path)
     write_rows(tmp_path, [{"prompt": str(index)} for index in range(10)])
     source = open_prompts(DataConfig(source="rows.jsonl"), folder=tmp_path, seed=3)
     assert [prompt.text for prompt in source.all(2)] == ["0", "1"]
-    assert source.cursor == {"epoch": 0, "position": 0, "rows": 10}
+    assert source.cursor == {"epoch": 0, "position": 0, "rows": 10, "unresolved": []}
     ordered = open_prompts(DatasetConfig(source="rows.jsonl"), folder=tmp_path, seed=3)
     assert [prompt.text for prompt in ordered.take(10)] == [str(index) for index in range(10)]
 
@@ -230,3 +230,98 @@ def test_a_cursor_of_another_dataset_is_refused():
         source.restore(PromptSource(numbered(4)).cursor)
     with pytest.raises(DataError, match="is not a cursor"):
         source.restore({"epoch": 0, "position": 9, "rows": 3})
+
+
+# ---- tickets ----
+
+
+def test_a_row_has_another_ticket_in_every_epoch():
+    source = PromptSource(numbered(3), seed=5)
+    issued = source.issue(9)
+    assert len({each.ticket for each in issued}) == 9
+    assert [each.ticket.epoch for each in issued] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert [each.prompt for each in issued] == PromptSource(numbered(3), seed=5).take(9)
+    assert not any(each.again for each in issued) and source.epochs == 3.0
+
+
+def test_what_was_not_resolved_is_issued_again_first():
+    source = PromptSource(numbered(5), shuffle=False)
+    issued = source.issue(7)
+    for index in (6, 1, 3, 0):
+        source.resolve(issued[index].ticket)
+    restored = PromptSource(numbered(5), shuffle=False)
+    restored.restore(json.loads(json.dumps(source.cursor)))
+    again = restored.issue(4)
+    assert [each.prompt.id for each in again] == ["2", "4", "0", "2"]
+    assert [tuple(each.ticket) for each in again] == [(0, 2), (0, 4), (1, 0), (1, 2)]
+    assert [each.again for each in again] == [True, True, True, False]
+
+
+def test_a_ticket_is_resolved_once():
+    source = PromptSource(numbered(3))
+    [issued] = source.issue(1)
+    cursor = source.cursor
+    source.resolve(issued.ticket)
+    with pytest.raises(ValueError, match="resolved already"):
+        source.resolve(issued.ticket)
+    with pytest.raises(ValueError, match="is not issued"):
+        source.resolve(Ticket(0, 2))
+    source.restore(cursor)
+    with pytest.raises(ValueError, match="is not issued"):  # not yet again
+        source.resolve(issued.ticket)
+    assert source.issue(1)[0].ticket == issued.ticket
+    source.resolve(issued.ticket)
+
+
+ACTS = st.tuples(st.sampled_from(["issue", "resolve", "resolve", "save", "kill"]), st.integers(0, 99))
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(rows=st.integers(1, 6), shuffle=st.booleans(), acts=st.lists(ACTS, max_size=40))
+def test_no_prompt_is_lost_or_trained_twice(rows, shuffle, acts):
+    """Whatever the order in which prompts are done, and wherever the run is killed and resumed from its last cursor."""
+
+    def begin():
+        return PromptSource(numbered(rows), seed=2, shuffle=shuffle)
+
+    source = begin()
+    trained, flying, saved = {}, {}, (source.cursor, {})
+    for act, number in acts:
+        if act == "issue":
+            for each in source.issue(1 + number % 3):
+                assert each.ticket not in trained and each.ticket not in flying
+                flying[each.ticket] = each.prompt
+        elif act == "resolve" and flying:
+            ticket = sorted(flying)[number % len(flying)]
+            source.resolve(ticket)
+            trained[ticket] = flying.pop(ticket)
+        elif act == "save":
+            saved = json.loads(json.dumps(source.cursor)), dict(trained)
+        elif act == "kill":
+            source = begin()
+            source.restore(saved[0])
+            trained, flying = dict(saved[1]), {}
+    unresolved = len(source.cursor["unresolved"])
+    done = trained | {each.ticket: each.prompt for each in source.issue(unresolved - len(flying))} | flying
+    assert [done[ticket] for ticket in sorted(done)] == begin().take(len(done))
+
+
+@pytest.mark.parametrize(
+    "unresolved", [[[0, 1]], [[0, 0], [0, 0]], [[0]], [[-1, 0]], [[1, 0]], [[0, 3]]], ids=lambda each: json.dumps(each)
+)
+def test_a_cursor_with_tickets_that_cannot_be_is_refused(unresolved):
+    with pytest.raises(DataError, match="is not a cursor"):
+        PromptSource(numbered(3)).restore({"epoch": 0, "position": 1, "rows": 3, "unresolved": unresolved})
+
+
+def test_a_cursor_without_tickets_has_nothing_on_its_way():
+    source = PromptSource(numbered(3), shuffle=False)
+    source.restore({"epoch": 1, "position": 2, "rows": 3})
+    assert [each.prompt.id for each in source.issue(2)] == ["2", "0"]
+
+
+def test_a_prompt_by_its_id():
+    source = PromptSource(numbered(3))
+    assert source.prompt("2").id == "2" and source.cursor["position"] == 0
+    with pytest.raises(DataError, match="there is no prompt 'x'"):
+        source.prompt("x")

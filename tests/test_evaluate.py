@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import math
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
 
 from groupwise.engine.local import LocalEngine
-from groupwise.errors import ContextLengthError
-from groupwise.evaluate import Evaluation, compare, encode_all, evaluate
+from groupwise.errors import ContextLengthError, DataError, RewardError
+from groupwise.evaluate import BestVersion, Evaluation, compare, encode_all, evaluate, pass_at_k
 from groupwise.rewards.base import RewardFunction
-from groupwise.types import PolicyVersion, Prompt, SamplingParams
+from groupwise.types import FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams
 
 BASE = PolicyVersion.base()
 PROMPTS = [Prompt(id=str(i), text=f"{i}+{i}=", columns={"skill": ("add", "sub")[i % 2], "gold": i}) for i in range(4)]
@@ -27,19 +32,20 @@ def engine(make_base) -> Iterator[LocalEngine]:
 
 
 def gold(completions, gold):
-    return [None if gold[0] == 3 else float(gold[0])]
+    return [None if each == 3 else float(each) for each in gold]
 
 
-def run(engine: LocalEngine, *, seed: int = 0, **params):
+def run(engine: LocalEngine, *, rewards=None, seed: int = 0, k: int = 1, **params):
     return asyncio.run(
         evaluate(
             engine,
             encode_all(PROMPTS, engine._base),
-            [RewardFunction(name="gold", function=gold, args={})],
+            rewards or [RewardFunction(name="gold", function=gold, args={})],
             version=BASE,
             params=SamplingParams(max_tokens=6, temperature=1.3, top_k=50, **params),
             modes=("greedy", "sampled"),
             seed=seed,
+            k=k,
         )
     )
 
@@ -84,6 +90,174 @@ def test_compare(engine):
         f"{mode}{part}/reward" for mode in ("greedy", "sampled") for part in ("", "/add", "/sub")
     ]
     assert all(first == last for _, first, last in rows)
+    several = run(engine, k=2)
+    names = [row[0] for row in compare(several, several, by=None)]
+    assert names == ["greedy/reward", "sampled/reward", "sampled/pass@2"]
+
+
+# ---- several samples ----
+
+
+def test_k_samples_in_mode_sampled(engine):
+    """The first sample of each prompt is that of k = 1; greedy is done once."""
+    one, three = run(engine), run(engine, k=3)
+    assert [len(group.rollouts) for group in three["sampled"].groups] == [3] * 4
+    assert [len(group.rollouts) for group in three["greedy"].groups] == [1] * 4
+    assert (three["sampled"].k, three["greedy"].k) == (3, 1)
+    assert ids(three["sampled"]) == ids(one["sampled"]) and ids(three["greedy"]) == ids(one["greedy"])
+    assert len({r.completion.token_ids for r in three["sampled"].groups[0].rollouts}) > 1
+
+
+def evaluation(*rewards_PG: Sequence[float | None], **options) -> Evaluation:
+    """An evaluation with these rewards, None where scoring failed."""
+    groups = tuple(
+        RolloutGroup(
+            prompt=Prompt(id=str(i), text="x"),
+            rollouts=tuple(Rollout(turns=(), reward=r, error="failed" if r is None else None) for r in rewards),
+        )
+        for i, rewards in enumerate(rewards_PG)
+    )
+    return Evaluation(mode="sampled", version=BASE, groups=groups, **options)
+
+
+def test_pass_at_k_is_the_chance_over_all_subsets():
+    for n in range(1, 7):
+        for c in range(n + 1):
+            outcomes = [i < c for i in range(n)]
+            for k in range(1, n + 1):
+                subsets = [any(chosen) for chosen in itertools.combinations(outcomes, k)]
+                assert pass_at_k(n, c, k) == pytest.approx(sum(subsets) / len(subsets), abs=1e-12)
+    assert pass_at_k(1024, 1, 512) == 0.5
+    for n, c, k in ((4, 5, 1), (4, -1, 1), (4, 1, 5), (4, 1, 0)):
+        with pytest.raises(ValueError, match="it must be that"):
+            pass_at_k(n, c, k)
+
+
+def test_means_over_several_samples():
+    """Each prompt counts the same, however many of its completions could be scored."""
+    result = evaluation([1.0, 0.0, 0.0, 0.0], [1.0, None, None, 1.0], [0.0, 0.0, 0.0, 0.0], [None] * 4)
+    assert result.mean() == pytest.approx((0.25 + 1 + 0) / 3)
+    assert result.pass_at(4) == pytest.approx((1 + 0) / 2)  # the second prompt has two that were scored
+    assert result.pass_at(2) == pytest.approx((0.5 + 1 + 0) / 3)
+    assert math.isnan(result.pass_at(5))
+    spread = statistics.stdev([0.25, 1.0, 0.0])
+    assert result.details() == {
+        "eval/sampled/reward_stderr": pytest.approx(spread / math.sqrt(3)),
+        "eval/sampled/failed": 6.0,
+        "eval/sampled/avg@4": result.mean(),
+        "eval/sampled/pass@1": pytest.approx((0.25 + 1 + 0) / 3),
+        "eval/sampled/pass@4": 0.5,
+    }
+
+
+def test_the_reward_of_a_success():
+    result = evaluation([0.4, 0.6], [0.5, 0.1 + 0.2])
+    assert result.pass_at(1) == 0.0
+    assert evaluation([0.4, 0.6], [0.5, 0.1 + 0.2], success=0.5).pass_at(1) == 0.5
+    assert evaluation([0.3, 0.1 + 0.2], success=0.1 + 0.2).pass_at(1) == 1.0  # equal but for rounding
+
+
+def test_the_standard_error_is_that_of_the_prompts():
+    """Over many repetitions, the means spread by what the standard error says; samples of one prompt are not
+    independent, so that to count each as one would say half of it here."""
+    random = Random(0)
+
+    def once():
+        rates = [random.choice([0.0, 1.0]) for _ in range(40)]
+        return evaluation(*([float(random.random() < p) for _ in range(4)] for p in rates))
+
+    results = [once() for _ in range(300)]
+    spread = statistics.stdev([each.mean() for each in results])
+    assert statistics.fmean(each.standard_error() for each in results) == pytest.approx(spread, rel=0.15)
+    assert math.isnan(evaluation([1.0, 0.0]).standard_error())
+
+
+# ---- failures ----
+
+
+def sometimes(completions, gold):
+    if gold[0] % 2:
+        raise ArithmeticError("no score")
+    return [1.0] * len(completions)
+
+
+def never(completions):
+    raise ArithmeticError("no score")
+
+
+def test_what_fails_is_counted_and_left_out(engine):
+    result = run(engine, rewards=[RewardFunction(name="sometimes", function=sometimes, args={})], k=2)
+    assert (result["sampled"].failed, result["greedy"].failed) == (4, 2)
+    assert result["sampled"].mean() == result["greedy"].mean() == 1.0
+    with pytest.raises(RewardError, match=r"no reward for any of 4 completions.*no score"):
+        run(engine, rewards=[RewardFunction(name="never", function=never, args={})])
+
+
+def test_what_scores_a_group_may_be_given_instead_of_functions(engine):
+    async def scorer(group: RolloutGroup) -> RolloutGroup:
+        number = group.prompt.columns["gold"]
+        rollouts = [replace(r, reward=float(number)) for r in group.rollouts]
+        rollouts[0] = replace(rollouts[0], reward=None, error="timeout") if number % 2 else rollouts[0]
+        return replace(group, rollouts=tuple(rollouts))
+
+    async def fails(group: RolloutGroup) -> RolloutGroup:
+        return replace(group, rollouts=tuple(replace(r, error="timeout") for r in group.rollouts))
+
+    result = run(engine, rewards=scorer, k=2)
+    assert result["greedy"].mean() == 1.0 and result["greedy"].failed == 2
+    assert result["sampled"].mean() == 1.5 and result["sampled"].failed == 2
+    with pytest.raises(RewardError, match=r"no reward for any of 4 completions; the first cause: timeout"):
+        run(engine, rewards=fails)
+
+
+def test_an_aborted_completion_is_a_failure(engine, monkeypatch):
+    sample = engine.sample
+
+    async def abort_the_first(requests):
+        first, *rest = await sample(requests)
+        return [[replace(each, finish_reason=FinishReason.ABORT) for each in first], *rest]
+
+    monkeypatch.setattr(engine, "sample", abort_the_first)
+    greedy = run(engine)["greedy"]
+    assert greedy.failed == 1 and greedy.mean() == pytest.approx((1 + 2) / 2)  # of 0, 1, 2 and one without a gold
+
+
+# ---- the best version ----
+
+
+def version(number: int) -> PolicyVersion:
+    return PolicyVersion("math", number)
+
+
+def test_the_best_version_is_the_first_with_the_highest_value():
+    best = BestVersion()
+    assert best.version is None and not best.stop
+    assert not best.observe(version(0), math.nan)
+    values = [(1, 0.3, True), (2, 0.5, True), (3, 0.5, False), (4, math.nan, False), (5, 0.4, False)]
+    assert [best.observe(version(number), value) for number, value, _ in values] == [new for *_, new in values]
+    assert (best.version, best.value, best.waited, best.stop) == (version(2), 0.5, 3, False)
+    assert best.observe(version(6), 0.6) and best.version == version(6)
+
+
+def test_patience():
+    best = BestVersion(patience=2)
+    stops = []
+    for number, value in enumerate([0.1, 0.1, 0.2, 0.2, 0.1, 0.3]):
+        best.observe(version(number), value)
+        stops.append(best.stop)
+    assert stops == [False, False, False, False, True, False]
+
+
+def test_the_best_version_after_a_restart():
+    for seen in ([], [0.1, 0.4, 0.2], [-1.0]):
+        best = BestVersion(patience=2)
+        for number, value in enumerate(seen):
+            best.observe(version(number), value)
+        restored = BestVersion(patience=2)
+        restored.load_state_dict(json.loads(json.dumps(best.state_dict(), allow_nan=False)))
+        assert vars(restored) == vars(best)
+    with pytest.raises(DataError, match="not the state of a BestVersion"):
+        BestVersion().load_state_dict({"version": "nonsense", "value": 1, "waited": 0})
 
 
 def test_a_prompt_that_fills_the_context(make_base):

@@ -6,7 +6,8 @@ A row is a mapping with a prompt, a string (plain text) or a list of chat messag
     {"prompt": [{"role": "user", "content": "2+2?"}], "answer": "4"}
 
 All rows are read and checked when the source is opened, so that a bad row stops a run before a model is loaded. The
-order of an epoch depends on (seed, epoch) only, so a cursor is an epoch and a position in it.
+order of an epoch depends on (seed, epoch) only, so a cursor is an epoch, a position in it, and what before that is on
+its way.
 """
 
 from __future__ import annotations
@@ -16,20 +17,71 @@ import itertools
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from groupwise.config import DataConfig, DatasetConfig
 from groupwise.errors import ConfigError, DataError
 from groupwise.load import load_object
-from groupwise.types import Message, Prompt
+from groupwise.types import Message, Prompt, RolloutGroup
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 RESERVED = ("prompts", "completions", "completion_ids")  # what rewards get under these names is not the dataset's
 
 
+class Ticket(NamedTuple):
+    """Names one drawing of a row: the epoch, and the position in its order. No two drawings have the same one."""
+
+    epoch: int
+    position: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Issued:
+    """A prompt on its way through sampling and training. `again`: it was so already when the run stopped."""
+
+    ticket: Ticket
+    prompt: Prompt
+    again: bool = False
+
+
+class PromptStream(Protocol):
+    """What a loop draws prompts from: a PromptSource, or a Curriculum around one."""
+
+    def __len__(self) -> int: ...
+
+    def issue(self, n: int) -> list[Issued]: ...
+
+    def resolve(self, ticket: Ticket) -> None: ...
+
+    def take(self, n: int) -> list[Prompt]: ...
+
+    def all(self, limit: int | None = None) -> list[Prompt]: ...
+
+    def prompt(self, id: str) -> Prompt: ...
+
+    def observe(self, groups: Sequence[RolloutGroup]) -> None: ...
+
+    def metrics(self) -> dict[str, float]: ...
+
+    @property
+    def epochs(self) -> float: ...
+
+    @property
+    def cursor(self) -> dict[str, Any]: ...
+
+    def restore(self, cursor: Mapping[str, Any]) -> None: ...
+
+
 class PromptSource:
-    """Prompts in epochs, each a new order if `shuffle`. `cursor` says how far the stream has been taken."""
+    """Prompts in epochs, each a new order if `shuffle`.
+
+    A prompt is issued with a ticket and, once it was trained on or given up, resolved; in any order. `cursor` holds the
+    position up to which prompts were issued and the tickets that are not resolved. A stream restored from it issues
+    those first, so that none is lost and none is trained twice, however far ahead others had come.
+    """
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int = 0, shuffle: bool = True):
         if not prompts:
@@ -40,41 +92,97 @@ class PromptSource:
         self._epoch = 0
         self._position = 0
         self._order = self._order_of(0)
+        self._open: dict[Ticket, int] = {}  # issued, not resolved -> row; in the order in which they were issued
+        self._again: list[Ticket] = []  # of these, the ones to be issued again, last first
 
     def __len__(self) -> int:
         """Number of prompts in an epoch."""
         return len(self._prompts)
 
+    def issue(self, n: int) -> list[Issued]:
+        """The next n prompts with their tickets; an epoch follows another, so a prompt can come twice."""
+        issued: list[Issued] = []
+        while len(issued) < n:
+            again = bool(self._again)
+            ticket = self._again.pop() if again else self._advance()
+            issued.append(Issued(ticket=ticket, prompt=self._prompts[self._open[ticket]], again=again))
+        return issued
+
+    def resolve(self, ticket: Ticket) -> None:
+        """The prompt is done with: after a restart it does not come again. Raises ValueError if it is not issued."""
+        if ticket not in self._open or ticket in self._again:
+            raise ValueError(f"{ticket} is not issued, or is resolved already; resolve each ticket of issue() once")
+        del self._open[ticket]
+
     def take(self, n: int) -> list[Prompt]:
-        """The next n prompts; an epoch follows another, so a prompt can come twice."""
-        taken: list[Prompt] = []
-        while len(taken) < n:
-            if self._position == len(self._order):
-                self._epoch, self._position = self._epoch + 1, 0
-                self._order = self._order_of(self._epoch)
-            chosen = self._order[self._position : self._position + n - len(taken)]
-            taken += [self._prompts[index] for index in chosen]
-            self._position += len(chosen)
-        return taken
+        """The next n prompts, resolved at once."""
+        issued = self.issue(n)
+        for each in issued:
+            self.resolve(each.ticket)
+        return [each.prompt for each in issued]
 
     def all(self, limit: int | None = None) -> list[Prompt]:
         """The first `limit` prompts (None: all), in the order of the rows; the stream does not move."""
         return list(self._prompts[:limit])
 
-    @property
-    def cursor(self) -> dict[str, int]:
-        """Where the stream stands, for `restore`; goes through JSON."""
-        return {"epoch": self._epoch, "position": self._position, "rows": len(self._prompts)}
+    def prompt(self, id: str) -> Prompt:
+        """The prompt of that id; the stream does not move. Raises DataError if there is none."""
+        if id not in self._by_id:
+            raise DataError(f"there is no prompt {id!r}", hint="resume with the dataset that the run was started with")
+        return self._by_id[id]
 
-    def restore(self, cursor: Mapping[str, int]) -> None:
+    def observe(self, groups: Sequence[RolloutGroup]) -> None:
+        """Scored groups; the order of this stream does not depend on them."""
+
+    def metrics(self) -> dict[str, float]:
+        """Nothing: every prompt is drawn once an epoch."""
+        return {}
+
+    @property
+    def epochs(self) -> float:
+        """How many epochs were issued."""
+        return self._epoch + self._position / len(self._prompts)
+
+    @property
+    def cursor(self) -> dict[str, Any]:
+        """Where the stream stands, for `restore`; goes through JSON."""
+        unresolved = [list(ticket) for ticket in self._open]
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "rows": len(self._prompts),
+            "unresolved": unresolved,
+        }
+
+    def restore(self, cursor: Mapping[str, Any]) -> None:
         """Continue where `cursor` was taken. Raises DataError when the dataset has another number of rows."""
         epoch, position, rows = (cursor.get(key, -1) for key in ("epoch", "position", "rows"))
         if rows != len(self._prompts):
             message = f"the cursor is of a dataset with {rows} rows; this one has {len(self._prompts)}"
             raise DataError(message, hint="resume with the dataset that the run was started with")
-        if epoch < 0 or not 0 <= position <= rows:
+        unresolved = cursor.get("unresolved", ())
+        tickets = [Ticket(*each) for each in unresolved if len(each) == 2]
+        issued = all(0 <= each.position < rows and (0, 0) <= each < (epoch, position) for each in tickets)
+        issued = issued and len(set(tickets)) == len(unresolved)
+        if epoch < 0 or not 0 <= position <= rows or not issued:
             raise DataError(f"{dict(cursor)} is not a cursor; take one from PromptSource.cursor")
         self._epoch, self._position, self._order = epoch, position, self._order_of(epoch)
+        orders = {each: self._order_of(each) for each in {ticket.epoch for ticket in tickets}}
+        self._open = {ticket: orders[ticket.epoch][ticket.position] for ticket in tickets}
+        self._again = tickets[::-1]
+
+    def _advance(self) -> Ticket:
+        if self._position == len(self._order):
+            self._epoch, self._position = self._epoch + 1, 0
+            self._order = self._order_of(self._epoch)
+        ticket = Ticket(self._epoch, self._position)
+        self._open[ticket] = self._order[self._position]
+        self._position += 1
+        return ticket
+
+    @cached_property
+    def _by_id(self) -> dict[str, Prompt]:
+        return {prompt.id: prompt for prompt in reversed(self._prompts)}  # the first, where ids repeat
 
     def _order_of(self, epoch: int) -> list[int]:
         order = list(range(len(self._prompts)))

@@ -1,0 +1,115 @@
+"""A rollout group as JSON and back, equal to what it was: a line of `rollouts/*.jsonl`, an entry of the replay buffer.
+
+Token ids and logprobs come back bit for bit (JSON holds the shortest decimal that reads as the same float64). A number
+that is NaN or infinite is the string "NaN", "Infinity" or "-Infinity". Only a prompt's `columns` come back as far as
+JSON has their types: a tuple is a list, a date is text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from groupwise.errors import DataError
+from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Turn
+
+
+def group_to_json(group: RolloutGroup) -> dict[str, Any]:
+    """What `json.dumps(..., allow_nan=False)` takes, whatever the columns hold."""
+    prompt = group.prompt
+    return {
+        "prompt": {
+            "id": prompt.id,
+            "messages": prompt.messages,
+            "text": prompt.text,
+            "tools": prompt.tools,
+            "columns": plain(prompt.columns),
+            "token_ids": prompt.token_ids,
+        },
+        "rollouts": [
+            {
+                "turns": [_turn_to_json(turn, prompt=prompt) for turn in rollout.turns],
+                "rewards": plain(rollout.rewards),
+                "reward": plain(rollout.reward),
+                "advantage": plain(rollout.advantage),
+                "error": rollout.error,
+            }
+            for rollout in group.rollouts
+        ],
+    }
+
+
+def group_from_json(raw: Any) -> RolloutGroup:
+    """Inverse of `group_to_json`. Raises DataError for what is not a group."""
+    try:
+        fields = raw["prompt"]
+        prompt = Prompt(
+            id=fields["id"],
+            messages=None if fields["messages"] is None else tuple(fields["messages"]),
+            text=fields["text"],
+            tools=tuple(fields["tools"]),
+            columns=fields["columns"],
+            token_ids=tuple(fields["token_ids"]),
+        )
+        rollouts = tuple(_rollout_from_json(entry, prompt) for entry in raw["rollouts"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"not a rollout group: {type(error).__name__}: {error}") from error
+    return RolloutGroup(prompt=prompt, rollouts=rollouts)
+
+
+def plain(value: Any) -> Any:
+    """`value` with every NaN and infinity as a string, and what JSON does not have (dates, arrays) as text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return float(value)
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value if value is None or isinstance(value, str | bool | int) else str(value)
+
+
+def _turn_to_json(turn: Turn, *, prompt: Prompt) -> dict[str, Any]:
+    completion = turn.completion
+    raw = {
+        # most often the prompt itself; writing it once per group and not once per rollout halves the file
+        "prompt_ids": None if turn.prompt_ids == prompt.token_ids else turn.prompt_ids,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "logprobs": plain(completion.logprobs),
+        "finish_reason": completion.finish_reason.value,
+        "version": str(completion.version),
+    }
+    if completion.top_logprobs:
+        raw["top_logprobs"] = plain(completion.top_logprobs)
+    return raw
+
+
+def _rollout_from_json(raw: Mapping[str, Any], prompt: Prompt) -> Rollout:
+    return Rollout(
+        turns=tuple(_turn_from_json(turn, prompt) for turn in raw["turns"]),
+        rewards={name: _exact(value) for name, value in raw["rewards"].items()},
+        reward=_exact(raw["reward"]),
+        advantage=_exact(raw["advantage"]),
+        error=raw["error"],
+    )
+
+
+def _turn_from_json(raw: Mapping[str, Any], prompt: Prompt) -> Turn:
+    completion = Completion(
+        token_ids=tuple(raw["token_ids"]),
+        logprobs=tuple(_exact(value) for value in raw["logprobs"]),
+        text=raw["text"],
+        finish_reason=FinishReason(raw["finish_reason"]),
+        version=PolicyVersion.parse(raw["version"]),
+        top_logprobs=tuple(
+            tuple((id, _exact(value)) for id, value in likeliest) for likeliest in raw.get("top_logprobs", ())
+        ),
+    )
+    return Turn(prompt.token_ids if raw["prompt_ids"] is None else tuple(raw["prompt_ids"]), completion)
+
+
+def _exact(value: Any) -> Any:
+    return float(value) if isinstance(value, str) else value
