@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from loss_batches import Padded, random_batch
 
 from groupwise.algo.loss import PRESETS, LossInputs, LossSpec, policy_loss, resolve_loss
+from groupwise.algo.loss_metrics import combined
 from groupwise.errors import ConfigError
 
 few = settings(derandomize=True, deadline=None, max_examples=8)
@@ -36,10 +37,6 @@ def all_specs() -> dict[str, LossSpec]:
 SPECS = all_specs()
 
 
-def combine(parts: list[dict[str, float]]) -> dict[str, float]:
-    return {key: (max if key.endswith("_max") else sum)(part[key] for part in parts) for key in parts[0]}
-
-
 @pytest.mark.parametrize("name", SPECS)
 @few
 @given(seed=st.integers(0, 1000), assignment=st.lists(st.integers(0, 2), min_size=6, max_size=6))
@@ -54,7 +51,7 @@ def test_split_invariance(name: str, seed: int, assignment: list[int]):
     torch.testing.assert_close(
         torch.cat([part[1] for part in results]), grad[[r for rows in parts for r in rows]], **exact
     )
-    assert combine([part[2] for part in results]) == pytest.approx(metrics, rel=1e-9, abs=1e-12)
+    assert combined([part[2] for part in results]) == pytest.approx(metrics, rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", SPECS)

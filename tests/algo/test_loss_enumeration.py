@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from groupwise.algo.advantage import AdvantageSpec, advantages
+from groupwise.algo.advantage import AdvantageSpec, advantages, with_advantages
+from groupwise.algo.kl import with_kl_penalty
 from groupwise.algo.loss import LossInputs, LossSpec, policy_loss, resolve_loss
+from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Turn
 
 V, T = 3, 2
 SEQUENCES = list(product(range(V), repeat=T))
@@ -152,3 +154,65 @@ def test_k1_differentiated_naively_would_teach_nothing():
     theta = parameters(0).requires_grad_()
     expected = (probabilities(theta).detach()[:, None] * token_logprobs(theta)).sum()
     torch.testing.assert_close(torch.autograd.grad(expected, theta)[0], torch.zeros(1 + V, V).double(), **EXACT)
+
+
+# ---- KL in the reward ----
+
+
+def penalised(rows: tuple[int, ...], rewards: Tensor, kl: Tensor, spec: AdvantageSpec, *, beta: float) -> list[float]:
+    """The advantages of one sampled group with the KL in its rewards."""
+    turn = Turn((0,), Completion(token_ids=(0,), logprobs=(0.0,), text="", finish_reason=FinishReason.STOP))
+    rollouts = tuple(Rollout(turns=(turn,), reward=float(rewards[row])) for row in rows)
+    groups = with_advantages([RolloutGroup(prompt=Prompt(id=""), rollouts=rollouts)], spec)
+    (group,) = with_kl_penalty(groups, kl[list(rows)].tolist(), spec, coeff=beta)
+    return [rollout.advantage or 0.0 for rollout in group.rollouts]
+
+
+def expected_in_reward(
+    theta: Tensor, reference: Tensor, rewards: Tensor, *, beta: float, preset: str = "reinforce"
+) -> Tensor:
+    """The expected gradient over all groups of two that the policy can sample; the loss has no KL term."""
+    spec, advantage = resolve_loss(preset, reduction="sequence_sum"), AdvantageSpec(kind="leave_one_out")
+    kl, probability = (token_logprobs(theta) - token_logprobs(reference)).sum(-1), probabilities(theta)
+    total = torch.zeros_like(theta)
+    for rows in product(range(len(SEQUENCES)), repeat=2):
+        values = penalised(rows, rewards, kl, advantage, beta=beta)
+        total += probability[list(rows)].prod() * estimate(spec, theta, rows, values, behaviour=theta)[0]
+    return total
+
+
+@pytest.mark.parametrize("preset", ["reinforce", "grpo", "cispo"])
+def test_kl_in_the_reward_descends_the_kl_of_whole_completions(preset: str):
+    """Exactly: reward minus beta KL(pi || reference), where later tokens lead included."""
+    theta, reference, beta = parameters(0), parameters(2), 0.7
+    leaf = theta.clone().requires_grad_()
+    sequence_kl = (probabilities(leaf) * (token_logprobs(leaf) - token_logprobs(reference)).sum(-1)).sum()
+    objective = (probabilities(leaf) * REWARDS).sum() - beta * sequence_kl
+    expected = -torch.autograd.grad(objective, leaf)[0]
+    got = expected_in_reward(theta, reference, REWARDS, beta=beta, preset=preset)
+    torch.testing.assert_close(got, expected, **EXACT)
+
+
+def test_kl_in_the_reward_is_k1_in_the_loss_and_credit_for_later_tokens():
+    """The second part is what no term in the loss has: sum_{s < t} d_t grad log pi_s."""
+    theta, reference = parameters(0), parameters(2)
+    in_reward = expected_in_reward(theta, reference, torch.zeros(V * V), beta=1.0)
+    _, in_loss = expected_kl("k1", theta, reference=reference, behaviour=theta)
+    leaf = theta.clone().requires_grad_()
+    d = token_logprobs(theta) - token_logprobs(reference)
+    later = (probabilities(theta) * d[:, 1] * token_logprobs(leaf)[:, 0]).sum()
+    credit = torch.autograd.grad(later, leaf)[0]
+    torch.testing.assert_close(in_reward, in_loss + credit, **EXACT)
+    assert credit.abs().max() > 1e-2
+
+
+def test_where_nothing_comes_later_kl_in_the_reward_is_k1_in_the_loss():
+    """The reference differs from the policy in the last token of each completion only."""
+    theta, reference = parameters(0), parameters(2)
+    reference[0] = theta[0]
+    reference[2:] = reference[1]  # and by as much wherever the first token leads
+    theta[2:] = theta[1]
+    in_reward = expected_in_reward(theta, reference, torch.zeros(V * V), beta=1.0)
+    _, in_loss = expected_kl("k1", theta, reference=reference, behaviour=theta)
+    torch.testing.assert_close(in_reward, in_loss, **EXACT)
+    assert in_loss.abs().max() > 1e-2

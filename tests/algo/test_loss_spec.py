@@ -8,6 +8,7 @@ import pytest
 import torch
 from loss_batches import Padded, random_batch
 
+from groupwise.algo.loss import LossInputs, policy_loss
 from groupwise.algo.loss_spec import PRESETS, LossSpec, resolve_loss
 from groupwise.errors import ConfigError
 
@@ -147,3 +148,37 @@ def test_a_loss_needs_only_what_it_says_it_reads(preset: str):
         loss, grad, _ = batch.run(spec)
         lean_loss, lean_grad, _ = Padded(**vars(batch) | lean).run(spec)
         assert torch.equal(loss, lean_loss) and torch.equal(grad, lean_grad)
+
+
+def has_gradient_without_advantages(spec: LossSpec, *, moved: bool, stale: bool) -> bool:
+    """Of the loss at advantage 0. Moved: a later optimizer step on the batch, so the policy is not what it was before
+    the first; stale: nor was that the policy that sampled."""
+    policy = random_batch(0).logprobs[random_batch(0).mask.bool()].requires_grad_()
+    old = policy.detach() - 0.1 * moved
+    inputs = LossInputs(
+        row_N=torch.zeros(len(policy), dtype=torch.long),
+        num_rows=1,
+        advantages_N=torch.zeros_like(policy),
+        behaviour_N=old - 0.2 * stale,
+        old_N=old if moved else None,
+        reference_N=policy.detach() - 0.3,
+        total_tokens=float(len(policy)),
+        total_rows=1.0,
+    )
+    loss, _ = policy_loss(policy, inputs, spec, entropy_N=policy.exp())
+    return bool(torch.autograd.grad(loss, policy)[0].any())
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "term", [{}, {"kl": "k1"}, {"kl": "k2"}, {"kl": "k3"}, {"kl": "k3_unbiased"}, {"entropy_coeff": 0.1}]
+)
+def test_what_has_a_gradient_without_advantages(preset: str, term: dict):
+    """Groups of equal rewards are left out exactly where they would change nothing."""
+    anchors = ("behaviour", "old") if resolve_loss(preset, **WHOLE.get(preset, {}), **term).reads_anchor else (None,)
+    for anchor in anchors:
+        given = {} if anchor is None else {"anchor": anchor}
+        spec = resolve_loss(preset, **WHOLE.get(preset, {}), **term, **given)
+        for steps, stale in ((1, False), (1, True), (2, False), (2, True)):
+            needed = has_gradient_without_advantages(spec, moved=steps > 1, stale=stale)
+            assert spec.needs_flat(steps, stale=stale) == needed, (anchor, steps, stale)

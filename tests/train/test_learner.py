@@ -4,68 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from learner_cases import GROUPS, LORA, SPECS, assert_same, gradients, on_policy, parameters
 
 from groupwise.algo.loss import resolve_loss
 from groupwise.errors import AdapterError, ConfigError, TrainingError
-from groupwise.train.learner import Learner, OptimizerSpec, learning_rate_at
+from groupwise.train.learner import Learner, OptimizerSpec
 from groupwise.train.lora import LoraSpec
 from groupwise.types import Sample
-
-LORA = LoraSpec(rank=2, alpha=4.0, targets=["k_proj", "down_proj"])  # PEFT takes a while for every module
-GROUPS = ((5, (4, 1, 6)), (0, (5, 3)), (9, (2,)), (3, (7, 0, 3, 2)))
-SPECS = {
-    "grpo": resolve_loss("grpo"),
-    "grpo with k3": resolve_loss("grpo", kl="k3", kl_coeff=0.1),
-    "dapo with entropy": resolve_loss("dapo", entropy_coeff=0.05),
-    "gspo": resolve_loss("gspo", clip_low=5.0, clip_high=5.0),
-    "vespo": resolve_loss("vespo"),
-    "luspo with tis": resolve_loss("luspo", correction="tis_sequence", kl="k1", kl_coeff=0.1),
-    "dr_grpo": resolve_loss("dr_grpo", reduction_length=8, kl="k3_unbiased", kl_coeff=0.1),
-}
-
-
-@pytest.fixture
-def make_learner(make_base):
-    """A learner whose adapter already differs from the base; `lora=None` trains all parameters."""
-
-    def make(architecture: str = "qwen3", *, dtype=torch.float64, lora=LORA, **options) -> Learner:
-        learner = Learner(make_base(architecture, dtype=dtype), lora=lora, **options)
-        if lora is not None:
-            g = torch.Generator().manual_seed(1)
-            for parameter in learner.parameters:
-                parameter.data.add_(0.1 * torch.randn(parameter.shape, generator=g))
-        return learner
-
-    return make
-
-
-def gradients(learner: Learner) -> list[torch.Tensor]:
-    grads = [p.grad.clone() if p.grad is not None else torch.zeros_like(p) for p in learner.parameters]
-    learner.model.zero_grad()
-    assert any(bool(grad.any()) for grad in grads)
-    return grads
-
-
-def assert_same(first: list[torch.Tensor], second: list[torch.Tensor], *, atol: float = 1e-9) -> None:
-    for a, b in zip(first, second, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=atol)
-
-
-def parameters(learner: Learner) -> list[torch.Tensor]:
-    return [p.detach().clone() for p in learner.parameters]
-
-
-def on_policy(learner: Learner, samples: list[Sample], *, temperature: float = 1.0) -> list[Sample]:
-    """The samples with behaviour logprobs near the policy's, as sampling would have given them."""
-    current = learner.forward(samples, temperature=temperature)
-    near = [tuple(0.0 if math.isnan(x) else x + 0.01 * math.sin(i) for i, x in enumerate(row)) for row in current]
-    return [replace(s, behaviour_logprobs=row) for s, row in zip(samples, near, strict=True)]
-
 
 # ---- forward ----
 
@@ -249,36 +198,6 @@ def test_clipping(make_learner, make_samples):
     assert learner.optim_step(learning_rate=0.1).grad_norm == pytest.approx(raw) and raw > 1e-3
 
 
-def test_minibatches(make_learner, make_samples, monkeypatch: pytest.MonkeyPatch):
-    """As many steps as asked for, on every sample once, in groups; the anchor is the policy before the first."""
-    learner = make_learner()
-    samples, spec = make_samples(GROUPS), resolve_loss("grpo", anchor="old")
-    start = learner.forward(samples)
-    seen: list[tuple[Sample, tuple[float, ...]]] = []
-    original = Learner.forward_backward
-
-    def spy(self, samples, spec, **options):
-        seen.extend(zip(samples, options["old_logprobs"], strict=True))
-        return original(self, samples, spec, **options)
-
-    monkeypatch.setattr(Learner, "forward_backward", spy)
-    metrics = learner.step(samples, spec, learning_rate=0.05, minibatches=4)
-    assert learner.steps == 4 and len(seen) == len(samples)
-    place = {id(sample): i for i, sample in enumerate(samples)}
-    for sample, old in seen:
-        assert old == pytest.approx(start[place[id(sample)]], abs=1e-12, nan_ok=True)
-    assert metrics["loss/ratio_mean"] != pytest.approx(1.0, abs=1e-6)  # the later steps are off-policy
-    assert make_learner().step(samples[:3], spec, learning_rate=0.0, minibatches=8)["optim/refused"] == 0.0
-
-
-def test_a_minibatch_without_loss_tokens(make_learner):
-    masked = Sample(prompt_ids=(1, 2), completion_ids=(3, 4), mask=(0, 0), advantage=1.0)
-    trained = Sample(prompt_ids=(5,), completion_ids=(3, 4), mask=(1, 1), advantage=1.0)
-    for samples in ([masked, trained], [trained, masked]):
-        metrics = make_learner().step(samples, resolve_loss("reinforce"), learning_rate=0.1, minibatches=2)
-        assert metrics["loss/policy"] != 0.0
-
-
 def test_supervised_loss_decreases(make_learner, make_samples):
     learner = make_learner(dtype=torch.float32, micro_tokens=30)
     samples = [replace(s, behaviour_logprobs=None) for s in make_samples(GROUPS)]
@@ -445,17 +364,3 @@ def test_load_adapter(make_learner, make_base, make_samples, tmp_path: Path):
     assert other.forward(make_samples(GROUPS))[0] == learner.forward(make_samples(GROUPS))[0]
     with pytest.raises(AdapterError):
         Learner(make_base(), lora=replace(LORA, rank=3)).load_adapter(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "expected"),
-    [
-        ("constant", [0.5, 1, 1, 1, 1, 1]),
-        ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25]),
-        ("cosine", [0.5, 1, 1, None, 0.5, None]),
-    ],
-)
-def test_learning_rate(schedule: str, expected: list[float | None]):
-    rates = [learning_rate_at(step, peak=1.0, warmup_steps=2, steps=6, schedule=schedule) for step in range(6)]
-    assert all(want is None or rate == pytest.approx(want) for rate, want in zip(rates, expected, strict=True))
-    assert all(later <= earlier for earlier, later in pairwise(rates[2:]))

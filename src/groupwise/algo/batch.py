@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -44,13 +45,17 @@ class MicroBatch:
     row_N: Tensor
 
     def per_token(self, values_by_row: Sequence[Sequence[float] | None]) -> Tensor | None:
-        """One value per completion token of each row -> those of loss tokens [N] (float32); None if one has none."""
+        """One value per completion token of each row -> those of loss tokens [N] (float64); None if one has none."""
         flat: list[float] = []
         for sample, values in zip(self.samples, values_by_row, strict=True):
             if values is None:
                 return None
             flat.extend(value for value, trained in zip(values, sample.mask, strict=True) if trained)
-        return torch.tensor(flat, dtype=torch.float32, device=self.row_N.device)
+        return torch.tensor(flat, dtype=torch.float64, device=self.row_N.device)
+
+    def of_rows(self, values: Sequence[Sequence[float]] | None) -> Tensor | None:
+        """The same of values for every sample of the list that this was cut from."""
+        return None if values is None else self.per_token([values[row] for row in self.rows])
 
     @property
     def advantages_N(self) -> Tensor:
@@ -72,6 +77,16 @@ class MicroBatch:
 def count_loss_tokens(samples: Sequence[Sample]) -> int:
     """Loss tokens of a batch: the denominator of token means."""
     return sum(sum(sample.mask) for sample in samples)
+
+
+def count_loss_rows(samples: Sequence[Sample]) -> int:
+    """Samples with loss tokens: the denominator of row means. One that is masked whole is not in the batch."""
+    return sum(any(sample.mask) for sample in samples)
+
+
+def groups_of(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Runs of adjacent samples with equal prompts."""
+    return [list(group) for _, group in groupby(samples, key=lambda sample: sample.prompt_ids)]
 
 
 def micro_batches(

@@ -131,6 +131,28 @@ class LossSpec:
         """Whether the entropy needs a gradient."""
         return self.entropy_coeff != 0.0
 
+    @property
+    def streams(self) -> bool:
+        """Whether a step can be accumulated before the size of its batch is known: one `denominator` for all terms.
+
+        The entropy bonus is always a mean over tokens, so it goes with `token_mean` only.
+        """
+        return not self.reads_entropy or self.reduction == "token_mean"
+
+    def denominator(self, *, tokens: float, rows: float) -> float:
+        """The part of the reduction's divisor that only the whole batch knows: its loss tokens, or its rows."""
+        return {"token_mean": max(tokens, 1.0), "sum": 1.0}.get(self.reduction, max(rows, 1.0))
+
+    def needs_flat(self, steps_per_batch: int, *, stale: bool = False) -> bool:
+        """Whether samples of advantage 0 have a gradient, so that groups of equal rewards must not be left out.
+
+        Every surrogate is a multiple of the advantage. The other terms are not: a KL, an entropy bonus, and DRO's
+        square, which is flat only where the policy is its anchor: on the first of a batch's optimizer steps, and, if
+        the anchor is the behaviour policy, on data that is not `stale`.
+        """
+        moved = steps_per_batch > 1 or (stale and self.anchor == "behaviour")
+        return self.reads_reference or self.reads_entropy or (self.surrogate == "dro" and moved)
+
     def reads(self, knob: str) -> bool:
         """Whether the loss depends on this field, given the others."""
         if knob == "anchor":

@@ -5,45 +5,51 @@
     forward_backward_supervised   cross-entropy on what the mask marks
     forward_backward_custom   any function of the log-probabilities
     optim_step                clip, step AdamW, zero; a non-finite gradient is refused and counted
-    step                      one rollout batch: as many of the above as `minibatches` asks for
+    step                      one rollout batch: as many of the above as `minibatches` and `passes` ask for
+    begin_step                one rollout batch that arrives in parts (`streamed_step`)
 
 A batch is cut into micro-batches by a token budget; every loss divides by counts of the whole batch, so the cut changes
-nothing but rounding. With an adapter the reference is this model with its adapter off. Without one (`lora=None`) all
-parameters train and the reference, if a term reads it, is a frozen copy.
+nothing but rounding. Without an adapter (`lora=None`) all parameters train. The reference is `reference.py`'s affair.
 
 Shapes: N loss tokens of a micro-batch.
 """
 
 from __future__ import annotations
 
-import copy
-import json
 import math
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from groupwise.algo.batch import MicroBatch, count_loss_tokens, micro_batches
+from groupwise.algo.batch import MicroBatch, count_loss_rows, count_loss_tokens, micro_batches
+from groupwise.algo.kl import kl_metrics, measured_rows
 from groupwise.algo.loss import LossInputs, LossSpec, policy_loss
+from groupwise.algo.loss_metrics import combined
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.model import LoadedModel, packed_forward_gap, packed_tolerance, plain_implementation, share_weights
+from groupwise.train.batch_step import train_on_batch
+from groupwise.train.learner_state import load_state, save_state
 from groupwise.train.logprobs import packed_logprobs, plain_logprobs
-from groupwise.train.lora import LoraSpec, adapter_off, add_lora, load_lora, save_lora
+from groupwise.train.lora import LoraSpec, add_lora, load_lora, save_lora
+from groupwise.train.reference import Reference, ReferenceSpec
+from groupwise.train.schedule import learning_rate_at
+from groupwise.train.streamed_step import StreamedStep
 from groupwise.types import Sample
+
+__all__ = ["Learner", "Metrics", "OptimizerSpec", "StepResult", "learning_rate_at"]
 
 MAX_REFUSED_STEPS = 5  # in a row
 
 Metrics = dict[str, float]
-TokenLoss = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
+Rows = Sequence[tuple[float, ...]]  # a log-probability per completion token of each sample
+TokenLoss = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]  # logprobs_N, entropy_N -> loss, metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +69,9 @@ class StepResult:
     grad_norm: float
     applied: bool
 
+    def metrics(self) -> Metrics:
+        return {"optim/grad_norm": self.grad_norm, "optim/refused": float(not self.applied)}
+
 
 class Learner:
     """Trains an adapter on (or, with `lora=None`, all parameters of) a base model.
@@ -72,6 +81,7 @@ class Learner:
         lora: the adapter, or None to train every parameter of `base` itself.
         micro_tokens: token budget of a micro-batch (packed tokens, prompts counted once per group).
         autocast: run the forward in this type over float32 weights (mixed precision); None: in the weights' own.
+        reference: what KLs are measured against.
         seed: of the adapter's random half, of dropout and of the minibatch shuffle.
 
     Raises:
@@ -87,6 +97,7 @@ class Learner:
         micro_tokens: int = 8192,
         gradient_checkpointing: bool = False,
         autocast: torch.dtype | None = None,
+        reference: ReferenceSpec = ReferenceSpec(),
         seed: int = 0,
     ):
         self.autocast = autocast
@@ -107,7 +118,7 @@ class Learner:
         self._dropout, self._seed = bool(lora and lora.dropout), seed
         self.model.train(gradient_checkpointing or self._dropout)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self._optimizer = torch.optim.AdamW(
+        self.optimizer = torch.optim.AdamW(
             self.parameters,
             lr=0.0,
             betas=optimizer.betas,
@@ -115,11 +126,14 @@ class Learner:
             weight_decay=optimizer.weight_decay,
             fused=True,
         )
-        self._reference: PreTrainedModel | None = None
-        self._shuffle = random.Random(seed)
-        self.steps = 0
+        self.reference = Reference(
+            reference, model=self.model, parameters=self.parameters, adapter=self.lora is not None
+        )
+        self.shuffle = random.Random(seed)
+        self.steps = 0  # optimizer steps that were applied
         self.refused_steps = 0
         self._refused_in_a_row = 0
+        self._accumulated = 0  # micro-batches since the last optimizer step
 
     @property
     def device(self) -> torch.device:
@@ -133,7 +147,8 @@ class Learner:
     ) -> list[tuple[float, ...]]:
         """Log-probability (nats) of every completion token of each sample, trained or not; in the order given.
 
-        The first token of a completion without a prompt is predicted by nothing: its entry is NaN.
+        The first token of a completion without a prompt is predicted by nothing: its entry is NaN. `reference`: under
+        the reference, not the policy; at the same temperature the two can be compared.
         """
         out: list[tuple[float, ...]] = [()] * len(samples)
         run, training = self._reference_logprobs if reference else self._logprobs, self.model.training
@@ -151,7 +166,9 @@ class Learner:
         spec: LossSpec,
         *,
         temperature: float = 1.0,
-        old_logprobs: Sequence[tuple[float, ...]] | None = None,
+        old_logprobs: Rows | None = None,
+        reference_logprobs: Rows | None = None,
+        totals: tuple[float, float] | None = None,
     ) -> Metrics:
         """Accumulate the gradient of a policy loss over `samples`.
 
@@ -159,28 +176,29 @@ class Learner:
             temperature: the one the samples were drawn at; logits are divided by it.
             old_logprobs: the trainer's snapshot per sample (`forward`), for losses anchored to it; without one the
                 current log-probabilities stand in, which is exact for the first step on a batch.
+            reference_logprobs: the reference's per sample (`forward`); without them they are computed if read.
+            totals: loss tokens and rows of the batch that `samples` are a part of; None: they are all of it.
         """
-        total_tokens, total_rows = float(count_loss_tokens(samples)), float(len(samples))
+        total_tokens, total_rows = totals or (float(count_loss_tokens(samples)), float(count_loss_rows(samples)))
 
-        def token_loss(batch: MicroBatch, logprobs_N: Tensor, entropy_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            old_N = None if old_logprobs is None else batch.per_token([old_logprobs[row] for row in batch.rows])
-            reference_N = None
-            if spec.reads_reference:
-                with torch.no_grad():
-                    reference_N, _ = self._reference_logprobs(batch, temperature)
+        def reference_of(batch: MicroBatch) -> Tensor | None:
+            known = batch.of_rows(reference_logprobs)
+            return self._reference_logprobs(batch, temperature)[0] if known is None else known
+
+        def term(batch: MicroBatch) -> TokenLoss:
             inputs = LossInputs(
                 row_N=batch.row_N,
                 num_rows=len(batch.rows),
                 advantages_N=batch.advantages_N,
                 behaviour_N=batch.behaviour_N,
-                old_N=old_N,
-                reference_N=reference_N,
+                old_N=batch.of_rows(old_logprobs),
+                reference_N=reference_of(batch) if spec.reads_reference else None,
                 total_tokens=total_tokens,
                 total_rows=total_rows,
             )
-            return policy_loss(logprobs_N, inputs, spec, entropy_N=entropy_N)
+            return lambda logprobs_N, entropy_N: policy_loss(logprobs_N, inputs, spec, entropy_N=entropy_N)
 
-        return self._accumulate(samples, token_loss, temperature)
+        return self._accumulate(samples, term, temperature)
 
     def forward_backward_supervised(self, samples: Sequence[Sample]) -> Metrics:
         """Accumulate the gradient of the mean cross-entropy (nats per trained token, weighted by `Sample.weights`)."""
@@ -189,13 +207,17 @@ class Learner:
             sum(w for w, m in zip(s.weights, s.mask, strict=True) if m) if s.weights else sum(s.mask) for s in samples
         )
 
-        def token_loss(batch: MicroBatch, logprobs_N: Tensor, entropy_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        def term(batch: MicroBatch) -> TokenLoss:
             weights_N = batch.per_token([s.weights or (1.0,) * len(s.mask) for s in batch.samples])
             assert weights_N is not None
-            loss = -(logprobs_N * weights_N).sum() / max(total, 1e-9)
-            return loss, {"loss/cross_entropy": loss.detach(), "loss/entropy": entropy_N.detach().sum() / tokens}
 
-        return self._accumulate(samples, token_loss, 1.0)
+            def token_loss(logprobs_N: Tensor, entropy_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+                loss = -(logprobs_N * weights_N.to(logprobs_N)).sum() / max(total, 1e-9)
+                return loss, {"loss/cross_entropy": loss.detach(), "loss/entropy": entropy_N.detach().sum() / tokens}
+
+            return token_loss
+
+        return self._accumulate(samples, term, 1.0)
 
     def forward_backward_custom(
         self,
@@ -217,12 +239,12 @@ class Learner:
             for leaf, grad in zip(leaves, grads, strict=True)
         ]
 
-        def token_loss(batch: MicroBatch, logprobs_N: Tensor, entropy_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            slope_N = batch.per_token([slopes[row] for row in batch.rows])
+        def term(batch: MicroBatch) -> TokenLoss:
+            slope_N = batch.of_rows(slopes)
             assert slope_N is not None
-            return (logprobs_N * slope_N).sum(), {}
+            return lambda logprobs_N, entropy_N: ((logprobs_N * slope_N.to(logprobs_N)).sum(), {})
 
-        self._accumulate(_unmasked(samples), token_loss, temperature)
+        self._accumulate(_unmasked(samples), term, temperature)
         return {"loss/custom": float(loss.detach()), **metrics}
 
     def optim_step(self, *, learning_rate: float) -> StepResult:
@@ -234,21 +256,28 @@ class Learner:
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm))
         applied = math.isfinite(norm)
         if applied:
-            for group in self._optimizer.param_groups:
+            for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
-            self._optimizer.step()
+            self.optimizer.step()
             self.steps += 1
             self._refused_in_a_row = 0
         else:
             self.refused_steps += 1
             self._refused_in_a_row += 1
-        self._optimizer.zero_grad(set_to_none=True)
+        self.zero_grad()
         if self._refused_in_a_row >= MAX_REFUSED_STEPS:
             raise TrainingError(
                 f"{self._refused_in_a_row} optimizer steps in a row had a non-finite gradient (last norm: {norm})",
                 hint="lower train.learning_rate, check the rewards for huge values, or train in float32",
             )
         return StepResult(norm, applied)
+
+    def zero_grad(self) -> None:
+        """Forget what has been accumulated."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self._accumulated = 0
+
+    # -- one rollout batch --------------------------------------------------------------------------------------------
 
     def step(
         self,
@@ -257,35 +286,48 @@ class Learner:
         *,
         learning_rate: float,
         minibatches: int = 1,
+        passes: int = 1,
         temperature: float = 1.0,
     ) -> Metrics:
-        """Train on one rollout batch in `minibatches` optimizer steps; metrics are means over them."""
-        old = self.forward(samples, temperature=temperature) if minibatches > 1 and spec.reads_old else None
-        order = list(range(len(samples)))
-        if minibatches > 1:
-            order = self._shuffled_groups(samples)
-        parts = min(minibatches, len(samples))
-        bounds = [len(samples) * part // parts for part in range(parts + 1)]
-        collected: list[Metrics] = []
-        for start, stop in pairwise(bounds):
-            rows = order[start:stop]
-            metrics = self.forward_backward(
-                [samples[row] for row in rows],
-                spec,
-                temperature=temperature,
-                old_logprobs=None if old is None else [old[row] for row in rows],
-            )
-            result = self.optim_step(learning_rate=learning_rate)
-            metrics["optim/grad_norm"] = result.grad_norm
-            metrics["optim/refused"] = float(not result.applied)
-            collected.append(metrics)
-        keys = dict.fromkeys(key for metrics in collected for key in metrics)
-        return {key: _combine(key, [metrics[key] for metrics in collected if key in metrics]) for key in keys}
+        """Train on one rollout batch: `passes` times over it, each in `minibatches` optimizer steps (`batch_step`)."""
+        return train_on_batch(
+            self,
+            samples,
+            spec,
+            learning_rate=learning_rate,
+            minibatches=minibatches,
+            passes=passes,
+            temperature=temperature,
+        )
+
+    def begin_step(self, spec: LossSpec, *, temperature: float = 1.0) -> StreamedStep:
+        """One optimizer step on a batch that arrives in parts; what was accumulated before is forgotten.
+
+        Raises:
+            ConfigError: the loss cannot be accumulated before the size of its batch is known.
+        """
+        return StreamedStep(self, spec, temperature=temperature)
 
     def keep_reference(self) -> None:
-        """Freeze a copy of the policy as it is now: the reference of full-parameter training (adapters need none)."""
-        if self.lora is None:
-            self._reference = copy.deepcopy(self.model).eval().requires_grad_(False)
+        """The reference begins with the policy as it is now: after `load_adapter`, before training and before `load`.
+
+        Without an adapter this copies the model; with one, and the reference `base`, it does nothing.
+        """
+        self.reference.begin()
+
+    def measure_kl(
+        self, samples: Sequence[Sample], *, temperature: float = 1.0, max_tokens: int | None = None
+    ) -> Metrics:
+        """`kl/mean` and the like (`algo.kl.kl_metrics`), where the loss does not read the reference.
+
+        An estimate, from rows of one group, another one each step: `max_tokens` completion tokens (None: a tenth of the
+        batch's), and at least one row. It costs the reference's forward on these, about 3 % of the arithmetic of
+        training. Nothing without a reference or behaviour logprobs.
+        """
+        if not self.reference.ready:
+            return {}
+        chosen = measured_rows(samples, turn=self.reference.steps, max_tokens=max_tokens)
+        return kl_metrics(chosen, self.forward(chosen, temperature=temperature, reference=True))
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -298,30 +340,12 @@ class Learner:
             save_lora(self.model, self.lora, directory, base_name=self.base.name)
 
     def save(self, directory: Path) -> None:
-        """Write everything that `load` needs to go on exactly: the policy, the optimizer's moments, counters."""
-        directory.mkdir(parents=True, exist_ok=True)
-        trained = {f"parameter.{i}": p.detach().cpu().contiguous() for i, p in enumerate(self.parameters)}
-        moments = {
-            f"{key}.{i}": value.detach().cpu().contiguous()
-            for i, p in enumerate(self.parameters)
-            for key, value in self._optimizer.state.get(p, {}).items()
-        }
-        save_file(trained | moments, directory / "learner.safetensors")
-        counters = {"steps": self.steps, "refused_steps": self.refused_steps, "shuffle": self._shuffle.getstate()}
-        (directory / "learner.json").write_text(json.dumps(counters))
+        """Write what `load` needs to go on exactly: policy, reference, the optimizer's moments, counters."""
+        save_state(self, directory)
 
     def load(self, directory: Path) -> None:
-        """Inverse of `save`, on a learner made with the same arguments."""
-        tensors = load_file(directory / "learner.safetensors")
-        with torch.no_grad():
-            for i, parameter in enumerate(self.parameters):
-                parameter.copy_(tensors[f"parameter.{i}"])
-                keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{i}" in tensors]
-                self._optimizer.state[parameter] = {key: tensors[f"{key}.{i}"].to(parameter.device) for key in keys}
-        counters = json.loads((directory / "learner.json").read_text())
-        self.steps, self.refused_steps = counters["steps"], counters["refused_steps"]
-        version, state, gauss = counters["shuffle"]
-        self._shuffle.setstate((version, tuple(state), gauss))
+        """Inverse of `save`, on a learner made with the same arguments (`load_state`)."""
+        load_state(self, directory)
 
     def load_adapter(self, directory: Path) -> None:
         """Start from a saved adapter instead of a fresh one. Raises AdapterError when it does not fit."""
@@ -352,25 +376,28 @@ class Learner:
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             return run(model or self.model, batch, temperature=temperature)
 
+    @torch.no_grad()
     def _reference_logprobs(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        if self.lora is not None:
-            with adapter_off(self.model):
-                return self._logprobs(batch, temperature)
-        assert self._reference is not None, "keep_reference() must be called before full-parameter training"
-        return self._logprobs(batch, temperature, model=self._reference)
+        with self.reference.active() as model:
+            return self._logprobs(batch, temperature, model=model)
 
-    def _accumulate(self, samples: Sequence[Sample], token_loss: TokenLoss, temperature: float) -> Metrics:
-        metrics: dict[str, list[float]] = {}
-        for i, batch in enumerate(self._micro_batches(samples)):
+    def _accumulate(
+        self, samples: Sequence[Sample], term: Callable[[MicroBatch], TokenLoss], temperature: float
+    ) -> Metrics:
+        """Forward and backward of every micro-batch. `term` is made before the forward, whose graph takes memory."""
+        parts: list[Metrics] = []
+        for batch in self._micro_batches(samples):
             if not len(batch.target_N):
                 continue
-            with self._seeded_dropout(i):
+            token_loss = term(batch)
+            with self._seeded_dropout(self._accumulated):
                 logprobs_N, entropy_N = self._logprobs(batch, temperature)
-            loss, values = token_loss(batch, logprobs_N, entropy_N)
+            loss, metrics = token_loss(logprobs_N, entropy_N)
             loss.backward()
-            for key, value in values.items():
-                metrics.setdefault(key, []).append(float(value))
-        return {key: _sum(key, values) for key, values in metrics.items()}
+            self._accumulated += 1
+            values = torch.stack(tuple(metrics.values())).tolist() if metrics else []  # waits for the device once
+            parts.append(dict(zip(metrics, values, strict=True)))
+        return combined(parts)
 
     @contextmanager
     def _seeded_dropout(self, micro_batch: int) -> Iterator[None]:
@@ -383,44 +410,7 @@ class Learner:
             torch.manual_seed(random.Random(state).getrandbits(63))
             yield
 
-    def _shuffled_groups(self, samples: Sequence[Sample]) -> list[int]:
-        """Row indices with groups in random order, each still together (so its prompt stays shared)."""
-        groups: list[list[int]] = []
-        for row, sample in enumerate(samples):
-            if groups and samples[groups[-1][0]].prompt_ids == sample.prompt_ids:
-                groups[-1].append(row)
-            else:
-                groups.append([row])
-        self._shuffle.shuffle(groups)
-        return [row for group in groups for row in group]
-
 
 def _unmasked(samples: Sequence[Sample]) -> list[Sample]:
     """The samples with every completion token that something predicts marked as a loss token."""
     return [replace(s, mask=tuple(int(bool(s.prompt_ids) or t > 0) for t in range(len(s.mask)))) for s in samples]
-
-
-def _sum(key: str, values: Sequence[float]) -> float:
-    """Micro-batch metrics -> the batch's: losses and means are already divided by global counts, so they add up."""
-    return max(values) if key.endswith("_max") else min(values) if key.endswith("_min") else math.fsum(values)
-
-
-def _combine(key: str, values: Sequence[float]) -> float:
-    """Metrics of several optimizer steps -> one number."""
-    return (
-        max(values)
-        if key.endswith("_max")
-        else min(values)
-        if key.endswith("_min")
-        else math.fsum(values) / len(values)
-    )
-
-
-def learning_rate_at(step: int, *, peak: float, warmup_steps: int, steps: int, schedule: str = "constant") -> float:
-    """The learning rate of optimizer step `step` (from 0): linear warm-up, then constant, linear or cosine to zero."""
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    if schedule == "constant":
-        return peak
-    progress = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
-    return peak * (1 - progress) if schedule == "linear" else peak * 0.5 * (1 + math.cos(math.pi * progress))

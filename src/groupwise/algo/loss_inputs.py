@@ -1,0 +1,103 @@
+"""What a policy loss is computed from: the loss tokens of one micro-batch and the counts of the batch it belongs to.
+
+A batch is cut into micro-batches, and its loss must not depend on the cut. So the totals that a loss divides by are
+those of the whole batch: they come with the inputs and are never counted from the tokens at hand.
+
+Log-probabilities are in nats. Shapes: N loss tokens of the micro-batch, flat; B its rows (completions).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MAX_LOG_RATIO = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossInputs:
+    """All loss tokens of one micro-batch, and the counts of the global batch it belongs to.
+
+    A token whose behaviour logprob is not finite is dropped: it enters no sum and no statistic, and is counted in the
+    metric `mismatch/dropped_tokens`. The denominators still contain it.
+    """
+
+    row_N: Tensor  # int64, ascending: which row each token belongs to
+    num_rows: int  # B; rows without tokens are allowed
+    advantages_N: Tensor  # the row's advantage repeated, or one per token
+    behaviour_N: Tensor | None = None  # logprobs under the policy that sampled, from the engine
+    old_N: Tensor | None = None  # logprobs under the trainer's snapshot; None: the current policy is the snapshot
+    reference_N: Tensor | None = None  # logprobs under the reference
+    total_tokens: float  # loss tokens of the whole global batch: all micro-batches, all ranks
+    total_rows: float  # rows with loss tokens of the whole global batch
+
+    def __post_init__(self) -> None:
+        for name in ("advantages_N", "behaviour_N", "old_N", "reference_N"):
+            value = getattr(self, name)
+            if value is not None and value.shape != self.row_N.shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(value.shape)}, row_N {tuple(self.row_N.shape)}; both are [N]"
+                )
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens that are left after dropping, in one dtype, and what all terms are made of."""
+
+    row_N: Tensor
+    num_rows: int
+    length_N: Tensor  # loss tokens of the token's row, dropped ones included
+    kept_B: Tensor  # loss tokens of each row, dropped ones not included
+    dropped: int
+    advantages_N: Tensor
+    logprobs_N: Tensor
+    behaviour_N: Tensor | None
+    old_N: Tensor  # the snapshot, or the current policy without its graph
+    reference_N: Tensor | None
+    entropy_N: Tensor | None
+
+    def row_sum(self, x_N: Tensor) -> Tensor:
+        """[N] -> [B]"""
+        return x_N.new_zeros(self.num_rows).index_add(0, self.row_N, x_N)
+
+    def row_mean(self, x_N: Tensor) -> Tensor:
+        """[N] -> [B], over the tokens that are left; 0 for rows without any."""
+        return self.row_sum(x_N) / self.kept_B.clamp(min=1)
+
+
+def select_tokens(logprobs_N: Tensor, inputs: LossInputs, entropy_N: Tensor | None, *, old_is_anchor: bool) -> Tokens:
+    """The tokens that count. Without `old_is_anchor` the snapshot is the current policy, whatever the inputs have."""
+    dtype = torch.promote_types(logprobs_N.dtype, torch.float32)
+    finite_N = None if inputs.behaviour_N is None else inputs.behaviour_N.isfinite()
+    if finite_N is not None and bool(finite_N.all()):
+        finite_N = None
+
+    def kept(x_N: Tensor) -> Tensor:
+        # Selected before any arithmetic: multiplying by a zero mask afterwards would leave NaN in the gradient.
+        return x_N if finite_N is None else x_N[finite_N]
+
+    def kept_or_none(x_N: Tensor | None) -> Tensor | None:
+        return None if x_N is None else kept(x_N).to(dtype)
+
+    row_N, logprobs = kept(inputs.row_N), kept(logprobs_N).to(dtype)
+    old = kept_or_none(inputs.old_N) if old_is_anchor else None
+    return Tokens(
+        row_N=row_N,
+        num_rows=inputs.num_rows,
+        length_N=torch.bincount(inputs.row_N, minlength=inputs.num_rows)[row_N].to(dtype),
+        kept_B=torch.bincount(row_N, minlength=inputs.num_rows).to(dtype),
+        dropped=len(inputs.row_N) - len(row_N),
+        advantages_N=kept(inputs.advantages_N).to(dtype),
+        logprobs_N=logprobs,
+        behaviour_N=kept_or_none(inputs.behaviour_N),
+        old_N=logprobs.detach() if old is None else old,
+        reference_N=kept_or_none(inputs.reference_N),
+        entropy_N=kept_or_none(entropy_N),
+    )
+
+
+def exp_ratio(log_ratio: Tensor) -> Tensor:
+    """A log-ratio as a ratio, finite and not 0: clamped to +-20 first."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

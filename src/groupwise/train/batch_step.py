@@ -1,0 +1,67 @@
+"""One rollout batch as optimizer steps: `passes` times over it (mu, num_iterations), each in `minibatches`.
+
+    for each pass:  for each minibatch:  accumulate its gradient, one optimizer step
+
+So `Learner.steps`, which counts optimizer steps, grows by passes x minibatches (less those that are refused), all at
+one learning rate: schedules count rollout batches. What the policy is compared with stays while it moves: the anchor is
+the behaviour policy, or a snapshot from before the first of these steps; the reference follows only after the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from random import Random
+from typing import TYPE_CHECKING
+
+from groupwise.algo.batch import groups_of
+from groupwise.algo.loss_metrics import averaged
+from groupwise.algo.loss_spec import LossSpec
+from groupwise.types import Sample
+
+if TYPE_CHECKING:
+    from groupwise.train.learner import Learner
+
+
+def train_on_batch(
+    learner: Learner,
+    samples: Sequence[Sample],
+    spec: LossSpec,
+    *,
+    learning_rate: float,
+    minibatches: int,
+    passes: int,
+    temperature: float,
+) -> dict[str, float]:
+    """`Learner.step`. Metrics are means over the optimizer steps, extremes of all of them."""
+    several = passes * minibatches > 1
+    old = learner.forward(samples, temperature=temperature) if several and spec.reads_old else None
+    reused = passes > 1 and spec.reads_reference  # else every sample's is computed once anyway
+    reference = learner.forward(samples, temperature=temperature, reference=True) if reused else None
+    collected: list[dict[str, float]] = []
+    for rows in (part for _ in range(passes) for part in _minibatches(samples, minibatches, shuffle=learner.shuffle)):
+        metrics = learner.forward_backward(
+            [samples[row] for row in rows],
+            spec,
+            temperature=temperature,
+            old_logprobs=None if old is None else [old[row] for row in rows],
+            reference_logprobs=None if reference is None else [reference[row] for row in rows],
+        )
+        result = learner.optim_step(learning_rate=learning_rate)
+        collected.append({**metrics, **result.metrics()})
+    learner.reference.after_step()
+    return averaged(collected)
+
+
+def _minibatches(samples: Sequence[Sample], count: int, *, shuffle: Random) -> Iterator[list[int]]:
+    """The row indices of each minibatch of a pass; of several in a new order, in which groups stay together, so that
+    their prompts are still shared."""
+    order = list(range(len(samples)))
+    if count > 1:
+        rows = iter(order)
+        groups = [[next(rows) for _ in group] for group in groups_of(samples)]
+        shuffle.shuffle(groups)
+        order = [row for group in groups for row in group]
+    parts = min(count, len(samples))
+    for start, stop in pairwise([len(samples) * part // parts for part in range(parts + 1)]):
+        yield order[start:stop]

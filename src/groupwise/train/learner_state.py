@@ -1,0 +1,52 @@
+"""What a learner leaves on disk, so that another one goes on exactly where it stood.
+
+learner.safetensors   parameter.<i>                            what is trained, in the order of `Learner.parameters`
+                      exp_avg.<i>, exp_avg_sq.<i>, step.<i>    AdamW's moments of it
+                      reference.<i>                            the reference's, unless it is the base
+learner.json          counters, and the state of the generator that shuffles minibatches
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import load_file, save_file
+
+if TYPE_CHECKING:
+    from groupwise.train.learner import Learner
+
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+def save_state(learner: Learner, directory: Path) -> None:
+    """Write everything that `load_state` needs; the directory is made."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {f"parameter.{i}": p.detach().cpu().contiguous() for i, p in enumerate(learner.parameters)}
+    for i, parameter in enumerate(learner.parameters):
+        for key, value in learner.optimizer.state.get(parameter, {}).items():
+            tensors[f"{key}.{i}"] = value.detach().cpu().contiguous()
+    save_file(tensors | learner.reference.tensors(), directory / "learner.safetensors")
+    counters = {"steps": learner.steps, "refused_steps": learner.refused_steps, **learner.reference.counters()}
+    (directory / "learner.json").write_text(json.dumps({**counters, "shuffle": learner.shuffle.getstate()}))
+
+
+def load_state(learner: Learner, directory: Path) -> None:
+    """Inverse of `save_state`, on a learner made with the same arguments, its reference kept if that one's was.
+
+    Raises:
+        TrainingError: another kind of reference was saved.
+    """
+    tensors = load_file(directory / "learner.safetensors")
+    counters = json.loads((directory / "learner.json").read_text())
+    learner.reference.load(tensors, counters)
+    with torch.no_grad():
+        for i, parameter in enumerate(learner.parameters):
+            parameter.copy_(tensors[f"parameter.{i}"])
+            keys = [key for key in MOMENTS if f"{key}.{i}" in tensors]
+            learner.optimizer.state[parameter] = {key: tensors[f"{key}.{i}"].to(parameter.device) for key in keys}
+    learner.steps, learner.refused_steps = counters["steps"], counters["refused_steps"]
+    version, state, gauss = counters["shuffle"]
+    learner.shuffle.setstate((version, tuple(state), gauss))

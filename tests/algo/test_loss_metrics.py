@@ -1,0 +1,144 @@
+"""What a loss reports: before and after every bound, the same for any split, and every name explained."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from loss_batches import Padded, random_batch
+
+from groupwise.algo.loss import LossSpec, resolve_loss
+from groupwise.algo.loss_metrics import averaged, combined, rescaled
+
+ROOT = Path(__file__).parents[2]
+
+
+def by_ratio(ratios: list[float], advantages: list[float]) -> Padded:
+    """One token a row, whose ratio to the sampler's (and the snapshot's) probability is given."""
+    logprobs = torch.full((len(ratios), 1), -1.0, dtype=torch.float64)
+    behaviour = logprobs - torch.tensor(ratios, dtype=torch.float64)[:, None].log()
+    return Padded(
+        logprobs, torch.tensor(advantages, dtype=torch.float64), torch.ones(len(ratios), 1), behaviour=behaviour
+    )
+
+
+def of(metrics: dict[str, float], prefix: str) -> list[float]:
+    return [metrics[f"{prefix}_{each}"] for each in ("mean", "min", "max")]
+
+
+def test_the_policy_ratio_before_and_after_its_bounds():
+    batch = by_ratio([0.5, 0.9, 1.1, 4.0, 4.0, 4.0], [-1.0, 1.0, -1.0, 1.0, -1.0, 1.0])
+    _, grad, metrics = batch.run(resolve_loss("dapo", clip_high=0.3, dual_clip=3.0))
+    assert of(metrics, "loss/ratio") == pytest.approx([14.5 / 6, 0.5, 4.0])
+    assert of(metrics, "loss/ratio_clipped") == pytest.approx([(0.8 + 0.9 + 1.1 + 3 * 1.3) / 6, 0.8, 1.3])
+    shares = {name: metrics[f"loss/clip_frac{name}"] * 6 for name in ("_low", "_high", "_dual", "")}
+    assert shares == pytest.approx({"_low": 1, "_high": 2, "_dual": 1, "": 4})
+    assert int((grad == 0).sum()) == 4  # exactly the tokens that are counted have lost their gradient
+
+
+@pytest.mark.parametrize(
+    ("correction", "weights", "masked", "clipped"),
+    [
+        ("mask_token", [0.0, 1.0, 0.0], 2 / 3, None),
+        ("tis_token", [1 / 3, 1.0, 3.0], 0.0, 2 / 3),
+        ("mask_sequence", [0.0, 1.0, 0.0], 2 / 3, None),
+        ("tis_sequence", [1 / 3, 1.0, 3.0], 0.0, 2 / 3),
+        ("mask_geometric", [0.0, 1.0, 0.0], 2 / 3, None),
+    ],
+)
+def test_the_correction_before_and_after_its_bounds(
+    correction: str, weights: list[float], masked: float, clipped: float | None
+):
+    """Sampler ratios 0.2, 1, 5 with bounds 1/3 and 3: what is masked is exactly 0, not brought back to the floor."""
+    batch = by_ratio([0.2, 1.0, 5.0], [1.0, 1.0, 1.0])
+    spec = resolve_loss("reinforce", reduction="sum", correction=correction, correction_floor=1 / 3, correction_cap=3.0)
+    _, grad, metrics = batch.run(spec)
+    torch.testing.assert_close(-grad[:, 0], torch.tensor(weights, dtype=torch.float64))
+    if correction.startswith("mask"):
+        assert (-grad[:, 0]).tolist() == weights
+    assert of(metrics, "mismatch/ratio") == pytest.approx([6.2 / 3, 0.2, 5.0])
+    assert of(metrics, "mismatch/weight") == pytest.approx([sum(weights) / 3, min(weights), max(weights)])
+    assert metrics["mismatch/masked_frac"] == pytest.approx(masked)
+    assert metrics.get("mismatch/clipped_frac") == (None if clipped is None else pytest.approx(clipped))
+
+
+def test_opsm_is_counted_by_itself():
+    batch = by_ratio([0.2, 0.2, 1.0, 5.0], [1.0, -1.0, -1.0, -1.0])
+    spec = resolve_loss("reinforce", opsm_threshold=0.5, correction="mask_token", correction_cap=3.0)
+    _, grad, metrics = batch.run(spec)
+    assert metrics["mismatch/opsm_frac"] == 0.25  # the second: the only one left far behind that would be pushed down
+    assert metrics["mismatch/masked_frac"] == 0.5
+    assert grad[:, 0].bool().tolist() == [True, False, True, False]
+
+
+def test_without_a_correction_the_samplers_ratio_is_still_reported():
+    metrics = by_ratio([0.01, 1.0], [1.0, 1.0]).run(resolve_loss("grpo"))[2]
+    assert of(metrics, "mismatch/ratio") == pytest.approx([0.505, 0.01, 1.0])
+    assert not [key for key in metrics if key.startswith(("mismatch/weight", "mismatch/masked"))]
+
+
+@pytest.mark.parametrize("correction", ["tis_token", "tis_sequence", "mask_token"])
+def test_vespos_weights_are_reported_though_it_uses_them_elsewhere(correction: str):
+    bounds = {"correction": correction, "correction_floor": 0.9, "correction_cap": 1.15}
+    batch = random_batch(0)
+    mine, plain = (batch.run(resolve_loss(name, **bounds))[2] for name in ("vespo", "grpo"))
+    for key in ("mismatch/weight_mean", "mismatch/weight_min", "mismatch/weight_max"):
+        assert mine[key] == pytest.approx(plain[key])
+
+
+def test_parts_combine_and_steps_average():
+    parts = [{"a_mean": 1.0, "b/max": 3.0, "c_min": 2.0}, {"a_mean": 0.5, "b/max": 4.0}, {"a_mean": 0.25, "c_min": 1.0}]
+    assert combined(parts) == {"a_mean": 1.75, "b/max": 4.0, "c_min": 1.0}
+    assert averaged(parts) == pytest.approx({"a_mean": 1.75 / 3, "b/max": 4.0, "c_min": 1.0})
+    assert combined([]) == averaged([]) == {}
+
+
+SPECS = {
+    "dapo": resolve_loss("dapo", dual_clip=1.5, entropy_coeff=0.01),
+    "grpo": resolve_loss("grpo", kl="k3", correction="tis_token", correction_cap=1.02),
+    "gspo": resolve_loss("gspo", opsm_threshold=0.01),
+    "luspo": resolve_loss("luspo", correction="mask_geometric"),
+    "dr_grpo": resolve_loss("dr_grpo", reduction_length=7, kl="k1"),
+    "cispo": resolve_loss("cispo", reduction="sum"),
+    "vespo": resolve_loss("vespo"),
+    "dro": resolve_loss("dro"),
+    "reinforce": resolve_loss("reinforce"),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_sums_can_be_divided_afterwards(name: str):
+    """Loss, gradient and every metric of a batch whose size was not known are those of one whose size was."""
+    batch, spec = random_batch(3), SPECS[name]
+    tokens, rows = float(batch.mask.sum()), 5.0  # the sixth row has no tokens
+    loss, grad, metrics = batch.run(spec, total_tokens=tokens, total_rows=rows)
+    sums = batch.run(spec, total_tokens=1.0, total_rows=1.0)
+    denominator = spec.denominator(tokens=tokens, rows=rows)
+    torch.testing.assert_close(sums[0] / denominator, loss, rtol=0, atol=1e-12)
+    torch.testing.assert_close(sums[1] / denominator, grad, rtol=0, atol=1e-12)
+    assert rescaled(sums[2], tokens=tokens, policy=denominator) == pytest.approx(metrics)
+
+
+def test_a_loss_with_two_denominators_cannot_be_divided_afterwards():
+    """It says so: an entropy bonus beside a reduction over rows."""
+    for reduction in ("token_mean", "sequence_mean", "sequence_sum", "sum"):
+        spec = resolve_loss("grpo", reduction=reduction, entropy_coeff=0.1)
+        assert spec.streams == (reduction == "token_mean")
+        assert resolve_loss("grpo", reduction=reduction).streams
+
+
+def every_spec() -> list[LossSpec]:
+    corrections = ("tis_token", "mask_token")
+    return [*SPECS.values(), *(resolve_loss("dapo", correction=c, kl="k3", opsm_threshold=0.1) for c in corrections)]
+
+
+def test_every_metric_is_defined_in_the_docs():
+    """And nothing else is: the table of docs/losses.md is what comes out."""
+    text = (ROOT / "docs" / "losses.md").read_text(encoding="utf-8")
+    table = text.split("## What is reported\n", 1)[1].split("\n## ", 1)[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    documented = {name for row in rows for name in re.findall(r"`([\w/]+)`", row)}
+    reported = {key for spec in every_spec() for key in random_batch(0).run(spec)[2]}
+    assert reported | {"kl/tokens", "kl/coeff"} == documented

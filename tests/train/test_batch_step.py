@@ -1,0 +1,159 @@
+"""Several optimizer steps on one rollout batch: what moves, what stays, and TRL's loss on the later ones."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from learner_cases import GROUPS, SPECS, assert_same, gradients, on_policy, parameters
+
+from groupwise.algo.loss import resolve_loss
+from groupwise.train.learner import Learner
+from groupwise.types import Sample
+from trl_peer import MAX_LENGTH, trl_loss
+
+
+def test_minibatches(make_learner, make_samples, monkeypatch: pytest.MonkeyPatch):
+    """As many steps as asked for, on every sample once, in groups; the anchor is the policy before the first."""
+    learner = make_learner()
+    samples, spec = make_samples(GROUPS), resolve_loss("grpo", anchor="old")
+    start = learner.forward(samples)
+    seen: list[tuple[Sample, tuple[float, ...]]] = []
+    original = Learner.forward_backward
+
+    def spy(self, samples, spec, **options):
+        seen.extend(zip(samples, options["old_logprobs"], strict=True))
+        return original(self, samples, spec, **options)
+
+    monkeypatch.setattr(Learner, "forward_backward", spy)
+    metrics = learner.step(samples, spec, learning_rate=0.05, minibatches=4)
+    assert learner.steps == 4 and len(seen) == len(samples)
+    place = {id(sample): i for i, sample in enumerate(samples)}
+    for sample, old in seen:
+        assert old == pytest.approx(start[place[id(sample)]], abs=1e-12, nan_ok=True)
+    assert metrics["loss/ratio_mean"] != pytest.approx(1.0, abs=1e-6)  # the later steps are off-policy
+    assert make_learner().step(samples[:3], spec, learning_rate=0.0, minibatches=8)["optim/refused"] == 0.0
+
+
+def test_a_minibatch_without_loss_tokens(make_learner):
+    masked = Sample(prompt_ids=(1, 2), completion_ids=(3, 4), mask=(0, 0), advantage=1.0)
+    trained = Sample(prompt_ids=(5,), completion_ids=(3, 4), mask=(1, 1), advantage=1.0)
+    for samples in ([masked, trained], [trained, masked]):
+        metrics = make_learner().step(samples, resolve_loss("reinforce"), learning_rate=0.1, minibatches=2)
+        assert metrics["loss/policy"] != 0.0
+
+
+def test_passes_go_over_everything_against_the_same_policy(make_learner, make_samples, monkeypatch):
+    """Each pass sees every sample once, in an order of its own; the anchor and the reference are those of the start."""
+    learner = make_learner()
+    samples = [replace(s, advantage=float(i)) for i, s in enumerate(make_samples(GROUPS))]  # told apart by it
+    spec = resolve_loss("grpo", anchor="old", kl="k3")
+    start, reference = learner.forward(samples), learner.forward(samples, reference=True)
+    calls: list[list[int]] = []
+    original = Learner.forward_backward
+
+    def spy(self, part, spec, **options):
+        rows = [int(sample.advantage) for sample in part]
+        calls.append(rows)
+        for row, old, ref in zip(rows, options["old_logprobs"], options["reference_logprobs"], strict=True):
+            assert old == pytest.approx(start[row], abs=1e-12, nan_ok=True)
+            assert ref == pytest.approx(reference[row], abs=1e-12, nan_ok=True)
+        return original(self, part, spec, **options)
+
+    monkeypatch.setattr(Learner, "forward_backward", spy)
+    metrics = learner.step(samples, spec, learning_rate=0.05, minibatches=2, passes=3)
+    assert learner.steps == 6 and metrics["optim/refused"] == 0.0
+    passes = [calls[i] + calls[i + 1] for i in (0, 2, 4)]
+    assert all(sorted(rows) == list(range(len(samples))) for rows in passes)
+    assert len({tuple(rows) for rows in passes}) > 1
+
+
+def test_the_reference_is_computed_once(make_learner, make_samples, monkeypatch):
+    learner, samples, calls = make_learner(), make_samples(GROUPS), []
+    original = Learner._reference_logprobs
+    monkeypatch.setattr(Learner, "_reference_logprobs", lambda *args: calls.append(1) or original(*args))
+    learner.step(samples, SPECS["grpo with k3"], learning_rate=0.01, passes=3)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo with entropy", "grpo with k3"])
+def test_passes_are_steps_one_after_another(make_learner, make_samples, name: str):
+    """By hand: the gradient against the snapshot of the start, an optimizer step, again."""
+    spec = replace(SPECS[name], anchor="old")
+    mine, other = make_learner(), make_learner()
+    samples = make_samples(GROUPS)
+    mine.step(samples, spec, learning_rate=0.02, passes=3)
+    old = other.forward(samples)
+    for _ in range(3):
+        other.forward_backward(samples, spec, old_logprobs=old)
+        other.optim_step(learning_rate=0.02)
+    assert_same(parameters(mine), parameters(other))
+    assert mine.steps == other.steps == 3
+
+
+def padded(rows: list[tuple[float, ...]], width: int) -> torch.Tensor:
+    return torch.tensor([[*row, *[0.0] * (width - len(row))] for row in rows], dtype=torch.float64).nan_to_num()
+
+
+@pytest.mark.parametrize(
+    ("case", "preset", "overrides"),
+    [
+        ({"loss_type": "grpo"}, "grpo", {"clip_high": 0.28}),
+        ({"loss_type": "dapo"}, "dapo", {}),
+        ({"loss_type": "dr_grpo"}, "dr_grpo", {"clip_high": 0.28, "reduction_length": MAX_LENGTH}),
+        (
+            {"loss_type": "grpo", "level": "sequence", "eps": (0.05, 0.06)},
+            "gspo",
+            {"clip_low": 0.05, "clip_high": 0.06},
+        ),
+        ({"loss_type": "cispo", "eps": (0.2, 1.5)}, "cispo", {"clip_high": 0.5}),
+    ],
+    ids=["grpo", "dapo", "dr_grpo", "gspo", "cispo"],
+)
+def test_the_second_pass_is_trls(make_learner, make_samples, case: dict, preset: str, overrides: dict):
+    """After one pass the policy has moved: the gradient of the next is TRL's with its old log-probabilities fixed."""
+    learner = make_learner()
+    samples = [s for s in make_samples(GROUPS) if any(s.mask)]
+    spec, old = resolve_loss(preset, anchor="old", **overrides), learner.forward(samples)
+    learner.forward_backward(samples, spec, old_logprobs=old)
+    learner.optim_step(learning_rate=0.01)
+    current, width = learner.forward(samples), max(len(s.mask) for s in samples)
+    batch = SimpleNamespace(
+        logprobs=padded(current, width),
+        old=padded(old, width),
+        mask=padded([tuple(map(float, s.mask)) for s in samples], width),
+        advantages=torch.tensor([s.advantage for s in samples], dtype=torch.float64),
+        entropy=torch.zeros(len(samples), width),
+        reference=None,
+        behaviour=None,
+    )
+    theirs, slope_BT, _ = trl_loss(batch, case)
+    assert float((batch.logprobs - batch.old).abs().max()) > 0.05
+    metrics = learner.forward_backward(samples, spec, old_logprobs=old)
+    mine = gradients(learner)
+    assert metrics["loss/policy"] == pytest.approx(float(theirs), abs=1e-6)
+
+    def linear(rows: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        terms = [(row * slope_BT[i, : len(row)]).nansum() for i, row in enumerate(rows)]
+        return torch.stack(terms).sum(), {}
+
+    learner.forward_backward_custom(samples, linear)
+    for a, b in zip(mine, gradients(learner), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_samples_that_are_masked_whole_are_not_in_the_batch(make_learner, make_samples):
+    """Completions that were cut and are left out of the loss: no gradient, no metric and no divisor knows of them."""
+    learner = make_learner()
+    kept = on_policy(learner, [s for s in make_samples(GROUPS) if any(s.mask)])
+    cut = [replace(s, mask=(0,) * len(s.mask), advantage=5.0) for s in kept[::2]]
+    for name, spec in SPECS.items():
+        metrics = learner.forward_backward(kept, spec)
+        expected = gradients(learner)
+        with_cut = learner.forward_backward([*cut[:2], *kept, *cut[2:]], spec)
+        assert_same(gradients(learner), expected)
+        assert with_cut == pytest.approx(metrics, rel=1e-9, abs=1e-12), name
+    assert math.isfinite(metrics["loss/policy"])
