@@ -18,10 +18,13 @@ from groupwise.display import (
     sparkline,
     visible,
 )
+from groupwise.health import Event, Finding
+from groupwise.health.rule import Severity
 
 METRICS = {
     "reward/mean": 0.53125,
-    "loss/kl": 0.00123,
+    "loss/policy": -4.35e-08,
+    "kl/mean": 0.00123,
     "optim/grad_norm": 0.84,
     "time/step_s": 60.0,
     "perf/tok_s": 1812.4,
@@ -76,7 +79,8 @@ def test_lines_when_it_is_not_a_terminal(monkeypatch):
         display.step(13, {})
         display.note("saved [bold]math@1[/bold]")
     assert stream.getvalue().splitlines() == [
-        "step 12/200  reward 0.531  kl 0.00123  grad 0.84  mismatch 0.0012  tok/s 1,812  s/step 60.00  eta 3:08:00",
+        "step 12/200  reward 0.531  loss -4.3e-08  kl 0.00123  grad 0.84  mismatch 0.0012  tok/s 1,812  s/step 60.00  "
+        "eta 3:08:00",
         "step 13/200  eta 3:07:00",
         "saved [bold]math@1[/bold]",
     ]
@@ -105,6 +109,57 @@ def test_live_on_a_terminal(terminal):
     for shown in ("2/200 steps", "64 rollouts", "eta 3:18:00", "reward 0.750", "tok/s 1,812", "▁█", "training"):
         assert shown in text
     assert "evaluated [red]math@1[/red]" in text
+
+
+def standing(id: str, severity: Severity = "warn", *, name: str = "", began: int = 3) -> Finding:
+    return Finding(
+        id=id,
+        metric="m",
+        name=name,
+        severity=severity,
+        says="it is high",
+        cause="because",
+        of="mean",
+        window=2,
+        value=1.0,
+        op=">",
+        threshold=0.5,
+        began=began,
+    )
+
+
+def test_health_in_lines_is_said_when_it_changes():
+    stream = io.StringIO()
+    entropy = standing("entropy.collapse")
+    with open_display(5, stream=stream) as display:
+        display.health([Event(kind="began", step=3, text="warn: entropy", finding=entropy)], [entropy])
+        display.health([], [entropy])
+        display.health([Event(kind="ended", step=5, text="entropy is over", finding=entropy)], [])
+    assert stream.getvalue().splitlines() == ["step 3: warn: entropy", "step 5: entropy is over"]
+
+
+def test_health_live_is_a_line_of_what_is_wrong_now(terminal):
+    stream, drawn = terminal
+    findings = [standing("grad.nan", "error"), standing("reward.silent", name="[red]fmt\x1b[2J", began=12)]
+    with open_display(5, stream=stream) as display:
+        display.step(3, METRICS)
+        display.health([Event(kind="began", step=3, text="error: grad.nan")], findings)
+    text = drawn()
+    assert "\x1b[2J" not in text  # a reward's name is text
+    text = plain(text)
+    assert "step 3: error: grad.nan" in text
+    assert "wrong now  grad.nan since step 3  reward.silent ([red]fmt␛[2J) since step 12" in text
+
+
+def test_the_line_goes_when_nothing_is_wrong_any_more(terminal):
+    stream, drawn = terminal
+    with open_display(5, stream=stream) as display:
+        display.health([], [standing("grad.nan")])
+        stream.write("-- well again --")
+        display.health([], [])
+        display.step(4, METRICS)
+    before, after = plain(drawn()).split("-- well again --")
+    assert "grad.nan" in before and "grad.nan" not in after and "4/5 steps" in after
 
 
 def test_no_color_is_respected(terminal, monkeypatch):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from groupwise.config import TrackingConfig
 from groupwise.errors import ConfigError, DataError, StorageError
+from groupwise.health import Event
 from groupwise.tracking import Tracking, open_trackers, read_metrics, read_rollouts
 from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Turn
 
@@ -21,14 +22,18 @@ class Recorder:
 
     def __init__(self, *, failing: bool = False):
         self.failing, self.logged, self.closed = failing, [], False
+        self.calls = 0
 
     def log(self, step, metrics):
+        self.calls += 1
         if self.failing:
             raise ConnectionError("no route to host")
         self.logged.append((step, dict(metrics)))
 
     def close(self):
         self.closed = True
+        if self.failing:
+            raise TimeoutError("still sending")
 
 
 # --- metrics ---
@@ -117,13 +122,103 @@ def test_a_failing_tracker_is_counted_and_warned_of_once_and_stops_nothing(tmp_p
     with Tracking(tmp_path, trackers={"failing": failing, "working": working}) as tracking:
         for step in range(3):
             tracking.log(step, {"loss": 1.0})
-    assert tracking.failures == {"failing": 3}
+    assert tracking.failures == {"failing": 4} and failing.calls == 3  # it is asked again every time; and on closing
     assert [record.getMessage() for record in caplog.records] == [
         "failing failed (ConnectionError: no route to host); metrics.jsonl is complete"
     ]
     assert [step for step, _ in working.logged] == [0, 1, 2]
     assert failing.closed and working.closed
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
+
+
+class Careless:
+    """A tracker that changes what it is given and raises what no library should."""
+
+    def log(self, step, metrics):
+        metrics.clear()
+        raise AssertionError
+
+    def close(self):
+        raise KeyError("run")
+
+
+def test_whatever_a_tracker_does_the_record_and_the_other_trackers_are_whole(tmp_path):
+    working = Recorder()
+    with Tracking(tmp_path, trackers={"careless": Careless(), "working": working}) as tracking:
+        tracking.log(1, {"reward/mean": 0.5})
+    assert working.logged == [(1, {"reward/mean": 0.5, "reward": 0.5})] and working.closed
+    assert tracking.failures == {"careless": 2}
+    assert read_metrics(tmp_path / "metrics.jsonl")[0]["reward/mean"] == 0.5
+
+
+# --- TRL's names ---
+
+
+def test_trackers_get_trls_names_too_and_the_record_only_ours(tmp_path):
+    metrics = {"reward/mean": 0.25, "rollout/total_tokens": 100.0}
+    both, ours = Recorder(), Recorder()
+    with Tracking(tmp_path / "a", trackers={"both": both}) as tracking:
+        tracking.log(1, metrics)
+    with Tracking(tmp_path / "b", trackers={"ours": ours}, trl_names=False) as tracking:
+        tracking.log(1, metrics)
+    assert both.logged == [(1, metrics | {"reward": 0.25, "num_tokens": 100.0})] and ours.logged == [(1, metrics)]
+    for run in ("a", "b"):
+        [record] = read_metrics(tmp_path / run / "metrics.jsonl")
+        assert set(record) == {"step", "time", *metrics}
+
+
+def test_the_token_count_goes_on_in_a_resumed_run(tmp_path):
+    with Tracking(tmp_path) as tracking:
+        for step in (1, 2, 3):
+            tracking.log(step, {"rollout/total_tokens": 10.0 * step})
+    recorder = Recorder()
+    with Tracking(tmp_path, trackers={"recorder": recorder}) as tracking:  # step 3 is done again
+        tracking.log(3, {"rollout/total_tokens": 5.0})
+        tracking.log(3, {"eval/greedy/reward": 0.5})
+        tracking.log(4, {"rollout/total_tokens": 1.0})
+    assert [metrics.get("num_tokens") for _, metrics in recorder.logged] == [35.0, None, 36.0]
+
+
+def test_the_configuration_switches_them_off(tmp_path):
+    for trl_names in (True, False):
+        config = TrackingConfig(trl_names=trl_names)
+        with open_trackers(config, run_dir=tmp_path / str(trl_names), run_name="r", resolved_config={}) as tracking:
+            tracking.trackers["recorder"] = recorder = Recorder()
+            tracking.log(1, {"loss/entropy": 0.5})
+        assert ("entropy" in recorder.logged[0][1]) == trl_names
+
+
+# --- health ---
+
+
+def events(*texts: str) -> list[Event]:
+    return [Event(kind="note", step=7, text=text) for text in texts]
+
+
+def test_health_is_a_line_an_event_and_no_file_without_one(tmp_path):
+    path = tmp_path / "health.jsonl"
+    with Tracking(tmp_path) as tracking:
+        tracking.health([])
+        assert not path.exists()
+        tracking.health(events("one", "two"))
+        lines = [json.loads(line) for line in path.read_text().splitlines()]  # before close
+    assert [(each["step"], each["event"], each["text"]) for each in lines] == [(7, "note", "one"), (7, "note", "two")]
+    assert lines[0]["time"].endswith("+00:00")
+    with path.open("a") as file:
+        file.write('{"step": 8, "ev')
+    with Tracking(tmp_path) as tracking:
+        tracking.health(events("three"))
+    assert [json.loads(line)["text"] for line in path.read_text().splitlines()] == ["one", "two", "three"]
+
+
+def test_health_that_cannot_be_written_is_a_storage_error(tmp_path):
+    with Tracking(tmp_path) as tracking:
+        (tmp_path / "health.jsonl").mkdir()
+        with pytest.raises(StorageError, match=r"health\.jsonl cannot be written"):
+            tracking.health(events("one"))
+
+
+# --- the trackers' packages ---
 
 
 def test_tensorboard_event_files_read_back(tmp_path):

@@ -1,4 +1,4 @@
-"""The commands that talk to a server: `groupwise chat | rollouts sample | train ... | health`.
+"""The commands that talk to a server: `groupwise chat | rollouts sample | train ...`.
 
     groupwise serve                                         # in one terminal
     groupwise rollouts sample "What is 47 + 138?" --json > groups.json
@@ -68,7 +68,6 @@ def add_to(app: typer.Typer) -> None:
     app.command(epilog=examples('groupwise chat "What is 47 + 138?"', "groupwise chat --adapter math@3"))(chat)
     app.add_typer(rollouts, name="rollouts")
     app.add_typer(train, name="train")
-    app.command()(health)
 
 
 # ---- sampling ----
@@ -410,25 +409,3 @@ def _print_job(job: Job) -> None:
 
 def _times(job: Job) -> Iterator[tuple[str, Any]]:
     yield from (("created", job.created_at), ("started", job.started_at), ("finished", job.finished_at))
-
-
-# ---- the server ----
-
-
-def health(url: Url = None, api_key: ApiKey = None, as_json: AsJson = False, debug: Debug = False) -> None:
-    """How a server is; exits with 75 if none answers."""
-    with open_client(url, api_key) as client:
-        state = client.health()
-        where = client.url
-    if as_json:
-        return print_answer(state)
-    rows = [("server", f"{where} is {state.status}"), ("version", state.version), ("up", f"{state.uptime_s:.0f} s")]
-    rows += [("model", f"{state.model} on {state.backend}")] if state.model else []
-    rows += [("active", state.active_version)] if state.active_version else []
-    if state.training is not None:
-        job = state.training.get("active_job")
-        running = f"{job['job_id']} {job['progress']:.0%}" if job else "idle"
-        rows.append(("training", f"{running}, {state.training.get('queued', 0)} queued"))
-    for check in state.checks:
-        rows.append((check["name"], "ok" if check["pass"] else f"failed: {check.get('detail', '')}"))
-    print_table(rows)

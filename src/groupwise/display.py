@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterable, Mapping
-from typing import Protocol, TextIO
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -19,10 +19,14 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+if TYPE_CHECKING:
+    from groupwise.health import Event, Finding
+
 # How a metric is called in one word, and how it is written.
 _SHOWN = {
     "reward/mean": ("reward", "{:.3f}"),
-    "loss/kl": ("kl", "{:.3g}"),
+    "loss/policy": ("loss", "{:.2g}"),
+    "kl/mean": ("kl", "{:.3g}"),
     "optim/grad_norm": ("grad", "{:.3g}"),
     "mismatch/logprob_diff_mean": ("mismatch", "{:.2g}"),
     "perf/tok_s": ("tok/s", "{:,.0f}"),
@@ -50,6 +54,10 @@ class Display(Protocol):
 
     def note(self, text: str) -> None:
         """Say something once, above what is live."""
+        ...
+
+    def health(self, events: Iterable[Event], standing: Sequence[Finding]) -> None:
+        """Say what changed in the run's health, and show what is wrong now."""
         ...
 
     def close(self) -> None:
@@ -120,6 +128,10 @@ class LineDisplay:
     def note(self, text: str) -> None:
         print(visible(text), file=self._stream, flush=True)
 
+    def health(self, events: Iterable[Event], standing: Sequence[Finding]) -> None:
+        for event in events:
+            self.note(f"step {event.step}: {event.text}")
+
     def close(self) -> None:
         pass
 
@@ -135,6 +147,7 @@ class LiveDisplay:
 
     def __init__(self, total_steps: int, *, console: Console):
         self._progress = _Progress(total_steps)
+        self._standing: Sequence[Finding] = ()
         self._console = console
         self._spinner = Spinner("dots" if not console.options.ascii_only else "line", text="starting")
         # What a reward function prints should appear above the bar, but a stdout that is a pipe is not ours to take.
@@ -157,6 +170,12 @@ class LiveDisplay:
     def note(self, text: str) -> None:
         self._console.print(Text(visible(text)))
 
+    def health(self, events: Iterable[Event], standing: Sequence[Finding]) -> None:
+        self._standing = standing
+        for event in events:
+            self.note(f"step {event.step}: {event.text}")
+        self._live.refresh()
+
     def close(self) -> None:
         self._live.stop()
 
@@ -178,7 +197,7 @@ class LiveDisplay:
         )
         if not self._console.options.ascii_only:
             line.append(f"  {sparkline(progress.rewards)}", style="green")
-        return Group(top, line)
+        return Group(top, line, findings_line(self._standing)) if self._standing else Group(top, line)
 
 
 def sparkline(values: Iterable[float]) -> str:
@@ -192,6 +211,18 @@ def sparkline(values: Iterable[float]) -> str:
     low, span = min(finite, default=0.0), max(finite, default=0.0) - min(finite, default=0.0)
     scale = (len(_BARS) - 1) / span if span else 0.0
     return "".join(_BARS[round((value - low) * scale)] if abs(value) < float("inf") else " " for value in values)
+
+
+def findings_line(standing: Iterable[Finding]) -> Text:
+    """What is wrong now, in a line: each finding's name and since when, errors in red."""
+    line = Text("wrong now  ", style="dim")
+    return line + Text("  ").join(
+        Text.assemble(
+            (visible(finding.label), "bold red" if finding.severity == "error" else "yellow"),
+            (f" since step {finding.began}", "dim"),
+        )
+        for finding in standing
+    )
 
 
 def visible(text: str) -> str:

@@ -1,9 +1,11 @@
 """Where the numbers and the texts of a run go.
 
     <run>/metrics.jsonl                  always: a line per step, {"step", "time", <metric>: <number>, ...}
+    <run>/health.jsonl                   a line per event: a finding began, became an error or ended; a note
     <run>/rollouts/step_000012.jsonl     a line per group: what was asked, sampled, scored; with the token ids
     <run>/tensorboard/                   and W&B, Trackio, MLflow, where the config asks for them
 
+`metrics.jsonl` has our names alone; the trackers get TRL's as well, unless `tracking.trl_names` is false.
 The JSON is strict: a metric that is NaN or infinite is null, and its name is in the line's "non_finite". In rollouts,
 where the value must come back exactly, such a number is the string "NaN", "Infinity" or "-Infinity".
 
@@ -27,11 +29,15 @@ from typing import Any, Protocol
 
 from groupwise.config import TrackingConfig
 from groupwise.errors import ConfigError, DataError, StorageError
-from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Turn
+from groupwise.group_json import group_from_json, group_to_json
+from groupwise.health import Event
+from groupwise.trl_names import TokenCount, trl_metrics
+from groupwise.types import RolloutGroup
 
 log = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
+HEALTH = "health.jsonl"
 ROLLOUTS = "rollouts"
 _OWN_KEYS = ("step", "time", "non_finite")
 
@@ -50,14 +56,16 @@ class Tracking:
     `failures` counts the errors of each tracker in `trackers`; the first of each is logged as a warning.
     """
 
-    def __init__(self, run_dir: Path, *, trackers: Mapping[str, Tracker] | None = None):
+    def __init__(self, run_dir: Path, *, trackers: Mapping[str, Tracker] | None = None, trl_names: bool = True):
         self.run_dir = Path(run_dir)
         self.trackers = dict(trackers or {})
         self.failures: Counter[str] = Counter()
         with _recording(self.run_dir / METRICS):
             (self.run_dir / ROLLOUTS).mkdir(parents=True, exist_ok=True)
             _drop_torn_line(self.run_dir / METRICS)
+            _drop_torn_line(self.run_dir / HEALTH)
             self._metrics = (self.run_dir / METRICS).open("a", encoding="utf-8")
+        self._tokens = TokenCount(read_metrics(self.run_dir / METRICS)) if trl_names else None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one step's metrics, at once. Raises StorageError if `metrics.jsonl` cannot be written."""
@@ -71,7 +79,19 @@ class Tracking:
         with _recording(self.run_dir / METRICS):
             self._metrics.write(json.dumps(record, allow_nan=False) + "\n")
             self._metrics.flush()
-        self._each(lambda tracker: tracker.log(step, metrics))
+        shown = dict(metrics)
+        if self._tokens is not None:
+            shown |= trl_metrics(metrics) | self._tokens.at(step, metrics)
+        self._each(lambda tracker: tracker.log(step, dict(shown)))
+
+    def health(self, events: Sequence[Event]) -> None:
+        """Write what changed in the run's health. Raises StorageError."""
+        if not events:
+            return
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        lines = [json.dumps({"time": now} | event.as_dict(), allow_nan=False) + "\n" for event in events]
+        with _recording(self.run_dir / HEALTH), (self.run_dir / HEALTH).open("a", encoding="utf-8") as file:
+            file.writelines(lines)
 
     def rollouts(self, step: int, groups: Sequence[RolloutGroup]) -> Path:
         """Write one step's groups; a step that is done again replaces its file. Raises StorageError."""
@@ -79,7 +99,7 @@ class Tracking:
         temporary = path.with_suffix(".tmp")
         with _recording(path):
             with temporary.open("w", encoding="utf-8") as file:
-                file.writelines(_to_line(group) + "\n" for group in groups)
+                file.writelines(json.dumps(group_to_json(group), allow_nan=False) + "\n" for group in groups)
             os.replace(temporary, path)
         return path
 
@@ -120,7 +140,7 @@ def open_trackers(
     if (experiment := config.mlflow) is not None:
         openers["mlflow"] = lambda mlflow: MlflowTracker(mlflow, experiment, run_name, resolved_config)
     modules = {name: _import(name) for name in openers}  # all, before any run is made anywhere
-    tracking = Tracking(run_dir)
+    tracking = Tracking(run_dir, trl_names=config.trl_names)
     for name, opener in openers.items():
         try:
             tracking.trackers[name] = opener(modules[name])
@@ -252,100 +272,13 @@ def read_rollouts(path: Path) -> tuple[RolloutGroup, ...]:
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             try:
-                groups.append(_from_json(json.loads(line)))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                groups.append(group_from_json(json.loads(line)))
+            except DataError as error:
+                raise DataError(f"{path}, line {number}: {error.message}") from error
+            except ValueError as error:
                 detail = f"{type(error).__name__}: {error}"
                 raise DataError(f"{path}, line {number}: not a rollout group: {detail}") from error
     return tuple(groups)
-
-
-def _to_line(group: RolloutGroup) -> str:
-    prompt = group.prompt
-    raw = {
-        "prompt": {
-            "id": prompt.id,
-            "messages": prompt.messages,
-            "text": prompt.text,
-            "tools": prompt.tools,
-            "columns": _to_json(prompt.columns),
-            "token_ids": prompt.token_ids,
-        },
-        "rollouts": [
-            {
-                "turns": [_turn_to_json(turn, prompt=prompt) for turn in rollout.turns],
-                "rewards": _to_json(rollout.rewards),
-                "reward": _to_json(rollout.reward),
-                "advantage": _to_json(rollout.advantage),
-                "error": rollout.error,
-            }
-            for rollout in group.rollouts
-        ],
-    }
-    return json.dumps(raw, allow_nan=False)
-
-
-def _turn_to_json(turn: Turn, *, prompt: Prompt) -> dict[str, Any]:
-    completion = turn.completion
-    return {
-        # most often the prompt itself; writing it once per group and not once per rollout halves the file
-        "prompt_ids": None if turn.prompt_ids == prompt.token_ids else turn.prompt_ids,
-        "text": completion.text,
-        "token_ids": completion.token_ids,
-        "logprobs": _to_json(completion.logprobs),
-        "finish_reason": completion.finish_reason.value,
-        "version": str(completion.version),
-    }
-
-
-def _from_json(raw: Mapping[str, Any]) -> RolloutGroup:
-    fields = raw["prompt"]
-    prompt = Prompt(
-        id=fields["id"],
-        messages=None if fields["messages"] is None else tuple(fields["messages"]),
-        text=fields["text"],
-        tools=tuple(fields["tools"]),
-        columns=fields["columns"],
-        token_ids=tuple(fields["token_ids"]),
-    )
-    return RolloutGroup(prompt=prompt, rollouts=tuple(_rollout_from_json(entry, prompt) for entry in raw["rollouts"]))
-
-
-def _rollout_from_json(raw: Mapping[str, Any], prompt: Prompt) -> Rollout:
-    turns = []
-    for turn in raw["turns"]:
-        completion = Completion(
-            token_ids=tuple(turn["token_ids"]),
-            logprobs=tuple(_exact(value) for value in turn["logprobs"]),
-            text=turn["text"],
-            finish_reason=FinishReason(turn["finish_reason"]),
-            version=PolicyVersion.parse(turn["version"]),
-        )
-        prompt_ids = prompt.token_ids if turn["prompt_ids"] is None else tuple(turn["prompt_ids"])
-        turns.append(Turn(prompt_ids, completion))
-    return Rollout(
-        turns=tuple(turns),
-        rewards={name: _exact(value) for name, value in raw["rewards"].items()},
-        reward=_exact(raw["reward"]),
-        advantage=_exact(raw["advantage"]),
-        error=raw["error"],
-    )
-
-
-def _to_json(value: Any) -> Any:
-    """`value` with every NaN and infinity as a string, and what JSON does not have (dates, arrays) as text."""
-    if isinstance(value, Mapping):
-        return {str(key): _to_json(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_json(inner) for inner in value]
-    if isinstance(value, float):
-        if math.isfinite(value):
-            return float(value)
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value if value is None or isinstance(value, str | bool | int) else str(value)
-
-
-def _exact(value: Any) -> Any:
-    return float(value) if isinstance(value, str) else value
 
 
 def _number(value: Any) -> int | float:

@@ -1,0 +1,6 @@
+"""Learning failures that would otherwise be silent, named with their cause and what to do."""
+
+from groupwise.health.history import Report, examine
+from groupwise.health.watch import Event, Finding, Health
+
+__all__ = ["Event", "Finding", "Health", "Report", "examine"]

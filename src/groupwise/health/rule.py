@@ -1,0 +1,157 @@
+"""What a rule is: a condition on a run's metrics, why it comes about, and what to do.
+
+A rule holds at a step when, over the last `window` values of its metric,
+
+    aggregate(values) op warn        and every condition in `also` holds        and no rule in `unless` stands
+
+and it is an error where the same is true of `error`. Values that are not finite count for `not_finite` alone. A metric
+with `*` stands for all that fit, each judged by itself; `*` in `also` is then the same name, and otherwise every metric
+that fits must meet the condition, and at least one must be there.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from statistics import fmean, median
+from typing import Literal
+
+Aggregate = Literal[
+    "mean", "median", "min", "max", "last", "sum", "zeros", "gain", "growth", "drop", "trend", "not_finite"
+]
+Op = Literal[">", ">=", "<", "<="]
+Severity = Literal["warn", "error"]
+
+COMPARE: Mapping[str, Callable[[float, float], bool]] = {
+    ">": operator.gt,
+    ">=": operator.ge,
+    "<": operator.lt,
+    "<=": operator.le,
+}
+ENDS = 5  # values at either end of a window whose means are compared
+
+
+@dataclass(frozen=True, kw_only=True)
+class Condition:
+    """`of` the last `window` values of `metric`, `op` the threshold. It needs `least` values (None: a full window)."""
+
+    metric: str
+    of: Aggregate = "mean"
+    window: int = 10
+    least: int | None = None
+    op: Op
+    threshold: float
+
+    def measure(self, values: Sequence[float]) -> float | None:
+        """The aggregate of a metric's values, oldest first; None where there are too few."""
+        recent = values[-self.window :]
+        counted = recent if self.of == "not_finite" else [value for value in recent if math.isfinite(value)]
+        if len(counted) < (self.window if self.least is None else self.least):
+            return None
+        return aggregate(counted, self.of)
+
+    def holds(self, values: Sequence[float]) -> bool:
+        measured = self.measure(values)
+        return measured is not None and COMPARE[self.op](measured, self.threshold)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """What to do, in words, and as overrides of the run's configuration where that can be said: key -> change.
+
+    A change is the new value, or a `Times`. `{name}` in a value is what the rule's `*` matched. It is only proposed
+    where the configuration has the values in `only_if`.
+    """
+
+    text: str
+    overrides: Mapping[str, object] = field(default_factory=dict)
+    only_if: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Times:
+    """The present value times `factor`, kept within bounds; a whole number stays one."""
+
+    factor: float
+    least: float = 0.0
+    most: float = math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One way in which a run goes wrong.
+
+    `says` is formatted with the aggregate as `value`, with `window` and with what `*` matched as `name`. A finding is
+    over when the rule has not held `settle` times in a row.
+    """
+
+    id: str
+    metric: str
+    of: Aggregate = "mean"
+    window: int = 10
+    least: int | None = None
+    op: Op
+    warn: float | None = None
+    error: float | None = None
+    also: tuple[Condition, ...] = ()
+    unless: tuple[str, ...] = ()
+    settle: int = 3
+    says: str
+    cause: str
+    remedies: tuple[Remedy, ...]
+
+    def condition(self, severity: Severity) -> Condition | None:
+        """What makes a finding of this severity; None if the rule has none."""
+        threshold = self.warn if severity == "warn" else self.error
+        if threshold is None:
+            return None
+        return Condition(
+            metric=self.metric, of=self.of, window=self.window, least=self.least, op=self.op, threshold=threshold
+        )
+
+
+def aggregate(values: Sequence[float], of: Aggregate) -> float:
+    """One number for values in the order in which they came; there is at least one.
+
+        zeros        share of them that are 0
+        gain         mean of the last few minus mean of the first few (five, or a third of them where that is fewer)
+        growth       the same as a quotient; 1 where the first few are 0
+        drop         how far the last is below the largest, as a share of the largest magnitude
+        trend        Kendall's tau against time: 1 where every value is above all before it, -1 where below
+        not_finite   how many are not finite
+
+    >>> aggregate([1, 2, 3, 4], "trend"), aggregate([0.5, 1.0, 0.75], "drop"), aggregate([1.0, 1.0, 3.0], "growth")
+    (1.0, 0.25, 3.0)
+    """
+    few = max(1, min(ENDS, len(values) // 3))
+    match of:
+        case "mean":
+            return fmean(values)
+        case "median":
+            return median(values)
+        case "min":
+            return min(values)
+        case "max":
+            return max(values)
+        case "last":
+            return values[-1]
+        case "sum":
+            return math.fsum(values)
+        case "zeros":
+            return fmean(value == 0 for value in values)
+        case "gain":
+            return fmean(values[-few:]) - fmean(values[:few])
+        case "growth":
+            before = fmean(values[:few])
+            return fmean(values[-few:]) / before if before else 1.0
+        case "drop":
+            largest = max(map(abs, values))
+            return (max(values) - values[-1]) / largest if largest else 0.0
+        case "trend":
+            signs = [(later > earlier) - (later < earlier) for earlier, later in combinations(values, 2)]
+            return fmean(signs) if signs else 0.0
+        case "not_finite":
+            return float(sum(not math.isfinite(value) for value in values))

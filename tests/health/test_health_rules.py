@@ -1,0 +1,319 @@
+"""Each rule on a series made for it: silent while all is well, there at the right step, over when it is well again."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from groupwise.config import RunConfig, parse_config
+from groupwise.configfile import parse_keys
+from groupwise.health import Event, Health, examine
+from groupwise.health.rule import Condition, Rule, aggregate
+from groupwise.health.rules import RULES
+
+ROOT = Path(__file__).parent.parent.parent
+Value = float | Callable[[int], float]
+BY_ID = {rule.id: rule for rule in RULES}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`sick` metrics make the rule hold after `after` steps, `worse` ones an error (default: no such level or none
+    to try), `well` ones do not. A function gives the value at a step, counted from 0."""
+
+    sick: Mapping[str, Value]
+    well: Mapping[str, Value]
+    after: int
+    worse: Mapping[str, Value] = field(default_factory=dict)
+    severity: str = "warn"
+    name: str = ""
+
+
+FLAT = {"eval/greedy/reward": 0.5}
+CASES = {
+    "reward.stuck_zero": Case({"reward/mean": 0.1}, {"reward/mean": 0.5}, 20, {"reward/mean": 0.0}),
+    "reward.silent": Case({"reward/form/mean": 0.0}, {"reward/form/mean": 0.5}, 20, name="form"),
+    "reward.error_rate": Case(
+        {"rollout/error_frac": 0.2}, {"rollout/error_frac": 0.01}, 3, {"rollout/error_frac": 0.9}
+    ),
+    "reward.not_applicable": Case({"rollout/excluded_frac": 0.5}, {"rollout/excluded_frac": 0.1}, 3),
+    "reward.hack_suspect": Case(
+        {"rollout/len_mean": lambda t: 10.0 + t, **FLAT}, {"rollout/len_mean": 50.0, **FLAT}, 20
+    ),
+    "reward.dominated": Case({"reward/form/share": 0.05}, {"reward/form/share": 0.4}, 5, name="form"),
+    "reward.falling": Case({"reward/mean": lambda t: 0.9 - 0.02 * t}, {"reward/mean": 0.5}, 30),
+    "group.solved": Case(
+        {"reward/frac_zero_std": 0.9, "reward/mean": lambda t: min(0.95, 0.1 * t)},
+        {"reward/frac_zero_std": 0.3, "reward/mean": 0.95},
+        10,
+    ),
+    "group.zero_std": Case(
+        {"reward/frac_zero_std": 0.9}, {"reward/frac_zero_std": 0.3}, 10, {"reward/frac_zero_std": 1.0}
+    ),
+    "adv.skip_ratio": Case({"rollout/groups_trained": lambda t: 2.0 * (t % 2)}, {"rollout/groups_trained": 4.0}, 10),
+    "data.too_long": Case({"data/too_long_frac": 0.3}, {"data/too_long_frac": 0.0}, 3),
+    "eos.missing": Case({"rollout/truncated_frac": 1.0}, {"rollout/truncated_frac": 0.1}, 5, severity="error"),
+    "len.clipped": Case(
+        {"rollout/truncated_frac": 0.5}, {"rollout/truncated_frac": 0.1}, 5, {"rollout/truncated_frac": 0.95}
+    ),
+    "len.monotone_max": Case(
+        {"rollout/len_mean": lambda t: 20.0 + t, "rollout/truncated_frac": 0.2},
+        {"rollout/len_mean": 30.0, "rollout/truncated_frac": 0.2},
+        20,
+    ),
+    "len.collapse": Case(
+        {"rollout/len_mean": lambda t: 50.0 - 2 * t, "reward/mean": 0.3},
+        {"rollout/len_mean": 50.0, "reward/mean": 0.3},
+        20,
+    ),
+    "grad.nan": Case({"optim/refused": 1.0}, {"optim/refused": 0.0}, 1, {"optim/refused": 1.0}),
+    "loss.nan": Case({"loss/policy": math.nan}, {"loss/policy": 0.1}, 1, severity="error"),
+    "grad.explode": Case({"optim/grad_norm": 30.0}, {"optim/grad_norm": 0.7}, 5, {"optim/grad_norm": 1000.0}),
+    "grad.zero_streak": Case({"optim/grad_norm": 0.0}, {"optim/grad_norm": 0.7}, 5, severity="error"),
+    "lr.zero": Case({"optim/lr": 0.0}, {"optim/lr": 1e-4}, 5),
+    "entropy.collapse": Case({"loss/entropy": 0.005}, {"loss/entropy": 0.4}, 10, {"loss/entropy": 0.0}),
+    "entropy.high": Case({"loss/entropy": lambda t: 1.5 + 0.01 * t}, {"loss/entropy": 0.4}, 20),
+    "kl.high": Case({"kl/mean": 1.0}, {"kl/mean": 0.1}, 10, {"kl/mean": 3.0}),
+    "clip.high": Case({"loss/clip_frac": 0.4}, {"loss/clip_frac": 0.05}, 10),
+    "eval.regress": Case(
+        {"eval/greedy/reward": lambda t: 0.8 if t == 0 else 0.7},
+        {"eval/greedy/reward": 0.8},
+        2,
+        {"eval/greedy/reward": 0.1},
+        name="greedy",
+    ),
+    "mismatch.logp": Case(
+        {"mismatch/logprob_diff_mean": 0.2},
+        {"mismatch/logprob_diff_mean": 1e-6},
+        5,
+        {"mismatch/logprob_diff_mean": 2.0},
+    ),
+    "mismatch.on_policy": Case(
+        {"mismatch/logprob_diff_mean": 0.05, "rollout/staleness_max": 0.0},
+        {"mismatch/logprob_diff_mean": 1e-6, "rollout/staleness_max": 0.0},
+        10,
+    ),
+    "mismatch.dropped": Case({"mismatch/dropped_tokens": 3.0}, {"mismatch/dropped_tokens": 0.0}, 1),
+    "is.min": Case({"mismatch/ratio_min": 0.01}, {"mismatch/ratio_min": 0.9}, 10),
+    "is.clipped_frac": Case({"mismatch/clipped_frac": 0.5}, {"mismatch/clipped_frac": 0.01}, 10, name="clipped"),
+    "staleness.max": Case({"rollout/staleness_max": 12.0}, {"rollout/staleness_max": 1.0}, 10),
+    "sync.slow": Case({"time/sync_s": 9.0}, {"time/sync_s": 0.1}, 5),
+}
+
+
+def metrics_at(series: Mapping[str, Value], t: int) -> dict[str, float]:
+    return {key: value(t) if callable(value) else value for key, value in series.items()}
+
+
+def feed(health: Health, series: Mapping[str, Value], steps: int, *, first: int = 1, t: int = 0) -> list[Event]:
+    """The events of `steps` steps."""
+    return [event for i in range(steps) for event in health.step(first + i, metrics_at(series, t + i))]
+
+
+def kinds(events: list[Event], id: str) -> list[tuple[str, int]]:
+    return [(event.kind, event.step) for event in events if event.finding is not None and event.finding.id == id]
+
+
+def test_every_rule_has_a_case():
+    assert list(CASES) == [rule.id for rule in RULES]
+
+
+@pytest.mark.parametrize("id", CASES)
+def test_silent_while_all_is_well(id: str):
+    assert feed(Health(), CASES[id].well, 60) == []
+
+
+@pytest.mark.parametrize("id", CASES)
+def test_it_begins_in_time_and_once_and_goes_away(id: str):
+    case, rule, health = CASES[id], BY_ID[id], Health()
+    assert kinds(feed(health, case.sick, case.after - 1), id) == []
+    began = feed(health, case.sick, 1, first=case.after, t=case.after - 1)
+    assert kinds(began, id) == [("began", case.after)]
+    (event,) = (event for event in began if event.finding is not None and event.finding.id == id)
+    finding = event.finding
+    assert finding is not None and finding.severity == case.severity and finding.name == case.name
+    assert finding.label in event.text and finding.says in event.text and "{" not in event.text
+    assert [each.id for each in health.standing].count(id) == 1
+    longest = max(min(each.window, 60) for each in (rule, *rule.also))
+    over = feed(health, case.well, longest + rule.settle, first=case.after + 1)
+    ((kind, step),) = kinds(over, id)
+    assert kind == "ended" and step >= case.after + rule.settle
+    assert id not in [each.id for each in health.standing]
+
+
+@pytest.mark.parametrize("id", [id for id, case in CASES.items() if case.worse])
+def test_it_becomes_an_error_and_says_so_once(id: str):
+    case, health = CASES[id], Health()
+    feed(health, case.sick, case.after)
+    events = feed(health, case.worse, 40, first=case.after + 1, t=case.after)
+    assert [kind for kind, _ in kinds(events, id)] == ["worse"]
+    assert {each.id: each.severity for each in health.standing}[id] == "error"
+
+
+def test_which_rules_have_an_error_level():
+    both = {rule.id for rule in RULES if rule.warn is not None and rule.error is not None}
+    assert both == {id for id, case in CASES.items() if case.worse}
+    assert {rule.id for rule in RULES if rule.warn is None} == {
+        id for id, case in CASES.items() if case.severity == "error"
+    }
+
+
+# ---- what only looks like it ----
+
+
+@pytest.mark.parametrize(
+    ("id", "series"),
+    [
+        ("reward.stuck_zero", {"reward/mean": lambda t: 0.004 * t}),  # low, and rising
+        ("reward.stuck_zero", {"reward/mean": -0.5}),  # a penalty: nothing is known about its scale
+        ("reward.silent", {"reward/form/mean": -0.5}),
+        ("reward.falling", {"reward/mean": lambda t: -1.0 - t}),
+        ("reward.hack_suspect", {"rollout/len_mean": lambda t: 10.0 + t}),  # nobody looked at held-out prompts
+        (
+            "reward.hack_suspect",
+            {"rollout/len_mean": lambda t: 10.0 + t, "eval/greedy/reward": lambda t: 0.3 + 0.02 * t},
+        ),
+        ("group.solved", {"reward/frac_zero_std": 1.0, "reward/mean": 0.0}),
+        ("group.zero_std", {"reward/frac_zero_std": 0.9, "reward/mean": lambda t: min(0.9, 0.1 * t)}),
+        ("len.clipped", {"rollout/truncated_frac": 1.0}),  # eos.missing says more
+        ("len.monotone_max", {"rollout/len_mean": lambda t: 20.0 + t, "rollout/truncated_frac": 0.0}),
+        (
+            "len.collapse",
+            {"rollout/len_mean": lambda t: 50.0 - 2 * t, "reward/mean": lambda t: 0.02 * t},
+        ),  # it got brief
+        ("entropy.high", {"loss/entropy": lambda t: 4.0 - 0.05 * t}),  # high, and falling
+        ("grad.explode", {"optim/grad_norm": lambda t: 20.0 if t == 7 else 0.5}),  # once
+        ("mismatch.on_policy", {"mismatch/logprob_diff_mean": 0.05, "rollout/staleness_max": 2.0}),
+        ("mismatch.on_policy", {"mismatch/logprob_diff_mean": 0.05}),
+        ("kl.high", {"kl/mean": lambda t: 40.0 if t % 4 == 0 else 0.03}),  # single tokens
+        ("eval.regress", {"eval/greedy/add/reward": lambda t: 0.5 - 0.1 * t}),  # a part of the held-out prompts
+        ("grad.zero_streak", {"optim/grad_norm": lambda t: float(t % 4 == 0)}),
+        ("loss.nan", {"loss/policy": 0.0}),
+    ],
+)
+def test_what_is_something_else(id: str, series: Mapping[str, Value]):
+    assert kinds(feed(Health(), series, 40), id) == []
+
+
+def test_a_rule_that_explains_another_replaces_it():
+    """Rewards rise, then all groups are equal: the task is solved, not stuck."""
+    health = Health()
+    feed(health, {"reward/frac_zero_std": 0.2, "reward/mean": lambda t: 0.05 * t}, 20)
+    feed(health, {"reward/frac_zero_std": 1.0, "reward/mean": 1.0}, 30, first=21)
+    assert [each.id for each in health.standing] == ["group.solved"]
+
+
+# ---- the data ----
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
+def test_a_rule_is_whole(rule: Rule):
+    earlier = [each.id for each in RULES[: RULES.index(rule)]]
+    assert set(rule.unless) <= set(earlier)  # what explains it has been judged before it
+    assert rule.warn is not None or rule.error is not None
+    assert rule.remedies and rule.cause and rule.says.format(value=1.0, window=2, name="x")
+    assert ("*" in rule.metric) == ("{name}" in rule.says)
+    assert any(not remedy.only_if for remedy in rule.remedies)  # one at least is always there, in words or as a key
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
+def test_every_key_of_a_remedy_exists(rule: Rule):
+    for remedy in rule.remedies:
+        for key in (*remedy.overrides, *remedy.only_if):
+            assert has(RunConfig, key), key
+
+
+def has(model: type, dotted: str) -> bool:
+    """Whether the configuration has the key, through sections that may be null."""
+    for part in parse_keys(dotted):
+        fields = getattr(model, "model_fields", {})
+        if part not in fields:
+            return False
+        annotation = fields[part].annotation
+        options = getattr(annotation, "__args__", (annotation,))
+        model = next((each for each in options if hasattr(each, "model_fields")), type(None))
+    return True
+
+
+@pytest.mark.parametrize(
+    ("values", "of", "expected"),
+    [
+        ([1, 2, 6], "mean", 3.0),
+        ([1, 2, 6], "median", 2),
+        ([1, 2, 6], "last", 6),
+        ([0, 2, 0, 0], "zeros", 0.75),
+        (range(1, 21), "gain", 15.0),  # the last five minus the first five
+        (range(1, 21), "growth", 6.0),
+        ([1.0, 2.0], "gain", 1.0),
+        ([0, 0, 5], "growth", 1.0),
+        ([0.5, 1.0, 0.75], "drop", 0.25),
+        ([-1.0, -2.0], "drop", 0.5),
+        ([0.0, 0.0], "drop", 0.0),
+        ([3, 2, 1], "trend", -1.0),
+        ([1, 3, 2], "trend", 1 / 3),
+        ([1], "trend", 0.0),
+        ([1, math.nan, math.inf], "not_finite", 2.0),
+    ],
+)
+def test_aggregates(values, of, expected):
+    assert aggregate(list(values), of) == pytest.approx(expected)
+
+
+def test_values_that_are_not_finite_are_no_values():
+    condition = Condition(metric="m", of="mean", window=3, op=">", threshold=0.5)
+    assert condition.measure([1.0, math.nan, 1.0]) is None  # two of the three that it needs
+    assert condition.measure([1.0, 1.0, 1.0, math.inf, 2.0]) is None
+    assert Condition(metric="m", window=3, least=1, op=">", threshold=0.5).measure([math.nan, 1.0]) == 1.0
+
+
+# ---- real runs ----
+
+
+def recorded() -> Iterator[tuple[str, list[dict]]]:
+    runs = json.loads((ROOT / "docs" / "learning.json").read_text(encoding="utf-8"))["runs"]
+    yield from ((name, run["metrics"]) for name, run in runs.items())
+
+
+@pytest.mark.parametrize(("name", "records"), recorded())
+def test_runs_that_learned_are_healthy_and_the_controls_are_not(name: str, records: list[dict]):
+    """The demo for three seeds; with rewards that carry no information; with learning rate 0."""
+    report = examine(records, config=parse_config({"data": {"source": "x.jsonl"}, "rewards": ["a:b"]}))
+    ids = {finding.id for finding in report.findings}
+    if name.startswith("seed"):
+        assert (report.status, report.findings) == ("ok", ())
+    elif name == "shuffled rewards":
+        assert report.status == "error" and {"group.zero_std", "eval.regress", "reward.stuck_zero"} <= ids
+    else:
+        assert (report.status, ids) == ("warn", {"lr.zero"})
+
+
+# ---- the document ----
+
+
+def row(rule: Rule) -> str:
+    """The rule's row in docs/metrics.md."""
+    limits = [
+        f"{severity} {condition.op} {condition.threshold:g}"
+        for severity in ("warn", "error")
+        if (condition := rule.condition(severity)) is not None
+    ]
+    when = f"{measured(rule)}: {', '.join(limits)}"
+    when += "".join(f"; {measured(each)} {each.op} {each.threshold:g}" for each in rule.also)
+    when += f"; unless {', '.join(f'`{id}`' for id in rule.unless)}" if rule.unless else ""
+    keys = dict.fromkeys(key for remedy in rule.remedies for key in remedy.overrides)
+    return f"| `{rule.id}` | {when} | {rule.cause} | {', '.join(f'`{key}`' for key in keys)} |"
+
+
+def measured(condition: Rule | Condition) -> str:
+    return f"{condition.of.replace('_', ' ')} of {condition.window} `{condition.metric}`"
+
+
+def test_the_document_has_every_rule():
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").split("## Health")[1]
+    assert re.findall(r"^\| `.*$", text, re.MULTILINE) == [row(rule) for rule in RULES]

@@ -1,0 +1,228 @@
+"""What a step's rollouts were like: every definition by hand, nothing of nothing, and the table in docs/metrics.md."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from groupwise.algo.advantage import AdvantageSpec
+from groupwise.metrics import DEFINITIONS, rollout_metrics, sample_metrics, time_metrics
+from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Sample, Turn
+
+DOC = (Path(__file__).parent.parent / "docs" / "metrics.md").read_text(encoding="utf-8")
+STOP, CUT = FinishReason.STOP, FinishReason.LENGTH
+
+
+def rollout(
+    reward: float | None = None,
+    *,
+    length: int = 3,
+    finish: FinishReason = STOP,
+    error: str | None = None,
+    prompt: int = 4,
+    **rewards: float | None,
+) -> Rollout:
+    completion = Completion(token_ids=tuple(range(length)), logprobs=(0.0,) * length, text="", finish_reason=finish)
+    return Rollout(turns=(Turn((0,) * prompt, completion),), rewards=rewards, reward=reward, error=error)
+
+
+def group(*rollouts: Rollout) -> RolloutGroup:
+    return RolloutGroup(prompt=Prompt(id="p"), rollouts=rollouts)
+
+
+def of(*rewards: float | None) -> RolloutGroup:
+    return group(*(rollout(reward) for reward in rewards))
+
+
+def measured(*groups: RolloutGroup, **options) -> dict[str, float]:
+    return rollout_metrics(groups, trained=options.pop("trained", groups), **options)
+
+
+# ---- rewards ----
+
+
+def test_reward_std_is_that_inside_the_groups():
+    """Rewards that differ between prompts only teach nothing: 1, 1, 1, 1 and 0, 0, 0, 0 have std 0, not 0.53."""
+    flat = measured(of(1, 1, 1, 1), of(0, 0, 0, 0))
+    assert (flat["reward/mean"], flat["reward/std"], flat["reward/frac_zero_std"]) == (0.5, 0.0, 1.0)
+    metrics = measured(of(1, 0, 1, 0), of(2, 2), of(0, 3))
+    assert metrics["reward/std"] == pytest.approx((math.sqrt(1 / 3) + 0 + math.sqrt(4.5)) / 3)
+    assert metrics["reward/mean"] == pytest.approx(9 / 8) and metrics["reward/frac_zero_std"] == pytest.approx(1 / 3)
+    assert (metrics["reward/min"], metrics["reward/max"]) == (0.0, 3.0)
+
+
+def test_rounding_is_no_difference():
+    assert measured(of(0.1 + 0.2, 0.3))["reward/std"] == 0.0
+
+
+def test_a_failed_reward_is_in_no_statistic():
+    failed = [rollout(None, error="boom"), rollout(None), rollout(math.nan), rollout(math.inf, error="inf")]
+    metrics = measured(group(rollout(1.0), rollout(0.0), *failed))
+    assert (metrics["reward/mean"], metrics["reward/max"]) == (0.5, 1.0)
+    assert metrics["reward/std"] == pytest.approx(math.sqrt(0.5))
+    assert (metrics["rollout/error_frac"], metrics["rollout/excluded_frac"]) == (2 / 6, 4 / 6)
+    assert metrics["rollout/count"] == 6
+
+
+def test_a_group_that_cannot_be_compared_has_no_std_and_teaches_nothing():
+    metrics = measured(of(1.0, None), of(1.0, 0.0))
+    assert metrics["reward/std"] == pytest.approx(math.sqrt(0.5)) and metrics["reward/frac_zero_std"] == 0.5
+
+
+def test_each_function_by_itself():
+    """Without weights, where it gave a value, and inside the groups."""
+    one = group(rollout(2.0, exact=1.0, form=5.0), rollout(0.0, exact=0.0, form=5.0))
+    two = group(rollout(1.0, exact=1.0, form=None), rollout(1.0, exact=1.0, form=3.0))
+    metrics = measured(one, two, weights={"exact": 2.0, "form": 0.1})
+    assert metrics["reward/exact/mean"] == 0.75 and metrics["reward/form/mean"] == pytest.approx(13 / 3)
+    assert metrics["reward/exact/std"] == pytest.approx(math.sqrt(0.5) / 2)
+    assert metrics["reward/form/std"] == 0.0  # in the second group there is one value and so no spread
+
+
+def test_the_share_says_who_is_heard():
+    """In the groups in which a function differs: its part of all weighted spreads."""
+    loud = group(rollout(0.0, big=0.0, small=0.0), rollout(0.0, big=10.0, small=1.0))
+    quiet = group(rollout(0.0, big=1.0, small=0.0), rollout(0.0, big=1.0, small=1.0))
+    assert "reward/big/share" not in measured(group(rollout(1.0, big=1.0), rollout(0.0, big=0.0)))  # it is alone
+    metrics = measured(loud, weights={"big": 1.0, "small": 1.0})
+    assert metrics["reward/small/share"] == pytest.approx(1 / 11) and metrics["reward/big/share"] == pytest.approx(
+        10 / 11
+    )
+    both = measured(loud, quiet, weights={"big": 1.0, "small": 1.0})
+    assert both["reward/small/share"] == pytest.approx((1 / 11 + 1) / 2)
+    assert both["reward/big/share"] == pytest.approx(10 / 11)
+    assert measured(loud, weights={"big": -0.1, "small": 1.0})["reward/small/share"] == pytest.approx(0.5)
+    watched = measured(loud, weights={"big": 0.0, "small": 1.0})
+    assert not any(key.endswith("/share") for key in watched)
+    gdpo = AdvantageSpec(aggregation="normalize_then_sum")
+    assert not any(key.endswith("/share") for key in measured(loud, advantage=gdpo))
+
+
+def test_equal_sums_of_different_rewards_teach_something_where_each_is_normalised():
+    groups = [group(rollout(1.0, a=1.0, b=0.0), rollout(1.0, a=0.0, b=1.0))]
+    assert measured(*groups)["reward/frac_zero_std"] == 1.0
+    gdpo = AdvantageSpec(aggregation="normalize_then_sum")
+    assert measured(*groups, advantage=gdpo)["reward/frac_zero_std"] == 0.0
+
+
+# ---- lengths, tokens, counts ----
+
+
+def test_lengths_and_tokens():
+    metrics = measured(
+        group(rollout(1.0, length=2), rollout(0.0, length=6, finish=CUT)), group(rollout(1.0, length=4, prompt=10))
+    )
+    names = ("mean", "min", "max")
+    assert [metrics[f"rollout/len_{name}"] for name in names] == [4.0, 2.0, 6.0]
+    assert [metrics[f"rollout/len_terminated_{name}"] for name in names] == [3.0, 2.0, 4.0]
+    assert metrics["rollout/truncated_frac"] == pytest.approx(1 / 3)
+    assert (metrics["rollout/tokens"], metrics["rollout/total_tokens"]) == (12.0, 12.0 + 4 + 4 + 10)
+
+
+def test_what_others_said_is_not_counted():
+    """Of three turns with tool results between them, only what the policy chose has length; the end is the last's."""
+    says = [Completion(token_ids=(1,) * n, logprobs=(0.0,) * n, text="", finish_reason=STOP) for n in (2, 3)]
+    cut = Completion(token_ids=(1,) * 4, logprobs=(0.0,) * 4, text="", finish_reason=CUT)
+    turns = (Turn((0,) * 5, says[0]), Turn((0,) * 57, says[1]), Turn((0,) * 110, cut))
+    metrics = measured(group(Rollout(turns=turns, reward=1.0), rollout(0.0, length=9)))
+    assert (metrics["rollout/len_mean"], metrics["rollout/tokens"]) == (9.0, 18.0)
+    assert metrics["rollout/total_tokens"] == (110 + 4) + (4 + 9)
+    assert metrics["rollout/truncated_frac"] == 0.5
+
+
+def test_counts():
+    groups = [of(1, 0), of(1, 1), of(0, 1)]
+    metrics = measured(
+        *groups,
+        trained=[groups[0], groups[2], of(1, 0)],
+        batch_groups=4,
+        staleness=(0, 3),
+        stale=1,
+        replayed=1,
+        rerolled=2,
+        too_long=1,
+    )
+    assert (metrics["rollout/groups"], metrics["rollout/groups_trained"]) == (3, 3)
+    assert metrics["rollout/batch_fill"] == 0.75 and metrics["rollout/stale"] == 1
+    assert (metrics["rollout/staleness_mean"], metrics["rollout/staleness_max"]) == (1.5, 3.0)
+    assert (metrics["replay/groups"], metrics["reroll/groups"]) == (1, 2)
+    assert (metrics["data/too_long"], metrics["data/too_long_frac"]) == (1, 0.25)
+
+
+def test_of_nothing_there_is_no_metric():
+    assert measured() == {
+        "rollout/count": 0.0,
+        "rollout/groups": 0.0,
+        "rollout/groups_trained": 0.0,
+        "rollout/tokens": 0.0,
+        "rollout/total_tokens": 0.0,
+        "rollout/stale": 0.0,
+        "replay/groups": 0.0,
+        "reroll/groups": 0.0,
+        "data/too_long": 0.0,
+    }
+    unscored = measured(of(None, None))
+    assert not {key for key in unscored if key.startswith("reward/")} - {"reward/frac_zero_std"}
+    assert unscored["rollout/excluded_frac"] == 1.0
+    cut = measured(group(rollout(1.0, finish=CUT)))
+    assert "rollout/len_terminated_mean" not in cut and cut["rollout/len_mean"] == 3.0
+    assert measured(RolloutGroup(prompt=Prompt(id="p"), rollouts=(Rollout(turns=()),)))["rollout/count"] == 1.0
+
+
+rewards = st.none() | st.floats(-1e6, 1e6) | st.sampled_from([math.nan, math.inf, -math.inf])
+rollouts = st.builds(
+    rollout,
+    rewards,
+    length=st.integers(0, 9),
+    finish=st.sampled_from(FinishReason),
+    error=st.none() | st.just("boom"),
+    exact=rewards,
+    form=rewards,
+)
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(groups=st.lists(st.lists(rollouts, max_size=4).map(lambda each: group(*each)), max_size=4))
+def test_every_metric_is_finite_defined_and_does_not_depend_on_the_order_of_groups(groups):
+    metrics = measured(*groups)
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert not [key for key in metrics if not defined(key)]
+    assert measured(*reversed(groups)) == pytest.approx(metrics)
+
+
+def defined(metric: str) -> bool:
+    return any(re.fullmatch(re.sub(r"<\w+>", r"[^/]+", name), metric) for name in DEFINITIONS)
+
+
+# ---- training and time ----
+
+
+def test_masked_tokens_are_not_trained_tokens():
+    samples = [
+        Sample(prompt_ids=(1,), completion_ids=(1, 2, 3), mask=(1, 0, 1), advantage=-2.0),
+        Sample(prompt_ids=(1,), completion_ids=(1,), mask=(1,), advantage=1.0),
+    ]
+    assert sample_metrics(samples) == {"train/samples": 2.0, "train/tokens": 3.0, "train/advantage_abs_mean": 1.5}
+    assert sample_metrics([]) == {"train/samples": 0.0, "train/tokens": 0.0}
+
+
+def test_times_and_throughput():
+    counted = {"rollout/tokens": 600.0, "train/tokens": 300.0}
+    metrics = time_metrics(counted, {"step": 3.0, "rollout": 2.0, "train": 0.5, "sync": 0.25})
+    assert (metrics["perf/tok_s"], metrics["perf/sample_tok_s"], metrics["perf/train_tok_s"]) == (200.0, 300.0, 600.0)
+    assert metrics["time/sync_s"] == 0.25 and all(map(defined, metrics))
+    assert time_metrics({}, {"step": 1.0}) == {"time/step_s": 1.0}
+    assert time_metrics({"rollout/tokens": 5.0}, {"step": 0.0}) == {"time/step_s": 0.0}
+
+
+# ---- the document ----
+
+
+def test_the_document_is_the_definitions():
+    rows = dict(re.findall(r"^\| `([^`]+)` \| (.+) \|$", DOC.split("## Under TRL's names")[0], re.MULTILINE))
+    assert rows == dict(DEFINITIONS)
