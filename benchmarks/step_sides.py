@@ -140,6 +140,8 @@ def run_groupwise(case: Case, folder: Path) -> dict[str, Any]:
     from groupwise import assemble, loop
     from groupwise.config import parse_config
     from groupwise.interrupt import StopRequest
+    from groupwise.rundir import open_run_dir
+    from groupwise.running import Running
     from groupwise.tracking import open_trackers
 
     recorder = Recorder(case)
@@ -153,17 +155,19 @@ def run_groupwise(case: Case, folder: Path) -> dict[str, Any]:
 
     assemble.load_model = load_and_say
     plan = assemble.make_plan(config)
-    run_dir = loop.open_run_dir(config)
-    parts = assemble.open_parts(plan)
-    # completions go on to their last token, and groups of equal rewards are trained on: the peer does both
-    parts.collector.params = replace(parts.collector.params, ignore_eos=True)
-    parts.collector.keep_flat = True
-    _watch_groupwise(recorder, parts, loop)
-    with open_trackers(config.tracking, run_dir=run_dir, run_name=run_dir.name, resolved_config={}) as tracking:
+    run_dir, _ = open_run_dir(config)
+    with (
+        assemble.open_parts(plan) as parts,
+        open_trackers(config.tracking, run_dir=run_dir, run_name=run_dir.name, resolved_config={}) as tracking,
+    ):
+        # completions go on to their last token, and groups of equal rewards are trained on: the peer does both
+        parts.batches.params = replace(parts.batches.params, ignore_eos=True)
+        parts.batches.keep_flat = True
         display: Any = StepEnds(recorder)
-        asyncio.run(loop.train(plan, parts, run_dir, tracking=tracking, display=display, stop=StopRequest()))
-    parts.engine.close()
-    return recorder.result(sum(p.numel() for p in parts.learner.parameters))
+        running = Running(plan, parts, run_dir, tracking=tracking, display=display)
+        _watch_groupwise(recorder, parts, running)
+        asyncio.run(loop.train(running, None, stop=StopRequest()))
+        return recorder.result(sum(p.numel() for p in parts.learner.parameters))
 
 
 def _groupwise_config(case: Case, folder: Path) -> dict[str, Any]:
@@ -175,6 +179,7 @@ def _groupwise_config(case: Case, folder: Path) -> dict[str, Any]:
         "folder": str(Path(__file__).parent.resolve()),
         "data": {"source": case.prompts_file, "shuffle": False},
         "rewards": ["step_sides:even_ids"],
+        "scoring": {"workers": 0},
         "rollout": {
             "prompts_per_step": case.prompts,
             "group_size": case.group,
@@ -192,16 +197,21 @@ def _groupwise_config(case: Case, folder: Path) -> dict[str, Any]:
     }
 
 
-def _watch_groupwise(recorder: Recorder, parts: Any, loop: Any) -> None:
-    sample, step = parts.engine.sample, parts.learner.step
+def _watch_groupwise(recorder: Recorder, parts: Any, running: Any) -> None:
+    submit, step = parts.engine.submit, parts.learner.step
 
-    async def timed_sample(requests: Sequence[Any]) -> list[list[Any]]:
-        started = time.perf_counter()
-        completions_PG = await sample(requests)
-        recorder.add("generation", started)
-        ids = [c.token_ids for completions_G in completions_PG for c in completions_G]
-        recorder.check_completions([request.prompt_ids for request in requests], ids)
-        return completions_PG
+    def timed_submit(requests: Sequence[Any]) -> list[Any]:
+        started, futures = time.perf_counter(), submit(requests)
+        missing = set(range(len(futures)))
+
+        def done(i: int) -> None:
+            missing.discard(i)
+            if not missing:
+                recorder.add("generation", started)
+
+        for i, future in enumerate(futures):
+            future.add_done_callback(lambda _, i=i: done(i))
+        return futures
 
     def timed_step(samples: Sequence[Any], *args: Any, **kwargs: Any) -> Mapping[str, float]:
         started = time.perf_counter()
@@ -210,10 +220,11 @@ def _watch_groupwise(recorder: Recorder, parts: Any, loop: Any) -> None:
         recorder.grad_norms.append(metrics["optim/grad_norm"])
         if len(samples) != recorder.case.rows:
             sys.exit(f"{len(samples)} completions were trained on; agreed were {recorder.case.rows}")
+        recorder.check_completions([s.prompt_ids for s in samples], [s.completion_ids for s in samples])
         return metrics
 
-    parts.engine.sample, parts.learner.step = timed_sample, timed_step
-    loop.publish_and_swap = recorder.timed("publish", loop.publish_and_swap)
+    parts.engine.submit, parts.learner.step = timed_submit, timed_step
+    running.sync = recorder.timed("publish", running.sync)
 
 
 class StepEnds:
@@ -226,6 +237,9 @@ class StepEnds:
         pass
 
     def note(self, text: str) -> None:
+        pass
+
+    def health(self, events: Any, standing: Any) -> None:
         pass
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:

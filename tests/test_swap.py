@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from groupwise.adapter_files import Provenance
 from groupwise.adapters import AdapterStore
 from groupwise.algo.loss import resolve_loss
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import AdapterError, AdapterNotFoundError, StorageError
 from groupwise.model import LoadedModel
-from groupwise.swap import publish_and_swap
+from groupwise.swap import Policy
 from groupwise.train.learner import Learner
 from groupwise.types import PolicyVersion, Sample, SamplingParams, SamplingRequest
 
@@ -27,15 +26,14 @@ class Run:
     def __init__(self, base: LoadedModel, root: Path, samples: list[Sample], **options):
         self.base, self.samples = base, samples
         self.learner, self.store, self.engine = Learner(base, **options), AdapterStore(root), LocalEngine(base)
-        self.version = PolicyVersion.base()
-
-    def step(self, number: int, *, keep: int = 1, protect=()) -> PolicyVersion:
-        self.learner.step(self.samples, resolve_loss("reinforce"), learning_rate=0.05)
-        info = Provenance(base_model="tiny", base_hash=self.base.hash, parent=self.version, step=number)
-        self.version = publish_and_swap(
-            self.learner, self.store, self.engine, name="math", info=info, keep=keep, protect=protect
+        self.policy = Policy(
+            self.learner, self.store, self.engine, name="math", base=base, keep=1, config_hash="c" * 16
         )
-        return self.version
+
+    def step(self, number: int, *, protect=(), sync: bool = True) -> PolicyVersion:
+        self.learner.step(self.samples, resolve_loss("reinforce"), learning_rate=0.05)
+        self.policy.protected |= set(protect)
+        return self.policy.publish(step=number, metrics={}, sync=sync)
 
     def sample(self, version: PolicyVersion):
         params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -73,7 +71,7 @@ def test_the_old_version_is_let_go(run: Run):
     with pytest.raises(AdapterNotFoundError):
         run.sample(PolicyVersion("math", 3))
     assert run.store.versions("math") == tuple(PolicyVersion("math", n) for n in (1, 3, 4))
-    assert run.store.info(run.version).parent == PolicyVersion("math", 3)
+    assert run.store.info(run.policy.newest).parent == PolicyVersion("math", 3)
 
 
 def test_the_order(run: Run, monkeypatch: pytest.MonkeyPatch):
@@ -106,9 +104,8 @@ def test_a_version_that_cannot_be_published(run: Run):
     run.step(1)
     before = run.sample(FIRST)
     run.learner.parameters[0].data.fill_(float("nan"))
-    info = Provenance(base_model="tiny", base_hash=run.base.hash, parent=FIRST, step=2)
     with pytest.raises(AdapterError):
-        publish_and_swap(run.learner, run.store, run.engine, name="math", info=info, keep=1)
+        run.policy.publish(step=2, metrics={}, sync=True)
     assert run.store.active == FIRST and run.store.versions("math") == (FIRST,)
     assert run.sample(FIRST) == before
 
@@ -128,8 +125,8 @@ def test_a_failure_half_way(run: Run, monkeypatch: pytest.MonkeyPatch, place: st
         run.step(2)
     assert run.store.active == FIRST and run.sample(FIRST) == before
     monkeypatch.undo()
-    run.version = FIRST
-    assert run.step(3).number > 1 and run.store.active == run.version
+    version = run.step(3)
+    assert version.number > 1 and run.store.active == version == run.policy.sampling
 
 
 def test_full_parameters_only_change_their_name(make_base, make_samples, tmp_path: Path):
@@ -147,3 +144,35 @@ def test_full_parameters_only_change_their_name(make_base, make_samples, tmp_pat
             run.sample(FIRST)
     finally:
         run.engine.close()
+
+
+def test_what_samples_stays_until_the_sync(run: Run):
+    """Versions that are published in between are active on disk; the engine keeps the two it needs."""
+    run.step(1)
+    before = run.sample(FIRST)
+    for number in (2, 3):
+        run.step(number, sync=False)
+    third = PolicyVersion("math", 3)
+    assert (run.policy.sampling, run.policy.newest, run.store.active) == (FIRST, third, third)
+    assert run.sample(FIRST) == before and run.sample(third).version == third
+    with pytest.raises(AdapterNotFoundError):
+        run.sample(SECOND)
+    assert run.policy.publish(step=3, metrics={}, sync=True) == third == run.policy.sampling
+    with pytest.raises(AdapterNotFoundError):
+        run.sample(FIRST)
+
+
+def test_going_on_and_beginning_from_an_adapter(run: Run, make_base, make_samples, tmp_path: Path):
+    run.step(1)
+    run.step(2, sync=False)
+    second = Run(run.base, tmp_path / "adapters", run.samples)
+    third = Run(run.base, tmp_path / "other", run.samples)
+    try:
+        second.policy.resume(newest=SECOND, sampling=FIRST, step=2)
+        assert second.sample(FIRST) == run.sample(FIRST) and second.sample(SECOND) == run.sample(SECOND)
+        third.policy.begin(run.store.path(SECOND))
+        assert third.policy.sampling == FIRST and third.sample(FIRST).token_ids == run.sample(SECOND).token_ids
+        assert third.sample(FIRST).logprobs == pytest.approx(run.sample(SECOND).logprobs, abs=1e-6)
+    finally:
+        second.engine.close()
+        third.engine.close()

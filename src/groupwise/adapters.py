@@ -255,6 +255,18 @@ class AdapterStore:
                 self._remove(version)
         return removed
 
+    def rewind(self, name: str, number: int) -> None:
+        """Forget the versions of `name` after `number`, as if they had never been: the next one gets the next number.
+
+        For a run that goes on from a checkpoint and will publish them again; nobody else may use them.
+        """
+        with files.writing(f"winding {name!r} back to {number}"), files.locked(self.root):
+            for version in self.versions(name):
+                if version.number > number:
+                    self._remove(version)
+            state = self._read_state()
+            self._write_state(replace(state, retired={**state.retired, name: number}))
+
     # --- recovery ---
 
     def recover(self) -> None:

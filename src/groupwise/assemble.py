@@ -12,15 +12,21 @@ from functools import cached_property
 
 from groupwise.algo.advantage import AdvantageSpec
 from groupwise.algo.loss_spec import LossSpec, loss_of
+from groupwise.batches import Batches, Pace
 from groupwise.config import RunConfig, dump_resolved
-from groupwise.data import PromptSource, open_prompts
+from groupwise.curriculum import Curriculum
+from groupwise.data import PromptSource, PromptStream, open_prompts
 from groupwise.engine.local import LocalEngine
+from groupwise.errors import ConfigError
 from groupwise.evaluate import encode_all
 from groupwise.model import LoadedModel, load_model
+from groupwise.replay import ReplayBuffer, RerollQueue, total_reward
 from groupwise.rewards.base import RewardFunction, check_columns, load_rewards
-from groupwise.rollout import Collector
+from groupwise.rewards.pool import RewardPool
+from groupwise.scorer import Scorer
 from groupwise.train.learner import Learner, OptimizerSpec
 from groupwise.train.lora import LoraSpec
+from groupwise.train.reference import ReferenceSpec
 from groupwise.types import Prompt
 
 
@@ -46,7 +52,19 @@ class Plan:
     @property
     def keep_flat(self) -> bool:
         """Whether groups of equal rewards still have a gradient, through another term of the loss."""
-        return self.loss.reads_reference or self.loss.reads_entropy
+        train = self.config.train
+        stale = not self.config.rollout.on_policy
+        return self.kl_coeff is not None or self.loss.needs_flat(train.minibatches * train.passes, stale=stale)
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether a term of the loss or of the reward reads the reference's log-probabilities."""
+        return self.kl_coeff is not None or self.loss.reads_reference
+
+    @property
+    def kl_coeff(self) -> float | None:
+        """The KL's weight in the reward (`kl_in: reward`); None if it is not there."""
+        return self.config.algo.kl_coeff if self.config.algo.kl_in == "reward" else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +74,20 @@ class Parts:
     base: LoadedModel
     engine: LocalEngine
     learner: Learner
-    collector: Collector
+    batches: Batches
+    scorer: Scorer
     eval_prompts: tuple[Prompt, ...]
+
+    def __enter__(self) -> Parts:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the engine and the reward workers."""
+        self.engine.close()
+        self.scorer.close()
 
 
 def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = None) -> Plan:
@@ -67,58 +97,109 @@ def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = N
     prompts = source.all()
     held_out = [] if config.eval is None else open_prompts(config.eval.data, folder=config.folder).all()
     check_columns(functions, [*prompts, *held_out])
+    _check_reroll(config, functions)
+    without_kl = config.algo.model_copy(update={"kl": None, "kl_coeff": None})
     return Plan(
         config=config,
         rewards=functions,
         source=source,
         eval_prompts=tuple(held_out),
-        loss=loss_of(config.algo, max_tokens=config.rollout.max_tokens),
+        loss=loss_of(config.algo if config.algo.kl_in == "loss" else without_kl, max_tokens=config.rollout.max_tokens),
         advantage=AdvantageSpec(
             kind=config.algo.advantage, eps=config.algo.advantage_eps, aggregation=config.algo.aggregation
         ),
     )
 
 
+def _check_reroll(config: RunConfig, functions: Sequence[RewardFunction]) -> None:
+    names, chosen = [function.name for function in functions], config.rollout.reroll.reward
+    if chosen is not None and chosen not in names:
+        raise ConfigError(f"rollout.reroll.reward {chosen!r} is no reward of this run; it has {', '.join(names)}")
+
+
 def open_parts(plan: Plan, *, on_phase: Callable[[str], None] = lambda phase: None) -> Parts:
-    """Load the model and make engine, learner and collector. Raises ModelError, ConfigError, ContextLengthError."""
-    config, lora = plan.config, plan.config.train.lora
+    """Load the model and make engine, learner, reward workers and batches. Use it in a `with`, or close it.
+
+    Raises ModelError, ConfigError, ContextLengthError.
+    """
+    config = plan.config
     on_phase("loading")
+    scorer = Scorer(plan.rewards, pool=_pool(plan), max_steps=config.train.steps)  # its processes start meanwhile
     base = load_model(config.model, device=config.device, dtype=config.dtype)
+    learner = _learner(plan, base)
+    eval_prompts = tuple(encode_all(plan.eval_prompts, base))
+    engine = LocalEngine(base, max_rows=config.rollout.batch_rows)
+    return Parts(
+        base=base,
+        engine=engine,
+        learner=learner,
+        batches=_batches(plan, base, engine, scorer),
+        scorer=scorer,
+        eval_prompts=eval_prompts,
+    )
+
+
+def _learner(plan: Plan, base: LoadedModel) -> Learner:
+    train, algo, lora = plan.config.train, plan.config.algo, plan.config.train.lora
     learner = Learner(
         base,
         lora=None
         if lora is None
         else LoraSpec(rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout, targets=lora.targets),
         optimizer=OptimizerSpec(
-            betas=config.train.betas,
-            weight_decay=config.train.weight_decay,
-            max_grad_norm=config.train.max_grad_norm,
+            betas=train.betas,
+            weight_decay=train.weight_decay,
+            max_grad_norm=train.max_grad_norm,
         ),
-        micro_tokens=config.train.micro_tokens,
-        gradient_checkpointing=config.train.gradient_checkpointing,
-        seed=config.seed,
+        micro_tokens=train.micro_tokens,
+        gradient_checkpointing=train.gradient_checkpointing,
+        reference=ReferenceSpec(kind=algo.reference, decay=algo.reference_decay, every=algo.reference_every),
+        seed=plan.config.seed,
     )
-    if plan.loss.reads_reference:
+    if plan.reads_reference:
         learner.keep_reference()
-    engine = LocalEngine(base, max_rows=config.rollout.batch_rows)
-    collector = Collector(
-        source=plan.source,
+    return learner
+
+
+def _pool(plan: Plan) -> RewardPool | None:
+    """The reward workers; none where all functions were handed over as objects, which other processes cannot load."""
+    scoring, specs = plan.config.scoring, [f.spec for f in plan.rewards if f.spec is not None]
+    if not scoring.workers or not specs:
+        return None
+    pool = RewardPool(specs, folder=plan.config.folder, workers=scoring.workers, timeout_s=scoring.timeout_s)
+    pool.warm(plan.rewards)
+    return pool
+
+
+def _batches(plan: Plan, base: LoadedModel, engine: LocalEngine, scorer: Scorer) -> Batches:
+    config, rollout, curriculum = plan.config, plan.config.rollout, plan.config.data.curriculum
+    source: PromptStream = plan.source
+    if curriculum is not None:
+        source = Curriculum(
+            plan.source,
+            filter=curriculum.filter,
+            weight=curriculum.weight,
+            min_seen=curriculum.min_seen,
+            seed=config.seed,
+        )
+    replay, reroll = rollout.replay, rollout.reroll
+    return Batches(
+        source=source,
         sampler=engine,
-        rewards=plan.rewards,
+        score=scorer,
         base=base,
-        params=config.rollout.sampling(),
-        prompts_per_step=config.rollout.prompts_per_step,
-        group_size=config.rollout.group_size,
-        refill=config.rollout.refill,
+        params=rollout.sampling(),
+        group_size=rollout.group_size,
+        pace=Pace.of(rollout, steps=config.train.steps),
         seed=config.seed,
         advantage=plan.advantage,
         keep_flat=plan.keep_flat,
-        on_phase=on_phase,
-    )
-    return Parts(
-        base=base,
-        engine=engine,
-        learner=learner,
-        collector=collector,
-        eval_prompts=tuple(encode_all(plan.eval_prompts, base)),
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        replay=ReplayBuffer(replay.size, share=replay.share, max_age=replay.max_age, seed=config.seed),
+        reroll=RerollQueue(
+            reroll.max_groups,
+            start=reroll.start,
+            attempts=reroll.attempts,
+            outcome=total_reward if reroll.reward is None else lambda rollout: rollout.rewards.get(reroll.reward or ""),
+        ),
     )

@@ -172,10 +172,10 @@ class RewardConfig(Section):
 class ScoringConfig(Section):
     """Where and how long reward functions run."""
 
-    workers: int = Field(default=1, ge=0, le=1024)
+    workers: int = Field(default=2, ge=0, le=1024)
     """Processes that run them, killed and replaced when they hang or crash; 0 runs them in this one, unprotected."""
-    timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds that a function may take per completion."""
+    timeout_s: float = Field(default=5.0, gt=0)
+    """Seconds that a function may take for each completion of a group; raise it for a slow judge."""
 
 
 def _reward(entry: Any) -> Any:
@@ -202,6 +202,8 @@ class RerollConfig(Section):
     """From this share of the run on."""
     attempts: int = Field(default=2, ge=1)
     """How often a prompt is tried again."""
+    reward: Name | None = None
+    """The reward function that tells failure, where others would hide it (format, length); null is the weighted sum."""
 
 
 class RolloutConfig(Section):
@@ -358,9 +360,27 @@ class RunConfig(Section):
         if prompts % minibatches:
             message = f"{minibatches} minibatches cannot share rollout.prompts_per_step = {prompts} prompts evenly"
             raise conflict("train", "minibatches", message)
+        if self.rollout.stream_groups:
+            self._check_streaming()
+        if self.train.lora is None and not self.rollout.on_policy:
+            message = "training all parameters changes the weights that sample: nothing can be sampled meanwhile"
+            raise conflict("rollout", f"{message}; set weight_sync_interval 1 and max_staleness 0, or train.lora")
         if not any(reward.weight for reward in self.rewards):
             raise conflict("rewards", "every weight is 0, so there is nothing to train for; give one a weight")
         return self
+
+    def _check_streaming(self) -> None:
+        """A part of a step knows neither the statistics of the whole nor what a second pass would start from."""
+        for key, value, fine in (
+            ("train.minibatches", self.train.minibatches, 1),
+            ("train.passes", self.train.passes, 1),
+            ("algo.aggregation", self.algo.aggregation, "sum_then_normalize"),
+        ):
+            if value != fine:
+                raise conflict("rollout", "stream_groups", f"does not go with {key} = {value}; set one of them back")
+        if self.algo.advantage == "batch_std":
+            message = "does not go with algo.advantage batch_std, which needs the whole batch; use group_std"
+            raise conflict("rollout", "stream_groups", message)
 
     def run_path(self, *, now: datetime) -> Path:
         """The run directory: `run_dir`, or `output_dir/name-20250131T120000Z` for the UTC time `now`."""

@@ -100,6 +100,9 @@ class RunAlgoConfig(AlgoConfig):
         if self.kl in (None, "none"):
             for key in ("kl_in", "kl_target", "reference"):
                 self._refuse(key, "acts with a KL term only: set kl (to k3, say) and kl_coeff")
+        if self.kl_in == "reward" and (self.kl != "k1" or not self.kl_coeff):
+            message = f"the reward takes kl k1 with a kl_coeff above 0; they are {self.kl} and {self.kl_coeff}"
+            raise conflict("kl_in", f"{message}: the gradient of another estimator would be wrong there")
         if self.kl_target is None:
             self._refuse("kl_horizon", "acts with kl_target only")
         if self.reference != "ema":
@@ -153,7 +156,7 @@ class TrainConfig(Section):
     """The learning rate after warm-up: constant, falling, or (wsd) constant and falling in the last `decay_steps`. What
     it falls to it would reach just after the last step."""
     decay_steps: int | None = Field(default=None, ge=1)
-    """Steps of wsd's fall; null is a fifth of the run."""
+    """Steps of wsd's fall; null is a tenth of the run."""
     final_rate: float = Field(default=0.0, ge=0, lt=1)
     """What the learning rate falls to, as a share of its peak."""
     warmup_steps: int = Field(default_factory=lambda values: min(5, values.get("steps", 5)), ge=0)

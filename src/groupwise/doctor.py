@@ -59,6 +59,7 @@ def examine(*, directory: Path = Path(".")) -> Iterator[Finding]:
         ("disk", lambda: check_disk(directory)),
         ("starter", check_starter),
         ("chat template", check_template),
+        ("sandbox", check_sandbox),
         *((name, lambda name=name, use=use: check_optional(name, use)) for name, use in OPTIONAL.items()),
     ]
     for name, check in checks:
@@ -153,6 +154,15 @@ def check_template() -> Finding:
             detail = f"{reply!r} as {what} came back as {back!r}"
             return Finding("chat template", "fail", detail, "try another version of transformers or tokenizers")
     return Finding("chat template", "ok", f"a reply of {len(ids)} tokens goes there and back")
+
+
+def check_sandbox() -> Finding:
+    """What untrusted code (rewards that run programs) is kept apart by."""
+    from groupwise.sandbox import isolation
+
+    level = isolation()
+    advice = "" if level.namespaces else "allow user namespaces, or run code rewards with require_isolation: false"
+    return Finding("sandbox", "ok" if level.namespaces else "warn", str(level), advice)
 
 
 def _version(module: str) -> str:

@@ -6,42 +6,102 @@ alias points to it; and the version before it is forgotten last, by an engine th
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
+from pathlib import Path
 
 from groupwise.adapter_files import Provenance
 from groupwise.adapters import AdapterStore
 from groupwise.engine.base import Sampler
+from groupwise.model import LoadedModel
 from groupwise.train.learner import Learner
 from groupwise.types import PolicyVersion
 
 
-def publish_and_swap(
-    learner: Learner,
-    store: AdapterStore,
-    sampler: Sampler,
-    *,
-    name: str,
-    info: Provenance,
-    keep: int,
-    protect: Collection[PolicyVersion] = (),
-) -> PolicyVersion:
-    """Make the learner's adapter the next version of `name` and the active policy; return it.
+class Policy:
+    """The policy that is trained, as versions: `newest` was published last, `sampling` is the one that samples.
 
-    Without an adapter (full-parameter training) engine and learner share the weights, and only the name changes.
-    Of older versions the newest `keep` and those in `protect` stay on disk.
-
-    Raises:
-        AdapterError, StorageError: the version could not be published; the policy is the one it was.
+    Of older versions the newest `keep` and those in `protected` stay on disk. Without an adapter (full-parameter
+    training) engine and learner share the weights, and only the name changes.
     """
-    if learner.lora is None:  # the engine samples from the very weights that were trained; nothing is to be moved
-        version = PolicyVersion(name, info.step)
-        sampler.adopt(version)
-        sampler.unload(info.parent)
+
+    def __init__(
+        self,
+        learner: Learner,
+        store: AdapterStore,
+        sampler: Sampler,
+        *,
+        name: str,
+        base: LoadedModel,
+        keep: int,
+        config_hash: str,
+    ):
+        self._learner, self._store, self._sampler, self._base = learner, store, sampler, base
+        self._name, self._keep, self._config_hash = name, keep, config_hash
+        self.newest = self.sampling = PolicyVersion.base()
+        self.protected: set[PolicyVersion] = set()
+        self._loaded: set[PolicyVersion] = set()
+        self.step = 0  # of `newest`
+
+    def publish(self, *, step: int, metrics: Mapping[str, float], sync: bool) -> PolicyVersion:
+        """Make the policy after `step` the newest version, loaded and active; with `sync`, the one that samples.
+
+        Raises:
+            AdapterError, StorageError: it could not be published; the policy is the one it was.
+        """
+        if self.newest.is_base or step != self.step:
+            self.newest, self.step = self._published(step, metrics), step
+            self._loaded.add(self.newest)
+        if sync:
+            self.sampling = self.newest
+        self._let_go()
+        return self.newest
+
+    def begin(self, adapter: Path) -> None:
+        """Start from a saved adapter, which becomes version 1. Raises AdapterError if it does not fit."""
+        self._learner.load_adapter(adapter)
+        self.publish(step=0, metrics={}, sync=True)
+
+    def resume(self, *, newest: PolicyVersion, sampling: PolicyVersion, step: int) -> None:
+        """Go on where a checkpoint was taken. Raises AdapterError, AdapterNotFoundError if a version is not there."""
+        self.newest, self.sampling, self.step = newest, sampling, step
+        for version in {newest, sampling}:
+            if version.is_base:
+                continue
+            if self._learner.lora is None:
+                self._sampler.adopt(version)
+            else:
+                self._sampler.load(version, self._store.path(version))
+            self._loaded.add(version)
+        if self._learner.lora is not None:
+            self._store.activate(newest)
+
+    def activate(self, version: PolicyVersion) -> None:
+        """Make a version the one that requests without a name get, in the store."""
+        self._store.activate(version)
+
+    def _published(self, step: int, metrics: Mapping[str, float]) -> PolicyVersion:
+        if self._learner.lora is None:  # the engine samples from the very weights that were trained
+            version = PolicyVersion(self._name, step)
+            self._sampler.adopt(version)
+            return version
+        info = Provenance(
+            base_model=self._base.name,
+            base_hash=self._base.hash,
+            parent=self.newest,
+            step=step,
+            config_hash=self._config_hash,
+            metrics=dict(metrics),
+        )
+        version = self._store.publish(self._name, self._learner.save_adapter, info=info)
+        self._sampler.load(version, self._store.path(version))
+        self._store.activate(version)
         return version
-    version = store.publish(name, learner.save_adapter, info=info)
-    sampler.load(version, store.path(version))
-    store.activate(version)
-    if not info.parent.is_base and info.parent.name == name:
-        sampler.unload(info.parent)
-    store.prune(name, keep=keep, protect=protect)
-    return version
+
+    def _let_go(self) -> None:
+        """Forget the versions that nobody needs, in the engine and on the disk."""
+        needed = {self.newest, self.sampling}
+        for version in self._loaded - needed:
+            self._sampler.unload(version)
+        self._loaded &= needed
+        if self._learner.lora is not None:
+            self._store.prune(self._name, keep=self._keep, protect=self.protected | needed)

@@ -7,6 +7,7 @@ interchangeable: nothing above this file knows which one it talks to.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +20,13 @@ class Sampler(Protocol):
     @property
     def context_length(self) -> int:
         """Tokens that a prompt and its completion may have together."""
+        ...
+
+    def submit(self, requests: Sequence[SamplingRequest]) -> list[Future[list[Completion]]]:
+        """Queue requests, admitted together and in order; each future is done when its `n` completions are.
+
+        Cancelling one gives its completions up. Raises as `sample`.
+        """
         ...
 
     async def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Completion]]:

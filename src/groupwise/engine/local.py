@@ -42,6 +42,7 @@ from groupwise.model import Head, LoadedModel, packed_forward_gap, packed_tolera
 from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingRequest
 
 PREFILL_TOKENS = 8192  # prompt tokens prefilled in one forward, counting the padding to the longest of them
+SCORED_AT_ONCE = 512  # positions: their logits, [positions, vocabulary], exist at the same time
 # On a CPU a small model's step is over before a second thread has woken up for each of its operations: it runs on one
 # thread while its weights fit a cache and its products come to less than this.
 CACHED_BYTES, ONE_THREAD_FLOPS = 32 << 20, 1 << 30
@@ -155,17 +156,36 @@ class LocalEngine:
         Raises:
             AdapterNotFoundError, ContextLengthError, ModelError: as `sample`.
         """
+        scored = self.score_top(prompt_ids, completion_ids, version, temperature=temperature, top=0)
+        return tuple(logprob for logprob, _ in scored)
+
+    def score_top(
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        version: PolicyVersion,
+        *,
+        temperature: float = 1.0,
+        top: int,
+    ) -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]:
+        """As `score`, and beside each log-probability those of the `top` likeliest tokens in its place, by their ids."""
         ids = (*prompt_ids, *completion_ids)
         weights = self._check(ids[:-1] if completion_ids else ids, version)
 
-        def run() -> tuple[float, ...]:
+        def run() -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]:
             layout = SharedPrompts([len(ids)], device=self._base.device)
             hidden_SH = self._forward(ids, range(len(ids)), layout, [weights] * len(ids))
-            at = slice(len(prompt_ids) - 1, len(ids) - 1)
             temperature_1 = torch.tensor([temperature], dtype=torch.float64, device=hidden_SH.device)
-            logprobs_TV = scaled_logprobs(self._head.logits(hidden_SH[at]), temperature_1)
-            target_T1 = torch.tensor(completion_ids, device=hidden_SH.device)[:, None]
-            return tuple(logprobs_TV.gather(1, target_T1)[:, 0].tolist())
+            scored = []
+            for at in range(len(prompt_ids) - 1, len(ids) - 1, SCORED_AT_ONCE):
+                target_T = torch.tensor(ids[at + 1 : at + 1 + SCORED_AT_ONCE], device=hidden_SH.device)
+                logits_TV = self._head.logits(hidden_SH[at : at + len(target_T)])
+                logprobs_TV = scaled_logprobs(logits_TV, temperature_1)
+                best = logprobs_TV.topk(top)
+                tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+                pairs = [tuple(zip(*each, strict=True)) for each in tops]
+                scored += zip(logprobs_TV.gather(1, target_T[:, None])[:, 0].tolist(), pairs, strict=True)
+            return tuple(scored)
 
         if not completion_ids:
             return ()

@@ -1,0 +1,371 @@
+"""Which groups a step trains on, and how far sampling may run ahead of training.
+
+A step takes P groups. `done` steps have been given theirs, and the sampler has the policy of step `synced`. The group
+at place q of those under way is trained in step done + 1 + q // P; it is at most `staleness` steps older than the
+policy that it trains if it is begun only while there is
+
+    room = (synced + staleness + 1 - done) P - (kept for this step + under way)  > 0
+
+and this one rule is every way to run:
+
+    weight_sync_interval 1    staleness 0: P groups and then none before the next sync: on-policy
+    weight_sync_interval N    staleness N - 1: the N P groups of a window are sampled by one version, train as they
+                              arrive, and are used up when the next version comes
+    max_staleness S           staleness S: sampling goes on while training does
+    weight_sync_interval 0    no sync ever; sampling is kept a few steps ahead
+
+A group is scored as soon as its completions are there. One that teaches nothing (rewards all equal, or too few that
+could be scored) is replaced by another prompt, within a budget of `refill` x P a step (dynamic sampling, DAPO, arXiv
+2503.14476), and what is missing then by groups of the replay buffer. One that has become too old is dropped, its prompt
+sampled again.
+
+On-policy, what a step lacks is sampled in rounds and used in the order of the prompts, so that a seeded run is
+reproducible bit for bit. Otherwise groups are used in the order in which they began, as they come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from groupwise.algo.advantage import AdvantageSpec, has_signal
+from groupwise.chat import encode_prompt
+from groupwise.config import RolloutConfig
+from groupwise.data import Issued, PromptStream
+from groupwise.engine.base import Sampler
+from groupwise.errors import DataError, RewardError
+from groupwise.model import LoadedModel
+from groupwise.replay import ReplayBuffer, RerollQueue
+from groupwise.rollout import Collected, Score, group_of
+from groupwise.types import Completion, PolicyVersion, Prompt, RolloutGroup, SamplingParams, SamplingRequest
+
+AHEAD = 3  # steps that sampling runs ahead where the policy is never synced
+IN_VAIN_GROUPS, IN_VAIN_S = 4, 30.0  # after which a run whose every completion fails to be scored is stopped
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How many groups, and when. The rule is at the head of this file."""
+
+    prompts_per_step: int
+    steps: int
+    staleness: int = 0
+    in_rounds: bool = True
+    never_synced: bool = False
+    refill: float = 1.0
+    concurrency: int | None = None
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig, *, steps: int) -> Pace:
+        window = rollout.weight_sync_interval - 1 if rollout.weight_sync_interval else AHEAD
+        return cls(
+            prompts_per_step=rollout.prompts_per_step,
+            steps=steps,
+            staleness=rollout.max_staleness or window,
+            in_rounds=rollout.on_policy,
+            never_synced=rollout.weight_sync_interval == 0,
+            refill=rollout.refill,
+            concurrency=rollout.concurrency,
+        )
+
+    @property
+    def budget(self) -> int:
+        """Groups that a step may use up."""
+        return int(self.prompts_per_step * self.refill)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Drawn:
+    """A prompt to be sampled: encoded, with the drawing of it that is resolved by this, and what seeds it."""
+
+    prompt: Prompt
+    issued: Issued | None
+    seed: int
+
+
+@dataclass(kw_only=True, eq=False)
+class _Flight:
+    """A group under way. `synced` is the step whose policy samples it; `group` is there once it is scored."""
+
+    drawn: _Drawn
+    synced: int
+    group: RolloutGroup | None = None
+    task: asyncio.Task[None] | None = None
+
+
+class Batches:
+    """Draws prompts, has them sampled and scored, and hands out the groups of one step after another.
+
+    Args:
+        source: the prompts; each is resolved once it was trained on or given up.
+        score: a group with its rewards; failures are in it, not raised.
+        keep_flat: groups of equal rewards have a gradient too, through another term of the loss.
+    """
+
+    def __init__(
+        self,
+        *,
+        source: PromptStream,
+        sampler: Sampler,
+        score: Score,
+        base: LoadedModel,
+        params: SamplingParams,
+        group_size: int,
+        pace: Pace,
+        seed: int = 0,
+        advantage: AdvantageSpec | None = None,
+        keep_flat: bool = False,
+        max_prompt_tokens: int | None = None,
+        replay: ReplayBuffer | None = None,
+        reroll: RerollQueue | None = None,
+    ):
+        self._source, self._sampler, self._score, self._base = source, sampler, score, base
+        self.params, self._group_size, self._pace, self._seed = params, group_size, pace, seed
+        self._advantage, self.keep_flat = advantage or AdvantageSpec(), keep_flat
+        self._longest = min(base.context_length - 1, max_prompt_tokens or base.context_length)
+        self._replay = ReplayBuffer(0) if replay is None else replay
+        self._reroll = RerollQueue(0) if reroll is None else reroll
+        self._version, self.synced, self.done = PolicyVersion.base(), 0, 0
+        self._flights: list[_Flight] = []
+        self._again: deque[_Drawn] = deque()  # whose groups became too old
+        self._kept = self._used = self._too_long = self._rerolled = 0  # in the present step
+        self._news, self._hope = asyncio.Event(), _Hope(pace.prompts_per_step)
+        self.collected = Collected(groups=(), sampled=())
+
+    def sync(self, version: PolicyVersion, *, step: int) -> None:
+        """The sampler has the policy as it was after `step`: what is sampled from now on is sampled by it."""
+        self._version, self.synced = version, step
+        if not self._pace.in_rounds:
+            self._admit()
+
+    async def step(self, *, chunk: int = 0) -> AsyncIterator[list[RolloutGroup]]:
+        """The groups of the next step, all at once or `chunk` at a time as they come; then `collected` is about them.
+
+        Raises:
+            DataError: no prompt of the dataset fits.
+            RewardError: nothing can be scored.
+        """
+        taken = _Taken()
+        given = self._kept = self._used = self._too_long = self._rerolled = 0
+        while self._kept < self._pace.prompts_per_step and self._used < self._pace.budget:
+            self._hope.check()
+            self._admit()
+            if (flight := self._next_done()) is not None:
+                self._use(flight, taken)
+            elif self._flights:
+                self._news.clear()
+                await self._news.wait()
+            else:
+                break
+            if chunk and self._kept - given >= chunk:
+                yield taken.kept[given:]
+                given = self._kept
+        missing = min(self._pace.prompts_per_step - self._kept, self._replay.quota(self._kept))
+        for replayed in self._replay.draw(missing, self.done):
+            taken.keep(replayed)
+        if taken.kept[given:]:
+            yield taken.kept[given:]
+        self.collected = taken.collected(too_long=self._too_long, rerolled=self._rerolled)
+        self.done, self._kept = self.done + 1, 0
+
+    def trained(self, groups: Sequence[RolloutGroup]) -> None:
+        """Groups, with their advantages, that the last step trained on."""
+        self._replay.add(groups, self.done - 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the groups under way, whose prompts come first after `load_state_dict`; goes through JSON."""
+        return {
+            "done": self.done,
+            "source": self._source.cursor,
+            "replay": self._replay.state_dict(),
+            "reroll": self._reroll.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`; `sync` says which policy the sampler has. Raises DataError if it does not fit."""
+        self._source.restore(state["source"])
+        self._replay.load_state_dict(state["replay"])
+        self._reroll.load_state_dict(state["reroll"])
+        self.done = state["done"]
+
+    def metrics(self) -> dict[str, float]:
+        """What waits to come back, where anything can."""
+        replay = self._replay.metrics(self.done) if self._replay.size else {}
+        return replay | (self._reroll.metrics() if self._reroll.max_groups else {}) | self._source.metrics()
+
+    async def close(self) -> None:
+        """Give up what is under way."""
+        tasks = [flight.task for flight in self._flights if flight.task is not None and not flight.task.done()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- what is under way ---------------------------------------------------------------------------------------------
+
+    def _room(self) -> int:
+        """How many prompts may be begun now."""
+        pace, under_way = self._pace, self._kept + len(self._flights)
+        newest = self.done if pace.never_synced else self.synced
+        ahead = min(newest + pace.staleness + 1, pace.steps) - self.done
+        room = ahead * pace.prompts_per_step - under_way
+        if pace.in_rounds:
+            return 0 if self._flights else min(room, pace.budget - self._used)
+        flying = sum(flight.group is None for flight in self._flights)
+        return room if pace.concurrency is None else min(room, pace.concurrency - flying)
+
+    def _admit(self) -> None:
+        """Begin as many prompts as there is room for, together."""
+        if (room := self._room()) <= 0:
+            return
+        flights = [_Flight(drawn=drawn, synced=self.synced) for drawn in self._draw(room)]
+        self._flights += flights
+        requests = [
+            SamplingRequest(
+                prompt_ids=flight.drawn.prompt.token_ids,
+                params=replace(self.params, seed=flight.drawn.seed),
+                n=self._group_size,
+                version=self._version,
+            )
+            for flight in flights
+        ]
+        for flight, future in zip(flights, self._sampler.submit(requests), strict=True):
+            flight.task = asyncio.create_task(self._fly(flight, future))
+
+    async def _fly(self, flight: _Flight, sampled: Future[list[Completion]]) -> None:
+        """Wait for the completions and score them."""
+        try:
+            group = group_of(flight.drawn.prompt, await asyncio.wrap_future(sampled))
+            started = time.monotonic()
+            flight.group = await self._score(group)
+            self._hope.scored(flight.group, started=started)
+        except Exception as error:
+            self._hope.lost = error
+        finally:
+            self._news.set()
+        if not self._pace.in_rounds:
+            self._admit()
+
+    def _next_done(self) -> _Flight | None:
+        """The next group to use, if it is there."""
+        waiting = self._flights[:1] if self._pace.in_rounds else self._flights
+        flight = next((flight for flight in waiting if flight.group is not None), None)
+        if flight is not None:
+            self._flights.remove(flight)
+        return flight
+
+    def _use(self, flight: _Flight, taken: _Taken) -> None:
+        """Keep the group for this step, or replace it."""
+        group, age = flight.group, self.done - flight.synced
+        assert group is not None
+        if age > self._pace.staleness and not self._pace.never_synced:
+            taken.stale += 1
+            self._again.append(replace(flight.drawn, seed=seed_of(flight.drawn.seed, self.done)))
+            return
+        self._used += 1
+        taken.sampled.append(group)
+        if flight.drawn.issued is not None:
+            self._source.resolve(flight.drawn.issued.ticket)
+        self._source.observe([group])
+        self._reroll.push([group])
+        if self.keep_flat or has_signal(group, self._advantage):
+            taken.keep(group, age=age)
+        self._kept = len(taken.kept)
+
+    # -- prompts -------------------------------------------------------------------------------------------------------
+
+    def _draw(self, count: int) -> list[_Drawn]:
+        """The next `count` prompts: those whose groups became too old, those to be tried again, new ones."""
+        drawn = [self._again.popleft() for _ in range(min(count, len(self._again)))]
+        most = min(count - len(drawn), self._reroll.max_groups - self._rerolled)
+        for id in self._reroll.pop(self.done / self._pace.steps, most=most):
+            prompt = encode_prompt(self._source.prompt(id), self._base.tokenizer)
+            drawn.append(_Drawn(prompt=prompt, issued=None, seed=seed_of(self._seed, id, self.done)))
+            self._rerolled += 1
+        passed_over = 0
+        while len(drawn) < count:
+            for issued in self._source.issue(count - len(drawn)):
+                prompt = encode_prompt(issued.prompt, self._base.tokenizer)
+                if len(prompt.token_ids) <= self._longest:
+                    drawn.append(_Drawn(prompt=prompt, issued=issued, seed=seed_of(self._seed, *issued.ticket)))
+                else:
+                    passed_over += 1
+                    self._source.resolve(issued.ticket)
+            if passed_over >= 2 * len(self._source) and not drawn:  # a whole epoch, wherever this one began
+                raise DataError(
+                    f"all {len(self._source)} prompts have more than {self._longest} tokens",
+                    hint="shorten the prompts, raise rollout.max_prompt_tokens, or use a model with a longer context",
+                )
+        self._too_long += passed_over
+        return drawn
+
+
+@dataclass(kw_only=True)
+class _Taken:
+    """What a step has so far."""
+
+    kept: list[RolloutGroup] = field(default_factory=list)
+    sampled: list[RolloutGroup] = field(default_factory=list)
+    ages: list[int] = field(default_factory=list)
+    stale: int = 0
+    replayed: int = 0
+
+    def keep(self, group: RolloutGroup, *, age: int | None = None) -> None:
+        """A fresh group of this age in steps, or a replayed one."""
+        self.kept.append(group)
+        if age is None:
+            self.replayed += 1
+        else:
+            self.ages.append(age)
+
+    def collected(self, *, too_long: int, rerolled: int) -> Collected:
+        return Collected(
+            groups=tuple(self.kept),
+            sampled=tuple(self.sampled),
+            too_long=too_long,
+            ages=tuple(self.ages),
+            stale=self.stale,
+            replayed=self.replayed,
+            rerolled=rerolled,
+        )
+
+
+class _Hope:
+    """Whether anything can be scored at all; `lost` is an error that no other group can make good."""
+
+    def __init__(self, prompts_per_step: int):
+        self._most = max(IN_VAIN_GROUPS, prompts_per_step)
+        self._in_vain: list[tuple[RolloutGroup, float]] = []
+        self.lost: Exception | None = None
+
+    def scored(self, group: RolloutGroup, *, started: float) -> None:
+        """Count a group that failed as a whole, since the last that did not; `started` is when its scoring began."""
+        if any(rollout.error is None for rollout in group.rollouts):
+            self._in_vain.clear()
+        else:
+            self._in_vain.append((group, started))
+
+    def check(self) -> None:
+        """Raise what was lost, and RewardError when group after group failed, or a few and for long."""
+        if self.lost is not None:
+            raise self.lost
+        count = len(self._in_vain)
+        long = count > 1 and time.monotonic() - self._in_vain[0][1] > IN_VAIN_S
+        if count >= self._most or long:
+            completions = sum(len(group.rollouts) for group, _ in self._in_vain)
+            raise RewardError(
+                f"no reward for any of {completions} completions in a row; the first cause: "
+                f"{self._in_vain[0][0].rollouts[0].error}",
+                hint="correct the reward function or the dataset; nothing was trained on them",
+            )
+
+
+def seed_of(*parts: int | str) -> int:
+    """A 63-bit seed that depends on all of `parts`."""
+    digest = hashlib.blake2b(",".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,89 @@
+"""What a run that was killed goes on from.
+
+    <run>/checkpoints/step-000020/learner.safetensors, learner.json    the policy, the optimizer (`Learner.save`)
+    <run>/checkpoints/step-000020/run.json                             `Standing`: everything else
+
+A checkpoint is a directory that is written under another name, forced to the disk and renamed, so that one that can be
+seen is whole; the ones before are removed after that.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from groupwise import adapter_files as files
+from groupwise import faults
+from groupwise.errors import StorageError
+from groupwise.train.learner import Learner
+from groupwise.types import PolicyVersion
+
+CHECKPOINTS = "checkpoints"
+_STEP, _STAGING, _STANDING = "step-", ".staging-", "run.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """Where a run stands after `step`: the newest version, the one that samples and the step that it is of, and by name
+    the state of each part of the run."""
+
+    step: int
+    version: PolicyVersion
+    sampler: PolicyVersion
+    synced: int
+    finished: bool = False
+    parts: Mapping[str, Any] = field(default_factory=dict)
+
+    def dump(self) -> str:
+        versions = {"version": str(self.version), "sampler": str(self.sampler)}
+        return json.dumps({**vars(self), **versions, "parts": dict(self.parts)}, allow_nan=False)
+
+    @classmethod
+    def parse(cls, text: str) -> Standing:
+        raw = json.loads(text)
+        versions = {key: PolicyVersion.parse(raw[key]) for key in ("version", "sampler")}
+        return cls(**{**raw, **versions})
+
+
+def save(run_dir: Path, learner: Learner, standing: Standing) -> None:
+    """Write a checkpoint and remove the ones before. Raises StorageError; the one before is then still there."""
+    root = run_dir / CHECKPOINTS
+    target, staging = (root / f"{prefix}{standing.step:06d}" for prefix in (_STEP, _STAGING))
+    with files.writing(f"writing the checkpoint {target}"):
+        root.mkdir(exist_ok=True)
+        for leftover in root.glob(f"{_STAGING}*"):
+            shutil.rmtree(leftover)
+        staging.mkdir()
+        learner.save(staging)
+        (staging / _STANDING).write_text(standing.dump(), encoding="utf-8")
+        for path in (*staging.iterdir(), staging):
+            files.fsync(path)
+        if target.exists():  # the same step again, now finished
+            shutil.rmtree(target)
+        faults.point("checkpoint:before-rename")
+        staging.rename(target)
+        faults.point("checkpoint:after-rename")
+        files.fsync(root)
+        for other in root.glob(f"{_STEP}*"):
+            if other != target:
+                shutil.rmtree(other)
+
+
+def newest(run_dir: Path) -> Path | None:
+    """The checkpoint with the highest step, if there is one."""
+    return max((run_dir / CHECKPOINTS).glob(f"{_STEP}*"), default=None)
+
+
+def read(checkpoint: Path) -> Standing:
+    """Raises StorageError if it is damaged."""
+    try:
+        return Standing.parse((checkpoint / _STANDING).read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StorageError(
+            f"the checkpoint {checkpoint} cannot be read: {type(error).__name__}: {error}",
+            hint="start the run anew, in another directory",
+        ) from error

@@ -1,0 +1,351 @@
+"""Which groups a step trains on: refilling, failures, windows, staleness, replay; with the real engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from groupwise.algo.advantage import AdvantageSpec, has_signal, with_advantages
+from groupwise.batches import Batches, Pace
+from groupwise.data import PromptSource
+from groupwise.engine.local import LocalEngine
+from groupwise.errors import DataError, RewardError
+from groupwise.replay import ReplayBuffer, RerollQueue
+from groupwise.rollout import Collected, samples_of
+from groupwise.types import PolicyVersion, Prompt, RolloutGroup, SamplingParams
+
+BASE = PolicyVersion.base()
+
+
+@pytest.fixture
+def engine(make_base) -> Iterator[LocalEngine]:
+    engine = LocalEngine(make_base(dtype=torch.float32))
+    yield engine
+    engine.close()
+
+
+async def by_kind(group: RolloutGroup) -> RolloutGroup:
+    """A flat group scores all the same, a mixed one by place; a failed one has errors; half of a half one."""
+    kind = group.prompt.columns["kind"]
+    if kind == "slow":
+        await asyncio.sleep(0.5)
+    scored = []
+    for i, rollout in enumerate(group.rollouts):
+        if kind == "failed" or (kind == "half" and i >= 2):
+            scored.append(replace(rollout, error="no score"))
+        else:
+            scored.append(replace(rollout, reward={"flat": 1.0, "low": 0.0}.get(kind, float(i % 2))))
+    return replace(group, rollouts=tuple(scored))
+
+
+def prompts(kinds: Sequence[str], *, length: int = 5) -> list[Prompt]:
+    return [
+        Prompt(id=f"p{i}", text=f"{i:02}" + "=" * length, columns={"kind": kind, "number": i})
+        for i, kind in enumerate(kinds)
+    ]
+
+
+def batches(
+    engine: LocalEngine, kinds: Sequence[str] | Sequence[Prompt], pace: dict | None = None, **options
+) -> Batches:
+    given = [p for p in kinds if isinstance(p, Prompt)] or prompts([str(k) for k in kinds])
+    settings = {
+        "source": PromptSource(given, shuffle=False),
+        "sampler": engine,
+        "score": by_kind,
+        "base": engine._base,
+        "params": SamplingParams(max_tokens=6),
+        "group_size": 4,
+        "pace": Pace(**{"prompts_per_step": 3, "steps": 100, "refill": 2.0, **(pace or {})}),
+        "seed": 0,
+    }
+    return Batches(**{**settings, **options})
+
+
+async def one_step(chosen: Batches, *, chunk: int = 0) -> list[list[RolloutGroup]]:
+    return [groups async for groups in chosen.step(chunk=chunk)]
+
+
+def collect(chosen: Batches) -> Collected:
+    asyncio.run(one_step(chosen))
+    return chosen.collected
+
+
+def on_policy(chosen: Batches, steps: int) -> list[Collected]:
+    """Several steps, each synced."""
+
+    async def run() -> list[Collected]:
+        found = []
+        for step in range(1, steps + 1):
+            await one_step(chosen)
+            found.append(chosen.collected)
+            chosen.sync(BASE, step=step)
+        return found
+
+    return asyncio.run(run())
+
+
+def numbers(groups) -> list[int]:
+    return [group.prompt.columns["number"] for group in groups]
+
+
+# ---- filling a step ----
+
+
+def test_flat_groups_are_replaced(engine):
+    collected = collect(batches(engine, ["flat", "mixed", "flat", "mixed", "mixed", "mixed"]))
+    assert numbers(collected.groups) == [1, 3, 4]
+    assert numbers(collected.sampled) == [0, 1, 2, 3, 4]
+    assert all(has_signal(group) for group in collected.groups)
+
+
+@pytest.mark.parametrize(("refill", "sampled"), [(1.0, 3), (2.0, 6), (2.5, 7)])
+def test_refilling_is_bounded(engine, refill: float, sampled: int):
+    collected = collect(batches(engine, ["flat"] * 4, {"refill": refill}))
+    assert collected.groups == () and len(collected.sampled) == sampled
+
+
+def test_the_budget_makes_a_smaller_batch(engine):
+    collected = collect(batches(engine, ["flat", "flat", "mixed", "flat", "mixed", "flat", "mixed"]))
+    assert numbers(collected.groups) == [2, 4] and len(collected.sampled) == 6
+
+
+def test_keep_flat(engine):
+    collected = collect(batches(engine, ["flat", "mixed", "flat", "mixed"], keep_flat=True))
+    assert numbers(collected.groups) == numbers(collected.sampled) == [0, 1, 2]
+    samples = samples_of(with_advantages(collected.groups, AdvantageSpec()))
+    assert len(samples) == 12 and [s.advantage for s in samples[:4]] == [0.0] * 4
+
+
+def test_groups_are_whole_and_of_the_version(engine):
+    for group in collect(batches(engine, ["mixed"] * 3)).groups:
+        assert [r.reward for r in group.rollouts] == [0.0, 1.0, 0.0, 1.0]
+        for rollout in group.rollouts:
+            (turn,) = rollout.turns
+            assert turn.prompt_ids == group.prompt.token_ids and turn.completion.version == BASE
+
+
+def test_a_step_repeats_exactly_and_every_draw_is_another(engine):
+    def texts(seed: int = 0) -> list[tuple[int, ...]]:
+        steps = on_policy(batches(engine, ["mixed"] * 3, seed=seed), 2)
+        return [r.completion.token_ids for collected in steps for r in collected.completions]
+
+    assert texts() == texts()
+    assert len(set(texts() + texts(seed=1))) == 48
+
+
+def test_chunks_come_in_order_and_make_the_step(engine):
+    chosen = batches(engine, ["mixed", "flat", "mixed", "mixed", "mixed"], {"prompts_per_step": 4})
+    chunks = asyncio.run(one_step(chosen, chunk=2))
+    assert [numbers(chunk) for chunk in chunks] == [[0, 2], [3, 4]]
+    assert numbers(chosen.collected.groups) == [0, 2, 3, 4]
+
+
+# ---- prompts that do not fit ----
+
+
+def test_prompts_without_room_are_passed_over(engine):
+    """And counted; it does not matter where in an epoch the stream stands."""
+    long = Prompt(id="long", text="=" * 400, columns={"kind": "mixed", "number": 99})
+    short = prompts(["mixed"])[0]
+    for seed in range(4):
+        source = PromptSource([short, long], seed=seed)
+        steps = on_policy(batches(engine, [short, long], {"prompts_per_step": 1}, source=source), 4)
+        assert [numbers(collected.groups) for collected in steps] == [[0]] * 4
+        assert sum(collected.too_long for collected in steps) >= 2
+    chosen = batches(engine, [short, *prompts(["mixed"], length=20)], {"prompts_per_step": 1}, max_prompt_tokens=10)
+    assert [numbers(collected.groups) for collected in on_policy(chosen, 2)] == [[0], [0]]
+
+
+def test_no_prompt_fits(engine):
+    long = [Prompt(id=str(i), text="=" * 400, columns={"kind": "mixed"}) for i in range(3)]
+    with pytest.raises(DataError, match="all 3 prompts have more than 63 tokens"):
+        collect(batches(engine, long))
+
+
+# ---- failures ----
+
+
+def test_a_run_whose_every_group_fails_is_stopped(engine):
+    with pytest.raises(RewardError, match="no reward for any of 16 completions in a row; the first cause: no score"):
+        collect(batches(engine, ["failed"] * 4))
+
+
+def test_a_few_that_fail_slowly_stop_it_too(engine, monkeypatch):
+    monkeypatch.setattr("groupwise.batches.IN_VAIN_S", 0.0)
+    with pytest.raises(RewardError, match="no reward for any of 8 completions"):
+        collect(batches(engine, ["failed", "failed", "slow", "slow"], {"prompts_per_step": 4}))
+
+
+def test_some_that_fail_do_not(engine):
+    collected = collect(batches(engine, ["mixed", "flat", "flat", "failed", "failed", "failed"]))
+    assert numbers(collected.groups) == [0] and len(collected.sampled) == 6
+    assert all(r.error == "no score" for r in collected.sampled[3].rollouts)
+
+
+def test_what_scoring_raises_is_raised(engine):
+    async def broken(group: RolloutGroup) -> RolloutGroup:
+        raise ZeroDivisionError("in our own code")
+
+    with pytest.raises(ZeroDivisionError):
+        collect(batches(engine, ["mixed"] * 3, score=broken))
+
+
+# ---- windows and staleness ----
+
+
+def overlapped(chosen: Batches, steps: int, *, interval: int) -> list[tuple[Collected, int]]:
+    """Steps of a run that syncs every `interval`: what each trained on, and the groups under way when it had it."""
+
+    async def run() -> list[tuple[Collected, int]]:
+        found = []
+        for step in range(1, steps + 1):
+            await one_step(chosen)
+            found.append((chosen.collected, len(chosen._flights)))
+            if interval and step % interval == 0:
+                chosen.sync(BASE, step=step)
+        await chosen.close()
+        return found
+
+    return asyncio.run(run())
+
+
+def test_a_window_is_sampled_at_once_and_whole(engine):
+    """Three steps of two groups: all six are begun together, and none of the next before the sync."""
+    pace = {"prompts_per_step": 2, "steps": 6, "staleness": 2, "in_rounds": False}
+    steps = overlapped(batches(engine, ["mixed"] * 12, pace), 6, interval=3)
+    assert [flying for _, flying in steps] == [4, 2, 0, 4, 2, 0]
+    assert [collected.ages for collected, _ in steps] == [(0, 0), (1, 1), (2, 2)] * 2
+    assert sorted(n for collected, _ in steps for n in numbers(collected.groups)) == list(range(12))
+
+
+def test_a_window_is_refilled(engine):
+    kinds = ["flat", "mixed"] * 8
+    pace = {"prompts_per_step": 2, "steps": 4, "staleness": 1, "in_rounds": False, "refill": 4.0}
+    steps = overlapped(batches(engine, kinds, pace), 4, interval=2)
+    assert all(len(collected.groups) == 2 for collected, _ in steps)
+
+
+def test_sampling_runs_ahead_as_far_as_it_may(engine):
+    pace = {"prompts_per_step": 2, "steps": 5, "staleness": 2, "in_rounds": False}
+    steps = overlapped(batches(engine, ["mixed"] * 10, pace), 5, interval=1)
+    assert all(age <= 2 for collected, _ in steps for age in collected.ages)
+    assert max(age for collected, _ in steps for age in collected.ages) == 2
+    assert [flying for _, flying in steps] == [4, 4, 4, 2, 0]  # the run's last groups are the last to be sampled
+    assert sorted(n for collected, _ in steps for n in numbers(collected.groups)) == list(range(10))
+
+
+def test_without_syncs_the_policy_stays_and_sampling_is_bounded(engine):
+    pace = {"prompts_per_step": 2, "steps": 50, "staleness": 3, "in_rounds": False, "never_synced": True}
+    chosen = batches(engine, ["mixed"] * 10, pace)
+    steps = overlapped(chosen, 8, interval=0)
+    assert all(len(collected.groups) == 2 and flying <= 6 for collected, flying in steps)
+
+
+def test_a_group_that_became_too_old_is_sampled_again(engine):
+    pace = {"prompts_per_step": 1, "steps": 8, "staleness": 1, "in_rounds": False}
+    chosen = batches(engine, ["slow", *["mixed"] * 7], pace)
+    steps = overlapped(chosen, 8, interval=1)
+    trained = [n for collected, _ in steps for n in numbers(collected.groups)]
+    assert sum(collected.stale for collected, _ in steps) >= 1
+    assert len(trained) == len(set(trained)) and all(age <= 1 for collected, _ in steps for age in collected.ages)
+
+
+def test_concurrency_bounds_what_is_sampled_at_once(engine):
+    pace = {"prompts_per_step": 2, "steps": 4, "staleness": 3, "in_rounds": False, "concurrency": 3}
+    chosen, most = batches(engine, ["mixed"] * 8, pace), 0
+
+    async def watched(group: RolloutGroup) -> RolloutGroup:
+        nonlocal most
+        most = max(most, sum(flight.group is None for flight in chosen._flights))
+        return await by_kind(group)
+
+    chosen._score = watched
+    assert len(overlapped(chosen, 4, interval=4)) == 4 and 1 < most <= 3
+
+
+# ---- groups and prompts that come back ----
+
+
+def test_replayed_groups_take_the_place_of_flat_ones(engine):
+    kinds = ["mixed"] * 4 + ["flat", "mixed", "flat", "mixed"]
+    chosen = batches(engine, kinds, {"prompts_per_step": 4, "refill": 1.0}, replay=ReplayBuffer(8, share=0.5))
+
+    async def run() -> None:
+        await one_step(chosen)
+        first = with_advantages(chosen.collected.groups, AdvantageSpec())
+        chosen.trained(first)
+        chosen.sync(BASE, step=1)
+        await one_step(chosen)
+        assert numbers(chosen.collected.sampled) == [4, 5, 6, 7] and chosen.collected.replayed == 2
+        assert {id(group) for group in chosen.collected.groups[2:]} < {id(group) for group in first}
+
+    asyncio.run(run())
+
+
+def test_failed_prompts_are_tried_again(engine):
+    kinds = ["low", "mixed", "mixed", "mixed", "mixed", "mixed", "mixed"]
+    chosen = batches(engine, kinds, {"refill": 1.0}, reroll=RerollQueue(1, attempts=1))
+    steps = on_policy(chosen, 3)
+    assert [collected.rerolled for collected in steps] == [0, 1, 0]
+    assert numbers(steps[1].sampled) == [0, 3, 4]
+
+
+# ---- going on ----
+
+
+def test_the_state_holds_every_prompt_once(engine):
+    """Whatever was under way when it stopped, each prompt is trained on exactly once."""
+    pace = {"prompts_per_step": 2, "steps": 6, "staleness": 2, "in_rounds": False}
+    first, trained = batches(engine, ["mixed"] * 12, pace), []
+
+    async def begin() -> dict:
+        for step in (1, 2):
+            await one_step(first)
+            trained.extend(numbers(first.collected.groups))
+            first.sync(BASE, step=step)
+        state = first.state_dict()
+        await first.close()
+        return state
+
+    second = batches(engine, ["mixed"] * 12, pace)
+    second.load_state_dict(asyncio.run(begin()))
+
+    async def go_on() -> None:
+        second.sync(BASE, step=2)
+        for step in range(3, 7):
+            await one_step(second)
+            trained.extend(numbers(second.collected.groups))
+            second.sync(BASE, step=step)
+
+    asyncio.run(go_on())
+    assert sorted(trained) == list(range(12))
+
+
+def test_on_policy_it_goes_on_bit_for_bit(engine):
+    kinds = ["mixed", "flat", "mixed", "mixed", "low"] * 4
+
+    def make() -> Batches:
+        return batches(engine, kinds, reroll=RerollQueue(1), replay=ReplayBuffer(2))
+
+    def ids(steps: list[Collected]) -> list:
+        return [[r.completion.token_ids for r in collected.completions] for collected in steps]
+
+    whole = on_policy(make(), 4)
+    first, second = make(), make()
+    half = on_policy(first, 2)
+    second.load_state_dict(first.state_dict())
+
+    async def rest() -> list[Collected]:
+        found = []
+        for step in (3, 4):
+            second.sync(BASE, step=step - 1)
+            await one_step(second)
+            found.append(second.collected)
+        return found
+
+    assert ids(half + asyncio.run(rest())) == ids(whole)

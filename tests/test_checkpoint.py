@@ -1,0 +1,76 @@
+"""A checkpoint is whole or not there, and says everything that a run needs to go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from groupwise import checkpoint, faults
+from groupwise.algo.loss import resolve_loss
+from groupwise.checkpoint import Standing
+from groupwise.errors import StorageError
+from groupwise.train.learner import Learner
+from groupwise.types import PolicyVersion
+
+STANDING = Standing(
+    step=3,
+    version=PolicyVersion("math", 3),
+    sampler=PolicyVersion("math", 2),
+    synced=2,
+    parts={"batches": {"done": 3}, "best": {"version": None}},
+)
+
+
+@pytest.fixture
+def learner(make_base) -> Learner:
+    return Learner(make_base(dtype=torch.float32))
+
+
+def test_what_is_saved_is_what_is_read(learner: Learner, make_samples, tmp_path: Path) -> None:
+    learner.step(make_samples(((4, (5, 6)),)), resolve_loss("reinforce"), learning_rate=0.1)
+    checkpoint.save(tmp_path, learner, STANDING)
+    found = checkpoint.newest(tmp_path)
+    assert found is not None and checkpoint.read(found) == STANDING
+    other = Learner(learner.base, seed=1)
+    other.load(found)
+    assert all(torch.equal(a, b) for a, b in zip(learner.parameters, other.parameters, strict=True))
+
+
+def test_only_the_newest_is_kept(learner: Learner, tmp_path: Path) -> None:
+    for step in (3, 10, 101):
+        checkpoint.save(tmp_path, learner, Standing(**{**vars(STANDING), "step": step}))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000101"]
+    checkpoint.save(tmp_path, learner, Standing(**{**vars(STANDING), "step": 101, "finished": True}))
+    found = checkpoint.newest(tmp_path)
+    assert found is not None and checkpoint.read(found).finished
+
+
+def test_one_that_was_not_finished_is_not_seen(learner: Learner, tmp_path: Path, monkeypatch) -> None:
+    checkpoint.save(tmp_path, learner, STANDING)
+
+    def die(name: str) -> None:
+        raise KeyboardInterrupt(name)
+
+    monkeypatch.setattr(faults, "point", die)
+    with pytest.raises(KeyboardInterrupt, match="before-rename"):
+        checkpoint.save(tmp_path, learner, Standing(**{**vars(STANDING), "step": 4}))
+    monkeypatch.undo()
+    found = checkpoint.newest(tmp_path)
+    assert found is not None and checkpoint.read(found) == STANDING
+    checkpoint.save(tmp_path, learner, Standing(**{**vars(STANDING), "step": 5}))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000005"]
+
+
+def test_a_damaged_one_is_named(learner: Learner, tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, learner, STANDING)
+    found = checkpoint.newest(tmp_path)
+    assert found is not None
+    (found / "run.json").write_text('{"step": 3')
+    with pytest.raises(StorageError, match=r"step-000003 cannot be read"):
+        checkpoint.read(found)
+
+
+def test_there_is_none(tmp_path: Path) -> None:
+    assert checkpoint.newest(tmp_path) is None

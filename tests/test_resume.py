@@ -1,0 +1,73 @@
+"""A run that died and goes on is the run that did not die: the same metrics, rollouts and adapter bytes."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from running_jobs import Dies, adapter_bytes, config, metrics_of, rollouts_of
+
+from groupwise.loop import run
+
+EVALUATED = {
+    "eval": {
+        "data": {
+            "source": "groupwise.starter.tasks:prompts",
+            "args": {"skill": ["add"], "style": "bare", "n": 4, "split": "test"},
+        },
+        "every": 3,
+        "modes": ["greedy"],
+        "best": "greedy",
+    }
+}
+ALL = {
+    "rollout": {"prompts_per_step": 4, "group_size": 4, "max_tokens": 8, "refill": 2.0}
+    | {"replay": {"size": 8, "share": 0.5}, "reroll": {"max_groups": 1}},
+    "train": {"steps": 6, "learning_rate": 1e-3, "minibatches": 2, "passes": 2, "lora": {"rank": 4, "dropout": 0.1}},
+    "algo": {"kl": "k3", "kl_coeff": 0.1, "kl_target": 0.01, "reference": "ema", "reference_decay": 0.5},
+    "data": {"curriculum": {"weight": True}},
+}
+
+
+def died(tmp_path: Path, step: int, **sections) -> Path:
+    """A run that ended while `step` was shown: trained, published, logged; not evaluated, not checkpointed."""
+    display = Dies(step, total=6, stream=io.StringIO())
+    with pytest.raises(Dies.Now):
+        run(config(tmp_path, resume="auto", **sections), display=display)
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    return run_dir
+
+
+@pytest.mark.parametrize("sections", [EVALUATED, ALL], ids=["plain", "with everything"])
+def test_it_goes_on_bit_for_bit(tmp_path: Path, sections: dict) -> None:
+    whole = run(config(tmp_path / "whole", **sections)).run_dir
+    first = died(tmp_path, 5, **sections)
+    result = run(config(tmp_path, resume="auto", **sections))
+    assert result.run_dir == first and result.steps == 6
+    assert metrics_of(first) == metrics_of(whole)
+    assert rollouts_of(first) == rollouts_of(whole)
+    assert adapter_bytes(first) == adapter_bytes(whole) != {}
+
+
+def test_it_dies_before_the_first_checkpoint_and_twice(tmp_path: Path) -> None:
+    whole = run(config(tmp_path / "whole")).run_dir
+    died(tmp_path, 1)
+    died(tmp_path, 4)
+    first = run(config(tmp_path, resume="auto")).run_dir
+    assert metrics_of(first) == metrics_of(whole) and adapter_bytes(first) == adapter_bytes(whole)
+    again = run(config(tmp_path, resume="auto", train={"steps": 6}))  # it was finished: another run
+    assert again.run_dir != first or again.steps == 6
+
+
+@pytest.mark.parametrize("rollout", [{"weight_sync_interval": 3}, {"max_staleness": 2}, {"weight_sync_interval": 0}])
+def test_overlapped_every_prompt_is_trained_once(tmp_path: Path, rollout: dict) -> None:
+    """64 prompts are an epoch of 16 steps: within six, none may come twice and none of the first be missing."""
+    sections = {"rollout": {"prompts_per_step": 4, "group_size": 4, "max_tokens": 8, **rollout}}
+    first = died(tmp_path, 3, **sections)
+    result = run(config(tmp_path, resume="auto", **sections))
+    assert result.run_dir == first and result.steps == 6
+    drawn = Counter(group["prompt"]["id"] for group in rollouts_of(first))
+    assert max(drawn.values()) == 1 and len(drawn) >= 24
+    assert [record["step"] for record in metrics_of(first)] == [1, 2, 3, 4, 5, 6]

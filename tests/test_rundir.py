@@ -1,0 +1,136 @@
+"""The run directory: which run goes on, and what is forgotten when it does."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from groupwise import checkpoint
+from groupwise.adapter_files import Provenance
+from groupwise.adapters import AdapterStore
+from groupwise.checkpoint import Standing
+from groupwise.config import RunConfig, parse_config
+from groupwise.errors import ConfigError, StorageError
+from groupwise.evaluate import Evaluation
+from groupwise.rundir import load_evaluations, open_run_dir, owned, save_evaluations
+from groupwise.train.learner import Learner
+from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Turn
+
+STANDING = Standing(step=2, version=PolicyVersion("run", 2), sampler=PolicyVersion("run", 2), synced=2)
+
+
+def config(tmp_path: Path, **keys) -> RunConfig:
+    data = {
+        "data": {"source": "x.jsonl"},
+        "rewards": ["m:f"],
+        "folder": str(tmp_path),
+        "output_dir": str(tmp_path / "runs"),
+        "resume": "auto",
+    }
+    return parse_config({**data, **keys})
+
+
+def begun(tmp_path: Path, make_base, *, finished: bool = False, **keys) -> Path:
+    """A run that wrote three steps and a checkpoint after the second."""
+    run_dir, standing = open_run_dir(config(tmp_path, **{**keys, "resume": "never"}))
+    assert standing is None
+    lines = [json.dumps({"step": step, "reward/mean": step / 10}) for step in range(4)]
+    (run_dir / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 4, "rew')
+    (run_dir / "health.jsonl").write_text('{"step": 3, "event": "began"}\n')
+    for folder, name in (("rollouts", "step_{:06d}.jsonl"), ("evaluations", "step_{:06d}.greedy.jsonl")):
+        (run_dir / folder).mkdir()
+        for step in range(4):
+            (run_dir / folder / name.format(step)).write_text("")
+    learner, store = Learner(make_base(dtype=torch.float32)), AdapterStore(run_dir / "adapters")
+    for step in (1, 2, 3):
+        info = Provenance(base_model="tiny", base_hash="0" * 16, parent=PolicyVersion.base(), step=step)
+        store.activate(store.publish("run", learner.save_adapter, info=info))
+    checkpoint.save(run_dir, learner, replace(STANDING, finished=finished))
+    return run_dir
+
+
+def test_it_goes_on_from_the_checkpoint(tmp_path: Path, make_base) -> None:
+    """As if what came after had never been: the next version is number 3 again."""
+    run_dir = begun(tmp_path, make_base)
+    found, standing = open_run_dir(config(tmp_path))
+    assert (found, standing) == (run_dir, STANDING)
+    assert [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2]
+    assert (run_dir / "health.jsonl").read_text() == ""
+    for folder in ("rollouts", "evaluations"):
+        assert sorted(int(path.name[5:11]) for path in (run_dir / folder).iterdir()) == [0, 1, 2]
+    store = AdapterStore(run_dir / "adapters")
+    assert [version.number for version in store.versions("run")] == [1, 2]
+    assert store.active == PolicyVersion("run", 2) and store.warnings == []
+    info = Provenance(base_model="tiny", base_hash="0" * 16, parent=store.active, step=3)
+    assert store.publish("run", Learner(make_base(dtype=torch.float32)).save_adapter, info=info).number == 3
+
+
+def test_a_run_without_a_checkpoint_begins_again(tmp_path: Path, make_base) -> None:
+    run_dir = begun(tmp_path, make_base)
+    for path in sorted((run_dir / "checkpoints").rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    found, standing = open_run_dir(config(tmp_path))
+    assert found == run_dir and standing is None
+    assert (run_dir / "metrics.jsonl").read_text() == "" and not list((run_dir / "rollouts").iterdir())
+    assert AdapterStore(run_dir / "adapters").versions("run") == ()
+
+
+@pytest.mark.parametrize("why", ["finished", "another config", "never", "nothing there"])
+def test_otherwise_it_is_a_new_run(tmp_path: Path, make_base, why: str) -> None:
+    if why != "nothing there":
+        first = begun(
+            tmp_path, make_base, finished=why == "finished", run_dir=str(tmp_path / "runs" / "run-20200101T000000Z")
+        )
+    keys = {"another config": {"train": {"steps": 7}}, "never": {"resume": "never"}}.get(why, {})
+    found, standing = open_run_dir(config(tmp_path, **keys))
+    assert standing is None and found.parent == tmp_path / "runs"
+    if why != "nothing there":
+        assert found != first
+
+
+def test_the_newest_of_several_goes_on(tmp_path: Path, make_base) -> None:
+    for year in (2021, 2023, 2022):
+        begun(tmp_path, make_base, run_dir=str(tmp_path / "runs" / f"run-{year}0101T000000Z"))
+    (tmp_path / "runs" / "run-other-20240101T000000Z").mkdir()
+    assert open_run_dir(config(tmp_path))[0].name == "run-20230101T000000Z"
+
+
+def test_a_directory_with_another_run_is_refused(tmp_path: Path, make_base) -> None:
+    begun(tmp_path, make_base, run_dir=str(tmp_path / "here"))
+    with pytest.raises(ConfigError, match="already holds a run") as error:
+        open_run_dir(config(tmp_path, run_dir=str(tmp_path / "here"), resume="never"))
+    assert "resume=auto" in str(error.value)
+    with pytest.raises(ConfigError, match="holds a run with another seed, train"):
+        open_run_dir(config(tmp_path, run_dir=str(tmp_path / "here"), seed=5, train={"steps": 7}))
+    assert open_run_dir(config(tmp_path, run_dir=str(tmp_path / "here")))[1] == STANDING
+
+
+def test_two_processes_do_not_train_in_one_directory(tmp_path: Path) -> None:
+    with owned(tmp_path), pytest.raises(StorageError, match="another process is training in"), owned(tmp_path):
+        pass
+    with owned(tmp_path):
+        pass
+
+
+def test_evaluations_come_back(tmp_path: Path) -> None:
+    completion = Completion(
+        token_ids=(7, 2), logprobs=(-0.1, -0.30000000000000004), text="4", finish_reason=FinishReason.STOP
+    )
+    rollouts = (
+        Rollout(turns=(Turn((5, 10), completion),), rewards={"exact": 1.0}, reward=1.0),
+        Rollout(turns=(Turn((5, 10), completion),), rewards={"exact": None}, error="failed"),
+    )
+    group = RolloutGroup(
+        prompt=Prompt(id="a", text="2+2", columns={"skill": "add"}, token_ids=(5, 10)), rollouts=rollouts
+    )
+    modes = {
+        mode: Evaluation(mode=mode, version=PolicyVersion("run", 3), groups=(group,), success=0.5)
+        for mode in ("greedy", "sampled")
+    }
+    save_evaluations(tmp_path, 4, modes)
+    save_evaluations(tmp_path, 4, modes)
+    assert load_evaluations(tmp_path, 4) == modes and load_evaluations(tmp_path, 5) == {}
