@@ -1,0 +1,53 @@
+"""`groupwise report` itself: run directories in, files out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from groupwise.errors import ConfigError
+from groupwise.report.charts import charts_of
+from groupwise.report.page import write_page
+from groupwise.report.png import write_pngs
+from groupwise.report.record import read_runs
+
+PAGE = "report.html"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """The files of one report, and what it says that not everybody looks for."""
+
+    page: Path
+    pictures: tuple[Path, ...]
+    notes: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"page": str(self.page), "pictures": list(map(str, self.pictures)), "notes": list(self.notes)}
+
+
+def report(
+    run_dir: Path,
+    *,
+    compare: Sequence[Path] = (),
+    out: Path | None = None,
+    png: Path | None = None,
+    steps: Sequence[int] = (),
+) -> Written:
+    """Write the report of `run_dir`, beside those of `compare`, to `out` (`report.html` in the run's directory).
+
+    `png` is a directory for the curves as pictures; `steps` are those whose completions are shown. Raises ConfigError
+    (no run there, a step without rollouts, no matplotlib), DataError (damaged metrics), StorageError.
+    """
+    runs = read_runs([run_dir, *compare])
+    available = sorted({step for run in runs for step in run.rollouts})
+    if missing := sorted(set(steps) - set(available)):
+        held = f"{available[0]} to {available[-1]}" if available else "none"
+        raise ConfigError(f"there are no rollouts of step {missing[0]}", hint=f"steps with rollouts: {held}")
+    pictures = [] if png is None else write_pngs(charts_of(runs), png)
+    page = write_page(runs, out or run_dir / PAGE, steps=steps)
+    notes = [f"{run.label}: {note}" for run in runs for note in run.notes]
+    return Written(page=page, pictures=tuple(pictures), notes=tuple(notes))
