@@ -99,12 +99,18 @@ def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = N
     check_columns(functions, [*prompts, *held_out])
     _check_reroll(config, functions)
     without_kl = config.algo.model_copy(update={"kl": None, "kl_coeff": None})
+    loss = loss_of(config.algo if config.algo.kl_in == "loss" else without_kl, max_tokens=config.rollout.max_tokens)
+    if config.rollout.stream_groups and not loss.streams:
+        raise ConfigError(
+            f"rollout.stream_groups does not go with an entropy bonus and reduction {loss.reduction!r}",
+            hint="set algo.reduction: token_mean, or take the batch whole (rollout.stream_groups: 0)",
+        )
     return Plan(
         config=config,
         rewards=functions,
         source=source,
         eval_prompts=tuple(held_out),
-        loss=loss_of(config.algo if config.algo.kl_in == "loss" else without_kl, max_tokens=config.rollout.max_tokens),
+        loss=loss,
         advantage=AdvantageSpec(
             kind=config.algo.advantage, eps=config.algo.advantage_eps, aggregation=config.algo.aggregation
         ),

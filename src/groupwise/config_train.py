@@ -83,8 +83,8 @@ class RunAlgoConfig(AlgoConfig):
     """Where the divergence acts: a term of the loss, or taken off the reward before advantages."""
     kl_target: float | None = Field(default=None, gt=0)
     """Nats per token that the weight is adapted to (arXiv 1909.08593); null keeps it."""
-    kl_horizon: float = Field(default=10.0, gt=0)
-    """Steps in which an adaptive weight changes by a factor of about e."""
+    kl_horizon: float = Field(default=10.0, ge=1)
+    """How slowly it adapts: the weight changes by at most 0.2 / kl_horizon of itself in a step."""
     reference: Literal["base", "start", "ema", "refresh"] = "base"
     """The policy that the divergence is taken from: the base model, the adapter that the run starts from, an average
     of the policy, or the policy as it was every so many steps."""

@@ -51,6 +51,8 @@ class Running:
             located = find_adapter(start)
             located.check_base(self.parts.base.hash)
             self.policy.begin(located.directory)
+            if self.plan.reads_reference:
+                self.parts.learner.keep_reference()
         self.parts.batches.sync(self.policy.sampling, step=0)
         await self.evaluate(0)
         return 0

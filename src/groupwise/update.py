@@ -90,9 +90,9 @@ class Update:
         """Groups -> the same with advantages, and what the learner gets of them."""
         plan, algo = self._plan, self._plan.config.algo
         weighed = with_advantages(groups, plan.advantage, weights=plan.reward_weights)
-        samples = samples_of(weighed, mask_truncated=algo.mask_truncated)
+        samples = samples_of(weighed)
         if plan.kl_coeff is None or not samples:
-            return _Part(groups=weighed, samples=samples)
+            return _Part(groups=weighed, samples=samples_of(weighed, mask_truncated=algo.mask_truncated))
         reference = self._learner.forward(samples, temperature=self._temperature, reference=True)
         kls = [sequence_kl(sample, row) for sample, row in zip(samples, reference, strict=True)]
         coeff = plan.kl_coeff if self._kl is None else self._kl.coeff

@@ -168,7 +168,7 @@ class LocalEngine:
         temperature: float = 1.0,
         top: int,
     ) -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]:
-        """As `score`, and beside each log-probability those of the `top` likeliest tokens in its place, by their ids."""
+        """As `score`; beside each log-probability those of the `top` likeliest tokens in its place, by their ids."""
         ids = (*prompt_ids, *completion_ids)
         weights = self._check(ids[:-1] if completion_ids else ids, version)
 
