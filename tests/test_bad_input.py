@@ -144,7 +144,7 @@ def test_a_reward_that_cannot_be_used(no_model, reward, saying):
 )
 def test_a_reward_that_fails_stops_the_run_with_its_cause(project, reward, cause):
     said = refused("run", project.config, "eval=null", f"rewards[0]=my_rewards:{reward}", code=1, saying=cause)
-    assert "no reward for any of 6 completions" in said
+    assert "no reward for any of 12 completions in a row" in said
     refused(
         "check", project.config, f"rewards[0]=my_rewards:{reward}", code=1, saying=cause.replace("3 comp", "4 comp")
     )

@@ -151,7 +151,8 @@ def test_eval_of_the_base_model(project):
     result = cli("eval", project.config, "--mode", "greedy", "--json")
     report = json.loads(result.stdout)
     assert report["prompts"] == 4 and "no adapter" in report["policy"]
-    assert set(report["metrics"]) == {"eval/greedy/reward", "eval/greedy/odd/reward", "eval/greedy/even/reward"}
+    rewards = {"eval/greedy/reward", "eval/greedy/odd/reward", "eval/greedy/even/reward"}
+    assert set(report["metrics"]) == {*rewards, "eval/greedy/reward_stderr", "eval/greedy/failed"}
 
 
 def test_eval_of_an_adapter_however_it_is_named(project, store, adapter):
