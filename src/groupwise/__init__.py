@@ -24,12 +24,13 @@ if TYPE_CHECKING:
     from groupwise.client import Client as Client
     from groupwise.config import RunConfig as RunConfig
     from groupwise.config import dump_resolved as dump_resolved
-    from groupwise.config import load_config as load_config
     from groupwise.config import parse_config as parse_config
     from groupwise.engine.local import LocalEngine as LocalEngine
     from groupwise.errors import GroupwiseError as GroupwiseError
     from groupwise.errors import JobFailedError as JobFailedError
     from groupwise.errors import RemoteError as RemoteError
+    from groupwise.frontends.spelling import load_config as load_config
+    from groupwise.frontends.trl import from_trl as from_trl
     from groupwise.loop import RunResult as RunResult
     from groupwise.loop import run as run
     from groupwise.model import LoadedModel as LoadedModel
@@ -55,9 +56,11 @@ _PUBLIC = {
     "adapters": ("AdapterStore",),
     "algo.loss_spec": ("LossSpec", "resolve_loss"),
     "client": ("AsyncClient", "Client"),
-    "config": ("RunConfig", "dump_resolved", "load_config", "parse_config"),
+    "config": ("RunConfig", "dump_resolved", "parse_config"),
     "engine.local": ("LocalEngine",),
     "errors": ("GroupwiseError", "JobFailedError", "RemoteError"),
+    "frontends.spelling": ("load_config",),
+    "frontends.trl": ("from_trl",),
     "loop": ("RunResult", "run"),
     "model": ("LoadedModel", "load_model"),
     "rewards.base": ("RewardFunction",),

@@ -20,7 +20,7 @@ from groupwise.config import RunConfig
 from groupwise.data import open_prompts
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.estimate import Memory, ModelSize, StepSize, memory, step_size
-from groupwise.rewards.base import load_rewards, score, summarize
+from groupwise.rewards.base import load_rewards, refuse_failed, summarize
 from groupwise.rollout import sample_groups
 from groupwise.types import FinishReason, PolicyVersion, Prompt, RolloutGroup
 
@@ -57,21 +57,31 @@ def check(config: RunConfig, *, on_phase: Callable[[str], None] = lambda phase: 
         plan = make_plan(config)
     except GroupwiseError as error:
         raise _all_problems(config, error) from error
-    parts = open_parts(plan, on_phase=on_phase)
-    try:
+    with open_parts(plan, on_phase=on_phase) as parts:
         on_phase("reading the prompts")
         encoded = [encode_prompt(p, parts.base.tokenizer) for p in plan.source.all(MEASURED_PROMPTS)]
-        usable = [prompt for prompt in encoded if len(prompt.token_ids) < parts.base.context_length]
+        longest = longest_prompt(config, context=parts.base.context_length)
+        usable = [prompt for prompt in encoded if len(prompt.token_ids) <= longest]
         if not usable:
             raise ConfigError(
-                f"all of the first {len(encoded)} prompts fill the context of {parts.base.context_length} tokens",
-                hint="shorten the prompts, or use a model with a longer context",
+                f"all of the first {len(encoded)} prompts {_too_long(config, context=parts.base.context_length)}",
+                hint="shorten the prompts, raise rollout.max_prompt_tokens, or use a model with a longer context",
             )
         on_phase("sampling and scoring")
         groups = asyncio.run(_try_out(usable[:PROMPTS], plan, parts))
-    finally:
-        parts.engine.close()
-    return _report(plan, parts, encoded, usable, groups)
+        return _report(plan, parts, encoded, usable, groups)
+
+
+def longest_prompt(config: RunConfig, *, context: int) -> int:
+    """Tokens of the longest prompt that is not passed over: a completion needs room for one at least."""
+    return min(context - 1, config.rollout.max_prompt_tokens or context)
+
+
+def _too_long(config: RunConfig, *, context: int) -> str:
+    limit = config.rollout.max_prompt_tokens
+    if limit is not None and limit < context:
+        return f"have more than rollout.max_prompt_tokens = {limit} tokens"
+    return f"fill the context of {context} tokens"
 
 
 async def _try_out(prompts: Sequence[Prompt], plan: Plan, parts: Parts) -> tuple[RolloutGroup, ...]:
@@ -83,7 +93,9 @@ async def _try_out(prompts: Sequence[Prompt], plan: Plan, parts: Parts) -> tuple
         version=PolicyVersion.base(),
         seeds=[plan.config.seed + i for i in range(len(prompts))],
     )
-    return tuple(await score(groups, plan.rewards))
+    scored = await asyncio.gather(*(parts.scorer(group) for group in groups))
+    refuse_failed(scored)
+    return tuple(scored)
 
 
 def _all_problems(config: RunConfig, first: GroupwiseError) -> GroupwiseError:
@@ -131,7 +143,8 @@ def _report(
     keeps_reference = config.train.lora is None and plan.loss.reads_reference
     needed = memory(config, size, trained=trained, longest_prompt=max(lengths), keeps_reference=keeps_reference)
     available = _available(parts.base.device)
-    warnings = [*_of_rewards(groups), *_of_data(plan, encoded, context=parts.base.context_length)]
+    context = parts.base.context_length
+    warnings = [*_of_rewards(groups), *_of_data(plan, encoded, context=context), *_of_batch(config)]
     if not parts.learner.packed:
         warnings.append(f"{type(model).__name__} cannot be trained packed; padded rows are several times slower")
     if needed.total > available:
@@ -180,11 +193,23 @@ def _of_rewards(groups: Sequence[RolloutGroup]) -> Iterator[str]:
         yield f"{cut} of {count} trial completions were cut at their longest; raise rollout.max_tokens"
 
 
+def _of_batch(config: RunConfig) -> Iterator[str]:
+    """What is suspicious about the sizes."""
+    prompts, minibatches = config.rollout.prompts_per_step, config.train.minibatches
+    if prompts == minibatches:
+        yield (
+            "every optimizer step sees the completions of one prompt, and its gradient is as noisy as that; raise "
+            "rollout.prompts_per_step (accumulation, or the micro-batch), or lower train.minibatches"
+        )
+
+
 def _of_data(plan: Plan, encoded: Sequence[Prompt], *, context: int) -> Iterator[str]:
     """What is suspicious about the prompts."""
-    too_long = sum(len(prompt.token_ids) >= context for prompt in encoded)
+    longest = longest_prompt(plan.config, context=context)
+    too_long = sum(len(prompt.token_ids) > longest for prompt in encoded)
     if too_long:
-        yield f"{too_long} of {len(encoded)} prompts fill the context of {context} tokens and will be passed over"
+        why = _too_long(plan.config, context=context)
+        yield f"{too_long} of {len(encoded)} prompts {why} and will be passed over"
     max_tokens = plan.config.rollout.max_tokens
     if short := sum(len(prompt.token_ids) + max_tokens > context for prompt in encoded) - too_long:
         yield (

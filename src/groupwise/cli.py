@@ -1,6 +1,7 @@
 """The command line: `groupwise run | check | eval | serve | chat | rollouts | train | adapters | health | ...`.
 
-What talks to a server is in `cli_remote`, what is done with adapters, here or on a server, in `cli_adapters`.
+What talks to a server is in `cli_remote`, what reads the directories of runs in `cli_runs`, and what is done with
+adapters, here or on a server, in `cli_adapters`.
 
 Data goes to stdout, progress and messages to stderr; `--json` prints one object instead of text. What a user can cause
 ends with a message that says what to do and with the error's exit code (see `errors`), without a traceback unless
@@ -18,13 +19,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from groupwise import cli_adapters, cli_remote
+from groupwise import cli_adapters, cli_remote, cli_rewards, cli_runs
 from groupwise.cli_frame import EXIT_CODES, OPTIONS, ApiKey, AsJson, Debug, Set, examples
-from groupwise.errors import Interrupted
+from groupwise.errors import ConfigError, Interrupted
 from groupwise.output import print_json, print_pairs, say, stdout
 
 if TYPE_CHECKING:
     from groupwise.config import RunConfig
+    from groupwise.frontends.spelling import LoadedRun
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)]
 Overrides = Annotated[
@@ -35,7 +37,9 @@ Overrides = Annotated[
 app = typer.Typer(epilog=EXIT_CODES, **OPTIONS)
 starter = typer.Typer(help="The small model in the package: what it can do, and how it is made.", **OPTIONS)
 cli_remote.add_to(app)
+cli_runs.add_to(app)
 app.add_typer(cli_adapters.app, name="adapters")
+app.add_typer(cli_rewards.app, name="rewards")
 app.add_typer(starter, name="starter")
 
 
@@ -76,7 +80,10 @@ def groupwise(
 def run(
     config: Config, overrides: Overrides = None, set_: Set = None, as_json: AsJson = False, debug: Debug = False
 ) -> None:
-    """Train as CONFIG says; Ctrl-C finishes the step, saves and evaluates."""
+    """Train as CONFIG says; Ctrl-C finishes the step, saves and evaluates.
+
+    CONFIG may also be Axolotl's or TRL's; overrides are in its own words (docs/migrating.md).
+    """
     loaded = _load(config, overrides, set_)
     from groupwise.loop import run as train
     from groupwise.summary import print_run, run_as_json
@@ -90,20 +97,76 @@ def run(
         raise typer.Exit(Interrupted.exit_code)
 
 
-@app.command(epilog=examples("groupwise check configs/arithmetic.yaml", "groupwise check my.yaml --json"))
+@app.command(
+    epilog=examples(
+        "groupwise check configs/arithmetic.yaml",
+        "groupwise check my.yaml --json",
+        "groupwise check axolotl.yaml --origins",
+    )
+)
 def check(
-    config: Config, overrides: Overrides = None, set_: Set = None, as_json: AsJson = False, debug: Debug = False
+    config: Config,
+    overrides: Overrides = None,
+    origins: Annotated[
+        bool, typer.Option("--origins", help="Only show every effective value and where it comes from; tries nothing.")
+    ] = False,
+    set_: Set = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
 ) -> None:
     """Load everything and score a few completions; trains nothing, writes nothing."""
-    loaded = _load(config, overrides, set_)
+    loaded = _read(config, overrides, set_)
     from groupwise.check import check as try_out
-    from groupwise.summary import check_as_json, print_check
+    from groupwise.summary import check_as_json, notes_as_json, origins_as_json, print_check, print_origins
 
-    report = try_out(loaded, on_phase=lambda phase: say(f"{phase} ..."))
-    if as_json:
-        print_json(check_as_json(report))
+    if origins:
+        print_json(notes_as_json(loaded) | origins_as_json(loaded)) if as_json else print_origins(stdout(), loaded)
     else:
-        print_check(stdout(), report)
+        report = try_out(loaded.config, on_phase=lambda phase: say(f"{phase} ..."))
+        print_json(check_as_json(report, loaded)) if as_json else print_check(stdout(), report, loaded)
+    try:
+        loaded.runnable()
+    except ConfigError as error:  # what `run` refuses comes last, and --json stays one object
+        say(f"error: {error}")
+        raise typer.Exit(error.exit_code) from None
+
+
+@app.command(
+    name="import",
+    context_settings={"help_option_names": ["-h", "--help"], "ignore_unknown_options": True},
+    epilog=examples(
+        "groupwise import axolotl.yaml -o native.yaml",
+        "groupwise import --from aitraining --model Qwen/Qwen3-0.6B --rl-num-generations 8 --peft",
+    ),
+)
+def import_(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="FILE [KEY=VALUE]...", help="The file, and overrides in its words.", show_default=False),
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option("--from", metavar="SYSTEM", help="axolotl, trl or aitraining; default: as it looks.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", metavar="FILE", help="Write it there.")] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """A configuration of Axolotl, TRL or aitraining as one of Groupwise, with where each value came from.
+
+    With `--from aitraining` the rest of the line may be its flags in place of a file.
+    """
+    from groupwise.frontends.importing import import_run, written
+
+    loaded = import_run(arguments or [], system=system)
+    from groupwise.summary import notes_as_json
+
+    text = written(loaded, out)
+    if as_json:
+        print_json(notes_as_json(loaded) | {"yaml": text})
+    elif out is None:
+        print(text, end="")
+    for note in (*loaded.refused, *loaded.differs):
+        say(f"note: {note}")
 
 
 @app.command(
@@ -264,7 +327,6 @@ def build(
 ) -> None:
     """Train the starter from scratch, about an hour on two CPU cores, and measure it."""
     _quiet_libraries()
-    from groupwise.errors import ConfigError
     from groupwise.starter.build import BuildSpec, build_starter
     from groupwise.starter.measure import measure_starter
     from groupwise.starter.report import describe, write_report
@@ -286,11 +348,20 @@ def build(
 
 
 def _load(path: Path, overrides: Sequence[str] | None, more: Sequence[str] | None) -> RunConfig:
-    from groupwise.config import load_config
-
-    config = load_config(path, [*(overrides or ()), *(more or ())])
-    _quiet_libraries()
+    """The run; what of a file comes out otherwise than in the system that it was written for is said first."""
+    loaded = _read(path, overrides, more)
+    config = loaded.runnable()
+    for note in loaded.differs:
+        say(f"not as in {loaded.system}: {note}")
     return config
+
+
+def _read(path: Path, overrides: Sequence[str] | None, more: Sequence[str] | None) -> LoadedRun:
+    from groupwise.frontends.spelling import read_run
+
+    loaded = read_run(path, [*(overrides or ()), *(more or ())])
+    _quiet_libraries()
+    return loaded
 
 
 def _quiet_libraries() -> None:

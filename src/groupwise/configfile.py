@@ -2,7 +2,7 @@
 
     Document    the parsed mapping, and where each of its values was written (file and line, or a command-line override)
     validate    a Document against a model; every problem at once, as one ConfigError
-    to_yaml     the inverse of reading
+    to_yaml     the inverse of reading; `inline` on one line
 
 YAML is version 1.2 (https://yaml.org/spec/1.2.2/): `1e-5` is a number, `no` and `on` are strings, a duplicate key is an
 error. An override is `a.b=c` or `a[0].b=c`; its value is YAML too, and the last of several wins.
@@ -46,6 +46,14 @@ def to_yaml(data: Mapping[str, Any]) -> str:
     stream = io.StringIO()
     _yaml().dump(dict(data), stream)
     return stream.getvalue()
+
+
+def inline(value: Any) -> str:
+    """A value as YAML on one line."""
+    stream, yaml = io.StringIO(), _yaml()
+    yaml.default_flow_style = True
+    yaml.dump(value, stream)
+    return stream.getvalue().removesuffix("\n").removesuffix("\n...")
 
 
 @dataclass(frozen=True)
@@ -98,10 +106,15 @@ class Document:
         self.overrides.append((keys, text))
 
     def where(self, keys: Keys) -> str:
-        """Where the value at `keys`, or the nearest section around it, was written: " (cfg.yaml:14)", or ""."""
+        """Where the value at `keys` comes from, as a remark: " (cfg.yaml:14)", or ""."""
+        origin = self.origin(keys)
+        return f" ({origin})" if origin else ""
+
+    def origin(self, keys: Keys) -> str:
+        """Where the value at `keys`, or the nearest section around it, was written: "cfg.yaml:14", or ""."""
         for assigned, text in reversed(self.overrides):
             if keys[: len(assigned)] == assigned:
-                return f" (given as {text!r})"
+                return f"given as {text!r}"
         if self.root is None:
             return ""
         node, line = self.root, None
@@ -110,7 +123,7 @@ class Document:
             if entry is None:
                 break
             node, line = entry
-        return f" ({self.name}:{line})" if line is not None else f" ({self.name})"
+        return f"{self.name}:{line}" if line is not None else self.name
 
 
 def _parse(text: str, *, source: str) -> Any:
@@ -183,10 +196,15 @@ def validate(document: Document, model: type[ModelT], *, other_names: Mapping[st
         # A default that follows from a wrong value is missing, but that is not a second problem.
         found = [each for each in error.errors(include_url=False) if each["type"] != "default_factory_not_called"]
         problems = [_explain(details, document, model, other_names) for details in found]
+    raise problems_error(document, problems)
+
+
+def problems_error(document: Document, problems: Sequence[str]) -> ConfigError:
+    """One or several problems as one error."""
     if len(problems) == 1:
-        raise ConfigError(problems[0])
+        return ConfigError(problems[0])
     name = document.name or "the configuration"
-    raise ConfigError(f"{name} has {len(problems)} problems:" + "".join(f"\n  - {problem}" for problem in problems))
+    return ConfigError(f"{name} has {len(problems)} problems:" + "".join(f"\n  - {problem}" for problem in problems))
 
 
 def _explain(details: ErrorDetails, document: Document, model: type[BaseModel], other_names: Mapping[str, str]) -> str:

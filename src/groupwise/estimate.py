@@ -37,13 +37,13 @@ class StepSize:
     max_tokens: int  # of the completions, if all were as long as they may be
     decode_waves: int  # times that the engine fills its rows
     forwards: int  # forward and backward passes
-    optimizer_steps: int
+    optimizer_steps: int  # minibatches x passes
     epochs: float  # of the dataset in the whole run, without what is sampled in place of groups that teach nothing
 
 
 def step_size(config: RunConfig, *, prompt_tokens: float, completion_tokens: float, rows: int) -> StepSize:
     """`prompt_tokens` and `completion_tokens` are means; `rows` is the size of the dataset."""
-    prompts, minibatches = config.rollout.prompts_per_step, config.train.minibatches
+    prompts, minibatches, passes = config.rollout.prompts_per_step, config.train.minibatches, config.train.passes
     completions = prompts * config.rollout.group_size
     tokens = round(prompts * prompt_tokens + completions * completion_tokens)
     return StepSize(
@@ -52,8 +52,8 @@ def step_size(config: RunConfig, *, prompt_tokens: float, completion_tokens: flo
         tokens=tokens,
         max_tokens=completions * config.rollout.max_tokens,
         decode_waves=math.ceil(completions / config.rollout.batch_rows),
-        forwards=minibatches * math.ceil(tokens / minibatches / config.train.micro_tokens),
-        optimizer_steps=minibatches,
+        forwards=passes * minibatches * math.ceil(tokens / minibatches / config.train.micro_tokens),
+        optimizer_steps=passes * minibatches,
         epochs=config.train.steps * prompts / rows,
     )
 

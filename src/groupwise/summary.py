@@ -18,8 +18,11 @@ from rich.text import Text
 from groupwise.adapters import AdapterStore
 from groupwise.check import CheckReport
 from groupwise.config import RunConfig
+from groupwise.configfile import inline
 from groupwise.display import before_after_table, side_by_side, visible
+from groupwise.estimate import StepSize
 from groupwise.evaluate import Evaluation, compare
+from groupwise.frontends.spelling import LoadedRun
 from groupwise.loop import RunResult
 from groupwise.model import STARTER, STARTER_DIR
 from groupwise.output import finite, print_line, print_pairs
@@ -124,7 +127,8 @@ def _asked(prompt: Prompt) -> str:
 
 
 def evaluation_as_json(result: Mapping[str, Evaluation], *, policy: str, by: str | None) -> dict[str, Any]:
-    metrics = {key: finite(value) for each in result.values() for key, value in each.metrics(by=by).items()}
+    measured = [each.metrics(by=by) | each.details() for each in result.values()]
+    metrics = {key: finite(value) for each in measured for key, value in each.items()}
     return {"policy": policy, "prompts": max(len(each.groups) for each in result.values()), "metrics": metrics}
 
 
@@ -145,8 +149,8 @@ def print_evaluation(console: Console, result: Mapping[str, Evaluation], *, poli
 # ---- check ----
 
 
-def check_as_json(report: CheckReport) -> dict[str, Any]:
-    return {
+def check_as_json(report: CheckReport, loaded: LoadedRun) -> dict[str, Any]:
+    return notes_as_json(loaded) | {
         "model": {"parameters": report.parameters, "trained": report.trained} | _where(report),
         "step": asdict(report.step) | {"steps": report.plan.config.train.steps},
         "memory_bytes": asdict(report.memory) | {"total": report.memory.total, "available": report.available},
@@ -170,7 +174,7 @@ def check_as_json(report: CheckReport) -> dict[str, Any]:
     }
 
 
-def print_check(console: Console, report: CheckReport) -> None:
+def print_check(console: Console, report: CheckReport, loaded: LoadedRun) -> None:
     config, step = report.plan.config, report.step
     for group in report.groups:
         console.print(Text(visible(_asked(group.prompt)), style="bold"))
@@ -187,14 +191,13 @@ def print_check(console: Console, report: CheckReport) -> None:
     ]
     rows = (
         ("model", f"{config.model}: {report.parameters:,} parameters, {report.trained:,} of them trained; {where}"),
+        ("a step", _a_step(config, step)),
         (
-            "a step",
-            f"{step.prompts} prompts x {config.rollout.group_size} = {step.completions:,} completions, about "
-            f"{step.tokens:,} tokens (completions at most {step.max_tokens:,}); decoded in {step.decode_waves} "
-            f"wave{_s(step.decode_waves)}, {step.forwards} forward pass{'es' if step.forwards > 1 else ''}, "
-            f"{step.optimizer_steps} optimizer step{_s(step.optimizer_steps)}",
+            "the run",
+            f"{config.train.steps} steps, {config.train.steps * step.optimizer_steps:,} optimizer steps, "
+            f"{step.epochs:.3g} epochs of {len(report.plan.source):,} prompts",
         ),
-        ("the run", f"{config.train.steps} steps, {step.epochs:.3g} epochs of {len(report.plan.source):,} prompts"),
+        ("sampling", _pace(config)),
         ("memory", _memory(report)),
         ("loss", f"{config.algo.policy_loss}: " + ", ".join(f"{name} {value}" for name, value in factors)),
         ("advantage", f"{advantage.kind}, {advantage.aggregation}"),
@@ -203,8 +206,61 @@ def print_check(console: Console, report: CheckReport) -> None:
     print_pairs(rows, console=console)
     for warning in report.warnings:
         console.print(Text.assemble(("warning: ", "yellow"), visible(warning)))
+    for note in loaded.differs:
+        console.print(Text.assemble((f"not as in {loaded.system}: ", "yellow"), visible(str(note))))
+    if loaded.idle:
+        print_line(
+            f"no effect here: {', '.join(note.place.partition(' (')[0] for note in loaded.idle)}", console=console
+        )
     if not report.warnings:
         print_line("nothing suspicious was found", console=console)
+
+
+def _a_step(config: RunConfig, step: StepSize) -> str:
+    """What is sampled and trained in a step."""
+    parts = {"minibatches": config.train.minibatches, "passes": config.train.passes}
+    several = [f"{count} {name}" for name, count in parts.items() if count > 1]
+    return (
+        f"{step.prompts} prompt{_s(step.prompts)} x {config.rollout.group_size} = {step.completions:,} completions, "
+        f"about {step.tokens:,} tokens (completions at most {step.max_tokens:,}); decoded in {step.decode_waves} "
+        f"wave{_s(step.decode_waves)}, {step.forwards} forward pass{'es' if step.forwards > 1 else ''}, "
+        f"{step.optimizer_steps} optimizer step{_s(step.optimizer_steps)}"
+        + (f" ({' x '.join(several)})" if several else "")
+    )
+
+
+def _pace(config: RunConfig) -> str:
+    """How far sampling runs ahead of training."""
+    interval, staleness = config.rollout.weight_sync_interval, config.rollout.max_staleness
+    if config.rollout.on_policy:
+        return "on-policy: each step is sampled by the version that it trains"
+    if not interval:
+        return "by the first policy for the whole run"
+    if staleness:
+        return f"goes on while training does; groups are at most {staleness} step{_s(staleness)} old"
+    return f"in windows of {interval} steps, each sampled by one version"
+
+
+def notes_as_json(loaded: LoadedRun) -> dict[str, Any]:
+    """In whose words the configuration is, and what of it does not act as it would there."""
+    listed = {"no_effect": loaded.idle, "differs": loaded.differs, "not_here": loaded.refused}
+    return {"system": loaded.system} | {
+        name: [{"key": note.place, "why": note.text} for note in notes] for name, notes in listed.items()
+    }
+
+
+def origins_as_json(loaded: LoadedRun) -> dict[str, Any]:
+    return {"origins": {key: {"value": value, "from": origin} for key, value, origin in loaded.origins()}}
+
+
+def print_origins(console: Console, loaded: LoadedRun) -> None:
+    """Every effective value and where it comes from, and what of the file has no effect."""
+    rows = [(key, inline(value), origin) for key, value, origin in loaded.origins()]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    for key, value, origin in rows:
+        print_line(f"{key:<{widths[0]}}  {value:<{min(widths[1], _TEXT_CHARS)}}  {origin}", console=console)
+    for note in loaded.idle:
+        print_line(f"no effect here: {note}", console=console)
 
 
 def _where(report: CheckReport) -> dict[str, str]:

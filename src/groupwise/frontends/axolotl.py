@@ -1,0 +1,241 @@
+"""An Axolotl GRPO file as a run of ours.
+
+    rl: grpo | gdpo          datasets, transforms and reward modules beside the file, as there
+    trl: {...}               GRPO's arguments, and the asynchronous trainer's
+
+`axolotl_keys` says of every key what becomes of it. Where Axolotl is known to do something else than it documents (keys
+that it drops, masks that do not mask), what it documents happens here, and it is said.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from groupwise.configfile import Document
+from groupwise.frontends.axolotl_keys import ASYNC_ONLY, KEYS, NAMES
+from groupwise.frontends.batch_sizes import Names, put_batch
+from groupwise.frontends.grpo_args import put_algorithm, put_rewards, put_sampling
+from groupwise.frontends.optimizer_args import Length, length_of, put_optimizer
+from groupwise.frontends.translation import Translation, run_name
+
+ROWS = "groupwise.frontends.axolotl_data:rows"
+SIZES = Names(
+    micro="micro_batch_size",
+    accumulate="gradient_accumulation_steps",
+    group="trl.num_generations",
+    generation="trl.generation_batch_size",
+    processes="num_processes",
+)
+Count = Callable[[Translation], int | None]
+
+
+def translate(document: Document, *, folder: Path, count: Count) -> Translation:
+    """The translation of a file in `folder`; `count` counts the prompts of a translation's data."""
+    t = Translation(document, system="Axolotl", keys=_keys(document.data))
+    _require(t)
+    t.put("name", run_name(Path(document.name).stem), origin="the file's name")
+    batch = put_batch(t, SIZES, generation=t[SIZES.generation], said=SIZES.generation)
+    _put_data(t, folder)
+    put_sampling(t, "trl.")
+    put_rewards(t, "trl.reward_funcs", "trl.reward_weights")
+    t.raise_problems()
+    by_epochs = (t["max_steps"] or 0) <= 0 or t["evals_per_epoch"] or t["eval_strategy"] == "epoch"
+    rows = count(t) if by_epochs else None
+    per_epoch = None if rows is None else rows // batch.prompts
+    if per_epoch == 0:
+        t.problem("datasets", f"{rows} prompts are fewer than the {batch.prompts} of one step")
+        t.raise_problems()
+    length = length_of(t, NAMES, steps_there=batch.steps_there, passes=t["trl.num_iterations"], per_epoch=per_epoch)
+    _put_optimizer(t, length)
+    off_policy = _put_pipeline(t, length)
+    if t.given("rl_beta") and not t.given("trl.beta"):
+        t.values["trl.beta"] = t["rl_beta"]
+    put_algorithm(t, "trl.", off_policy=off_policy)
+    _put_adapter(t)
+    _put_machine(t)
+    _put_run(t, length)
+    _put_eval(t, folder, length, per_epoch)
+    return t
+
+
+def _keys(data: Mapping[str, Any]) -> list[Any]:
+    """The table with the defaults that depend on the trainer that Axolotl would choose."""
+    section = data.get("trl")
+    trl = section if isinstance(section, Mapping) else {}
+    queued = bool(trl.get("async_prefetch") or trl.get("use_data_producer"))
+    defaults = {"trl.vllm_importance_sampling_mode": "token_truncate" if queued else "sequence_mask"}
+    if data.get("rl") == "gdpo":
+        defaults["trl.multi_objective_aggregation"] = "normalize_then_sum"
+    return [replace(key, default=defaults.get(key.name, key.default)) for key in KEYS]
+
+
+def _require(t: Translation) -> None:
+    if t["rl"] not in ("grpo", "gdpo"):
+        said = "required and missing" if t["rl"] is None else f"{t['rl']} is not trained here"
+        t.problem("rl", f"{said}; write grpo or gdpo")
+    if t["rl"] == "gdpo" and t["trl.multi_objective_aggregation"] != "normalize_then_sum":
+        t.problem("trl.multi_objective_aggregation", "rl: gdpo is normalize_then_sum; write rl: grpo for the other")
+    if t["chat_template"] is not None and not t["chat_template"].startswith("tokenizer_default"):
+        why = "prompts are rendered with the tokenizer's own template"
+        t.refuse("chat_template", why, instead="chat_template=tokenizer_default")
+    for name in ("base_model", "learning_rate", "datasets"):
+        if not t.given(name):
+            t.problem(name, "required and missing")
+    if [each for each in t["plugins"] or [] if "liger" not in each.lower()]:
+        t.refuse("plugins", "there are no plugins; LigerPlugin alone changes no result")
+
+
+def _put_optimizer(t: Translation, length: Length) -> None:
+    """Axolotl warms up for 3% of the run, 100 steps at most, unless told otherwise."""
+    warmup = None if length.there is None else min(int(0.03 * length.there), 100)
+    put_optimizer(t, NAMES, length, warmup=2 if warmup == 1 else warmup)
+    ratio = "cosine_min_lr_ratio"
+    if t.given(ratio) and t[NAMES.schedule] == "cosine":
+        t.put("train.final_rate", t[ratio], ratio)
+    elif t.given(ratio):
+        t.note_idle(ratio, "it acts with the schedule cosine only")
+
+
+def _put_pipeline(t: Translation, length: Length) -> bool:
+    """How far sampling runs ahead of training; returns whether samples may be older than the policy."""
+    if not (t["trl.async_prefetch"] or t["trl.use_data_producer"]):
+        for name in ASYNC_ONLY:
+            if t.given(name) and t[name] != t.keys[name].default:
+                what = "it acts here; Axolotl drops it unless async_prefetch or use_data_producer is set"
+                t.note_difference(name, what)
+    interval = length.rollouts(t["trl.vllm_sync_interval"] or 1)
+    t.put("rollout.weight_sync_interval", interval, "trl.vllm_sync_interval")
+    staleness = interval - 1 + t["trl.prefetch_depth"] if t["trl.async_prefetch"] else 0
+    t.put("rollout.max_staleness", staleness, "trl.async_prefetch", "trl.prefetch_depth", "trl.vllm_sync_interval")
+    if t["trl.streaming_partial_batch"]:
+        names = ("trl.streaming_partial_batch", "trl.streaming_min_groups")
+        t.put("rollout.stream_groups", t["trl.streaming_min_groups"], *names)
+    if size := t["trl.replay_buffer_size"]:
+        t.put("rollout.replay.size", size, "trl.replay_buffer_size")
+        t.put("rollout.replay.share", 1.0)
+        t.put("rollout.replay.max_age", length.here)
+    if t["trl.reroll_start_fraction"] < 1:
+        t.put("rollout.reroll.max_groups", t["trl.reroll_max_groups"], "trl.reroll_max_groups")
+        t.put("rollout.reroll.start", t["trl.reroll_start_fraction"], "trl.reroll_start_fraction")
+    return interval > 1 or staleness > 0
+
+
+# ---- the data ----
+
+
+def _put_data(t: Translation, folder: Path) -> None:
+    held_out = t["val_set_size"] or 0
+    _put_dataset(t, "data", "datasets", folder, part="train" if held_out else None)
+    if t.given("test_datasets"):
+        _put_dataset(t, "eval.data", "test_datasets", folder, part=None)
+    elif held_out:
+        _put_dataset(t, "eval.data", "datasets", folder, part="test")
+
+
+def _put_dataset(t: Translation, to: str, block: str, folder: Path, *, part: str | None) -> None:
+    listed = t[block] if isinstance(t[block], list) else []
+    entries = [{key: value for key, value in each.items() if value is not None} for each in listed if each]
+    if not entries or not all(isinstance(each.get("path"), str) for each in entries):
+        t.problem(block, "every entry needs a path: a Hugging Face name, a file or a folder")
+        return
+    if len(entries) == 1 and not part and set(entries[0]) <= {"path", "name", "split"}:
+        entry, local = entries[0], _local(entries[0]["path"], folder)
+        t.put(f"{to}.source", local or entry["path"], block)
+        if not str(entry["path"]).endswith(".jsonl"):
+            t.put(f"{to}.split", entry.get("split"), block)
+            t.put(f"{to}.args", {"name": entry["name"]} if "name" in entry else None, block)
+    else:
+        args: dict[str, Any] = {"datasets": entries, "folder": str(folder.resolve())}
+        if any("type" in each for each in entries):
+            overrides = [text for _, text in t.document.overrides]
+            args |= {"model": t["base_model"], "cfg": t.document.name} | ({"overrides": overrides} if overrides else {})
+        if part:
+            args |= {"part": part, "held_out": t["val_set_size"], "seed": t["seed"]}
+        t.put(f"{to}.source", ROWS, block)
+        t.put(f"{to}.args", args, block)
+    t.put(f"{to}.prompt_key", "prompt", origin="the column that GRPO reads there")
+
+
+def _local(path: str, folder: Path) -> str | None:
+    """A path beside the configuration as it is, one in the working directory as a whole path; None if it is neither."""
+    if (folder / path).exists():
+        return path
+    return str(Path(path).resolve()) if Path(path).exists() else None
+
+
+# ---- the model and the machine ----
+
+
+def _put_adapter(t: Translation) -> None:
+    adapter, rank = t["adapter"], t["lora_r"]
+    if adapter is None:
+        t.clear("train.lora", "adapter", origin="no adapter is named")
+        t.put("dtype", "float32", origin="all parameters are trained")
+        if name := next((each for each in ("lora_r", "lora_alpha", "lora_target_modules") if t.given(each)), None):
+            t.refuse(name, "it acts with an adapter; as it is, all parameters are trained", instead="adapter=lora")
+        return
+    if adapter != "lora":
+        t.refuse("adapter", f"{adapter} is not here; weights are not quantised", instead="adapter=lora")
+    scale = math.sqrt(rank) if t["peft_use_rslora"] else 1.0
+    t.put("train.lora.rank", rank, "lora_r")
+    t.put("train.lora.alpha", t["lora_alpha"] * scale, "lora_alpha", "peft_use_rslora")
+    t.put("train.lora.dropout", t["lora_dropout"], "lora_dropout")
+    modules = t["lora_target_modules"]
+    if t["lora_target_linear"] or modules == "all-linear":
+        t.put("train.lora.targets", "all-linear", "lora_target_linear", "lora_target_modules")
+    elif modules:
+        t.put("train.lora.targets", modules, "lora_target_modules")
+    else:
+        t.note_difference("lora_target_linear", "not set: every linear layer is adapted; there PEFT chooses")
+    t.put("adapters.start", t["lora_model_dir"], "lora_model_dir")
+
+
+def _put_machine(t: Translation) -> None:
+    if t["adapter"] is not None:
+        t.put("dtype", "float32" if t["bf16"] is False else "auto", "bf16")
+    checkpointing = t["gradient_checkpointing"]
+    if checkpointing is not None:
+        t.put("train.gradient_checkpointing", bool(checkpointing), "gradient_checkpointing")
+
+
+def _put_run(t: Translation, length: Length) -> None:
+    """Checkpoints, what is kept, and where metrics go."""
+    steps, strategy = t["save_steps"], t["save_strategy"]
+    if strategy == "no":
+        t.put("checkpoint.every", 0, "save_strategy")
+    elif steps:
+        t.put("checkpoint.every", length.interval(steps), "save_steps")
+    t.put("adapters.keep", t["save_total_limit"], "save_total_limit")
+    if t["auto_resume_from_checkpoints"]:
+        t.put("resume", "auto", "auto_resume_from_checkpoints")
+    if t["use_wandb"] is not False and t["wandb_mode"] != "disabled":
+        t.put("tracking.wandb", t["wandb_project"], "wandb_project")
+    if t["wandb_mode"] not in (None, "disabled", "online"):
+        t.note_idle("wandb_mode", "W&B reads WANDB_MODE")
+
+
+def _put_eval(t: Translation, folder: Path, length: Length, per_epoch: int | None) -> None:
+    if "eval" not in t.draft.data:
+        for name in ("eval_steps", "evals_per_epoch", "load_best_model_at_end", "early_stopping_patience"):
+            if t[name]:
+                t.problem(name, "it needs held-out prompts: test_datasets, or val_set_size above 0")
+        return
+    if t["eval_strategy"] == "no":
+        t.drop("eval")
+        return
+    every = 0
+    if t["eval_steps"]:
+        every = length.interval(t["eval_steps"]) or 0
+    elif per_epoch and (t["evals_per_epoch"] or t["eval_strategy"] == "epoch"):
+        every = max(1, per_epoch // (t["evals_per_epoch"] or 1))
+    t.put("eval.every", every, "eval_steps", "evals_per_epoch", "eval_strategy")
+    t.put("eval.modes", ["sampled"], origin="evaluation samples there")
+    name = "trl.num_generations_eval"
+    t.put("eval.k", t[name] or t[SIZES.group], name, SIZES.group)
+    if t["load_best_model_at_end"] or t["early_stopping_patience"]:
+        t.put("eval.best", "sampled", "load_best_model_at_end", "early_stopping_patience")
+    t.put("eval.patience", t["early_stopping_patience"], "early_stopping_patience")

@@ -1,0 +1,336 @@
+"""TRL's GRPO arguments, which TRL's own files, Axolotl's `trl:` section and aitraining's flags all come down to.
+
+The defaults in the table are TRL 1.16.0's; other versions and systems replace some. What the arguments mean there:
+
+    loss_type            how token losses are averaged, and for cispo, sapo, vespo, luspo the loss itself
+    epsilon[_high]       bounds of the ratio, 0.2 for every loss; with cispo `epsilon_high` is the largest ratio itself
+    the correction       exp(trainer - sampler), bounded or masked; there only with vLLM, whose log-probabilities differ
+                         from the trainer's; here also where samples are older than the policy that is trained
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from groupwise.frontends.keys import (
+    absent,
+    all_idle,
+    boolean,
+    flag_or_text,
+    idle,
+    integer,
+    made,
+    mapping,
+    number,
+    numbers,
+    one_of,
+    plain,
+)
+from groupwise.frontends.translation import Translation
+
+LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
+CORRECTIONS = {
+    "token_truncate": "tis_token",
+    "token_mask": "mask_token",
+    "sequence_truncate": "tis_sequence",
+    "sequence_mask": "mask_sequence",
+}
+VESPO = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
+
+REWARD_MODEL = "groupwise.rewards.classifier:reward_model"
+
+DEFAULTS_1_8 = {"max_completion_length": 256, "use_bias_correction_kl": False}
+"""Where TRL 1.8.0's defaults are not 1.16.0's."""
+
+GENERATION_KWARGS = {
+    "temperature": "rollout.temperature",
+    "top_p": "rollout.top_p",
+    "top_k": "rollout.top_k",
+    "min_p": "rollout.min_p",
+    "max_tokens": "rollout.max_tokens",
+    "max_new_tokens": "rollout.max_tokens",
+    "stop": "rollout.stop",
+}
+
+_LOSS = "the preset of that name, with TRL's own epsilon"
+_VLLM = "how vLLM is reached or run; the local engine needs none of it"
+
+KEYS = (
+    # groups and sampling
+    plain("num_generations", integer, "rollout.group_size", 8),
+    plain("max_completion_length", integer, "rollout.max_tokens", 512),
+    plain("max_prompt_length", integer, "rollout.max_prompt_tokens", what="of older TRL; longer ones are passed over"),
+    plain("temperature", number, "rollout.temperature", 1.0),
+    plain("top_p", number, "rollout.top_p", 1.0),
+    made("top_k", integer, "rollout.top_k", default=0, what="0 and -1 are off"),
+    plain("min_p", number, "rollout.min_p"),
+    absent("repetition_penalty", "the engine samples from the policy itself", off=(1.0,), kind=number),
+    made(
+        "generation_kwargs",
+        mapping,
+        *dict.fromkeys(GENERATION_KWARGS.values()),
+        what=f"{', '.join(GENERATION_KWARGS)} win over the keys of their own; others are not here",
+    ),
+    absent("chat_template_kwargs", "prompts are rendered with the template's defaults", off=({},)),
+    made("num_generations_eval", integer, "eval.k", what="default: `num_generations`"),
+    made("generation_batch_size", integer, "rollout.prompts_per_step", "train.minibatches", what="see Batches"),
+    plain("num_iterations", integer, "train.passes", 1),
+    # rewards and advantages
+    made("reward_weights", numbers, "rewards", what="one for each of `reward_funcs`; default: 1"),
+    made(
+        "scale_rewards",
+        flag_or_text,
+        "algo.advantage",
+        default=True,
+        what="true and group: group_std; batch: batch_std; false and none: mean",
+    ),
+    plain(
+        "multi_objective_aggregation",
+        one_of("sum_then_normalize", "normalize_then_sum"),
+        "algo.aggregation",
+        "sum_then_normalize",
+    ),
+    # the loss
+    made("loss_type", one_of(*LOSSES), "algo.policy_loss", default="dapo", what=_LOSS),
+    made(
+        "importance_sampling_level",
+        one_of("token", "sequence"),
+        "algo.ratio",
+        default="token",
+        what="sequence is GSPO's ratio, with any loss that has one",
+    ),
+    made("epsilon", number, "algo.clip_low", default=0.2, what="not read by sapo and vespo"),
+    made(
+        "epsilon_high",
+        number,
+        "algo.clip_high",
+        what="default: `epsilon`; with cispo it is the largest ratio, so clip_high is one less",
+    ),
+    made("delta", number, "algo.dual_clip", what="the largest ratio; it acts where the advantage is negative"),
+    made("sapo_temperature_pos", number, "algo.sapo_tau_positive", default=1.0, what="read by sapo"),
+    made("sapo_temperature_neg", number, "algo.sapo_tau_negative", default=1.05, what="read by sapo"),
+    *(absent(name, "VESPO's shape is the paper's here", off=(value,), kind=number) for name, value in VESPO.items()),
+    plain("mask_truncated_completions", boolean, "algo.mask_truncated", False),
+    made("entropy_coef", number, "algo.entropy_coeff", default=0.0, what="a mean over tokens there and here"),
+    absent("use_adaptive_entropy", "the weight of the entropy bonus is fixed here", "use_adaptive_entropy=false"),
+    *all_idle(
+        "it belongs to use_adaptive_entropy",
+        "entropy_coef_min",
+        "entropy_coef_max",
+        "entropy_coef_delta",
+        "entropy_target",
+    ),
+    absent("top_entropy_quantile", "the loss is taken over all tokens here", off=(1.0,), kind=number),
+    # KL and the reference
+    made("beta", number, "algo.kl_coeff", "algo.kl", default=0.0, what="0 is without; otherwise k3 in the loss"),
+    made("use_bias_correction_kl", boolean, "algo.kl", default=True, what="k3_unbiased in place of k3"),
+    made(
+        "sync_ref_model",
+        boolean,
+        "algo.reference",
+        default=False,
+        what="refresh if `ref_model_mixup_alpha` is 1, ema if `ref_model_sync_steps` is 1; other mixtures are not here",
+    ),
+    made("ref_model_mixup_alpha", number, "algo.reference_decay", default=0.6, what="1 - alpha, with ema"),
+    made("ref_model_sync_steps", integer, "algo.reference_every", default=512, what="with refresh"),
+    # between the sampler and the trainer
+    made(
+        "vllm_importance_sampling_correction",
+        boolean,
+        "algo.correction",
+        default=True,
+        what="acts with `use_vllm`, and here also where sampling runs ahead of training",
+    ),
+    made(
+        "vllm_importance_sampling_mode",
+        one_of(*CORRECTIONS),
+        "algo.correction",
+        default="sequence_mask",
+        what=", ".join(f"{there}: {here}" for there, here in CORRECTIONS.items()),
+    ),
+    made("vllm_importance_sampling_cap", number, "algo.correction_cap", what="the old name of `..._clip_max`"),
+    made("vllm_importance_sampling_clip_max", number, "algo.correction_cap", default=3.0, what="the largest ratio"),
+    made("vllm_importance_sampling_clip_min", number, "algo.correction_floor", what="the smallest ratio"),
+    plain("off_policy_mask_threshold", number, "algo.opsm_threshold", what="nats per token, not a ratio"),
+    # vLLM, and what only vLLM does
+    absent("use_vllm", "the vLLM engine is not in this version; the local engine samples", "use_vllm=false"),
+    *all_idle(
+        _VLLM,
+        "vllm_mode",
+        "vllm_model_impl",
+        "vllm_enable_sleep_mode",
+        "vllm_server_base_url",
+        "vllm_server_host",
+        "vllm_server_port",
+        "vllm_server_timeout",
+        "vllm_group_port",
+        "vllm_gpu_memory_utilization",
+        "vllm_max_model_length",
+        "vllm_tensor_parallel_size",
+    ),
+    absent("vllm_structured_outputs_regex", "the engine samples freely", off=()),
+    # what is logged, and the rest
+    *all_idle(
+        "every rollout is recorded in the run directory",
+        "log_completions",
+        "num_completions_to_print",
+        "log_unique_prompts",
+        "log_multimodal",
+    ),
+    absent("log_completions_hub_repo", "rollouts stay in the run directory", off=()),
+    absent("max_tool_calling_iterations", "environments and tools are not in this version", off=()),
+    idle("cache_implementation", "the engine has its own cache"),
+)
+
+
+def put_sampling(t: Translation, p: str) -> None:
+    """`top_k` and `generation_kwargs`; `p` is the prefix of the keys' names."""
+    t.put("rollout.top_k", max(t[f"{p}top_k"], 0), f"{p}top_k")
+    if t[f"{p}max_completion_length"] is None:
+        what = "not set: completions have at most 256 tokens; there they go on to the engine's limit"
+        t.note_difference(f"{p}max_completion_length", what)
+    name = f"{p}generation_kwargs"
+    for key, value in (t[name] or {}).items():
+        if key not in GENERATION_KWARGS:
+            t.refuse(name, f"{key!r} is not here; it knows {', '.join(GENERATION_KWARGS)}")
+        else:
+            stop = [value] if key == "stop" and isinstance(value, str) else value
+            t.put(GENERATION_KWARGS[key], max(value, 0) if key == "top_k" else stop, name)
+
+
+def put_algorithm(t: Translation, p: str, *, off_policy: bool) -> None:
+    """Advantages and the loss. `off_policy`: samples may be older than the policy that is trained."""
+    _put_advantage(t, p)
+    _put_loss(t, p)
+    _put_kl(t, p)
+    _put_correction(t, p, off_policy=off_policy)
+
+
+def _put_advantage(t: Translation, p: str) -> None:
+    kinds = {True: "group_std", "group": "group_std", "batch": "batch_std", False: "mean", "none": "mean"}
+    name, scale = f"{p}scale_rewards", t[f"{p}scale_rewards"]
+    if scale not in kinds:
+        t.problem(name, f"{scale!r} is not valid; it must be true, false, group, batch or none")
+    elif t[f"{p}multi_objective_aggregation"] == "sum_then_normalize":
+        t.put("algo.advantage", kinds[scale], name)
+    elif t.given(name):
+        t.note_idle(name, "normalize_then_sum has its own scales")
+
+
+def _put_loss(t: Translation, p: str) -> None:
+    loss, level = t[f"{p}loss_type"], t[f"{p}importance_sampling_level"]
+    t.put("algo.policy_loss", loss, f"{p}loss_type")
+    if loss == "bnpo":
+        t.note_difference(f"{p}loss_type", "the mean is over the tokens of an optimizer step; there of a micro-batch")
+    if loss == "luspo" and level != "sequence":
+        t.problem(f"{p}importance_sampling_level", "luspo is a loss of sequences; write sequence")
+    elif loss == "vespo" and t.given(f"{p}importance_sampling_level"):
+        t.note_idle(f"{p}importance_sampling_level", "VESPO weighs whole sequences in any case")
+    elif loss not in ("luspo", "vespo") and level == "sequence":
+        t.put("algo.ratio", level, f"{p}importance_sampling_level")
+    _put_bounds(t, p, loss)
+    if t[f"{p}entropy_coef"]:
+        t.put("algo.entropy_coeff", t[f"{p}entropy_coef"], f"{p}entropy_coef")
+
+
+def _put_bounds(t: Translation, p: str, loss: str) -> None:
+    low, high, delta = f"{p}epsilon", f"{p}epsilon_high", f"{p}delta"
+    upper = high if t.given(high) else low
+    if loss == "cispo":
+        if t[upper] < 1:
+            what = f"{t[upper]:g} would be the largest ratio with cispo, and scale every token down; ScaleRL has 5.0"
+            t.problem(upper, f"{what}: write {high}=5.0")
+        t.put("algo.clip_high", t[upper] - 1, upper)
+    elif loss in ("sapo", "vespo"):
+        for name in (low, high):
+            if t.given(name):
+                t.note_idle(name, f"{loss} does not clip")
+    else:
+        t.put("algo.clip_low", t[low], low)
+        t.put("algo.clip_high", t[upper], upper)
+    if loss in ("cispo", "sapo", "vespo"):
+        if t.given(delta):
+            t.note_idle(delta, f"{loss} has no clipped objective that it could bound")
+    else:
+        t.put("algo.dual_clip", t[delta], delta)
+    for ours, name in (("positive", f"{p}sapo_temperature_pos"), ("negative", f"{p}sapo_temperature_neg")):
+        if loss == "sapo":
+            t.put(f"algo.sapo_tau_{ours}", t[name], name)
+        elif t.given(name):
+            t.note_idle(name, f"{loss} does not read it")
+
+
+def _put_kl(t: Translation, p: str) -> None:
+    beta, unbiased, sync = f"{p}beta", f"{p}use_bias_correction_kl", f"{p}sync_ref_model"
+    alpha, every = f"{p}ref_model_mixup_alpha", f"{p}ref_model_sync_steps"
+    if not t[beta]:
+        for name in (unbiased, sync):
+            if t.given(name) and t[name]:
+                t.note_idle(name, f"{beta} is 0, so no reference is read")
+        return
+    t.put("algo.kl", "k3_unbiased" if t[unbiased] else "k3", beta, unbiased)
+    t.put("algo.kl_coeff", t[beta], beta)
+    if not t[sync]:
+        return
+    if t[alpha] == 1:
+        t.put("algo.reference", "refresh", sync, alpha)
+        t.put("algo.reference_every", t[every], every)
+    elif t[every] == 1:
+        t.put("algo.reference", "ema", sync, every)
+        t.put("algo.reference_decay", 1 - t[alpha], alpha)
+    else:
+        what = f"a mixture ({t[alpha]:g}) every {t[every]} steps is not here: {alpha}=1 takes the policy over every"
+        t.refuse(sync, f"{what} {t[every]} steps, {every}=1 averages each step", instead=f"{alpha}=1")
+
+
+def _put_correction(t: Translation, p: str, *, off_policy: bool) -> None:
+    on, mode, old_cap = (f"{p}vllm_importance_sampling_{name}" for name in ("correction", "mode", "cap"))
+    cap, floor = f"{p}vllm_importance_sampling_clip_max", f"{p}vllm_importance_sampling_clip_min"
+    if t[on] and (off_policy or t[f"{p}use_vllm"]):
+        if t.given(cap, floor) and t.given(old_cap):
+            t.problem(old_cap, f"the old name of {cap}; write one of them")
+        t.put("algo.correction", CORRECTIONS[t[mode]], mode, on)
+        t.put("algo.correction_cap", t[old_cap if t.given(old_cap) else cap], old_cap, cap)
+        t.put("algo.correction_floor", t[floor], floor)
+        return
+    if off_policy and t[f"{p}loss_type"] != "vespo":
+        t.put("algo.anchor", "old", on, origin="the ratio starts at 1, as there")
+    why = "it is off" if not t[on] else "the engine's log-probabilities are the trainer's, and samples are never old"
+    for name in (on, mode, old_cap, cap, floor):
+        if t.given(name) and (name != on or t[on]):
+            t.note_idle(name, why)
+
+
+# ---- rewards ----
+
+
+def put_rewards(
+    t: Translation, functions: str, weights: str, *, known: Mapping[str, Mapping[str, Any]] | None = None
+) -> None:
+    """`reward_funcs` and `reward_weights`; `known` are rewards with short names."""
+    known = known or {}
+    entries = t[functions] or []
+    factors = t[weights] or [1.0] * len(entries)
+    for entry in entries:
+        if "/" not in entry and "." not in entry and entry not in known:
+            short = f", nor one of {', '.join(known)}" if known else ""
+            what = "is neither a dotted path (module.function) nor a reward model (owner/name, ./folder)"
+            t.problem(functions, f"{entry!r} {what}{short}")
+    if not entries:
+        t.problem(functions, "required and missing; name at least one function, as in my_rewards.accuracy")
+    elif len(factors) != len(entries):
+        t.problem(weights, f"{len(factors)} weights for {len(entries)} functions; give one for each")
+    else:
+        rewards = [
+            dict(known.get(entry) or _reward(entry)) | ({"weight": weight} if t.given(weights) else {})
+            for entry, weight in zip(entries, factors, strict=True)
+        ]
+        t.put("rewards", rewards, functions, weights)
+
+
+def _reward(entry: str) -> dict[str, Any]:
+    if "/" in entry:
+        return {"function": REWARD_MODEL, "args": {"model": entry}}
+    module, _, name = entry.rpartition(".")
+    return {"function": f"{module}:{name}"}

@@ -1,0 +1,44 @@
+"""`groupwise import`: what is to be read, and where what came of it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from groupwise.errors import ConfigError, StorageError
+from groupwise.frontends import aitraining
+from groupwise.frontends.native_yaml import native_yaml
+from groupwise.frontends.spelling import LoadedRun, System, read_run, understand
+
+SYSTEMS: dict[str, System] = {"axolotl": "Axolotl", "trl": "TRL", "aitraining": "aitraining"}
+
+
+def import_run(arguments: Sequence[str], *, system: str | None = None) -> LoadedRun:
+    """Read `FILE [KEY=VALUE]...`, or aitraining's flags. Raises ConfigError."""
+    if system is not None and system.lower() not in SYSTEMS:
+        raise ConfigError(f"--from {system} is not known; write {', '.join(SYSTEMS)}")
+    chosen = SYSTEMS[system.lower()] if system else None
+    if chosen == "aitraining" and (not arguments or arguments[0].startswith("-") or "llm" in arguments[:2]):
+        overrides = [each for each in arguments if "=" in each and not each.startswith("-")]
+        rest = [each for each in arguments if each not in overrides]
+        return understand(aitraining.flags(rest), overrides, folder=Path.cwd(), system=chosen)
+    if not arguments or arguments[0].startswith("-"):
+        raise ConfigError("name the file to import", hint="groupwise import axolotl.yaml -o native.yaml")
+    loaded = read_run(arguments[0], arguments[1:], system=chosen)
+    if loaded.system == "Groupwise":
+        raise ConfigError(f"{arguments[0]} is in Groupwise's own words already", hint="groupwise run it as it is")
+    return loaded
+
+
+def written(loaded: LoadedRun, out: Path | None) -> str:
+    """The file's text, which is also written to `out`. Raises ConfigError if that exists, StorageError if it fails."""
+    text = native_yaml(loaded, folder=Path.cwd() if out is None else out.parent)
+    if out is not None:
+        try:
+            with out.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except FileExistsError:
+            raise ConfigError(f"{out} exists already", hint="name another file, or remove it first") from None
+        except OSError as error:
+            raise StorageError(f"cannot write {out}: {error.strerror or error}") from error
+    return text

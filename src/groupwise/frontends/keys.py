@@ -1,0 +1,172 @@
+"""The keys of another system: what may stand there, what it is when nothing does, and what becomes of it here.
+
+A table of a system is a sequence of keys. There are four things that can become of one:
+
+    plain     its value is the value of one of our keys
+    made      the translation makes something of it, often together with others
+    idle      it says how to reach on their machinery what is reached here anyway: accepted, and listed by `check`
+    absent    it asks for something that is not here: the file is read and explained, but not run; `instead` is the
+              override with which it is. Some values do not ask for it (`off`) and are nothing to speak of
+
+A name is dotted as its users write it; `datasets[].path` is a key of each entry of a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Kind = Callable[[Any], Any]  # a value as it was written -> as it is meant; raises ValueError saying what it must be
+Fate = Literal["plain", "made", "idle", "absent"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One key. `what` is a clause for the documentation and for messages: how it is made, or why it does nothing."""
+
+    name: str
+    fate: Fate
+    what: str
+    kind: Kind
+    here: tuple[str, ...] = ()
+    default: Any = None
+    off: tuple[Any, ...] = ()
+    instead: str = ""
+
+
+# ---- kinds ----
+
+
+def integer(value: Any) -> int:
+    """A whole number; YAML 1.1 and flags give some as text."""
+    try:
+        whole = int(value) if isinstance(value, str) else value
+    except ValueError:
+        whole = None
+    if isinstance(whole, float) and whole.is_integer():
+        whole = int(whole)
+    if isinstance(whole, bool) or not isinstance(whole, int):
+        raise ValueError("a whole number")
+    return whole
+
+
+def number(value: Any) -> float:
+    """A number; PyYAML reads 1e-5 as text, so files that were written for it may quote it."""
+    try:
+        read = float(value) if isinstance(value, str) else value
+    except ValueError:
+        read = None
+    if isinstance(read, bool) or not isinstance(read, int | float):
+        raise ValueError("a number")
+    return read
+
+
+def boolean(value: Any) -> bool:
+    """True or false, and what YAML 1.1 reads so: yes, no, on, off."""
+    words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+    read = words.get(value.lower()) if isinstance(value, str) else value
+    if not isinstance(read, bool):
+        raise ValueError("true or false")
+    return read
+
+
+def text(value: Any) -> str:
+    """A string that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise ValueError("a string")
+    return value
+
+
+def texts(value: Any) -> list[str]:
+    """A list of strings."""
+    if not isinstance(value, list) or not all(isinstance(each, str) and each for each in value):
+        raise ValueError("a list of strings")
+    return value
+
+
+def numbers(value: Any) -> list[float]:
+    """A list of numbers."""
+    if not isinstance(value, list):
+        raise ValueError("a list of numbers")
+    return [number(each) for each in value]
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """A mapping."""
+    if not isinstance(value, Mapping):
+        raise ValueError("a mapping")
+    return dict(value)
+
+
+def anything(value: Any) -> Any:
+    """Whatever stands there."""
+    return value
+
+
+def flag_or_text(value: Any) -> Any:
+    """True, false, or a word such as `auto`."""
+    read = switch(value)
+    return read if isinstance(read, bool) else text(read)
+
+
+def switch(value: Any) -> Any:
+    """What stands there, with yes, no, on and off as YAML 1.1 reads them."""
+    try:
+        return boolean(value)
+    except ValueError:
+        return value
+
+
+def one_of(*words: str) -> Kind:
+    """One of some words."""
+
+    def choice(value: Any) -> str:
+        if value not in words:
+            raise ValueError(f"one of {', '.join(words)}")
+        return value
+
+    return choice
+
+
+# ---- the four ----
+
+
+def plain(name: str, kind: Kind, here: str, default: Any = None, *, what: str = "") -> Key:
+    """Copied to `here`; `default` is what it is there if nothing is said, None if it leaves our default alone."""
+    return Key(name=name, fate="plain", kind=kind, here=(here,), default=default, what=what)
+
+
+def made(name: str, kind: Kind, *here: str, default: Any = None, what: str) -> Key:
+    """Made into `here` as `what` says."""
+    return Key(name=name, fate="made", kind=kind, here=here, default=default, what=what)
+
+
+def idle(name: str, what: str, kind: Kind = anything) -> Key:
+    """Accepted without effect, because of `what`."""
+    return Key(name=name, fate="idle", kind=kind, what=what)
+
+
+def absent(
+    name: str, what: str, instead: str | None = None, *, off: Iterable[Any] = (False,), kind: Kind = switch
+) -> Key:
+    """Not here, because of `what`. `instead` is by default the key's removal; "" says that nothing makes it run."""
+    instead = f"{name}=null" if instead is None else instead
+    return Key(name=name, fate="absent", kind=kind, what=what, off=tuple(off), instead=instead)
+
+
+def all_idle(what: str, *names: str) -> tuple[Key, ...]:
+    """Several that are idle for one reason."""
+    return tuple(idle(name, what) for name in names)
+
+
+def under(prefix: str, keys: Iterable[Key], defaults: Mapping[str, Any]) -> tuple[Key, ...]:
+    """The same keys in a section of another file, some with other defaults there."""
+
+    def moved(key: Key) -> Key:
+        name = f"{prefix}{key.name}"
+        instead = f"{prefix}{key.instead}" if key.instead else ""
+        fields = vars(key) | {"name": name, "instead": instead, "default": defaults.get(key.name, key.default)}
+        return Key(**fields)
+
+    return tuple(moved(key) for key in keys)

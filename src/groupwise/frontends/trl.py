@@ -1,0 +1,247 @@
+"""TRL's arguments as a run of ours: the YAML of `trl grpo --config`, or a `GRPOConfig` in Python.
+
+    model_name_or_path: Qwen/Qwen3-0.6B
+    dataset_name: trl-lib/DeepMath-103K
+    reward_funcs: [accuracy_reward]
+    num_generations: 8
+    per_device_train_batch_size: 8
+
+The names are those of GRPOConfig, ModelConfig and the script's arguments, the defaults TRL 1.16.0's; `trl_version: 1.8`
+has those of 1.8.0 (completions of 256 tokens, the KL as k3 without the ratio).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from groupwise.config import RunConfig
+from groupwise.configfile import Document, inline
+from groupwise.errors import ConfigError
+from groupwise.frontends.batch_sizes import Batch, Names, put_batch
+from groupwise.frontends.callables import named
+from groupwise.frontends.grpo_args import DEFAULTS_1_8, put_algorithm, put_rewards, put_sampling
+from groupwise.frontends.optimizer_args import TRANSFORMERS, Length, length_of, put_optimizer
+from groupwise.frontends.translation import Translation, run_name
+from groupwise.frontends.trl_keys import KEYS, REWARDS
+
+MARKS = frozenset(
+    {
+        "model_name_or_path",
+        "dataset_name",
+        "num_generations",
+        "max_completion_length",
+        "per_device_train_batch_size",
+        "reward_funcs",
+    }
+)
+SIZES = Names(
+    micro="per_device_train_batch_size",
+    accumulate="gradient_accumulation_steps",
+    group="num_generations",
+    generation="generation_batch_size",
+    processes="num_processes",
+)
+Count = Callable[[Translation], int | None]
+
+
+def translate(document: Document, *, folder: Path, count: Count) -> Translation:
+    """The translation of a file in `folder`; `count` counts the prompts of a translation's data."""
+    t = Translation(document, system="TRL", keys=_keys(document.data))
+    t.put("name", run_name(Path(document.name).stem), origin="the file's name")
+    batch = _put_batch(t)
+    _put_data(t)
+    put_sampling(t, "")
+    if t.given("reward_funcs", "reward_model_name_or_path"):
+        t.values["reward_funcs"] = [*(t["reward_funcs"] or []), *_texts(t["reward_model_name_or_path"])]
+        put_rewards(t, "reward_funcs", "reward_weights", known=REWARDS)
+    t.raise_problems()
+    by_epochs = (t["max_steps"] or 0) <= 0
+    rows = count(t) if by_epochs or t["eval_strategy"] == "epoch" else None
+    per_epoch = None if rows is None else rows // batch.prompts
+    if per_epoch == 0:
+        t.problem("dataset_name", f"{rows} prompts are fewer than the {batch.prompts} of one step")
+        t.raise_problems()
+    passes = t["num_iterations"]
+    length = length_of(t, TRANSFORMERS, steps_there=batch.steps_there, passes=passes, per_epoch=per_epoch)
+    put_optimizer(t, TRANSFORMERS, length, warmup=0)
+    put_algorithm(t, "", off_policy=False)
+    _put_model(t)
+    _put_run(t, length)
+    _put_eval(t, length, per_epoch)
+    return t
+
+
+def _keys(data: Mapping[str, Any]) -> list[Any]:
+    """The table with the defaults of the version that is meant."""
+    old = str(data.get("trl_version", "")).startswith("1.8")
+    return (
+        [dataclasses.replace(key, default=DEFAULTS_1_8.get(key.name, key.default)) for key in KEYS] if old else [*KEYS]
+    )
+
+
+def _texts(value: str | None) -> list[str]:
+    return [] if value is None else [value]
+
+
+def _put_batch(t: Translation) -> Batch:
+    steps, generation = t["steps_per_generation"], t[SIZES.generation]
+    if steps is None:
+        return put_batch(t, SIZES, generation=generation, said=SIZES.generation)
+    if generation is not None:
+        t.problem("steps_per_generation", f"{SIZES.generation} says the same in completions; write one of them")
+        t.raise_problems()
+    generation = steps * t[SIZES.micro] * t[SIZES.processes]
+    return put_batch(t, SIZES, generation=generation, said="steps_per_generation")
+
+
+def _put_data(t: Translation) -> None:
+    _put_dataset(t, "data", "dataset_train_split")
+    t.put("data.shuffle", t["shuffle_dataset"], "shuffle_dataset")
+
+
+def _put_dataset(t: Translation, to: str, split: str) -> None:
+    name = t["dataset_name"]
+    if name is None:
+        return
+    t.put(f"{to}.source", name, "dataset_name")
+    if not name.endswith(".jsonl"):
+        t.put(f"{to}.split", t[split], split)
+        t.put(f"{to}.args", {"name": t["dataset_config"]} if t.given("dataset_config") else None, "dataset_config")
+    t.put(f"{to}.prompt_key", "prompt", origin="the column that GRPO reads there")
+
+
+def _put_model(t: Translation) -> None:
+    if not t.given("model_name_or_path"):
+        t.problem("model_name_or_path", "required and missing")
+    t.put("model", t["model_name_or_path"], "model_name_or_path")
+    if not t["use_peft"]:
+        t.clear("train.lora", "use_peft")
+        t.put("dtype", "float32", "dtype", origin="all parameters are trained, in float32 as there")
+        for name in ("lora_r", "lora_alpha", "lora_target_modules"):
+            if t.given(name):
+                t.refuse(name, "it acts with use_peft; as it is, all parameters are trained", instead="use_peft=true")
+        return
+    if t.given("dtype"):
+        t.put("dtype", {"float32": "float32", "bfloat16": "bfloat16"}.get(t["dtype"], "auto"), "dtype")
+    t.put("train.lora.rank", t["lora_r"], "lora_r")
+    scale = math.sqrt(t["lora_r"]) if t["use_rslora"] else 1.0
+    t.put("train.lora.alpha", t["lora_alpha"] * scale, "lora_alpha", "use_rslora")
+    t.put("train.lora.dropout", 0.0 if t["disable_dropout"] else t["lora_dropout"], "lora_dropout", "disable_dropout")
+    modules = t["lora_target_modules"]
+    if modules is None:
+        t.note_difference("lora_target_modules", "not set: every linear layer is adapted; there PEFT chooses")
+    every = modules is None or modules in ("all-linear", ["all-linear"])
+    t.put("train.lora.targets", "all-linear" if every else modules, "lora_target_modules")
+
+
+def _put_run(t: Translation, length: Length) -> None:
+    """Checkpoints, what is kept, and where metrics go."""
+    if t.given("gradient_checkpointing"):
+        t.put("train.gradient_checkpointing", t["gradient_checkpointing"], "gradient_checkpointing")
+    if t["save_strategy"] == "no":
+        t.put("checkpoint.every", 0, "save_strategy")
+    elif t.given("save_steps"):
+        t.put("checkpoint.every", length.interval(t["save_steps"]), "save_steps")
+    t.put("adapters.keep", t["save_total_limit"], "save_total_limit")
+    report = t["report_to"]
+    for tracker in [report] if isinstance(report, str) else report or []:
+        if tracker in ("wandb", "trackio", "mlflow"):
+            t.put(f"tracking.{tracker}", t["project"], "report_to", "project")
+        elif tracker == "tensorboard":
+            t.put("tracking.tensorboard", True, "report_to")
+        elif tracker != "none":
+            t.refuse("report_to", f"{tracker} is not here; wandb, trackio, mlflow and tensorboard are")
+
+
+def _put_eval(t: Translation, length: Length, per_epoch: int | None) -> None:
+    if t["eval_strategy"] == "no":
+        if t.given("eval_steps"):
+            t.note_idle("eval_steps", "eval_strategy is no, so nothing is evaluated")
+        return
+    if t.given("dataset_name"):
+        _put_dataset(t, "eval.data", "dataset_test_split")
+    every = per_epoch if t["eval_strategy"] == "epoch" else length.interval(t["eval_steps"] or 500)
+    t.put("eval.every", every, "eval_steps", "eval_strategy")
+    t.put("eval.modes", ["sampled"], origin="evaluation samples there")
+    t.put("eval.k", t["num_generations_eval"] or t["num_generations"], "num_generations_eval", "num_generations")
+    if t["load_best_model_at_end"]:
+        t.put("eval.best", "sampled", "load_best_model_at_end")
+
+
+# ---- from Python ----
+
+
+def from_trl(
+    args: Any,
+    *,
+    model: str,
+    rewards: str | Callable[..., Any] | Sequence[str | Callable[..., Any]],
+    data: str | Mapping[str, Any],
+    peft: Any = None,
+    overrides: Sequence[str] = (),
+) -> RunConfig:
+    """The run that `GRPOTrainer(model, rewards, args, train_dataset=data, peft_config=peft)` would be.
+
+    Args:
+        args: a GRPOConfig, or a mapping of its names; what a mapping leaves out has TRL 1.16.0's default.
+        rewards: functions of a module, dotted paths to them, or names of reward models.
+        data: what `data.source` takes (a file, a Hugging Face name, module:function), or a mapping for all of `data`.
+        peft: a LoraConfig, or a mapping of its names; None trains all parameters.
+        overrides: in TRL's words or in ours, as on the command line.
+
+    Raises ConfigError for what is not here, and warns of what comes out otherwise.
+    """
+    from groupwise.frontends.spelling import understand
+
+    source = {"source": data} if isinstance(data, str) else dict(data)
+    listed = [rewards] if isinstance(rewards, str) or callable(rewards) else list(rewards)
+    found = {each: named(each, what="the reward") for each in listed if not isinstance(each, str)}
+    names = [each if isinstance(each, str) else found[each].name.replace(":", ".") for each in listed]
+    folder = next((each.folder for each in found.values()), Path.cwd())
+    said = _arguments(args) | {"model_name_or_path": model, "reward_funcs": names} | _lora(peft)
+    document = Document(said, "GRPOConfig")
+    natives = [f"data.{key}={inline(value)}" for key, value in source.items()]
+    if any(each.only_here for each in found.values()):
+        natives.append("scoring.workers=0")
+    loaded = understand(document, [*natives, *overrides], folder=folder, system="TRL")
+    for note in loaded.differs:
+        warnings.warn(str(note), stacklevel=2)
+    return loaded.runnable()
+
+
+def _arguments(args: Any) -> dict[str, Any]:
+    """What a mapping says; of a GRPOConfig what differs from its class's default, or from the table's."""
+    if isinstance(args, Mapping):
+        return dict(args)
+    if not dataclasses.is_dataclass(args) or isinstance(args, type):
+        raise ConfigError(f"args is a {type(args).__name__}; give a GRPOConfig or a mapping of its names")
+    machine = {name: getattr(args, name) for name in ("output_dir", "bf16", "fp16", "use_cpu") if hasattr(args, name)}
+    plain = type(args)(**machine)  # __post_init__ looks at the machine
+    said = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
+    defaults = {key.name: key.default for key in KEYS if key.default is not None}
+    kept = {
+        name: value
+        for name, value in said.items()
+        if name == "output_dir" or value != getattr(plain, name) or value != defaults.get(name, value)
+    }
+    if kept.get("steps_per_generation") is not None:
+        kept.pop("generation_batch_size", None)  # GRPOConfig fills in the one from the other
+    return {name: getattr(value, "value", value) for name, value in kept.items()}  # enumerations as words
+
+
+def _lora(peft: Any) -> dict[str, Any]:
+    """A LoraConfig in the script's names; what a mapping leaves out has LoraConfig's defaults."""
+    if peft is None:
+        return {"use_peft": False}
+    names = {"r": "lora_r"} | {name: name for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")}
+    names |= {"target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"}
+    said = dict(peft) if isinstance(peft, Mapping) else {name: getattr(peft, name) for name in names}
+    if unknown := said.keys() - names.keys():
+        raise ConfigError(f"peft has {', '.join(sorted(unknown))}; here there are {', '.join(names)}")
+    values = {names[name]: sorted(each) if isinstance(each, set) else each for name, each in said.items()}
+    return {"use_peft": True, "lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0} | values

@@ -1,0 +1,81 @@
+"""docs/migrating.md is true of the code: its tables, its fields, its commands."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from groupwise.config import RunConfig
+from groupwise.config_train import AlgoConfig
+from groupwise.configfile import key_paths
+from groupwise.frontends.aitraining_keys import KEYS as AITRAINING
+from groupwise.frontends.axolotl_keys import KEYS as AXOLOTL
+from groupwise.frontends.cookbook import Config
+from groupwise.frontends.keys import Key
+from groupwise.frontends.trl_keys import KEYS as TRL
+
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT = (DOCS / "migrating.md").read_text(encoding="utf-8")
+SYSTEMS = {"axolotl": AXOLOTL, "trl": TRL, "aitraining": AITRAINING}
+
+
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate_migrating", DOCS / "generate_migrating.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_tables_are_what_the_script_makes():
+    assert generator().page(TEXT) == TEXT, "run: python docs/generate_migrating.py"
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_key_is_in_its_systems_section_once(system):
+    section = re.search(rf"<!-- {system} -->(.*?)<!-- end -->", TEXT, re.DOTALL)
+    assert section is not None
+    first = [line.split("|")[1] for line in section[1].splitlines() if line.startswith("| `")]
+    names = [name for cell in first for name in re.findall(r"`([^`]+)`", cell)]
+    assert sorted(names) == sorted(key.name for key in SYSTEMS[system])
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_table_is_consistent(system):
+    keys: tuple[Key, ...] = SYSTEMS[system]
+    names = {key.name for key in keys}
+    ours = {".".join(path) for path in key_paths(RunConfig)} | {f"algo.{name}" for name in AlgoConfig.model_fields}
+    assert len(names) == len(keys)
+    for key in keys:
+        assert key.what or key.fate == "plain", key.name
+        assert set(key.here) <= ours, key.name
+        assert (key.fate == "plain") <= (len(key.here) == 1)
+        if key.fate == "absent" and key.instead:
+            for override in key.instead.split():
+                name = override.partition("=")[0]
+                assert name in names or name in ours, key.name
+
+
+def test_every_field_of_the_cookbook_is_there():
+    section = TEXT.split("## The cookbook", 1)[1]
+    first = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert {name for cell in first for name in re.findall(r"`(\w+)`", cell)} == {
+        each.name for each in dataclasses.fields(Config)
+    }
+
+
+def test_the_links_inside_the_page_lead_somewhere():
+    headings = {re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in re.findall(r"^## (.*)$", TEXT, re.M)}
+    assert set(re.findall(r"\]\(#([^)]+)\)", TEXT)) <= headings
+
+
+def test_the_examples_of_python_import_what_there_is():
+    for block in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL):
+        for line in block.splitlines():
+            if line.startswith("from groupwise"):
+                exec(line, {})

@@ -1,0 +1,147 @@
+"""Whose words a file is in, where every value comes from, and what `import` writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import ruamel.yaml
+from reference_files import CPU, FULL_ASYNC, QUICK_START, write_project
+
+import groupwise
+from groupwise.config import dump_resolved, load_config
+from groupwise.errors import ConfigError
+from groupwise.frontends.importing import import_run, written
+from groupwise.frontends.native_yaml import native_yaml
+from groupwise.frontends.spelling import DEFAULT, read_run, system_of
+
+NATIVE = """\
+name: x
+data: {source: prompts.jsonl}
+rewards: [m:f, {function: m:g, weight: 0.5}]
+train:
+  steps: 7
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "system"),
+    [
+        (NATIVE, "Groupwise"),
+        ("nothing: known", "Groupwise"),
+        (QUICK_START, "Axolotl"),
+        ("rl: grpo", "Axolotl"),
+        ("base_model: x\ntrl: {}", "Axolotl"),
+        ("model_name_or_path: x", "TRL"),
+        ("num_generations: 4", "TRL"),
+        ("rl_env_module: x", "aitraining"),
+        ("task: llm\nparams: {}", "aitraining"),
+        ("data: {}\nnum_generations: 4", "Groupwise"),  # a native file with a stray key
+    ],
+)
+def test_whose_words_a_file_is_in(text, system):
+    assert system_of(ruamel.yaml.YAML(typ="safe").load(text)) == system
+
+
+def test_a_native_file_is_read_as_ever(tmp_path):
+    (tmp_path / "n.yaml").write_text(NATIVE)
+    overrides = ["train.steps=9", "rewards[0].weight=2"]
+    loaded = read_run(tmp_path / "n.yaml", overrides)
+    assert loaded.config == load_config(tmp_path / "n.yaml", overrides) == loaded.runnable()
+    assert loaded.system == "Groupwise" and not (loaded.idle or loaded.differs or loaded.refused)
+    with pytest.raises(ConfigError, match=r"train.step \(given as 'train.step=3'\): unknown; did you mean train.steps"):
+        read_run(tmp_path / "n.yaml", ["train.step=3"])
+
+
+def test_the_public_load_config_reads_every_spelling(tmp_path):
+    (tmp_path / "n.yaml").write_text(NATIVE)
+    (tmp_path / "a.yaml").write_text(QUICK_START)
+    assert groupwise.load_config(tmp_path / "n.yaml").name == "x"
+    assert groupwise.load_config(tmp_path / "a.yaml", ["trl.use_vllm=false"]).rollout.group_size == 8
+    with pytest.raises(ConfigError, match="use_vllm"):
+        groupwise.load_config(tmp_path / "a.yaml")
+
+
+def test_origins_of_a_native_file(tmp_path):
+    (tmp_path / "n.yaml").write_text(NATIVE)
+    loaded = read_run(tmp_path / "n.yaml", ["train.learning_rate=0.5", "rewards[0].weight=2"])
+    origins = {key: (value, origin) for key, value, origin in loaded.origins()}
+    assert origins["name"] == ("x", "n.yaml:1")
+    assert origins["train.steps"] == (7, "n.yaml:5")
+    assert origins["train.learning_rate"] == (0.5, "given as 'train.learning_rate=0.5'")
+    assert origins["train.lora.rank"] == (16, DEFAULT)
+    assert origins["rewards[0].function"] == ("m:f", "n.yaml:3")
+    assert origins["rewards[0].weight"] == (2.0, "given as 'rewards[0].weight=2'")
+    assert origins["rewards[1].weight"] == (0.5, "n.yaml:3")
+    assert origins["rewards[1].name"] == (None, DEFAULT)
+
+
+def test_origins_of_an_axolotl_file(tmp_path):
+    (tmp_path / "a.yaml").write_text(QUICK_START)
+    loaded = read_run(tmp_path / "a.yaml", ["trl.num_generations=4", "rollout.batch_rows=8"])
+    origins = {key: origin for key, _, origin in loaded.origins()}
+    assert origins["rollout.group_size"] == "trl.num_generations given as 'trl.num_generations=4'"
+    assert origins["rollout.max_tokens"] == "trl.max_completion_length a.yaml:17"
+    assert origins["rollout.batch_rows"] == "given as 'rollout.batch_rows=8'"
+    assert origins["algo.policy_loss"] == "Axolotl's default of trl.loss_type"
+    assert origins["rollout.min_p"] == DEFAULT
+    assert "micro_batch_size a.yaml:26" in origins["rollout.prompts_per_step"]
+    assert loaded.config.rollout.prompts_per_step == 2
+    whole = {key for key, _, _ in loaded.origins()}
+    assert {"train.lora.rank", "scoring.timeout_s", "tracking.wandb", "eval"} <= whole
+
+
+@pytest.mark.parametrize("text", [QUICK_START, FULL_ASYNC, CPU], ids=["quick start", "async", "cpu"])
+def test_what_import_writes_loads_as_the_same_run(tmp_path, text):
+    (tmp_path / "a.yaml").write_text(text)
+    loaded = import_run([str(tmp_path / "a.yaml"), "trl.use_vllm=false"])
+    out = tmp_path / "out" / "native.yaml"
+    out.parent.mkdir()
+    written(loaded, out)
+    again = load_config(out)
+    assert dump_resolved(again) == dump_resolved(loaded.runnable())
+    with pytest.raises(ConfigError, match="exists already"):
+        written(loaded, out)
+
+
+def test_what_import_writes_says_where_each_value_came_from(tmp_path):
+    (tmp_path / "a.yaml").write_text(QUICK_START)
+    text = native_yaml(import_run([str(tmp_path / "a.yaml"), "max_steps=5"]), folder=tmp_path)
+    lines = text.splitlines()
+    assert lines[0] == "# From a.yaml, which is in Axolotl's words."
+    assert "#   trl.use_vllm (a.yaml:10): the vLLM engine is not in this version; the local engine samples" in lines
+    assert "  group_size: 8  # trl.num_generations a.yaml:16" in lines
+    assert "  steps: 5  # max_steps given as 'max_steps=5'" in lines
+    assert any(line.startswith("#   attn_implementation (a.yaml:34): ") for line in lines)
+    assert "folder" not in ruamel.yaml.YAML(typ="safe").load(text) and text.endswith("\n")
+
+
+def test_import_refuses_what_is_ours_and_what_is_not_there(tmp_path):
+    (tmp_path / "n.yaml").write_text(NATIVE)
+    for arguments, message in (
+        ([str(tmp_path / "n.yaml")], "in Groupwise's own words already"),
+        ([], "name the file to import"),
+        ([str(tmp_path / "none.yaml")], "cannot read the configuration"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            import_run(arguments)
+    with pytest.raises(ConfigError, match="--from verl is not known; write axolotl, trl, aitraining"):
+        import_run(["x.yaml"], system="verl")
+
+
+def test_a_file_can_be_read_in_words_it_does_not_look_like(tmp_path):
+    (tmp_path / "t.yaml").write_text("learning_rate: 0.1\nmodel_name_or_path: starter\n")
+    assert import_run([str(tmp_path / "t.yaml"), "max_steps=1"], system="trl").config.model == "starter"
+
+
+def test_the_python_reward_beside_the_file_is_used(tmp_path: Path):
+    """Rewards named by dotted paths load from the file's folder."""
+    from groupwise.rewards.base import load_rewards
+
+    write_project(tmp_path)
+    (tmp_path / "a.yaml").write_text(QUICK_START)
+    config = read_run(tmp_path / "a.yaml", ["trl.use_vllm=false"]).runnable()
+    assert [each.name for each in load_rewards(config.rewards, folder=config.folder)] == [
+        "accuracy_reward",
+        "format_reward",
+    ]

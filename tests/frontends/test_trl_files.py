@@ -1,0 +1,203 @@
+"""TRL's arguments, from YAML and from Python, against TRL itself: its names and defaults are those of the table."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from groupwise.algo.loss_spec import loss_of
+from groupwise.config import RunConfig
+from groupwise.errors import ConfigError
+from groupwise.frontends.spelling import LoadedRun, read_run
+from groupwise.frontends.trl import from_trl
+from groupwise.frontends.trl_keys import KEYS
+
+FILE = """\
+model_name_or_path: starter
+dataset_name: prompts.jsonl
+reward_funcs: [my_rewards.exact]
+num_generations: 4
+per_device_train_batch_size: 8
+max_steps: 10
+"""
+
+
+def score(completions, **columns):
+    return [float(len(each)) for each in completions]
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read(text: str = FILE, *overrides: str) -> LoadedRun:
+        (tmp_path / "trl.yaml").write_text(text)
+        return read_run(tmp_path / "trl.yaml", overrides)
+
+    return read
+
+
+def fields(*classes: type) -> dict[str, Any]:
+    """Name -> default of the fields of TRL's classes."""
+    return {each.name: each.default for cls in classes for each in dataclasses.fields(cls)}
+
+
+def test_every_argument_of_trl_is_in_the_table_and_has_its_default():
+    trl = pytest.importorskip("trl")
+    script = pytest.importorskip("trl.scripts.grpo")
+    theirs = fields(trl.GRPOConfig, trl.ModelConfig, script.GRPOScriptArguments)
+    ours = {key.name: key for key in KEYS}
+    assert theirs.keys() - ours.keys() == set()
+    assert ours.keys() - theirs.keys() == {
+        "trl_version",
+        "num_processes",
+        "warmup_ratio",
+        "datasets",
+        "max_prompt_length",
+    }
+    no_default = {"bf16", "output_dir", "save_steps", "save_strategy", "gradient_checkpointing", "warmup_steps"}
+    for name, key in ours.items():
+        if key.fate in ("plain", "made") and name in theirs and name not in no_default:
+            said = theirs[name] if theirs[name] is not dataclasses.MISSING else None
+            assert (
+                key.default == getattr(said, "value", said)
+                or (key.default, said) in [(True, "group"), (None, -1)]
+                or (name in ("report_to",) and said == "none")
+            ), name
+        if key.fate == "absent" and name in theirs:  # the default asks for nothing
+            assert theirs[name] in (None, *key.off, dataclasses.MISSING), name
+
+
+def test_a_file_in_our_words(read):
+    config = read().runnable()
+    assert (config.rollout.prompts_per_step, config.rollout.group_size, config.rollout.max_tokens) == (2, 4, 512)
+    assert (config.train.steps, config.train.learning_rate, config.train.schedule) == (10, 1e-6, "linear")
+    assert config.train.lora is None and config.dtype == "float32"  # use_peft is false there
+    assert config.data.shuffle and config.data.source == "prompts.jsonl" and config.seed == 42
+    spec = loss_of(config.algo, max_tokens=512)
+    assert (config.algo.policy_loss, spec.clip_low, spec.clip_high, spec.kl) == ("dapo", 0.2, 0.2, "none")
+
+
+def test_the_defaults_of_1_8(read):
+    config = read(FILE + "trl_version: 1.8\nbeta: 0.1\n").runnable()
+    assert config.rollout.max_tokens == 256 and config.algo.kl == "k3"
+    assert read(FILE + "beta: 0.1\n").runnable().algo.kl == "k3_unbiased"
+
+
+def test_lora_of_the_script(read):
+    lora = read(FILE + "use_peft: true\nlora_target_modules: [q_proj]\n").runnable().train.lora
+    assert lora is not None
+    assert (lora.rank, lora.alpha, lora.dropout, lora.targets) == (16, 32, 0.05, ("q_proj",))
+    assert read(FILE + "use_peft: true\ndisable_dropout: true\n").runnable().train.lora.dropout == 0.0  # type: ignore[union-attr]
+
+
+def test_batches(read):
+    config = read(FILE + "steps_per_generation: 4\ngradient_accumulation_steps: 2\nnum_iterations: 3\n").runnable()
+    assert (config.rollout.prompts_per_step, config.train.minibatches, config.train.passes) == (8, 2, 3)
+    assert config.train.steps == 2  # 10 optimizer steps, 6 on each rollout batch
+    with pytest.raises(ConfigError, match="generation_batch_size says the same"):
+        read(FILE + "steps_per_generation: 4\ngeneration_batch_size: 32\n")
+    with pytest.raises(ConfigError, match=r"steps_per_generation \(trl.yaml:8\): .*the nearest are 12"):
+        read(FILE.replace("8", "3") + "gradient_accumulation_steps: 4\nsteps_per_generation: 2\n")
+
+
+def test_a_template_with_half_a_group_is_refused_with_what_fits(read):
+    """A well-known template: a batch of 4 with groups of 8."""
+    text = FILE.replace("num_generations: 4", "num_generations: 8").replace("size: 8", "size: 1")
+    with pytest.raises(ConfigError, match="write gradient_accumulation_steps: 8, or per_device_train_batch_size: 2"):
+        read(text + "gradient_accumulation_steps: 4\n")
+
+
+def test_short_names_of_rewards(read):
+    rewards = read(FILE, "reward_funcs=[accuracy_reward, get_soft_overlong_punishment, owner/model]").runnable().rewards
+    assert [each.function for each in rewards] == [
+        "trl.rewards:accuracy_reward",
+        "groupwise.rewards.length:soft_overlong",
+        "groupwise.rewards.classifier:reward_model",
+    ]
+    with pytest.raises(ConfigError, match="nor one of accuracy_reward, reasoning_accuracy_reward"):
+        read(FILE, "reward_funcs=[accuracy]")
+
+
+def test_evaluation_and_trackers(read):
+    config = read(
+        FILE + "eval_strategy: steps\neval_steps: 4\nreport_to: [wandb, tensorboard]\nproject: p\n"
+    ).runnable()
+    assert config.eval is not None and (config.eval.every, config.eval.k) == (4, 4)
+    assert config.tracking.wandb == "p" and config.tracking.tensorboard
+
+
+@pytest.mark.parametrize(
+    ("override", "instead"),
+    [
+        ("use_vllm=true", "use_vllm=false"),
+        ("top_entropy_quantile=0.2", "top_entropy_quantile=null"),
+        ("use_adaptive_entropy=true", "use_adaptive_entropy=false"),
+        ("vespo_k_pos=1.0", "vespo_k_pos=null"),
+        ("push_to_hub=true", "push_to_hub=false"),
+        ("model_init_kwargs={revision: x}", "model_init_kwargs=null"),
+        ("lora_r=4", "use_peft=true"),
+    ],
+)
+def test_what_is_not_here(read, override, instead):
+    with pytest.raises(ConfigError) as caught:
+        read(FILE, override).runnable()
+    assert f"it runs with: {instead}" in str(caught.value)
+    read(FILE, override, instead).runnable()
+
+
+def test_a_typo_names_the_key_and_line(read):
+    with pytest.raises(ConfigError, match=r"num_generatons \(trl.yaml:7\): unknown; did you mean num_generations\?"):
+        read(FILE + "num_generatons: 4\n")
+
+
+# ---- from Python ----
+
+
+def test_a_grpo_config_is_the_same_run_as_its_mapping(tmp_path):
+    trl = pytest.importorskip("trl")
+    said = {"num_generations": 4, "per_device_train_batch_size": 8, "max_steps": 10, "beta": 0.1, "epsilon_high": 0.3}
+    args = trl.GRPOConfig(output_dir=str(tmp_path), bf16=False, **said)
+    of_object = from_trl(args, model="starter", rewards=score, data="p.jsonl")
+    of_mapping = from_trl(said | {"output_dir": str(tmp_path)}, model="starter", rewards=score, data="p.jsonl")
+    assert of_object == of_mapping and isinstance(of_object, RunConfig)
+    assert of_object.rewards[0].function == "test_trl_files:score"
+    assert of_object.folder.name == "frontends"
+
+
+def test_a_generation_batch_survives_the_object(tmp_path):
+    trl = pytest.importorskip("trl")
+    sizes = {"num_generations": 4, "per_device_train_batch_size": 8, "generation_batch_size": 32, "max_steps": 8}
+    config = from_trl(
+        trl.GRPOConfig(output_dir="x", bf16=False, **sizes), model="starter", rewards=score, data="p.jsonl"
+    )
+    assert (config.rollout.prompts_per_step, config.train.minibatches) == (8, 4)
+
+
+def test_peft_data_and_overrides():
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["v_proj", "q_proj"])
+    config = from_trl(
+        {"max_steps": 5},
+        model="starter",
+        rewards=["my_rewards.exact", score],
+        data={"source": "m:rows", "args": {"n": 4}, "limit": 2},
+        peft=lora,
+        overrides=["num_generations=4", "rollout.batch_rows=8"],
+    )
+    assert config.train.lora is not None and config.train.lora.targets == ("q_proj", "v_proj")
+    assert config.data.args == {"n": 4} and config.data.limit == 2
+    assert (config.rollout.group_size, config.rollout.batch_rows) == (4, 8)
+    assert [each.function for each in config.rewards] == ["my_rewards:exact", "test_trl_files:score"]
+
+
+def test_differences_are_warnings():
+    with pytest.warns(UserWarning, match="every linear layer is adapted"):
+        from_trl({"max_steps": 5}, model="starter", rewards=score, data="p.jsonl", peft={"r": 4})
+
+
+def test_a_function_without_a_name_is_refused():
+    with pytest.raises(ConfigError, match="define it at the top level of a module"):
+        from_trl({"max_steps": 5}, model="starter", rewards=lambda completions: [], data="p.jsonl")
+    with pytest.raises(ConfigError, match="args is a int"):
+        from_trl(5, model="starter", rewards=score, data="p.jsonl")
