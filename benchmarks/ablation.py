@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 LOSSES = ("grpo", "importance_sampling", "reinforce", "dapo", "dro", "gspo", "cispo")
-SHORT = ["train.steps=40", "eval.every=0", "eval.data.args.n=256", "rollout.refill=2.0"]
+SHORT = ["train.steps=20", "rollout.prompts_per_step=16", "eval.every=0", "eval.data.args.n=192", "rollout.refill=2.0"]
 METRIC = "eval/{}/reward"
 
 

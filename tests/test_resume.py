@@ -7,9 +7,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from running_jobs import Dies, adapter_bytes, config, metrics_of, rollouts_of
 
 from groupwise.loop import run
+from running_jobs import Dies, adapter_bytes, config, metrics_of, rollouts_of
 
 EVALUATED = {
     "eval": {

@@ -225,6 +225,7 @@ def slow(monkeypatch) -> None:
         while "13" in str(target):
             with contextlib.suppress(Exception):
                 Grave()
+                sum(range(10_000))
         return real(gold, target, **options)
 
     monkeypatch.setattr(math_verify, "verify", verify)

@@ -201,7 +201,7 @@ def _deadline(seconds: float) -> Iterator[None]:
 
     def ring(number: int, frame: Any) -> None:
         left = end - time.thread_time()  # the timer counts other threads' work too
-        signal.setitimer(signal.ITIMER_VIRTUAL, left if left > 0 else 0.5)  # a destructor would swallow the exception
+        signal.setitimer(signal.ITIMER_VIRTUAL, left if left > 0 else 0.1)  # a destructor would swallow the exception
         if left <= 0:
             raise _TooLate
 
