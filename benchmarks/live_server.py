@@ -53,7 +53,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def process(command: list[str], url: str, *, ready: str, log: Path, seconds: float = 180) -> Iterator[None]:
+def process(command: list[str], url: str, *, ready: str, log: Path, seconds: float = 600) -> Iterator[None]:
     """Run a server until the block ends; it is ready when `url + ready` answers 200."""
     with log.open("w") as file:
         running = subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, "HF_HUB_OFFLINE": "1"})
@@ -232,48 +232,59 @@ def batch(*, prompts: int = 16, n: int = 16) -> dict[str, Any]:
 # -- the peer ----------------------------------------------------------------------------------------------------------
 
 
-def peer(*, requests: int = 50, clients: int = 16) -> dict[str, Any]:
-    """Chats to `transformers serve` and to us, by turns: one at a time, and from 16 clients at once."""
+def peer(*, requests: int, clients: int = 16) -> dict[str, Any]:
+    """Greedy chats to `transformers serve` and to us, by turns: one at a time, and from 16 clients at once.
+
+    Both have the same weights in float32, so most replies must be the same; how many are is part of the result.
+    """
     from groupwise.model import STARTER_DIR
 
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [str(Path(sys.executable).with_name("transformers")), "serve", "--host", "127.0.0.1"]
     command += ["--port", str(port), "--device", "cpu", "--dtype", "float32", str(STARTER_DIR)]
-    result: dict[str, Any] = {"groupwise": {}, "transformers": {}}
+    result: dict[str, Any] = {}
+    replies: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory(prefix="live-server-") as folder, groupwise_server() as client:
         log = Path(folder) / "transformers.log"
         with process(command, url, ready="/health", log=log):
             sides = {"groupwise": (client.url, "starter"), "transformers": (url, str(STARTER_DIR))}
             for _ in range(2):  # the first round warms both up
                 for name, (address, model) in sides.items():
-                    result[name] = one_side(address, model, requests=requests, clients=clients)
-    return result
+                    result[name], replies[name] = one_side(address, model, requests=requests, clients=clients)
+    same = [mine == theirs for mine, theirs in zip(*replies.values(), strict=True)]
+    return {**result, "requests": requests, "clients": clients, "same_replies": statistics.mean(same)}
 
 
-def one_side(url: str, model: str, *, requests: int, clients: int) -> dict[str, float]:
+def one_side(url: str, model: str, *, requests: int, clients: int) -> tuple[dict[str, float], list[str]]:
+    """Latency of chats one after another, tokens per second of the same from several clients, and the replies."""
     asked = [messages for messages, _ in Task(seed=5).draw(requests)]
 
-    def ask(messages: list[dict[str, str]]) -> int:
+    def ask(http: httpx2.Client, messages: list[dict[str, str]]) -> tuple[str, int]:
         body = {"model": model, "messages": messages, "max_tokens": 32, "temperature": 0.0}
-        answer = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=300).raise_for_status().json()
-        return int(answer["usage"]["completion_tokens"])
+        answer = http.post("/v1/chat/completions", json=body).raise_for_status().json()
+        return answer["choices"][0]["message"]["content"] or "", answer["usage"]["completion_tokens"]
 
-    seconds = []
-    for messages in asked:
-        began = time.monotonic()
-        ask(messages)
-        seconds.append(time.monotonic() - began)
-    tokens: list[int] = []
-    threads = [
-        threading.Thread(target=lambda i=i: tokens.extend(ask(m) for m in asked[i::clients])) for i in range(clients)
-    ]
+    def ask_every(first: int) -> None:
+        with httpx2.Client(base_url=url, timeout=300) as http:  # connections are kept, as clients keep them
+            tokens.extend(ask(http, messages)[1] for messages in asked[first::clients])
+
+    seconds, replies, tokens = [], [], []
+    with httpx2.Client(base_url=url, timeout=300) as http:
+        for messages in asked:
+            began = time.monotonic()
+            replies.append(ask(http, messages)[0])
+            seconds.append(time.monotonic() - began)
+    threads = [threading.Thread(target=ask_every, args=(first,)) for first in range(clients)]
     began = time.monotonic()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return {**quantiles(seconds), "tok_s": sum(tokens) / (time.monotonic() - began)}
+    spent = time.monotonic() - began
+    if len(tokens) != requests:  # a thread's error does not end the run by itself
+        sys.exit(f"{requests - len(tokens)} of {requests} requests to {url} failed")
+    return {**quantiles(seconds), "tok_s": sum(tokens) / spent}, replies
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -304,6 +315,8 @@ def show(results: dict[str, Any]) -> None:
             "16 clients against transformers serve",
             f"{ours['tok_s']:.0f} vs {theirs['tok_s']:.0f} tok/s ({ours['tok_s'] / theirs['tok_s']:.1f}x)",
         )
+        same = results["peer"]["same_replies"]
+        table.add_row("... replies that are the same", f"{same:.0%} of {results['peer']['requests']}")
     Console().print(table)
 
 
@@ -311,8 +324,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help="learn, latency, batch, peer; default: all")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--requests", type=int, default=500)
-    parser.add_argument("--swaps", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=500, help="of latency, idle and busy each; at least")
+    parser.add_argument("--swaps", type=int, default=3, help="of latency, while it is busy; at least")
+    parser.add_argument("--peer-requests", type=int, default=100, help="one at a time, and again from 16 clients")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     known = ["learn", "latency", "batch", "peer"]
@@ -327,7 +341,7 @@ def main() -> None:
         elif part == "latency":
             results["latency"] = latency(requests=args.requests, swaps=args.swaps)
         else:
-            results[part] = batch() if part == "batch" else peer()
+            results[part] = batch() if part == "batch" else peer(requests=args.peer_requests)
     show(results)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n")

@@ -37,7 +37,8 @@ CONVENTIONS = """
 A server with an API key asks for `Authorization: Bearer <key>` on every route but `/health`. Bodies are JSON in UTF-8,
 with `Content-Type: application/json`, except for uploads. Unknown fields are refused, except on `/v1/chat/completions`
 and `/v1/completions`, which ignore them as OpenAI's clients expect. An `x-request-id` of the client's (letters, digits,
-`_` and `-`, 64 at most) is taken over. An answer's field that is not always there is marked *optional*.
+`_` and `-`, 64 at most) is taken over. 429 and 503 bring `retry-after`, in seconds. An answer's field that is not
+always there is marked *optional*.
 """
 COMMON = (("any route", EVERYWHERE), ("any route of a server with a key", WITH_KEY), ("any body", WITH_BODY))
 

@@ -266,10 +266,12 @@ def test_adapters_of_a_server(server):
     header, row = listed.stdout.splitlines()
     assert header.split() == ["adapter", "active", "versions", "size", "modified"]
     assert row.split() == ["*", "math", "math@2", "1", "to", "2", "3.0", "MiB", "2026-01-02", "03:04:05"]
-    assert f"* is active: math@2; server {server.url}" in listed.stderr
+    assert f"* is active: math@2; server {server.url}; of each, the newest 1 stay" in listed.stderr
     assert json.loads(cli("adapters", "list", "--json").stdout)["active_version"] == "math@2"
-    assert "math@1   4     base    0.500" in cli("adapters", "show", "math").stdout
-    assert json.loads(cli("adapters", "show", "math", "--json").stdout)["history"][0]["step"] == 4
+    shown = cli("adapters", "show", "math").stdout.splitlines()[-1]
+    assert "math@1   4     base    0.500" in shown and shown.endswith("not kept")
+    (first,) = json.loads(cli("adapters", "show", "math", "--json").stdout)["history"]
+    assert (first["step"], first["surplus"]) == (4, True)
     assert cli("adapters", "activate", "math@1").stdout == "math@1\n"
     assert cli("adapters", "rollback").stdout == "math@2\n"
     assert json.loads(cli("adapters", "activate", "base", "--json").stdout)["version"] == "base"

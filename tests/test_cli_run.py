@@ -1,8 +1,8 @@
 """`groupwise run` from one end to the other on a tiny model: what it writes, what it prints, and Ctrl-C."""
 
 import json
-import re
 import os
+import re
 import shutil
 import signal
 import subprocess

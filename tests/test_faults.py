@@ -45,7 +45,9 @@ def test_kill_is_a_real_sigkill_at_the_kth_visit():
 
 
 def test_raise_enospc_and_sleep(inject):
-    inject("a:b:raise, c:d:enospc@2 ,e:f:sleep=0.05")
+    inject("a:b:raise, c:d:enospc@2 ,e:f:sleep=0.05,g:h:memory")
+    with pytest.raises(MemoryError, match="g:h"):
+        faults.point("g:h")
     with pytest.raises(faults.FaultInjected, match="a:b"):
         faults.point("a:b")
     faults.point("c:d")

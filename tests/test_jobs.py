@@ -13,13 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from groupwise import faults, jobs
+from groupwise.adapter_files import WEIGHTS
 from groupwise.errors import Interrupted, LeaseLostError, NotReadyError, StorageError
 from groupwise.job_task import GrpoTask
 from groupwise.jobs import Pulse, describe
 from groupwise.ledger import Ledger
 from groupwise.ledger_schema import JobState
+from groupwise.train.learner import Learner
 from groupwise.train_job import JobCancelled
 from job_place import CRASHING, KILLED, PROMPTS, SMALL, Place, groups
 
@@ -55,9 +58,9 @@ def a_bug() -> None:
 @pytest.mark.parametrize(
     ("act", "code", "says", "advises"),
     [
-        (out_of_memory, "out_of_memory", "memory ran out", "micro_tokens"),
-        (raising(MemoryError()), "out_of_memory", "MemoryError", "micro_tokens"),
-        (raising(torch.OutOfMemoryError("CUDA out of memory.")), "out_of_memory", "CUDA", "micro_tokens"),
+        (out_of_memory, "out_of_memory", "memory ran out", "gradient_checkpointing"),
+        (raising(MemoryError()), "out_of_memory", "MemoryError", "gradient_checkpointing"),
+        (raising(torch.OutOfMemoryError("CUDA out of memory.")), "out_of_memory", "CUDA", "gradient_checkpointing"),
         (a_bug, "internal_error", "RuntimeError: shapes differ", "worker.log"),
     ],
     ids=["allocator", "python", "cuda", "bug"],
@@ -153,6 +156,57 @@ def test_sigterm_in_a_job_gives_it_back_and_it_ends_as_if_undisturbed(place, mon
     place.pulse.stopping = False
     job = place.do()
     assert place.weights(job) == place.weights(whole)
+
+
+# --- memory ---
+
+
+@pytest.mark.parametrize("point", ["train:after-backward:memory@2", "checkpoint:before-rename:memory"])
+def test_a_job_whose_memory_ran_out_goes_on_from_its_checkpoint_in_smaller_passes(place, monkeypatch, point):
+    """The batch has 42 tokens, its longest sample 9."""
+    whole = place.do(groups(), adapter="whole", iterations=3, checkpoint_interval=1)
+    budgets = []
+    plain = Learner.__init__
+
+    def init(learner, *args, micro_tokens, **options) -> None:
+        budgets.append(micro_tokens)
+        plain(learner, *args, micro_tokens=micro_tokens, **options)
+
+    monkeypatch.setattr(Learner, "__init__", init)
+    inject(monkeypatch, point)
+    job = place.do(groups(), iterations=3, checkpoint_interval=1)
+    assert (budgets, job.micro_tokens, job.attempt) == ([8192, 21], 21, 1)
+    before, after = place.messages(job)[-2:]
+    assert "memory ran out: injected at" in before and "at most 21 tokens in a pass" in before
+    began_anew = point.startswith("checkpoint")
+    assert after.startswith("begins with" if began_anew else "goes on from the checkpoint at step 1 of 3")
+    one, other = (load_file(place.store.path(place.version(each)) / WEIGHTS) for each in (whole, job))
+    for name, tensor in one.items():
+        assert torch.allclose(tensor, other[name], atol=1e-5), name
+
+
+def test_memory_that_does_not_suffice_for_one_sample_fails_the_job(place, monkeypatch):
+    sizes = []
+
+    def run_out() -> None:
+        sizes.append(place.ledger.jobs()[0].micro_tokens)
+        raise MemoryError
+
+    place.at_step(monkeypatch, 0, run_out)
+    job = place.do(groups())
+    assert sizes == [None, 21, 10, 9] and job.error["code"] == "out_of_memory"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_real_limit_of_memory(model_dir, tmp_path):
+    """One pass over this job's 12,880 tokens takes about 270 MiB; it gets 100."""
+    script = [sys.executable, str(HERE / "job_memory.py"), str(model_dir), str(tmp_path / "state"), "100"]
+    ran = subprocess.run(script, capture_output=True, text=True, timeout=WAIT_S, cwd=HERE, check=False)
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert (found["version"], found["error"], found["attempt"]) == ("math@1", None, 1)
+    assert found["micro_tokens"] < 12_880
+    assert any("can't allocate memory" in message for message in found["messages"])
 
 
 # --- a full disk ---
@@ -360,6 +414,7 @@ def test_the_process_ends_with_its_parent(model_dir, tmp_path):
         parent.kill()
         parent.wait()
     until(lambda: ledger.job(id).state == JobState.QUEUED, seconds=30)  # it even gave the job back
+    assert "ended with the server" in ledger.events(id)[-1].message  # which counts: see ledger_attempts
     ledger.close()
 
 

@@ -1,5 +1,5 @@
-"""Jobs, leases, events, keys and rollouts, one operation at a time. Crashes are in test_ledger_crash.py, long mixed
-histories in test_ledger_model.py."""
+"""Jobs, leases, events, keys and rollouts, one operation at a time. Crashes are in test_ledger_crash.py, attempts that
+end without a word in test_ledger_attempts.py, long mixed histories in test_ledger_model.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise import ledger, ledger_schema
+from groupwise import ledger, ledger_attempts, ledger_schema
 from groupwise.errors import (
     DataError,
     IdempotencyConflictError,
@@ -55,8 +55,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(ledger, "time", clock)
-    monkeypatch.setattr(ledger_schema, "time", clock)
+    for module in (ledger, ledger_attempts, ledger_schema):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 
@@ -434,41 +434,6 @@ def test_a_job_that_kills_its_workers_fails_and_the_queue_moves_on(tmp_path, clo
     assert job.error and job.error["code"] == "crashed_repeatedly"
     assert job.error["message"] == "2 attempts crashed; the last in phase 'training' at step 1"
     book.close()
-
-
-def test_an_orderly_stop_is_no_attempt(tmp_path):
-    book = Ledger(tmp_path / "ledger.db", max_attempts=2)
-    submit(book)
-    for _ in range(5):
-        book.release(take(book))
-    assert book.jobs()[0].position == 1
-    take(book), book.expire("w"), take(book), book.expire("w")
-    assert book.jobs()[0].state is JobState.FAILED
-    book.close()
-
-
-def test_a_job_is_not_to_blame_for_the_death_of_its_server(tmp_path):
-    book = Ledger(tmp_path / "ledger.db", max_attempts=2)
-    job = submit(book)
-    for attempt in (1, 2, 3):
-        assert take(book).attempt == attempt
-        assert book.expire("w", counted=False) == [job.id]
-        assert book.job(job.id).state is JobState.QUEUED
-    assert book.events(job.id)[-1].message == "attempt 3 ended with the server; the job waits for another"
-    for state in (JobState.QUEUED, JobState.FAILED):  # the worker's own deaths
-        take(book), book.expire("w")
-        assert book.job(job.id).state is state
-    error = book.job(job.id).error
-    assert error and error["message"].startswith("2 attempts crashed")
-    book.close()
-
-
-def test_what_was_to_be_cancelled_is_cancelled_whoever_died(book):
-    job = submit(book)
-    take(book)
-    book.cancel(job.id)
-    book.expire("w", counted=False)
-    assert book.job(job.id).state is JobState.CANCELLED
 
 
 def test_overdue_names_the_jobs_whose_lease_a_worker_let_expire(book, clock):

@@ -17,15 +17,17 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from groupwise import ledger, ledger_schema
+from groupwise import ledger, ledger_attempts, ledger_schema
 from groupwise.errors import IdempotencyConflictError, LeaseLostError, NotCancellableError, QueueFullError
-from groupwise.ledger import JobState, Lease, Ledger
+from groupwise.ledger import Cause, JobState, Lease, Ledger
+from groupwise.ledger_attempts import MAX_SERVER_DEATHS
 from test_ledger import DAY, ERROR, Clock
 
 MAX_ATTEMPTS, MAX_QUEUED, KEEP_JOBS = 3, 4, 3
 WORKERS = st.sampled_from(["a", "b"])
 PICK = st.integers(min_value=0, max_value=1_000)
 FINAL = ("completed", "failed", "cancelled")
+DOINGS = ("renew", "check", "progress", "published", "fail", "cancelled", "release", "orphaned", "measured", "shrink")
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -34,8 +36,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.stack = contextlib.ExitStack()
         self.clock = Clock()
         patch = self.stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(ledger, "time", self.clock)
-        patch.setattr(ledger_schema, "time", self.clock)
+        for module in (ledger, ledger_attempts, ledger_schema):
+            patch.setattr(module, "time", self.clock)
         patch.setattr(ledger, "KEEP_JOBS", KEEP_JOBS)
         self.path = Path(self.stack.enter_context(tempfile.TemporaryDirectory())) / "ledger.db"
         self.books = [self.open(), self.open()]
@@ -64,9 +66,18 @@ class LedgerMachine(RuleBasedStateMachine):
     def end(self, job: dict[str, Any], state: str) -> None:
         job.update(state=state, worker=None, finished=self.clock.wall)
 
-    def take_back(self, job: dict[str, Any]) -> None:
+    def take_back(self, job: dict[str, Any], cause: Cause = Cause.CRASH) -> None:
         if job["cancel"]:
             self.end(job, "cancelled")
+        elif cause is Cause.STOP:
+            job.update(state="queued", worker=None)
+        elif cause is Cause.SERVER:
+            deaths = 1 if job["step"] > job["died_at"] else job["deaths"] + 1
+            job.update(deaths=deaths, died_at=max(job["step"], job["died_at"]), state="queued", worker=None)
+            if deaths >= MAX_SERVER_DEATHS:
+                self.end(job, "failed")
+        elif cause is Cause.MEMORY and job["pass"] > job["longest"]:
+            job.update({"state": "queued", "worker": None, "pass": max(job["longest"], job["pass"] // 2)})
         elif job["crashes"] + 1 >= MAX_ATTEMPTS:
             self.end(job, "failed")
         else:
@@ -98,6 +109,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 other["key"] = None if other["key"] == key else other["key"]
             entry = {"id": job.id, "body": body, "key": key, "keyed": self.clock.wall, "auto_load": auto_load}
             entry |= {"state": "queued", "worker": None, "until": 0.0, "attempt": 0, "crashes": 0, "cancel": False}
+            entry |= {"deaths": 0, "died_at": -1, "pass": 0, "longest": 0, "swaps": 0}
             self.jobs.append(entry | {"step": 0, "version": None, "finished": None})
 
     @precondition(lambda self: self.jobs)
@@ -130,7 +142,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.leases.append((lease, job))
 
     @precondition(lambda self: self.leases)
-    @rule(pick=PICK, do=st.sampled_from(["renew", "check", "progress", "published", "fail", "cancelled", "release"]))
+    @rule(pick=PICK, do=st.sampled_from(DOINGS))
     def work(self, pick: int, do: str) -> None:
         lease, job = self.leases[-1 - pick % min(len(self.leases), 4)]  # the last ones, most of which still hold
         held = self.holds(lease, job)
@@ -144,6 +156,9 @@ class LedgerMachine(RuleBasedStateMachine):
             "fail": lambda: book.fail(lease, ERROR),
             "cancelled": lambda: book.cancelled(lease),
             "release": lambda: book.release(lease),
+            "orphaned": lambda: book.release(lease, orphaned=True),
+            "measured": lambda: book.measured(lease, largest=9, longest=4),
+            "shrink": lambda: book.shrink(lease, "memory ran out"),
         }
         if not held:
             with pytest.raises(LeaseLostError):
@@ -165,15 +180,37 @@ class LedgerMachine(RuleBasedStateMachine):
             job.update(state="queued", worker=None)
             if job["cancel"]:
                 self.end(job, "cancelled")
+        elif do == "orphaned":
+            self.take_back(job, Cause.SERVER)
+        elif do == "measured":
+            job.update({"pass": 9, "longest": 4})
+        elif do == "shrink":
+            assert (answer is None) == (job["pass"] <= job["longest"])
+            job["pass"] = max(job["longest"], job["pass"] // 2)
+            assert answer is None or answer.micro_tokens == job["pass"]
 
     # --- the supervisor ---
 
-    @rule(worker=WORKERS)
-    def expire(self, worker: str) -> None:
+    @rule(worker=WORKERS, cause=st.sampled_from(Cause))
+    def expire(self, worker: str, cause: Cause) -> None:
         dead = [job for job in self.where("training") if job["worker"] == worker]
-        assert self.book.expire(worker) == [job["id"] for job in dead]
+        assert self.book.expire(worker, cause=cause) == [job["id"] for job in dead]
         for job in dead:
-            self.take_back(job)
+            self.take_back(job, cause)
+
+    @precondition(lambda self: self.jobs)
+    @rule(pick=PICK, dies=st.booleans())
+    def begin_swap(self, pick: int, dies: bool) -> None:
+        candidates = self.where("swapping") or self.jobs
+        job = candidates[pick % len(candidates)]
+        may = job["state"] == "swapping" and job["swaps"] < MAX_SERVER_DEATHS
+        assert self.book.begin_swap(job["id"]) is may
+        if may and dies:
+            job["swaps"] += 1
+        elif may:
+            self.book.put_off_swap(job["id"])
+        elif job["state"] == "swapping":
+            self.end(job, "failed")
 
     @precondition(lambda self: self.jobs)
     @rule(pick=PICK, is_good=st.booleans())

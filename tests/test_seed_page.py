@@ -21,6 +21,8 @@ from typing import Any
 
 import pytest
 
+from seed_page import GROUP, QUESTION, ROLLOUTS, SCORED
+
 ROOT = Path(__file__).parent.parent
 READY_S = 240  # torch is imported and a model loaded, maybe while many tests run
 JOB_S = 120
@@ -29,38 +31,6 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed"),
     pytest.mark.xdist_group("seed page"),  # they share a server
 ]
-
-SUM = "What is 47 + 138? Reply with just the number."
-ROLLOUTS = """{
-    "prompts": [
-      [{"role": "user", "content": "What is 47 + 138? Reply with just the number."}],
-      [{"role": "user", "content": "What is 23 * 17? Reply with just the number."}]
-    ],
-    "n": 8,
-    "temperature": 0.9,
-    "max_tokens": 64,
-    "seed": 42
-  }"""
-SCORED = """{
-    "groups": [{
-      "messages": [{"role": "user", "content": "What is 47 + 138? Reply with just the number."}],
-      "completions": [
-        {"text": "185", "reward": 1.0},
-        {"text": "The answer is 184", "reward": 0.0},
-        {"text": "185.", "reward": 1.0},
-        {"text": "47 + 138 = 185", "reward": 0.8}
-      ]
-    }],
-    "config": {
-      "learning_rate": 1e-5,
-      "kl_coeff": 0.1,
-      "clip_epsilon": 0.2,
-      "lora_rank": 16,
-      "output_name": "math-correctness",
-      "auto_load": true
-    }
-  }"""
-GROUP = json.loads(SCORED)["groups"][0]
 
 
 @dataclass(frozen=True)
@@ -111,7 +81,7 @@ class Live:
         return job
 
     def chat(self, **options: Any) -> Any:
-        messages = [{"role": "user", "content": SUM}]
+        messages = [{"role": "user", "content": QUESTION}]
         return self.post("/v1/chat/completions", {"messages": messages, "max_tokens": 16, **options})
 
 

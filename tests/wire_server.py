@@ -229,6 +229,7 @@ class WireServer:
         return {
             "active": active,
             "active_version": self.active,
+            "keep_versions": 1,
             "available": [self.adapter(name) for name in sorted(names)],
         }
 
@@ -441,6 +442,7 @@ def _handler(server: WireServer) -> type[BaseHTTPRequestHandler]:
                 "step": 4,
                 "size_bytes": 3 << 20,
             }
+            entry["surplus"] = server.versions.get(name, 1) > 1
             entry |= {"version": f"{name}@1", "base_model": "toy", "parent": "base", "job_id": None, "metrics": METRICS}
             return server.adapter(name) | {"history": [entry]}
 

@@ -96,7 +96,7 @@ def show(
         return print_json(described)
     for key, value in described.items():
         if key == "history":
-            print_table([("", "version", "step", "parent", "reward", "created"), *map(_history_row, value)])
+            print_table([("", "version", "step", "parent", "reward", "created", ""), *map(_history_row, value)])
         else:
             print_line(f"{key:<14} {json.dumps(value) if isinstance(value, dict | list) else value}")
 
@@ -317,7 +317,10 @@ def _print_adapters(listed: Any, *, url: str) -> None:
         rows.append((mark, each.name, each.active_version or "", span, f"{each.size_bytes / 2**20:.1f} MiB", modified))
     if listed.available:
         print_table(rows)
-    say(f"* is active: {listed.active_version}; server {url}" if listed.available else f"no adapters on {url} yet")
+    if not listed.available:
+        return say(f"no adapters on {url} yet")
+    kept = f"; of each, the newest {listed.keep_versions} stay" if listed.keep_versions else ""
+    say(f"* is active: {listed.active_version}; server {url}{kept}")
 
 
 def _reward(metrics: Mapping[str, float]) -> str:
@@ -328,7 +331,8 @@ def _reward(metrics: Mapping[str, float]) -> str:
 def _history_row(version: Mapping[str, Any]) -> tuple[str, ...]:
     mark = "*" if version["active"] else ""
     texts = (str(version[key]) for key in ("version", "step", "parent"))
-    return (mark, *texts, _reward(version["metrics"]), str(version["created_at"]))
+    fate = "not kept" if version["surplus"] else ""
+    return (mark, *texts, _reward(version["metrics"]), str(version["created_at"]), fate)
 
 
 def _weight(text: str) -> tuple[str, float]:

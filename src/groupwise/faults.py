@@ -9,6 +9,7 @@ comparison.
 
     kill      SIGKILL to this process            raise     FaultInjected, a bug's stand-in
     enospc    OSError "no space left on device"  sleep=s   wait s seconds (0.1)
+    memory    MemoryError
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from groupwise.errors import ConfigError
 
 VARIABLE = "GROUPWISE_FAULTS"
-ACTIONS = ("kill", "raise", "enospc", "sleep")
+ACTIONS = ("kill", "raise", "enospc", "memory", "sleep")
 
 
 class FaultInjected(RuntimeError):
@@ -82,5 +83,7 @@ def _act(name: str, fault: _Fault) -> None:
         time.sleep(fault.seconds)
     elif fault.action == "enospc":
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (injected at {name})")
+    elif fault.action == "memory":
+        raise MemoryError(f"injected at {name}")
     else:
         raise FaultInjected(f"injected at {name}")

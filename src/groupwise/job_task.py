@@ -16,7 +16,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 from groupwise.algo.advantage import AdvantageSpec, has_signal, with_advantages
 from groupwise.algo.batch import count_loss_tokens
@@ -24,8 +24,9 @@ from groupwise.algo.loss import LossSpec
 from groupwise.errors import ContextLengthError, DataError, TrainingError
 from groupwise.job_config import GrpoJobConfig, SftJobConfig
 from groupwise.job_payload import GrpoPayload, ScoredGroup, SftPayload
+from groupwise.metrics import rollout_metrics
 from groupwise.model import LoadedModel
-from groupwise.rollout import Collected, rollout_metrics, samples_of
+from groupwise.rollout import samples_of
 from groupwise.train.learner import Learner, Metrics
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Sample, Turn
 
@@ -68,6 +69,17 @@ class Task:
     def accumulate(self, learner: Learner, step: int) -> Metrics:
         """Accumulate the gradient of step `step`."""
         raise NotImplementedError
+
+    @property
+    def largest(self) -> int:
+        """Tokens of the largest batch that goes through the model at once, a prompt counted once for its group."""
+        passes = [[self.samples[row] for row in self.batch(step)] for step in range(self.parts)]
+        return max(map(_packed, [*passes, *([self.samples] if self.reads_start else [])]))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample: no pass can have fewer."""
+        return max(len(sample.prompt_ids) + len(sample.completion_ids) for sample in self.samples)
 
     def tokens(self, step: int) -> int:
         """Completion tokens of step `step`."""
@@ -154,7 +166,7 @@ def _grpo_task(config: GrpoJobConfig, payload: GrpoPayload) -> GrpoTask:
     per_group = [samples_of([group]) for group in with_advantages(kept, advantage)]
     ends = list(accumulate(map(len, per_group)))
     samples = [sample for group in per_group for sample in group]
-    measured = rollout_metrics(Collected(groups=tuple(kept), sampled=tuple(groups)), advantage)
+    measured = rollout_metrics(groups, trained=kept, advantage=advantage)
     return GrpoTask(
         samples=samples,
         groups=[range(end - len(group), end) for end, group in zip(ends, per_group, strict=True)],
@@ -192,6 +204,12 @@ def _sft_task(config: SftJobConfig, payload: SftPayload) -> SftTask:
         seed=config.seed,
         facts={"data/examples": float(len(samples))},
     )
+
+
+def _packed(samples: Sequence[Sample]) -> int:
+    """Tokens of a batch, where neighbours with equal prompts share theirs."""
+    prompts = [prompt for prompt, _ in groupby(sample.prompt_ids for sample in samples)]
+    return sum(map(len, prompts)) + sum(len(sample.completion_ids) for sample in samples)
 
 
 def _check_readable(samples: Sequence[Sample], base: LoadedModel) -> None:

@@ -9,6 +9,7 @@ It loads the model once, then leases, trains, publishes. A thread renews the lea
     cancelled          within a step
     SIGTERM            finish the step, checkpoint, give the job back, exit 0
     a full disk        give the job back and try again later, a number of times
+    out of memory      again from its checkpoint with half the tokens in a pass, until one sample alone is a pass
     killed, crashed    the supervisor, or the end of the lease, has the job leased again; it goes on from its checkpoint
     lease lost         another worker has the job: stop, write nothing
 
@@ -27,20 +28,31 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from groupwise import adapter_files as files
 from groupwise.adapters import AdapterStore
-from groupwise.errors import GroupwiseError, Interrupted, LeaseLostError, NotReadyError, StorageError, TryAgainError
+from groupwise.errors import (
+    GroupwiseError,
+    Interrupted,
+    LeaseLostError,
+    ModelError,
+    NotReadyError,
+    StorageError,
+    TryAgainError,
+)
 from groupwise.job_checkpoint import Checkpoints
 from groupwise.ledger import Ledger
 from groupwise.ledger_schema import Lease
-from groupwise.model import load_model
+from groupwise.model import LoadedModel, load_model, resolve_device, resolve_dtype
+from groupwise.model_ipc import attach_weights
 from groupwise.model_map import map_weights
 from groupwise.train_job import JobCancelled, Workplace, run_job
 
@@ -48,7 +60,7 @@ BEAT_S = 1.0  # of the thread
 LEASE_S = 30.0
 RENEW_S = 5.0
 POLL_S = 0.2  # between two looks into an empty queue
-PARENT_GRACE_S = 10.0  # for the step that is being done when the parent dies
+PARENT_GRACE_S = 10.0  # for the step that is being done when the parent dies; none over the parent's own memory
 PREDECESSOR_S = 15.0  # how long to wait for a worker whose parent died
 PAUSE_S = 30.0  # after the disk was full
 MAX_PAUSES = 20  # of one job
@@ -66,6 +78,7 @@ class Pulse:
 
     def __init__(self, ledger: Ledger, *, parent: int | None = None):
         self.stopping = False
+        self.patience_s = PARENT_GRACE_S
         self._ledger, self._parent = ledger, parent
         self._lease: Lease | None = None
         self._lost: LeaseLostError | None = None
@@ -87,6 +100,11 @@ class Pulse:
             yield
         finally:
             self._lease = None
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether the parent is gone."""
+        return self._parent is not None and os.getppid() != self._parent
 
     def attend(self) -> None:
         """Raise what is to end the job at hand: LeaseLostError, JobCancelled or Interrupted."""
@@ -118,11 +136,11 @@ class Pulse:
                 fails = True
 
     def _mind_parent(self) -> None:
-        if self._parent is None or os.getppid() == self._parent:
+        if not self.orphaned:
             return
         self._orphan_since = self._orphan_since or time.monotonic()
         self.stopping = True
-        if time.monotonic() - self._orphan_since > PARENT_GRACE_S:
+        if time.monotonic() - self._orphan_since >= self.patience_s:
             log.error("the parent process is gone; the job goes on from its last checkpoint another time")
             os._exit(1)
 
@@ -147,9 +165,7 @@ class Worker:
                 self._rest(POLL_S)
             else:
                 self.do(lease)
-                gc.collect()  # module trees refer to themselves
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
+                _free_memory()
 
     def do(self, lease: Lease) -> None:
         """Do one job and record how it ended."""
@@ -161,6 +177,12 @@ class Worker:
             log.warning("job %s: %s", lease.job.id, error.message)
 
     def _do(self, lease: Lease) -> None:
+        smaller: Lease | None = lease
+        while smaller is not None:
+            smaller = self._attempt(smaller)
+
+    def _attempt(self, lease: Lease) -> Lease | None:
+        """One run at the job; the lease to go on with if memory ran out and the job's passes can be smaller."""
         ledger = self._place.ledger
         try:
             version = run_job(lease, self._place, attend=self._pulse.attend)
@@ -173,14 +195,26 @@ class Worker:
             Checkpoints(self._place.state_dir, lease.job.id).discard()
         except Interrupted:
             log.info("job %s: given back", lease.job.id)
-            self._record(lambda: ledger.release(lease))
+            self._record(lambda: ledger.release(lease, orphaned=self._pulse.orphaned))
         except (StorageError, TryAgainError) as error:
             self._pause(lease, error)
         except Exception as error:
+            if is_memory(error) and (smaller := self._shrink(lease, error)):
+                return smaller
             log.error("job %s failed: %s", lease.job.id, error, exc_info=not isinstance(error, GroupwiseError))
             self._fail(lease, error)
             if "CUDA error" in str(error):  # after one of those every further call fails: a new process is needed
                 raise SystemExit(1) from error
+
+    def _shrink(self, lease: Lease, error: Exception) -> Lease | None:
+        log.warning("job %s: memory ran out: %s", lease.job.id, error)
+        traceback.clear_frames(error.__traceback__)  # which hold what did not fit
+        _free_memory()
+        try:
+            job = self._place.ledger.shrink(lease, describe(error)["message"] or "")
+        except (StorageError, TryAgainError):
+            return None
+        return None if job is None else replace(lease, job=job)
 
     def _fail(self, lease: Lease, error: Exception) -> None:
         reason = describe(error)
@@ -217,6 +251,18 @@ class Worker:
             time.sleep(min(POLL_S, seconds))
 
 
+def is_memory(error: Exception) -> bool:
+    """Whether memory ran out."""
+    said = isinstance(error, RuntimeError) and any(each in str(error) for each in _NO_MEMORY)
+    return said or isinstance(error, MemoryError | torch.OutOfMemoryError)
+
+
+def _free_memory() -> None:
+    gc.collect()  # module trees refer to themselves
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def describe(error: Exception) -> dict[str, str | None]:
     """{"code", "message", "hint"} of what ended a job, in the words of a request."""
     text = str(error).strip().splitlines()
@@ -224,8 +270,11 @@ def describe(error: Exception) -> dict[str, str | None]:
     if isinstance(error, GroupwiseError):
         hint = None if error.hint is None else _in_request_words(error.hint)
         return {"code": error.code, "message": _in_request_words(error.message), "hint": hint}
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(each in str(error) for each in _NO_MEMORY):
-        hint = "lower micro_tokens, set gradient_checkpointing, or post fewer or shorter completions"
+    if is_memory(error):
+        hint = (
+            "passes were made as small as they can be: set gradient_checkpointing, post shorter completions, or lower "
+        )
+        hint += "lora_rank"
         return {"code": "out_of_memory", "message": f"memory ran out: {first}", "hint": hint}
     hint = "this is a bug; logs/worker.log has the traceback"
     return {"code": "internal_error", "message": f"{type(error).__name__}: {first}", "hint": hint}
@@ -266,7 +315,7 @@ def _work(options: argparse.Namespace, parent: int) -> None:
         store = AdapterStore(state / "adapters")
         for warning in store.warnings:
             log.warning("%s", warning)
-        base = load_model(options.model, device=options.device, dtype=options.dtype)
+        base = _load(options, pulse, parent)
         with _alone(state, pulse):
             files.sweep(state)  # weights that another worker died writing
             map_weights(base, state)
@@ -276,26 +325,44 @@ def _work(options: argparse.Namespace, parent: int) -> None:
             Worker(place, pulse, name=options.worker).serve()
 
 
+def _load(options: argparse.Namespace, pulse: Pulse, parent: int) -> LoadedModel:
+    """The base model: on a GPU over the server's weights where it offers them, else with weights of its own."""
+    device = resolve_device(options.device)
+    if options.weights is not None and device.type == "cuda":
+        try:
+            dtype = str(resolve_dtype(options.dtype, device)).removeprefix("torch.")
+            base = load_model(options.model, device="cpu", dtype=dtype)
+            attach_weights(base, options.weights, parent=parent)
+        except ModelError as error:
+            log.warning("%s; this process has a copy of its own on the GPU", error.message)
+        else:
+            pulse.patience_s = 0.0  # the memory is the parent's
+            _die_with_parent(parent, by=signal.SIGKILL)
+            return base
+    return load_model(options.model, device=options.device, dtype=options.dtype)
+
+
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m groupwise.jobs", description="Train the jobs of a server.")
     parser.add_argument("--state", type=Path, required=True, help="the server's state directory")
     parser.add_argument("--model", required=True, help="'starter', a directory or a Hugging Face name")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--weights", type=Path, help="where the parent offers its base weights")
     parser.add_argument("--threads", type=int, help="of torch; its own choice without")
     parser.add_argument("--worker", default="worker", help="the name to lease under")
     parser.add_argument("--parent", type=int, help="the process to end with; the one that started this without")
     return parser.parse_args(arguments)
 
 
-def _die_with_parent(parent: int | None) -> int | None:
-    """Ask the kernel (Linux) for SIGTERM when the parent dies; returns the parent, for kernels that do not tell.
+def _die_with_parent(parent: int | None, *, by: signal.Signals = signal.SIGTERM) -> int | None:
+    """Ask the kernel (Linux) for a signal when the parent dies; returns the parent, for kernels that do not tell.
 
     None if it is gone already: it died while this process was still importing.
     """
     parent = parent or os.getppid()
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
     return parent if os.getppid() == parent else None
 
 

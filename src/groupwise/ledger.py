@@ -2,12 +2,13 @@
 
     queued --lease--> running --published--> running, phase "swapping" --complete--> completed
        ^                 |  |                                      `--refuse_swap--> failed
-       `----release------'  `--fail--> failed     `--cancelled--> cancelled
+       `-release, expire-'  `--fail--> failed     `--cancelled--> cancelled
 
 The server submits, cancels and completes; a worker leases a job and reports on it. A lease is for some seconds and is
 renewed by a heartbeat; a worker that dies or stalls loses it, and the job is leased again. Each lease has a number, the
 attempt, that is never given out twice for a job: every write of a worker checks (worker, attempt), so that one that
 wakes up late changes nothing (LeaseLostError). A job therefore may run more than once but publishes at most once.
+`ledger_attempts` says how often it may, and what else becomes of a job whose worker died.
 
     <state>/ledger.db             jobs, events, idempotency keys, recent rollouts
     <state>/spool/<job>.json      what the job trains on; on the disk before the job is accepted
@@ -34,14 +35,16 @@ from typing import Any
 from uuid import uuid4
 
 from groupwise import faults
+from groupwise import ledger_attempts as attempts
 from groupwise.errors import (
     DataError,
     GroupwiseError,
     IdempotencyConflictError,
-    LeaseLostError,
     NotCancellableError,
     QueueFullError,
 )
+from groupwise.ledger_attempts import MAX_SERVER_DEATHS, finish, held_by, is_live, until
+from groupwise.ledger_attempts import Cause as Cause
 from groupwise.ledger_schema import (
     FORGET_ROWS,
     JOBS,
@@ -74,7 +77,6 @@ RETRY_SECONDS = 30.0  # what a client is told when the queue is full
 _TORN_SECONDS = 3600.0  # a temporary file this old has no writer any more
 _ID = re.compile(r"[0-9a-f]{32}")
 
-_HELD = "SELECT * FROM job WHERE id = ? AND worker = ? AND attempt = ? AND state = 'running' AND version IS NULL"
 _TRAINING = "SELECT * FROM job WHERE state = 'running' AND version IS NULL"
 
 
@@ -223,8 +225,8 @@ class Ledger:
             if not row["cancel_requested"]:
                 update_job(db, row["seq"], cancel_requested=True)
                 record_event(db, row["seq"], "message", "cancel requested")
-            if row["state"] == JobState.QUEUED or not _is_live(row):
-                _finish(db, row["seq"], JobState.CANCELLED, "cancelled")
+            if row["state"] == JobState.QUEUED or not is_live(row):
+                finish(db, row["seq"], JobState.CANCELLED, "cancelled")
             return read_job(db, id)
 
     # --- the worker's half ---
@@ -236,14 +238,14 @@ class Ledger:
         """
         with self._db.transaction("leasing a job") as db:
             for row in db.execute(_TRAINING).fetchall():
-                if not _is_live(row):
-                    self._take_back(db, row)
+                if not is_live(row):
+                    attempts.take_back(db, row, Cause.CRASH, max_attempts=self.max_attempts)
             row = db.execute("SELECT * FROM job WHERE state = 'queued' ORDER BY seq LIMIT 1").fetchone()
             if row is None:
                 return None
             attempt, now = row["attempt"] + 1, time.time()
             update_job(db, row["seq"], state=JobState.RUNNING, phase="loading", worker=worker, attempt=attempt)
-            update_job(db, row["seq"], started_at=row["started_at"] or now, **_until(seconds))
+            update_job(db, row["seq"], started_at=row["started_at"] or now, **until(seconds))
             data = {"state": JobState.RUNNING, "phase": "loading", "attempt": attempt}
             record_event(db, row["seq"], "state", f"attempt {attempt} begins", data=data)
             lease = Lease(read_job(db, row["id"]), worker, attempt)
@@ -253,14 +255,14 @@ class Ledger:
     def renew(self, lease: Lease, *, seconds: float = 30) -> bool:
         """Hold the job for `seconds` from now; returns whether somebody asked to cancel it. Raises LeaseLostError."""
         with self._db.transaction("renewing a lease") as db:
-            row = _held_by(db, lease)
-            update_job(db, row["seq"], **_until(seconds))
+            row = held_by(db, lease)
+            update_job(db, row["seq"], **until(seconds))
             return bool(row["cancel_requested"])
 
     def check(self, lease: Lease) -> None:
         """Raise LeaseLostError unless the worker still holds the job."""
         with self._db.reading("checking a lease") as db:
-            _held_by(db, lease)
+            held_by(db, lease)
 
     def progress(
         self,
@@ -275,7 +277,7 @@ class Ledger:
         if phase not in WORKER_PHASES:
             raise ValueError(f"phase is {phase!r}; it must be one of {', '.join(WORKER_PHASES)}")
         with self._db.transaction("recording a job's progress") as db:
-            row = _held_by(db, lease)
+            row = held_by(db, lease)
             step = row["step"] if step is None else step
             update_job(db, row["seq"], phase=phase, step=step)
             if phase != row["phase"]:
@@ -298,7 +300,7 @@ class Ledger:
         """
         faults.point("publish:before-ledger")
         with self._db.transaction("recording a publication") as db:
-            row = _held_by(db, lease)
+            row = held_by(db, lease)
             late = "; the request to cancel came too late" if row["cancel_requested"] else ""
             update_job(
                 db, row["seq"], version=version, phase="swapping", cancel_requested=False, worker=None, lease_until=0
@@ -306,46 +308,59 @@ class Ledger:
             data = {"state": JobState.RUNNING, "phase": "swapping", "version": version, "attempt": lease.attempt}
             record_event(db, row["seq"], "state", f"published {version}{late}", data=data)
             if not row["auto_load"]:
-                _finish(db, row["seq"], JobState.COMPLETED, "completed without loading it, as asked")
+                finish(db, row["seq"], JobState.COMPLETED, "completed without loading it, as asked")
         faults.point("publish:after-ledger")
 
     def fail(self, lease: Lease, error: Mapping[str, Any]) -> None:
         """The job cannot succeed: final. `error` is {"code", "message", "hint"}. Raises LeaseLostError."""
         with self._db.transaction("recording a failure") as db:
-            row = _held_by(db, lease)
-            _finish(db, row["seq"], JobState.FAILED, str(error.get("message", "failed")), error=error)
+            row = held_by(db, lease)
+            finish(db, row["seq"], JobState.FAILED, str(error.get("message", "failed")), error=error)
 
     def cancelled(self, lease: Lease) -> None:
         """The worker has stopped as it was asked to: final. Raises LeaseLostError."""
         with self._db.transaction("recording a cancellation") as db:
-            _finish(db, _held_by(db, lease)["seq"], JobState.CANCELLED, "cancelled")
+            finish(db, held_by(db, lease)["seq"], JobState.CANCELLED, "cancelled")
 
-    def release(self, lease: Lease) -> None:
-        """An orderly stop: the job waits again, and this attempt does not count. Raises LeaseLostError."""
-        with self._db.transaction("releasing a job") as db:
-            row = _held_by(db, lease)
-            if row["cancel_requested"]:
-                _finish(db, row["seq"], JobState.CANCELLED, "cancelled")
-                return
-            update_job(db, row["seq"], released=row["released"] + 1)
-            _requeue(db, row["seq"], "the worker stopped in order; the job waits for the next", level="info")
+    def release(self, lease: Lease, *, orphaned: bool = False) -> None:
+        """The worker has saved and stops: the job waits again, and this attempt does not count. Raises LeaseLostError.
 
-    def expire(self, worker: str, *, counted: bool = True) -> list[str]:
-        """That worker is dead: the jobs it held can be leased at once. Returns their ids.
-
-        `counted=False`: the jobs are not to blame (the server was killed, say), so the attempt does not count.
+        `orphaned` says that it stops because the server died; see `ledger_attempts` for what that counts for.
         """
+        with self._db.transaction("releasing a job") as db:
+            attempts.release(db, held_by(db, lease), orphaned=orphaned)
+
+    def measured(self, lease: Lease, *, largest: int, longest: int) -> None:
+        """What memory depends on: the tokens of the job's `largest` pass, and of its `longest` sample."""
+        with self._db.transaction("recording the size of a job") as db:
+            update_job(db, held_by(db, lease)["seq"], pass_tokens=largest, least_tokens=longest)
+
+    def shrink(self, lease: Lease, reason: str) -> Job | None:
+        """Memory ran out: the job is to go on with half the tokens in a pass. None if its passes cannot be smaller.
+
+        Raises LeaseLostError.
+        """
+        with self._db.transaction("making a job's passes smaller") as db:
+            row = held_by(db, lease)
+            if (tokens := attempts.shrink(db, row)) is None:
+                return None
+            message = f"{reason}; the job goes on with {attempts.in_passes(tokens)}"
+            record_event(db, row["seq"], "message", message, level="warning", data={"micro_tokens": tokens})
+            return read_job(db, row["id"])
+
+    def expire(self, worker: str, *, cause: Cause = Cause.CRASH) -> list[str]:
+        """That worker is dead, of this cause: the jobs it held can be leased at once, or fail. Returns their ids."""
         with self._db.transaction("taking back a dead worker's jobs") as db:
             rows = db.execute(f"{_TRAINING} AND worker = ? ORDER BY seq", (worker,)).fetchall()
             for row in rows:
-                self._take_back(db, row, counted=counted)
+                attempts.take_back(db, row, cause, max_attempts=self.max_attempts)
         return [row["id"] for row in rows]
 
     def overdue(self, worker: str) -> list[str]:
         """The jobs whose lease this worker has let expire, oldest first: it hangs, or is dead."""
         with self._db.reading("looking for expired leases") as db:
             rows = db.execute(f"{_TRAINING} AND worker = ? ORDER BY seq", (worker,)).fetchall()
-        return [row["id"] for row in rows if not _is_live(row)]
+        return [row["id"] for row in rows if not is_live(row)]
 
     # --- the server's half ---
 
@@ -354,6 +369,30 @@ class Ledger:
         query = f"{JOBS} WHERE state = 'running' AND version IS NOT NULL ORDER BY seq"
         with self._db.reading("listing the published jobs") as db:
             return [to_job(row) for row in db.execute(query)]
+
+    def begin_swap(self, id: str) -> bool:
+        """Note that the job's version is being swapped in. False if nothing is to be, or if servers have died of it so
+        often that the job is failed.
+
+        Whoever begins one ends it: by `complete`, `refuse_swap` or `put_off_swap`. Raises JobNotFoundError.
+        """
+        with self._db.transaction("beginning a swap") as db:
+            row = read_row(db, id)
+            if row["version"] is None or row["state"] != JobState.RUNNING:
+                return False
+            if row["swaps_begun"] < MAX_SERVER_DEATHS:
+                update_job(db, row["seq"], swaps_begun=row["swaps_begun"] + 1)
+                return True
+            what = f"while {row['version']}, which stays in the store, was being swapped in"
+            error = attempts.server_deaths(row["swaps_begun"], what)
+            finish(db, row["seq"], JobState.FAILED, error["message"], error=error)
+            return False
+
+    def put_off_swap(self, id: str) -> None:
+        """A swap did not end, and it was not the server that died. Raises JobNotFoundError."""
+        with self._db.transaction("putting off a swap") as db:
+            row = read_row(db, id)
+            update_job(db, row["seq"], swaps_begun=max(0, row["swaps_begun"] - 1))
 
     def complete(self, id: str, *, message: str = "") -> Job:
         """The job's version is active (or need not be). Again is harmless. Raises JobNotFoundError."""
@@ -372,7 +411,7 @@ class Ledger:
             if row["version"] is None or row["state"] not in (JobState.RUNNING, state):
                 raise ValueError(f"job {id} is {row['state']} in phase {row['phase']}; no swap of it can end")
             if row["state"] == JobState.RUNNING:
-                _finish(db, row["seq"], state, message, error=error)
+                finish(db, row["seq"], state, message, error=error)
             return read_job(db, id)
 
     # --- rollouts ---
@@ -460,46 +499,6 @@ class Ledger:
             if db.execute("SELECT 1 FROM job WHERE id = ?", (id,)).fetchone() is None:
                 (self._spool / f"{id}.json").unlink(missing_ok=True)
 
-    def _take_back(self, db: sqlite3.Connection, row: sqlite3.Row, *, counted: bool = True) -> None:
-        """End an attempt whose worker is gone: the job waits again, unless it was to be cancelled or fails for good."""
-        attempts = row["attempt"] - row["released"]
-        if row["cancel_requested"]:
-            _finish(db, row["seq"], JobState.CANCELLED, "cancelled")
-        elif not counted:
-            update_job(db, row["seq"], released=row["released"] + 1)
-            message = f"attempt {row['attempt']} ended with the server; the job waits for another"
-            _requeue(db, row["seq"], message, level="warning")
-        elif attempts >= self.max_attempts:
-            message = f"{attempts} attempts crashed; the last in phase {row['phase']!r} at step {row['step']}"
-            hint = "see logs/worker.log; if memory ran out, ask for fewer or shorter completions or a lower rank"
-            error = {"code": "crashed_repeatedly", "message": message, "hint": hint}
-            _finish(db, row["seq"], JobState.FAILED, message, error=error)
-        else:
-            message = f"attempt {row['attempt']} ended without a word; the job waits for another"
-            _requeue(db, row["seq"], message, level="warning")
-
-
-def _is_live(row: sqlite3.Row) -> bool:
-    """Whether the lease still holds. More time left than was ever given means that the clock began anew: a reboot."""
-    return 0 < row["lease_until"] - time.monotonic() <= row["lease_seconds"] + 1  # 1: for rounding
-
-
-def _until(seconds: float) -> dict[str, float]:
-    return {"lease_until": time.monotonic() + seconds, "lease_seconds": seconds}
-
-
-def _held_by(db: sqlite3.Connection, lease: Lease) -> sqlite3.Row:
-    """The row of the leased job. Raises LeaseLostError unless the lease is the one that holds it."""
-    row = db.execute(_HELD, (lease.job.id, lease.worker, lease.attempt)).fetchone()
-    if row is None:
-        now = db.execute("SELECT state, attempt FROM job WHERE id = ?", (lease.job.id,)).fetchone()
-        where = f"it is {now['state']}, attempt {now['attempt']}" if now else "it is forgotten"
-        raise LeaseLostError(
-            f"{lease.worker} no longer holds job {lease.job.id} (attempt {lease.attempt}): {where}",
-            hint="stop working on it and drop what was made",
-        )
-    return row
-
 
 def _check_room(db: sqlite3.Connection, max_queued: int) -> None:
     waiting = db.execute("SELECT count(*) FROM job WHERE state = 'queued'").fetchone()[0]
@@ -509,23 +508,6 @@ def _check_room(db: sqlite3.Connection, max_queued: int) -> None:
             hint="wait for one to start, or cancel one",
             retry_after=RETRY_SECONDS,
         )
-
-
-def _requeue(db: sqlite3.Connection, seq: int, message: str, *, level: str) -> None:
-    update_job(db, seq, state=JobState.QUEUED, phase="waiting", worker=None, lease_until=0)
-    record_event(db, seq, "state", message, level=level, data={"state": JobState.QUEUED, "phase": "waiting"})
-
-
-def _finish(
-    db: sqlite3.Connection, seq: int, state: JobState, message: str, *, error: Mapping[str, Any] | None = None
-) -> None:
-    update_job(db, seq, state=state, finished_at=time.time(), worker=None, lease_until=0)
-    if state is JobState.FAILED:
-        update_job(db, seq, error=dump(error))
-    else:
-        update_job(db, seq, phase="done")
-    data = {"state": state, **({"error": error} if error else {})}
-    record_event(db, seq, "state", message, level="error" if state is JobState.FAILED else "info", data=data)
 
 
 def _write(path: Path, data: bytes) -> None:

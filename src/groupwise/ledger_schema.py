@@ -87,6 +87,17 @@ MIGRATIONS = (
     );
     CREATE INDEX rollout_age ON rollout (created_at)
     """,
+    """
+    -- deaths of the server while the job was leased, in a row without a step further than death_step
+    ALTER TABLE job ADD COLUMN server_deaths INTEGER NOT NULL DEFAULT 0;
+    ALTER TABLE job ADD COLUMN death_step INTEGER NOT NULL DEFAULT -1;
+    -- swaps that were begun and did not end, since the server died in them
+    ALTER TABLE job ADD COLUMN swaps_begun INTEGER NOT NULL DEFAULT 0;
+    -- tokens: of a pass after memory ran out (else as configured), of the largest pass, of the longest sample
+    ALTER TABLE job ADD COLUMN micro_tokens INTEGER;
+    ALTER TABLE job ADD COLUMN pass_tokens INTEGER;
+    ALTER TABLE job ADD COLUMN least_tokens INTEGER
+    """,
 )
 
 JOBS = """
@@ -127,7 +138,8 @@ class Job:
 
     `phase` is one of PHASES; a failed job keeps the one it failed in. `attempt` counts how often a worker took it.
     `metrics` are those of the last step, without the ones that were not finite. `error` is {"code", "message", "hint"}.
-    `position` is 1 for the next of the waiting jobs, and None unless it waits.
+    `position` is 1 for the next of the waiting jobs, and None unless it waits. `micro_tokens` is None until memory ran
+    out: then the number of tokens in a pass that the job goes on with, instead of its configuration's.
     """
 
     id: str
@@ -149,6 +161,7 @@ class Job:
     started_at: float | None
     finished_at: float | None
     position: int | None
+    micro_tokens: int | None = None
 
     @property
     def progress(self) -> float:

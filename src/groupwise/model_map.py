@@ -6,8 +6,8 @@ transformers maps the model's own files where they hold the type that is run in:
 (a bfloat16 file that is run in float32) the converted weights are written once, to `base-<hash>-<type>.safetensors`,
 and mapped from there. Processes that map the same file share its memory, and the kernel may drop and re-read it.
 
-The mapping is private: a process that wrote to a base weight would get a copy of that page. Nothing here does. On a GPU
-each process has its own copy.
+The mapping is private: a process that wrote to a base weight would get a copy of that page. Nothing here does. On a
+GPU it is `model_ipc` that shares.
 """
 
 from __future__ import annotations

@@ -123,7 +123,11 @@ def run_job(lease: Lease, place: Workplace, *, attend: Callable[[], None]) -> Po
 def _open(lease: Lease, place: Workplace) -> _Run:
     job = lease.job
     config = parse_job_config(job.kind, job.config)
+    if job.micro_tokens is not None:  # memory ran out before
+        config = config.model_copy(update={"micro_tokens": job.micro_tokens})
     task = make_task(config, parse_payload(job.kind, place.ledger.payload(job.id)), base=place.base)
+    largest = min(task.largest, max(config.micro_tokens, task.longest))
+    place.ledger.measured(lease, largest=largest, longest=task.longest)
     run = _resumed(lease, place, config, task)
     return _begun(lease, place, config, task) if run is None else run
 

@@ -491,11 +491,24 @@ def test_score_is_what_sampling_reported(open_engine, make_base, make_adapter):
         [[completion]] = engine.generate([asked])
         scored = engine.score(asked.prompt_ids, completion.token_ids, version, temperature=0.7)
         assert scored == pytest.approx(completion.logprobs, abs=1e-9)
-    assert engine.score((1, 2), (), BASE) == ()
+    assert engine.score((1, 2), (), BASE) == engine.score_top((1, 2), (), BASE, top=2) == ()
     with pytest.raises(AdapterNotFoundError):
         engine.score((1, 2), (3,), SECOND)
     with pytest.raises(ContextLengthError):
         engine.score((1,) * 60, (2,) * 60, BASE)
+
+
+@pytest.mark.parametrize("at_once", [512, 2])
+def test_score_top_is_what_sampling_reported(open_engine, monkeypatch, at_once):
+    monkeypatch.setattr("groupwise.engine.local.SCORED_AT_ONCE", at_once)
+    engine = open_engine()
+    asked = request(2, max_tokens=5, temperature=0.7, top_logprobs=3, ignore_eos=True)
+    [[completion]] = engine.generate([asked])
+    scored = engine.score_top(asked.prompt_ids, completion.token_ids, BASE, temperature=0.7, top=3)
+    assert [logprob for logprob, _ in scored] == pytest.approx(completion.logprobs, abs=1e-9)
+    for (_, mine), theirs in zip(scored, completion.top_logprobs, strict=True):
+        assert [i for i, _ in mine] == [i for i, _ in theirs]
+        assert [value for _, value in mine] == pytest.approx([value for _, value in theirs], abs=1e-9)
 
 
 def test_a_composed_adapter_is_the_weighted_sum(open_engine, make_base, make_adapter):

@@ -403,6 +403,16 @@ def test_show(api: Api, published):
     assert error["code"] == "adapter_not_found" and "math@2" in error["hint"]
 
 
+def test_what_is_older_than_the_versions_that_are_kept_is_marked(api: Api, directories: list[Path]):
+    for i in range(12):
+        job = None if i == 1 else f"job-{i}"  # the second is somebody's own
+        info = Provenance(base_model="tiny", base_hash=api.base.hash, job=job)
+        api.store.import_(directories[0], "math", info=info)
+    assert api.json("GET", "")["keep_versions"] == 10
+    assert [each["version"] for each in api.json("GET", "/math")["history"] if each["surplus"]] == ["math@1"]
+    assert [each["surplus"] for each in api.json("GET", "/math@1")["history"]] == [True]
+
+
 def test_a_damaged_version_is_left_out(api: Api, published):
     (api.store.path(PolicyVersion("math", 2)) / "groupwise.json").write_text("{")
     assert api.json("GET", "/math")["versions"] == ["math@1"]

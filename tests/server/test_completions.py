@@ -43,8 +43,9 @@ def ids_of(text: str) -> tuple[int, ...]:
     return encode_prompt(Prompt(id="", text=text), starter().tokenizer).token_ids
 
 
-def sampled(api: Served, text: str, *, n: int = 1, **params):
-    request = SamplingRequest(prompt_ids=ids_of(text), n=n, params=SamplingParams(**{"max_tokens": 64, **params}))
+def sampled(api: Served, prompt: str | tuple[int, ...], *, n: int = 1, **params):
+    ids = ids_of(prompt) if isinstance(prompt, str) else prompt
+    request = SamplingRequest(prompt_ids=ids, n=n, params=SamplingParams(**{"max_tokens": 64, **params}))
     return api.engine.generate([request])[0]
 
 
@@ -111,7 +112,13 @@ def test_a_prompt_can_be_scored_alone(api: Served, client: OpenAI) -> None:
     assert first.logprobs.token_logprobs[0] is None
     assert first.logprobs.token_logprobs[1:] == pytest.approx(api.engine.score(ids[:1], ids[1:], BASE), abs=1e-6)
     assert "".join(first.logprobs.tokens) == first.text == QUESTION + "185<|im_end|>"
-    assert first.logprobs.top_logprobs == [None] * len(ids)
+    none, *tops = first.logprobs.top_logprobs
+    assert none is None and all(len(top) == 1 for top in tops)
+    scored = zip(first.logprobs.tokens[1:], first.logprobs.token_logprobs[1:], tops, strict=True)
+    assert all(max(top.values()) > logprob or top == {token: logprob} for token, logprob, top in scored)
+    for length in (1, 5, len(ids) - 1):  # the likeliest token is what greedy sampling takes
+        (greedy,) = sampled(api, ids[:length], temperature=0, max_tokens=1, ignore_eos=True)
+        assert list(tops[length - 1].values()) == pytest.approx([greedy.logprobs[0]], abs=1e-5)
     assert len(second.logprobs.tokens) == 2 and answer.usage.completion_tokens == 0
     assert first.finish_reason == "length"
     streamed = ask(client, QUESTION + "185<|im_end|>", max_tokens=0, echo=True, logprobs=1, stream=True)

@@ -15,10 +15,10 @@ from fastapi import FastAPI, Request
 from starlette.responses import StreamingResponse
 from starlette.testclient import TestClient
 
-from groupwise.errors import ConflictError, NotReadyError, StorageError
+from groupwise.errors import ConflictError, NotReadyError, OverloadedError, StorageError
 from groupwise.server.config import ServeConfig
 from groupwise.server.envelope import add_handlers
-from groupwise.server.guard import Gate, Guard, read_body
+from groupwise.server.guard import SMALL, Gate, Guard, _Places, _Receiving, read_body
 from groupwise.server.openapi import describe
 from groupwise.server.protocol import ChatRequest
 from groupwise.server.protocol_train import GrpoRequest
@@ -187,6 +187,13 @@ def test_bugs_and_paths_do_not_show(site: Site, caplog: pytest.LogCaptureFixture
     assert "/srv" not in site.http.get("/full").text and "<state_dir>/adapters" in site.http.get("/full").text
 
 
+def test_a_full_disk_is_a_line_in_the_log_not_a_traceback(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    assert site.http.get("/full").status_code == 507
+    (record,) = caplog.records
+    assert (record.levelname, record.exc_info) == ("WARNING", None)
+    assert "GET /full: publishing failed" in record.getMessage()
+
+
 @pytest.mark.parametrize("given", ["a" * 65, "a b", "é".encode(), "a;b", ""])
 def test_a_request_id_is_kept_only_if_it_is_one(site: Site, given: Any) -> None:
     assert site.http.get("/health", headers={"x-request-id": "ok_1-A"}).headers["x-request-id"] == "ok_1-A"
@@ -312,6 +319,62 @@ def test_so_many_at_once_so_many_waiting_and_then_429() -> None:
         site.go.set()
         assert [read(connection).status for connection in (*first, waiting)] == [200, 200, 200]
         assert _get(port, "/hold", "POST").status == 200
+
+
+@pytest.mark.parametrize(
+    ("chunks", "placed"),
+    [
+        ([b"x" * 10], [True]),
+        ([b"x" * 10, b"x" * 10, b"x"], [False, False, True]),  # a small one, once it is whole
+        ([b"x" * SMALL, b"x", b"x"], [False, True, True]),  # a large one, from where it is no longer small
+        ([b"x" * (SMALL + 1), b""], [True, True]),
+    ],
+)
+def test_a_body_takes_a_place_once_it_is_whole_or_no_longer_small(chunks: list[bytes], placed: list[bool]) -> None:
+    taken: list[int] = []
+    messages = [{"type": "http.request", "body": chunk, "more_body": True} for chunk in chunks]
+    messages[-1]["more_body"] = False
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    async def take() -> None:
+        taken.append(1)
+
+    async def run() -> list[bool]:
+        body = _Receiving(receive, (1 << 30, "train_body_bytes"), ServeConfig(), take)
+        async with asyncio.timeout(10) as body.deadline:
+            seen = []
+            for _ in chunks:
+                await body()
+                seen.append(bool(taken))
+            return seen
+
+    assert asyncio.run(run()) == placed and len(taken) == 1
+
+
+def test_places_are_taken_in_turn_and_given_back() -> None:
+    async def run() -> None:
+        places, order = _Places(1, 2, patience_s=10), []
+
+        async def visit(name: str) -> None:
+            async with places.held():
+                order.append(name)
+                await asyncio.sleep(0)
+
+        async with places.held():
+            waiting = [asyncio.create_task(visit(name)) for name in "ab"]
+            await asyncio.sleep(0)
+            with pytest.raises(OverloadedError) as refused:
+                async with places.held():
+                    pass
+            assert refused.value.message == "1 requests are being answered and 2 wait"
+        await asyncio.gather(*waiting)
+        assert order == ["a", "b"]
+        async with places.held():  # nobody holds one any more
+            pass
+
+    asyncio.run(run())
 
 
 def test_who_waits_too_long_for_a_place_is_told() -> None:

@@ -104,6 +104,55 @@ def test_every_operation_names_the_key_and_the_guards_errors(document: dict[str,
         assert operation["summary"] and operation.get("description"), (method, path)
 
 
+ELSEWHERE = {  # answered where there is no operation, or in a stream; or a base of others
+    *("route_not_found", "method_not_allowed", "invalid_http", "bad_request", "client_too_slow", "try_again"),
+}
+
+
+def test_every_error_code_of_the_guide_is_in_the_document_with_its_status(document: dict[str, Any]) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    told = set(re.findall(r"^### `(\w+)`\n\n(\d{3})\b", guide, re.MULTILINE))
+    named = {
+        (code, status)
+        for _, _, operation in operations(document)
+        for status, response in operation["responses"].items()
+        for code in re.findall(r"`(\w+)`", response["description"])
+    }
+    assert {each for each in told - named if each[0] not in ELSEWHERE} == set()
+    assert len(told) > 30
+
+
+def test_a_submission_names_its_own_errors(document: dict[str, Any]) -> None:
+    described = {
+        path: document["paths"][path]["post"]["responses"]["400"]["description"]
+        for path in ("/v1/train/grpo", "/v1/train/sft", "/v1/completions/batch")
+    }
+    for code in ("no_signal", "rollout_not_found", "context_length_exceeded", "invalid_messages", "limit_exceeded"):
+        assert f"`{code}`" in described["/v1/train/grpo"], code
+    assert "`no_signal`" not in described["/v1/train/sft"]
+    assert "`unsupported_parameter`" in described["/v1/completions/batch"]
+
+
+def test_answers_name_the_headers_that_they_bring(document: dict[str, Any]) -> None:
+    headers = document["components"]["headers"]
+    for path, method, operation in operations(document):
+        for status, response in operation["responses"].items():
+            expected = {"x-request-id": "RequestId"}
+            expected |= {"retry-after": "RetryAfter"} if status in ("429", "503") else {}
+            expected |= {"x-should-retry": "ShouldRetry"} if status in ("408", "409", "413", "504", "507") else {}
+            found = {name: each["$ref"].rpartition("/")[2] for name, each in response["headers"].items()}
+            assert found == expected and headers.keys() >= set(found.values()), (method, path, status)
+
+
+def test_lists_say_how_many_they_need(document: dict[str, Any]) -> None:
+    schemas = document["components"]["schemas"]
+    least = {("GrpoRequest", "groups"): 1, ("SftRequest", "examples"): 1, ("ScoredGroup", "completions"): 2}
+    for (name, field), count in least.items():
+        assert schemas[name]["properties"][field]["minItems"] == count, name
+    for field in ("token_ids", "prompt_token_ids"):
+        assert schemas["ScoredCompletion"]["properties"][field]["anyOf"][0]["minItems"] == 1
+
+
 def test_every_route_but_health_needs_the_key(site: Whole, document: dict[str, Any]) -> None:
     paths = [(path, method) for path, method, _ in operations(document)]
     for path, method in [*paths, ("/openapi.json", "GET"), ("/nowhere", "GET"), ("/docs", "GET")]:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from groupwise.errors import RequestError
+from groupwise.server import bodies
 from groupwise.server.bodies import parse_body
 from groupwise.server.config import ServeConfig
 from groupwise.server.protocol import AnsweredMessage, ChatChoice, ChatCompletion, ChatRequest, Usage, as_messages
@@ -110,7 +111,7 @@ def test_the_smaller_of_both_names_of_max_tokens_counts() -> None:
 # ---- what is refused ----
 REFUSED: list[tuple[type[BaseModel], dict[str, Any], str, str]] = [
     (ChatRequest, {"messages": []}, "messages", "at least 1 item"),
-    (ChatRequest, {"messages": "hi"}, "messages", "'hi'; it must be a list"),
+    (ChatRequest, {"messages": "hi"}, "messages", "messages is 'hi'; it must be a list of messages"),
     (ChatRequest, {"messages": [{"role": "user"}]}, "messages[0].content", "role 'user' needs content"),
     (ChatRequest, {"messages": [{"role": "assistant"}]}, "messages[0].content", "content or tool_calls"),
     (ChatRequest, {"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "'king'"),
@@ -154,7 +155,7 @@ REFUSED: list[tuple[type[BaseModel], dict[str, Any], str, str]] = [
     (CompletionRequest, {"prompt": "x", "max_tokens": 0}, "max_tokens", "needs echo"),
     (CompletionRequest, {}, "prompt", "required and missing"),
     (BatchRequest, {"prompts": []}, "prompts", "at least 1 item"),
-    (BatchRequest, {"prompts": ["hi"]}, "prompts[0]", "must be a list"),
+    (BatchRequest, {"prompts": ["hi"]}, "prompts[0]", "prompts[0] is 'hi'; it must be a list of messages"),
     (BatchRequest, {"prompts": [HI], "strem": 1}, "strem", "unknown"),
     (GrpoRequest, {"groups": [{"messages": HI, "completions": [{"text": "a", "reward": "1.0"}]}]},
      "groups[0].completions[0].reward", "'1.0'"),
@@ -330,6 +331,14 @@ def test_a_hundred_thousand_bad_items_are_not_told_apart(model: type[BaseModel],
 def test_an_object_of_ours_has_few_keys() -> None:
     error = refusal(LoadRequest, b"{" + b",".join(b'"%d":0' % i for i in range(5000)) + b"}")
     assert "5000 keys" in error.message
+
+
+def test_a_body_of_ours_has_a_bounded_number_of_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "MAX_OBJECTS", 5)
+    parse(GrpoRequest, {"groups": [{"messages": HI, "completions": PAIR}]})  # the body, a group, a message, two
+    refused = refusal(GrpoRequest, {"groups": [{"messages": HI, "completions": [*PAIR, PAIR[0]]}]})
+    assert refused.code == "invalid_json" and "more than 5 objects; send several smaller requests" in refused.message
+    parse(ChatRequest, {"messages": HI * 9})  # OpenAI's routes have smaller bodies instead
 
 
 def test_the_number_of_untold_problems_is_told() -> None:

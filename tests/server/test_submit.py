@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import seed_page
 from groupwise.adapter_files import Provenance
 from groupwise.adapters import AdapterStore
 from groupwise.errors import RequestError
@@ -18,26 +19,7 @@ from groupwise.server.bodies import parse_body
 from groupwise.server.protocol_train import GrpoRequest, SftRequest
 from groupwise.server.submit import Submission, prepare_grpo, prepare_sft
 
-QUESTION = [{"role": "user", "content": "What is 47 + 138? Reply with just the number."}]
-SEED_PAGE = """{
-    "groups": [{
-      "messages": [{"role": "user", "content": "What is 47 + 138? Reply with just the number."}],
-      "completions": [
-        {"text": "185", "reward": 1.0},
-        {"text": "The answer is 184", "reward": 0.0},
-        {"text": "185.", "reward": 1.0},
-        {"text": "47 + 138 = 185", "reward": 0.8}
-      ]
-    }],
-    "config": {
-      "learning_rate": 1e-5,
-      "kl_coeff": 0.1,
-      "clip_epsilon": 0.2,
-      "lora_rank": 16,
-      "output_name": "math-correctness",
-      "auto_load": true
-    }
-  }"""
+QUESTION = [{"role": "user", "content": seed_page.QUESTION}]
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +109,7 @@ def payload_of(submission: Submission) -> Any:
 
 
 def test_the_seed_pages_example_is_accepted_word_for_word(grpo: Grpo) -> None:
-    submission = grpo.raw(SEED_PAGE)
+    submission = grpo.raw(seed_page.SCORED)
     assert (submission.kind, submission.adapter, submission.auto_load) == ("grpo", "math-correctness", True)
     assert submission.steps == 1 and submission.warnings == []
     config = parse_job_config("grpo", submission.config)

@@ -18,7 +18,9 @@ from groupwise.engine.local import LocalEngine
 from groupwise.errors import NotReadyError, StorageError, SwapRefusedError
 from groupwise.job_config import GrpoJobConfig
 from groupwise.ledger import JobState, Ledger
+from groupwise.ledger_attempts import MAX_SERVER_DEATHS
 from groupwise.model import LoadedModel, load_model
+from groupwise.server import memory
 from groupwise.server.policies import Policies
 from groupwise.server.protocol import ChatMessage
 from groupwise.server.protocol_train import GrpoRequest, ScoredCompletion, ScoredGroup
@@ -50,6 +52,18 @@ ledger.release(held)
 POISONED = """
 held = lease()
 print("\\n".join(f"line {i}" for i in range(100)), file=sys.stderr, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+STARVED = """
+held = lease()
+if held.job.micro_tokens == 100:
+    ledger.published(held, "math@1")
+    time.sleep(60)
+ledger.measured(held, largest=held.job.micro_tokens or 800, longest=100)
+counts = state / "vmstat"
+head, count, tail = counts.read_text().splitlines()
+counts.write_text(f"{head}\\noom_kill {int(count.split()[1]) + 1}\\n{tail}\\n")
+print("dying", flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 HANGING = """
@@ -329,16 +343,46 @@ def test_what_a_killed_server_left_running_is_leased_at_once(ledger: Ledger) -> 
     assert time.monotonic() - began < 10
 
 
-def test_a_server_that_is_killed_again_and_again_fails_no_job(ledger: Ledger) -> None:
+def test_a_job_is_not_to_blame_for_a_few_deaths_of_the_server_but_for_many_without_progress(ledger: Ledger) -> None:
     id = submit(ledger)
-    for attempt in range(1, 6):
+    for death in range(1, MAX_SERVER_DEATHS + 1):
         assert ledger.lease(WORKER, seconds=30) is not None  # and server and worker are killed
+        expected = JobState.QUEUED if death < MAX_SERVER_DEATHS else JobState.FAILED
 
-        async def test(supervisor: Supervisor, attempt: int = attempt) -> None:
-            await until(lambda: ledger.job(id).state is JobState.QUEUED)
-            assert ledger.job(id).attempt == attempt
+        async def test(supervisor: Supervisor, expected: JobState = expected) -> None:
+            await until(lambda: ledger.job(id).state is expected)
 
         supervise(ledger, "time.sleep(60)", test, stop_s=0.0)
+    error = ledger.job(id).error
+    assert error is not None and error["code"] == "server_died_repeatedly"
+
+
+def test_a_worker_that_the_kernel_ended_for_want_of_memory_goes_on_in_smaller_passes(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel's count is a file of the test's; the worker, its SIGKILL and everything else are real."""
+    counts = ledger.path.parent / "vmstat"
+    counts.write_text("nr_free_pages 12345\noom_kill 7\npgfault 1\n")
+    monkeypatch.setattr(memory, "COUNTS", counts)
+    id = submit(ledger)
+
+    async def test(supervisor: Supervisor) -> None:
+        await until(lambda: ledger.job(id).state is JobState.COMPLETED)
+
+    supervisor = supervise(ledger, STARVED, test)
+    job = ledger.job(id)
+    assert (job.attempt, job.micro_tokens) == (4, 100)  # 400, 200, 100: no attempt of it counted
+    assert supervisor.status.last_exit == "SIGKILL, for want of memory"
+    assert supervisor.last_words(id) == "dying"
+
+
+def test_the_kernels_count_is_read_where_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "COUNTS", tmp_path / "nowhere")
+    assert memory.oom_kills() == 0
+    monkeypatch.setattr(memory, "COUNTS", tmp_path / "vmstat")
+    for text, count in (("oom_kill 3\n", 3), ("oom_killer 4\n", 0), ("oom_kill many\n", 0), ("", 0)):
+        (tmp_path / "vmstat").write_text(text)
+        assert memory.oom_kills() == count
 
 
 def test_a_worker_that_is_stopped_by_force_was_no_attempt_that_failed(ledger: Ledger) -> None:
@@ -477,6 +521,34 @@ def test_what_passes_by_itself_is_tried_again(ledger: Ledger, passing: Exception
     swaps = Swaps(passing, passing)
     swap_once(ledger, swaps, [id])
     assert ledger.job(id).state is JobState.COMPLETED and swaps.asked == ["math@1"] * 3
+
+
+def test_a_swap_in_which_servers_died_is_not_tried_for_ever(ledger: Ledger, monkeypatch) -> None:
+    """But one that is put off, by a full disk or an orderly stop, may be tried as often as it takes."""
+    monkeypatch.setattr("groupwise.server.supervisor.SWAP_AGAIN_S", 0.0)
+    put_off, poison = publish(ledger), publish(ledger, "math@2")
+    for _ in range(MAX_SERVER_DEATHS):
+        assert ledger.begin_swap(poison)
+    swaps = Swaps(*[StorageError("the disk is full") for _ in range(2 * MAX_SERVER_DEATHS)])
+    swap_once(ledger, swaps, [put_off, poison])
+    assert "math@2" not in swaps.asked and ledger.job(put_off).state is JobState.COMPLETED
+    error = ledger.job(poison).error
+    assert error is not None and error["code"] == "server_died_repeatedly"
+
+
+def test_a_stop_in_the_middle_of_a_swap_is_no_death(ledger: Ledger, monkeypatch) -> None:
+    monkeypatch.setattr("groupwise.server.supervisor.SWAP_AGAIN_S", 0.0)
+    id = publish(ledger)
+    for _ in range(MAX_SERVER_DEATHS + 1):
+        swaps = Swaps(NotReadyError("busy"), seconds=0.1)
+
+        async def test(supervisor: Supervisor, swaps: Swaps = swaps) -> None:
+            await until(lambda: len(swaps.asked) == 2)  # the second would succeed
+
+        supervise(ledger, IDLE, test, swaps=swaps, stop_s=0.0)
+        assert ledger.job(id).state is JobState.RUNNING
+    swap_once(ledger, Swaps(), [id])
+    assert ledger.job(id).state is JobState.COMPLETED
 
 
 def test_a_swap_that_takes_too_long_is_tried_again_not_waited_for(ledger: Ledger, monkeypatch) -> None:

@@ -25,26 +25,9 @@ from groupwise.server.config import ServeConfig
 from groupwise.server.envelope import add_handlers
 from groupwise.server.protocol_train import SftRequest
 from groupwise.server.state import Server
+from seed_page import SCORED
 
-SEED_PAGE = json.loads("""{
-    "groups": [{
-      "messages": [{"role": "user", "content": "What is 47 + 138? Reply with just the number."}],
-      "completions": [
-        {"text": "185", "reward": 1.0},
-        {"text": "The answer is 184", "reward": 0.0},
-        {"text": "185.", "reward": 1.0},
-        {"text": "47 + 138 = 185", "reward": 0.8}
-      ]
-    }],
-    "config": {
-      "learning_rate": 1e-5,
-      "kl_coeff": 0.1,
-      "clip_epsilon": 0.2,
-      "lora_rank": 16,
-      "output_name": "math-correctness",
-      "auto_load": true
-    }
-  }""")
+SEED_PAGE = json.loads(SCORED)
 CHAT = {"messages": [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]}
 KILN_STATUS = {"job_id", "state", "progress", "current_loss", "adapter_name", "started_at", "elapsed_secs"}
 
@@ -435,12 +418,39 @@ def test_a_stopping_server_ends_the_streams_of_jobs_that_wait_for_the_next_one(s
 
 
 @pytest.mark.parametrize(
-    ("headers", "params"), [({"last-event-id": "abc"}, {}), ({"last-event-id": "-1"}, {}), ({}, {"after": -1})]
+    ("headers", "params"),
+    [
+        ({"last-event-id": "abc"}, {}),
+        ({"last-event-id": "-1"}, {}),
+        ({"last-event-id": "1" * 19}, {}),
+        ({}, {"after": -1}),
+        ({}, {"after": 10**18}),
+    ],
 )
 def test_an_id_that_is_none_is_refused(site: Site, headers: dict[str, str], params: dict[str, int]) -> None:
     id = site.submit()["job_id"]
     answer = site.http.get(f"/v1/train/events/{id}", headers=headers, params=params)
     assert site.error(answer, 400)["code"] == "invalid_value"
+
+
+@pytest.mark.parametrize("way", ["header", "query"])
+def test_the_largest_id_there_can_be_is_one(site: Site, way: str) -> None:
+    id = site.submit()["job_id"]
+    site.ledger.cancel(id)
+    last = str(10**18 - 1)
+    options = {"headers": {"last-event-id": last}} if way == "header" else {"params": {"after": last}}
+    assert site.http.get(f"/v1/train/events/{id}", **options).status_code == 204
+
+
+def test_a_job_that_ran_out_of_memory_says_with_what_it_went_on(site: Site) -> None:
+    id = site.submit()["job_id"]
+    assert site.get(f"status/{id}")["warnings"] == []
+    lease = site.ledger.lease("w")
+    assert lease is not None
+    site.ledger.measured(lease, largest=900, longest=100)
+    site.ledger.shrink(lease, "memory ran out")
+    (warning,) = site.get(f"status/{id}")["warnings"]
+    assert "at most 450 tokens in a pass; config.micro_tokens is 8192" in warning
 
 
 # ---- cancelling ----

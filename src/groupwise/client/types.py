@@ -285,7 +285,8 @@ class Health:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterVersion:
-    """One version, and where it came from. `parent` is the version that its training started from."""
+    """One version, and where it came from. `parent` is the version that its training started from. A `surplus` one is
+    older than what the server keeps, and goes once nothing needs it."""
 
     version: str
     number: int
@@ -296,6 +297,7 @@ class AdapterVersion:
     parent: str = ""
     step: int = 0
     job_id: str | None = None
+    surplus: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -316,10 +318,12 @@ class Adapter:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterList:
-    """Every adapter. `active` is a name, None for the base model; `active_version` is "name@number" or "base"."""
+    """Every adapter. `active` is a name, None for the base model; `active_version` is "name@number" or "base". Of what
+    jobs make, the newest `keep_versions` of each adapter are kept; None keeps all."""
 
     active: str | None = None
     active_version: str = BASE
+    keep_versions: int | None = None
     available: tuple[Adapter, ...] = ()
 
 

@@ -52,6 +52,7 @@ from groupwise.server.protocol_adapters import (
     LoadRequest,
     MergeRequest,
 )
+from groupwise.server.retention import surplus
 from groupwise.server.state import Server, server_of
 from groupwise.server.wire import documented
 from groupwise.types import BASE, PolicyVersion
@@ -92,6 +93,7 @@ def list_adapters(request: Request) -> AdapterList:
     return AdapterList(
         active=None if active.is_base else active.name,
         active_version=str(active),
+        keep_versions=server.config.keep_versions,
         available=[AdapterSummary(**_summary(infos, active)) for infos in by_name.values()],
     )
 
@@ -100,13 +102,16 @@ def list_adapters(request: Request) -> AdapterList:
 def show_adapter(name: str, request: Request) -> AdapterDetail:
     """One adapter with the provenance and metrics of its versions."""
     server = server_of(request)
-    active, infos = server.policies.active, []
-    for version in _versions(server, name):
-        with suppress(AdapterError):  # damaged, and set aside just now
-            infos.append(server.store.info(version))
+    active, versions = server.policies.active, _versions(server, name)
+    every: list[AdapterInfo] = []
+    for version in server.store.versions(versions[0].name):
+        with suppress(AdapterError, AdapterNotFoundError):  # damaged, and set aside just now; or deleted
+            every.append(server.store.info(version))
+    infos = [info for info in every if info.version in versions]
     if not infos:
         raise AdapterNotFoundError(f"there is no undamaged version of {name!r}")
-    history = [_history(info, active) for info in infos]
+    old = surplus(every, keep=server.config.keep_versions)
+    history = [_history(info, active, surplus=info.version in old) for info in infos]
     return AdapterDetail(**_summary(infos, active), history=history)
 
 
@@ -124,7 +129,7 @@ def _summary(infos: Sequence[AdapterInfo], active: PolicyVersion) -> dict[str, A
     }
 
 
-def _history(info: AdapterInfo, active: PolicyVersion) -> AdapterVersion:
+def _history(info: AdapterInfo, active: PolicyVersion, *, surplus: bool) -> AdapterVersion:
     return AdapterVersion(
         version=str(info.version),
         number=info.version.number,
@@ -135,6 +140,7 @@ def _history(info: AdapterInfo, active: PolicyVersion) -> AdapterVersion:
         parent=str(info.parent),
         step=info.step,
         job_id=info.job,
+        surplus=surplus,
         metrics={key: value for key, value in info.metrics.items() if math.isfinite(value)},
     )
 

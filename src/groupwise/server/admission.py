@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from groupwise.errors import (
+    AdapterError,
     AdapterNotFoundError,
     ChatError,
     ContextLengthError,
@@ -42,6 +43,7 @@ SAMPLING_ERRORS = (
     ContextLengthError,
     ModelError,
     AdapterNotFoundError,
+    AdapterError,
     OverloadedError,
     DeadlineError,
 )  # what every route that samples may answer

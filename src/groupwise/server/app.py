@@ -155,7 +155,7 @@ class _Process:
             if not begun.done():
                 _exit_now("stopped while the model was being loaded")  # a thread that loads cannot be interrupted
             await begun
-            tasks.append(asyncio.create_task(_keep_house(ledger)))
+            tasks += [asyncio.create_task(_keep_house(ledger)), asyncio.create_task(self._keep_versions())]
             self._announce(f"ready on {url_of(self._listener)}")
             await _first(asyncio.create_task(self._stop.wait()), tasks[0])
             await self._drain()
@@ -191,6 +191,15 @@ class _Process:
         from groupwise.server.connections import close_overdue
 
         await close_overdue(self._uvicorn.server_state.connections, seconds=self._config.header_timeout_s)
+
+    async def _keep_versions(self) -> None:
+        """Remove adapter versions that are older than those that are kept."""
+        from groupwise.server.retention import Retention
+
+        server = self._server
+        assert server is not None
+        keep = self._config.keep_versions
+        await Retention(store=server.store, ledger=server.ledger, policies=server.policies, keep=keep).run()
 
     async def _drain(self) -> None:
         """No new requests; those in flight, and the worker, have `shutdown_timeout_s`."""

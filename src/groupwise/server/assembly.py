@@ -10,6 +10,7 @@ from groupwise.adapters import AdapterStore
 from groupwise.engine.local import LocalEngine
 from groupwise.ledger import Ledger
 from groupwise.model import load_model
+from groupwise.model_ipc import FILE, offer_weights
 from groupwise.model_map import map_weights
 from groupwise.server.admin import gauges
 from groupwise.server.config import ServeConfig
@@ -51,6 +52,7 @@ def assemble(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder:
     disable_progress_bar()  # of loading the weights; the server says itself what it does
     base = load_model(config.model, device=config.device, dtype=config.dtype)
     map_weights(base, state_dir)  # the worker maps the same file
+    weights = state_dir / FILE  # or, on a GPU, opens the same memory
     engine = LocalEngine(base, max_rows=config.batch_rows, reserved_rows=config.batch_rows // RESERVED)
     policies = RecordedPolicies(
         store, engine, base=base, served_name=config.served_name, max_loaded=config.max_loaded_adapters
@@ -62,6 +64,7 @@ def assemble(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder:
         dtype=config.dtype,
         device=config.device,
         threads=config.worker_threads,
+        weights=weights if offer_weights(base, weights) else None,
     )
     supervisor = Supervisor(
         ledger=ledger,

@@ -56,7 +56,10 @@ if TYPE_CHECKING:
 router = APIRouter(tags=["OpenAI"])
 
 
-@router.post("/v1/chat/completions", **documented(ChatRequest, ChatCompletion, errors=SAMPLING_ERRORS, streams=True))
+@router.post(
+    "/v1/chat/completions",
+    **documented(ChatRequest, ChatCompletion, errors=SAMPLING_ERRORS, codes=["unsupported_content"], streams=True),
+)
 async def chat_completions(http: Request) -> Response:
     """The next turn of a conversation, by the active policy or the one that `model` or `adapter` names.
 

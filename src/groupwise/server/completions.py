@@ -1,7 +1,7 @@
 """POST /v1/completions: raw prompts (texts or token ids) and what follows them, whole or streamed.
 
 The prompt is sampled as it is: special tokens in it count. Choices are ordered by prompt, then by `n`. With `echo` the
-prompt stands in front of the completion; its log-probabilities come from one forward pass and have no alternatives.
+prompt stands in front of the completion; its log-probabilities and their alternatives come from one forward pass.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ if TYPE_CHECKING:
 router = APIRouter(tags=["OpenAI"])
 
 
-@router.post("/v1/completions", **documented(CompletionRequest, TextCompletion, errors=SAMPLING_ERRORS, streams=True))
+@router.post(
+    "/v1/completions",
+    **documented(CompletionRequest, TextCompletion, errors=SAMPLING_ERRORS, codes=["batch_too_large"], streams=True),
+)
 async def completions(http: Request) -> Response:
     """What follows each prompt, by the active policy or the one that `model` or `adapter` names.
 
@@ -173,9 +176,9 @@ class _Answer:
         scored = []
         for request in self._asked.requests:
             first, *others = request.prompt_ids
-            temperature = request.params.temperature
-            logprobs = await asyncio.to_thread(engine.score, [first], others, version, temperature=temperature)
-            scored.append([_Row(first), *(_Row(i, logprob) for i, logprob in zip(others, logprobs, strict=True))])
+            options = {"temperature": request.params.temperature, "top": self._body.logprobs}
+            rows = await asyncio.to_thread(engine.score_top, [first], others, version, **options)
+            scored.append([_Row(first), *(_Row(i, *row) for i, row in zip(others, rows, strict=True))])
         return scored
 
     # ---- the shapes ----

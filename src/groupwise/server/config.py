@@ -120,6 +120,8 @@ class ServeConfig(Section):
     """Training jobs that wait."""
     max_loaded_adapters: int = Field(default=8, ge=1)
     """Adapter versions in memory at once, besides the active one; while all are in use a further one gets 429."""
+    keep_versions: int | None = Field(default=10, ge=1)
+    """How many versions that jobs made are kept of each adapter; older ones go once nothing needs them. null: all."""
     min_free_bytes: int = Field(default=GIB, ge=0)
     """Free disk space below which the server says that it is not ready and takes no jobs."""
     worker_threads: int | None = Field(default=None, ge=1)

@@ -24,7 +24,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import compile_path
 
-from groupwise.errors import DeadlineError, GroupwiseError, NotReadyError, RequestError, TryAgainError
+from groupwise.errors import DeadlineError, GroupwiseError, NotReadyError, RequestError, StorageError, TryAgainError
 from groupwise.server.wire import ErrorBody, ErrorEnvelope
 
 ECHO = 64  # the longest piece of a request that a message repeats, characters
@@ -125,7 +125,9 @@ def add_handlers(app: FastAPI, *, without: str | None = None) -> None:
 
     async def known(request: Request, error: Exception) -> Response:
         assert isinstance(error, GroupwiseError)
-        if error.status >= 500 and not isinstance(error, TryAgainError):
+        if isinstance(error, StorageError):  # while the disk is full that is every other request
+            log.warning("%s %s: %s", request.method, printable(request.url.path), error.message)
+        elif error.status >= 500 and not isinstance(error, TryAgainError):
             log.error("%s %s: %s", request.method, printable(request.url.path), error, exc_info=error)
         return respond(error, without=without)
 

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from groupwise.server.config import ServeConfig
+from groupwise.server.envelope import NO_RETRY
 from groupwise.server.wire import REF, ErrorEnvelope, with_limits
 
 ABOUT = """Sample groups, score them yourself, train a LoRA adapter on how each did in its group, and be answered by it.
@@ -36,6 +37,11 @@ WITH_BODY = {
     415: "`unsupported_media_type`: not JSON, or compressed",
 }
 ALWAYS_OPEN = "/health"
+HEADERS = {
+    "RequestId": ("x-request-id", "Finds the request in the server's log.", {"type": "string"}),
+    "RetryAfter": ("retry-after", "Seconds after which it may succeed.", {"type": "integer", "minimum": 1}),
+    "ShouldRetry": ("x-should-retry", "Sending it again as it is will not help.", {"const": "false"}),
+}
 
 
 def describe(app: FastAPI, config: ServeConfig) -> None:
@@ -52,6 +58,7 @@ def describe(app: FastAPI, config: ServeConfig) -> None:
 def _document(app: FastAPI, config: ServeConfig) -> dict[str, Any]:
     document = get_openapi(title=app.title, version=app.version, description=ABOUT, routes=app.routes)
     components = document.setdefault("components", {})
+    components["headers"] = {key: {"description": what, "schema": kind} for key, (_, what, kind) in HEADERS.items()}
     schemas = components.setdefault("schemas", {})
     for path, operation in _operations(document):
         for name, schema in operation.pop("x-definitions", {}).items():
@@ -89,4 +96,14 @@ def _complete(operation: dict[str, Any], path: str, *, keyed: bool) -> None:
         known = responses.setdefault(str(status), {"description": ""})
         known["description"] = "; ".join(filter(None, (known["description"], text)))
         known.setdefault("content", {"application/json": {"schema": {"$ref": REF.format(model="ErrorEnvelope")}}})
+    for status, response in responses.items():
+        response["headers"] = dict(_headers(status))
     operation["responses"] = dict(sorted(responses.items()))
+
+
+def _headers(status: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """The headers of an answer with this status."""
+    sent = {"RequestId": True, "RetryAfter": status in ("429", "503"), "ShouldRetry": int(status) in NO_RETRY}
+    for key, (name, *_) in HEADERS.items():
+        if sent[key]:
+            yield name, {"$ref": f"#/components/headers/{key}"}

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -252,6 +252,31 @@ class Policies:
                         self._unload(version)
             finally:
                 self._deleting.difference_update(versions)
+
+    async def prune(self, versions: Collection[PolicyVersion]) -> list[PolicyVersion]:
+        """Remove those of `versions` that nobody needs, and return them. Raises StorageError.
+
+        The active one, those that requests use, the one that rollback would go to, and the newest of a name stay.
+        """
+        async with self._changing:
+            kept = {self._active, self._store.active, *(version for version, users in self.in_use.items() if users)}
+            free = set(versions) - kept
+            self._deleting.update(free)
+            try:
+                removed = await asyncio.to_thread(self._prune, free)
+                for version in removed:
+                    if version in self._loaded and self._loaded[version].idle:
+                        self._unload(version)
+            finally:
+                self._deleting.difference_update(free)
+        return removed
+
+    def _prune(self, versions: Collection[PolicyVersion]) -> list[PolicyVersion]:
+        removed: list[PolicyVersion] = []
+        for name in {version.name for version in versions}:
+            others = set(self._store.versions(name)).difference(versions)
+            removed += self._store.prune(name, keep=1, protect=others)
+        return removed
 
     def verify_files(self, directory: Path) -> None:
         """Raise AdapterError unless the engine can load this adapter over the base; for threads, not for the loop."""

@@ -65,6 +65,9 @@ class AdapterVersion(Answer):
     """The version that its training started from."""
     step: int
     job_id: str | None
+    surplus: bool
+    """Older than the newest `keep_versions` that jobs made: removed once it is neither active, nor the one active
+    before, nor in use, nor what a job that has not ended begins from."""
     metrics: dict[str, float]
 
 
@@ -89,6 +92,8 @@ class AdapterList(Answer):
     """The active adapter's name; null is the base model."""
     active_version: str
     """The active version: `name@number`, or `base`."""
+    keep_versions: int | None
+    """How many versions that jobs made are kept of each adapter; null keeps all."""
     available: list[AdapterSummary]
 
 

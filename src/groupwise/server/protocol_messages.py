@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
 
 from groupwise import types
 from groupwise.server.config import MOST_MESSAGES
+from groupwise.server.envelope import echo
 from groupwise.server.wire import AtMost, FailFast, JsonObject, Part, fault
 
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
@@ -93,9 +103,20 @@ class ChatMessage(Part):
         return message  # pyright: ignore[reportReturnType]
 
 
+def _no_text(value: Any) -> Any:
+    if isinstance(value, str):
+        hint = 'write [{"role": "user", "content": "..."}]'
+        raise fault("invalid_value", "is {value}; it must be a list of messages", value=echo(value), hint=hint)
+    return value
+
+
 # Pydantic's own bound ends the reading there; `max_messages` is compared when all messages have become objects.
 Conversation = Annotated[
-    list[ChatMessage], FailFast(), Field(min_length=1, max_length=MOST_MESSAGES), AtMost("max_messages")
+    list[ChatMessage],
+    FailFast(),
+    Field(min_length=1, max_length=MOST_MESSAGES),
+    AtMost("max_messages"),
+    BeforeValidator(_no_text),
 ]
 
 

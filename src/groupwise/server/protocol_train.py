@@ -17,6 +17,14 @@ from groupwise.server.wire import Answer, FailFast, OwnPart, OwnRequest, absent
 RolloutId = Annotated[str, Field(min_length=1, max_length=64)]
 
 
+def _at_least(count: int) -> Any:
+    """The document's `minItems`; `submit` refuses less, in better words."""
+    return Field(json_schema_extra={"minItems": count})
+
+
+SampledIds = Annotated[TokenIds, _at_least(1)]
+
+
 def _under_config(kind: str) -> dict[str, str]:
     """Where options go that people write beside `config`."""
     known = {name: f"config.{name}: options go under config" for name in MODELS[kind].model_fields}
@@ -34,11 +42,11 @@ class ScoredCompletion(OwnPart):
     """The whole reply, as it was sampled."""
     rollout_id: RolloutId | None = None
     """What /v1/completions/batch called it: its tokens and their log-probabilities are known here."""
-    token_ids: TokenIds | None = None
+    token_ids: SampledIds | None = None
     """Its tokens, the end of the turn included."""
     logprobs: Annotated[list[float], FailFast()] | None = None
     """The log-probability with which each of `token_ids` was sampled."""
-    prompt_token_ids: TokenIds | None = None
+    prompt_token_ids: SampledIds | None = None
     """Beside `token_ids`: the prompt they follow, where the group has no `messages`."""
 
 
@@ -49,7 +57,7 @@ class ScoredGroup(OwnPart):
     """The conversation up to where the assistant speaks."""
     tools: Tools | None = None
     chat_template_kwargs: TemplateOptions | None = None
-    completions: Annotated[list[ScoredCompletion], FailFast()]
+    completions: Annotated[list[ScoredCompletion], FailFast(), _at_least(2)]
     """At least two, or there is nothing to compare."""
 
 
@@ -65,7 +73,7 @@ class GrpoRequest(OwnRequest):
         "prompts": "groups[i].messages",
     }
 
-    groups: Annotated[list[ScoredGroup], FailFast()]
+    groups: Annotated[list[ScoredGroup], FailFast(), _at_least(1)]
     config: GrpoJobConfig = GrpoJobConfig()
 
 
@@ -86,7 +94,7 @@ class SftRequest(OwnRequest):
         "messages": "examples[i].messages",
     }
 
-    examples: Annotated[list[SftExample], FailFast()]
+    examples: Annotated[list[SftExample], FailFast(), _at_least(1)]
     config: SftJobConfig = SftJobConfig()
 
 

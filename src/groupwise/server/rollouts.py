@@ -33,10 +33,12 @@ from groupwise.types import Completion, Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_ERRORS, _CODES = (*SAMPLING_ERRORS, StorageError), ("batch_too_large", "unsupported_content")
+
 router = APIRouter(tags=["rollouts"])
 
 
-@router.post("/v1/completions/batch", **documented(BatchRequest, BatchAnswer, errors=[*SAMPLING_ERRORS, StorageError]))
+@router.post("/v1/completions/batch", **documented(BatchRequest, BatchAnswer, errors=_ERRORS, codes=_CODES))
 async def batch(http: Request) -> Response:
     """`n` completions of each conversation, by the active policy or the one that `model` or `adapter` names.
 

@@ -1,6 +1,7 @@
 """The supervisor: keeps the worker process alive, and turns what it publishes into the active policy.
 
     worker dies                  its jobs can be leased at once; it starts again after 1, 2, 4, ... up to 60 s
+    ... for want of memory       as above, in smaller passes (`ledger_attempts`)
     worker outlives its lease    it hangs: SIGKILL, then as above; unless the disk is full, so that it cannot renew
     job is published             `policies.swap(version)`, then `completed`; or `failed`, and the old version stays
     server stops                 SIGTERM (the worker saves, releases its lease and exits), SIGKILL at the deadline
@@ -9,7 +10,8 @@ The worker writes straight into `logs/worker.log`, so that neither waits for the
 end of what it said is kept beside that file: a job that is given up because it killed its workers can say how.
 
 At start, what a crash left published but not active is finished before the first worker runs. A job that was running
-when the server was killed, or was stopped too slowly, goes on; that is no attempt of the job's that failed.
+when the server was killed, or was stopped too slowly, goes on; that is no attempt of the job's that failed. But a job
+that the server dies with again and again, training or in its swap, is given up.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ from typing import Literal, Protocol
 
 from groupwise import faults
 from groupwise.errors import GroupwiseError
-from groupwise.ledger import Job, Ledger
+from groupwise.ledger import Cause, Job, Ledger
 from groupwise.ledger_schema import KEEP_SECONDS
 from groupwise.server.config import SECRETS
+from groupwise.server.memory import oom_kills
 from groupwise.server.webhooks import Webhooks
 from groupwise.types import PolicyVersion
 
@@ -63,11 +66,19 @@ class WorkerStatus:
 
 
 def worker_command(
-    *, state_dir: Path, model: str, dtype: str, device: str, threads: int | None = None, worker: str = WORKER
+    *,
+    state_dir: Path,
+    model: str,
+    dtype: str,
+    device: str,
+    threads: int | None = None,
+    weights: Path | None = None,
+    worker: str = WORKER,
 ) -> list[str]:
-    """The command line of `groupwise.jobs`, as a child of this process."""
+    """The command line of `groupwise.jobs`, as a child of this process. `weights` is where it offers its own."""
     command = [sys.executable, "-m", "groupwise.jobs", "--state", str(state_dir), "--model", model]
     command += ["--dtype", dtype, "--device", device, "--worker", worker, "--parent", str(os.getpid())]
+    command += [] if weights is None else ["--weights", str(weights)]
     return command if threads is None else [*command, "--threads", str(threads)]
 
 
@@ -167,7 +178,8 @@ class Supervisor:
 
     async def _run_worker(self) -> str:
         """Start the worker and wait for its end; returns how it ended. Its jobs can then be leased again."""
-        await self._take_back("", counted=self._has_run)  # the new worker begins without a lease
+        # the new worker begins without a lease; a job that one is held for was left by a server that died
+        await self._take_back("", Cause.CRASH if self._has_run else Cause.SERVER)
         if self._log_path.exists() and self._log_path.stat().st_size > MAX_LOG_BYTES:
             self._log_path.replace(self._log_path.with_suffix(".log.1"))
         environment = {name: value for name, value in os.environ.items() if name not in SECRETS.values()}
@@ -181,23 +193,22 @@ class Supervisor:
                 env=environment,
                 process_group=0,  # Ctrl-C in the server's terminal is the server's
             )
-        self._process, self._has_run = process, True
+        self._process, self._has_run, kills = process, True, oom_kills()
         self._status = replace(self._status, state="running", pid=process.pid)
         if self._stopping.is_set():  # while it was being started
             self._signal(signal.SIGTERM)
         code = await process.wait()
         self._process = None
-        await self._take_back(_tail(self._log_path, self._log_offset), counted=not self._stopping.is_set())
-        return _ending(code)
+        cause = Cause.MEMORY if code == -signal.SIGKILL and oom_kills() > kills else Cause.CRASH
+        cause = Cause.STOP if self._stopping.is_set() else cause
+        await self._take_back(_tail(self._log_path, self._log_offset), cause)
+        return _ending(code, cause)
 
-    async def _take_back(self, words: str, *, counted: bool) -> None:
-        """No worker lives: the jobs it held can be leased again. `words` is the end of what it said.
-
-        `counted` says that it died by itself: too many such attempts fail a job. Killing the server fails none.
-        """
-        for job_id in await asyncio.to_thread(self._ledger.expire, self._worker, counted=counted):
-            log.warning("a worker died with job %s", job_id)
-            if words and counted:
+    async def _take_back(self, words: str, cause: Cause) -> None:
+        """No worker lives: the jobs it held can be leased again. `words` is the end of what it said."""
+        for job_id in await asyncio.to_thread(self._ledger.expire, self._worker, cause=cause):
+            log.warning("a worker ended with job %s in its hands (%s)", job_id, cause)
+            if words and cause in (Cause.CRASH, Cause.MEMORY):
                 self._words_path(job_id).write_text(words, encoding="utf-8")
 
     async def _kill_overdue(self) -> None:
@@ -209,7 +220,7 @@ class Supervisor:
             self._overdue_since = time.monotonic()
         elif time.monotonic() - self._overdue_since >= self._grace_s:
             self._overdue_since = None
-            await self._take_back(_tail(self._log_path, self._log_offset), counted=True)
+            await self._take_back(_tail(self._log_path, self._log_offset), Cause.CRASH)
             log.error("the worker has let its lease expire; it hangs and is killed")
             self._signal(signal.SIGKILL)
 
@@ -229,7 +240,21 @@ class Supervisor:
                 await self._finish(job)
 
     async def _finish(self, job: Job) -> None:
-        """Activate what `job` published and complete it, or refuse it with the reason."""
+        """Activate what `job` published and complete it, or refuse it with the reason. A swap in which the server dies
+        has been begun and not ended, which the ledger counts."""
+        if not await asyncio.to_thread(self._ledger.begin_swap, job.id):
+            log.error("job %s is given up: servers died in its swap", job.id)
+            return
+        ended = False
+        try:
+            ended = await self._end(job)
+        finally:
+            if not ended:
+                with suppress(GroupwiseError):
+                    self._ledger.put_off_swap(job.id)
+
+    async def _end(self, job: Job) -> bool:
+        """Whether the swap ended, well or not; it is tried again if it did not."""
         version = PolicyVersion.parse(str(job.version))
         faults.point("swap:before-load")
         try:
@@ -237,13 +262,14 @@ class Supervisor:
         except (GroupwiseError, TimeoutError) as temporary:  # a full disk, a busy server: the version does not spoil
             log.warning("%s of job %s is not active yet (%s); it is tried again", version, job.id, temporary)
             self._again_at[job.id] = time.monotonic() + SWAP_AGAIN_S
-            return
+            return False
         if error is None:
             await asyncio.to_thread(self._ledger.complete, job.id, message=f"{version} is active")
         else:
             log.error("%s of job %s was refused: %s", version, job.id, error.message)
             await asyncio.to_thread(self._ledger.refuse_swap, job.id, error.as_dict())
         self._again_at.pop(job.id, None)
+        return True
 
     async def _swap(self, version: PolicyVersion) -> GroupwiseError | None:
         """None if `version` is active now, else why it will not be. Raises what passes by itself."""
@@ -291,8 +317,8 @@ def _tail(path: Path, offset: int) -> str:
     return "\n".join(text.splitlines()[-LAST_LINES:])
 
 
-def _ending(code: int) -> str:
+def _ending(code: int, cause: Cause) -> str:
     if code >= 0:
         return f"exit status {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    return f"{name}, perhaps for want of memory" if code == -signal.SIGKILL else name
+    return f"{name}, for want of memory" if cause is Cause.MEMORY else name

@@ -54,10 +54,13 @@ LOSSES = ("loss/total", "loss/policy", "loss/cross_entropy")  # what a step repo
 router = APIRouter(prefix="/v1/train", tags=["training"])
 IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]
 SUBMIT_ERRORS = (RequestError, ChatError, IdempotencyConflictError, QueueFullError, StorageError)
+SUBMIT_CODES = ("context_length_exceeded", "unsupported_content", "adapter_not_found", "invalid_adapter")
+GRPO_CODES = (*SUBMIT_CODES, "no_signal", "rollout_not_found")
+MAX_EVENT_ID = 10**18 - 1
 
 
 # ---- submitting ----
-@router.post("/grpo", **documented(GrpoRequest, TrainSubmitted, errors=SUBMIT_ERRORS))
+@router.post("/grpo", **documented(GrpoRequest, TrainSubmitted, errors=SUBMIT_ERRORS, codes=GRPO_CODES))
 async def train_grpo(request: Request, idempotency_key: IdempotencyKey = None) -> TrainSubmitted:
     """Train an adapter on groups of scored completions.
 
@@ -76,7 +79,7 @@ async def train_grpo(request: Request, idempotency_key: IdempotencyKey = None) -
     return await run_in_threadpool(_submit, server, prepare, await _fingerprint(request), idempotency_key)
 
 
-@router.post("/sft", **documented(SftRequest, TrainSubmitted, errors=SUBMIT_ERRORS))
+@router.post("/sft", **documented(SftRequest, TrainSubmitted, errors=SUBMIT_ERRORS, codes=SUBMIT_CODES))
 async def train_sft(request: Request, idempotency_key: IdempotencyKey = None) -> TrainSubmitted:
     """Train an adapter on conversations: what the assistant says in them becomes likelier."""
     server = server_of(request)
@@ -231,8 +234,17 @@ def _status(server: Server, job: Job) -> TrainStatus:
         error=_error(server, job),
         config=dict(job.config),
         summary={key: value for key, value in job.summary.items() if key != "warnings"},
-        warnings=list(job.summary.get("warnings", ())),
+        warnings=[*job.summary.get("warnings", ()), *_memory_warning(job)],
     )
+
+
+def _memory_warning(job: Job) -> list[str]:
+    if job.micro_tokens is None:
+        return []
+    return [
+        f"memory ran out: the job went on with at most {job.micro_tokens} tokens in a pass; config.micro_tokens is "
+        f"{job.config.get('micro_tokens')}"
+    ]
 
 
 def _kind(job: Job) -> Literal["grpo", "sft"]:
@@ -256,7 +268,7 @@ _EVENTS["responses"][204] = {"description": "The job has ended, and nothing come
 async def events(
     request: Request,
     job_id: str,
-    after: Annotated[int, Query(ge=0, lt=1 << 63, description="Only events behind this id.")] = 0,
+    after: Annotated[int, Query(ge=0, le=MAX_EVENT_ID, description="Only events behind this id.")] = 0,
     last_event_id: Annotated[str | None, Header(description="As `after`; an EventSource sends it by itself.")] = None,
 ) -> Response:
     """What happens to a job, as server-sent events; the stream ends with the job.
@@ -275,9 +287,10 @@ async def events(
 def _event_id(text: str | None, *, default: int) -> int:
     if not text:
         return default
-    if not re.fullmatch(r"[0-9]{1,18}", text):
+    if not re.fullmatch(rf"[0-9]{{1,{len(str(MAX_EVENT_ID))}}}", text):
         raise RequestError(
-            f"Last-Event-ID is {text[:64]!r}; ids are whole numbers", hint="send the id of the last event, or none"
+            f"Last-Event-ID is {text[:64]!r}; ids are whole numbers up to {MAX_EVENT_ID}",
+            hint="send the id of the last event, or none",
         )
     return int(text)
 

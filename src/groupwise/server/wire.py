@@ -12,6 +12,7 @@ number, and NaN, infinities and lone surrogates do not get in.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from groupwise.errors import GroupwiseError
 from groupwise.server.config import ServeConfig
 
 REF = "#/components/schemas/{model}"
+_NOT_SUPPORTED = "Not supported; these values change nothing."
 _DEFAULTS = ServeConfig()
 
 
@@ -157,7 +159,7 @@ class Unsupported:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"enum": list(self.neutral), "description": "Not supported; these values change nothing."}
+        return {"enum": list(self.neutral), "description": _NOT_SUPPORTED}
 
     def _check(self, value: Any) -> Any:
         if any(type(value) is type(same) and value == same for same in self.neutral):
@@ -191,18 +193,22 @@ def documented(
     answer: Any = None,
     *,
     errors: Sequence[type[GroupwiseError]] = (),
+    codes: Sequence[str] = (),
     streams: bool = False,
     optional_body: bool = False,
 ) -> dict[str, Any]:
     """Arguments of `@router.post(path, **documented(ChatRequest, ChatCompletion, errors=[ContextLengthError]))`.
 
     The handler reads its body with `guard.read_body` and may return an `answer` or a response. Errors that every route
-    can have (authentication, limits, malformed bodies) are added by the app. `streams`: 200 may be server-sent events.
+    can have (authentication, limits, malformed bodies) are added by the app. `codes` are those of the route's 400s that
+    no class stands for. `streams`: 200 may be server-sent events.
     """
+    schema = {} if body is None else body.model_json_schema(mode="validation", ref_template=REF)
+    told = [(error.status, error.code) for error in errors] + [(400, code) for code in (*codes, *_codes_of(schema))]
     responses: dict[int | str, dict[str, Any]] = {}
-    for error in errors:
-        known = responses.setdefault(error.status, {"model": ErrorEnvelope, "description": ""})
-        known["description"] = ", ".join(filter(None, (known["description"], f"`{error.code}`")))
+    for status, code in dict.fromkeys(told):
+        known = responses.setdefault(status, {"model": ErrorEnvelope, "description": ""})
+        known["description"] = ", ".join(filter(None, (known["description"], f"`{code}`")))
     if streams:
         responses[200] = {
             "description": "The answer, or a stream of server-sent events.",
@@ -210,7 +216,6 @@ def documented(
         }
     arguments: dict[str, Any] = {"response_model": answer, "responses": responses}
     if body is not None:
-        schema = body.model_json_schema(mode="validation", ref_template=REF)
         definitions = {**schema.pop("$defs", {}), body.__name__: schema}
         content = {"application/json": {"schema": {"$ref": REF.format(model=body.__name__)}}}
         arguments["openapi_extra"] = {
@@ -218,3 +223,10 @@ def documented(
             "x-definitions": definitions,
         }
     return arguments
+
+
+def _codes_of(schema: Mapping[str, Any]) -> list[str]:
+    """The codes of what can be wrong with a body, as its schema shows it."""
+    text = json.dumps(schema)
+    signs = {"limit_exceeded": '"x-limit"', "unsupported_parameter": _NOT_SUPPORTED}
+    return [code for code, sign in signs.items() if sign in text]

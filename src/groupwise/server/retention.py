@@ -1,0 +1,104 @@
+"""Old adapter versions go: of those that jobs made, the newest `keep_versions` of each adapter stay.
+
+    surplus    which versions of an adapter are older than that
+    needed     which versions jobs that have not ended begin from, or have just made
+    Retention  removes what is surplus and not needed, some time after it became so
+
+The active version, the one that rollback would go to, and what answers a request stay, however old. What people
+uploaded or merged stays until they delete it. A version is removed only when it has been free for GRACE_S: a submission
+that is being read may still name it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from groupwise.adapter_files import AdapterInfo
+from groupwise.adapters import AdapterStore
+from groupwise.errors import AdapterError, AdapterNotFoundError, GroupwiseError
+from groupwise.ledger import Job, JobState, Ledger
+from groupwise.types import PolicyVersion
+
+EVERY_S = 30.0
+GRACE_S = 60.0
+
+log = logging.getLogger(__name__)
+
+
+class Prunes(Protocol):
+    """The part of `Policies` that is needed here."""
+
+    async def prune(self, versions: Collection[PolicyVersion]) -> Sequence[PolicyVersion]:
+        """Remove those of `versions` that nobody uses."""
+        ...
+
+
+def surplus(infos: Iterable[AdapterInfo], *, keep: int | None) -> set[PolicyVersion]:
+    """Of the versions of one adapter, oldest first: those beyond the newest `keep` that jobs made. None keeps all."""
+    made = [info.version for info in infos if info.job is not None]
+    return set() if keep is None else set(made[:-keep])
+
+
+def needed(jobs: Iterable[Job]) -> set[PolicyVersion]:
+    """The versions that these jobs name: the one they begin from, the one they made. A bare name means the newest."""
+    named = [text for job in jobs for text in (job.config.get("base_adapter"), job.version)]
+    return {PolicyVersion.parse(text) for text in named if text is not None and "@" in text}
+
+
+class Retention:
+    """Removes surplus versions of one store, while `run` runs."""
+
+    def __init__(
+        self,
+        *,
+        store: AdapterStore,
+        ledger: Ledger,
+        policies: Prunes,
+        keep: int | None,
+        every_s: float = EVERY_S,
+        grace_s: float = GRACE_S,
+    ):
+        self._store, self._ledger, self._policies, self._keep = store, ledger, policies, keep
+        self._every_s, self._grace_s = every_s, grace_s
+        self._free_since: dict[PolicyVersion, float] = {}
+
+    async def run(self) -> None:
+        """Sweep again and again; a failure is logged, and the next one may succeed."""
+        while self._keep is not None:
+            try:
+                await self.sweep()
+            except GroupwiseError as error:
+                log.warning("old adapter versions were not removed: %s", error)
+            await asyncio.sleep(self._every_s)
+
+    async def sweep(self) -> Sequence[PolicyVersion]:
+        """Remove what has been free for long enough; returns it. Raises StorageError, NotReadyError."""
+        free, now = await asyncio.to_thread(self._free), time.monotonic()
+        self._free_since = {version: self._free_since.get(version, now) for version in free}
+        due = [version for version, since in self._free_since.items() if now - since >= self._grace_s]
+        removed = await self._policies.prune(due) if due else ()
+        if removed:
+            shown = ", ".join(map(str, sorted(removed)))
+            log.info("removed %s: older than the newest %d that jobs made (keep_versions)", shown, self._keep)
+        return removed
+
+    def _free(self) -> set[PolicyVersion]:
+        """What is surplus and no job needs."""
+        old: set[PolicyVersion] = set()
+        for name in self._store.names():
+            versions = self._store.versions(name)
+            if self._keep is not None and len(versions) > self._keep:
+                old |= surplus(self._infos(versions), keep=self._keep)
+        return old - needed(self._ledger.jobs(states=(JobState.QUEUED, JobState.RUNNING))) if old else old
+
+    def _infos(self, versions: Sequence[PolicyVersion]) -> list[AdapterInfo]:
+        infos = []
+        for version in versions:
+            with suppress(AdapterError, AdapterNotFoundError):  # damaged, and set aside just now; or deleted
+                infos.append(self._store.info(version))
+        return infos
