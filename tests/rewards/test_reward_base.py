@@ -463,3 +463,12 @@ def test_a_message_without_end_is_cut():
 
     result = asyncio.run(score_group(group("a"), [reward(f)]))
     assert len(result.rollouts[0].error or "") < 2000
+
+
+def test_a_reward_that_loads_others_looks_beside_the_configuration_too(tmp_path) -> None:
+    (tmp_path / "beside_it.py").write_text("def long(completions):\n    return [float(len(c)) for c in completions]\n")
+    spec = RewardConfig(function="groupwise.rewards.ensemble:ensemble", args={"functions": ["beside_it:long"]})
+    (function,) = load_rewards([spec], folder=tmp_path)
+    assert function.args["folder"] == str(tmp_path)
+    (given,) = load_rewards([RewardConfig(function=spec.function, args={**spec.args, "folder": "/x"})], folder=tmp_path)
+    assert given.args["folder"] == "/x"

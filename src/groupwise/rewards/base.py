@@ -123,7 +123,10 @@ def load_rewards(specs: Sequence[RewardConfig], *, folder: str | Path | None = N
     for spec, name in zip(specs, reward_names(specs), strict=True):
         function = load_object(spec.function, folder=folder)
         _check_signature(function, spec)
-        functions.append(RewardFunction(name=name, function=function, weight=spec.weight, args=spec.args, spec=spec))
+        args = spec.args
+        if folder is not None and "folder" in inspect.signature(function).parameters:  # it loads other functions
+            args = {"folder": str(folder), **args}
+        functions.append(RewardFunction(name=name, function=function, weight=spec.weight, args=args, spec=spec))
     return tuple(functions)
 
 
