@@ -136,6 +136,24 @@ def test_check_warns_of_prompts_that_are_too_long_or_not_held_out(project):
     assert any(warning.startswith("1 of 2 evaluation prompts are also training") for warning in report["warnings"])
 
 
+def test_check_counts_prompts_that_are_longer_than_they_may_be(project):
+    long = {"prompt": [{"role": "user", "content": "7 " * 40}], "answer": "7", "kind": "odd"}
+    write_rows(project.folder / "prompts.jsonl", [row(0), long])
+    report = json.loads(cli("check", project.config, "rollout.max_prompt_tokens=40", "--json").stdout)
+    said = "1 of 2 prompts have more than rollout.max_prompt_tokens = 40 tokens and will be passed over"
+    assert said in report["warnings"] and report["longest_prompt"] <= 40
+
+
+def test_check_says_how_sampling_and_training_go_together(project):
+    on_policy = cli("check", project.config, "train.passes=2", "train.minibatches=2").stdout
+    text = " ".join(on_policy.split())
+    assert "4 optimizer steps (2 minibatches x 2 passes)" in text and "3 steps, 12 optimizer steps" in text
+    assert "on-policy: each step is sampled by the version that it trains" in text
+    assert "every optimizer step sees the completions of one prompt" in text
+    assert "windows of 2 steps" in cli("check", project.config, "rollout.weight_sync_interval=2").stdout
+    assert "at most 2 steps old" in cli("check", project.config, "rollout.max_staleness=2").stdout
+
+
 def test_check_names_all_problems_at_once(project):
     result = cli("check", project.config, "rewards[0]=my_rewards:vowel", "data.source=promts.jsonl", "algo.clip_low=-1")
     assert result.exit_code == 2

@@ -1,6 +1,6 @@
 import pytest
 
-from groupwise.configfile import Document, dotted, parse_keys, to_yaml
+from groupwise.configfile import Document, dotted, inline, parse_keys, to_yaml
 from groupwise.errors import ConfigError
 
 SHORTHAND = {"rewards": "function"}
@@ -117,3 +117,24 @@ def test_keys_and_their_spelling():
 
 def test_the_order_of_keys_is_kept():
     assert to_yaml({"b": 1, "a": [True, None, "no"]}).splitlines() == ["b: 1", "a:", "- true", "- null", "- no"]
+
+
+def test_a_value_on_one_line():
+    values = (1, 1e-5, "no", "a: b", None, True, [1, {"a": "x"}], {"b": [1, 2]}, "1e-5")
+    assert [Document({}).data | {"v": value} for value in values] == [_read_back(inline(value)) for value in values]
+    assert not any("\n" in inline(value) for value in values)
+
+
+def _read_back(text: str) -> dict:
+    document = Document({})
+    document.override(f"v={text}", shorthand={})
+    return document.data
+
+
+def test_where_a_value_was_written(tmp_path):
+    document = read(tmp_path, "a:\n  b: [1, {c: 2}]\nd: 3\n")
+    document.override("a.e=4", shorthand={})
+    origins = {("a", "b", 1, "c"): "cfg.yaml:2", ("d",): "cfg.yaml:3", ("a", "nothing"): "cfg.yaml:1"}
+    origins |= {("a", "e"): "given as 'a.e=4'", ("nothing",): "cfg.yaml"}
+    assert {keys: document.origin(keys) for keys in origins} == origins
+    assert document.where(("d",)) == " (cfg.yaml:3)" and Document({}).where(("d",)) == ""

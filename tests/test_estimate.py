@@ -40,6 +40,9 @@ def test_a_step_by_hand():
     assert step.decode_waves == 3
     assert (step.forwards, step.optimizer_steps) == (4, 2)  # 3200 tokens: two minibatches of 1600, each in two parts
     assert step.epochs == 4.0
+    twice = run.model_copy(update={"train": run.train.model_copy(update={"passes": 3})})
+    step = step_size(twice, prompt_tokens=20.0, completion_tokens=10.0, rows=400)
+    assert (step.forwards, step.optimizer_steps) == (12, 6)
 
 
 def test_the_size_of_a_model_from_its_config():

@@ -13,8 +13,9 @@ It loads the model once, then leases, trains, publishes. A thread renews the lea
     killed, crashed    the supervisor, or the end of the lease, has the job leased again; it goes on from its checkpoint
     lease lost         another worker has the job: stop, write nothing
 
-The process ends with its parent: the kernel sends SIGTERM, and if that is not enough the thread ends it. The worker of
-the next server waits for that: two at a time would move each other's checkpoints.
+The process ends with its parent: the kernel sends SIGTERM, and if that is not enough the thread ends it; at once, by
+SIGKILL, where it works in the parent's own memory (`model_ipc`). The worker of the next server waits for that: two at a
+time would move each other's checkpoints.
 """
 
 from __future__ import annotations

@@ -206,6 +206,7 @@ def test_yes_and_no_are_what_yaml_1_1_takes_them_for(read):
         ("lr_scheduler=polynomial", "lr_scheduler=cosine"),
         ("trl.repetition_penalty=1.1", "trl.repetition_penalty=null"),
         ("trl.rollout_func=m.f", "trl.rollout_func=null"),
+        ("trl.vllm_guided_decoding_regex=x+", "trl.vllm_guided_decoding_regex=null"),
         ("trl.skip_zero_advantage_batches=false", "trl.skip_zero_advantage_batches=true"),
         ("trl.chat_template_kwargs={enable_thinking: false}", "trl.chat_template_kwargs=null"),
         ("trl.generation_kwargs={suppress_tokens: [3]}", "trl.generation_kwargs=null"),
@@ -286,6 +287,8 @@ def test_the_kl(read):
     assert algo(read(QUICK_START, *LOCAL, "trl.beta=0.04", "trl.use_bias_correction_kl=true"))["kl"] == "k3_unbiased"
     assert algo(read(QUICK_START, *LOCAL, "rl_beta=0.1"))["kl_coeff"] == 0.1
     assert algo(read(QUICK_START, *LOCAL, "rl_beta=0.1", "trl.beta=0.2"))["kl_coeff"] == 0.2
+    other = read(QUICK_START + "rl_beta: 0.1\n", *LOCAL)
+    assert other.document.origin(("algo", "kl_coeff")) == "rl_beta a.yaml:39"
 
 
 @pytest.mark.parametrize(
@@ -345,6 +348,15 @@ def test_gdpo_normalises_each_reward_and_refuses_the_other_order(read):
     assert read(QUICK_START, *LOCAL, "rl=gdpo").config.algo.aggregation == "normalize_then_sum"
     with pytest.raises(ConfigError, match="rl: gdpo is normalize_then_sum"):
         read(QUICK_START, "rl=gdpo", "trl.multi_objective_aggregation=sum_then_normalize")
+
+
+def test_arguments_of_trl_that_axolotl_does_not_know_act(read):
+    """There they vanish."""
+    given = ("trl.delta=1.5", "trl.entropy_coef=0.01", "trl.max_prompt_length=300", "trl.scale_rewards=batch")
+    config = read(QUICK_START, *LOCAL, *given).runnable()
+    spec = loss_of(config.algo, max_tokens=512)
+    assert (spec.dual_clip, spec.entropy_coeff, config.rollout.max_prompt_tokens) == (1.5, 0.01, 300)
+    assert config.algo.advantage == "batch_std"
 
 
 def test_generation_kwargs_act(read):

@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import re
+import shlex
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import typer
 
+from groupwise.cli import app
 from groupwise.config import RunConfig
 from groupwise.config_train import AlgoConfig
 from groupwise.configfile import key_paths
@@ -79,3 +83,13 @@ def test_the_examples_of_python_import_what_there_is():
         for line in block.splitlines():
             if line.startswith("from groupwise"):
                 exec(line, {})
+
+
+def test_the_commands_take_their_words():
+    blocks = re.findall(r"^```(?:\w*)\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in block.splitlines() if line.startswith("groupwise ")]
+    assert len(lines) >= 6
+    for line in lines:
+        words = shlex.split(line, comments=True)[1:]
+        command: Any = typer.main.get_command(app)
+        command.commands[words[0]].make_context("groupwise", words[1:])

@@ -60,6 +60,8 @@ def test_the_public_load_config_reads_every_spelling(tmp_path):
     assert groupwise.load_config(tmp_path / "a.yaml", ["trl.use_vllm=false"]).rollout.group_size == 8
     with pytest.raises(ConfigError, match="use_vllm"):
         groupwise.load_config(tmp_path / "a.yaml")
+    with pytest.warns(UserWarning, match="not as in Axolotl: warmup_steps"):
+        groupwise.load_config(tmp_path / "a.yaml", ["trl.use_vllm=false", "max_steps=3"])
 
 
 def test_origins_of_a_native_file(tmp_path):

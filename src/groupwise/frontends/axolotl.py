@@ -52,8 +52,7 @@ def translate(document: Document, *, folder: Path, count: Count) -> Translation:
     length = length_of(t, NAMES, steps_there=batch.steps_there, passes=t["trl.num_iterations"], per_epoch=per_epoch)
     _put_optimizer(t, length)
     off_policy = _put_pipeline(t, length)
-    if t.given("rl_beta") and not t.given("trl.beta"):
-        t.values["trl.beta"] = t["rl_beta"]
+    t.stand_in("trl.beta", "rl_beta")
     put_algorithm(t, "trl.", off_policy=off_policy)
     _put_adapter(t)
     _put_machine(t)

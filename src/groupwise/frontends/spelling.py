@@ -12,6 +12,7 @@ as rollout.batch_rows=64, is applied to what came of it.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,8 +71,15 @@ def read_run(path: str | Path, overrides: Sequence[str] = (), *, system: System 
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run that a file in any of the spellings describes. Raises ConfigError as `read_run` and `runnable` do."""
-    return read_run(path, overrides).runnable()
+    """The run that a file in any of the spellings describes; warns of what comes out otherwise than in its system.
+
+    Raises ConfigError as `read_run` and `runnable` do.
+    """
+    loaded = read_run(path, overrides)
+    config = loaded.runnable()
+    for note in loaded.differs:
+        warnings.warn(f"not as in {loaded.system}: {note}", stacklevel=2)
+    return config
 
 
 def understand(

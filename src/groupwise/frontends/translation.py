@@ -84,6 +84,11 @@ class Translation:
         keys = self._paths.get(name, parse_keys(name))
         return dotted(keys) + (self.document.where(keys) if name in self._paths else "")
 
+    def stand_in(self, name: str, other: str) -> None:
+        """`other` says what `name` would, if only `other` is given."""
+        if self.given(other) and not self.given(name):
+            self.values[name], self._paths[name] = self.values[other], self._paths[other]
+
     # ---- what becomes of it ----
 
     def clear(self, to: str, *names: str, origin: str = "") -> None:
@@ -110,7 +115,8 @@ class Translation:
         for section in sections:
             target = target.setdefault(section, {})
         target[last] = value
-        said = [f"{name} {self.document.origin(self._paths[name])}".strip() for name in names if name in self._paths]
+        paths = [self._paths[name] for name in names if name in self._paths]
+        said = [f"{dotted(path)} {self.document.origin(path)}".strip() for path in paths]
         default = f"{self.system}'s default" + (f" of {names[0]}" if names else "")
         self.draft.origins[to] = origin or ", ".join(said) or default
 

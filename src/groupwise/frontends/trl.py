@@ -210,7 +210,7 @@ def from_trl(
         natives.append("scoring.workers=0")
     loaded = understand(document, [*natives, *overrides], folder=folder, system="TRL")
     for note in loaded.differs:
-        warnings.warn(str(note), stacklevel=2)
+        warnings.warn(f"not as in TRL: {note}", stacklevel=2)
     return loaded.runnable()
 
 
