@@ -5,13 +5,15 @@
     synchronous   every group scored in this process, one after another, then trained: the plain loop
     overlapped    scored as the groups come, several at once, while sampling and training go on
 
-The reward waits `--sleep` seconds for each group, as one that asks a service does. Both sides run by turns in one
-invocation with the same prompts and steps. Prints wall seconds of the steps, held-out accuracy and the ratio.
+The reward waits `--sleep` seconds for each completion, as one that asks a service does: one after another, or, written
+as an async function, for all of a group at once. Both sides run by turns in one invocation with the same prompts and
+steps. Prints wall seconds of the steps, held-out accuracy and the ratio.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import statistics
 import sys
@@ -35,16 +37,15 @@ SIDES = {
 
 
 def sleepy(completions: list[Any], sleep: float, **columns: Any) -> list[float]:
-    """The exact match of the job, after a while."""
-    time.sleep(sleep)
+    """The exact match of the job, after a while for each completion."""
+    for _ in completions:
+        time.sleep(sleep)
     return _exact(completions, **columns)
 
 
 async def sleepy_async(completions: list[Any], sleep: float, **columns: Any) -> list[float]:
     """The same, while others wait too."""
-    import asyncio
-
-    await asyncio.sleep(sleep)
+    await asyncio.gather(*(asyncio.sleep(sleep) for _ in completions))
     return _exact(completions, **columns)
 
 

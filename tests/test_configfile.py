@@ -131,7 +131,7 @@ def _read_back(text: str) -> dict:
     return document.data
 
 
-def test_where_a_value_was_written(tmp_path):
+def test_the_origin_of_a_value(tmp_path):
     document = read(tmp_path, "a:\n  b: [1, {c: 2}]\nd: 3\n")
     document.override("a.e=4", shorthand={})
     origins = {("a", "b", 1, "c"): "cfg.yaml:2", ("d",): "cfg.yaml:3", ("a", "nothing"): "cfg.yaml:1"}
