@@ -1,4 +1,4 @@
-"""The command line: `groupwise run | check | eval | serve | chat | rollouts | train | adapters | health | ...`.
+"""The command line: `groupwise run | check | eval | import | serve | chat | train | adapters | health | ...`.
 
 What talks to a server is in `cli_remote`, what reads the directories of runs in `cli_runs`, and what is done with
 adapters, here or on a server, in `cli_adapters`.
