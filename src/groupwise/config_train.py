@@ -156,7 +156,7 @@ class TrainConfig(Section):
     """The learning rate after warm-up: constant, falling, or (wsd) constant and falling in the last `decay_steps`. What
     it falls to it would reach just after the last step."""
     decay_steps: int | None = Field(default=None, ge=1)
-    """Steps of wsd's fall; null is a tenth of the run."""
+    """Steps of wsd's fall; null is a fifth of the run."""
     final_rate: float = Field(default=0.0, ge=0, lt=1)
     """What the learning rate falls to, as a share of its peak."""
     warmup_steps: int = Field(default_factory=lambda values: min(5, values.get("steps", 5)), ge=0)

@@ -243,7 +243,9 @@ def test_a_pass_cannot_be_faked(program, cases):
 SEARCH = """
 import gc, os, re
 def solution(x):
-    places = [os.path.join(folder, name) for folder, _, names in os.walk(os.getcwd()) for name in names]
+    here = [folder for folder in os.scandir(os.getcwd()) if folder.is_dir() and not os.access(folder, os.W_OK)]
+    walks = [walk for walk in os.walk(os.getcwd()) if not walk[0].startswith(tuple(f.path for f in here))]  # not Python
+    places = [os.path.join(folder, name) for folder, _, names in walks for name in names]
     places += ["/proc/self/environ", "/proc/self/cmdline", "/proc/1/environ", "/proc/1/cmdline"]
     texts = [repr([each for each in gc.get_objects() if isinstance(each, (dict, list, tuple))]), repr(x)]
     for place in places:
