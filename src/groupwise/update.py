@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import torch
+
 from groupwise.algo.advantage import with_advantages
 from groupwise.algo.kl import AdaptiveKL, kl_metrics, sequence_kl, with_kl_penalty
 from groupwise.algo.loss_spec import LossSpec
@@ -31,6 +33,14 @@ from groupwise.types import RolloutGroup, Sample
 T = TypeVar("T")
 
 
+def learner_thread() -> ThreadPoolExecutor:
+    """The one thread that all training runs in, with as many threads of torch as the caller has.
+
+    A new thread would get what any thread set last, and the engine sets 1 while it decodes for a small model.
+    """
+    return ThreadPoolExecutor(1, "learner", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),))
+
+
 class Update:
     """Trains on the groups of one step after another. `changed` is the last step that changed the policy; 0 is none."""
 
@@ -40,7 +50,7 @@ class Update:
         self._kl = None
         if algo.kl_target is not None and coeff is not None:
             self._kl = AdaptiveKL(coeff=coeff, target=algo.kl_target, horizon=algo.kl_horizon)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner")  # one, and always the same
+        self._thread = learner_thread()
 
     async def __call__(
         self, batches: Batches, *, step: int, on_phase: Callable[[str], None]
