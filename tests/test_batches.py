@@ -14,6 +14,7 @@ from groupwise.batches import Batches, Pace
 from groupwise.data import PromptSource
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import DataError, RewardError
+from groupwise.play import SingleTurn
 from groupwise.replay import ReplayBuffer, RerollQueue
 from groupwise.rollout import Collected, samples_of
 from groupwise.types import PolicyVersion, Prompt, RolloutGroup, SamplingParams
@@ -55,9 +56,9 @@ def batches(
     given = [p for p in kinds if isinstance(p, Prompt)] or prompts([str(k) for k in kinds])
     settings = {
         "source": PromptSource(given, shuffle=False),
-        "sampler": engine,
+        "play": SingleTurn(engine, engine._base.tokenizer),
         "score": by_kind,
-        "base": engine._base,
+        "context_length": engine.context_length,
         "params": SamplingParams(max_tokens=6),
         "group_size": 4,
         "pace": Pace(**{"prompts_per_step": 3, "steps": 100, "refill": 2.0, **(pace or {})}),

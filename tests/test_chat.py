@@ -16,7 +16,6 @@ from groupwise.chat import (
     encode_completion,
     encode_prompt,
     encode_supervised,
-    parse_tool_calls,
     split_thinking,
     stop_ids,
 )
@@ -338,40 +337,6 @@ def test_rendering_is_safe_in_threads():
 
 
 # ---- replies ----
-@pytest.mark.parametrize(
-    ("text", "content", "arguments"),
-    [
-        ("4", "4", []),
-        ('<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>', "", [{"x": 1}]),
-        (
-            'Hm. <tool_call>{"name": "f"}</tool_call>\n<tool_call>{"name": "f", "arguments": {"x": 2}}</tool_call>',
-            "Hm.",
-            [{}, {"x": 2}],
-        ),
-        (
-            '<think>\n<tool_call>{"name": "f"}</tool_call></think>4',
-            '<think>\n<tool_call>{"name": "f"}</tool_call></think>4',
-            [],
-        ),
-        ('<think>a</think><tool_call>{"name": "f"}</tool_call>', "<think>a</think>", [{}]),
-        ('<think><tool_call>{"name": "f"}</tool_call>', '<think><tool_call>{"name": "f"}</tool_call>', []),
-        ("<tool_call>{oops</tool_call>", "<tool_call>{oops</tool_call>", []),
-        ('<tool_call>["f"]</tool_call>', '<tool_call>["f"]</tool_call>', []),
-        (
-            '<tool_call>{"name": "f", "arguments": "x"}</tool_call>',
-            '<tool_call>{"name": "f", "arguments": "x"}</tool_call>',
-            [],
-        ),
-        ('<tool_call>{"name": "f"}', '<tool_call>{"name": "f"}', []),
-    ],
-)
-def test_tool_calls_are_parsed_and_what_is_none_stays(text, content, arguments):
-    found, calls = parse_tool_calls(text)
-    assert found == content
-    assert [call["function"] for call in calls] == [{"name": "f", "arguments": given} for given in arguments]
-    assert [call["id"] for call in calls] == [f"call_{i}" for i in range(len(calls))]
-
-
 @pytest.mark.parametrize(
     ("text", "thinking", "rest"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -233,6 +234,29 @@ def test_status_is_a_table_and_a_page(server):
 def test_warnings_of_a_submission_are_said(server):
     result = cli("train", "grpo", write("x.json", {"groups": []}), "--set", "seed=13")
     assert "warning: 2 of 3 groups have equal rewards" in result.stderr
+
+
+def test_a_setting_without_a_value_is_told_how_one_looks(server):
+    refused = cli("train", "grpo", write("x.json", {"groups": []}), "--set", "learning_rate")
+    assert refused.exit_code == 2
+    assert "'learning_rate' has no value" in refused.stderr and "learning_rate=1e-4" in refused.stderr
+
+
+@pytest.mark.parametrize("submit", [True, False])
+def test_ctrl_c_ends_the_waiting_and_says_that_the_job_goes_on(server, submit):
+    server.next_outcome = "running"
+    write("x.json", {"groups": []})
+    command = ["grpo", "x.json", "--wait"] if submit else ["wait", cli("train", "grpo", "x.json").stdout.strip()]
+    command += [] if submit else ["--follow"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-um", "groupwise", "train", *command], **pipes) as waiting:
+        while "state" not in (waiting.stderr if submit else waiting.stdout).readline():
+            assert waiting.poll() is None
+        waiting.send_signal(signal.SIGINT)
+        _, said = waiting.communicate(timeout=30)
+    (job,) = server.jobs
+    assert waiting.returncode == 130
+    assert said.endswith(f"job {job} goes on; end it with: groupwise train cancel {job}\nstopped\n")
 
 
 def test_waiting_follows_and_ends_with_the_jobs_fate(server):

@@ -135,7 +135,7 @@ def test_all_problems_are_reported_together(write):
             "train.minibatches: 3 minibatches cannot share rollout.prompts_per_step = 32 prompts evenly",
         ),
         ({"rewards": [{"function": "a:b", "weight": 0}]}, "rewards: every weight is 0"),
-        ({"rewards": []}, "rewards: [] is not valid"),
+        ({"rewards": []}, "rewards: required and missing"),
         ({"rewards": "a:b"}, "rewards: 'a:b' is not valid; it must be a list"),
         ({"name": "base"}, "name: 'base' is what the model without an adapter is called"),
         ({"name": "../x"}, "name: '../x' is not valid"),

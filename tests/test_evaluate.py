@@ -8,6 +8,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from random import Random
 
@@ -16,7 +17,8 @@ import torch
 
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ContextLengthError, DataError, RewardError
-from groupwise.evaluate import BestVersion, Evaluation, compare, encode_all, evaluate, pass_at_k
+from groupwise.evaluate import BestVersion, Evaluation, compare, evaluate, pass_at_k, prepare_all
+from groupwise.play import SingleTurn
 from groupwise.rewards.base import RewardFunction
 from groupwise.types import FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams
 
@@ -35,11 +37,16 @@ def gold(completions, gold):
     return [None if each == 3 else float(each) for each in gold]
 
 
+def prepared(engine: LocalEngine) -> list[Prompt]:
+    play = SingleTurn(engine, engine._base.tokenizer)
+    return prepare_all(PROMPTS, play, context=engine.context_length)
+
+
 def run(engine: LocalEngine, *, rewards=None, seed: int = 0, k: int = 1, **params):
     return asyncio.run(
         evaluate(
-            engine,
-            encode_all(PROMPTS, engine._base),
+            SingleTurn(engine, engine._base.tokenizer),
+            prepared(engine),
             rewards or [RewardFunction(name="gold", function=gold, args={})],
             version=BASE,
             params=SamplingParams(max_tokens=6, temperature=1.3, top_k=50, **params),
@@ -64,7 +71,7 @@ def test_modes(engine):
     assert ids(first["greedy"]) == ids(other["greedy"])
     assert ids(first["sampled"]) != ids(other["sampled"])
     model = engine._base.model
-    prompt = encode_all(PROMPTS, engine._base)[0].token_ids
+    prompt = prepared(engine)[0].token_ids
     with torch.no_grad():
         assert ids(first["greedy"])[0][0] == int(model(input_ids=torch.tensor([prompt])).logits[0, -1].argmax())
 
@@ -211,13 +218,15 @@ def test_what_scores_a_group_may_be_given_instead_of_functions(engine):
 
 
 def test_an_aborted_completion_is_a_failure(engine, monkeypatch):
-    sample = engine.sample
+    submit = engine.submit
 
-    async def abort_the_first(requests):
-        first, *rest = await sample(requests)
-        return [[replace(each, finish_reason=FinishReason.ABORT) for each in first], *rest]
+    def abort_the_first(requests):
+        first, *rest = submit(requests)
+        aborted: Future = Future()
+        aborted.set_result([replace(each, finish_reason=FinishReason.ABORT) for each in first.result()])
+        return [aborted, *rest]
 
-    monkeypatch.setattr(engine, "sample", abort_the_first)
+    monkeypatch.setattr(engine, "submit", abort_the_first)
     greedy = run(engine)["greedy"]
     assert greedy.failed == 1 and greedy.mean() == pytest.approx((1 + 2) / 2)  # of 0, 1, 2 and one without a gold
 
@@ -261,5 +270,11 @@ def test_the_best_version_after_a_restart():
 
 
 def test_a_prompt_that_fills_the_context(make_base):
+    base = make_base()
+    engine = LocalEngine(base)
     with pytest.raises(ContextLengthError, match="context is 64"):
-        encode_all([*PROMPTS, Prompt(id="long", text="=" * 400)], make_base())
+        prepare_all(
+            [*PROMPTS, Prompt(id="long", text="=" * 400)],
+            SingleTurn(engine, base.tokenizer),
+            context=base.context_length,
+        )

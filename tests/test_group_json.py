@@ -28,14 +28,20 @@ GROUP = RolloutGroup(
     ),
     rollouts=(
         Rollout(
-            turns=(Turn((5, 10, 5, 11), FIRST), Turn((5, 10, 5, 11, 7, 2, 6), SECOND)),
+            turns=(Turn((5, 10, 5, 11), FIRST, 0.5), Turn((5, 10, 5, 11, 7, 2, 6), SECOND, trained=False)),
             rewards={"right": 1.0, "judge": None},
             reward=1 / 3,
             advantage=0.1 + 0.2,
+            messages=({"role": "assistant", "content": "4"}, {"role": "user", "content": "Sure?"}),
+            stop="max_turns",
+            info={"turns": 2.0},
         ),
         Rollout(turns=(Turn((5, 10, 5, 11), SECOND),), error="judge: timeout"),
     ),
 )
+
+
+TURNS = [turn for rollout in GROUP.rollouts for turn in rollout.turns]
 
 
 def through_json(group: RolloutGroup) -> RolloutGroup:
@@ -50,7 +56,7 @@ def test_a_group_comes_back_equal():
 
 def test_the_example_has_every_field():
     """A field that is new in types.py and not written here would come back as its default, unnoticed."""
-    for kind, parts in ((Prompt, [GROUP.prompt]), (Rollout, GROUP.rollouts), (Completion, [FIRST])):
+    for kind, parts in ((Prompt, [GROUP.prompt]), (Rollout, GROUP.rollouts), (Turn, TURNS), (Completion, [FIRST])):
         for field in dataclasses.fields(kind):
             default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             shown = any(getattr(part, field.name) != default for part in parts)

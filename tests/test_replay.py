@@ -17,8 +17,9 @@ from groupwise.chat import encode_prompt
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import DataError
 from groupwise.model import load_model
+from groupwise.play import SingleTurn, play_all
 from groupwise.replay import ReplayBuffer, RerollQueue, signal
-from groupwise.rollout import sample_groups, samples_of
+from groupwise.rollout import samples_of
 from groupwise.train.learner import Learner
 from groupwise.train.lora import LoraSpec
 from groupwise.types import (
@@ -201,7 +202,14 @@ def sampled() -> list[RolloutGroup]:
     try:
         params = SamplingParams(max_tokens=48)
         unscored = asyncio.run(
-            sample_groups(engine, prompts, params=params, n=4, version=PolicyVersion.base(), seeds=[1, 2])
+            play_all(
+                SingleTurn(engine, base.tokenizer),
+                prompts,
+                params=params,
+                n=4,
+                version=PolicyVersion.base(),
+                seeds=[1, 2],
+            )
         )
     finally:
         engine.close()

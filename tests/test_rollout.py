@@ -12,7 +12,8 @@ import torch
 from groupwise.algo.advantage import AdvantageSpec, with_advantages
 from groupwise.algo.batch import micro_batches
 from groupwise.engine.local import LocalEngine
-from groupwise.rollout import sample_groups, samples_of
+from groupwise.play import SingleTurn, play_all
+from groupwise.rollout import samples_of
 from groupwise.types import FinishReason, PolicyVersion, Prompt, RolloutGroup, SamplingParams
 
 
@@ -28,9 +29,8 @@ def scored(engine: LocalEngine, params: SamplingParams, *, unscorable: int = 0) 
     from groupwise.chat import encode_prompt
 
     prompts = [encode_prompt(Prompt(id=str(i), text=f"{i}====="), engine._base.tokenizer) for i in range(3)]
-    sampled = asyncio.run(
-        sample_groups(engine, prompts, params=params, n=4, version=PolicyVersion.base(), seeds=[0, 1, 2])
-    )
+    play = SingleTurn(engine, engine._base.tokenizer)
+    sampled = asyncio.run(play_all(play, prompts, params=params, n=4, version=PolicyVersion.base(), seeds=[0, 1, 2]))
     groups = []
     for p, group in enumerate(sampled):
         rewards = [None if p == 0 and i >= 4 - unscorable else float(i % 2) for i in range(4)]

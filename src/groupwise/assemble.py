@@ -16,10 +16,13 @@ from groupwise.batches import Batches, Pace
 from groupwise.config import RunConfig, dump_resolved
 from groupwise.curriculum import Curriculum
 from groupwise.data import PromptSource, PromptStream, open_prompts
+from groupwise.engine.base import Sampler
 from groupwise.engine.local import LocalEngine
+from groupwise.envs.load import EnvFactory, load_env
 from groupwise.errors import ConfigError
-from groupwise.evaluate import encode_all
+from groupwise.evaluate import prepare_all
 from groupwise.model import LoadedModel, load_model
+from groupwise.play import Episodes, Play, SingleTurn
 from groupwise.replay import ReplayBuffer, RerollQueue, total_reward
 from groupwise.rewards.base import RewardFunction, check_columns, load_rewards
 from groupwise.rewards.pool import RewardPool
@@ -36,6 +39,7 @@ class Plan:
 
     config: RunConfig
     rewards: tuple[RewardFunction, ...]
+    env: EnvFactory | None
     source: PromptSource
     eval_prompts: tuple[Prompt, ...]
     loss: LossSpec
@@ -73,6 +77,7 @@ class Parts:
 
     base: LoadedModel
     engine: LocalEngine
+    play: Play
     learner: Learner
     batches: Batches
     scorer: Scorer
@@ -93,9 +98,9 @@ class Parts:
 def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = None) -> Plan:
     """Load rewards and data and resolve the loss. Raises ConfigError, LoadError or DataError."""
     functions = tuple(rewards or load_rewards(config.rewards, folder=config.folder))
-    source = open_prompts(config.data, folder=config.folder, seed=config.seed)
-    prompts = source.all()
-    held_out = [] if config.eval is None else open_prompts(config.eval.data, folder=config.folder).all()
+    env = None if config.env is None else load_env(config.env, folder=config.folder)
+    source = _source(config, env)
+    prompts, held_out = source.all(), _held_out(config, env)
     check_columns(functions, [*prompts, *held_out])
     _check_reroll(config, functions)
     without_kl = config.algo.model_copy(update={"kl": None, "kl_coeff": None})
@@ -108,6 +113,7 @@ def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = N
     return Plan(
         config=config,
         rewards=functions,
+        env=env,
         source=source,
         eval_prompts=tuple(held_out),
         loss=loss,
@@ -115,6 +121,33 @@ def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = N
             kind=config.algo.advantage, eps=config.algo.advantage_eps, aggregation=config.algo.aggregation
         ),
     )
+
+
+def _source(config: RunConfig, env: EnvFactory | None) -> PromptSource:
+    """The prompts to train on: the configuration's, or the environment's own cases."""
+    if config.data is not None:
+        return open_prompts(config.data, folder=config.folder, seed=config.seed)
+    assert env is not None
+    if (cases := env.cases()) is None:
+        raise ConfigError(
+            f"there is no data: {env.name} has no method cases", hint="write cases(self), or set data.source"
+        )
+    return PromptSource(cases, seed=config.seed)
+
+
+def _held_out(config: RunConfig, env: EnvFactory | None) -> list[Prompt]:
+    """The prompts to evaluate on."""
+    if config.eval is None:
+        return []
+    if config.eval.data is not None:
+        return open_prompts(config.eval.data, folder=config.folder).all()
+    assert env is not None
+    if (cases := env.cases(held_out=True)) is None:
+        raise ConfigError(
+            f"eval has no data: {env.name} has no method eval_cases",
+            hint="write eval_cases(self), set eval.data.source, or remove eval",
+        )
+    return cases
 
 
 def _check_reroll(config: RunConfig, functions: Sequence[RewardFunction]) -> None:
@@ -133,16 +166,26 @@ def open_parts(plan: Plan, *, on_phase: Callable[[str], None] = lambda phase: No
     scorer = Scorer(plan.rewards, pool=_pool(plan), max_steps=config.train.steps)  # its processes start meanwhile
     base = load_model(config.model, device=config.device, dtype=config.dtype)
     learner = _learner(plan, base)
-    eval_prompts = tuple(encode_all(plan.eval_prompts, base))
     engine = LocalEngine(base, max_rows=config.rollout.batch_rows)
+    play = open_play(plan, base, engine)
+    eval_prompts = tuple(prepare_all(plan.eval_prompts, play, context=base.context_length))
     return Parts(
         base=base,
         engine=engine,
+        play=play,
         learner=learner,
-        batches=_batches(plan, base, engine, scorer),
+        batches=_batches(plan, base, play, scorer),
         scorer=scorer,
         eval_prompts=eval_prompts,
     )
+
+
+def open_play(plan: Plan, base: LoadedModel, engine: Sampler) -> Play:
+    """How the run's prompts become groups."""
+    if plan.env is None:
+        return SingleTurn(engine, base.tokenizer)
+    assert plan.config.env is not None
+    return Episodes(engine, base.tokenizer, plan.env, plan.config.env)
 
 
 def _learner(plan: Plan, base: LoadedModel) -> Learner:
@@ -177,8 +220,9 @@ def _pool(plan: Plan) -> RewardPool | None:
     return pool
 
 
-def _batches(plan: Plan, base: LoadedModel, engine: LocalEngine, scorer: Scorer) -> Batches:
-    config, rollout, curriculum = plan.config, plan.config.rollout, plan.config.data.curriculum
+def _batches(plan: Plan, base: LoadedModel, play: Play, scorer: Scorer) -> Batches:
+    config, rollout = plan.config, plan.config.rollout
+    curriculum = None if config.data is None else config.data.curriculum
     source: PromptStream = plan.source
     if curriculum is not None:
         source = Curriculum(
@@ -191,9 +235,9 @@ def _batches(plan: Plan, base: LoadedModel, engine: LocalEngine, scorer: Scorer)
     replay, reroll = rollout.replay, rollout.reroll
     return Batches(
         source=source,
-        sampler=engine,
+        play=play,
         score=scorer,
-        base=base,
+        context_length=base.context_length,
         params=rollout.sampling(),
         group_size=rollout.group_size,
         pace=Pace.of(rollout, steps=config.train.steps),

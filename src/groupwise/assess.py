@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-from groupwise.assemble import make_plan
+from groupwise.assemble import make_plan, open_play
 from groupwise.config import RunConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError
-from groupwise.evaluate import Evaluation, encode_all, evaluate
+from groupwise.evaluate import Evaluation, evaluate, prepare_all
 from groupwise.locate import find_adapter
 from groupwise.model import load_model
 from groupwise.types import PolicyVersion
@@ -42,10 +42,11 @@ def assess(
             located.check_base(base.hash)
             engine.load(located.version, located.directory)
             version, policy = located.version, str(located.directory)
+        play = open_play(plan, base, engine)
         result = asyncio.run(
             evaluate(
-                engine,
-                encode_all(prompts, base),
+                play,
+                prepare_all(prompts, play, context=base.context_length),
                 plan.rewards,
                 version=version,
                 params=config.rollout.sampling(),

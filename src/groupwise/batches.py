@@ -26,24 +26,21 @@ reproducible bit for bit. Otherwise groups are used in the order in which they b
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from groupwise.algo.advantage import AdvantageSpec, has_signal
-from groupwise.chat import encode_prompt
 from groupwise.config import RolloutConfig
 from groupwise.data import Issued, PromptStream
-from groupwise.engine.base import Sampler
 from groupwise.errors import DataError, RewardError
-from groupwise.model import LoadedModel
+from groupwise.play import Play
 from groupwise.replay import ReplayBuffer, RerollQueue
-from groupwise.rollout import Collected, Score, group_of
-from groupwise.types import Completion, PolicyVersion, Prompt, RolloutGroup, SamplingParams, SamplingRequest
+from groupwise.rollout import Collected, Score
+from groupwise.seeds import seed_of
+from groupwise.types import PolicyVersion, Prompt, RolloutGroup, SamplingParams
 
 AHEAD = 3  # steps that sampling runs ahead where the policy is never synced
 IN_VAIN_GROUPS, IN_VAIN_S = 4, 30.0  # after which a run whose every completion fails to be scored is stopped
@@ -104,6 +101,7 @@ class Batches:
 
     Args:
         source: the prompts; each is resolved once it was trained on or given up.
+        play: makes a group of each.
         score: a group with its rewards; failures are in it, not raised.
         keep_flat: groups of equal rewards have a gradient too, through another term of the loss.
     """
@@ -112,9 +110,9 @@ class Batches:
         self,
         *,
         source: PromptStream,
-        sampler: Sampler,
+        play: Play,
         score: Score,
-        base: LoadedModel,
+        context_length: int,
         params: SamplingParams,
         group_size: int,
         pace: Pace,
@@ -125,10 +123,10 @@ class Batches:
         replay: ReplayBuffer | None = None,
         reroll: RerollQueue | None = None,
     ):
-        self._source, self._sampler, self._score, self._base = source, sampler, score, base
+        self._source, self._play, self._score = source, play, score
         self.params, self._group_size, self._pace, self._seed = params, group_size, pace, seed
         self._advantage, self.keep_flat = advantage or AdvantageSpec(), keep_flat
-        self._longest = min(base.context_length - 1, max_prompt_tokens or base.context_length)
+        self._longest = min(context_length - 1, max_prompt_tokens or context_length)
         self._replay = ReplayBuffer(0) if replay is None else replay
         self._reroll = RerollQueue(0) if reroll is None else reroll
         self._version, self.synced, self.done = PolicyVersion.base(), 0, 0
@@ -225,22 +223,20 @@ class Batches:
             return
         flights = [_Flight(drawn=drawn, synced=self.synced) for drawn in self._draw(room)]
         self._flights += flights
-        requests = [
-            SamplingRequest(
-                prompt_ids=flight.drawn.prompt.token_ids,
-                params=replace(self.params, seed=flight.drawn.seed),
-                n=self._group_size,
-                version=self._version,
-            )
-            for flight in flights
-        ]
-        for flight, future in zip(flights, self._sampler.submit(requests), strict=True):
-            flight.task = asyncio.create_task(self._fly(flight, future))
+        begun = self._play.begin(
+            [flight.drawn.prompt for flight in flights],
+            seeds=[flight.drawn.seed for flight in flights],
+            n=self._group_size,
+            params=self.params,
+            version=self._version,
+        )
+        for flight, group in zip(flights, begun, strict=True):
+            flight.task = asyncio.create_task(self._fly(flight, group))
 
-    async def _fly(self, flight: _Flight, sampled: Future[list[Completion]]) -> None:
-        """Wait for the completions and score them."""
+    async def _fly(self, flight: _Flight, played: Awaitable[RolloutGroup]) -> None:
+        """Wait for the group and score it."""
         try:
-            group = group_of(flight.drawn.prompt, await asyncio.wrap_future(sampled))
+            group = await played
             started = time.monotonic()
             flight.group = await self._score(group)
             self._hope.scored(flight.group, started=started)
@@ -284,13 +280,13 @@ class Batches:
         drawn = [self._again.popleft() for _ in range(min(count, len(self._again)))]
         most = min(count - len(drawn), self._reroll.max_groups - self._rerolled)
         for id in self._reroll.pop(self.done / self._pace.steps, most=most):
-            prompt = encode_prompt(self._source.prompt(id), self._base.tokenizer)
+            prompt = self._play.prepare(self._source.prompt(id))
             drawn.append(_Drawn(prompt=prompt, issued=None, seed=seed_of(self._seed, id, self.done)))
             self._rerolled += 1
         passed_over = 0
         while len(drawn) < count:
             for issued in self._source.issue(count - len(drawn)):
-                prompt = encode_prompt(issued.prompt, self._base.tokenizer)
+                prompt = self._play.prepare(issued.prompt)
                 if len(prompt.token_ids) <= self._longest:
                     drawn.append(_Drawn(prompt=prompt, issued=issued, seed=seed_of(self._seed, *issued.ticket)))
                 else:
@@ -363,9 +359,3 @@ class _Hope:
                 f"{self._in_vain[0][0].rollouts[0].error}",
                 hint="correct the reward function or the dataset; nothing was trained on them",
             )
-
-
-def seed_of(*parts: int | str) -> int:
-    """A 63-bit seed that depends on all of `parts`."""
-    digest = hashlib.blake2b(",".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

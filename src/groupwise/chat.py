@@ -1,10 +1,11 @@
 """Messages <-> token ids, through the model's own chat template.
 
     encode_prompt       a prompt's token ids: its messages up to where the assistant speaks, or its plain text
+    encode_bridge       the ids between the end of an assistant's turn and where it speaks again
     encode_completion   the ids of a completion known only as text (scored over HTTP)
     encode_supervised   a whole conversation as a Sample; the mask is 1 on what the assistant said
     decode              ids -> text, without the end-of-turn token
-    parse_tool_calls    the calls in a reply;  split_thinking its <think> block
+    split_thinking      a reply without its <think> block, and that
     stop_ids            the ids that end a turn;  check_length whether prompt and completion fit the context
 
 Text is rendered first and tokenised afterwards, piece by piece: a piece ends where the policy begins or stops to
@@ -27,6 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
+from os.path import commonprefix
 from threading import Lock
 from typing import TYPE_CHECKING, Any, cast
 
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]  # characters of the rendered text, [start, end)
 CODE_START, CODE_END = "\ue000", "\ue001"  # a quoted special token is CODE_START, its number in `_quotable`, CODE_END
-TOOL_CALL = re.compile(r"\s*<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 RENDERING = Lock()  # transformers keeps one compiled template, whose record of assistant spans two threads would share
 THINK_START, THINK_END = "<think>", "</think>"
 KEEP_HISTORY = (
@@ -70,6 +71,30 @@ def encode_prompt(
     if not ids:
         raise ChatError(f"prompt {prompt.id!r} comes to no tokens", hint="give it at least one character")
     return replace(prompt, token_ids=tuple(ids))
+
+
+def encode_bridge(
+    history: Sequence[Message],
+    reply: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tools: Sequence[dict[str, Any]] = (),
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> tuple[int, ...] | None:
+    """What follows the end-of-turn token of the assistant's message that ends `history`: the template's own tokens, the
+    messages of `reply`, and all up to where the assistant speaks again. So a conversation goes on without encoding
+    again what was sampled. None if the template renders the history differently once the conversation goes on.
+
+    Raises ChatError as `encode_prompt` does.
+    """
+    chat = _normalised([*history, *reply], tokenizer)
+    options = {"tools": _normalised_tools(tools, tokenizer), "template_kwargs": template_kwargs}
+    asked, _ = _render(chat[: len(history) - 1], tokenizer, **options, add_generation_prompt=True)
+    said, _ = _render(chat[: len(history)], tokenizer, **options)
+    going_on, _ = _render(chat, tokenizer, **options, add_generation_prompt=True)
+    start = len(commonprefix([asked, said]))  # noqa: RUF071 (texts, not paths)
+    end = _end_of_turn(said, (start, len(said)), _special_pattern(tokenizer))
+    return tuple(_encode(going_on[end:], tokenizer)) if going_on.startswith(said[:end]) else None
 
 
 def encode_completion(
@@ -157,30 +182,6 @@ def split_thinking(text: str) -> tuple[str | None, str]:
     return thought.strip().removeprefix(THINK_START).strip(), rest.strip()
 
 
-def parse_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """(content without its calls, the calls in OpenAI's form with `arguments` as an object).
-
-    Reads `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Calls inside <think> are thoughts. A call that is
-    not closed, is not JSON or has no name stays in the content, so that whoever answers can tell the model.
-
-    >>> parse_tool_calls('Wait. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
-    ('Wait.', [{'id': 'call_0', 'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 1}}}])
-    """
-    calls: list[dict[str, Any]] = []
-
-    def take(match: re.Match[str]) -> str:
-        function = _function_of(match[1])
-        if function is None:
-            return match[0]
-        calls.append({"id": f"call_{len(calls)}", "type": "function", "function": function})
-        return ""
-
-    head, closed, tail = text.rpartition(THINK_END)
-    if not closed and tail.lstrip().startswith(THINK_START):
-        return text.strip(), []
-    return (head + closed + TOOL_CALL.sub(take, tail)).strip(), calls
-
-
 def check_length(prompt_ids: Sequence[int], *, max_tokens: int, context: int) -> None:
     """Raises ContextLengthError unless the prompt and `max_tokens` more tokens fit in `context` tokens."""
     room = context - len(prompt_ids)
@@ -189,17 +190,6 @@ def check_length(prompt_ids: Sequence[int], *, max_tokens: int, context: int) ->
     message = f"the prompt is {len(prompt_ids)} tokens and max_tokens is {max_tokens}; the context is {context}"
     shorter = f"lower max_tokens to {room} or less, or shorten the prompt" if room > 0 else "shorten the prompt"
     raise ContextLengthError(message, hint=shorter)
-
-
-def _function_of(text: str) -> dict[str, Any] | None:
-    try:
-        call = json.loads(text)
-    except ValueError:
-        return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", {})
-    return {"name": call["name"], "arguments": arguments} if isinstance(arguments, dict) else None
 
 
 # ---- rendering ----

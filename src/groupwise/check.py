@@ -15,13 +15,12 @@ from dataclasses import dataclass
 import torch
 
 from groupwise.assemble import Parts, Plan, loss_of, make_plan, open_parts
-from groupwise.chat import encode_prompt
 from groupwise.config import RunConfig
 from groupwise.data import open_prompts
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.estimate import Memory, ModelSize, StepSize, memory, step_size
+from groupwise.play import play_all
 from groupwise.rewards.base import load_rewards, refuse_failed, summarize
-from groupwise.rollout import sample_groups
 from groupwise.types import FinishReason, PolicyVersion, Prompt, RolloutGroup
 
 PROMPTS, COMPLETIONS = 4, 4  # how many are tried
@@ -59,7 +58,7 @@ def check(config: RunConfig, *, on_phase: Callable[[str], None] = lambda phase: 
         raise _all_problems(config, error) from error
     with open_parts(plan, on_phase=on_phase) as parts:
         on_phase("reading the prompts")
-        encoded = [encode_prompt(p, parts.base.tokenizer) for p in plan.source.all(MEASURED_PROMPTS)]
+        encoded = [parts.play.prepare(prompt) for prompt in plan.source.all(MEASURED_PROMPTS)]
         longest = longest_prompt(config, context=parts.base.context_length)
         usable = [prompt for prompt in encoded if len(prompt.token_ids) <= longest]
         if not usable:
@@ -85,13 +84,13 @@ def _too_long(config: RunConfig, *, context: int) -> str:
 
 
 async def _try_out(prompts: Sequence[Prompt], plan: Plan, parts: Parts) -> tuple[RolloutGroup, ...]:
-    groups = await sample_groups(
-        parts.engine,
+    groups = await play_all(
+        parts.play,
         prompts,
-        params=plan.config.rollout.sampling(),
-        n=COMPLETIONS,
-        version=PolicyVersion.base(),
         seeds=[plan.config.seed + i for i in range(len(prompts))],
+        n=COMPLETIONS,
+        params=plan.config.rollout.sampling(),
+        version=PolicyVersion.base(),
     )
     scored = await asyncio.gather(*(parts.scorer(group) for group in groups))
     refuse_failed(scored)
@@ -102,8 +101,8 @@ def _all_problems(config: RunConfig, first: GroupwiseError) -> GroupwiseError:
     """One error that names what is wrong with each part that can be opened by itself; `first` if there is only that."""
     attempts: list[Callable[[], object]] = [
         lambda: load_rewards(config.rewards, folder=config.folder),
-        lambda: open_prompts(config.data, folder=config.folder),
-        lambda: config.eval and open_prompts(config.eval.data, folder=config.folder),
+        lambda: config.data and open_prompts(config.data, folder=config.folder),
+        lambda: config.eval and config.eval.data and open_prompts(config.eval.data, folder=config.folder),
         lambda: loss_of(config.algo, max_tokens=config.rollout.max_tokens),
     ]
     problems: list[GroupwiseError] = []

@@ -4,9 +4,10 @@
     parse_config    a mapping from Python             -> RunConfig
     dump_resolved   RunConfig                         -> YAML with every effective value; it loads as the same run
 
-Only `data` and `rewards` have no default. A key that does not exist, a value out of bounds and options that exclude
-each other are refused with the key, the file's line, the value and what would be valid. Numbers are not read from
-strings and true/false is not a number. There is one name per knob, and no secrets: tokens come from the environment.
+Only `data` and `rewards` have no default; with `env`, the environment may bring both. A key that does not exist, a value
+out of bounds and options that exclude each other are refused with the key, the file's line, the value and what would be
+valid. Numbers are not read from strings and true/false is not a number. There is one name per knob, and no secrets:
+tokens come from the environment.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pydantic import (
     model_validator,
 )
 
+from groupwise.config_env import EnvConfig
 from groupwise.config_train import RunAlgoConfig, TrainConfig
 from groupwise.configfile import Document, to_yaml, validate
 from groupwise.errors import ConfigError
@@ -117,8 +119,8 @@ class DataConfig(DatasetConfig):
 class EvalConfig(Section):
     """Evaluation on held-out prompts, before, during and after training."""
 
-    data: DatasetConfig
-    """The prompts; read in order, all of them or the first `limit`."""
+    data: DatasetConfig | None = None
+    """The prompts; read in order, all of them or the first `limit`; an environment may have them in `eval_cases`."""
     every: int = Field(default=25, ge=0)
     """Steps between evaluations; 0 is only before and after."""
     modes: Annotated[tuple[Mode, ...], Field(strict=False, min_length=1)] = ("greedy", "sampled")
@@ -333,16 +335,18 @@ class RunConfig(Section):
     """`auto` goes on with the run of this name and configuration that was not finished, if there is one."""
     folder: Annotated[Path, Field(strict=False)] = Path(".")
     """Where `data.source` and the modules of functions are looked up first; the default is the config file's folder."""
-    data: DataConfig
-    """The prompts to train on."""
+    data: DataConfig | None = None
+    """The prompts to train on; an environment with a method `cases` needs none."""
     eval: EvalConfig | None = None
     """null does not evaluate."""
-    rewards: Annotated[tuple[Annotated[RewardConfig, BeforeValidator(_reward)], ...], Field(strict=False, min_length=1)]
-    """The reward functions; a completion's reward is their weighted sum."""
+    rewards: Annotated[tuple[Annotated[RewardConfig, BeforeValidator(_reward)], ...], Field(strict=False)] = ()
+    """The reward functions; a completion's reward is their weighted sum, plus what its environment gave."""
     scoring: ScoringConfig = ScoringConfig()
     """Where and how long reward functions run."""
     rollout: RolloutConfig = RolloutConfig()
     """How completions are sampled."""
+    env: EnvConfig | None = None
+    """An environment that plays episodes of several turns; null asks each prompt once."""
     algo: RunAlgoConfig = RunAlgoConfig()
     """Advantages and the policy loss."""
     train: TrainConfig = TrainConfig()
@@ -356,6 +360,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
+        self._check_sources()
         prompts, minibatches = self.rollout.prompts_per_step, self.train.minibatches
         if prompts % minibatches:
             message = f"{minibatches} minibatches cannot share rollout.prompts_per_step = {prompts} prompts evenly"
@@ -365,9 +370,20 @@ class RunConfig(Section):
         if self.train.lora is None and not self.rollout.on_policy:
             message = "training all parameters changes the weights that sample: nothing can be sampled meanwhile"
             raise conflict("rollout", f"{message}; set weight_sync_interval 1 and max_staleness 0, or train.lora")
-        if not any(reward.weight for reward in self.rewards):
+        if self.env is None and not any(reward.weight for reward in self.rewards):
             raise conflict("rewards", "every weight is 0, so there is nothing to train for; give one a weight")
         return self
+
+    def _check_sources(self) -> None:
+        """Without an environment there must be prompts and rewards."""
+        if self.env is not None:
+            return
+        if self.data is None:
+            raise conflict("data", "required and missing: name the prompts (data.source), or an environment (env)")
+        if not self.rewards:
+            raise conflict("rewards", "required and missing: name at least one reward function, or an environment (env)")
+        if self.eval is not None and self.eval.data is None:
+            raise conflict("eval", "data", "required and missing: name the held-out prompts")
 
     def _check_streaming(self) -> None:
         """A part of a step knows neither the statistics of the whole nor what a second pass would start from."""

@@ -77,6 +77,12 @@ class RewardError(GroupwiseError):
     code, status, exit_code = "reward_failed", 500, 1
 
 
+class EnvError(GroupwiseError):
+    """An environment cannot be used: it fails, hangs or breaks its contract; says which method of which class."""
+
+    code, status, exit_code = "environment_failed", 500, 1
+
+
 class AdapterNotFoundError(GroupwiseError, LookupError):
     """No such adapter, version or alias; the message lists what there is."""
 

@@ -18,12 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from groupwise.chat import check_length, encode_prompt
-from groupwise.engine.base import Sampler
+from groupwise.chat import check_length
 from groupwise.errors import DataError
-from groupwise.model import LoadedModel
+from groupwise.play import Play, play_all
 from groupwise.rewards.base import RewardFunction, refuse_failed, score
-from groupwise.rollout import Score, sample_groups
+from groupwise.rollout import Score
 from groupwise.types import FinishReason, PolicyVersion, Prompt, RolloutGroup, SamplingParams
 
 SUCCESS = 1.0  # the reward of a right answer, where nothing else is said
@@ -86,7 +85,7 @@ class Evaluation:
 
 
 async def evaluate(
-    sampler: Sampler,
+    play: Play,
     prompts: Sequence[Prompt],
     rewards: Sequence[RewardFunction] | Score,
     *,
@@ -97,7 +96,8 @@ async def evaluate(
     k: int = 1,
     success: float = SUCCESS,
 ) -> dict[str, Evaluation]:
-    """Complete every encoded prompt in each mode: "greedy" once at temperature 0, "sampled" k times as `params` says.
+    """Play every prompt (as `play.prepare` returns it) in each mode: "greedy" once at temperature 0, "sampled" k times
+    as `params` says.
 
     `rewards` are functions, called here, or what scores a group, as a pool of processes does. The first of k samples
     are those of a smaller k. Raises RewardError when no completion of a mode could be scored.
@@ -107,7 +107,7 @@ async def evaluate(
         greedy = mode == "greedy"
         how = replace(params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0) if greedy else params
         seeds = [seed * 1_000_003 + i for i in range(len(prompts))]
-        groups = await sample_groups(sampler, prompts, params=how, n=1 if greedy else k, version=version, seeds=seeds)
+        groups = await play_all(play, prompts, seeds=seeds, n=1 if greedy else k, params=how, version=version)
         scored = await _scored([_without_aborted(group) for group in groups], rewards)
         result[mode] = Evaluation(mode=mode, version=version, groups=tuple(scored), success=success)
     return result
@@ -173,12 +173,12 @@ class BestVersion:
         self.version, self.value, self.waited = version, value, waited
 
 
-def encode_all(prompts: Sequence[Prompt], base: LoadedModel) -> list[Prompt]:
-    """Prompts with their token ids. Raises ContextLengthError for one that fills the model's context."""
-    encoded = [encode_prompt(prompt, base.tokenizer) for prompt in prompts]
-    for prompt in encoded:
-        check_length(prompt.token_ids, max_tokens=1, context=base.context_length)
-    return encoded
+def prepare_all(prompts: Sequence[Prompt], play: Play, *, context: int) -> list[Prompt]:
+    """Prompts as `play` takes them. Raises ContextLengthError for one that fills the model's context."""
+    prepared = [play.prepare(prompt) for prompt in prompts]
+    for prompt in prepared:
+        check_length(prompt.token_ids, max_tokens=1, context=context)
+    return prepared
 
 
 def compare(
@@ -200,7 +200,7 @@ def _without_aborted(group: RolloutGroup) -> RolloutGroup:
         group,
         rollouts=tuple(
             replace(rollout, error="the completion was aborted")
-            if rollout.completion.finish_reason is FinishReason.ABORT
+            if rollout.turns and rollout.completion.finish_reason is FinishReason.ABORT
             else rollout
             for rollout in group.rollouts
         ),

@@ -34,6 +34,7 @@ def group_to_json(group: RolloutGroup) -> dict[str, Any]:
                 "reward": plain(rollout.reward),
                 "advantage": plain(rollout.advantage),
                 "error": rollout.error,
+                **_episode_to_json(rollout),
             }
             for rollout in group.rollouts
         ],
@@ -71,6 +72,13 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, str | bool | int) else str(value)
 
 
+def _episode_to_json(rollout: Rollout) -> dict[str, Any]:
+    """What only an episode in an environment has."""
+    if rollout.stop is None:
+        return {}
+    return {"messages": plain(rollout.messages), "stop": rollout.stop, "info": plain(rollout.info)}
+
+
 def _turn_to_json(turn: Turn, *, prompt: Prompt) -> dict[str, Any]:
     completion = turn.completion
     raw = {
@@ -82,6 +90,10 @@ def _turn_to_json(turn: Turn, *, prompt: Prompt) -> dict[str, Any]:
         "finish_reason": completion.finish_reason.value,
         "version": str(completion.version),
     }
+    if turn.reward is not None:
+        raw["reward"] = plain(turn.reward)
+    if not turn.trained:
+        raw["trained"] = False
     if completion.top_logprobs:
         raw["top_logprobs"] = plain(completion.top_logprobs)
     return raw
@@ -94,6 +106,9 @@ def _rollout_from_json(raw: Mapping[str, Any], prompt: Prompt) -> Rollout:
         reward=_exact(raw["reward"]),
         advantage=_exact(raw["advantage"]),
         error=raw["error"],
+        messages=tuple(raw.get("messages", ())),
+        stop=raw.get("stop"),
+        info={name: _exact(value) for name, value in raw.get("info", {}).items()},
     )
 
 
@@ -108,7 +123,12 @@ def _turn_from_json(raw: Mapping[str, Any], prompt: Prompt) -> Turn:
             tuple((id, _exact(value)) for id, value in likeliest) for likeliest in raw.get("top_logprobs", ())
         ),
     )
-    return Turn(prompt.token_ids if raw["prompt_ids"] is None else tuple(raw["prompt_ids"]), completion)
+    return Turn(
+        prompt.token_ids if raw["prompt_ids"] is None else tuple(raw["prompt_ids"]),
+        completion,
+        reward=_exact(raw.get("reward")),
+        trained=raw.get("trained", True),
+    )
 
 
 def _exact(value: Any) -> Any:

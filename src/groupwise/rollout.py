@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from groupwise.engine.base import Sampler
+from groupwise.segments import segments_of
 from groupwise.types import (
     Completion,
-    FinishReason,
-    PolicyVersion,
     Prompt,
     Rollout,
     RolloutGroup,
     Sample,
-    SamplingParams,
-    SamplingRequest,
     Turn,
 )
 
@@ -48,44 +44,22 @@ def group_of(prompt: Prompt, completions_G: Sequence[Completion]) -> RolloutGrou
     )
 
 
-async def sample_groups(
-    sampler: Sampler,
-    prompts: Sequence[Prompt],
-    *,
-    params: SamplingParams,
-    n: int,
-    version: PolicyVersion,
-    seeds: Sequence[int],
-) -> list[RolloutGroup]:
-    """`n` single-turn rollouts for each encoded prompt, unscored."""
-    requests = [
-        SamplingRequest(prompt_ids=prompt.token_ids, params=replace(params, seed=seed), n=n, version=version)
-        for prompt, seed in zip(prompts, seeds, strict=True)
-    ]
-    completions_PG = await sampler.sample(requests)
-    return [group_of(prompt, completions_G) for prompt, completions_G in zip(prompts, completions_PG, strict=True)]
-
-
 def samples_of(groups: Sequence[RolloutGroup], *, mask_truncated: bool = False) -> list[Sample]:
-    """The samples of groups that have advantages; rollouts without one (unscorable) are left out.
+    """The samples of groups that have advantages, one per segment; rollouts without one (unscorable) are left out.
 
     Token ids and behaviour logprobs are those of the engine, untouched. With `mask_truncated`, no token of a completion
     that was cut at its longest is trained.
     """
     return [
         Sample(
-            prompt_ids=turn.prompt_ids,
-            completion_ids=turn.completion.token_ids,
-            mask=(int(not (mask_truncated and _cut(turn.completion))),) * len(turn.completion.token_ids),
+            prompt_ids=segment.prompt_ids,
+            completion_ids=segment.completion_ids,
+            mask=segment.mask,
             advantage=rollout.advantage,
-            behaviour_logprobs=turn.completion.logprobs,
+            behaviour_logprobs=segment.logprobs,
         )
         for group in groups
         for rollout in group.rollouts
         if rollout.advantage is not None
-        for turn in rollout.turns
+        for segment in segments_of(rollout.turns, mask_truncated=mask_truncated)
     ]
-
-
-def _cut(completion: Completion) -> bool:
-    return completion.finish_reason is FinishReason.LENGTH

@@ -126,7 +126,7 @@ class Running:
         self.display.phase("evaluating")
         version = self.publish({}, sync=False)
         result = await evaluate(
-            parts.engine,
+            parts.play,
             parts.eval_prompts,
             parts.scorer,
             version=version,

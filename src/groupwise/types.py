@@ -164,22 +164,34 @@ class Completion:
 
 @dataclass(frozen=True)
 class Turn:
-    """One call of the policy inside a rollout: everything it saw, and what it answered."""
+    """One call of the policy inside a rollout: everything it saw, and what it answered.
+
+    `reward` is what an environment gave for this turn; a turn that is not `trained` is only seen by later ones.
+    """
 
     prompt_ids: tuple[int, ...]
     completion: Completion
+    reward: float | None = None
+    trained: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
     """One episode. `rewards` are by function name, None where that function failed; `reward` is their weighted sum,
-    None when the rollout cannot be scored (it is then excluded from its group, never counted as zero)."""
+    None when the rollout cannot be scored (it is then excluded from its group, never counted as zero).
+
+    Of an episode in an environment `messages` are all that was said after the prompt, `stop` is why it ended and `info`
+    what there was to count; it has no turns if the environment failed before the first.
+    """
 
     turns: tuple[Turn, ...]
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     reward: float | None = None
     advantage: float | None = None
     error: str | None = None
+    messages: tuple[Message, ...] = ()
+    stop: str | None = None
+    info: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def completion(self) -> Completion:

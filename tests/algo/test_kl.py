@@ -90,7 +90,7 @@ def test_groups_without_advantages_are_left_alone():
     spec = AdvantageSpec()
     groups = with_advantages([group(None, 1.0), group(1.0, 0.0)], spec)
     assert advantages_of(with_kl_penalty(groups, [1.0, 1.0], spec, coeff=1.0)) == advantages_of(groups)
-    with pytest.raises(ValueError, match="3 KLs for 2 turns"):
+    with pytest.raises(ValueError, match="3 KLs for 2 segments"):
         with_kl_penalty(groups, [1.0, 1.0, 1.0], spec, coeff=1.0)
 
 

@@ -285,10 +285,10 @@ def test_archives_that_are_attacks(api: Api, published):
 
 
 @pytest.mark.parametrize(
-    "name", ["", "..", "../x", "a/b", "/etc", "base", "x" * 65, "a\0b", "ä", "a@1", " a", "-a", "C:\\"]
+    "name", ["", "..", "../x", "a/b", "/etc", "base", "x" * 65, "a\0b", "ä", "a@1", " a", "-a", "C:\\", "starter"]
 )
 def test_names_that_are_refused(api: Api, published, name: str):
-    """The same rule for every route that takes a name."""
+    """The same rule for every route that takes a name. `starter` is what requests call the served model."""
     assert api.upload(name, archive_of(published[0]), status=400)["code"] in ("invalid_adapter", "invalid_value")
     body = {"sources": [{"name": "math", "weight": 1}], "output_name": name}
     api.json("POST", "/merge", status=400, json=body)

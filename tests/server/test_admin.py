@@ -107,6 +107,8 @@ def test_metrics_are_prometheus(site: Whole) -> None:
     for name in ("num_requests_running", "num_requests_waiting", "adapter_active_info", "ready", "disk_free_bytes"):
         assert f"groupwise_{name}" in names
     assert metric(site, "groupwise_adapter_active_info", name="base", version="0") == 1
+    for line in site.http.get("/metrics").text.splitlines():
+        assert not re.match(r"# HELP groupwise_(\w+) \1$", line), f"says nothing: {line}"
 
 
 def test_a_chat_is_counted_and_remembered(site: Whole) -> None:

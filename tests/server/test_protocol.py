@@ -245,6 +245,33 @@ def test_unknown_fields_are_told_where_they_go(body: Any, hint: str) -> None:
     assert hint in str(error.hint)
 
 
+@pytest.mark.parametrize(
+    ("field", "beside", "under"),
+    [
+        ("lr", "write config.learning_rate: options go under config", "write config.learning_rate"),
+        ("num_train_epochs", "write config.iterations: options go under config", "write config.iterations"),
+        ("output_name", "write config.output_name: options go under config", None),
+        ("max_steps", "the fields of the body are groups, config", "the fields of config are output_name, "),
+        ("num_generations", "the fields of the body are groups, config", "the fields of config are output_name, "),
+    ],
+)
+def test_a_hint_names_fields_that_exist_and_says_what_is_news(field: str, beside: str, under: str | None) -> None:
+    """`max_steps` and `num_generations` are words of a training run; a job has neither steps nor a group size."""
+    assert refusal(GrpoRequest, {**VALID[GrpoRequest], field: 1}).hint == beside
+    if under is not None:
+        assert str(refusal(GrpoRequest, {**VALID[GrpoRequest], "config": {field: 1}}).hint).startswith(under)
+
+
+def test_names_are_explained_in_words() -> None:
+    assert "'math@3'" in str(refusal(ChatRequest, {"messages": HI, "adapter": "../x"}).hint)
+    hint = str(refusal(GrpoRequest, {**VALID[GrpoRequest], "config": {"output_name": "a b"}}).hint)
+    assert hint.startswith("a name is 1 to 64 of")
+
+
+def test_a_list_that_is_too_short_is_told_in_one_clause() -> None:
+    assert refusal(BatchRequest, {"prompts": []}).message == "prompts is a list of 0 entries; it must have at least 1 item"
+
+
 # ---- malformed ----
 MALFORMED = {
     "empty": b"",

@@ -119,6 +119,7 @@ def test_watched_gauges_are_asked_for_when_they_are_read(recorder: Recorder) -> 
 
     recorder.watch(source)
     assert value(recorder, "jobs", state="queued") == 1
+    assert "# HELP groupwise_jobs Training jobs that are kept, by state.\n" in recorder.exposition().decode()
     jobs |= {"queued": 0.0, "running": 1.0}
     assert (value(recorder, "jobs", state="queued"), value(recorder, "jobs", state="running")) == (0, 1)
 

@@ -199,6 +199,8 @@ def test_groups_with_equal_rewards_beside_others_are_a_warning(grpo: Grpo) -> No
     submission = grpo(group(GOOD, BAD), group(GOOD, GOOD), group(GOOD, BAD), config={"minibatches": 3})
     assert any("groups[1]" in warning for warning in submission.warnings)
     assert submission.steps == 2 and any("minibatches is 3" in warning for warning in submission.warnings)
+    (warning,) = grpo(group(GOOD, BAD), config={"minibatches": 2}).warnings
+    assert warning == "config.minibatches is 2; 1 group to learn from makes 1 step a pass"
 
 
 def test_rollouts_of_another_version_than_the_one_trained_are_a_warning(grpo: Grpo) -> None:
@@ -207,6 +209,11 @@ def test_rollouts_of_another_version_than_the_one_trained_are_a_warning(grpo: Gr
     rollouts = {"completions": [{"rollout_id": "a", "reward": 1}, {"rollout_id": "b", "reward": 0}]}
     (warning,) = grpo(rollouts, config={"output_name": "math"}).warnings
     assert "1 of 2 rollouts were sampled by math@1" in warning and "math@2" in warning
+    rollouts["completions"][1]["rollout_id"] = "c"
+    grpo.record("c", "184", version="math@2")
+    (warning,) = grpo(rollouts, config={"output_name": "new"}).warnings
+    assert warning.endswith("training starts from base; config.base_adapter: 'math@2' continues it")
+    assert not grpo(rollouts, config={"output_name": "new", "base_adapter": "math@2"}).warnings
 
 
 @pytest.mark.parametrize(

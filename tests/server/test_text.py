@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import assume, example, given, settings
@@ -15,16 +16,16 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from groupwise.chat import decode, parse_tool_calls, split_thinking
+from groupwise.chat import decode
 from groupwise.server.text import (
     Detokenizer,
     Part,
     ReplyParser,
     TextStream,
     beginning_length,
-    read_call,
     token_text,
 )
+from groupwise.tool_calls import ToolCallFormat, parse
 
 SAMPLE = "naïve café 東京タワー 🙂👩‍👩‍👧 ﷽ <think>\n</think> STOP end 12\n"
 REPLACEMENT = "\ufffd"
@@ -171,7 +172,7 @@ STOPS = st.lists(
 
 
 @given(token_lists(), STOPS)
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=400, deadline=None)
 def test_a_stream_joins_to_the_text_and_never_shows_a_stop_string(case, stop) -> None:
     tokenizer, ids = case
     ids, text = as_the_engine_stops(tokenizer, ids, stop=stop)
@@ -234,7 +235,7 @@ def joined(parts: Sequence[Part]) -> tuple[str, str, list[tuple[str, str]]]:
     return text["reasoning"], text["content"], [(p.name, p.arguments) for p in parts if p.kind == "tool_call"]
 
 
-def parsed(pieces: Sequence[str], **options: bool) -> tuple[str, str, list[tuple[str, str]]]:
+def parsed(pieces: Sequence[str], **options: Any) -> tuple[str, str, list[tuple[str, str]]]:
     parser = ReplyParser(**options)
     parts = [part for piece in pieces for part in parser.push(piece)]
     assert all(part.text or part.kind == "tool_call" for part in parts)
@@ -242,47 +243,70 @@ def parsed(pieces: Sequence[str], **options: bool) -> tuple[str, str, list[tuple
 
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-FRAGMENTS = [
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    CALL,
-    '{"name": "x"}',
-    " ",
-    "\n",
-    "a",
-    "b c",
-    "<",
-    "</t",
-]
+FRAGMENTS = {
+    None: [CALL],
+    ToolCallFormat.HERMES: ["<tool_call>", "</tool_call>", CALL, '{"name": "x"}'],
+    ToolCallFormat.QWEN_XML: [
+        "<tool_call>",
+        "<function=f>",
+        "<parameter=x>",
+        "</parameter>",
+        "</function>",
+        "</tool_call>",
+    ],
+    ToolCallFormat.LLAMA: ["<|python_tag|>", '{"name": "f", "parameters": {}}', ";", "{", "}", '{"a": 1}'],
+    ToolCallFormat.MISTRAL: ["[TOOL_CALLS]", '[{"name": "f"}]', "[", "]", '{"name": "g", "arguments": {"x": 1}}'],
+    ToolCallFormat.MISTRAL_ARGS: [
+        "[TOOL_CALLS]",
+        "f",
+        "[ARGS]",
+        "{}",
+        '[CALL_ID]0[ARGS]{"x": 1}',
+        "[TOOL_CALLS]f[ARGS]{}",
+    ],
+}
+COMMON = ["<think>", "</think>", " ", "\n", "a", "b c", "<", "</t"]
 
 
-@given(st.lists(st.sampled_from(FRAGMENTS), max_size=8), st.data(), st.booleans(), st.booleans())
-@example(["a", "\n", "<tool_call>", CALL], None, False, True)
-@settings(max_examples=600, deadline=None)
-def test_a_reply_is_split_alike_however_it_is_cut(fragments, data, thinks, tools) -> None:
-    text = "".join(fragments)
+@st.composite
+def replies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
+    form = draw(st.sampled_from(list(FRAGMENTS)))
+    fragments = draw(st.lists(st.sampled_from([*FRAGMENTS[form], *COMMON]), max_size=8))
+    return "".join(fragments), {"calls": form, "thinks": draw(st.booleans())}
+
+
+@given(replies(), st.data())
+@example((f"a\n<tool_call>{CALL}", {"calls": ToolCallFormat.HERMES}), None)
+@settings(max_examples=500, deadline=None)
+def test_a_reply_is_split_alike_however_it_is_cut(reply, data) -> None:
+    text, options = reply
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text))))) if data else range(len(text))
     edges = [0, *cuts, len(text)]
     pieces = [text[a:b] for a, b in pairwise(edges)]
-    whole = parsed([text], thinks=thinks, tools=tools)
-    assert parsed(pieces, thinks=thinks, tools=tools) == whole
-    assert parsed(list(text), thinks=thinks, tools=tools) == whole
+    whole = parsed([text], **options)
+    assert parsed(pieces, **options) == whole
+    assert parsed(list(text), **options) == whole
 
 
-@given(st.lists(st.sampled_from(FRAGMENTS), max_size=8))
+@given(replies())
 @settings(max_examples=400, deadline=None)
-def test_a_split_reply_is_what_chat_makes_of_the_whole(fragments) -> None:
-    text = "".join(fragments)
-    thought, rest = split_thinking(text) if text.lstrip().startswith("<think>") else (None, text)
-    assume("think>" not in rest)  # `parse_tool_calls` would look for a thought's end in it
-    reasoning, content, calls = parsed([text], tools=True)
-    expected, found = parse_tool_calls(rest)
-    assert (reasoning, content.strip()) == (thought or "", expected)
+def test_a_split_reply_is_what_is_made_of_the_whole(reply) -> None:
+    text, options = reply
+    assume(options["calls"])
+    _, content, calls = parsed([text], **options)
+    whole = parse(text, options["calls"], thinking=options["thinks"])
+    _, closed, said = whole.content.partition("</think>")
+    if not (options["thinks"] or text.lstrip().startswith("<think>")):
+        said = whole.content
+    elif not closed:
+        said = ""
+    assert content.strip() == said.strip()
     assert [(name, json.loads(arguments)) for name, arguments in calls] == [
-        (call["function"]["name"], call["function"]["arguments"]) for call in found
+        (call["function"]["name"], call["function"]["arguments"]) for call in whole.calls
     ]
+
+
+HERMES = {"calls": ToolCallFormat.HERMES}
 
 
 @pytest.mark.parametrize(
@@ -295,40 +319,58 @@ def test_a_split_reply_is_what_chat_makes_of_the_whole(fragments) -> None:
         ("a</think>b", {}, ("", "a</think>b", [])),
         ("one <think>two</think>", {}, ("", "one <think>two</think>", [])),
         (CALL, {}, ("", CALL, [])),
-        (f"Wait.\n{CALL}\n{CALL}\n", {"tools": True}, ("", "Wait.", [("add", '{"a": 1}')] * 2)),
-        (f"<think>{CALL}</think>{CALL}", {"tools": True}, (CALL, "", [("add", '{"a": 1}')])),
-        ("a <tool_call>not JSON</tool_call> b", {"tools": True}, ("", "a <tool_call>not JSON</tool_call> b", [])),
-        ("a <tool_call>{}", {"tools": True}, ("", "a <tool_call>{}", [])),
+        (f"Wait.\n{CALL}\n{CALL}\n", HERMES, ("", "Wait.", [("add", '{"a": 1}')] * 2)),
+        (f"<think>{CALL}</think>{CALL}", HERMES, (CALL, "", [("add", '{"a": 1}')])),
+        ("a <tool_call>not JSON</tool_call> b", HERMES, ("", "a <tool_call>not JSON</tool_call> b", [])),
+        ("a <tool_call>{}", HERMES, ("", "a <tool_call>{}", [])),
     ],
 )
-def test_examples(text: str, options: dict[str, bool], expected: tuple) -> None:
+def test_examples(text: str, options: dict[str, Any], expected: tuple) -> None:
     assert parsed([text], **options) == parsed(list(text), **options) == expected
 
 
 def test_nothing_of_a_call_is_given_out_before_it_is_whole() -> None:
-    parser = ReplyParser(tools=True)
+    parser = ReplyParser(**HERMES)
     text = f"Let me see. {CALL}"
     pieces = [parser.push(letter) for letter in text]
     assert joined([part for piece in pieces[:-1] for part in piece]) == ("", "Let me see.", [])
     assert pieces[-1] == [Part("tool_call", name="add", arguments='{"a": 1}')]
 
 
+def test_arguments_are_json_text_in_their_own_letters() -> None:
+    (part,) = ReplyParser(**HERMES).push('<tool_call>{"name": "say", "arguments": {"text": "caf\\u00e9"}}</tool_call>')
+    assert part == Part("tool_call", name="say", arguments='{"text": "café"}')
+
+
 @pytest.mark.parametrize(
-    "inside",
+    ("form", "text", "expected"),
     [
-        '{"name": "f", "arguments": {"x": NaN}}',
-        '{"name": "f", "arguments": {"x": "\\ud800"}}',
-        '{"name": "f", "arguments": "text"}',
-        '{"name": "", "arguments": {}}',
-        '{"name": 3}',
-        "[" * 100_000,
-        "",
+        (ToolCallFormat.LLAMA, '{"name": "f", "parameters": {"x": 1}}', ("", "", [("f", '{"x": 1}')])),
+        (ToolCallFormat.LLAMA, ' {"age": 12}\n', ("", ' {"age": 12}\n', [])),
+        (
+            ToolCallFormat.LLAMA,
+            'So: <|python_tag|>{"name": "f"}; {"name": "g"}',
+            ("", "So:", [("f", "{}"), ("g", "{}")]),
+        ),
+        (ToolCallFormat.MISTRAL, 'Hm.\n[TOOL_CALLS] [{"name": "f"}]', ("", "Hm.", [("f", "{}")])),
+        (
+            ToolCallFormat.MISTRAL_ARGS,
+            "[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]g[ARGS]{}",
+            ("", "", [("f", "{}"), ("g", "{}")]),
+        ),
+        (
+            ToolCallFormat.QWEN_XML,
+            "<think>\nx\n</think>\n\n<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>",
+            ("x", "", [("f", '{"x": 1}')]),
+        ),
     ],
 )
-def test_a_call_that_no_client_could_use_is_none(inside: str) -> None:
-    assert read_call(f"<tool_call>{inside}</tool_call>") is None
+def test_other_formats(form: ToolCallFormat, text: str, expected: tuple) -> None:
+    assert parsed([text], calls=form) == parsed(list(text), calls=form) == expected
 
 
-def test_arguments_are_json_text_in_their_own_letters() -> None:
-    call = read_call('<tool_call>{"name": "say", "arguments": {"text": "caf\\u00e9"}}</tool_call>')
-    assert call == Part("tool_call", name="say", arguments='{"text": "café"}')
+def test_definitions_say_what_is_a_string() -> None:
+    text = "<tool_call><function=f><parameter=x>1</parameter></function></tool_call>"
+    schema = {"type": "object", "properties": {"x": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    assert parsed([text], calls=ToolCallFormat.QWEN_XML, tools=tools)[2] == [("f", '{"x": "1"}')]

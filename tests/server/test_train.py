@@ -120,6 +120,15 @@ def site(make_site: Callable[..., Site]) -> Site:
 # ---- submitting ----
 
 
+def test_the_served_models_name_is_taken(site: Site) -> None:
+    """Or `model: starter` would mean the active policy and the adapter both."""
+    answer = site.http.post("/v1/train/grpo", json=SEED_PAGE | {"config": {"output_name": "starter"}})
+    error = site.error(answer, 400)
+    assert (error["code"], error["param"]) == ("invalid_adapter", "config.output_name")
+    assert "'starter'" in error["message"] and "another name" in error["hint"]
+    assert site.get("status") == []
+
+
 def test_the_seed_pages_example_is_queued_at_once(site: Site) -> None:
     answer = site.submit()
     assert answer["state"] == "queued"

@@ -36,6 +36,7 @@ from itertools import accumulate, groupby, islice
 
 from groupwise.algo.advantage import AdvantageSpec
 from groupwise.errors import ConfigError
+from groupwise.segments import segments_of
 from groupwise.types import RolloutGroup, Sample
 
 MEASURED_SHARE = 0.1  # of a batch's completion tokens, where its KL is only watched
@@ -64,16 +65,20 @@ def with_kl_penalty(
     Rollouts without an advantage are left alone and are in no baseline.
 
     Args:
-        kls: `sequence_kl` of every turn of every rollout that has an advantage, in their order, which is that of
-            `rollout.samples_of(groups)`. A rollout's K is the sum over its turns.
+        kls: `sequence_kl` of every segment of every rollout that has an advantage, in their order, which is that of
+            `rollout.samples_of(groups)`. A rollout's K is the sum over its segments.
     """
-    turns = sum(len(r.turns) for group in groups for r in group.rollouts if r.advantage is not None)
-    if len(kls) != turns:
-        raise ValueError(f"{len(kls)} KLs for {turns} turns of rollouts with an advantage; give one for each")
-    per_turn, result = iter(kls), []
+    segments = {
+        id(r): len(segments_of(r.turns)) for group in groups for r in group.rollouts if r.advantage is not None
+    }
+    if len(kls) != sum(segments.values()):
+        raise ValueError(
+            f"{len(kls)} KLs for {sum(segments.values())} segments of rollouts with an advantage; give one for each"
+        )
+    per_segment, result = iter(kls), []
     for group in groups:
         scored = [rollout for rollout in group.rollouts if rollout.advantage is not None]
-        totals = [math.fsum(islice(per_turn, len(rollout.turns))) for rollout in scored]
+        totals = [math.fsum(islice(per_segment, segments[id(rollout)])) for rollout in scored]
         penalties = iter(_centred(totals, spec, coeff=coeff))
         rollouts = tuple(
             r if r.advantage is None else replace(r, advantage=r.advantage - next(penalties)) for r in group.rollouts

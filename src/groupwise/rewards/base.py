@@ -5,7 +5,8 @@
 
 A function gets one group, as keyword arguments, each a list with one entry per completion:
 
-    completions     a str where the prompt is plain text; [{"role": "assistant", "content": str}] where it is a chat
+    completions     a str where the prompt is plain text; [{"role": "assistant", "content": str}] where it is a chat;
+                    all messages after the prompt where it is an episode in an environment
     prompts         the prompt's text, or its messages
     completion_ids  token ids of the completion
     <column>        every other column of the dataset, under its own name
@@ -215,7 +216,7 @@ async def score_group(
 ) -> RolloutGroup:
     """`score` for one group, for a caller who goes on with each as soon as it is done; raises nothing for failures."""
     healthy = [rollout for rollout in group.rollouts if rollout.error is None]
-    if not healthy:
+    if not healthy or not functions:
         return group
 
     async def answer(function: RewardFunction) -> Answer:
@@ -280,17 +281,23 @@ def _columns(prompt: Prompt, rollouts: Sequence[Rollout]) -> dict[str, list[Any]
     texts = [rollout.completion.text for rollout in rollouts]
     chat = prompt.messages is not None
     offered = {
-        "completions": [[{"role": "assistant", "content": text}] for text in texts] if chat else texts,
+        "completions": [_messages(rollout) for rollout in rollouts] if chat else texts,
         "prompts": [[dict(message) for message in prompt.messages or ()] if chat else prompt.text for _ in texts],
         "completion_ids": [list(rollout.completion.token_ids) for rollout in rollouts],
     }
     return {name: [value] * size for name, value in prompt.columns.items()} | offered
 
 
+def _messages(rollout: Rollout) -> list[dict[str, Any]]:
+    """What was said after the prompt."""
+    said = [dict(message) for message in rollout.messages]
+    return said or [{"role": "assistant", "content": rollout.completion.text}]
+
+
 def _combine(rollout: Rollout, functions: Sequence[RewardFunction], values: Sequence[Value]) -> Rollout:
-    rewards: dict[str, float | None] = {}
-    causes: list[str] = []
-    total, counted, excluded = 0.0, False, False
+    """What the functions gave, added to what the rollout has from its environment."""
+    rewards, causes = dict(rollout.rewards), list[str]()
+    total, counted, excluded = rollout.reward or 0.0, rollout.reward is not None, False
     for function, value in zip(functions, values, strict=True):
         failure = value if isinstance(value, Failure) else None
         number = None if isinstance(value, Failure) else value

@@ -37,7 +37,7 @@ from groupwise.errors import (
     SwapRefusedError,
 )
 from groupwise.server.bodies import check_content_type, read_body
-from groupwise.server.policies import AdapterInUseError
+from groupwise.server.policies import AdapterInUseError, check_free_name
 from groupwise.server.protocol_adapters import (
     ActivateRequest,
     AdapterDeleted,
@@ -333,6 +333,7 @@ def _publish(server: Server, name: str, write: Callable[[Path], None], *, again:
                 hint="choose another name; an upload with new_version=true adds a version",
             )
 
+    check_free_name(name, served_name=server.config.served_name)
     admit()
     free, least = shutil.disk_usage(server.store.root).free, server.config.min_free_bytes
     if free < least:

@@ -38,6 +38,8 @@ MAX_OBJECTS = 1 << 18  # of one body on our own routes: a million small ones wou
 SHOWN = 3  # problems told at once
 
 _PYDANTIC = frozenset(get_args(ErrorType))
+_ADAPTER = "^[A-Za-z0-9][A-Za-z0-9._-]"  # how the pattern of an adapter's name begins
+_NAMED = "a name is 1 to 64 of A-Z a-z 0-9 . _ - starting with a letter or digit"
 
 
 async def read_body(request: Request, model: type[M], *, optional: bool = False) -> M:
@@ -185,7 +187,15 @@ def _tell(path: Path, problem: ErrorDetails, model: type[BaseModel], data: Any) 
         return message if whole else f"{place}{':' if 'param' in context else ''} {message}", context.get("hint")
     wanted = re.sub("^[A-Z][a-z]+ should", "it must", message).replace("valid array", "list")
     wanted = re.sub(r"valid dictionary or instance of \w+|valid dictionary", "object", wanted)
-    return f"{place} is {echo(_value(path, data))}; {wanted.replace('an instance of', 'an object like')}", None
+    wanted = re.sub(r" after validation, not \d+$", "", wanted).replace("an instance of", "an object like")
+    return f"{place} is {echo(_value(path, data))}; {wanted}", _in_words(problem.get("ctx", {}).get("pattern", ""))
+
+
+def _in_words(pattern: str) -> str | None:
+    """What an adapter's name, or what selects a policy, looks like."""
+    if not pattern.startswith(_ADAPTER):
+        return None
+    return f"write 'base', a name, or a version as in 'math@3'; {_NAMED}" if "@" in pattern else _NAMED
 
 
 def _value(path: Path, data: Any) -> Any:
@@ -198,7 +208,8 @@ def _suggest(path: Path, model: type[BaseModel]) -> str:
     """Where an unknown field goes: what its users are known to mean, the same name elsewhere, or a similar one."""
     name, section = str(path[-1]), [key for key in path[:-1] if isinstance(key, str)]
     if meant := getattr(model, "elsewhere", {}).get(name):
-        return f"write {meant}"
+        moved = re.fullmatch(r"config\.\w+", meant) is not None and "config" not in section
+        return f"write {meant}{': options go under config' if moved else ''}"
     everywhere = list(key_paths(model))
     beside = [keys[-1] for keys in everywhere if list(keys[:-1]) == section]
     for candidate in _candidates(name, everywhere, beside, path):

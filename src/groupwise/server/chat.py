@@ -12,8 +12,6 @@ turn too: they are as many as `completion_tokens`.
 from __future__ import annotations
 
 import asyncio
-import json
-import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -46,8 +44,9 @@ from groupwise.server.protocol import (
     template_kwargs,
 )
 from groupwise.server.state import server_of
-from groupwise.server.text import CALL_START, Part, ReplyParser, opens_thought, token_text
+from groupwise.server.text import Part, ReplyParser, opens_thought, token_text
 from groupwise.server.wire import documented
+from groupwise.tool_calls import ToolCallFormat, format_of
 from groupwise.types import Completion, FinishReason, Message, Prompt
 
 if TYPE_CHECKING:
@@ -94,11 +93,12 @@ async def chat_completions(http: Request) -> Response:
 @dataclass(frozen=True)
 class ChatPrompt:
     """A conversation as token ids. `said` is what the reply begins with and the prompt holds; `thinks` whether the
-    reply continues a thought."""
+    reply continues a thought. The model writes its calls in `calls`' format."""
 
     ids: tuple[int, ...]
     said: str = ""
     thinks: bool = False
+    calls: ToolCallFormat = ToolCallFormat.HERMES
 
 
 def chat_prompt(body: ChatRequest, tokenizer: PreTrainedTokenizerBase) -> ChatPrompt:
@@ -108,22 +108,26 @@ def chat_prompt(body: ChatRequest, tokenizer: PreTrainedTokenizerBase) -> ChatPr
         ChatError: the template refuses the messages.
         RequestError: a call is required, and the assistant has begun to say something else.
     """
-    messages, said = as_messages(body.messages), _call_to_complete(body)
-    if said:
-        if messages[-1]["role"] == "assistant":
-            raise RequestError(
-                "tool_choice asks for a call, and the last message is the assistant's, which the reply continues",
-                hint="end with a user or tool message, or let tool_choice be auto",
-                param="tool_choice",
-            )
-        messages = (*messages, Message(role="assistant", content=said))
+    form = format_of(tokenizer)
+    messages, said = as_messages(body.messages), _call_to_complete(body, form)
+    if said and messages[-1]["role"] == "assistant":
+        raise RequestError(
+            "tool_choice asks for a call, and the last message is the assistant's, which the reply continues",
+            hint="end with a user or tool message, or let tool_choice be auto",
+            param="tool_choice",
+        )
     tools = () if body.tool_choice == "none" else tuple(tool.as_dict() for tool in body.tools or ())
     options = template_kwargs(body.chat_template_kwargs)
-    prompt = Prompt(id="messages", messages=messages, tools=tools)
-    ids = encode_prompt(prompt, tokenizer, template_kwargs=options).token_ids
+    if said and form.end is not None:
+        messages = (*messages, Message(role="assistant", content=said))
+    ids = encode_prompt(
+        Prompt(id="messages", messages=messages, tools=tools), tokenizer, template_kwargs=options
+    ).token_ids
+    if said and form.end is None:  # in content, a marker that is a special token would be quoted
+        ids = (*ids, *tokenizer.encode(said, add_special_tokens=False))
     continued = said_last(body.messages) if body.messages[-1].role == "assistant" else ""
     thinks = THINK_START in continued and THINK_END not in continued
-    return ChatPrompt(ids, said, thinks=thinks or opens_thought(ids, tokenizer))
+    return ChatPrompt(ids, said, thinks=thinks or opens_thought(ids, tokenizer), calls=form)
 
 
 def said_last(messages: Sequence[ChatMessage]) -> str:
@@ -132,11 +136,11 @@ def said_last(messages: Sequence[ChatMessage]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def _call_to_complete(body: ChatRequest) -> str:
+def _call_to_complete(body: ChatRequest, form: ToolCallFormat) -> str:
     """The beginning of the call that `tool_choice` insists on."""
     if isinstance(body.tool_choice, NamedTool):
-        return f'{CALL_START}\n{{"name": {json.dumps(body.tool_choice.function.name)}, "arguments":'
-    return CALL_START if body.tool_choice == "required" else ""
+        return form.opening(body.tool_choice.function.name)
+    return form.opening() if body.tool_choice == "required" else ""
 
 
 # ---- the reply ----
@@ -144,8 +148,9 @@ class Reply:
     """One choice's text in pieces -> what each adds."""
 
     def __init__(self, body: ChatRequest, prompt: ChatPrompt):
-        calls = bool(body.tools) and body.tool_choice != "none"
-        self._parser = ReplyParser(thinks=prompt.thinks, tools=calls)
+        tools = [] if body.tool_choice == "none" else [tool.as_dict() for tool in body.tools or ()]
+        self._parser = ReplyParser(thinks=prompt.thinks, calls=prompt.calls if tools else None, tools=tools)
+        self._form = prompt.calls
         self._most_calls = 1 if body.parallel_tool_calls is False else None
         self._parser.push(prompt.said)
         self._said: list[ChatDelta] = []
@@ -186,7 +191,7 @@ class Reply:
         if len(self.calls) == self._most_calls:
             return None
         function = AnsweredFunction(name=part.name, arguments=part.arguments)
-        self.calls.append(AnsweredCall(index=len(self.calls), id=f"call_{secrets.token_hex(12)}", function=function))
+        self.calls.append(AnsweredCall(index=len(self.calls), id=self._form.random_id(), function=function))
         return ChatDelta(tool_calls=[self.calls[-1]])
 
 

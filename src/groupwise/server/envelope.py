@@ -158,7 +158,7 @@ def _parameter_error(problems: Sequence[Mapping[str, Any]]) -> RequestError:
     name = printable(".".join(map(str, names)))
     if problems[0]["type"] == "missing":
         return RequestError(f"the {where} parameter {name!r} is required and missing", param=name)
-    wanted = re.sub("^[A-Z][a-z]+ should", "it must", str(problems[0]["msg"]))
+    wanted = re.sub("^[A-Z][a-z]+ should", "it must", str(problems[0]["msg"])).partition(", unable")[0]
     return RequestError(f"the {where} parameter {name!r} is {echo(problems[0].get('input'))}; {wanted}", param=name)
 
 

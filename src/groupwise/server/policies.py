@@ -51,6 +51,15 @@ class AdapterInUseError(ConflictError):
     code = "adapter_in_use"
 
 
+def check_free_name(name: str, *, served_name: str) -> None:
+    """Raise AdapterError if `model` could not tell an adapter of this name from the active policy."""
+    if name == served_name:
+        raise AdapterError(
+            f"{name!r} is what requests call the served model, so that no `model` could mean this adapter",
+            hint="choose another name, or start the server with another --served-model-name",
+        )
+
+
 class Engine(Protocol):
     """The part of an engine that is needed here."""
 

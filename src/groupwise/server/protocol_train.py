@@ -27,9 +27,9 @@ SampledIds = Annotated[TokenIds, _at_least(1)]
 
 def _under_config(kind: str) -> dict[str, str]:
     """Where options go that people write beside `config`."""
-    known = {name: f"config.{name}: options go under config" for name in MODELS[kind].model_fields}
-    others = {name: f"config.{ours}: options go under config" for name, ours in JOB_OTHER_NAMES[kind].items()}
-    return others | known
+    return {name: f"config.{ours}" for name, ours in JOB_OTHER_NAMES[kind].items()} | {
+        name: f"config.{name}" for name in MODELS[kind].model_fields
+    }
 
 
 # ---- what is asked for ----

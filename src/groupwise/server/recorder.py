@@ -35,6 +35,21 @@ _TOKEN_GAP = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.
 _TOKENS = tuple(2.0**i for i in range(18))
 _SWAP = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 120)
 
+HELP = {  # of the gauges that others know
+    "num_requests_running": "Completions being decoded.",
+    "num_requests_waiting": "Completions that wait for a row.",
+    "adapter_versions_loaded": "Adapters in the engine.",
+    "adapter_active_info": "The version that answers requests which name none.",
+    "disk_free_bytes": "Free space where the state directory is.",
+    "ready": "1 if /ready is 200.",
+    "worker_restarts": "Starts of the training worker after its first.",
+    "jobs": "Training jobs that are kept, by state.",
+    "training_active": "1 while a job runs.",
+    "train_step": "Steps that the running job has made.",
+    "train_progress": "Of the running job, 0 to 1.",
+    "train_metric": "Of the running job's last step.",
+}
+
 Sample = tuple[str, Mapping[str, str], float]  # a gauge's name without prefix, its labels, its value
 
 
@@ -73,8 +88,7 @@ class _Watched(Collector):
         for source in self.sources:
             for name, labels, value in source():
                 if name not in families:
-                    help_text = name.replace("_", " ")
-                    families[name] = GaugeMetricFamily(f"groupwise_{name}", help_text, labels=tuple(labels))
+                    families[name] = GaugeMetricFamily(f"groupwise_{name}", HELP.get(name, name), labels=tuple(labels))
                 families[name].add_metric(tuple(labels.values()), value)
         return families.values()
 

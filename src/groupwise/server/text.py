@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from groupwise.chat import THINK_END, THINK_START, parse_tool_calls, stop_ids
+from groupwise.chat import THINK_END, THINK_START, stop_ids
+from groupwise.tool_calls import Call, MalformedCall, ToolCallFormat, pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 REPLACEMENT = "\ufffd"  # what decoding puts for bytes that are no character, or not one yet
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how sentencepiece vocabularies spell a single byte
 WINDOW = 16  # ids decoded again for each new one, before the oldest are let go
@@ -167,13 +167,22 @@ class ReplyParser:
     """Splits a reply that arrives in pieces.
 
     A reply may begin with <think>...</think>, or with the inside of one when the prompt `thinks` (it ends with
-    <think>). With `tools`, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` outside thoughts are calls; one
-    that is not closed, is not JSON or has no name stays content. Space around a thought and around calls is dropped; a
-    reply with neither is left as it is.
+    <think>). With `calls`, the model's format, calls outside thoughts are calls; one that is malformed stays content.
+    Space around a thought and around calls is dropped; a reply with neither is left as it is. Where a format does not
+    close its calls, they are known when the reply is over, and so is a reply that begins with JSON in Llama's.
+
+    Args:
+        tools: the definitions that were offered, for formats that need their types.
     """
 
-    def __init__(self, *, thinks: bool = False, tools: bool = False):
-        self._tools = tools
+    def __init__(
+        self,
+        *,
+        thinks: bool = False,
+        calls: ToolCallFormat | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ):
+        self._calls, self._tools = calls, tools
         self._state: Literal["start", "reasoning", "content"] = "reasoning" if thinks else "start"
         self._text = ""  # not decided yet
         self._trim = thinks  # whether space that comes next is dropped
@@ -222,44 +231,52 @@ class ReplyParser:
         parts: list[Part] = []
         while self._text:
             self._text = self._text.lstrip() if self._trim else self._text
-            start = self._text.find(CALL_START) if self._tools else -1
-            end = self._text.find(CALL_END, start) + len(CALL_END)
-            if start < 0:
+            start = self._call_start()
+            if self._calls is None or start < 0:
                 return parts + self._say(self._certain(last=last))
-            if end < len(CALL_END):
-                return parts + self._say(len(self._text) if last else len(self._text[:start].rstrip()))
-            call = read_call(self._text[start:end])
-            if call is None:
-                parts += self._say(end)
-                continue
-            rest = self._text[end:]
-            parts += [*self._say(len(self._text[:start].rstrip())), call]
-            self._text, self._called, self._trim = rest, True, not self._said
+            close = self._text.find(self._calls.end, start) if self._calls.end else -1
+            if close < 0 and not last:
+                return parts + self._say(len(self._text[:start].rstrip()))
+            end = len(self._text) if close < 0 else close + len(self._calls.end or "")
+            parts += self._take_calls(start, end, self._calls, last=last and close < 0)
         return parts
+
+    def _call_start(self) -> int:
+        """Where a call begins, or may; -1 for nowhere."""
+        if self._calls is None:
+            return -1
+        if self._calls is ToolCallFormat.LLAMA and not self._said and self._text.lstrip().startswith("{"):
+            return 0
+        return self._text.find(self._calls.start)
+
+    def _take_calls(self, start: int, end: int, form: ToolCallFormat, *, last: bool) -> list[Part]:
+        parts, said = [], self._text[:start]
+        region, self._text = self._text[start:end], self._text[end:]
+        for piece in pieces(region, form, tools=self._tools):
+            if not isinstance(piece, Call):
+                said += piece.text if isinstance(piece, MalformedCall) else piece
+                continue
+            parts += self._give(said.rstrip())
+            arguments = json.dumps(piece.arguments, ensure_ascii=False)
+            parts.append(Part("tool_call", name=piece.name, arguments=arguments))
+            said, self._called, self._trim = "", True, not self._said
+        return parts + self._give(said.rstrip() if last and self._called else said)
 
     def _certain(self, *, last: bool) -> int:
         """How much of the text, in which no call begins, is content whatever comes."""
         if last:
             return len(self._text.rstrip() if self._called else self._text)
-        if not self._tools:
+        if self._calls is None:
             return len(self._text)
-        return len(self._text[: len(self._text) - beginning_length(self._text, [CALL_START])].rstrip())
+        return len(self._text[: len(self._text) - beginning_length(self._text, [self._calls.start])].rstrip())
 
     def _say(self, length: int) -> list[Part]:
         text, self._text = self._text[:length], self._text[length:]
+        return self._give(text)
+
+    def _give(self, text: str) -> list[Part]:
+        text = text.lstrip() if self._trim else text
         if not text:
             return []
         self._said, self._trim = True, False
         return [Part("content", text)]
-
-
-def read_call(text: str) -> Part | None:
-    """The call in `<tool_call>...</tool_call>`; None when a client could not use it."""
-    try:
-        _, calls = parse_tool_calls(text)
-        function = calls[0]["function"]
-        arguments = json.dumps(function["arguments"], ensure_ascii=False, allow_nan=False)
-        f"{function['name']}{arguments}".encode()  # half a surrogate pair cannot be sent
-    except (IndexError, ValueError, RecursionError):
-        return None
-    return Part("tool_call", name=function["name"], arguments=arguments) if function["name"] else None

@@ -20,6 +20,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response, StreamingResponse
 
 from groupwise.errors import (
+    AdapterError,
     ChatError,
     IdempotencyConflictError,
     JobNotFoundError,
@@ -30,7 +31,9 @@ from groupwise.errors import (
 )
 from groupwise.ledger import Event, Job, JobState
 from groupwise.server.bodies import read_body
+from groupwise.server.encode import at_field
 from groupwise.server.events import PING, PING_S
+from groupwise.server.policies import check_free_name
 from groupwise.server.protocol_train import (
     CancelAnswer,
     GrpoRequest,
@@ -115,6 +118,10 @@ async def _known(request: Request, key: str | None) -> TrainSubmitted | None:
 def _submit(server: Server, prepare: Callable[[], Submission], fingerprint: str, key: str | None) -> TrainSubmitted:
     _check_disk(server)
     submission = prepare()
+    try:
+        check_free_name(submission.adapter, served_name=server.config.served_name)
+    except AdapterError as error:
+        raise at_field(error, "config.output_name") from error
     job, is_new = server.ledger.submit(
         kind=submission.kind,
         adapter=submission.adapter,

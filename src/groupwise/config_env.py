@@ -1,0 +1,38 @@
+"""The configuration's `env` section: an environment that plays the other side of an episode."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from groupwise.section import Section, Text
+
+
+class EnvConfig(Section):
+    """Episodes of several turns: which environment, and how long one may go on."""
+
+    environment: Text
+    """`module:Class`; the module may stand beside the config file."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the class."""
+    max_turns: int = Field(default=8, ge=1, le=4096)
+    """Turns of the policy in an episode."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that the policy may say in an episode; null is as many as its turns allow (`rollout.max_tokens` each)."""
+    max_tool_calls: int | None = Field(default=None, ge=1)
+    """Tool calls in an episode; null does not count them."""
+    timeout_s: float = Field(default=300.0, gt=0)
+    """Seconds that an episode may take, sampling included."""
+    step_timeout_s: float = Field(default=30.0, gt=0)
+    """Seconds that one method of the environment may take."""
+    concurrency: int = Field(default=256, ge=1, le=65536)
+    """Episodes played at once."""
+    train_turns: Literal["all", "first"] = "all"
+    """`all` trains every turn; `first` the first one only, as three-method environments did elsewhere."""
+    on_error: Literal["exclude", "zero", "stop"] = "exclude"
+    """An episode in which the environment fails: left out of its group, reward 0, or the end of the run."""
+    max_characters: int = Field(default=200_000, ge=1)
+    """Longest message that an environment may send at once."""
+    stop_at_cut: bool = True
+    """A turn cut at `rollout.max_tokens` ends the episode; false passes it on as it is."""

@@ -1,0 +1,1 @@
+"""Environments: episodes of several turns, with tools. The contract is in `base`."""

@@ -1,0 +1,110 @@
+"""Load an environment by name, check that it is one, and make an instance for each episode.
+
+Two contracts are known: `reset` and `step` (`base`), and the three methods of aitraining (`build_dataset`,
+`score_episode`, `get_tools`), which `legacy` describes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from groupwise.config_env import EnvConfig
+from groupwise.errors import ConfigError, DataError, EnvError
+from groupwise.load import load_object
+from groupwise.types import Prompt
+
+MODERN, THREE_METHODS = ("reset", "step"), ("build_dataset", "score_episode")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvFactory:
+    """A class of environments and the arguments of its instances."""
+
+    name: str
+    make_one: Callable[..., Any]
+    args: Mapping[str, Any]
+    legacy: bool = False
+
+    def make(self) -> Any:
+        """An instance, for one episode. Raises EnvError."""
+        try:
+            return self.make_one(**self.args)
+        except Exception as error:
+            raise EnvError(f"{self.name}() raised {type(error).__name__}: {error}") from error
+
+    def cases(self, *, held_out: bool = False) -> list[Prompt] | None:
+        """What its `cases` (or `eval_cases`) returns, as prompts whose columns the case is; None without the method.
+
+        Raises DataError, or EnvError where the method raises.
+        """
+        method = "eval_cases" if held_out else "cases"
+        instance = self.make()
+        if not callable(function := getattr(instance, method, None)):
+            return None
+        try:
+            rows = function()
+            rows = asyncio.run(_awaited(rows)) if inspect.isawaitable(rows) else rows
+        except Exception as error:
+            raise EnvError(f"{self.name}.{method} raised {type(error).__name__}: {error}") from error
+        return prompts_of(rows, f"{self.name}.{method}")
+
+
+def load_env(config: EnvConfig, *, folder: str | Path | None = None) -> EnvFactory:
+    """The environment that the configuration names.
+
+    Raises LoadError for what cannot be imported, ConfigError for what is no environment or takes other arguments.
+    """
+    made = load_object(config.environment, folder=folder)
+    if inspect.isclass(made):
+        _check_methods(made, config.environment)
+    _check_arguments(made, config)
+    return EnvFactory(
+        name=config.environment.rpartition(":")[2],
+        make_one=made,
+        args=config.args,
+        legacy=all(hasattr(made, name) for name in THREE_METHODS) and not hasattr(made, "step"),
+    )
+
+
+def prompts_of(rows: Any, source: str) -> list[Prompt]:
+    """Rows of a dataset of cases -> prompts; the whole row is the case. Raises DataError."""
+    if isinstance(rows, str | bytes | Mapping) or not hasattr(rows, "__iter__"):
+        raise DataError(f"{source} returned a {type(rows).__name__}; it must be a list of objects, one per case")
+    prompts: list[Prompt] = []
+    for i, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise DataError(f"{source}: case {i} is {row!r}; a case is an object, its columns by name")
+        prompts.append(Prompt(id=f"case:{i}", columns=dict(row)))
+    if not prompts:
+        raise DataError(f"{source} returned no cases", hint="return at least one")
+    return prompts
+
+
+def _check_methods(made: type, reference: str) -> None:
+    missing: Sequence[str] = [name for name in MODERN if not callable(getattr(made, name, None))]
+    if not missing or all(callable(getattr(made, name, None)) for name in THREE_METHODS):
+        return
+    held = [name for name, value in vars(made).items() if callable(value) and not name.startswith("_")]
+    raise ConfigError(
+        f"env.environment {reference!r} has no {' and no '.join(missing)}; it has {', '.join(held) or 'no methods'}",
+        hint="an environment has reset(case, seed) and step(message), or build_dataset and score_episode",
+    )
+
+
+def _check_arguments(made: Callable[..., Any], config: EnvConfig) -> None:
+    try:
+        inspect.signature(made).bind(**config.args)
+    except TypeError as error:
+        takes = ", ".join(inspect.signature(made).parameters) or "nothing"
+        raise ConfigError(f"env.args does not fit {config.environment!r}, which takes {takes}: {error}") from None
+    except ValueError:  # no signature to look at
+        return
+
+
+async def _awaited(value: Any) -> Any:
+    return await value

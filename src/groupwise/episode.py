@@ -1,0 +1,238 @@
+"""One episode: the policy and an environment take turns until one of them, or a limit, ends it.
+
+    reset -> messages -> [ the policy speaks -> step -> messages and a reward ] ... -> score -> a rollout
+
+Whatever the environment does, an episode ends in a rollout: what it raises, a method that hangs and an answer that
+breaks the contract are the rollout's `error` (`env.on_error` says what that is worth), limits are its `stop`.
+
+    done            the environment ended it
+    max_turns       it had `env.max_turns` turns
+    max_tokens      a turn was cut at `rollout.max_tokens`, or it said `env.max_tokens` tokens
+    max_tool_calls  it made more than `env.max_tool_calls` calls; those of the last turn were not run
+    context         the conversation fills the model's context
+    timeout         it took `env.timeout_s` seconds
+
+The reward is the sum of what the turns and `score` gave. An episode that a limit ended before the environment gave
+anything is worth 0: a policy that talks until it is cut has failed, and is not excused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from groupwise.config_env import EnvConfig
+from groupwise.envs.base import Episode, Observation, observation_of, reward_of, step_result_of
+from groupwise.envs.call import OwnThread
+from groupwise.errors import EnvError, GroupwiseError
+from groupwise.transcript import Transcript
+from groupwise.types import Completion, FinishReason, Message, Rollout, SamplingParams, Turn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+REWARD = "env"  # the name of an environment's reward among those of reward functions
+
+# (prompt ids, at most so many tokens, the number of the turn) -> the policy's answer
+Speak = Callable[[tuple[int, ...], int, int], Awaitable[Completion]]
+
+
+class PolicyError(Exception):
+    """The policy could not be asked; that is no fault of the environment's."""
+
+    def __init__(self, cause: Exception):
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+@dataclass(kw_only=True, eq=False)
+class Player:
+    """An episode in progress. `begin` resets the environment, `play` plays it to its end.
+
+    Args:
+        make: an instance of the environment; called in the episode's own thread.
+        name: the environment's, for messages.
+        speak: asks the policy.
+        context: tokens that the model's context has.
+    """
+
+    make: Callable[[], Any]
+    name: str
+    case: Mapping[str, Any]
+    seed: int
+    config: EnvConfig
+    params: SamplingParams
+    tokenizer: PreTrainedTokenizerBase
+    context: int
+    speak: Speak
+    transcript: Transcript | None = None
+    error: str | None = None
+    _env: Any = None
+    _thread: OwnThread = field(default_factory=OwnThread)
+    _calls: int = 0
+    _rewards: list[float | None] = field(default_factory=list)
+    _info: dict[str, list[float]] = field(default_factory=dict)
+
+    async def begin(self) -> None:
+        """Make and reset the environment: `transcript` is there, or `error`."""
+        try:
+            self._env = await self._call(self.make, what=f"{self.name}()")
+            value = await self._call(self._env.reset, dict(self.case), self.seed, what=f"{self.name}.reset")
+            seen: Observation = observation_of(value, limit=self.config.max_characters)
+            tools: list[dict[str, Any]] = [dict(tool) for tool in seen.tools]
+            self.transcript = Transcript(seen.messages, self.tokenizer, tools=tools)
+        except GroupwiseError as error:
+            self._fail(error)
+
+    async def play(self, first: Completion | None = None) -> Rollout:
+        """The episode as a rollout; `first` is what the policy answered already. Cancelling it closes everything."""
+        try:
+            if self.error is not None:
+                return self._rollout("error", None)
+            try:
+                async with asyncio.timeout(self.config.timeout_s):
+                    stop = await self._turns(first)
+            except TimeoutError:  # the environment's own are EnvErrors by now
+                stop = "timeout"
+            return await self._scored(stop)
+        except PolicyError as error:
+            raise error.cause from None
+        except GroupwiseError as error:
+            self._fail(error)
+            return self._rollout("error", None)
+        finally:
+            await self._close()
+            if self.error is not None and self.config.on_error == "stop":
+                raise EnvError(self.error, hint="env.on_error: exclude goes on without such episodes")
+
+    # -- turns ---------------------------------------------------------------------------------------------------------
+
+    async def _turns(self, first: Completion | None) -> str:
+        """Take turns; returns why the episode ended."""
+        assert self.transcript is not None
+        completion = first
+        while True:
+            if completion is None:
+                room = min(self._room(), self.params.max_tokens)
+                if room <= 0:
+                    return "max_tokens" if self._spent() else "context"
+                completion = await self._ask(room)
+            message = self.transcript.speak(completion, trained=self._trains())
+            self._rewards.append(None)
+            if completion.finish_reason is FinishReason.ABORT:
+                raise EnvError("the completion was aborted")
+            if completion.finish_reason is FinishReason.LENGTH and self.config.stop_at_cut:
+                full = len(self.transcript.prompt_ids) + len(completion.token_ids) >= self.context
+                return "context" if full else "max_tokens"
+            self._calls += len(message.get("tool_calls") or ())
+            if self.config.max_tool_calls is not None and self._calls > self.config.max_tool_calls:
+                return "max_tool_calls"
+            if await self._step(message):
+                return "done"
+            if len(self.transcript.turns) >= self.config.max_turns:
+                return "max_turns"
+            completion = None
+
+    async def _ask(self, room: int) -> Completion:
+        assert self.transcript is not None
+        try:
+            return await self.speak(self.transcript.prompt_ids, room, len(self.transcript.turns))
+        except Exception as error:
+            raise PolicyError(error) from error
+
+    async def _step(self, message: Message) -> bool:
+        """The environment answers; whether the episode is over."""
+        assert self.transcript is not None
+        value = await self._call(self._env.step, message, what=f"{self.name}.step")
+        result = step_result_of(value, limit=self.config.max_characters)
+        self._rewards[-1] = result.reward
+        self.transcript.reward(result.reward)
+        for name, number in result.info.items():
+            self._info.setdefault(name, []).append(number)
+        if result.done:
+            self.transcript.messages += result.messages
+        else:
+            self.transcript.hear(result.messages)
+        return result.done
+
+    def _trains(self) -> bool:
+        assert self.transcript is not None
+        return self.config.train_turns == "all" or not self.transcript.turns
+
+    def _room(self) -> int:
+        """Tokens that the policy may still say, in the context and in its budget."""
+        assert self.transcript is not None
+        room = self.context - len(self.transcript.prompt_ids)
+        return room if self.config.max_tokens is None else min(room, self.config.max_tokens - self.transcript.said)
+
+    def _spent(self) -> bool:
+        assert self.transcript is not None
+        return self.config.max_tokens is not None and self.transcript.said >= self.config.max_tokens
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    async def _scored(self, stop: str) -> Rollout:
+        """The rollout with its reward."""
+        assert self.transcript is not None
+        given = [reward for reward in self._rewards if reward is not None]
+        if callable(score := getattr(self._env, "score", None)):
+            episode = Episode(
+                case=dict(self.case),
+                seed=self.seed,
+                messages=tuple(self.transcript.messages),
+                rewards=tuple(self._rewards),
+                stop=stop,
+            )
+            value = await self._call(score, episode, what=f"{self.name}.score")
+            if value is not None:
+                given.append(reward_of(value, f"{self.name}.score"))
+        if not given and stop == "done":
+            raise EnvError(
+                f"{self.name} gave no reward in the whole episode",
+                hint="return a reward from step, or write score(episode)",
+            )
+        return self._rollout(stop, math.fsum(given))
+
+    def _rollout(self, stop: str, reward: float | None) -> Rollout:
+        transcript = self.transcript
+        turns: Sequence[Turn] = () if transcript is None else transcript.turns
+        if self.error is not None and self.config.on_error == "zero" and turns:
+            reward = 0.0
+        info = {name: math.fsum(values) for name, values in self._info.items()}
+        info |= {"turns": float(len(turns)), "tool_calls": float(self._calls)}
+        if transcript is not None:
+            info["forks"] = float(transcript.forks)
+        return Rollout(
+            turns=tuple(turns),
+            rewards={} if reward is None else {REWARD: reward},
+            reward=reward,
+            error=self.error if reward is None else None,
+            messages=() if transcript is None else tuple(transcript.messages[transcript.begun :]),
+            stop=stop,
+            info=info | {"failed": float(self.error is not None)},
+        )
+
+    def _fail(self, error: GroupwiseError) -> None:
+        self.error = error.message if self.name in error.message else f"{self.name}: {error.message}"
+
+    async def _close(self) -> None:
+        close = getattr(self._env, "close", None)
+        try:
+            if callable(close):
+                await self._call(close, what=f"{self.name}.close")
+        except EnvError as error:
+            if self.error is None:
+                self._fail(error)
+        finally:
+            self._thread.close()
+
+    async def _call(self, function: Callable[..., Any], *args: Any, what: str) -> Any:
+        try:
+            return await self._thread.call(function, *args, timeout_s=self.config.step_timeout_s, what=what)
+        except GroupwiseError:
+            raise
+        except Exception as error:
+            raise EnvError(f"{what} raised {type(error).__name__}: {error}") from error

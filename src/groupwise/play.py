@@ -1,0 +1,181 @@
+"""How a prompt becomes a group: one completion each (`SingleTurn`), or an episode each in an environment (`Episodes`).
+
+The loop, evaluation and everything after them know only that a group comes back. Prompts that are begun together have
+their first turns admitted together; the episodes of a group that see the same first prompt share it.
+
+Each episode draws from seeds of its own, (seed of the group, number of the episode, number of the turn), so that what
+it says does not depend on which others happen to be under way, but for float rounding in another batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Coroutine, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from groupwise.chat import encode_prompt
+from groupwise.config_env import EnvConfig
+from groupwise.engine.base import Sampler
+from groupwise.envs.load import EnvFactory
+from groupwise.episode import Player
+from groupwise.rollout import group_of
+from groupwise.seeds import seed_of
+from groupwise.types import Completion, PolicyVersion, Prompt, RolloutGroup, SamplingParams, SamplingRequest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+T = TypeVar("T")
+
+
+class Play(Protocol):
+    """Plays prompts with a policy."""
+
+    def prepare(self, prompt: Prompt) -> Prompt:
+        """The prompt as `begin` takes it. Raises ChatError."""
+        ...
+
+    def begin(
+        self, prompts: Sequence[Prompt], *, seeds: Sequence[int], n: int, params: SamplingParams, version: PolicyVersion
+    ) -> list[Awaitable[RolloutGroup]]:
+        """Begin all of them; a group of `n` unscored rollouts for each, in their order. Call it in an event loop."""
+        ...
+
+
+class SingleTurn:
+    """The prompt is asked, the completion is the rollout."""
+
+    def __init__(self, sampler: Sampler, tokenizer: PreTrainedTokenizerBase):
+        self._sampler, self._tokenizer = sampler, tokenizer
+
+    def prepare(self, prompt: Prompt) -> Prompt:
+        """The prompt with its token ids."""
+        return encode_prompt(prompt, self._tokenizer)
+
+    def begin(
+        self, prompts: Sequence[Prompt], *, seeds: Sequence[int], n: int, params: SamplingParams, version: PolicyVersion
+    ) -> list[Awaitable[RolloutGroup]]:
+        """As `Play.begin`."""
+        requests = [
+            SamplingRequest(prompt_ids=prompt.token_ids, params=replace(params, seed=seed), n=n, version=version)
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        futures = self._sampler.submit(requests)
+
+        async def group(prompt: Prompt, at: int) -> RolloutGroup:
+            return group_of(prompt, await asyncio.wrap_future(futures[at]))
+
+        return [group(prompt, at) for at, prompt in enumerate(prompts)]
+
+
+class Episodes:
+    """Each prompt is a case of an environment, which plays `n` episodes of it."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        tokenizer: PreTrainedTokenizerBase,
+        factory: EnvFactory,
+        config: EnvConfig,
+    ):
+        self._sampler, self._tokenizer = sampler, tokenizer
+        self._factory, self._config = factory, config
+        self._slots: asyncio.Semaphore | None = None
+
+    def prepare(self, prompt: Prompt) -> Prompt:
+        """The prompt itself: what the policy is asked, `reset` says."""
+        return prompt
+
+    def begin(
+        self, prompts: Sequence[Prompt], *, seeds: Sequence[int], n: int, params: SamplingParams, version: PolicyVersion
+    ) -> list[Awaitable[RolloutGroup]]:
+        """As `Play.begin`."""
+        if self._slots is None:
+            self._slots = asyncio.Semaphore(max(1, self._config.concurrency // n))
+        return [
+            self._group(prompt, seed=seed, n=n, params=params, version=version)
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+
+    async def _group(
+        self, prompt: Prompt, *, seed: int, n: int, params: SamplingParams, version: PolicyVersion
+    ) -> RolloutGroup:
+        assert self._slots is not None
+        async with self._slots:
+            players = [
+                self._player(prompt, seed=seed, number=number, params=params, version=version) for number in range(n)
+            ]
+            await asyncio.gather(*(player.begin() for player in players))
+            first = await self._first_turns(players, seed=seed, params=params, version=version)
+            rollouts = await together([player.play(said) for player, said in zip(players, first, strict=True)])
+        seen = next((player.transcript for player in players if player.transcript is not None), None)
+        if seen is not None:
+            ids = seen.turns[0].prompt_ids if seen.turns else ()
+            prompt = replace(prompt, messages=tuple(seen.messages[: seen.begun]), tools=seen.tools, token_ids=ids)
+        return RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
+
+    def _player(
+        self, prompt: Prompt, *, seed: int, number: int, params: SamplingParams, version: PolicyVersion
+    ) -> Player:
+        async def speak(prompt_ids: tuple[int, ...], most: int, turn: int) -> Completion:
+            drawn = replace(params, max_tokens=most, seed=seed_of(seed, number, turn))
+            request = SamplingRequest(prompt_ids=prompt_ids, params=drawn, version=version)
+            ((completion,),) = await self._sampler.sample([request])
+            return completion
+
+        case = dict(prompt.columns)
+        if (asked := prompt.messages or prompt.text) is not None:  # a row of the configuration's `data`
+            case.setdefault("prompt", list(asked) if prompt.messages is not None else asked)
+        return Player(
+            make=self._factory.make,
+            name=self._factory.name,
+            case=case,
+            seed=seed,
+            config=self._config,
+            params=params,
+            tokenizer=self._tokenizer,
+            context=self._sampler.context_length,
+            speak=speak,
+        )
+
+    async def _first_turns(
+        self, players: Sequence[Player], *, seed: int, params: SamplingParams, version: PolicyVersion
+    ) -> list[Completion | None]:
+        """The first turns of players that all see the same prompt, sampled as one group; else None for each."""
+        prompts = {player.transcript.prompt_ids for player in players if player.transcript is not None}
+        if len(prompts) != 1 or any(player.transcript is None for player in players):
+            return [None] * len(players)
+        (prompt_ids,) = prompts
+        most = min(params.max_tokens, self._config.max_tokens or params.max_tokens)
+        if len(prompt_ids) >= self._sampler.context_length:
+            return [None] * len(players)
+        drawn = replace(params, max_tokens=most, seed=seed)
+        request = SamplingRequest(prompt_ids=prompt_ids, params=drawn, n=len(players), version=version)
+        (completions,) = await self._sampler.sample([request])
+        return list(completions)
+
+
+async def play_all(
+    play: Play,
+    prompts: Sequence[Prompt],
+    *,
+    seeds: Sequence[int],
+    n: int,
+    params: SamplingParams,
+    version: PolicyVersion,
+) -> list[RolloutGroup]:
+    """Begin all of them and wait for all: a group of `n` unscored rollouts for each prompt, in their order."""
+    return await asyncio.gather(*play.begin(prompts, seeds=seeds, n=n, params=params, version=version))
+
+
+async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results, in order. The first exception is raised once all others have been cancelled and are over."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

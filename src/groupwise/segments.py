@@ -1,0 +1,67 @@
+"""The turns of an episode -> the token sequences that are trained: what was sampled, and what was said in between.
+
+    turn 1   saw 1 2          said 3 4
+    turn 2   saw 1 2 3 4 9 9  said 5        extends what there was: 9 9 is a tool's answer and the template's own tokens
+
+    one segment   prompt 1 2    completion 3 4 9 9 5    mask 1 1 0 0 1
+
+A turn that does not extend what came before it (a template that drops earlier <think> blocks rewrites history) begins
+another segment, whose prompt is all that this turn saw. The segments of an episode have its advantage. So a token is
+trained once, in the context in which it was sampled, and nothing is decoded and encoded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from groupwise.types import FinishReason, Turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A prompt and what follows it. The other three have one entry per completion token; `logprobs` is 0 where the
+    mask is 0 because nothing was sampled there."""
+
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    mask: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+def segments_of(turns: Sequence[Turn], *, mask_truncated: bool = False) -> list[Segment]:
+    """The segments of an episode in which any turn is trained; with `mask_truncated` not those that were cut."""
+    segments = [_segment(run, mask_truncated=mask_truncated) for run in _runs(turns)]
+    return [segment for segment in segments if segment is not None]
+
+
+def _runs(turns: Sequence[Turn]) -> list[list[Turn]]:
+    """Turns of which each sees all of the one before, in order."""
+    runs: list[list[Turn]] = []
+    seen: tuple[int, ...] = ()
+    for turn in turns:
+        if runs and turn.prompt_ids[: len(seen)] == seen:
+            runs[-1].append(turn)
+        else:
+            runs.append([turn])
+        seen = turn.prompt_ids + turn.completion.token_ids
+    return runs
+
+
+def _segment(run: Sequence[Turn], *, mask_truncated: bool) -> Segment | None:
+    if not any(turn.trained for turn in run):
+        return None
+    while not run[-1].trained:  # nothing after the last trained token is worth a forward
+        run = run[:-1]
+    start = len(run[0].prompt_ids)
+    ids: list[int] = []
+    mask: list[int] = []
+    logprobs: list[float] = []
+    for turn in run:
+        between = turn.prompt_ids[start + len(ids) :]
+        said = turn.completion
+        trained = turn.trained and not (mask_truncated and said.finish_reason is FinishReason.LENGTH)
+        ids += [*between, *said.token_ids]
+        mask += [0] * len(between) + [int(trained)] * len(said.token_ids)
+        logprobs += [0.0] * len(between) + list(said.logprobs)
+    return Segment(prompt_ids=run[0].prompt_ids, completion_ids=tuple(ids), mask=tuple(mask), logprobs=tuple(logprobs))

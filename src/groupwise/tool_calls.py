@@ -1,0 +1,397 @@
+"""Tool calls in the text of a reply, in the formats in which models write them.
+
+    hermes        <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>        Hermes, Qwen 2.5 and 3, the starter
+    qwen_xml      <tool_call><function=f><parameter=x>1</parameter></function></tool_call>         Qwen3-Coder, Qwen 3.5
+    llama         <|python_tag|>{"name": "f", "parameters": {"x": 1}}, or only the JSON; several with ";"  Llama 3.1-3.3
+    mistral       [TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}]                Mistral's tokenizers before v11
+    mistral_args  [TOOL_CALLS]f[ARGS]{"x": 1}, a marker for each call                ... and since
+
+`format_of` reads a model's format off its chat template; `parse` splits a reply. <|python_tag|> and Mistral's markers
+are special tokens, which `chat.decode` keeps; the others are text, or tokens that are not special. A Hermes or XML call
+ends at its first </tool_call>, wherever that stands. A call that was begun and cannot be used is no error here: it is
+`malformed`, with a reason that can be sent back to the model, and its text stays in the content.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from groupwise.chat import THINK_END, THINK_START
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CALL_START, CALL_END = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
+TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+LONGEST_SHOWN = 300  # characters of a malformed call that its report repeats
+
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+_BARE_CALL = r'\A\s*(?=\{\s*"(?:name"\s*:|type"\s*:\s*"function"))'
+_BETWEEN = re.compile(r"(?:[\s;]|<\|eom_id\|>)*")
+_NAME = re.compile(r"([^\[\]{}]*)(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*")
+_PYTHON = {"True": True, "False": False, "None": None}  # some XML templates write these so
+_SPACE = re.compile(r"\s*")
+
+
+class ToolCallFormat(StrEnum):
+    """How a model writes its calls."""
+
+    HERMES = "hermes"
+    QWEN_XML = "qwen_xml"
+    LLAMA = "llama"
+    MISTRAL = "mistral"
+    MISTRAL_ARGS = "mistral_args"
+
+    @property
+    def start(self) -> str:
+        """The marker with which a call begins (Llama's may also be JSON alone, as the whole reply)."""
+        return _GRAMMARS[self].start
+
+    @property
+    def end(self) -> str | None:
+        """The marker that closes a call; None where calls go on until the reply ends."""
+        return _GRAMMARS[self].end
+
+    def opening(self, name: str | None = None) -> str:
+        """The beginning of a call, of the tool `name` if given; the model completes it.
+
+        >>> ToolCallFormat.LLAMA.opening("add"), ToolCallFormat.MISTRAL_ARGS.opening()
+        ('{"name": "add", "parameters":', '[TOOL_CALLS]')
+        """
+        grammar = _GRAMMARS[self]
+        return grammar.opening if name is None else grammar.opening_of(name)
+
+    def call_id(self, index: int) -> str:
+        """The id of a reply's call number `index`. Mistral's templates take nine letters and digits and nothing else.
+
+        >>> ToolCallFormat.HERMES.call_id(1), ToolCallFormat.MISTRAL.call_id(1)
+        ('call_1', 'call00001')
+        """
+        return f"call{index:05d}" if self.start == TOOL_CALLS else f"call_{index}"
+
+    def random_id(self) -> str:
+        """An id that no other call has, whatever the conversation."""
+        return secrets.token_hex(5)[:9] if self.start == TOOL_CALLS else f"call_{secrets.token_hex(12)}"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call: a tool's name, and its arguments as a JSON object."""
+
+    name: str
+    arguments: dict[str, Any]
+
+    def as_openai(self, call_id: str) -> dict[str, Any]:
+        """As messages carry it, `arguments` as the object that chat templates want."""
+        return {"id": call_id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclass(frozen=True)
+class MalformedCall:
+    """A call that was begun and cannot be used: its `text`, and why, in one sentence. `str` tells the model both."""
+
+    text: str
+    reason: str
+
+    def __str__(self) -> str:
+        shown = self.text if len(self.text) <= LONGEST_SHOWN else f"{self.text[:LONGEST_SHOWN]}..."
+        return f"{self.reason} It was: {shown.strip()}"
+
+
+@dataclass(frozen=True)
+class ParsedReply:
+    """`content` is the reply without its calls (thoughts and malformed calls stay), `calls` are in OpenAI's form."""
+
+    content: str
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    malformed: list[MalformedCall] = field(default_factory=list)
+
+
+def format_of(source: PreTrainedTokenizerBase | str | None) -> ToolCallFormat:
+    """The format that a chat template writes calls in, given itself or with its tokenizer; Hermes where it shows none.
+
+    >>> format_of("{{ '[TOOL_CALLS]' + tool.name + '[ARGS]' + tool.arguments }}").value
+    'mistral_args'
+    """
+    template = source if source is None or isinstance(source, str) else source.chat_template
+    if isinstance(template, Mapping):  # several by name
+        template = template.get("tool_use") or template.get("default")
+    signs = (
+        (ToolCallFormat.QWEN_XML, "<function="),
+        (ToolCallFormat.HERMES, CALL_START),
+        (ToolCallFormat.MISTRAL_ARGS, ARGS),
+        (ToolCallFormat.MISTRAL, TOOL_CALLS),
+        (ToolCallFormat.LLAMA, PYTHON_TAG),
+        (ToolCallFormat.LLAMA, '"parameters": '),
+    )
+    return next((form for form, sign in signs if sign in (template or "")), ToolCallFormat.HERMES)
+
+
+def parse(
+    text: str,
+    form: ToolCallFormat = ToolCallFormat.HERMES,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    thinking: bool = False,
+) -> ParsedReply:
+    """Split a whole reply. Never raises.
+
+    Args:
+        tools: the definitions that were offered. The XML format writes strings and numbers alike; their schemas say
+            which is which, and without one what reads as JSON is JSON.
+        thinking: whether the prompt ends inside a <think> block, so that the reply begins in it. Calls in thoughts are
+            thoughts.
+
+    >>> parse('Wait. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    ParsedReply(content='Wait.', calls=[{'id': 'call_0', 'type': 'function', 'function': {'name': 'add', \
+'arguments': {'a': 1}}}], malformed=[])
+    >>> str(parse('<tool_call>{"name": "add"').malformed[0])
+    'The call is not closed: </tool_call> is missing. It was: <tool_call>{"name": "add"'
+    """
+    content, reply = "", text
+    if thinking or text.lstrip().startswith(THINK_START):
+        thought, closed, reply = text.partition(THINK_END)
+        content = thought + closed
+    calls: list[dict[str, Any]] = []
+    malformed: list[MalformedCall] = []
+    for piece in pieces(reply, form, tools=tools):
+        if isinstance(piece, Call):
+            content = content.rstrip()
+            calls.append(piece.as_openai(form.call_id(len(calls))))
+            continue
+        if isinstance(piece, MalformedCall):
+            malformed.append(piece)
+        content += piece if isinstance(piece, str) else piece.text
+    return ParsedReply(content.strip(), calls, malformed)
+
+
+def pieces(
+    text: str, form: ToolCallFormat, *, tools: Sequence[Mapping[str, Any]] = ()
+) -> Iterator[str | Call | MalformedCall]:
+    """A reply without thoughts, piece by piece: what is said, calls, and calls that cannot be used."""
+    grammar, position = _GRAMMARS[form], 0
+    while (begin := grammar.begin.search(text, position)) is not None:
+        yield text[position : begin.start()]
+        found, position = grammar.read(text, begin, tools)
+        yield from found
+    yield text[position:]
+
+
+# ---- one reader a format: the text and where a call begins in it -> what was found, and where it ends ----
+Found = list[Call | MalformedCall | str]
+
+
+def _read_hermes(text: str, begin: re.Match[str], _: Sequence[Mapping[str, Any]]) -> tuple[Found, int]:
+    inside, whole = _enclosed(text, begin)
+    if inside is None:
+        return [_not_closed(whole)], len(text)
+    value, end = _json(inside)
+    if isinstance(value, ValueError):
+        found = MalformedCall(whole, f"The call is not JSON: {value}.")
+    elif inside[end:].strip():
+        found = MalformedCall(whole, f"The call's JSON ends at character {end} and more text follows.")
+    else:
+        found = _call(value, whole)
+    return [found], begin.start() + len(whole)
+
+
+def _read_xml(text: str, begin: re.Match[str], tools: Sequence[Mapping[str, Any]]) -> tuple[Found, int]:
+    inside, whole = _enclosed(text, begin)
+    if inside is None:
+        return [_not_closed(whole)], len(text)
+    after = begin.start() + len(whole)
+    function = _FUNCTION.fullmatch(inside)
+    if function is None:
+        return [MalformedCall(whole, "The call is not of the form <function=NAME> ... </function>.")], after
+    name, body, position = function[1].strip(), function[2], 0
+    arguments, types = {}, _types(name, tools)
+    while (parameter := _PARAMETER.match(body, position)) is not None:
+        key = parameter[1].strip()
+        arguments[key] = _typed(parameter[2], types.get(key))
+        position = parameter.end()
+    if body[position:].strip():
+        return [MalformedCall(whole, "The call has text outside <parameter=NAME> ... </parameter>.")], after
+    return [_call({"name": name, "arguments": arguments}, whole)], after
+
+
+def _read_llama(text: str, begin: re.Match[str], _: Sequence[Mapping[str, Any]]) -> tuple[Found, int]:
+    found, position, bare = Found(), begin.end(), not begin[0].endswith(PYTHON_TAG)
+    while True:
+        position = _end(_BETWEEN, text, position)
+        if not text.startswith("{", position) and found:
+            return found, position
+        value, end = _json(text, position)
+        if isinstance(value, ValueError):
+            rest = text[position if found else begin.start() :]
+            return [*found, MalformedCall(rest, f"The call is not JSON: {value}.")], len(text)
+        whole = text[position:end]
+        if bare and not (isinstance(value, dict) and value.keys() & {"parameters", "arguments"}):
+            return [*found, begin[0] * (not found) + whole], end  # an answer that is JSON
+        found.append(_call(value, whole))
+        position = end
+
+
+def _read_mistral(text: str, begin: re.Match[str], _: Sequence[Mapping[str, Any]]) -> tuple[Found, int]:
+    start = _end(_SPACE, text, begin.end())
+    name = None
+    if text[start : start + 1] not in ("[", "{") or text.startswith((ARGS, CALL_ID), start):
+        named = _NAME.match(text, start)
+        name, start = (named[1].strip(), named.end()) if named else ("", start)
+    value, end = _json(text, start)
+    if isinstance(value, ValueError):
+        following = text.find(TOOL_CALLS, begin.end())
+        end = len(text) if following < 0 else following
+        return [MalformedCall(text[begin.start() : end], f"The call is not JSON: {value}.")], end
+    whole = text[begin.start() : end]
+    if name is not None:
+        found = [_call({"name": name, "arguments": value}, whole)]
+    else:
+        listed = value if isinstance(value, list) else [value]
+        found = [_call(one, whole if len(listed) == 1 else json.dumps(one)) for one in listed]
+    return [*found], _end(_SPACE, text, end) if text.startswith(TOOL_CALLS, _end(_SPACE, text, end)) else end
+
+
+# ---- what the readers share ----
+def _enclosed(text: str, begin: re.Match[str]) -> tuple[str | None, str]:
+    """What stands between a <tool_call> and its end (None without one), and the whole of it."""
+    close = text.find(CALL_END, begin.end())
+    if close < 0:
+        return None, text[begin.start() :]
+    return text[begin.end() : close], text[begin.start() : close + len(CALL_END)]
+
+
+def _not_closed(whole: str) -> MalformedCall:
+    return MalformedCall(whole, f"The call is not closed: {CALL_END} is missing.")
+
+
+def _call(value: Any, text: str) -> Call | MalformedCall:
+    """The call in a decoded {"name": ..., "arguments" or "parameters": {...}}."""
+    if not isinstance(value, dict):
+        return MalformedCall(text, f"The call is JSON of type {type(value).__name__}; it must be an object.")
+    name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
+    if not isinstance(name, str) or not name:
+        return MalformedCall(text, "The call has no name.")
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, dict):
+        return MalformedCall(text, f"The call's arguments are of type {type(arguments).__name__}; give an object.")
+    try:
+        f"{name}{json.dumps(arguments, ensure_ascii=False, allow_nan=False)}".encode()
+    except (ValueError, RecursionError):  # a number without bounds, or half a surrogate pair
+        return MalformedCall(text, "The call has numbers or characters that JSON cannot carry.")
+    return Call(name, arguments)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON value")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+
+
+def _json(text: str, position: int = 0) -> tuple[Any, int]:
+    """The JSON value at `position` and where it ends; instead of the value a ValueError that says what is wrong."""
+    try:
+        return _DECODER.raw_decode(text, _end(_SPACE, text, position))
+    except json.JSONDecodeError as error:
+        return ValueError(f"{error.msg} at its character {error.pos - position}"), position
+    except RecursionError:
+        return ValueError("it is nested too deeply"), position
+    except ValueError as error:
+        return ValueError(str(error).partition(";")[0]), position
+
+
+def _end(pattern: re.Pattern[str], text: str, position: int) -> int:
+    match = pattern.match(text, position)
+    return match.end() if match else position
+
+
+def _types(name: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, set[str]]:
+    """The JSON types of each parameter of the tool `name`, as far as its definition tells."""
+    for tool in tools:
+        function = tool.get("function", tool)
+        if function.get("name") == name:
+            properties = (function.get("parameters") or {}).get("properties") or {}
+            return {key: _schema_types(schema) for key, schema in properties.items()}
+    return {}
+
+
+def _schema_types(schema: Any) -> set[str]:
+    if not isinstance(schema, Mapping):
+        return set()
+    declared = schema.get("type") or []
+    types = {declared} if isinstance(declared, str) else set(declared)
+    return types.union(*(_schema_types(one) for one in (*schema.get("anyOf", ()), *schema.get("oneOf", ()))))
+
+
+def _typed(text: str, types: set[str] | None) -> Any:
+    """A parameter's text as a value of its declared types; what may be a string and is not null is one."""
+    if types and "string" in types and not (text in ("null", "None") and "null" in types):
+        return text
+    if text in _PYTHON:
+        return _PYTHON[text]
+    value, end = _json(text)
+    return text if isinstance(value, ValueError) or text[end:].strip() else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Grammar:
+    start: str
+    end: str | None
+    begin: re.Pattern[str]
+    read: Callable[[str, re.Match[str], Sequence[Mapping[str, Any]]], tuple[Found, int]]
+    opening: str
+    opening_of: Callable[[str], str]
+
+
+_TAGGED = re.compile(re.escape(CALL_START))
+_LISTED = re.compile(re.escape(TOOL_CALLS))
+_GRAMMARS = {
+    ToolCallFormat.HERMES: _Grammar(
+        start=CALL_START,
+        end=CALL_END,
+        begin=_TAGGED,
+        read=_read_hermes,
+        opening=CALL_START,
+        opening_of=lambda name: f'{CALL_START}\n{{"name": {json.dumps(name)}, "arguments":',
+    ),
+    ToolCallFormat.QWEN_XML: _Grammar(
+        start=CALL_START,
+        end=CALL_END,
+        begin=_TAGGED,
+        read=_read_xml,
+        opening=f"{CALL_START}\n<function=",
+        opening_of=lambda name: f"{CALL_START}\n<function={name}>\n",
+    ),
+    ToolCallFormat.LLAMA: _Grammar(
+        start=PYTHON_TAG,
+        end=None,
+        begin=re.compile(f"{re.escape(PYTHON_TAG)}|{_BARE_CALL}"),
+        read=_read_llama,
+        opening='{"name": "',
+        opening_of=lambda name: f'{{"name": {json.dumps(name)}, "parameters":',
+    ),
+    ToolCallFormat.MISTRAL: _Grammar(
+        start=TOOL_CALLS,
+        end=None,
+        begin=_LISTED,
+        read=_read_mistral,
+        opening=f'{TOOL_CALLS} [{{"name": "',
+        opening_of=lambda name: f'{TOOL_CALLS} [{{"name": {json.dumps(name)}, "arguments":',
+    ),
+    ToolCallFormat.MISTRAL_ARGS: _Grammar(
+        start=TOOL_CALLS,
+        end=None,
+        begin=_LISTED,
+        read=_read_mistral,
+        opening=TOOL_CALLS,
+        opening_of=lambda name: f"{TOOL_CALLS}{name}{ARGS}",
+    ),
+}
