@@ -6,6 +6,7 @@
     encode_supervised   a whole conversation as a Sample; the mask is 1 on what the assistant said
     decode              ids -> text, without the end-of-turn token
     split_thinking      a reply without its <think> block, and that
+    opens_thought       whether a reply begins inside a thought
     stop_ids            the ids that end a turn;  check_length whether prompt and completion fit the context
 
 Text is rendered first and tokenised afterwards, piece by piece: a piece ends where the policy begins or stops to
@@ -180,6 +181,11 @@ def split_thinking(text: str) -> tuple[str | None, str]:
     if not closed and not text.lstrip().startswith(THINK_START):
         return None, text.strip()
     return thought.strip().removeprefix(THINK_START).strip(), rest.strip()
+
+
+def opens_thought(prompt_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a prompt ends with <think>, so that the reply begins inside a thought."""
+    return decode(prompt_ids[-8:], tokenizer).rstrip().endswith(THINK_START)
 
 
 def check_length(prompt_ids: Sequence[int], *, max_tokens: int, context: int) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +22,7 @@ import typer
 
 from groupwise.cli_frame import OPTIONS, ApiKey, AsJson, Debug, Url, examples, open_client, print_answer, print_table
 from groupwise.display import visible
-from groupwise.errors import DataError
+from groupwise.errors import ConfigError, DataError
 from groupwise.output import print_line, print_pairs, say
 
 if TYPE_CHECKING:
@@ -280,7 +281,7 @@ def wait(
         else:
             print_line(_line(event))
 
-    with open_client(url, api_key) as client:
+    with open_client(url, api_key) as client, _going_on(job_id):
         job = client.wait(job_id, timeout=timeout, on_event=show if follow else None)
     if as_json:
         return print_answer(job)
@@ -296,6 +297,8 @@ def _submission(
     rows, config = _rows(path, what)
     document = Document(dict(config), "config")
     for text in settings or ():
+        if "=" not in text:
+            raise ConfigError(f"--set {text!r} has no value", hint="write KEY=VALUE, such as learning_rate=1e-4")
         document.override(text, shorthand={})
     return rows, document.data | ({} if output_name is None else {"output_name": output_name})
 
@@ -366,10 +369,21 @@ def _report(client: Client, submitted: Any, *, wait: bool, timeout: float, as_js
         print_line(submitted.id)
         return say(f"{submitted.message}; follow it with: groupwise train wait {submitted.id} --follow")
     say(f"{submitted.id}: {submitted.message}")
-    job = client.wait(submitted.id, timeout=timeout, on_event=lambda event: say(_line(event)))
+    with _going_on(submitted.id):
+        job = client.wait(submitted.id, timeout=timeout, on_event=lambda event: say(_line(event)))
     if as_json:
         return print_answer(job)
     print_line(f"{job.id} {job.state}: {job.version or job.adapter}")
+
+
+@contextmanager
+def _going_on(job_id: str) -> Iterator[None]:
+    """Within: who stops waiting is told that the job does not stop."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(f"job {job_id} goes on; end it with: groupwise train cancel {job_id}")
+        raise
 
 
 def _line(event: JobEvent) -> str:

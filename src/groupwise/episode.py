@@ -9,6 +9,7 @@ breaks the contract are the rollout's `error` (`env.on_error` says what that is 
     max_turns       it had `env.max_turns` turns
     max_tokens      a turn was cut at `rollout.max_tokens`, or it said `env.max_tokens` tokens
     max_tool_calls  it made more than `env.max_tool_calls` calls; those of the last turn were not run
+    template        it made several calls in one message, and the model's chat template takes one
     context         the conversation fills the model's context
     timeout         it took `env.timeout_s` seconds
 
@@ -27,7 +28,8 @@ from typing import TYPE_CHECKING, Any
 from groupwise.config_env import EnvConfig
 from groupwise.envs.base import Episode, Observation, observation_of, reward_of, step_result_of
 from groupwise.envs.call import OwnThread
-from groupwise.errors import EnvError, GroupwiseError
+from groupwise.envs.tool_env import ToolEnv
+from groupwise.errors import ChatError, EnvError, GroupwiseError
 from groupwise.transcript import Transcript
 from groupwise.types import Completion, FinishReason, Message, Rollout, SamplingParams, Turn
 
@@ -80,6 +82,8 @@ class Player:
         """Make and reset the environment: `transcript` is there, or `error`."""
         try:
             self._env = await self._call(self.make, what=f"{self.name}()")
+            if isinstance(self._env, ToolEnv):
+                self._env.thread = self._thread
             value = await self._call(self._env.reset, dict(self.case), self.seed, what=f"{self.name}.reset")
             seen: Observation = observation_of(value, limit=self.config.max_characters)
             tools: list[dict[str, Any]] = [dict(tool) for tool in seen.tools]
@@ -130,8 +134,8 @@ class Player:
             self._calls += len(message.get("tool_calls") or ())
             if self.config.max_tool_calls is not None and self._calls > self.config.max_tool_calls:
                 return "max_tool_calls"
-            if await self._step(message):
-                return "done"
+            if (ended := await self._step(message)) is not None:
+                return ended
             if len(self.transcript.turns) >= self.config.max_turns:
                 return "max_turns"
             completion = None
@@ -143,8 +147,8 @@ class Player:
         except Exception as error:
             raise PolicyError(error) from error
 
-    async def _step(self, message: Message) -> bool:
-        """The environment answers; whether the episode is over."""
+    async def _step(self, message: Message) -> str | None:
+        """The environment answers; why the episode is over, or None."""
         assert self.transcript is not None
         value = await self._call(self._env.step, message, what=f"{self.name}.step")
         result = step_result_of(value, limit=self.config.max_characters)
@@ -154,9 +158,14 @@ class Player:
             self._info.setdefault(name, []).append(number)
         if result.done:
             self.transcript.messages += result.messages
-        else:
+            return "done"
+        try:
             self.transcript.hear(result.messages)
-        return result.done
+        except ChatError:
+            if len(message.get("tool_calls") or ()) > 1:  # Llama 3's template takes one call a message
+                return "template"
+            raise
+        return None
 
     def _trains(self) -> bool:
         assert self.transcript is not None

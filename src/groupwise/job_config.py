@@ -201,9 +201,14 @@ _JOB_NAMES = {
     "base_model": "base_adapter",
     "save_steps": "checkpoint_interval",
 }
+_LENGTHS = ("epochs", "num_epochs", "num_train_epochs", "iterations", "num_iterations", "steps", "max_steps")
+_KIND_NAMES: Mapping[str, Mapping[str, str]] = {
+    "grpo": dict.fromkeys(_LENGTHS, "iterations") | {"epsilon": "clip_epsilon"},
+    "sft": dict.fromkeys(_LENGTHS, "epochs"),
+}
 JOB_OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
-    "grpo": {**_JOB_NAMES, "epochs": "iterations", "epsilon": "clip_epsilon", "num_iterations": "iterations"},
-    "sft": {**_JOB_NAMES, "iterations": "epochs", "num_train_epochs": "epochs"},
+    kind: {other: ours for other, ours in {**_JOB_NAMES, **names}.items() if ours in MODELS[kind].model_fields}
+    for kind, names in _KIND_NAMES.items()
 }
 
 

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from groupwise.chat import encode_bridge, encode_prompt, stop_ids
-from groupwise.tool_calls import format_of, parse
+from groupwise.chat import encode_bridge, encode_prompt, opens_thought, stop_ids
+from groupwise.tool_calls import ParsedReply, format_of, parse
 from groupwise.types import Completion, Message, Prompt, Turn
 
 if TYPE_CHECKING:
@@ -80,8 +80,12 @@ class Transcript:
         prompt = Prompt(id="episode", messages=tuple(self.messages), tools=self.tools)
         return encode_prompt(prompt, self._tokenizer).token_ids
 
+    def _parsed(self, completion: Completion) -> ParsedReply:
+        thinking = opens_thought(self.turns[-1].prompt_ids, self._tokenizer)
+        return parse(completion.text, self._format, tools=self.tools, thinking=thinking)
+
     def _message(self, completion: Completion) -> Message:
-        reply = parse(completion.text, self._format, tools=self.tools) if self.tools else None
+        reply = self._parsed(completion) if self.tools else None
         message: dict[str, Any] = {"role": "assistant", "content": completion.text}
         if reply is not None and reply.calls:
             message |= {"content": reply.content, "tool_calls": reply.calls}

@@ -1,11 +1,14 @@
-"""Samples -> packed micro-batches: the worked example, the budget, groups together, nothing lost."""
+"""Samples -> packed micro-batches: the worked examples, the budget, groups together, nothing lost, nothing twice."""
 
 from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupwise.algo.batch import MAX_PADDING, count_loss_tokens, micro_batches, pack
+from forked_samples import distinct_tokens, forked_samples
+from groupwise.algo.attention import SharedPrompts
+from groupwise.algo.batch import MAX_PADDING, MicroBatch, count_loss_tokens, micro_batches, pack, pack_tree
+from groupwise.algo.tree import PrefixTree
 from groupwise.types import Sample
 
 few = settings(derandomize=True, deadline=None, max_examples=80)
@@ -108,3 +111,85 @@ def test_a_long_prompt_is_kept_from_short_ones():
     samples.append(Sample(prompt_ids=(3,) * 200, completion_ids=(1,), mask=(1,)))
     sizes = [batch.layout.P for batch in micro_batches(samples, token_budget=300)]
     assert sizes == [20, 1]
+
+
+# ---- prefix trees ----
+
+
+def assert_rows(batch: MicroBatch, samples: list[Sample]) -> None:
+    """Every loss token of every row once, in order, each predicted by the token before it, at its place."""
+    expected = [
+        (
+            b,
+            s.completion_ids[t],
+            (s.prompt_ids + s.completion_ids)[len(s.prompt_ids) + t - 1],
+            len(s.prompt_ids) + t - 1,
+        )
+        for b, s in enumerate(samples[row] for row in batch.rows)
+        for t, trained in enumerate(s.mask)
+        if trained
+    ]
+    before, at = batch.input_ids_S[batch.source_N].tolist(), batch.positions_S[batch.source_N].tolist()
+    assert list(zip(batch.row_N.tolist(), batch.target_N.tolist(), before, at, strict=True)) == expected
+
+
+def test_the_worked_example_of_a_tree():
+    third = Sample(prompt_ids=(5, 6, 7, 4), completion_ids=(9,), mask=(1,))
+    batch = pack_tree([*EXAMPLE[:2], third], [0, 1, 2], device="cpu")
+    assert batch.input_ids_S.tolist() == [5, 6, 3, 7, 2, 4, 9]
+    assert batch.positions_S.tolist() == [0, 1, 2, 2, 3, 3, 4]
+    assert batch.source_N.tolist() == [1, 3, 1, 5]
+    assert batch.target_N.tolist() == [7, 2, 3, 9]
+    assert batch.row_N.tolist() == [0, 0, 1, 2]
+
+
+@few
+@given(samples=forked_samples())
+def test_a_packed_tree_has_each_token_once(samples: list[Sample]):
+    batch = pack_tree(samples, range(len(samples)), device="cpu")
+    assert len(batch.input_ids_S) == len(batch.positions_S) == distinct_tokens(samples)
+    assert batch.samples == tuple(samples)
+    assert_rows(batch, samples)
+
+
+def forks_of(prompt: tuple[int, ...], seed: int, count: int) -> list[Sample]:
+    """Each continues a longer part of one history."""
+    history = tuple(seed + i for i in range(40 * count))
+    cuts = [(*prompt, *history[: 40 * i]) for i in range(count)]
+    return [
+        Sample(prompt_ids=cut, completion_ids=(seed - 1 - i,) * 30, mask=(1,) * 30, advantage=float(i))
+        for i, cut in enumerate(cuts)
+    ]
+
+
+def test_trees_and_groups_beside_one_another():
+    """Two groups of forks, one of equal prompts between them: trees are packed as trees, the group as ever."""
+    plain = [Sample(prompt_ids=(7,) * 50, completion_ids=(i,) * 20, mask=(1,) * 20) for i in range(4)]
+    samples = [*forks_of((1,) * 30, 1000, 4), *plain, *forks_of((2,) * 30, 2000, 4)]
+    batches = list(micro_batches(samples, token_budget=1000))
+    assert [type(batch.layout) for batch in batches] == [SharedPrompts, PrefixTree]
+    assert [batch.rows for batch in batches] == [(4, 5, 6, 7), tuple(batches[1].rows)]
+    assert len(batches[1].input_ids_S) == 2 * (30 + 3 * 40 + 4 * 30) == distinct_tokens(list(batches[1].samples))
+    for batch in batches:
+        assert_rows(batch, samples)
+    (alone,) = micro_batches(plain, token_budget=1000)
+    for name in ("input_ids_S", "positions_S", "source_N", "target_N", "row_N"):
+        assert getattr(alone, name).equal(getattr(batches[0], name))
+
+
+def test_a_tree_over_the_budget_is_cut():
+    samples = [s for i in range(3) for s in forks_of((i,) * 30, 1000 * (i + 1), 4)]
+    for budget in (1, 100, 150, 200, 300, 600, 900):
+        batches = list(micro_batches(samples, token_budget=budget))
+        assert sorted(row for batch in batches for row in batch.rows) == list(range(12))
+        for batch in batches:
+            assert_rows(batch, samples)
+            assert len(batch.input_ids_S) == distinct_tokens(list(batch.samples))
+            assert len(batch.input_ids_S) <= budget or len(batch.rows) == 1
+    assert len(batches) == 1
+
+
+@few
+@given(samples=batches_of_samples(), budget=st.integers(1, 60))
+def test_what_shares_only_prompts_never_leaves_the_fast_layout(samples: list[Sample], budget: int):
+    assert all(isinstance(batch.layout, SharedPrompts) for batch in micro_batches(samples, token_budget=budget))

@@ -18,6 +18,7 @@ from groupwise.chat import encode_prompt
 from groupwise.server import admission, chat
 from groupwise.server.protocol import ChatRequest
 from groupwise.starter.tasks import CALCULATOR, calculate, is_correct, prompts
+from groupwise.starter.tokenizer import build_tokenizer, render
 from groupwise.types import Prompt, SamplingParams, SamplingRequest
 from serving import Served, served, starter
 
@@ -337,6 +338,51 @@ def test_several_calls_become_one_if_asked() -> None:
         assert message.content == "Two."
         assert [call.index for delta in deltas for call in delta.tool_calls or ()] == list(range(len(expected)))
         assert len({call.id for call in message.tool_calls}) == len(expected)
+
+
+MISTRALS = (
+    "{% for m in messages %}{{ '[INST]' + m.content + '[/INST]' if m.role == 'user' else m.content + '</s>' }}"
+    "{% for c in m.tool_calls or [] %}{{ '[TOOL_CALLS]' + c.function.name + '[ARGS]' }}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "choice", "opening", "rest", "name"),
+    [
+        (MISTRALS, "required", "[TOOL_CALLS]", 'add[ARGS]{"a": 1}', "add"),
+        (MISTRALS, "search", "[TOOL_CALLS]search[ARGS]", '{"a": 1}', "search"),
+        (
+            MISTRALS.replace("[ARGS]", ""),
+            "search",
+            '[TOOL_CALLS] [{"name": "search", "arguments":',
+            ' {"a": 1}}]',
+            "search",
+        ),
+        ("<|python_tag|>", "required", '{"name": "', 'add", "parameters": {"a": 1}}', "add"),
+    ],
+)
+def test_a_call_is_begun_in_the_models_own_format(
+    template: str, choice: str, opening: str, rest: str, name: str
+) -> None:
+    """[TOOL_CALLS] is a special token of Mistral's: it must come as one, and not as a text that looks like it."""
+    tokenizer = build_tokenizer([render(list(ADD))], vocab_size=300)
+    tokenizer.add_tokens(["[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]"], special_tokens=True)
+    written = "{{ messages[0].content }}{# " + template + " #}" if "python_tag" in template else template
+    tokenizer.chat_template = written
+    tools = [{"type": "function", "function": {"name": each}} for each in ("add", "search")]
+    wanted = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
+    body = ChatRequest(messages=ADD, tools=tools, tool_choice=wanted)
+    prompt = chat.chat_prompt(body, tokenizer)
+    assert tokenizer.decode(list(prompt.ids)).endswith(opening) and prompt.said == opening
+    marker = tokenizer.convert_tokens_to_ids("[TOOL_CALLS]")
+    assert (marker in prompt.ids) == ("[TOOL_CALLS]" in opening)
+    reply = chat.Reply(body, prompt)
+    for letter in rest:
+        assert not reply.push(letter)
+    reply.finish()
+    (call,) = reply.message().tool_calls or ()
+    assert (call.function.name, json.loads(call.function.arguments)) == (name, {"a": 1})
+    assert len(call.id) == 9 if "[TOOL_CALLS]" in opening else call.id.startswith("call_")
 
 
 # ---- policies ----

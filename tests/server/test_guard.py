@@ -227,6 +227,7 @@ def test_no_key_no_answer(locked: Site, headers: dict[str, Any], query: str) -> 
         error = refused(locked.http.request(method, path + query, headers=headers), 401, "invalid_api_key")
         assert error["type"] == "authentication_error" and KEY not in json.dumps(error)
         assert not query or "URL" in error["hint"]
+        assert "GROUPWISE_API_KEY" in error["hint"]
     assert locked.http.get("/v1/adapters/x", headers=headers).headers["www-authenticate"] == "Bearer"
 
 

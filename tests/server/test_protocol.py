@@ -251,12 +251,11 @@ def test_unknown_fields_are_told_where_they_go(body: Any, hint: str) -> None:
         ("lr", "write config.learning_rate: options go under config", "write config.learning_rate"),
         ("num_train_epochs", "write config.iterations: options go under config", "write config.iterations"),
         ("output_name", "write config.output_name: options go under config", None),
-        ("max_steps", "the fields of the body are groups, config", "the fields of config are output_name, "),
-        ("num_generations", "the fields of the body are groups, config", "the fields of config are output_name, "),
+        ("reward_funcs", "the fields of the body are groups, config", "the fields of config are output_name, "),
     ],
 )
 def test_a_hint_names_fields_that_exist_and_says_what_is_news(field: str, beside: str, under: str | None) -> None:
-    """`max_steps` and `num_generations` are words of a training run; a job has neither steps nor a group size."""
+    """`reward_funcs` is a key of a training run; a job is told its rewards."""
     assert refusal(GrpoRequest, {**VALID[GrpoRequest], field: 1}).hint == beside
     if under is not None:
         assert str(refusal(GrpoRequest, {**VALID[GrpoRequest], "config": {field: 1}}).hint).startswith(under)
@@ -269,7 +268,14 @@ def test_names_are_explained_in_words() -> None:
 
 
 def test_a_list_that_is_too_short_is_told_in_one_clause() -> None:
-    assert refusal(BatchRequest, {"prompts": []}).message == "prompts is a list of 0 entries; it must have at least 1 item"
+    assert refusal(BatchRequest, {"prompts": []}).message.endswith("; it must have at least 1 item")
+
+
+def test_a_sampled_completion_posted_whole_is_told_what_to_keep() -> None:
+    sampled = {"prompt_index": 0, "completion_index": 1, "rollout_id": "r", "text": "a", "reward": 1}
+    error = refusal(GrpoRequest, {"groups": [{"completions": [sampled, sampled]}]})
+    assert error.param == "groups[0].completions[0].prompt_index"
+    assert str(error.hint).startswith("write rollout_id and reward alone")
 
 
 # ---- malformed ----

@@ -200,7 +200,7 @@ def test_groups_with_equal_rewards_beside_others_are_a_warning(grpo: Grpo) -> No
     assert any("groups[1]" in warning for warning in submission.warnings)
     assert submission.steps == 2 and any("minibatches is 3" in warning for warning in submission.warnings)
     (warning,) = grpo(group(GOOD, BAD), config={"minibatches": 2}).warnings
-    assert warning == "config.minibatches is 2; 1 group to learn from makes 1 step a pass"
+    assert warning == "config.minibatches is 2; steps a pass: 1, one per group whose rewards differ"
 
 
 def test_rollouts_of_another_version_than_the_one_trained_are_a_warning(grpo: Grpo) -> None:
@@ -214,6 +214,10 @@ def test_rollouts_of_another_version_than_the_one_trained_are_a_warning(grpo: Gr
     (warning,) = grpo(rollouts, config={"output_name": "new"}).warnings
     assert warning.endswith("training starts from base; config.base_adapter: 'math@2' continues it")
     assert not grpo(rollouts, config={"output_name": "new", "base_adapter": "math@2"}).warnings
+    for name in ("a", "c"):
+        grpo.record(name, "185", version="0.5*math@2")
+    (warning,) = grpo(rollouts, config={"output_name": "new"}).warnings
+    assert warning.endswith("sampled by 0.5*math@2; training starts from base")
 
 
 @pytest.mark.parametrize(

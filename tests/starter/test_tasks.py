@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import pytest
 
-from groupwise.chat import parse_tool_calls
 from groupwise.errors import DataError
 from groupwise.starter import tasks
 from groupwise.starter.tasks import (
@@ -23,6 +22,7 @@ from groupwise.starter.tasks import (
     supervised_conversations,
 )
 from groupwise.starter.tokenizer import build_tokenizer, render
+from groupwise.tool_calls import parse
 
 STYLES = ("bare", "sentence", "think", "tags")
 CONVERSATIONS = supervised_conversations(0, 3000)
@@ -247,7 +247,7 @@ def test_an_addition_prompt_is_at_most_30_tokens_and_calls_parse_back():
         for message in conversation["messages"]:
             if "tool_calls" in message:
                 reply = render([message]).removeprefix("<|im_start|>assistant\n").removesuffix("<|im_end|>\n")
-                content, calls = parse_tool_calls(reply)
-                assert content == "" and [call["function"] for call in calls] == [
+                parsed = parse(reply)
+                assert parsed.content == "" and [call["function"] for call in parsed.calls] == [
                     call["function"] for call in message["tool_calls"]
                 ]

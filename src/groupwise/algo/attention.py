@@ -141,6 +141,7 @@ class SharedPrompts:
 
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
         split = self.prompt_tokens
+        query_SHD, key_SKD = (x.to(value_SKD.dtype) for x in (query_SHD, key_SKD))  # autocast rotates in float32
         out = []
         query_PLHD, key_PLKD, value_PLKD = (
             spread(x[:split], self.prompt_slots, self.P, self.L) for x in (query_SHD, key_SKD, value_SKD)

@@ -1,4 +1,4 @@
-"""Samples -> micro-batches: packed rows with shared prompts, no padding, and the global counts that losses divide by.
+"""Samples -> micro-batches: packed rows with shared prefixes, no padding, and the global counts that losses divide by.
 
 Worked example. Three samples, the first two of one group (equal `prompt_ids`, adjacent):
 
@@ -13,6 +13,17 @@ Worked example. Three samples, the first two of one group (equal `prompt_ids`, a
 
 Masked tokens are attended to and do not exist anywhere after `source_N`: no loss, statistic or count can read them.
 
+Samples that begin alike in more than an equal prompt, as segments of an episode whose history was rewritten do, are
+packed as a prefix tree where that is worth it (`algo.prefixes`). Then a packed token may stand in the completions of
+several rows, and is a loss token of each that marks it. The first two samples of above and one that forks off them:
+
+    prompt (5, 6, 7, 4)  completion (9,)  mask (1,)
+
+    input_ids_S   5 6 3 | 7 2 | 4 9                in the order of tokens, each line what it adds
+    positions_S   0 1 2 | 2 3 | 3 4
+    source_N      1 3   | 1   | 5                  rows as they came
+    target_N      7 2   | 3   | 9
+
 Shapes: S packed tokens, N loss tokens, B rows (completions) of the micro-batch.
 """
 
@@ -20,12 +31,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from groupwise.algo.attention import SharedPrompts
+from groupwise.algo.prefixes import cut, families, tree_of
+from groupwise.algo.tree import PrefixTree
 from groupwise.types import Sample
 
 MAX_PADDING = 4  # a micro-batch's grid of prompts and completions, as attention pads it, over its token budget
@@ -39,7 +51,7 @@ class MicroBatch:
     rows: tuple[int, ...]
     input_ids_S: Tensor
     positions_S: Tensor
-    layout: SharedPrompts
+    layout: SharedPrompts | PrefixTree
     source_N: Tensor
     target_N: Tensor
     row_N: Tensor
@@ -84,33 +96,27 @@ def count_loss_rows(samples: Sequence[Sample]) -> int:
     return sum(any(sample.mask) for sample in samples)
 
 
-def groups_of(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """Runs of adjacent samples with equal prompts."""
-    return [list(group) for _, group in groupby(samples, key=lambda sample: sample.prompt_ids)]
-
-
 def micro_batches(
     samples: Sequence[Sample], *, token_budget: int, device: torch.device | str = "cpu"
 ) -> Iterator[MicroBatch]:
-    """Cut samples into packed micro-batches of at most `token_budget` tokens, a prompt shared by its completions.
+    """Cut samples into packed micro-batches of at most `token_budget` tokens, each shared one counted once.
 
-    Groups (adjacent samples with equal prompts) stay together unless one alone exceeds the budget; a single sample that
-    does is still one micro-batch. Groups are taken in order of length, so that attention pads little, and groups of
-    very different shapes are kept apart. The result does not depend on the cut (split invariance) but for rounding.
+    Groups (adjacent samples with equal prompts) and trees stay together unless one alone exceeds the budget; a single
+    sample that does is still one micro-batch. Groups are taken in order of length, so that attention pads little, and
+    groups of very different shapes are kept apart; so are groups and trees, which are packed in different ways. The
+    result does not depend on the cut (split invariance) but for rounding.
     """
-    batch: list[list[int]] = []
-    used, shape = 0, (0, 0, 0)
-    for group in sorted(_groups(samples, token_budget), key=lambda rows: _cost(samples, rows)):
-        cost, mine = _cost(samples, group), _shape(samples, group)
-        longest = tuple(map(max, shape, mine))
-        padded = (len(batch) + 1) * (longest[0] + longest[1] * longest[2])
-        if batch and (used + cost > token_budget or padded > MAX_PADDING * token_budget):
-            yield pack(samples, batch, device=device)
-            batch, used, longest = [], 0, mine
-        batch.append(group)
-        used, shape = used + cost, longest
-    if batch:
-        yield pack(samples, batch, device=device)
+    rows: list[int] = []
+    parts: list[tuple[list[int], int]] = []
+    for family, tree in families(samples):
+        if tree is None:
+            rows.extend(family)
+        else:
+            parts.extend(cut(tree, token_budget))
+    for groups in _batches_of_groups(samples, rows, token_budget):
+        yield pack(samples, groups, device=device)
+    for rows in _batches_of_trees(parts, token_budget):
+        yield pack_tree(samples, rows, device=device)
 
 
 def pack(samples: Sequence[Sample], groups: Sequence[Sequence[int]], *, device: torch.device | str) -> MicroBatch:
@@ -136,25 +142,92 @@ def pack(samples: Sequence[Sample], groups: Sequence[Sequence[int]], *, device: 
         ids.extend(sample.completion_ids)
         positions.extend(range(prompt_length, prompt_length + len(sample.completion_ids)))
     lengths = [len(samples[row].completion_ids) for row in rows]
-    tensors = (torch.tensor(x, dtype=torch.long, device=device) for x in (ids, positions, source, target, row_of))
+    layout = SharedPrompts([len(p) for p in prompts], lengths, prompt_of_row, device=device)
+    return _micro_batch(samples, rows, layout, (ids, positions, source, target, row_of), device)
+
+
+def pack_tree(samples: Sequence[Sample], rows: Sequence[int], *, device: torch.device | str) -> MicroBatch:
+    """One micro-batch of these rows as prefix trees: every token that any of them have in common stands in it once."""
+    lines = tree_of(samples, rows)
+    ids: list[int] = []
+    positions: list[int] = []
+    paths: dict[int, list[int]] = {}  # where each row's tokens stand in the packed row
+    path: list[int] = []
+    for line in lines:
+        path = [*path[: line.known], *range(len(ids), len(ids) + line.own)]
+        paths[line.row] = path
+        ids.extend(line.ids[line.known :])
+        positions.extend(range(line.known, len(line.ids)))
+    source: list[int] = []
+    target: list[int] = []
+    row_of: list[int] = []
+    for b, row in enumerate(rows):
+        sample, before = samples[row], len(samples[row].prompt_ids) - 1
+        for i, (token, trained) in enumerate(zip(sample.completion_ids, sample.mask, strict=True)):
+            if trained:
+                source.append(paths[row][before + i])
+                target.append(token)
+                row_of.append(b)
+    layout = PrefixTree([paths[line.row] for line in lines], [line.own for line in lines], device=device)
+    return _micro_batch(samples, rows, layout, (ids, positions, source, target, row_of), device)
+
+
+def _micro_batch(
+    samples: Sequence[Sample],
+    rows: Sequence[int],
+    layout: SharedPrompts | PrefixTree,
+    columns: Sequence[list[int]],
+    device: torch.device | str,
+) -> MicroBatch:
+    tensors = (torch.tensor(column, dtype=torch.long, device=device) for column in columns)
     input_ids_S, positions_S, source_N, target_N, row_N = tensors
     return MicroBatch(
         samples=tuple(samples[row] for row in rows),
         rows=tuple(rows),
         input_ids_S=input_ids_S,
         positions_S=positions_S,
-        layout=SharedPrompts([len(p) for p in prompts], lengths, prompt_of_row, device=device),
+        layout=layout,
         source_N=source_N,
         target_N=target_N,
         row_N=row_N,
     )
 
 
-def _groups(samples: Sequence[Sample], token_budget: int) -> Iterator[list[int]]:
+def _batches_of_groups(samples: Sequence[Sample], rows: Sequence[int], token_budget: int) -> Iterator[list[list[int]]]:
+    batch: list[list[int]] = []
+    used, shape = 0, (0, 0, 0)
+    for group in sorted(_groups(samples, rows, token_budget), key=lambda rows: _cost(samples, rows)):
+        cost, mine = _cost(samples, group), _shape(samples, group)
+        longest = tuple(map(max, shape, mine))
+        padded = (len(batch) + 1) * (longest[0] + longest[1] * longest[2])
+        if batch and (used + cost > token_budget or padded > MAX_PADDING * token_budget):
+            yield batch
+            batch, used, longest = [], 0, mine
+        batch.append(group)
+        used, shape = used + cost, longest
+    if batch:
+        yield batch
+
+
+def _batches_of_trees(parts: Sequence[tuple[list[int], int]], token_budget: int) -> Iterator[list[int]]:
+    """Parts of trees (rows, tokens) together up to the budget."""
+    batch: list[int] = []
+    used = 0
+    for rows, tokens in parts:
+        if batch and used + tokens > token_budget:
+            yield batch
+            batch, used = [], 0
+        batch, used = batch + rows, used + tokens
+    if batch:
+        yield batch
+
+
+def _groups(samples: Sequence[Sample], rows: Sequence[int], token_budget: int) -> Iterator[list[int]]:
     """Adjacent rows with equal prompts, cut where they exceed the budget."""
     group: list[int] = []
     used = 0
-    for row, sample in enumerate(samples):
+    for row in rows:
+        sample = samples[row]
         same = group and samples[group[0]].prompt_ids == sample.prompt_ids
         if not same or used + len(sample.completion_ids) > token_budget:
             if group:

@@ -32,9 +32,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby, islice
+from itertools import accumulate, islice
 
 from groupwise.algo.advantage import AdvantageSpec
+from groupwise.algo.prefixes import groups_of
 from groupwise.errors import ConfigError
 from groupwise.segments import segments_of
 from groupwise.types import RolloutGroup, Sample
@@ -107,7 +108,7 @@ def measured_rows(samples: Sequence[Sample], *, turn: int, max_tokens: int | Non
     cannot be measured, for want of behaviour logprobs or of trained tokens, are passed over.
     """
     able = [sample for sample in samples if sample.behaviour_logprobs is not None and any(sample.mask)]
-    groups = [list(group) for _, group in groupby(able, key=lambda sample: sample.prompt_ids)]
+    groups = groups_of(able)
     if not groups:
         return []
     limit = MEASURED_SHARE * sum(len(s.mask) for s in samples) if max_tokens is None else max_tokens

@@ -36,7 +36,7 @@ SAYING = ("system", "developer", "user", "tool")  # the assistant's turns are th
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """How an episode begins: messages up to where the assistant speaks, and tools that it may call, in OpenAI's form."""
+    """How an episode begins: messages up to where the assistant speaks, and tools it may call, in OpenAI's form."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()

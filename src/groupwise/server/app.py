@@ -205,7 +205,7 @@ class _Process:
         """No new requests; those in flight, and the worker, have `shutdown_timeout_s`."""
         assert self._server is not None
         self._gate.drain()
-        self._announce(f"stopping: {len(self._uvicorn.server_state.tasks)} requests in flight")
+        self._announce(f"stopping; requests in flight: {len(self._uvicorn.server_state.tasks)}")
         timeout = self._config.shutdown_timeout_s
         await asyncio.gather(self._finish_requests(timeout), self._server.supervisor.stop(timeout_s=timeout))
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
 
-from groupwise.chat import THINK_END, THINK_START, encode_prompt
+from groupwise.chat import THINK_END, THINK_START, encode_prompt, opens_thought
 from groupwise.errors import RequestError
 from groupwise.server.admission import SAMPLING_ERRORS, Admission, admit
 from groupwise.server.bodies import read_body
@@ -44,7 +44,7 @@ from groupwise.server.protocol import (
     template_kwargs,
 )
 from groupwise.server.state import server_of
-from groupwise.server.text import Part, ReplyParser, opens_thought, token_text
+from groupwise.server.text import Part, ReplyParser, token_text
 from groupwise.server.wire import documented
 from groupwise.tool_calls import ToolCallFormat, format_of
 from groupwise.types import Completion, FinishReason, Message, Prompt

@@ -224,7 +224,7 @@ class Guard:
 
     def _keyless(self, scope: Scope, headers: Headers) -> AuthenticationError:
         what = "the API key is wrong" if "authorization" in headers else "this route needs an API key"
-        hint = "send the header Authorization: Bearer <key>"
+        hint = "send the header Authorization: Bearer <key>; our clients read GROUPWISE_API_KEY, or --api-key"
         if QUERY_KEYS & {name.lower() for name, _ in parse_qsl(scope["query_string"][:4096].decode("latin-1"))}:
             hint += "; a key in the URL is not read, since URLs end up in logs"
         return AuthenticationError(what, hint=hint)

@@ -61,11 +61,15 @@ class ScoredGroup(OwnPart):
     """At least two, or there is nothing to compare."""
 
 
+_SAMPLED = "rollout_id and reward alone: what was sampled here is known here"
+
+
 class GrpoRequest(OwnRequest):
     """The body of POST /v1/train/grpo."""
 
     elsewhere: ClassVar = {
         **_under_config("grpo"),
+        **dict.fromkeys(("prompt_index", "completion_index", "finish_reason", "usage", "reasoning_content"), _SAMPLED),
         "epochs": "config.iterations: GRPO does not use epochs; iterations are passes over the groups",
         "examples": "groups, or POST /v1/train/sft",
         "messages": "groups[i].messages",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
 
-from groupwise.chat import encode_prompt
+from groupwise.chat import encode_prompt, opens_thought
 from groupwise.errors import ChatError, RequestError, StorageError
 from groupwise.ledger import RolloutRecord
 from groupwise.server.admission import SAMPLING_ERRORS, Admission, admit, usage
@@ -26,7 +26,7 @@ from groupwise.server.generate import sendable
 from groupwise.server.protocol import as_messages, template_kwargs
 from groupwise.server.protocol_completions import BatchAnswer, BatchCompletion, BatchRequest
 from groupwise.server.state import server_of
-from groupwise.server.text import ReplyParser, opens_thought
+from groupwise.server.text import ReplyParser
 from groupwise.server.wire import documented
 from groupwise.types import Completion, Prompt
 

@@ -316,11 +316,11 @@ def _warnings(
         yield f"{len(flat)} of {len(groups)} groups have equal rewards and teach nothing: {shown}"
     usable = len(groups) - len(flat)
     if config.minibatches > usable:
-        made = "1 group to learn from makes 1 step" if usable == 1 else f"{usable} groups to learn from make {usable} steps"
-        yield f"config.minibatches is {config.minibatches}; {made} a pass"
+        yield f"config.minibatches is {config.minibatches}; steps a pass: {usable}, one per group whose rewards differ"
     stale = sorted({record.version for record in records.values()} - {str(start)})
     if start is not None and stale:
         count = sum(record.version != str(start) for record in records.values())
         versions = ", ".join(stale[:SHOWN]) + (", ..." if len(stale) > SHOWN else "")
-        meant = f"; config.base_adapter: {stale[0]!r} continues it" if start.is_base and len(stale) == 1 else ""
+        one = start.is_base and len(stale) == 1 and "*" not in versions  # and no composition: that is not stored
+        meant = f"; config.base_adapter: {versions!r} continues it" if one else ""
         yield f"{count} of {len(records)} rollouts were sampled by {versions}; training starts from {start}{meant}"

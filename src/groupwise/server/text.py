@@ -121,11 +121,6 @@ def token_text(token_id: int, tokenizer: PreTrainedTokenizerBase) -> tuple[str, 
     return text, text.encode()
 
 
-def opens_thought(prompt_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a prompt ends with <think>, so that the reply begins inside a thought."""
-    return plain_text(prompt_ids[-8:], tokenizer).rstrip().endswith(THINK_START)
-
-
 def plain_text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
     text = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text if isinstance(text, str) else "".join(text)

@@ -14,9 +14,9 @@ from itertools import pairwise
 from random import Random
 from typing import TYPE_CHECKING
 
-from groupwise.algo.batch import groups_of
 from groupwise.algo.loss_metrics import averaged
 from groupwise.algo.loss_spec import LossSpec
+from groupwise.algo.prefixes import groups_of
 from groupwise.types import Sample
 
 if TYPE_CHECKING:

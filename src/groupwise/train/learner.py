@@ -79,7 +79,7 @@ class Learner:
     Args:
         base: the loaded model. An adapter goes into a module tree of the learner's own; `base` is not touched.
         lora: the adapter, or None to train every parameter of `base` itself.
-        micro_tokens: token budget of a micro-batch (packed tokens, prompts counted once per group).
+        micro_tokens: token budget of a micro-batch (packed tokens, those that samples share counted once).
         autocast: run the forward in this type over float32 weights (mixed precision); None: in the weights' own.
         reference: what KLs are measured against.
         seed: of the adapter's random half, of dropout and of the minibatch shuffle.
