@@ -1,0 +1,133 @@
+"""What the tests of episodes share: environments that behave, and ones that do not."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from groupwise.config_env import EnvConfig
+from groupwise.engine.local import LocalEngine
+from groupwise.envs.base import Observation, StepResult
+from groupwise.envs.load import EnvFactory
+from groupwise.play import Episodes, play_all
+from groupwise.types import PolicyVersion, Prompt, RolloutGroup, SamplingParams
+
+
+class Echo:
+    """Two turns; the first is worth 0.25, the score 0.5. Remembers what was called."""
+
+    def __init__(self, turns: int = 2):
+        self.turns, self.taken, self.calls = turns, 0, []
+
+    def reset(self, case, seed):
+        self.calls.append("reset")
+        return f"{case.get('question', '1+1=')}"
+
+    def step(self, message):
+        self.calls.append("step")
+        self.taken += 1
+        return StepResult(
+            messages=[] if self.taken == self.turns else [{"role": "user", "content": "Again."}],
+            reward=0.25 if self.taken == 1 else None,
+            done=self.taken == self.turns,
+            info={"length": len(message["content"])},
+        )
+
+    def score(self, episode):
+        assert len(episode.rewards) == self.taken and episode.messages[0]["role"] == "user"
+        return 0.5
+
+    def close(self):
+        self.calls.append("close")
+
+
+class AsyncEcho(Echo):
+    """The same with async methods."""
+
+    async def reset(self, case, seed):
+        await asyncio.sleep(0)
+        return Observation(messages=[{"role": "user", "content": "1+1="}])
+
+    async def step(self, message):
+        await asyncio.sleep(0)
+        return super().step(message)
+
+    async def score(self, episode):
+        return super().score(episode)
+
+    async def close(self):
+        super().close()
+
+
+class Bad(Echo):
+    """Misbehaves in episodes of cases whose `bad` is True: `do` is called in the method `where`."""
+
+    def __init__(self, where: str, do: Callable[[], Any]):
+        super().__init__()
+        self.where, self.do, self.bad = where, do, False
+
+    def reset(self, case, seed):
+        self.bad = case.get("bad", True)
+        return self.do() if self.bad and self.where == "reset" else super().reset(case, seed)
+
+    def step(self, message):
+        return self.do() if self.bad and self.where == "step" else super().step(message)
+
+    def score(self, episode):
+        return self.do() if self.bad and self.where == "score" else super().score(episode)
+
+    def close(self):
+        return self.do() if self.bad and self.where == "close" else super().close()
+
+
+class Slow(Echo):
+    """A tool that takes a while, as a blocking call."""
+
+    def __init__(self, seconds: float):
+        super().__init__(turns=1)
+        self.seconds = seconds
+
+    def step(self, message):
+        time.sleep(self.seconds)
+        return super().step(message)
+
+
+def config(**options: Any) -> EnvConfig:
+    return EnvConfig.model_validate({"environment": "tests:Env", **options})
+
+
+def factory(made: Callable[..., Any], **args: Any) -> EnvFactory:
+    return EnvFactory(name=getattr(made, "__name__", "Env"), make_one=made, args=args)
+
+
+def cases(*columns: dict[str, Any]) -> list[Prompt]:
+    return [Prompt(id=f"case:{i}", columns=each) for i, each in enumerate(columns)]
+
+
+def play(
+    engine: LocalEngine,
+    tokenizer: Any,
+    made: Callable[..., Any],
+    *,
+    n: int = 2,
+    prompts: Sequence[Prompt] = (),
+    seed: int = 0,
+    params: SamplingParams | None = None,
+    env: EnvConfig | None = None,
+    **args: Any,
+) -> list[RolloutGroup]:
+    """Groups of `n` episodes, played to their ends with the base model."""
+    prompts = prompts or cases({})
+    episodes = Episodes(engine, tokenizer, factory(made, **args), env or config())
+    return asyncio.run(
+        play_all(
+            episodes,
+            prompts,
+            seeds=[seed + i for i in range(len(prompts))],
+            n=n,
+            params=params or SamplingParams(max_tokens=6),
+            version=PolicyVersion.base(),
+        )
+    )
