@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from episodes import AsyncEcho, Bad, Echo, cases, config, play
 
+from episodes import AsyncEcho, Bad, Echo, cases, config, play
 from groupwise.engine.local import LocalEngine
 from groupwise.envs import StepResult
 from groupwise.errors import EnvError
@@ -129,8 +129,9 @@ def test_time_is_limited(rollouts):
 
 
 def test_tool_calls_are_limited(rollouts):
-    tool = {"type": "function", "function": {"name": "calculator", "description": "Evaluate arithmetic.", "parameters": {
-        "type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}}}  # fmt: skip
+    schema = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
+    function = {"name": "calculator", "description": "Evaluate arithmetic.", "parameters": schema}
+    tool = {"type": "function", "function": function}
 
     class Calls(Talker):
         def reset(self, case, seed):
@@ -179,15 +180,15 @@ BREAKS = {
     "no role": ("reset", lambda: [{"content": "x"}], "role None"),
     "a number": ("step", lambda: 3, "step returned 3; return a StepResult"),
     "a number in reset": ("reset", lambda: 3, "reset returned 3; messages are a text or a list"),
-    "nothing to answer to": ("step", lambda: [], "no messages and is not done"),
-    "no first message": ("reset", lambda: [], "reset returned no messages"),
+    "nothing to answer to": ("step", list, "no messages and is not done"),
+    "no first message": ("reset", list, "reset returned no messages"),
     "a megabyte": ("step", lambda: "x" * 1_000_000, "1,000,000 characters; env.max_characters is 200,000"),
     "bytes": ("step", lambda: [{"role": "user", "content": b"x"}], "the content b'x'; it must be a text"),
     "no reward at all": ("score", lambda: None, None),
 }
 
 
-@pytest.mark.parametrize("where, do, cause", BREAKS.values(), ids=BREAKS)
+@pytest.mark.parametrize(("where", "do", "cause"), BREAKS.values(), ids=BREAKS)
 def test_an_environment_that_breaks_its_promises(rollouts, where, do, cause):
     """Its episode is excluded with the cause; the one beside it goes on."""
     bad, good = rollouts(

@@ -124,15 +124,76 @@ def test_lengths_and_tokens():
     assert (metrics["rollout/tokens"], metrics["rollout/total_tokens"]) == (12.0, 12.0 + 4 + 4 + 10)
 
 
+def said(length: int, *, finish: FinishReason = STOP) -> Completion:
+    return Completion(token_ids=(1,) * length, logprobs=(0.0,) * length, text="", finish_reason=finish)
+
+
+def episode(*lengths: int, stop: str = "done", fork: bool = False, cut: int | None = None, **options) -> Rollout:
+    """Turns of these lengths, between which the environment says 50 tokens; with `fork` the last sees none of that."""
+    turns, seen = list[Turn](), (0,) * 5
+    for number, length in enumerate(lengths):
+        last = fork and number == len(lengths) - 1
+        turns.append(Turn((9,) * 7 if last else seen, said(length, finish=CUT if number == cut else STOP)))
+        seen = turns[-1].prompt_ids + turns[-1].completion.token_ids + (0,) * 50
+    return Rollout(turns=tuple(turns), stop=stop, **options)
+
+
 def test_what_others_said_is_not_counted():
-    """Of three turns with tool results between them, only what the policy chose has length; the end is the last's."""
-    says = [Completion(token_ids=(1,) * n, logprobs=(0.0,) * n, text="", finish_reason=STOP) for n in (2, 3)]
-    cut = Completion(token_ids=(1,) * 4, logprobs=(0.0,) * 4, text="", finish_reason=CUT)
-    turns = (Turn((0,) * 5, says[0]), Turn((0,) * 57, says[1]), Turn((0,) * 110, cut))
-    metrics = measured(group(Rollout(turns=turns, reward=1.0), rollout(0.0, length=9)))
+    """Of three turns with tool results between them, only what the policy chose has length; one that was cut is cut."""
+    metrics = measured(group(episode(2, 3, 4, cut=1, reward=1.0), rollout(0.0, length=9)))
     assert (metrics["rollout/len_mean"], metrics["rollout/tokens"]) == (9.0, 18.0)
-    assert metrics["rollout/total_tokens"] == (110 + 4) + (4 + 9)
-    assert metrics["rollout/truncated_frac"] == 0.5
+    assert metrics["rollout/total_tokens"] == (5 + 2 + 50 + 3 + 50 + 4) + (4 + 9)
+    assert metrics["rollout/truncated_frac"] == 0.5 and metrics["rollout/len_terminated_max"] == 9.0
+    forked = measured(group(episode(2, 3, 4, fork=True)))
+    assert forked["rollout/total_tokens"] == (5 + 2 + 50 + 3) + (7 + 4)
+
+
+# ---- episodes ----
+
+
+def test_of_single_turns_there_are_no_metrics_of_episodes():
+    assert not [key for key in measured(of(1.0, 0.0)) if key.startswith("env/") or "turns" in key]
+
+
+def test_episodes_are_counted_by_how_they_ended():
+    failed = Rollout(turns=(), error="Env.reset raised", stop="error", info={"turns": 0.0, "failed": 1.0})
+    worth_nothing = episode(1, stop="error", reward=0.0, info={"failed": 1.0})  # env.on_error: zero
+    metrics = measured(
+        group(episode(1, 1, 1), episode(1, stop="max_turns"), episode(1, stop="of/ its own"), failed, worth_nothing)
+    )
+    assert metrics["rollout/turns_mean"] == (3 + 1 + 1 + 0 + 1) / 5 and metrics["rollout/count"] == 5
+    assert (metrics["env/failed_frac"], metrics["env/limit_frac"]) == (0.4, 0.4)
+    stops = {key.removeprefix("env/stop/"): value for key, value in metrics.items() if key.startswith("env/stop/")}
+    assert {key: value for key, value in stops.items() if value} == {
+        "done": 0.2,
+        "max_turns": 0.2,
+        "of_ its own": 0.2,
+        "error": 0.4,
+    }
+    assert stops["timeout"] == 0.0 and sum(stops.values()) == pytest.approx(1.0)
+    assert all(map(defined, metrics))
+
+
+def test_what_environments_report_is_a_mean_over_those_that_did():
+    one = episode(1, info={"turns": 1.0, "tool_calls": 3.0, "forks": 1.0, "solved": 1.0, "a/b": 2.0, "odd": math.nan})
+    two = episode(1, info={"turns": 1.0, "tool_calls": 0.0, "forks": 0.0})
+    metrics = measured(group(one, two))
+    assert (metrics["env/tool_calls"], metrics["env/forks"], metrics["env/solved"]) == (1.5, 0.5, 1.0)
+    assert metrics["env/a_b"] == 2.0 and "env/odd" not in metrics and "env/turns" not in metrics
+    assert "env/tool_error_frac" not in metrics
+
+
+def test_tool_errors_are_a_share_of_the_calls():
+    infos = [
+        {"tool_calls": 4.0, "tool_errors": 2.0, "tool_malformed": 1.0},  # the malformed one is an error, and no call
+        {"tool_calls": 0.0, "tool_errors": 0.0, "tool_malformed": 0.0},
+        {"tool_calls": 7.0},  # says nothing of errors
+    ]
+    tools = ({"type": "function"}, {"type": "function"})
+    episodes = tuple(episode(1, info=info) for info in infos)
+    metrics = measured(RolloutGroup(prompt=Prompt(id="p", tools=tools), rollouts=episodes), group(episode(1)))
+    assert metrics["env/tool_error_frac"] == 2 / 5
+    assert metrics["env/tools"] == (2 + 2 + 2 + 0) / 4
 
 
 def test_counts():

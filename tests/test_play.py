@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from episodes import Bad, Echo, Slow, cases, config, factory, play
 
+from episodes import Bad, Echo, Slow, cases, config, factory, play
 from groupwise.algo.advantage import AdvantageSpec, with_advantages
 from groupwise.chat import encode_prompt
 from groupwise.engine.local import LocalEngine

@@ -11,12 +11,12 @@ import re
 
 from groupwise.envs import ToolEnv
 
-
 QUESTIONS = {
     "minus": ("{a} minus {b}", "-"),
-    "add": ("Take {a} and add {b}.", "+"),
+    "more": ("What is {a} and {b} more?", "+"),
     "without": ("How much is {a} without {b}?", "-"),
     "less": ("What is {a} less {b}?", "-"),
+    "reduced": ("{a} reduced by {b}?", "-"),
     "times": ("{a} times as much as {b}?", "*"),
 }
 

@@ -177,9 +177,8 @@ def answer(world, call):
         return "Error: that is no call"
     world.parts["call"] = True
     try:
-        result = {"search_hotels": world.search_hotels, "get_details": world.get_details, "book_hotel": world.book_hotel}[
-            call["name"]
-        ](**call["arguments"])
+        tools = {"search_hotels": world.search_hotels, "get_details": world.get_details, "book_hotel": world.book_hotel}
+        result = tools[call["name"]](**call["arguments"])
     except (ToolError, TypeError, KeyError) as error:
         return f"Error: {error}"
     return result if isinstance(result, str) else json.dumps(result)

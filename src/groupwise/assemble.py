@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from groupwise.agents.load import Agent, load_agent
+from groupwise.agents.play import AgentPlay
 from groupwise.algo.advantage import AdvantageSpec
 from groupwise.algo.loss_spec import LossSpec, loss_of
 from groupwise.batches import Batches, Pace
@@ -18,10 +20,12 @@ from groupwise.curriculum import Curriculum
 from groupwise.data import PromptSource, PromptStream, open_prompts
 from groupwise.engine.base import Sampler
 from groupwise.engine.local import LocalEngine
+from groupwise.envs.legacy import LegacyEnv
 from groupwise.envs.load import EnvFactory, load_env
 from groupwise.errors import ConfigError
 from groupwise.evaluate import prepare_all
-from groupwise.model import LoadedModel, load_model
+from groupwise.legacy_play import LegacyEpisodes
+from groupwise.model import LoadedModel, load_model, load_tokenizer
 from groupwise.play import Episodes, Play, SingleTurn
 from groupwise.replay import ReplayBuffer, RerollQueue, total_reward
 from groupwise.rewards.base import RewardFunction, check_columns, load_rewards
@@ -39,7 +43,8 @@ class Plan:
 
     config: RunConfig
     rewards: tuple[RewardFunction, ...]
-    env: EnvFactory | None
+    env: EnvFactory | Agent | None
+    legacy: LegacyEnv | None  # `env`, where it has the three methods
     source: PromptSource
     eval_prompts: tuple[Prompt, ...]
     loss: LossSpec
@@ -98,9 +103,12 @@ class Parts:
 def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = None) -> Plan:
     """Load rewards and data and resolve the loss. Raises ConfigError, LoadError or DataError."""
     functions = tuple(rewards or load_rewards(config.rewards, folder=config.folder))
-    env = None if config.env is None else load_env(config.env, folder=config.folder)
-    source = _source(config, env)
-    prompts, held_out = source.all(), _held_out(config, env)
+    env = _env(config)
+    legacy = None
+    if isinstance(env, EnvFactory) and env.legacy and config.env is not None:  # its dataset is made with the tokenizer
+        legacy = LegacyEnv(env, config.env, load_tokenizer(config.model))
+    source = _source(config, env, legacy)
+    prompts, held_out = source.all(), _held_out(config, env, legacy)
     check_columns(functions, [*prompts, *held_out])
     _check_reroll(config, functions)
     without_kl = config.algo.model_copy(update={"kl": None, "kl_coeff": None})
@@ -114,6 +122,7 @@ def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = N
         config=config,
         rewards=functions,
         env=env,
+        legacy=legacy,
         source=source,
         eval_prompts=tuple(held_out),
         loss=loss,
@@ -123,8 +132,20 @@ def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = N
     )
 
 
-def _source(config: RunConfig, env: EnvFactory | None) -> PromptSource:
+def _env(config: RunConfig) -> EnvFactory | Agent | None:
+    """What plays the episodes, if the configuration names something."""
+    if config.env is None:
+        return None
+    load = load_env if config.env.agent is None else load_agent
+    return load(config.env, folder=config.folder)
+
+
+def _source(config: RunConfig, env: EnvFactory | Agent | None, legacy: LegacyEnv | None) -> PromptSource:
     """The prompts to train on: the configuration's, or the environment's own cases."""
+    if legacy is not None:
+        if config.data is not None:
+            raise ConfigError(f"data does not go with {legacy.name}, whose build_dataset makes the prompts; remove it")
+        return PromptSource(legacy.prompts(), seed=config.seed)
     if config.data is not None:
         return open_prompts(config.data, folder=config.folder, seed=config.seed)
     assert env is not None
@@ -135,17 +156,20 @@ def _source(config: RunConfig, env: EnvFactory | None) -> PromptSource:
     return PromptSource(cases, seed=config.seed)
 
 
-def _held_out(config: RunConfig, env: EnvFactory | None) -> list[Prompt]:
+def _held_out(config: RunConfig, env: EnvFactory | Agent | None, legacy: LegacyEnv | None) -> list[Prompt]:
     """The prompts to evaluate on."""
     if config.eval is None:
         return []
     if config.eval.data is not None:
-        return open_prompts(config.eval.data, folder=config.folder).all()
+        prompts = open_prompts(config.eval.data, folder=config.folder).all()
+        return prompts if legacy is None else legacy.check(prompts, config.eval.data.source)
     assert env is not None
-    if (cases := env.cases(held_out=True)) is None:
+    cases = env.cases(held_out=True) if legacy is None else legacy.held_out()
+    if cases is None:
+        method = "eval_cases(self)" if legacy is None else "build_eval_dataset(self, tokenizer)"
         raise ConfigError(
-            f"eval has no data: {env.name} has no method eval_cases",
-            hint="write eval_cases(self), set eval.data.source, or remove eval",
+            f"eval has no data: {env.name} has no method {method.partition('(')[0]}",
+            hint=f"write {method}, set eval.data.source, or remove eval",
         )
     return cases
 
@@ -184,7 +208,11 @@ def open_play(plan: Plan, base: LoadedModel, engine: Sampler) -> Play:
     """How the run's prompts become groups."""
     if plan.env is None:
         return SingleTurn(engine, base.tokenizer)
+    if plan.legacy is not None:
+        return LegacyEpisodes(engine, base, plan.legacy, run=plan.config.rollout.sampling())
     assert plan.config.env is not None
+    if isinstance(plan.env, Agent):
+        return AgentPlay(engine, base.tokenizer, plan.env, plan.config.env, scored=bool(plan.rewards))
     return Episodes(engine, base.tokenizer, plan.env, plan.config.env)
 
 

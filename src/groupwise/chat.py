@@ -2,6 +2,7 @@
 
     encode_prompt       a prompt's token ids: its messages up to where the assistant speaks, or its plain text
     encode_bridge       the ids between the end of an assistant's turn and where it speaks again
+    render_prompt       the text behind a prompt's ids, and `encode_rendered` those;  bridge_of what one adds to another
     encode_completion   the ids of a completion known only as text (scored over HTTP)
     encode_supervised   a whole conversation as a Sample; the mask is 1 on what the assistant said
     decode              ids -> text, without the end-of-turn token
@@ -26,10 +27,9 @@ import copy
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from os.path import commonprefix
 from threading import Lock
 from typing import TYPE_CHECKING, Any, cast
 
@@ -63,7 +63,7 @@ def encode_prompt(
     if prompt.token_ids:
         return prompt
     if prompt.messages is not None:
-        text = _render_prompt(prompt.messages, tokenizer, tools=prompt.tools, template_kwargs=template_kwargs)
+        text = render_prompt(prompt.messages, tokenizer, tools=prompt.tools, template_kwargs=template_kwargs)
         ids = _encode(text, tokenizer)
     elif prompt.text is not None:
         ids = _encode_plain(prompt.text, tokenizer)
@@ -72,6 +72,88 @@ def encode_prompt(
     if not ids:
         raise ChatError(f"prompt {prompt.id!r} comes to no tokens", hint="give it at least one character")
     return replace(prompt, token_ids=tuple(ids))
+
+
+def render_prompt(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tools: Sequence[dict[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> str:
+    """The text whose ids `encode_prompt` gives, special tokens in content as codes. For `encode_rendered` and
+    `bridge_of`. Raises ChatError as `encode_prompt` does."""
+    chat = _normalised(messages, tokenizer)
+    open_turn = chat[-1]["role"] == "assistant"
+    text, _ = _render(
+        chat,
+        tokenizer,
+        tools=_normalised_tools(tools, tokenizer),
+        template_kwargs=template_kwargs,
+        add_generation_prompt=not open_turn,
+        continue_final_message=open_turn,
+    )
+    return text
+
+
+def encode_rendered(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The ids of what `render_prompt` gave."""
+    return tuple(_encode(text, tokenizer))
+
+
+@dataclass(frozen=True)
+class Bridge:
+    """What a conversation adds after what the assistant said: its end-of-turn token (none where the template has none),
+    which the policy may have sampled itself, and all up to where it speaks again."""
+
+    closing: tuple[int, ...]
+    following: tuple[int, ...]
+
+
+def bridge_of(
+    asked: str,
+    going_on: str,
+    history: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tools: Sequence[dict[str, Any]] = (),
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> Bridge | None:
+    """The bridge behind the assistant's message that ends `history`, so that a conversation goes on without encoding
+    again what was sampled. None if the template now renders differently what was asked, or drops the message's thought.
+
+    Args:
+        asked: `render_prompt` of `history` without that message, as the policy saw it.
+        going_on: `render_prompt` of `history` and what follows it.
+    """
+    start = len(asked.rstrip())  # some templates trim what the generation prompt ends with
+    if going_on[:start] != asked[:start]:
+        return None
+    closing = str(tokenizer.convert_ids_to_tokens(end)) if (end := _turn_end_id(tokenizer)) is not None else ""
+    begin = going_on.find(closing, start) if closing else -1
+    if begin >= 0:
+        ids = tuple(_encode(going_on[begin:], tokenizer))
+        bridge = Bridge(ids[:1], ids[1:])
+    else:
+        chat = _normalised(history, tokenizer)
+        said, _ = _render(
+            chat, tokenizer, tools=_normalised_tools(tools, tokenizer), template_kwargs=template_kwargs
+        )
+        begin = _end_of_turn(said, (start, len(said)), _special_pattern(tokenizer))
+        if going_on[:begin] != said[:begin]:
+            return None
+        bridge = Bridge((), tuple(_encode_pieces([going_on[:begin], going_on[begin:]], tokenizer)[1]))
+    return bridge if _keeps_thought(going_on[start:begin], history[-1], tokenizer) else None
+
+
+def _keeps_thought(turn: str, message: Message, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a rendered turn has the thought of its message, if that has one."""
+    content = message.get("content")
+    if not isinstance(content, str) or THINK_END not in content:
+        return True
+    thought = content.partition(THINK_END)[0].strip().removeprefix(THINK_START).strip()
+    quoted = re.escape(_quote(thought, _quotable(tokenizer)))
+    return re.search(rf"{quoted}\s*{THINK_END}", turn) is not None
 
 
 def encode_bridge(
@@ -83,19 +165,15 @@ def encode_bridge(
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[int, ...] | None:
     """What follows the end-of-turn token of the assistant's message that ends `history`: the template's own tokens, the
-    messages of `reply`, and all up to where the assistant speaks again. So a conversation goes on without encoding
-    again what was sampled. None if the template renders the history differently once the conversation goes on.
+    messages of `reply`, and all up to where the assistant speaks again; None where `bridge_of` is.
 
     Raises ChatError as `encode_prompt` does.
     """
-    chat = _normalised([*history, *reply], tokenizer)
-    options = {"tools": _normalised_tools(tools, tokenizer), "template_kwargs": template_kwargs}
-    asked, _ = _render(chat[: len(history) - 1], tokenizer, **options, add_generation_prompt=True)
-    said, _ = _render(chat[: len(history)], tokenizer, **options)
-    going_on, _ = _render(chat, tokenizer, **options, add_generation_prompt=True)
-    start = len(commonprefix([asked, said]))  # noqa: RUF071 (texts, not paths)
-    end = _end_of_turn(said, (start, len(said)), _special_pattern(tokenizer))
-    return tuple(_encode(going_on[end:], tokenizer)) if going_on.startswith(said[:end]) else None
+    options: dict[str, Any] = {"tools": tools, "template_kwargs": template_kwargs}
+    asked = render_prompt(history[:-1], tokenizer, **options)
+    going_on = render_prompt([*history, *reply], tokenizer, **options)
+    bridge = bridge_of(asked, going_on, history, tokenizer, **options)
+    return None if bridge is None else bridge.following
 
 
 def encode_completion(
@@ -109,7 +187,7 @@ def encode_completion(
     if prompt.messages is None:
         before = prompt.text or ""
     else:
-        before = _render_prompt(prompt.messages, tokenizer, tools=prompt.tools, template_kwargs=template_kwargs)
+        before = render_prompt(prompt.messages, tokenizer, tools=prompt.tools, template_kwargs=template_kwargs)
     _, ids = _encode_pieces([before, _quote(text, _quotable(tokenizer))], tokenizer)
     end = _eos_id(tokenizer) if prompt.messages is None else _turn_end_id(tokenizer)
     return tuple(ids) if end is None else (*ids, end)
@@ -199,26 +277,6 @@ def check_length(prompt_ids: Sequence[int], *, max_tokens: int, context: int) ->
 
 
 # ---- rendering ----
-def _render_prompt(
-    messages: Sequence[Message],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    tools: Sequence[dict[str, Any]] | None,
-    template_kwargs: Mapping[str, Any] | None,
-) -> str:
-    chat = _normalised(messages, tokenizer)
-    open_turn = chat[-1]["role"] == "assistant"
-    text, _ = _render(
-        chat,
-        tokenizer,
-        tools=_normalised_tools(tools, tokenizer),
-        template_kwargs=template_kwargs,
-        add_generation_prompt=not open_turn,
-        continue_final_message=open_turn,
-    )
-    return text
-
-
 def _render(
     chat: list[dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from groupwise import cli_adapters, cli_remote, cli_rewards, cli_runs
+from groupwise import cli_adapters, cli_envs, cli_remote, cli_rewards, cli_runs
 from groupwise.cli_frame import EXIT_CODES, OPTIONS, ApiKey, AsJson, Debug, Set, examples
 from groupwise.errors import ConfigError, Interrupted
 from groupwise.output import print_json, print_pairs, say, stdout
@@ -28,11 +28,15 @@ if TYPE_CHECKING:
     from groupwise.config import RunConfig
     from groupwise.frontends.spelling import LoadedRun
 
-Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)]
+Config = Annotated[
+    str, typer.Argument(metavar="CONFIG", help="The run's YAML file, or aitraining's flags.", show_default=False)
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Overrides, such as train.steps=10.", show_default=False),
 ]
+
+FLAGS = {"help_option_names": ["-h", "--help"], "ignore_unknown_options": True}  # --rl-env-module and others
 
 app = typer.Typer(epilog=EXIT_CODES, **OPTIONS)
 starter = typer.Typer(help="The small model in the package: what it can do, and how it is made.", **OPTIONS)
@@ -40,6 +44,7 @@ cli_remote.add_to(app)
 cli_runs.add_to(app)
 app.add_typer(cli_adapters.app, name="adapters")
 app.add_typer(cli_rewards.app, name="rewards")
+app.add_typer(cli_envs.app, name="env")
 app.add_typer(starter, name="starter")
 
 
@@ -72,17 +77,20 @@ def groupwise(
 
 
 @app.command(
+    context_settings=FLAGS,
     epilog=examples(
         "groupwise run configs/arithmetic.yaml",
         "groupwise run configs/arithmetic.yaml train.steps=20 algo.policy_loss=dapo",
-    )
+        "groupwise run --model Qwen/Qwen3-0.6B --rl-env-module my_envs.hotel --rl-env-class HotelEnv --peft",
+    ),
 )
 def run(
     config: Config, overrides: Overrides = None, set_: Set = None, as_json: AsJson = False, debug: Debug = False
 ) -> None:
     """Train as CONFIG says; Ctrl-C finishes the step, saves and evaluates.
 
-    CONFIG may also be Axolotl's or TRL's; overrides are in its own words (docs/migrating.md).
+    CONFIG may also be Axolotl's or TRL's; overrides are in its own words (docs/migrating.md). In its place aitraining's
+    flags name an environment: --rl-env-module, --rl-env-class, --rl-env-config and the others.
     """
     loaded = _load(config, overrides, set_)
     from groupwise.loop import run as train
@@ -98,11 +106,12 @@ def run(
 
 
 @app.command(
+    context_settings=FLAGS,
     epilog=examples(
         "groupwise check configs/arithmetic.yaml",
         "groupwise check my.yaml --json",
         "groupwise check axolotl.yaml --origins",
-    )
+    ),
 )
 def check(
     config: Config,
@@ -133,7 +142,7 @@ def check(
 
 @app.command(
     name="import",
-    context_settings={"help_option_names": ["-h", "--help"], "ignore_unknown_options": True},
+    context_settings=FLAGS,
     epilog=examples(
         "groupwise import axolotl.yaml -o native.yaml",
         "groupwise import --from aitraining --model Qwen/Qwen3-0.6B --rl-num-generations 8 --peft",
@@ -171,6 +180,7 @@ def import_(
 
 @app.command(
     name="eval",
+    context_settings=FLAGS,
     epilog=examples(
         "groupwise eval configs/arithmetic.yaml",
         "groupwise eval configs/arithmetic.yaml --adapter runs/arithmetic-20260101T120000Z/arithmetic@80",
@@ -347,7 +357,7 @@ def build(
 # ---- shared ----
 
 
-def _load(path: Path, overrides: Sequence[str] | None, more: Sequence[str] | None) -> RunConfig:
+def _load(path: str, overrides: Sequence[str] | None, more: Sequence[str] | None) -> RunConfig:
     """The run; what of a file comes out otherwise than in the system that it was written for is said first."""
     loaded = _read(path, overrides, more)
     config = loaded.runnable()
@@ -356,10 +366,10 @@ def _load(path: Path, overrides: Sequence[str] | None, more: Sequence[str] | Non
     return config
 
 
-def _read(path: Path, overrides: Sequence[str] | None, more: Sequence[str] | None) -> LoadedRun:
-    from groupwise.frontends.spelling import read_run
+def _read(path: str, overrides: Sequence[str] | None, more: Sequence[str] | None) -> LoadedRun:
+    from groupwise.frontends.importing import read_words
 
-    loaded = read_run(path, [*(overrides or ()), *(more or ())])
+    loaded = read_words([path, *(overrides or ()), *(more or ())])
     _quiet_libraries()
     return loaded
 

@@ -4,10 +4,10 @@
     parse_config    a mapping from Python             -> RunConfig
     dump_resolved   RunConfig                         -> YAML with every effective value; it loads as the same run
 
-Only `data` and `rewards` have no default; with `env`, the environment may bring both. A key that does not exist, a value
-out of bounds and options that exclude each other are refused with the key, the file's line, the value and what would be
-valid. Numbers are not read from strings and true/false is not a number. There is one name per knob, and no secrets:
-tokens come from the environment.
+Only `data` and `rewards` have no default; with `env`, the environment may bring both. A key that does not exist, a
+value out of bounds and options that exclude each other are refused with the key, the file's line, the value and what
+would be valid. Numbers are not read from strings and true/false is not a number. There is one name per knob, and no
+secrets: tokens come from the environment.
 """
 
 from __future__ import annotations
@@ -381,7 +381,7 @@ class RunConfig(Section):
         if self.data is None:
             raise conflict("data", "required and missing: name the prompts (data.source), or an environment (env)")
         if not self.rewards:
-            raise conflict("rewards", "required and missing: name at least one reward function, or an environment (env)")
+            raise conflict("rewards", "required and missing: name a reward function, or an environment (env)")
         if self.eval is not None and self.eval.data is None:
             raise conflict("eval", "data", "required and missing: name the held-out prompts")
 

@@ -1,21 +1,26 @@
-"""The configuration's `env` section: an environment that plays the other side of an episode."""
+"""The configuration's `env` section: an environment that plays the other side of an episode, or an agent that plays all
+of it and asks the policy through OpenAI's API."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from groupwise.section import Section, Text
+from groupwise.section import Section, Text, conflict
+
+NOT_OF_AGENTS = ("step_timeout_s", "stop_at_cut")  # they rule over an environment's `step`
 
 
 class EnvConfig(Section):
-    """Episodes of several turns: which environment, and how long one may go on."""
+    """Episodes of several turns: which environment or agent, and how long one may go on."""
 
-    environment: Text
-    """`module:Class`; the module may stand beside the config file."""
+    environment: Text | None = None
+    """`module:Class`; the module may stand beside the config file. Either this ..."""
+    agent: Text | None = None
+    """... or `module:function` (or a class): a program that plays an episode by itself with an OpenAI client."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the class."""
+    """Keyword arguments of the class or function."""
     max_turns: int = Field(default=8, ge=1, le=4096)
     """Turns of the policy in an episode."""
     max_tokens: int | None = Field(default=None, ge=1)
@@ -36,3 +41,15 @@ class EnvConfig(Section):
     """Longest message that an environment may send at once."""
     stop_at_cut: bool = True
     """A turn cut at `rollout.max_tokens` ends the episode; false passes it on as it is."""
+
+    @model_validator(mode="after")
+    def _one_player(self) -> EnvConfig:
+        if (self.environment is None) == (self.agent is None):
+            given = "neither" if self.agent is None else "both"
+            raise conflict("environment", f"there is {given} of environment and agent; name one of them")
+        if self.agent is None:
+            return self
+        for key in NOT_OF_AGENTS:
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise conflict(key, "does nothing for an agent, which decides that itself; leave it out")
+        return self

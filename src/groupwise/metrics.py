@@ -1,6 +1,7 @@
 """What a step's rollouts were like, in numbers. Every number is defined once, here.
 
     rollout_metrics   of the groups that a step drew and trained on     reward/*, rollout/*, replay/groups, data/*
+                      and, of episodes in an environment, besides       env/*
     sample_metrics    of what the learner was given                     train/*
     time_metrics      of how long its parts took                        time/*, perf/*
 
@@ -11,7 +12,8 @@ every mode: one step after the other, in windows, with sampling ahead of trainin
 
 Three rules hold for all of them. A metric of nothing is left out, never 0: where no completion could be scored there
 is no mean reward. A reward that failed is in no statistic but the counts of failures. Lengths and tokens are those that
-the policy chose: what a tool or a user said is part of a prompt, whichever turn it comes in.
+the policy chose: what a tool or a user said is part of a prompt, whichever turn it comes in. An episode of several
+turns is one completion here, as long as all that the policy said in it.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from groupwise.algo.advantage import AdvantageSpec, differ, has_signal
 from groupwise.types import FinishReason, Rollout, RolloutGroup, Sample
 
 Metrics = dict[str, float]
+DONE, FAILED = "done", "error"  # how an episode ends; otherwise a limit ended it
+STOPS = (DONE, "max_turns", "max_tokens", "max_tool_calls", "template", "context", "timeout", FAILED)
 
 _ROLLOUTS = {
     "reward/mean": "Mean reward (the weighted sum of the functions) of the completions that could be scored.",
@@ -47,15 +51,18 @@ _ROLLOUTS = {
     "rollout/groups_trained": "Groups in the batch, replayed ones included.",
     "rollout/batch_fill": "Groups in the batch as a share of `rollout.prompts_per_step`.",
     "rollout/tokens": "Completion tokens sampled.",
-    "rollout/total_tokens": "Prompt and completion tokens of all completions; a group's prompt counts once for each.",
-    "rollout/len_mean": "Mean length of the completions, in tokens.",
+    "rollout/total_tokens": "Prompt and completion tokens of all completions; a group's prompt counts once for each. "
+    "Of an episode what its segments hold: what a turn only repeats of the one before counts once.",
+    "rollout/len_mean": "Mean length of the completions, in tokens; of an episode, of all of its turns together.",
     "rollout/len_min": "Shortest completion.",
     "rollout/len_max": "Longest completion.",
     "rollout/len_terminated_mean": "Mean length of those that ended by themselves.",
     "rollout/len_terminated_min": "Shortest of those.",
     "rollout/len_terminated_max": "Longest of those.",
-    "rollout/truncated_frac": "Share of the completions that were cut at `rollout.max_tokens` or a full context.",
-    "rollout/error_frac": "Share of the completions with an error: a reward function failed on them.",
+    "rollout/truncated_frac": "Share of the completions that were cut at `rollout.max_tokens` or a full context; an "
+    "episode is, if one of its turns was.",
+    "rollout/error_frac": "Share of the completions with an error: a reward function failed on them, or their "
+    "environment did (`env.on_error: exclude`).",
     "rollout/excluded_frac": "Share of the completions without a reward: those that failed and those to which no "
     "function applies. They enter no statistic and no loss.",
     "rollout/staleness_mean": "Steps between the version that sampled a group and the step that trains it, mean over "
@@ -72,8 +79,22 @@ _ROLLOUTS = {
     "data/too_long": "Prompts passed over: longer than `rollout.max_prompt_tokens`, or than the context.",
     "data/too_long_frac": "The same as a share of the prompts drawn.",
 }
+_EPISODES = {
+    "rollout/turns_mean": "Mean number of turns of the policy in an episode.",
+    "env/<name>": "What the environment reported under that name (`info`), added up over an episode; mean over the "
+    "episodes that reported it.",
+    "env/tool_calls": "Mean number of tool calls in an episode.",
+    "env/tools": "Mean number of tools that an episode was offered.",
+    "env/tool_error_frac": "Share of the tool calls, those that could not be read included, that were answered with an "
+    "error. Only where the environment counts `tool_errors`, as a `ToolEnv` does.",
+    "env/forks": "Mean number of turns in an episode that did not see all of the turn before as it was said, so that "
+    "they began another trained segment.",
+    "env/failed_frac": "Share of the episodes in which the environment failed: it raised, hung or broke the contract.",
+    "env/limit_frac": "Share of the episodes that a limit ended, not the environment.",
+    "env/stop/<reason>": "Share of the episodes that ended for this reason: `done`, `error`, or a limit.",
+}
 _TRAINING = {
-    "train/samples": "Completions that were trained on.",
+    "train/samples": "Completions that were trained on; of an episode, its segments.",
     "train/tokens": "Tokens that carry a loss.",
     "train/advantage_abs_mean": "Mean absolute advantage of those completions.",
     "optim/grad_norm": "Norm of the gradient before clipping.",
@@ -95,7 +116,7 @@ _TIMES = {
     "perf/sample_tok_s": "Completion tokens sampled per second of `time/rollout_s`.",
     "perf/train_tok_s": "Trained tokens per second of `time/train_s`.",
 }
-DEFINITIONS: Mapping[str, str] = MappingProxyType(_ROLLOUTS | _TRAINING | _TIMES)
+DEFINITIONS: Mapping[str, str] = MappingProxyType(_ROLLOUTS | _EPISODES | _TRAINING | _TIMES)
 
 
 def rollout_metrics(
@@ -126,6 +147,7 @@ def rollout_metrics(
         too_long: prompts that were passed over.
     """
     metrics = _rewards(sampled, advantage) | _by_function(sampled, advantage, weights) | _lengths(sampled)
+    metrics |= _episodes(sampled)
     rollouts = [rollout for group in sampled for rollout in group.rollouts]
     metrics |= {
         "rollout/count": float(len(rollouts)),
@@ -222,29 +244,72 @@ def _shares(by_name: Mapping[str, Sequence[Sequence[float]]], weights: Mapping[s
 
 def _lengths(groups: Sequence[RolloutGroup]) -> Metrics:
     rollouts = [rollout for group in groups for rollout in group.rollouts if rollout.turns]
+    reasons = [{turn.completion.finish_reason for turn in rollout.turns} for rollout in rollouts]
     lengths = [_length(rollout) for rollout in rollouts]
-    ended = [
-        length
-        for rollout, length in zip(rollouts, lengths, strict=True)
-        if rollout.completion.finish_reason is FinishReason.STOP
-    ]
-    last = [rollout.turns[-1] for rollout in rollouts]  # which saw everything before it
+    ended = [length for length, why in zip(lengths, reasons, strict=True) if why == {FinishReason.STOP}]
     metrics = {
         "rollout/tokens": float(sum(lengths)),
-        "rollout/total_tokens": float(sum(len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in last)),
+        "rollout/total_tokens": float(sum(map(_total_length, rollouts))),
     }
     for name, values in (("len", lengths), ("len_terminated", ended)):
         if values:
             metrics[f"rollout/{name}_mean"] = fmean(values)
             metrics |= {f"rollout/{name}_min": float(min(values)), f"rollout/{name}_max": float(max(values))}
     if rollouts:
-        cut = fmean(rollout.completion.finish_reason is FinishReason.LENGTH for rollout in rollouts)
-        metrics["rollout/truncated_frac"] = cut
+        metrics["rollout/truncated_frac"] = fmean(FinishReason.LENGTH in why for why in reasons)
     return metrics
 
 
 def _length(rollout: Rollout) -> int:
     return sum(len(turn.completion.token_ids) for turn in rollout.turns)
+
+
+def _total_length(rollout: Rollout) -> int:
+    """Tokens of a rollout's segments: what each begins with, was told and said."""
+    total, seen = 0, ()
+    for turn in rollout.turns:
+        if turn.prompt_ids[: len(seen)] == seen:
+            total -= len(seen)
+        seen = turn.prompt_ids + turn.completion.token_ids
+        total += len(seen)
+    return total
+
+
+def _episodes(groups: Sequence[RolloutGroup]) -> Metrics:
+    """Of the rollouts that an environment played; nothing where there are none."""
+    played = [(group.prompt, each) for group in groups for each in group.rollouts if each.stop is not None]
+    if not played:
+        return {}
+    episodes = [rollout for _, rollout in played]
+    metrics = {f"env/{name}": fmean(values) for name, values in _reported(episodes).items()}
+    stops = [rollout.stop for rollout in episodes]
+    metrics |= {f"env/stop/{_plain(stop)}": fmean(each == stop for each in stops) for stop in (*STOPS, *stops) if stop}
+    metrics |= {
+        "rollout/turns_mean": fmean(len(rollout.turns) for rollout in episodes),
+        "env/tools": fmean(len(prompt.tools) for prompt, _ in played),
+        "env/failed_frac": fmean(rollout.info.get("failed", rollout.stop == FAILED) for rollout in episodes),
+        "env/limit_frac": fmean(stop not in (DONE, FAILED) for stop in stops),
+    }
+    counted = [rollout.info for rollout in episodes if "tool_errors" in rollout.info]
+    calls = math.fsum(info.get("tool_calls", 0.0) + info.get("tool_malformed", 0.0) for info in counted)
+    if calls:
+        metrics["env/tool_error_frac"] = math.fsum(info["tool_errors"] for info in counted) / calls
+    return metrics
+
+
+def _reported(episodes: Sequence[Rollout]) -> dict[str, list[float]]:
+    """The numbers of the episodes' `info` by name, but for those that are metrics under another."""
+    found: dict[str, list[float]] = {}
+    for rollout in episodes:
+        for name, value in rollout.info.items():
+            if name not in ("turns", "failed") and math.isfinite(value):
+                found.setdefault(_plain(name), []).append(value)
+    return dict(sorted(found.items()))
+
+
+def _plain(name: str) -> str:
+    """As a part of a metric's name."""
+    return name.replace("/", "_")
 
 
 def _spreads(by_group: Sequence[Sequence[float]]) -> list[float]:

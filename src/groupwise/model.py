@@ -30,6 +30,7 @@ from groupwise.errors import ModelError
 
 STARTER = "starter"
 STARTER_DIR = Path(__file__).parent / "starter" / "model"
+_UNREADABLE = (OSError, ValueError, KeyError, SafetensorError)
 
 
 @dataclass(frozen=True)
@@ -84,20 +85,37 @@ def load_model(name: str, *, device: str = "auto", dtype: str = "auto") -> Loade
     Raises:
         ModelError: the model or its tokenizer is not there or cannot be read; says where it was looked for.
     """
-    path = str(STARTER_DIR) if name == STARTER else name
+    path = _path(name)
     where = resolve_device(device)
     try:
         config = AutoConfig.from_pretrained(path)
         tokenizer = AutoTokenizer.from_pretrained(path)
         model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=resolve_dtype(dtype, where))
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        kind = "directory" if Path(path).exists() else "Hugging Face name (and there is no such directory)"
-        raise ModelError(
-            f"model {name!r} cannot be loaded as a {kind}: {error}",
-            hint=f"give 'starter', a directory with config.json and safetensors, or a model name; looked in {path}",
-        ) from error
+    except _UNREADABLE as error:
+        raise _not_loaded("model", name, error) from error
     model.to(where)  # pyright: ignore[reportArgumentType]
     return wrap_model(model, tokenizer, name=name)
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, without its weights. Raises ModelError as `load_model`."""
+    try:
+        return AutoTokenizer.from_pretrained(_path(name))
+    except _UNREADABLE as error:
+        raise _not_loaded("the tokenizer of model", name, error) from error
+
+
+def _path(name: str) -> str:
+    return str(STARTER_DIR) if name == STARTER else name
+
+
+def _not_loaded(what: str, name: str, error: Exception) -> ModelError:
+    path = _path(name)
+    kind = "directory" if Path(path).exists() else "Hugging Face name (and there is no such directory)"
+    return ModelError(
+        f"{what} {name!r} cannot be loaded as a {kind}: {error}",
+        hint=f"give 'starter', a directory with config.json and safetensors, or a model name; looked in {path}",
+    )
 
 
 def wrap_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, name: str) -> LoadedModel:

@@ -213,8 +213,8 @@ class Sample:
 
     `mask[t]` is 1 where the policy chose `completion_ids[t]` and it is to be trained; tokens with mask 0 (tool results,
     user turns) are attended to and change nothing else. `behaviour_logprobs` may be None (text-only groups, supervised
-    data); `advantage` weighs the whole completion, and `weights` each of its tokens besides. Samples that stand together
-    and begin alike share that in the forward.
+    data); `advantage` weighs the whole completion, and `weights` each of its tokens besides. Samples that stand
+    together and begin alike share that in the forward.
     """
 
     prompt_ids: tuple[int, ...]

@@ -37,6 +37,9 @@ class Case:
 
 FLAT = {"eval/greedy/reward": 0.5}
 CASES = {
+    "env.failed": Case({"env/failed_frac": 0.2}, {"env/failed_frac": 0.01}, 3, {"env/failed_frac": 0.9}),
+    "env.tool_errors": Case({"env/tool_error_frac": 0.8}, {"env/tool_error_frac": 0.2}, 5),
+    "env.no_calls": Case({"env/tool_calls": 0.0, "env/tools": 2.0}, {"env/tool_calls": 0.5, "env/tools": 2.0}, 10),
     "reward.stuck_zero": Case({"reward/mean": 0.1}, {"reward/mean": 0.5}, 20, {"reward/mean": 0.0}),
     "reward.silent": Case({"reward/form/mean": 0.0}, {"reward/form/mean": 0.5}, 20, name="form"),
     "reward.error_rate": Case(
@@ -62,6 +65,7 @@ CASES = {
     "len.clipped": Case(
         {"rollout/truncated_frac": 0.5}, {"rollout/truncated_frac": 0.1}, 5, {"rollout/truncated_frac": 0.95}
     ),
+    "env.limits": Case({"env/limit_frac": 0.95}, {"env/limit_frac": 0.5}, 5),
     "len.monotone_max": Case(
         {"rollout/len_mean": lambda t: 20.0 + t, "rollout/truncated_frac": 0.2},
         {"rollout/len_mean": 30.0, "rollout/truncated_frac": 0.2},

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from groupwise.errors import ConfigError, DataError, EnvError
 from groupwise.load import load_object
 from groupwise.types import Prompt
 
+_LOADING = threading.Lock()
 MODERN, THREE_METHODS = ("reset", "step"), ("build_dataset", "score_episode")
 
 
@@ -59,16 +62,41 @@ def load_env(config: EnvConfig, *, folder: str | Path | None = None) -> EnvFacto
 
     Raises LoadError for what cannot be imported, ConfigError for what is no environment or takes other arguments.
     """
+    assert config.environment is not None  # else `agents.load` is asked
     made = load_object(config.environment, folder=folder)
     if inspect.isclass(made):
         _check_methods(made, config.environment)
     _check_arguments(made, config)
+    args = config.args
+    if folder is not None and "folder" in parameters_of(made):  # it loads something itself
+        args = {"folder": str(folder), **args}
     return EnvFactory(
         name=config.environment.rpartition(":")[2],
         make_one=made,
-        args=config.args,
+        args=args,
         legacy=all(hasattr(made, name) for name in THREE_METHODS) and not hasattr(made, "step"),
     )
+
+
+def load_once(reference: str, *, folder: str | None = None) -> Callable[..., Any]:
+    """`load_object` for environments that load something themselves, in the threads of many episodes at once: one after
+    another, since loading changes the import path for a moment, and each reference once.
+    """
+    with _LOADING:
+        return _loaded(reference, folder)
+
+
+@lru_cache(maxsize=256)
+def _loaded(reference: str, folder: str | None) -> Callable[..., Any]:
+    return load_object(reference, folder=folder)
+
+
+def parameters_of(made: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """What it takes, as far as its signature tells."""
+    try:
+        return inspect.signature(made).parameters
+    except ValueError:  # no signature to look at
+        return {}
 
 
 def prompts_of(rows: Any, source: str) -> list[Prompt]:

@@ -1,14 +1,16 @@
-"""aitraining's flags (`aitraining llm --train --trainer grpo ...`) as far as they have a counterpart.
+"""aitraining's flags (`aitraining llm --train --trainer grpo ...`): an environment, and what is around it.
 
-There an environment makes the prompts and the rewards. Environments are not in this version; what is understood is all
-that is around them: sampling, the loss, LoRA, the optimizer, the batch. With `data` and `rewards` it is a run.
-
-    --rl-num-generations 4     flags, for `groupwise import --from aitraining`
+    --rl-env-module my_envs.hotel --rl-env-class HotelEnv --rl-env-config '{"difficulty": "hard"}'
+                               flags, for `groupwise run`, `check`, `eval`, and `groupwise import --from aitraining`
     training_params.json       what it writes into a project; a file with `task: llm` and `params:` is read too
+
+The environment has the three methods of there (`groupwise.envs.legacy`), or those of ours. Prompts and rewards of ours
+(`data`, `rewards`) do in its place.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from groupwise.frontends.optimizer_args import length_of, put_optimizer
 from groupwise.frontends.translation import Translation, run_name
 
 MARKS = frozenset({"rl_env_module", "rl_env_class", "rl_num_generations", "rl_max_new_tokens", "project_name"})
+MAX_TURNS = 4096
 SIZES = Names(
     micro="batch_size",
     accumulate="gradient_accumulation",
@@ -29,21 +32,39 @@ SIZES = Names(
     processes="num_processes",
 )
 Count = Callable[[Translation], int | None]
+_OVERRIDE = re.compile(r"[A-Za-z_][\w.-]*(\[\d+\][\w.-]*)*=")
 
 
-def flags(arguments: Sequence[str]) -> Document:
-    """A command line, as in `--model M --rl-num-generations 4 --peft`, as a document. Raises ConfigError."""
+def is_flags(arguments: Sequence[str]) -> bool:
+    """Whether a command line is aitraining's, and not a file with overrides."""
+    names = {word.removeprefix("--").partition("=")[0].replace("-", "_") for word in arguments if word[:2] == "--"}
+    begins = bool(arguments) and arguments[0].startswith("--")
+    return "llm" in arguments[:2] or (begins and not names.isdisjoint(key.name for key in KEYS))
+
+
+def flags(arguments: Sequence[str]) -> tuple[Document, list[str]]:
+    """A command line, as in `--model M --rl-num-generations 4 --peft train.steps=3`: a document, and the overrides.
+
+    Raises ConfigError.
+    """
     data: dict[str, Any] = {}
-    words = [word for word in arguments if word not in ("aitraining", "autotrain", "llm")]
+    overrides: list[str] = []
+    words = list(arguments)
+    while words and words[0] in ("aitraining", "autotrain", "llm"):
+        words.pop(0)
     while words:
         word = words.pop(0)
+        if _OVERRIDE.match(word):
+            overrides.append(word)
+            continue
         name, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or not name:
             raise ConfigError(f"{word!r} is not a flag", hint="write aitraining's flags, as in --rl-num-generations 4")
         if not equals:
-            value = words.pop(0) if words and not words[0].startswith("--") else "true"
+            alone = not words or words[0].startswith("--") or _OVERRIDE.match(words[0])
+            value = "true" if alone else words.pop(0)
         data[name.replace("-", "_")] = value
-    return Document(data)
+    return Document(data, "the command line"), overrides
 
 
 def translate(document: Document, *, folder: Path, count: Count) -> Translation:
@@ -56,6 +77,7 @@ def translate(document: Document, *, folder: Path, count: Count) -> Translation:
     if t["trainer"] != "grpo":
         t.problem("trainer", f"{t['trainer']} is not trained here; write grpo")
     t.put("name", run_name(t["project_name"].rstrip("/").rpartition("/")[2]), "project_name")
+    _put_environment(t)
     batch = put_batch(t, SIZES, generation=t[SIZES.generation], said=SIZES.generation)
     t.raise_problems()
     rows = None if t.given("max_steps") else count(t)
@@ -75,10 +97,41 @@ def translate(document: Document, *, folder: Path, count: Count) -> Translation:
     return t
 
 
+def _put_environment(t: Translation) -> None:
+    module, name = "rl_env_module", "rl_env_class"
+    if not t.given(module, name):
+        for key in ("rl_env_config", "train_turns"):
+            if t.given(key):
+                t.problem(key, f"there is no environment; write {module} and {name} too")
+        return
+    for key, other, what in ((module, name, "the module"), (name, module, "the class")):
+        if not t.given(key):
+            t.problem(key, f"required with {other} and missing; name {what} of the environment")
+            return
+    t.put("env.environment", f"{t[module]}:{t[name]}", module, name)
+    t.put("env.args", t["rl_env_config"], "rl_env_config")
+    t.put("env.max_turns", MAX_TURNS, origin="turns have no limit there")
+    t.put("env.train_turns", t["train_turns"], "train_turns")
+    if not t.given("train_turns"):
+        t.note_difference(module, "every turn that the environment generates is trained; train_turns=first is as there")
+
+
 def _put_loss(t: Translation) -> None:
-    t.put("algo.policy_loss", t["rl_loss_type"], "rl_loss_type")
-    t.put("algo.clip_low", t["rl_clip_range"], "rl_clip_range")
-    t.put("algo.clip_high", t["rl_clip_range"], "rl_clip_range")
+    loss, clip = t["rl_loss_type"], t["rl_clip_range"]
+    t.put("algo.policy_loss", loss, "rl_loss_type")
+    if loss == "cispo":
+        if clip < 1:
+            what = f"{clip:g} would be the largest ratio with cispo, and scale every token down; ScaleRL has 5.0"
+            t.problem("rl_clip_range", f"{what}: write rl_clip_range=5.0")
+        t.put("algo.clip_high", clip - 1, "rl_clip_range")
+    elif loss == "sapo":
+        t.put("algo.sapo_tau_positive", 1.0, origin="TRL's default, which is used there")
+        t.put("algo.sapo_tau_negative", 1.05, origin="TRL's default, which is used there")
+        if t.given("rl_clip_range"):
+            t.note_idle("rl_clip_range", "sapo does not clip")
+    else:
+        t.put("algo.clip_low", clip, "rl_clip_range")
+        t.put("algo.clip_high", clip, "rl_clip_range")
     if t["rl_kl_coef"]:
         t.put("algo.kl", "k3", "rl_kl_coef")
         t.put("algo.kl_coeff", t["rl_kl_coef"], "rl_kl_coef")

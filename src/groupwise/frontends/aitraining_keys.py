@@ -12,6 +12,7 @@ from groupwise.frontends.keys import (
     boolean,
     idle,
     integer,
+    json_object,
     made,
     number,
     one_of,
@@ -30,8 +31,7 @@ NAMES = OptimizerNames(
     warmup_steps="warmup_steps",
     warmup_ratio="warmup_ratio",
 )
-LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")
-_ENVIRONMENTS = "environments are not in this version; say data and rewards"
+LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
 
 _OTHER_TRAINERS = """
 train backend data_path train_split valid_split max_samples add_eos_token block_size model_max_length padding
@@ -51,14 +51,29 @@ inference_prompts inference_max_tokens inference_temperature inference_top_p inf
 """
 
 GRPO_KEYS = (
-    *(absent(name, _ENVIRONMENTS, "", off=()) for name in ("rl_env_module", "rl_env_class", "rl_env_config")),
+    made("rl_env_module", text, "env.environment", what="`module:class`; without it `data` and `rewards` of ours"),
+    made("rl_env_class", text, "env.environment", what="with `rl_env_module`"),
+    made("rl_env_config", json_object, "env.args", what="a JSON object: arguments of the class"),
+    made(
+        "train_turns",
+        one_of("all", "first"),
+        "env.train_turns",
+        what="not a parameter there: `first` is what it does, all is our default",
+    ),
     plain("rl_num_generations", integer, "rollout.group_size", 4),
     plain("rl_max_new_tokens", integer, "rollout.max_tokens", 128),
     plain("rl_temperature", number, "rollout.temperature", 1.0),
     plain("rl_top_p", number, "rollout.top_p", 1.0),
     plain("rl_top_k", integer, "rollout.top_k", 50, what="50 truncates: the ratio is then of other distributions"),
     made("rl_kl_coef", number, "algo.kl_coeff", "algo.kl", default=0.1, what="0 is without; otherwise k3 in the loss"),
-    made("rl_clip_range", number, "algo.clip_low", "algo.clip_high", default=0.2, what="both"),
+    made(
+        "rl_clip_range",
+        number,
+        "algo.clip_low",
+        "algo.clip_high",
+        default=0.2,
+        what="both; with cispo the largest ratio, so clip_high is one less; not read by sapo",
+    ),
     made("rl_loss_type", one_of(*LOSSES), "algo.policy_loss", default="grpo", what="with `rl_clip_range`"),
     plain("rl_mask_truncated_completions", boolean, "algo.mask_truncated", False),
     absent("use_vllm", "the vLLM engine is not in this version; the local engine samples", "use_vllm=false"),

@@ -1,4 +1,4 @@
-"""`groupwise import`: what is to be read, and where what came of it goes."""
+"""What a command is given to read, a file or flags, and where what `groupwise import` makes of it goes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,30 @@ def import_run(arguments: Sequence[str], *, system: str | None = None) -> Loaded
         raise ConfigError(f"--from {system} is not known; write {', '.join(SYSTEMS)}")
     chosen = SYSTEMS[system.lower()] if system else None
     if chosen == "aitraining" and (not arguments or arguments[0].startswith("-") or "llm" in arguments[:2]):
-        overrides = [each for each in arguments if "=" in each and not each.startswith("-")]
-        rest = [each for each in arguments if each not in overrides]
-        return understand(aitraining.flags(rest), overrides, folder=Path.cwd(), system=chosen)
+        return _flags(arguments)
     if not arguments or arguments[0].startswith("-"):
         raise ConfigError("name the file to import", hint="groupwise import axolotl.yaml -o native.yaml")
     loaded = read_run(arguments[0], arguments[1:], system=chosen)
     if loaded.system == "Groupwise":
         raise ConfigError(f"{arguments[0]} is in Groupwise's own words already", hint="groupwise run it as it is")
     return loaded
+
+
+def read_words(words: Sequence[str]) -> LoadedRun:
+    """Read what `run`, `check`, `eval` are given: `FILE [KEY=VALUE]...` or aitraining's flags. Raises ConfigError."""
+    if aitraining.is_flags(words):
+        return _flags(words)
+    if options := [word for word in words if word.startswith("-")]:
+        name, _, value = options[0].lstrip("-").partition("=")
+        key = name.replace("-", "_")
+        hint = f"an override of a file is written {key}={value or 'VALUE'}; aitraining's flags stand without a file"
+        raise ConfigError(f"there is no option {options[0]}", hint=hint)
+    return read_run(words[0], words[1:])
+
+
+def _flags(words: Sequence[str]) -> LoadedRun:
+    document, overrides = aitraining.flags(words)
+    return understand(document, overrides, folder=Path.cwd(), system="aitraining")
 
 
 def written(loaded: LoadedRun, out: Path | None) -> str:

@@ -13,6 +13,7 @@ A name is dotted as its users write it; `datasets[].path` is a key of each entry
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -97,6 +98,22 @@ def mapping(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError("a mapping")
     return dict(value)
+
+
+def json_object(value: Any) -> dict[str, Any]:
+    """A JSON object as text, or a mapping."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    wanted = """a JSON object, as in '{"difficulty": "hard"}'"""
+    try:
+        read = json.loads(value)
+    except TypeError:
+        raise ValueError(wanted) from None
+    except ValueError as error:
+        raise ValueError(f"{wanted}; {error}") from None
+    if not isinstance(read, dict):
+        raise ValueError(wanted)
+    return read
 
 
 def anything(value: Any) -> Any:

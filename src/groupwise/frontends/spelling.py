@@ -21,9 +21,12 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from groupwise.config import OTHER_NAMES, DataConfig, RunConfig
+from groupwise.config_env import EnvConfig
 from groupwise.configfile import Document, Keys, dotted, parse_keys, validate
 from groupwise.data import open_prompts
-from groupwise.errors import ConfigError
+from groupwise.envs.legacy import LegacyEnv
+from groupwise.envs.load import load_env
+from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.frontends import aitraining, axolotl, trl
 from groupwise.frontends.translation import Note, Translation
 
@@ -135,7 +138,15 @@ def _native(document: Document, overrides: Sequence[str], folder: Path) -> Loade
 
 
 def _complete(t: Translation) -> None:
-    """A run needs prompts and rewards; without them it can be looked at, but not run."""
+    """A run needs an environment, or prompts and rewards; without them it can be looked at, but not run."""
+    if "env" in t.draft.data:
+        return
+    if t.system == "aitraining" and not {"data", "rewards"} & t.draft.data.keys():
+        what = "no environment is said, which makes the prompts and scores; data and rewards of ours do in its place"
+        t.refuse("rl_env_module", what, instead="rl_env_module=MODULE rl_env_class=CLASS")
+        t.put("data.source", "FILE.jsonl", origin=MISSING)
+        t.put("rewards", ["MODULE:FUNCTION"], origin=MISSING)
+        return
     if "source" not in t.draft.data.get("data", {}):
         t.refuse("data", f"no data of {t.system}'s are said", instead="data.source=FILE.jsonl")
         t.put("data.source", "FILE.jsonl", origin=MISSING)
@@ -150,10 +161,28 @@ def _count(t: Translation, natives: Sequence[str], folder: Path) -> int | None:
     for text in natives:
         draft.override(text, shorthand=SHORTHAND)
     try:
+        if "env" in draft.data and "data" not in draft.data:
+            return _count_cases(EnvConfig.model_validate(draft.data["env"]), draft.data.get("model", "starter"), folder)
         data = DataConfig.model_validate(draft.data.get("data"))
     except ValidationError:
         return None
     return len(open_prompts(data, folder=folder))
+
+
+def _count_cases(config: EnvConfig, model: str, folder: Path) -> int | None:
+    """The prompts that an environment makes; None where it cannot, which the run itself will explain."""
+    if config.environment is None:
+        return None
+    try:
+        env = load_env(config, folder=folder)
+        if not env.legacy:
+            cases = env.cases()
+            return None if cases is None else len(cases)
+        from groupwise.model import load_tokenizer  # torch comes with it
+
+        return len(LegacyEnv(env, config, load_tokenizer(model), note=lambda message: None).prompts())
+    except GroupwiseError:
+        return None
 
 
 def _leaves(value: Any, keys: Keys) -> Iterator[tuple[Keys, Any]]:

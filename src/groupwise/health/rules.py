@@ -32,6 +32,52 @@ _CURRICULUM = Remedy(
 _CHECK = Remedy(text="score a few completions and read them: groupwise check")
 _READ = Remedy(text="read what is sampled, in the run's rollouts/")
 
+_EPISODES = (
+    Rule(
+        id="env.failed",
+        metric="env/failed_frac",
+        least=3,
+        op=">",
+        warn=0.05,
+        error=0.5,
+        says="the environment failed in {value:.0%} of the episodes",
+        cause="it raises, takes too long, or breaks the contract; `error` in the run's rollouts/ says which",
+        remedies=(
+            Remedy(text="play some episodes without a run: groupwise env check"),
+            Remedy(text="give its methods more time, if that is why", overrides={"env.step_timeout_s": Times(2)}),
+        ),
+    ),
+    Rule(
+        id="env.tool_errors",
+        metric="env/tool_error_frac",
+        least=5,
+        op=">",
+        warn=0.5,
+        says="{value:.0%} of the tool calls were answered with an error",
+        cause="tools fail, or the policy does not know their names, their arguments or how to write a call",
+        remedies=(
+            Remedy(text="read env/tool_* in metrics.jsonl: which kind of error, and the tools' answers in rollouts/"),
+            Remedy(text="describe the tools and their arguments better, or show a call in the first message"),
+        ),
+    ),
+    Rule(
+        id="env.no_calls",
+        metric="env/tool_calls",
+        of="max",
+        least=10,
+        op="<=",
+        warn=0.0,
+        also=(Condition(metric="env/tools", of="min", op=">", threshold=0.0),),
+        unless=("env.failed", "env.tool_errors"),
+        says="tools are offered, and in {window} steps none was called",
+        cause="the policy does not know how to write a call in this template, is cut before it, or need not call any",
+        remedies=(
+            Remedy(text="read one whole episode: groupwise env check"),
+            Remedy(text="let turns be longer", overrides={"rollout.max_tokens": Times(2)}),
+            Remedy(text="use a model that was trained to call tools, or pay a little for a call that works"),
+        ),
+    ),
+)
 _REWARDS = (
     Rule(
         id="reward.stuck_zero",
@@ -73,6 +119,7 @@ _REWARDS = (
         op=">",
         warn=0.05,
         error=0.5,
+        unless=("env.failed",),
         says="{value:.0%} of the completions could not be scored and were left out",
         cause="a reward function raises, takes too long, or returns something that is no number",
         remedies=(
@@ -86,7 +133,7 @@ _REWARDS = (
         least=3,
         op=">",
         warn=0.3,
-        unless=("reward.error_rate",),
+        unless=("env.failed", "reward.error_rate"),
         says="{value:.0%} of the completions have no reward and were left out",
         cause="no reward function applies to them: all return None",
         remedies=(_CHECK, Remedy(text="let one function apply to every prompt, or leave those prompts out")),
@@ -219,6 +266,22 @@ _LENGTHS = (
             Remedy(text="let completions be longer", overrides={"rollout.max_tokens": Times(2)}),
             Remedy(text="leave those that are cut out of the loss", overrides={"algo.mask_truncated": True}),
             Remedy(text="reward brevity"),
+        ),
+    ),
+    Rule(
+        id="env.limits",
+        metric="env/limit_frac",
+        least=5,
+        op=">=",
+        warn=0.9,
+        unless=("eos.missing", "len.clipped"),
+        says="{value:.0%} of the episodes were ended by a limit, not by the environment",
+        cause="they need more turns, tokens or seconds than they may have, or the environment is never done",
+        remedies=(
+            Remedy(text="read env/stop/* in metrics.jsonl: which limit"),
+            Remedy(text="allow more turns", overrides={"env.max_turns": Times(2)}),
+            Remedy(text="allow more tokens", overrides={"env.max_tokens": Times(2)}),
+            Remedy(text="allow more time", overrides={"env.timeout_s": Times(2)}),
         ),
     ),
     Rule(
@@ -509,4 +572,4 @@ _SAMPLER = (
         ),
     ),
 )
-RULES: tuple[Rule, ...] = (*_REWARDS, *_GROUPS, *_LENGTHS, *_OPTIMIZER, *_POLICY, *_SAMPLER)
+RULES: tuple[Rule, ...] = (*_EPISODES, *_REWARDS, *_GROUPS, *_LENGTHS, *_OPTIMIZER, *_POLICY, *_SAMPLER)

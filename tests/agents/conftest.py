@@ -1,0 +1,85 @@
+"""The starter in an engine, and episodes that an agent plays with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from groupwise.agents.load import OFFERED, Agent
+from groupwise.agents.play import AgentPlay
+from groupwise.config_env import EnvConfig
+from groupwise.engine.local import LocalEngine
+from groupwise.model import LoadedModel, load_model
+from groupwise.play import play_all
+from groupwise.types import PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams, SamplingRequest
+
+Played = Callable[..., list[Rollout]]
+
+
+@pytest.fixture(scope="session")
+def starter() -> LoadedModel:
+    return load_model("starter", device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def engine(starter: LoadedModel) -> Iterator[LocalEngine]:
+    engine = LocalEngine(starter, max_rows=32)
+    yield engine
+    engine.close()
+
+
+class Recorder:
+    """The engine, and what it was asked and answered, in the order of the answers."""
+
+    def __init__(self, engine: LocalEngine):
+        self.engine, self.turns = engine, []
+        self.context_length = engine.context_length
+
+    async def sample(self, requests: list[SamplingRequest]):
+        answers = await self.engine.sample(requests)
+        self.turns += [(request, c) for request, (c,) in zip(requests, answers, strict=True)]
+        return answers
+
+
+@pytest.fixture
+def recorder(engine: LocalEngine) -> Recorder:
+    return Recorder(engine)
+
+
+@pytest.fixture
+def play_group(recorder: Recorder, starter: LoadedModel) -> Iterator[Callable[..., RolloutGroup]]:
+    """`play_group(agent, n=2, takes=..., max_turns=3, ...)`: what `agent` plays; other options are `env`'s."""
+    opened: list[AgentPlay] = []
+
+    def run(
+        agent: Callable[..., Any],
+        *,
+        n: int = 1,
+        case: dict[str, Any] | None = None,
+        takes: tuple[str, ...] = OFFERED,
+        params: SamplingParams | None = None,
+        scored: bool = False,
+        sampler: Any = recorder,
+        tokenizer: Any = None,
+        **options: Any,
+    ) -> RolloutGroup:
+        config = EnvConfig(agent="tests:agent", **options)
+        made = Agent(name="agent", function=agent, takes=takes)
+        opened.append(AgentPlay(sampler, tokenizer or starter.tokenizer, made, config, scored=scored))
+        groups = play_all(
+            opened[-1],
+            [Prompt(id="case:0", columns=case or {"question": "What is 47 + 138?"})],
+            seeds=[5],
+            n=n,
+            params=params or SamplingParams(max_tokens=48),
+            version=PolicyVersion.base(),
+        )
+        (group,) = asyncio.run(groups)
+        return group
+
+    yield run
+    for play in opened:
+        play.close()

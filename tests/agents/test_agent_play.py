@@ -1,0 +1,502 @@
+"""Agents that use the `openai` package and nothing of ours: exactly what was sampled for them is trained."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import threading
+import time
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+from groupwise.config import parse_config
+from groupwise.errors import EnvError, GroupwiseError
+from groupwise.loop import run
+from groupwise.rewards.base import RewardFunction, score
+from groupwise.rollout import samples_of
+from groupwise.segments import Segment, segments_of
+from groupwise.starter.tasks import CALCULATOR, calculate
+from groupwise.tracking import read_metrics
+from groupwise.types import Completion, FinishReason, PolicyVersion, Rollout, SamplingParams
+
+GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
+ASKED = {"role": "user", "content": "Use the calculator: 47 * 12"}
+
+
+def segments(rollout: Rollout) -> list[Segment]:
+    return segments_of(rollout.turns)
+
+
+def trained(rollout: Rollout) -> list[tuple[tuple[int, ...], int, float]]:
+    """Each trained token: all that stands before it, itself, and its log-probability."""
+    found = []
+    for each in segments(rollout):
+        for t, (token, mask, logprob) in enumerate(zip(each.completion_ids, each.mask, each.logprobs, strict=True)):
+            assert mask or logprob == 0.0
+            if mask:
+                found.append(((*each.prompt_ids, *each.completion_ids[:t]), token, logprob))
+    return sorted(found)
+
+
+def sampled(recorder) -> list[tuple[tuple[int, ...], int, float]]:
+    """The same of what the engine sampled, as it saw it."""
+    return sorted(
+        ((*request.prompt_ids, *said.token_ids[:t]), token, logprob)
+        for request, said in recorder.turns
+        for t, (token, logprob) in enumerate(zip(said.token_ids, said.logprobs, strict=True))
+    )
+
+
+async def use_calculator(case: dict[str, Any], base_url: str, api_key: str, model: str) -> float:
+    """The usual loop of a tool agent."""
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        messages: list[Any] = [ASKED]
+        while True:
+            answer = await client.chat.completions.create(
+                model=model,
+                messages=messages,
+                tools=[CALCULATOR],  # type: ignore[list-item]
+            )
+            message = answer.choices[0].message
+            messages.append(message)  # as the package's own examples do
+            if not message.tool_calls:
+                return float("564" in (message.content or ""))
+            for call in message.tool_calls:
+                result = calculate(json.loads(call.function.arguments)["expression"])
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+
+
+FOUR = ("case", "base_url", "api_key", "model")
+
+
+# ---- what is trained ----
+def test_a_tool_agent_is_one_segment_of_what_was_sampled(play_group, recorder, starter):
+    group = play_group(use_calculator, takes=FOUR, params=GREEDY)
+    (rollout,) = group.rollouts
+    assert (rollout.reward, rollout.error, rollout.stop) == (1.0, None, "done")
+    (first, second), (only,) = rollout.turns, segments(rollout)
+    between = second.prompt_ids[len(first.prompt_ids) + len(first.completion.token_ids) :]
+    assert only.prompt_ids == first.prompt_ids
+    assert only.completion_ids == first.completion.token_ids + between + second.completion.token_ids
+    lengths = (len(first.completion.token_ids), len(between), len(second.completion.token_ids))
+    assert only.mask == (1,) * lengths[0] + (0,) * lengths[1] + (1,) * lengths[2]
+    assert trained(rollout) == sampled(recorder)
+    assert "564" in starter.tokenizer.decode(list(between))
+    assert rollout.info["tool_calls"] == 1 and rollout.info["forks"] == 0
+    assert [message["role"] for message in rollout.messages] == ["assistant", "tool", "assistant"]
+    assert group.prompt.messages == (ASKED,) and group.prompt.token_ids == first.prompt_ids
+    assert group.prompt.tools == (CALCULATOR,)
+
+
+def test_parallel_episodes_do_not_mix(play_group, recorder):
+    async def agent(case, base_url, api_key, model, seed):
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            said = []
+            for turn in range(3):
+                messages: list[Any] = [{"role": "user", "content": f"What is {turn} + {len(said)}?"}]
+                answer = await client.chat.completions.create(model=model, messages=messages)
+                said.append(answer.choices[0].message.content)
+        return {"reward": 0.5, "metrics": {"seed": seed, "words": "left out"}}
+
+    group = play_group(agent, n=8, max_turns=3)
+    assert [rollout.reward for rollout in group.rollouts] == [0.5] * 8
+    assert all(len(rollout.turns) == 3 and rollout.info["seed"] == 5 for rollout in group.rollouts)
+    assert sorted(chain.from_iterable(map(trained, group.rollouts))) == sampled(recorder)
+    texts = {tuple(turn.completion.token_ids for turn in rollout.turns) for rollout in group.rollouts}
+    assert len(texts) > 1  # each episode has draws of its own
+
+
+def test_the_same_seed_says_the_same(play_group):
+    def ids() -> list[tuple[int, ...]]:
+        group = play_group(use_calculator, n=2, takes=FOUR)
+        return [turn.completion.token_ids for rollout in group.rollouts for turn in rollout.turns]
+
+    assert ids() == ids()
+
+
+def test_agents_that_are_not_async_have_threads_and_stream(play_group, recorder):
+    threads = set()
+
+    def agent(case, base_url, api_key, model):
+        threads.add(threading.get_ident())
+        client = OpenAI(base_url=base_url, api_key=api_key)
+        messages: list[Any] = [{"role": "user", "content": case["question"]}]
+        for _ in range(2):
+            content, usage = "", None
+            stream = client.chat.completions.create(
+                model=model, messages=messages, stream=True, stream_options={"include_usage": True}
+            )
+            for chunk in stream:
+                content += (chunk.choices[0].delta.content or "") if chunk.choices else ""
+                usage = chunk.usage or usage
+            assert usage is not None and usage.completion_tokens > 0
+            messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "Again."}]
+        client.close()
+        return 1
+
+    group = play_group(agent, n=4, takes=FOUR)
+    assert [rollout.error for rollout in group.rollouts] == [None] * 4
+    assert len(threads) == 4 and threading.get_ident() not in threads
+    assert all(len(segments(rollout)) == 1 for rollout in group.rollouts)  # what was streamed was recognised
+    assert sorted(chain.from_iterable(map(trained, group.rollouts))) == sampled(recorder)
+
+
+def test_rewritten_history_is_another_segment(play_group, recorder):
+    async def agent(case, base_url, api_key, model):
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            ask = client.chat.completions.create
+            messages: list[Any] = [{"role": "user", "content": "What is 3 + 4?"}]
+            messages.append((await ask(model=model, messages=messages)).choices[0].message)
+            messages.append({"role": "user", "content": "And 5 + 6?"})
+            messages.append((await ask(model=model, messages=messages)).choices[0].message)
+            short: list[Any] = [{"role": "user", "content": "It was 7, then 11."}, messages[-1]]
+            await ask(model=model, messages=[*short, {"role": "user", "content": "And 1 + 1?"}])
+        return 1.0
+
+    (rollout,) = play_group(agent, takes=FOUR).rollouts
+    assert len(segments(rollout)) == 2 and rollout.info["forks"] == 1
+    assert trained(rollout) == sampled(recorder)
+    assert rollout.messages[-1]["content"] == rollout.turns[-1].completion.text
+
+
+def test_attempts_in_parallel_and_a_sub_agent(play_group, recorder):
+    """Three attempts go on from one answer while a sub-agent talks elsewhere in two turns."""
+
+    async def agent(case, base_url, api_key, model):
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            ask = client.chat.completions.create
+            messages: list[Any] = [{"role": "user", "content": "What is 30 + 4?"}]
+            messages.append((await ask(model=model, messages=messages)).choices[0].message)
+            messages.append({"role": "user", "content": "And what is 12 + 13?"})
+
+            async def sub_agent() -> None:
+                own: list[Any] = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Name?"}]
+                own.append((await ask(model=model, messages=own)).choices[0].message)
+                await ask(model=model, messages=[*own, {"role": "user", "content": "Sure?"}])
+
+            await asyncio.gather(*(ask(model=model, messages=messages) for _ in range(3)), sub_agent())
+        return 1.0
+
+    (rollout,) = play_group(agent, takes=FOUR).rollouts
+    assert len(rollout.turns) == 6
+    first, *attempts = (turn for turn in rollout.turns if turn.prompt_ids[:6] == rollout.turns[0].prompt_ids[:6])
+    joined = first.prompt_ids + first.completion.token_ids
+    assert sum(turn.prompt_ids[: len(joined)] == joined for turn in attempts) == 3  # none was encoded again
+    assert len(segments(rollout)) == 4  # the first with an attempt, two attempts, the sub-agent
+    assert trained(rollout) == sampled(recorder)  # and so every token once
+
+
+def test_only_the_first_turn_is_trained_where_the_configuration_says_so(play_group, recorder):
+    (rollout,) = play_group(use_calculator, takes=FOUR, params=GREEDY, train_turns="first").rollouts
+    assert [turn.trained for turn in rollout.turns] == [True, False]
+    (only,) = segments(rollout)
+    assert only.completion_ids == recorder.turns[0][1].token_ids and set(only.mask) == {1}
+
+
+def test_reward_functions_score_what_the_agent_leaves_to_them(play_group):
+    async def agent(case, base_url, api_key, model):
+        await use_calculator(case, base_url, api_key, model)
+
+    def last(completions, question, **columns):
+        return [float("564" in completion[-1]["content"]) for completion in completions]
+
+    group = play_group(agent, takes=FOUR, params=GREEDY, scored=True)
+    assert group.rollouts[0].reward is None and group.rollouts[0].error is None
+    (scored,) = asyncio.run(score([group], [RewardFunction(name="last", function=last, weight=2.0, args={})]))
+    assert scored.rollouts[0].reward == 2.0
+    (alone,) = play_group(agent, takes=FOUR, params=GREEDY).rollouts
+    assert alone.reward is None and "returned no reward" in str(alone.error)
+
+
+def test_what_is_trained_has_the_advantage_of_its_episode(play_group, recorder):
+    group = play_group(use_calculator, n=2, takes=FOUR)
+    rollouts = tuple(replace(rollout, advantage=float(i)) for i, rollout in enumerate(group.rollouts))
+    samples = samples_of([replace(group, rollouts=rollouts)])
+    tokens = sum(len(said.token_ids) for _, said in recorder.turns)
+    assert sum(sum(sample.mask) for sample in samples) == tokens
+    assert {sample.advantage for sample in samples} == {0.0, 1.0}
+
+
+# ---- limits ----
+def test_max_turns_is_a_403_and_the_stop(play_group, recorder):
+    seen: list[openai.APIStatusError] = []
+
+    async def agent(case, base_url, api_key, model):
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            for turn in range(9):
+                try:
+                    await client.chat.completions.create(model=model, messages=[{"role": "user", "content": str(turn)}])
+                except openai.APIStatusError as error:
+                    seen.append(error)
+                    if case["raises"]:
+                        raise
+                    return 0.25
+        return 1.0
+
+    (caught,) = play_group(agent, takes=FOUR, max_turns=3, case={"raises": False}).rollouts
+    (raised,) = play_group(agent, takes=FOUR, max_turns=3, case={"raises": True}).rollouts
+    assert [(r.stop, r.reward, r.error, len(r.turns)) for r in (caught, raised)] == [
+        ("max_turns", 0.25, None, 3),
+        ("max_turns", 0.0, None, 3),
+    ]
+    assert isinstance(seen[0], openai.PermissionDeniedError) and seen[0].code == "max_turns"
+    assert len(recorder.turns) == 6 and len(seen) == 2  # refused at once, and not repeated by the client
+
+
+@pytest.mark.parametrize(
+    ("options", "stop"),
+    [({"max_tokens": 5}, "max_tokens"), ({"max_tool_calls": 1, "max_turns": 50}, "max_tool_calls"), ({}, "context")],
+)
+def test_the_other_limits(play_group, starter, options, stop):
+    async def agent(case, base_url, api_key, model):
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            while True:
+                messages: list[Any] = [ASKED]
+                await client.chat.completions.create(model=model, messages=messages, tools=[CALCULATOR])  # type: ignore[list-item]
+                if case["long"]:
+                    messages = [{"role": "user", "content": "9 " * starter.context_length}]
+                    await client.chat.completions.create(model=model, messages=messages)
+
+    (rollout,) = play_group(agent, takes=FOUR, params=GREEDY, case={"long": stop == "context"}, **options).rollouts
+    assert (rollout.stop, rollout.reward, rollout.error) == (stop, 0.0, None)
+    if stop == "max_tokens":
+        assert sum(len(turn.completion.token_ids) for turn in rollout.turns) == 5
+
+
+def test_a_template_that_takes_one_call_a_message_ends_an_episode_with_two(play_group, starter):
+    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1+1"}}\n</tool_call>'
+    tokenizer = copy.deepcopy(starter.tokenizer)
+    refuse = "{% for m in messages %}{% if m.tool_calls and m.tool_calls | length > 1 %}"
+    refuse += "{{ raise_exception('one call a message') }}{% endif %}{% endfor %}"
+    tokenizer.chat_template = refuse + str(tokenizer.chat_template)
+
+    class Scripted:
+        """Always the same two calls."""
+
+        context_length = starter.context_length
+
+        async def sample(self, requests):
+            ids = (*tokenizer.encode(call + call, add_special_tokens=False), tokenizer.eos_token_id)
+            logprobs = (-1.0,) * len(ids)
+            return [[Completion(token_ids=ids, logprobs=logprobs, text=call + call, finish_reason=FinishReason.STOP)]]
+
+    options = {"takes": FOUR, "sampler": Scripted(), "tokenizer": tokenizer}
+    (rollout,) = play_group(use_calculator, **options).rollouts
+    assert (rollout.stop, rollout.reward, rollout.error, len(rollout.turns)) == ("template", 0.0, None, 1)
+
+
+def test_a_policy_that_speaks_too_long_has_failed_and_an_agent_that_hangs_is_excluded(play_group, engine):
+    class Slow:
+        context_length = engine.context_length
+
+        async def sample(self, requests):
+            if len(requests[0].prompt_ids) > 30:
+                await asyncio.sleep(60)
+            return await engine.sample(requests)
+
+    async def agent(case, base_url, api_key, model):
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            await client.chat.completions.create(model=model, messages=[{"role": "user", "content": "1 + 1"}])
+            if case["hangs"]:
+                await asyncio.sleep(60)
+            await client.chat.completions.create(model=model, messages=[{"role": "user", "content": "1 + 1" * 40}])
+
+    options = {"takes": FOUR, "sampler": Slow(), "timeout_s": 0.7}
+    (spoke,) = play_group(agent, case={"hangs": False}, **options).rollouts
+    (hung,) = play_group(agent, case={"hangs": True}, **options).rollouts
+    assert (spoke.stop, spoke.reward, spoke.error, len(spoke.turns)) == ("timeout", 0.0, None, 1)
+    assert hung.reward is None and "had not returned after 0.7 s" in str(hung.error) and len(hung.turns) == 1
+
+
+# ---- agents that fail ----
+def test_agents_that_fail_are_excluded_with_their_reason(play_group):
+    def ask(base_url: str, api_key: str) -> None:
+        with OpenAI(base_url=base_url, api_key=api_key) as client:
+            client.chat.completions.create(model="any", messages=[{"role": "user", "content": "1 + 1"}])
+
+    def raises(base_url, api_key):
+        ask(base_url, api_key)
+        raise ValueError("no luck")
+
+    async def exits(base_url, api_key):
+        raise SystemExit(3)
+
+    async def cancels(base_url, api_key):
+        raise asyncio.CancelledError
+
+    def silent(base_url, api_key):
+        return 1.0
+
+    def hangs(base_url, api_key):
+        time.sleep(3)
+
+    def nan(base_url, api_key):
+        ask(base_url, api_key)
+        return float("nan")
+
+    def words(base_url, api_key):
+        ask(base_url, api_key)
+        return "good"
+
+    def other(base_url, api_key):
+        ask(base_url, api_key)
+        return {"score": 1.0}
+
+    for agent, reason, turns in (
+        (raises, "agent raised ValueError: no luck", 1),
+        (exits, "agent raised SystemExit: 3", 0),
+        (cancels, "agent cancelled itself", 0),
+        (silent, "agent never asked the policy", 0),
+        (hangs, "agent had not returned after 0.4 s", 0),
+        (nan, "agent returned nan", 1),
+        (words, "agent returned 'good'", 1),
+        (other, "no reward", 1),
+    ):
+        timeout_s = 0.4 if agent is hangs else 20.0
+        (rollout,) = play_group(agent, takes=("base_url", "api_key"), timeout_s=timeout_s).rollouts
+        assert rollout.reward is None and reason in str(rollout.error), agent
+        assert (rollout.stop, len(rollout.turns), rollout.info["failed"]) == ("error", turns, 1.0)
+
+
+def test_what_a_failed_episode_is_worth_is_configured(play_group):
+    async def agent(case, base_url, api_key, model):
+        await use_calculator(case, base_url, api_key, model)
+        raise RuntimeError("late")
+
+    (zero,) = play_group(agent, takes=FOUR, on_error="zero").rollouts
+    assert (zero.reward, zero.error) == (0.0, None)
+    with pytest.raises(EnvError, match="late"):
+        play_group(agent, takes=FOUR, on_error="stop")
+
+
+def test_one_bad_episode_leaves_the_others(play_group):
+    count = iter(range(100))
+
+    async def agent(case, base_url, api_key, model):
+        if next(count) == 1:
+            raise RuntimeError("only this one")
+        return await use_calculator(case, base_url, api_key, model)
+
+    group = play_group(agent, n=4, takes=FOUR, params=GREEDY)
+    assert [rollout.error for rollout in group.rollouts] == [
+        None,
+        "agent raised RuntimeError: only this one",
+        None,
+        None,
+    ]
+    assert [rollout.reward for rollout in group.rollouts] == [1.0, None, 1.0, 1.0]
+
+
+def test_an_engine_that_fails_ends_the_run(play_group, engine):
+    class Broken:
+        context_length = engine.context_length
+
+        async def sample(self, requests):
+            raise GroupwiseError("out of memory")
+
+    async def agent(case, base_url, api_key, model):
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            try:
+                await client.chat.completions.create(model=model, messages=[{"role": "user", "content": "1"}])
+            except openai.APIError:
+                return 1.0
+
+    with pytest.raises(GroupwiseError, match="out of memory"):
+        play_group(agent, takes=FOUR, sampler=Broken())
+
+
+def test_a_request_that_the_agent_gave_up_is_no_turn(play_group, engine):
+    class Slow:
+        context_length, cancelled = engine.context_length, 0
+
+        async def sample(self, requests):
+            if len(requests[0].prompt_ids) > 30:
+                try:
+                    await asyncio.sleep(60)
+                except asyncio.CancelledError:
+                    Slow.cancelled += 1
+                    raise
+            return await engine.sample(requests)
+
+    async def agent(case, base_url, api_key, model):
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=0.3) as client:
+            with pytest.raises(openai.APITimeoutError):
+                await client.chat.completions.create(model=model, messages=[{"role": "user", "content": "1 + 1" * 40}])
+            await client.with_options(timeout=20).chat.completions.create(
+                model=model, messages=[{"role": "user", "content": "1 + 1"}]
+            )
+        return 1.0
+
+    (rollout,) = play_group(agent, takes=FOUR, sampler=Slow(), max_turns=1).rollouts
+    assert (rollout.reward, len(rollout.turns), Slow.cancelled) == (1.0, 1, 1)
+
+
+def test_the_key_ends_with_the_episode(play_group):
+    kept: dict[str, Any] = {}
+
+    async def agent(case, base_url, api_key, model):
+        kept.update(base_url=base_url, api_key=api_key)
+        reward = await use_calculator(case, base_url, api_key, model)
+        return reward
+
+    play_group(agent, takes=FOUR)
+    with OpenAI(**kept) as late, pytest.raises(openai.AuthenticationError, match="no episode under way"):
+        late.models.list()
+
+
+def test_versions_are_those_of_the_run(play_group, recorder):
+    play_group(use_calculator, takes=FOUR)
+    assert {request.version for request, _ in recorder.turns} == {PolicyVersion.base()}
+
+
+# ---- a run ----
+AGENT = """
+import json
+from openai import OpenAI
+from groupwise.starter.tasks import CALCULATOR, calculate
+
+
+class Calculating:
+    def __init__(self, n):
+        self.n = n
+
+    def cases(self):
+        return [{"a": 10 + i, "b": 3 * i + 2} for i in range(self.n)]
+
+    def __call__(self, case, base_url, api_key, model):
+        with OpenAI(base_url=base_url, api_key=api_key) as client:
+            messages = [{"role": "user", "content": f"Use the calculator: {case['a']} * {case['b']}"}]
+            while True:
+                answer = client.chat.completions.create(model=model, messages=messages, tools=[CALCULATOR])
+                messages.append(answer.choices[0].message)
+                if not messages[-1].tool_calls:
+                    return float(str(case["a"] * case["b"]) in (messages[-1].content or ""))
+                for call in messages[-1].tool_calls:
+                    result = calculate(json.loads(call.function.arguments).get("expression", ""))
+                    messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+"""
+
+
+def test_a_run_trains_an_agent(tmp_path):
+    (tmp_path / "calculating.py").write_text(AGENT, encoding="utf-8")
+    settings = {
+        "name": "agent",
+        "model": "starter",
+        "device": "cpu",
+        "dtype": "float32",
+        "folder": str(tmp_path),
+        "run_dir": str(tmp_path / "run"),
+        "env": {"agent": "calculating:Calculating", "args": {"n": 8}, "max_turns": 3},
+        "rollout": {"prompts_per_step": 4, "group_size": 4, "max_tokens": 40},
+        "train": {"steps": 1},
+    }
+    result = run(parse_config(settings))
+    (row,) = read_metrics(result.run_dir / "metrics.jsonl")
+    assert row["env/forks"] == 0 and row["env/failed_frac"] == 0 and row["rollout/turns_mean"] > 1.0
+    assert 0 < row["reward/mean"] <= 1 and row["env/stop/done"] > 0.5
