@@ -31,7 +31,7 @@ from groupwise.play import play_all
 from groupwise.types import PolicyVersion, Prompt, RolloutGroup
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "envs"
-MAX_TOKENS, TURNS = 48, 6
+MAX_TOKENS, TURNS = 72, 4
 
 
 class SlowTool:

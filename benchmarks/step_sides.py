@@ -39,6 +39,7 @@ class Case:
     threads: int
     model: str
     prompts_file: str
+    natural: bool = False  # the demo's own prompts, and completions that end where they end
 
     @property
     def rows(self) -> int:
@@ -75,6 +76,10 @@ class Recorder:
 
     def check_completions(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> None:
         """Exit unless one step's generation did the agreed work."""
+        if self.case.natural:
+            if len(completions) != self.case.rows or max(map(len, completions)) > self.case.completion:
+                sys.exit(f"{len(completions)} completions of at most {max(map(len, completions))} tokens: not the work")
+            return
         lengths = {len(ids) for ids in prompts}, {len(ids) for ids in completions}, len(completions)
         agreed = {self.case.prompt}, {self.case.completion}, self.case.rows
         if lengths != agreed:
@@ -161,7 +166,7 @@ def run_groupwise(case: Case, folder: Path) -> dict[str, Any]:
         open_trackers(config.tracking, run_dir=run_dir, run_name=run_dir.name, resolved_config={}) as tracking,
     ):
         # completions go on to their last token, and groups of equal rewards are trained on: the peer does both
-        parts.batches.params = replace(parts.batches.params, ignore_eos=True)
+        parts.batches.params = replace(parts.batches.params, ignore_eos=not case.natural)
         parts.batches.keep_flat = True
         display: Any = StepEnds(recorder)
         running = Running(plan, parts, run_dir, tracking=tracking, display=display)
@@ -277,7 +282,7 @@ def _trl_config(case: Case, folder: Path, *, continuous: bool) -> Any:
     from trl import GRPOConfig
 
     # completions of exactly this length; continuous batching has no such logits processor, so nothing is an end there
-    options: dict[str, Any] = {"generation_kwargs": {"min_new_tokens": case.completion}}
+    options: dict[str, Any] = {} if case.natural else {"generation_kwargs": {"min_new_tokens": case.completion}}
     if continuous:  # a cache that fits this batch; by default it would take half of the machine's memory
         page = 32
         pages = case.rows * math.ceil((case.prompt + case.completion) / page + 1)
@@ -286,7 +291,7 @@ def _trl_config(case: Case, folder: Path, *, continuous: bool) -> Any:
         options = {
             "use_transformers_continuous_batching": True,
             "transformers_continuous_batching_config": cache,
-            "generation_kwargs": {"eos_token_id": None},
+            "generation_kwargs": {} if case.natural else {"eos_token_id": None},
         }
     return GRPOConfig(
         output_dir=str(folder),
@@ -348,7 +353,8 @@ def _watch_trl(recorder: Recorder, trainer: Any) -> None:
         batch = sample_and_score(inputs)
         sampled_and_scored.append(time.perf_counter() - began)
         recorder.rewards.append(trainer._metrics["train"]["reward"][-1])
-        if int(batch["completion_mask"].sum()) != recorder.case.rows * recorder.case.completion:
+        trained, agreed = int(batch["completion_mask"].sum()), recorder.case.rows * recorder.case.completion
+        if trained != agreed and not recorder.case.natural:
             sys.exit("TRL masked completion tokens that were to be trained on")
         return batch
 
@@ -380,6 +386,12 @@ def prepare(case: Case, *, hidden: int, layers: int) -> dict[str, Any]:
         spec = BuildSpec(hidden_size=hidden, layers=layers, context_length=max(1024, case.prompt + case.completion))
         new_model(spec, tokenizer).save_pretrained(case.model)
         tokenizer.save_pretrained(case.model)
+    if case.natural:
+        from groupwise.starter.tasks import prompts
+
+        rows = prompts(["add", "sub"], style="think", n=case.prompts * (case.warmup + case.steps))
+        Path(case.prompts_file).write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in rows))
+        return {}
     tokenizer, digits = AutoTokenizer.from_pretrained(case.model), random.Random(0)
     with Path(case.prompts_file).open("w", encoding="utf-8") as file:
         for _ in range(case.prompts * (case.warmup + case.steps)):

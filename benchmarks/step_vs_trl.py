@@ -2,12 +2,15 @@
 
     python benchmarks/step_vs_trl.py                       both default shapes
     python benchmarks/step_vs_trl.py --shape 128,64,8      prompts of 128 tokens, completions of 64, groups of 8
+    python benchmarks/step_vs_trl.py --demo                what a step of configs/arithmetic.yaml does
     python benchmarks/step_vs_trl.py --quick               a smoke run
 
 Every measurement is a process of its own, and the two sides take turns, so that neither inherits the other's memory or
 the machine's mood. Both load the same weights from the same directory and get the same prompts, group size, reward,
 LoRA, AdamW, learning rate, float32, temperature, number of threads, and one optimizer step per batch of completions
-that all have the same length. Each checks that it did that work. `step_sides.py` is what such a process does.
+that all have the same length. Each checks that it did that work. `--demo` is the starter on the demo's own prompts, 32
+of them x 8 completions, which end where they end, after 40 tokens at the latest. `step_sides.py` is what such a process
+does.
 
     generation  token ids in, token ids out
     training    forward, backward, clipping, AdamW
@@ -88,6 +91,12 @@ def compare(case: Case, args: argparse.Namespace, console: Console) -> dict[str,
     return {"case": asdict(case), "trl": best, "trl_trials_s": trials, "trl_errors": errors, "runs": runs}
 
 
+def shape_of(case: Case) -> str:
+    """A case in a few words."""
+    sizes = f"G={case.group}, {case.prompts} prompts"
+    return f"demo C<={case.completion} {sizes}" if case.natural else f"P={case.prompt} C={case.completion} {sizes}"
+
+
 def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Medians: of all measured steps of all repeats, and of the repeats' peaks."""
     names = [name for name in PHASES if name in runs[0]]
@@ -102,7 +111,7 @@ def table_of(results: Sequence[Mapping[str, Any]]) -> Table:
         table.add_column(heading, justify="right")
     for result in results:
         case, sides = result["case"], {role: summary(runs) for role, runs in result["runs"].items()}
-        shape = f"P={case['prompt']} C={case['completion']} G={case['group']}, {case['prompts']} prompts"
+        shape = shape_of(Case(**case))
         for role, values in sides.items():
             numbers = [f"{values[name]:.3f}" if name in values else "-" for name in PHASES]
             table.add_row(shape if role == GROUPWISE else "", role, *numbers, f"{values['peak_mib']:.0f}")
@@ -130,6 +139,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=head, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     shape = "prompt tokens, completion tokens, group size and, if not the default, prompts a step; can be repeated"
     parser.add_argument("--shape", action="append", metavar="P,C,G[,PROMPTS]", help=shape)
+    parser.add_argument("--demo", action="store_true", help="the demo's prompts, model and sizes; lengths as they come")
     parser.add_argument("--model", help="a model directory; without it, a new Qwen3 of the starter's architecture")
     parser.add_argument("--hidden", type=int, default=192, help="of the new model: hidden size, a multiple of 64")
     parser.add_argument("--layers", type=int, default=4, help="of the new model")
@@ -168,14 +178,24 @@ def case_of(shape: str, args: argparse.Namespace, folder: Path) -> Case:
     )
 
 
+def demo_case(args: argparse.Namespace, folder: Path) -> Case:
+    """A step of configs/arithmetic.yaml."""
+    from groupwise.model import STARTER_DIR
+
+    case = case_of("1,40,8,32", args, folder)
+    return replace(case, model=str(STARTER_DIR), prompts_file=str(folder / "demo.jsonl"), natural=True)
+
+
 def main() -> None:
     args, console, results = arguments(), Console(width=max(110, Console().width)), []
     about = machine(args.threads)
     console.print("  ".join(f"{name} {value}" for name, value in about.items()), soft_wrap=True, highlight=False)
     with tempfile.TemporaryDirectory(prefix="step_vs_trl-") as folder:
-        for shape in args.shape or ["64,32,8", "512,64,16"]:
-            console.print(shape, highlight=False)
-            results.append(compare(case_of(shape, args, Path(folder)), args, console))
+        shapes = args.shape or ([] if args.demo else ["64,32,8", "512,64,16"])
+        cases = [case_of(shape, args, Path(folder)) for shape in shapes]
+        for case in [*cases, *([demo_case(args, Path(folder))] if args.demo else [])]:
+            console.print(shape_of(case), highlight=False)
+            results.append(compare(case, args, console))
     for result in results:
         trials = ", ".join(f"{role} {seconds:.3f} s" for role, seconds in result["trl_trials_s"].items())
         failed = "".join(f"; {role} does not run here" for role in result["trl_errors"])

@@ -384,7 +384,6 @@ def test_an_environment_with_an_error(check, name, kind, says):
 @pytest.mark.parametrize(
     ("name", "kind", "says"),
     [
-        ("NeverDone", "limits", "no episode was ended by the environment (15 max_turns, 3 max_tokens)"),
         ("Constant", "constant", "are worth 1"),
         ("Constant", "hack", "where the best is 1, without doing anything"),
         ("Farm", "hack", "is paid in 3 turns of one episode for saying the same"),
@@ -400,6 +399,14 @@ def test_an_environment_that_teaches_something_else(check, name, kind, says):
         each["message"] for each in answer["findings"] if (each["severity"], each["check"]) == ("warning", kind)
     ]
     assert any(says in message for message in messages), messages
+
+
+def test_what_is_never_done_is_told(check):
+    """A warning where the model played as well; canned replies seldom bring anything to its end."""
+    _, answer = check("NeverDone")
+    assert found(answer, "note")["limits"].startswith("no episode was ended by the environment (15 max_turns, 3 max_t")
+    _, answer = check("NeverDone", "--episodes", 2, "--max-tokens", 16, "--set", "max_turns=2")
+    assert "limits" in found(answer, "warning")
 
 
 def test_who_is_paid_is_named(check):

@@ -14,12 +14,14 @@ from groupwise.display import (
     LiveDisplay,
     before_after_table,
     open_display,
+    said,
     side_by_side,
     sparkline,
     visible,
 )
 from groupwise.health import Event, Finding
 from groupwise.health.rule import Severity
+from groupwise.types import Completion, FinishReason, Rollout, Turn
 
 METRICS = {
     "reward/mean": 0.53125,
@@ -218,3 +220,23 @@ def test_model_text_stays_text():
 
 def test_visible_keeps_lines_and_tabs():
     assert visible("a\n\tb\r\x00é中") == "a\n\tb␍␀é中"
+
+
+def test_an_episode_is_shown_by_what_was_said_and_how_it_ended():
+    messages = (
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {"a": 1}}}]},
+        {"role": "tool", "content": "x" * 1000},
+        {"role": "assistant", "content": "It is 4.\n"},
+    )
+    lines = said(Rollout(turns=(), messages=messages, stop="done", reward=0.5)).splitlines()
+    assert lines[0] == "assistant: look({'a': 1})" and lines[2:] == ["assistant: It is 4.", "[done, reward 0.5]"]
+    assert lines[1].startswith("tool: xxx") and lines[1].endswith("...") and len(lines[1]) == len("tool: ") + 400
+    many = said(Rollout(turns=(), messages=messages[2:] * 30, stop="max_turns")).splitlines()
+    assert len(many) == 12 and many[5] == "... 20 more messages ..." and many[-1] == "[max_turns, no reward]"
+    failed = Rollout(turns=(), stop="error", error="Env.reset raised KeyError: 'city'")
+    assert said(failed) == "[failed: Env.reset raised KeyError: 'city']"
+
+
+def test_a_completion_is_shown_as_it_is():
+    completion = Completion(token_ids=(1,), logprobs=(0.0,), text="4\n", finish_reason=FinishReason.STOP)
+    assert said(Rollout(turns=(Turn((1,), completion),))) == "4\n"

@@ -371,6 +371,107 @@ def test_what_others_said_between_turns_is_shown_as_given(tmp_path):
     assert shown.best.tokens == len(first) + 1
 
 
+def spoken(prompt: tuple[int, ...], text: str, **options) -> Turn:
+    ids = (*TOKENIZER.encode(text).ids, END)
+    completion = Completion(token_ids=ids, logprobs=(-0.5,) * len(ids), text=text, finish_reason=FinishReason.STOP)
+    return Turn(prompt, completion, **options)
+
+
+def shown_of(directory: Path, *rollouts: Rollout):
+    """The best one's completion as the report shows it, and the page."""
+    directory = write_run(directory, groups=(group(*rollouts),))
+    [step], notes = read_samples(read_run(directory), [1])
+    assert notes == []
+    page = page_of(directory)
+    check_inert(page)
+    return step.groups[0].best, page
+
+
+def episode(*turns: Turn, messages=(), stop="done", **options) -> Rollout:
+    return Rollout(turns=turns, messages=tuple(messages), stop=stop, **options)
+
+
+def test_an_episode_is_a_transcript(tmp_path):
+    """Who said what; each turn's reward; a fork; what was not trained is not coloured."""
+    first, second = spoken((1, 2), "call", reward=0.25), spoken((1, 2), "It is 4.", reward=-1.0)
+    third = spoken(second.prompt_ids + second.completion.token_ids, "Yes.", trained=False)
+    messages = [
+        {"role": "assistant", "content": "call"},
+        {"role": "tool", "name": "look", "content": "7 <b>"},
+        {"role": "assistant", "content": "It is 4."},
+        {"role": "user", "content": "Sure?"},
+        {"role": "assistant", "content": "Yes."},
+    ]
+    best, page = shown_of(
+        tmp_path / "r", episode(first, second, third, messages=messages, stop="max_turns", reward=1.0)
+    )
+    assert [(block.role, block.reward, block.fork) for block in best.blocks] == [
+        ("assistant", 0.25, False),
+        ("tool look", None, False),
+        ("assistant", -1.0, True),
+        ("user", None, False),
+        ("assistant", None, False),
+    ]
+    assert [{piece.kind for piece in block.pieces} for block in best.blocks] == [
+        {"sampled", "end"},
+        {"given"},
+        {"sampled", "end"},
+        {"given"},
+        {"seen"},
+    ]
+    assert (best.turns, best.ended, best.tokens) == (3, "stopped by max_turns after 3 turns", best.tokens)
+    for words in ("tool look", "7 <b>", "reward 0.25", "begins a segment of its own", "stopped by max_turns after 3"):
+        assert words in page.words, words
+    assert 'class="seen"' in page.source and 'class="given">7 &lt;b&gt;' in page.source
+
+
+def test_what_has_no_messages_for_its_turns_is_shown_by_its_tokens(tmp_path):
+    """An agent of several conversations keeps the messages of the last one alone."""
+    told = tuple(TOKENIZER.encode("What else?").ids)
+    first = spoken((1, 2), "One.")
+    turns = first, spoken((1, 2, *first.completion.token_ids, *told), "Two."), spoken((5,), "Three.")
+    best, _ = shown_of(
+        tmp_path / "r", episode(*turns, messages=[{"role": "assistant", "content": "Three."}], reward=1.0)
+    )
+    assert [(block.role, block.fork) for block in best.blocks] == [
+        ("assistant", False),
+        ("told", False),
+        ("assistant", False),
+        ("assistant", True),
+    ]
+    assert best.blocks[1].pieces[0].text == "What else?"
+
+
+def test_an_episode_without_turns_says_why(tmp_path):
+    failed = episode(stop="error", error="Env.reset raised KeyError: 'city'")
+    best, page = shown_of(tmp_path / "r", failed, failed)
+    assert (best.blocks, best.tokens, best.ended) == ((), 0, "failed after 0 turns")
+    assert "not scored" in page.words and "Env.reset raised KeyError: 'city'" in page.words
+
+
+def test_a_long_episode_is_cut_in_the_middle(tmp_path):
+    turns, messages, seen = [], [], (1, 2)
+    for number in range(40):
+        turns.append(spoken(seen, f"turn {number} " + "and so on " * 40))
+        seen = turns[-1].prompt_ids + turns[-1].completion.token_ids
+        messages += [{"role": "assistant", "content": "..."}, {"role": "user", "content": "x" * 100_000}]
+    directory = write_run(tmp_path / "r", groups=(group(episode(*turns, messages=messages, reward=1.0)),))
+    [step], _ = read_samples(read_run(directory), [1], tokens=3000)
+    pieces = step.groups[0].best.pieces
+    assert sum(piece.kind == "cut" for piece in pieces) == 1 and len(pieces) <= 501
+    assert pieces[0].text == "tu" and pieces[-1].text.endswith("…") and len(pieces[-1].text) == 600
+    assert sum(len(piece.text) for piece in pieces) < 5000
+    assert len(page_of(directory).source) < LIMIT
+
+
+def test_the_tools_of_an_episode_stand_before_its_messages(tmp_path):
+    tool = {"type": "function", "function": {"name": "look"}}
+    prompt = Prompt(id="p", messages=({"role": "user", "content": "Hm?"},), tools=(tool, tool), token_ids=(1, 2))
+    groups = (RolloutGroup(prompt=prompt, rollouts=(episode(spoken((1, 2), "a"), reward=1.0),)),)
+    [step], _ = read_samples(read_run(write_run(tmp_path / "r", groups=groups)), [1])
+    assert step.groups[0].prompt == (("tools", "look, look"), ("user", "Hm?"))
+
+
 def test_the_gap_to_the_trainer_is_offered_where_it_was_recorded(run):
     assert not re.search(r'id="by-gap"|class="[^"]*g\d', page_of(run).source)
     path = run / "rollouts" / "step_000004.jsonl"

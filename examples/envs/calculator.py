@@ -22,22 +22,23 @@ QUESTIONS = {
 
 
 class Calculator(ToolEnv):
-    """Questions about two numbers below `below`; those of `eval_cases` are drawn apart from those of `cases`."""
+    """Questions about two numbers below `below`; where their sum is a multiple of 7 they are held out."""
 
     def __init__(self, below: int = 100, train: int = 4000, held_out: int = 256):
         self.below, self.train, self.held_out = below, train, held_out
 
     def cases(self):
-        return self._drawn(0, self.train)
+        return self._drawn(0, self.train, held_out=False)
 
     def eval_cases(self):
-        return self._drawn(1, self.held_out)
+        return self._drawn(1, self.held_out, held_out=True)
 
-    def _drawn(self, seed, count):
+    def _drawn(self, seed, count, *, held_out):
         draw, cases = random.Random(seed), []
-        for _ in range(count):
+        while len(cases) < count:
             b, a = sorted(draw.randrange(10, self.below) for _ in range(2))
-            cases.append({"kind": draw.choice(list(QUESTIONS)), "a": a, "b": b})
+            if ((a + b) % 7 == 0) == held_out:
+                cases.append({"kind": draw.choice(list(QUESTIONS)), "a": a, "b": b})
         return cases
 
     def first_message(self, case, seed):

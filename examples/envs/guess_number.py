@@ -12,20 +12,25 @@ from groupwise.envs import StepResult
 
 
 class GuessNumber:
-    """Numbers from 1 to `highest`, `guesses` guesses. `seed` draws the number, the same for a whole group."""
+    """One of `count` numbers in a row, `guesses` guesses; rows that begin with a multiple of 5 are held out."""
 
-    def __init__(self, highest: int = 10, guesses: int = 5, train: int = 2000, held_out: int = 128):
-        self.highest, self.guesses, self.train, self.held_out = highest, guesses, train, held_out
+    def __init__(self, count: int = 10, guesses: int = 5):
+        self.count, self.guesses = count, guesses
 
     def cases(self):
-        return [{"secret": 1 + number % self.highest} for number in range(self.train)]
+        return self._all(lambda low: low % 5)
 
     def eval_cases(self):
-        return [{"secret": 1 + number % self.highest} for number in range(self.held_out)]
+        return self._all(lambda low: low % 5 == 0)
+
+    def _all(self, wanted):
+        lows = [low for low in range(1, 51) if wanted(low)]
+        return [{"low": low, "secret": low + number} for low in lows for number in range(self.count)]
 
     def reset(self, case, seed):
-        self.secret, self.low, self.high, self.made = case["secret"], 1, self.highest, 0
-        return f"Find a number from 1 to {self.highest}. Reply with just the number."
+        self.secret, self.low, self.made = case["secret"], case["low"], 0
+        self.high = self.low + self.count - 1
+        return f"Find a number from {self.low} to {self.high}. Reply with just the number."
 
     def step(self, message):
         self.made += 1
@@ -48,4 +53,4 @@ class GuessNumber:
         """Half a point at most for what was narrowed down without being found."""
         if any(reward == 1.0 for reward in episode.rewards):
             return 0.0
-        return 0.5 * (1 - (self.high - self.low + 1) / self.highest)
+        return 0.5 * (1 - (self.high - self.low + 1) / self.count)

@@ -21,7 +21,7 @@ from groupwise.envs import ToolEnv, ToolError
 
 CITIES = ("Paris", "Rome", "Oslo", "Bern", "Lima", "Cairo", "Tokyo", "Delhi")
 MUSTS = ("pool", "gym", "bar", "sauna")
-TURNS = 6
+TURNS = 4
 
 
 def draw_case(number):
@@ -121,7 +121,8 @@ class HotelEnv(ToolEnv):
     tools = (search_hotels, get_details, book_hotel)
 
     async def step(self, message):
-        self.world.parts["call"] |= bool(message.get("tool_calls"))
+        names = [call["function"]["name"] for call in message.get("tool_calls", ())]
+        self.world.parts["call"] |= any(hasattr(self.world, name) for name in names)
         return await super().step(message)
 
     def score(self, episode):
@@ -175,10 +176,11 @@ def answer(world, call):
     """What a tool answers to a call."""
     if call is None:
         return "Error: that is no call"
-    world.parts["call"] = True
     try:
         tools = {"search_hotels": world.search_hotels, "get_details": world.get_details, "book_hotel": world.book_hotel}
-        result = tools[call["name"]](**call["arguments"])
+        tool = tools[call["name"]]
+        world.parts["call"] = True
+        result = tool(**call["arguments"])
     except (ToolError, TypeError, KeyError) as error:
         return f"Error: {error}"
     return result if isinstance(result, str) else json.dumps(result)

@@ -95,7 +95,9 @@ class Parts:
         self.close()
 
     def close(self) -> None:
-        """Stop the engine and the reward workers."""
+        """Stop the engine, the reward workers and what agents ask."""
+        if isinstance(self.play, AgentPlay):
+            self.play.close()
         self.engine.close()
         self.scorer.close()
 

@@ -2,13 +2,13 @@
 
     encode_prompt       a prompt's token ids: its messages up to where the assistant speaks, or its plain text
     encode_bridge       the ids between the end of an assistant's turn and where it speaks again
-    render_prompt       the text behind a prompt's ids, and `encode_rendered` those;  bridge_of what one adds to another
+    render_prompt       the text behind a prompt's ids;  encode_rendered  those ids;  bridge_of  what a longer one adds
     encode_completion   the ids of a completion known only as text (scored over HTTP)
     encode_supervised   a whole conversation as a Sample; the mask is 1 on what the assistant said
     decode              ids -> text, without the end-of-turn token
     split_thinking      a reply without its <think> block, and that
     opens_thought       whether a reply begins inside a thought
-    stop_ids            the ids that end a turn;  check_length whether prompt and completion fit the context
+    stop_ids            the ids that end a turn;  special_ids  all special ones;  check_length  whether prompt and completion fit the context
 
 Text is rendered first and tokenised afterwards, piece by piece: a piece ends where the policy begins or stops to
 speak. A piece is what the longer text adds to the ids of the shorter one; where a token would straddle the edge the
@@ -97,8 +97,10 @@ def render_prompt(
 
 
 def encode_rendered(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The ids of what `render_prompt` gave."""
-    return tuple(_encode(text, tokenizer))
+    """The ids of what `render_prompt` gave. Raises ChatError when there are none."""
+    if not (ids := _encode(text, tokenizer)):
+        raise ChatError("the chat template renders the messages as nothing", hint="give them at least one character")
+    return tuple(ids)
 
 
 @dataclass(frozen=True)
@@ -129,21 +131,29 @@ def bridge_of(
     start = len(asked.rstrip())  # some templates trim what the generation prompt ends with
     if going_on[:start] != asked[:start]:
         return None
-    closing = str(tokenizer.convert_ids_to_tokens(end)) if (end := _turn_end_id(tokenizer)) is not None else ""
-    begin = going_on.find(closing, start) if closing else -1
-    if begin >= 0:
-        ids = tuple(_encode(going_on[begin:], tokenizer))
-        bridge = Bridge(ids[:1], ids[1:])
-    else:
-        chat = _normalised(history, tokenizer)
-        said, _ = _render(
-            chat, tokenizer, tools=_normalised_tools(tools, tokenizer), template_kwargs=template_kwargs
-        )
-        begin = _end_of_turn(said, (start, len(said)), _special_pattern(tokenizer))
-        if going_on[:begin] != said[:begin]:
+    token, special = _turn_end_id(tokenizer), _special_pattern(tokenizer)
+    begin = going_on.find(str(tokenizer.convert_ids_to_tokens(token)), start) if token is not None else -1
+    closed = begin >= 0
+    if not closed or special.search(going_on, start, begin):  # that may be the end of a later message
+        chat, given = _normalised(history, tokenizer), _normalised_tools(tools, tokenizer)
+        said, _ = _render(chat, tokenizer, tools=given, template_kwargs=template_kwargs)
+        end = _end_of_turn(said, (start, len(said)), special)
+        if going_on[:end] != said[:end]:
             return None
-        bridge = Bridge((), tuple(_encode_pieces([going_on[:begin], going_on[begin:]], tokenizer)[1]))
-    return bridge if _keeps_thought(going_on[start:begin], history[-1], tokenizer) else None
+        last = re.search(rf"(?:{special.pattern})\Z", said[start:end])
+        closed, begin = last is not None, start + last.start() if last else _end_of_text(asked, said, chat[-1])
+    if not _keeps_thought(going_on[start:begin], history[-1], tokenizer):
+        return None
+    if not closed:
+        return Bridge((), tuple(_encode_pieces([going_on[:begin], going_on[begin:]], tokenizer)[1]))
+    ids = tuple(_encode(going_on[begin:], tokenizer))
+    return Bridge(ids[:1], ids[1:])
+
+
+def _end_of_text(asked: str, said: str, message: Mapping[str, Any]) -> int:
+    """Where the assistant's text ends that no token closes; the template's line end is none of its own."""
+    exact = f"{asked}{message.get('content', '')}"
+    return len(exact) if said.startswith(exact) else len(said.rstrip())
 
 
 def _keeps_thought(turn: str, message: Message, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -247,6 +257,11 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, generation_eos: int | Sequence[
     return tuple(dict.fromkeys(i for i in ids if i is not None))
 
 
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The ids of the special tokens, which only the template and the policy write."""
+    return frozenset(cast("list[int]", tokenizer.convert_tokens_to_ids(list(_special_texts(tokenizer)))))
+
+
 def split_thinking(text: str) -> tuple[str | None, str]:
     """(thinking, the rest), both stripped; thinking is None when there is none.
 
@@ -341,7 +356,7 @@ def _spans_turn_by_turn(
 
 
 def _special_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, _special_texts(tokenizer))) or r"(?!)")
+    return _any_of(_special_texts(tokenizer))
 
 
 def _end_of_turn(text: str, span: Span, special: re.Pattern[str]) -> int:
@@ -426,21 +441,26 @@ def _with_object_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # ---- quoting of special tokens, and tokenisation ----
-def _special_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def _special_texts(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     """The texts of the special tokens, longest first, so that none hides behind a prefix of it."""
+    return _special_texts_of(tokenizer, tuple(tokenizer.all_special_tokens), len(tokenizer))
+
+
+@lru_cache(maxsize=8)
+def _special_texts_of(tokenizer: PreTrainedTokenizerBase, named: tuple[str, ...], _: int) -> tuple[str, ...]:
+    """The last two say whether the tokenizer still has the tokens that it had: it need not list hundreds each time."""
     added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    return sorted(added | set(tokenizer.all_special_tokens), key=lambda text: (-len(text), text))
+    return tuple(sorted(added | set(named), key=lambda text: (-len(text), text)))
 
 
-def _quotable(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    return [*_special_texts(tokenizer), CODE_START]  # the code's own first character too, so that a code is always ours
+def _quotable(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    return (*_special_texts(tokenizer), CODE_START)  # the code's own first character too, so that a code is always ours
 
 
-def _quote(value: Any, quotable: list[str]) -> Any:
+def _quote(value: Any, quotable: tuple[str, ...]) -> Any:
     """`value` with every quotable text in its strings (keys too) replaced by its code."""
     if isinstance(value, str):
-        pattern = "|".join(map(re.escape, quotable))
-        return re.sub(pattern, lambda match: f"{CODE_START}{quotable.index(match[0])}{CODE_END}", value)
+        return _any_of(quotable).sub(lambda match: f"{CODE_START}{quotable.index(match[0])}{CODE_END}", value)
     if isinstance(value, Mapping):
         return {_quote(key, quotable): _quote(item, quotable) for key, item in value.items()}
     if isinstance(value, Iterable):
@@ -448,11 +468,17 @@ def _quote(value: Any, quotable: list[str]) -> Any:
     return value
 
 
+@lru_cache(maxsize=16)
+def _any_of(texts: tuple[str, ...]) -> re.Pattern[str]:
+    """Finds any of the texts, of those that begin alike the first; nothing where there are none."""
+    return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+
+
 def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids of rendered text: the template has written the special tokens, and codes stand for quoted ones."""
     if CODE_START not in text:
         return tokenizer.encode(text, add_special_tokens=False)
-    quoted, ids = _quoted_ids(tokenizer, tuple(_quotable(tokenizer))), []
+    quoted, ids = _quoted_ids(tokenizer, _quotable(tokenizer)), []
     for i, part in enumerate(re.split(f"{CODE_START}([0-9]+){CODE_END}", text)):
         if i % 2:
             ids += quoted[int(part)]

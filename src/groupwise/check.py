@@ -21,7 +21,8 @@ from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.estimate import Memory, ModelSize, StepSize, memory, step_size
 from groupwise.play import play_all
 from groupwise.rewards.base import load_rewards, refuse_failed, summarize
-from groupwise.types import FinishReason, PolicyVersion, Prompt, RolloutGroup
+from groupwise.template_check import TemplateCheck, template_check
+from groupwise.types import FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup
 
 PROMPTS, COMPLETIONS = 4, 4  # how many are tried
 MEASURED_PROMPTS = 1000  # how many are tokenised for the statistics
@@ -42,6 +43,7 @@ class CheckReport:
     step: StepSize
     memory: Memory
     available: int
+    template: TemplateCheck | None  # with an environment: whether episodes can be trained as one sequence
     warnings: tuple[str, ...]
 
 
@@ -124,8 +126,9 @@ def _report(
     plan: Plan, parts: Parts, encoded: Sequence[Prompt], usable: Sequence[Prompt], groups: tuple[RolloutGroup, ...]
 ) -> CheckReport:
     config, model = plan.config, parts.base.model
-    lengths = [len(prompt.token_ids) for prompt in usable]
-    completions = [len(rollout.completion.token_ids) for group in groups for rollout in group.rollouts]
+    asked = usable if plan.env is None else [group.prompt for group in groups]  # an environment asks when it is played
+    lengths = [len(prompt.token_ids) for prompt in asked]
+    completions = [_answer_length(rollout) for group in groups for rollout in group.rollouts]
     weights = list(model.parameters())
     trained = sum(parameter.numel() for parameter in parts.learner.parameters)
     size = ModelSize.of(
@@ -162,8 +165,15 @@ def _report(
         step=step,
         memory=needed,
         available=available,
+        template=None if plan.env is None else template_check(parts.base.tokenizer),
         warnings=tuple(warnings),
     )
+
+
+def _answer_length(rollout: Rollout) -> int:
+    """Tokens behind the prompt, at the longest: of an episode also what was said between its turns."""
+    longest = max((len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in rollout.turns), default=0)
+    return longest - len(rollout.turns[0].prompt_ids) if rollout.turns else 0
 
 
 def _of_rewards(groups: Sequence[RolloutGroup]) -> Iterator[str]:
@@ -178,7 +188,7 @@ def _of_rewards(groups: Sequence[RolloutGroup]) -> Iterator[str]:
         )
     elif all(len({rollout.reward for rollout in group.rollouts}) == 1 for group in groups):
         yield f"in each of the {len(groups)} trial groups the rewards are equal; such groups teach nothing"
-    for name in groups[0].rollouts[0].rewards:
+    for name in dict.fromkeys(name for rollout in rollouts for name in rollout.rewards):
         values = {rollout.rewards.get(name) for rollout in rollouts} - {None}
         if len(values) == 1 and len(rewards) > 1:
             yield f"reward {name!r} is {values.pop():g} for everything it scored"
@@ -187,7 +197,7 @@ def _of_rewards(groups: Sequence[RolloutGroup]) -> Iterator[str]:
     report = summarize(groups)
     if report.failed:
         yield f"{report.failed} of {count} trial completions could not be scored; the first cause: {report.first_cause}"
-    cut = sum(rollout.completion.finish_reason is FinishReason.LENGTH for rollout in rollouts)
+    cut = sum(any(t.completion.finish_reason is FinishReason.LENGTH for t in rollout.turns) for rollout in rollouts)
     if cut > count * TRUNCATED:
         yield f"{cut} of {count} trial completions were cut at their longest; raise rollout.max_tokens"
 
@@ -221,7 +231,8 @@ def _of_data(plan: Plan, encoded: Sequence[Prompt], *, context: int) -> Iterator
 
 
 def _question(prompt: Prompt) -> str:
-    return prompt.text if prompt.text is not None else json.dumps(prompt.messages, sort_keys=True, default=str)
+    asked = prompt.messages or dict(prompt.columns)  # an environment's case
+    return prompt.text if prompt.text is not None else json.dumps(asked, sort_keys=True, default=str)
 
 
 def _available(device: torch.device) -> int:

@@ -21,6 +21,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from groupwise.health import Event, Finding
+    from groupwise.types import Message, Rollout
 
 # How a metric is called in one word, and how it is written.
 _SHOWN = {
@@ -35,6 +36,7 @@ _SHOWN = {
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARKLINE_STEPS = 40
 _ETA_STEPS = 20
+_MESSAGES, _MESSAGE_CHARS = 10, 400  # shown of an episode
 
 # C0 and C1 controls but newline and tab, and the marks that reorder what is seen, each to a visible stand-in
 _VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
@@ -232,6 +234,30 @@ def visible(text: str) -> str:
     'a␛[31mb\\n'
     """
     return text.translate(_VISIBLE)
+
+
+def said(rollout: Rollout) -> str:
+    """What came of a prompt, as text: the completion, or of an episode what was said, shortened, and how it ended."""
+    if rollout.stop is None:
+        return rollout.completion.text
+    lines = [_line(message) for message in rollout.messages]
+    if (more := len(lines) - _MESSAGES) > 0:
+        half = _MESSAGES // 2
+        lines = [*lines[:half], f"... {more} more messages ...", *lines[-half:]]
+    reward = "no reward" if rollout.reward is None else f"reward {rollout.reward:.3g}"
+    ends = f"[{rollout.stop}, {reward}]" if rollout.error is None else f"[failed: {rollout.error}]"
+    return "\n".join([*lines, ends])
+
+
+def _line(message: Message) -> str:
+    """A message with who says it; tool calls as `name(arguments)`."""
+    content = message.get("content")
+    text = (content if isinstance(content, str) else str(content or "")).strip()
+    calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
+    words = [text, *(f"{call.get('name')}({call.get('arguments')})" for call in calls)]
+    shown = "\n".join(filter(None, words))
+    shown = shown if len(shown) <= _MESSAGE_CHARS else f"{shown[: _MESSAGE_CHARS - 3]}..."
+    return f"{message['role']}: {shown}"
 
 
 def before_after_table(rows: Iterable[tuple[str, float, float]]) -> Table:

@@ -186,6 +186,11 @@ class Player:
     async def _scored(self, stop: str) -> Rollout:
         """The rollout with its reward."""
         assert self.transcript is not None
+        if not self.transcript.turns and stop == "timeout":
+            raise EnvError(f"the policy said nothing within env.timeout_s = {self.config.timeout_s:g} s")
+        if not self.transcript.turns:
+            size = len(self.transcript.prompt_ids)
+            raise EnvError(f"{self.name}.reset returned {size} tokens, and the model's context is {self.context}")
         given = [reward for reward in self._rewards if reward is not None]
         if callable(score := getattr(self._env, "score", None)):
             episode = Episode(

@@ -10,6 +10,7 @@ import difflib
 import importlib
 import importlib.util
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from types import ModuleType
 from typing import Any
 
 from groupwise.errors import LoadError
+
+_IMPORTING = threading.RLock()  # the import path is the process's
 
 
 def load_object(reference: str, *, folder: str | Path | None = None) -> Callable[..., Any]:
@@ -34,7 +37,7 @@ def load_object(reference: str, *, folder: str | Path | None = None) -> Callable
     if python_file or not all(name.isidentifier() for name in names):
         hint = "leave out `.py`: name the module, not its file" if python_file else None
         raise LoadError(f"{reference!r} is not a reference; write module:function, as in my_rewards:exact", hint=hint)
-    with _first_on_path(module_name.partition(".")[0], folder):
+    with _IMPORTING, _first_on_path(module_name.partition(".")[0], folder):
         target: Any = _import(module_name, reference, folder)
     for name in attributes.split("."):
         if not hasattr(target, name):

@@ -82,7 +82,7 @@ class Episodes:
     ):
         self._sampler, self._tokenizer = sampler, tokenizer
         self._factory, self._config = factory, config
-        self._slots: asyncio.Semaphore | None = None
+        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     def prepare(self, prompt: Prompt) -> Prompt:
         """The prompt itself: what the policy is asked, `reset` says."""
@@ -92,8 +92,9 @@ class Episodes:
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int], n: int, params: SamplingParams, version: PolicyVersion
     ) -> list[Awaitable[RolloutGroup]]:
         """As `Play.begin`."""
-        if self._slots is None:
-            self._slots = asyncio.Semaphore(max(1, self._config.concurrency // n))
+        loop = asyncio.get_running_loop()
+        if self._slots is None or self._slots[0] is not loop:
+            self._slots = loop, asyncio.Semaphore(max(1, self._config.concurrency // n))
         return [
             self._group(prompt, seed=seed, n=n, params=params, version=version)
             for prompt, seed in zip(prompts, seeds, strict=True)
@@ -103,7 +104,7 @@ class Episodes:
         self, prompt: Prompt, *, seed: int, n: int, params: SamplingParams, version: PolicyVersion
     ) -> RolloutGroup:
         assert self._slots is not None
-        async with self._slots:
+        async with self._slots[1]:
             players = [
                 self._player(prompt, seed=seed, number=number, params=params, version=version) for number in range(n)
             ]

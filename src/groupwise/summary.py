@@ -19,7 +19,7 @@ from groupwise.adapters import AdapterStore
 from groupwise.check import CheckReport
 from groupwise.config import RunConfig
 from groupwise.configfile import inline
-from groupwise.display import before_after_table, side_by_side, visible
+from groupwise.display import before_after_table, said, side_by_side, visible
 from groupwise.estimate import StepSize
 from groupwise.evaluate import Evaluation, compare
 from groupwise.frontends.spelling import LoadedRun
@@ -108,17 +108,17 @@ def changed_first(before: Mapping[str, Evaluation], after: Mapping[str, Evaluati
         return []
     mode = next(iter(after))
     pairs = [
-        (old.prompt, old.rollouts[0], new.rollouts[0])
+        (old.prompt if old.prompt.messages is not None else new.prompt, old.rollouts[0], new.rollouts[0])
         for old, new in zip(before[mode].groups, after[mode].groups, strict=True)
     ]
     pairs.sort(key=lambda pair: pair[1].reward == pair[2].reward)  # stable
-    return [(prompt, old.completion.text, new.completion.text) for prompt, old, new in pairs]
+    return [(prompt, said(old), said(new)) for prompt, old, new in pairs]
 
 
 def _asked(prompt: Prompt) -> str:
-    """The prompt as one would read it: its text, or its last message."""
+    """The prompt as one would read it: its text, or its last message; of an environment that failed, the case."""
     if prompt.messages is None:
-        return prompt.text or ""
+        return prompt.text or ", ".join(f"{name}: {value}" for name, value in prompt.columns.items())
     content = prompt.messages[-1].get("content")
     return content if isinstance(content, str) else str(content)
 
@@ -160,9 +160,9 @@ def check_as_json(report: CheckReport, loaded: LoadedRun) -> dict[str, Any]:
         "completions": [
             {
                 "prompt": group.prompt.id,
-                "text": rollout.completion.text,
-                "tokens": len(rollout.completion.token_ids),
-                "finish_reason": rollout.completion.finish_reason.value,
+                "text": said(rollout),
+                "tokens": sum(len(turn.completion.token_ids) for turn in rollout.turns),
+                "finish_reason": rollout.stop or rollout.completion.finish_reason.value,
                 "reward": rollout.reward,
                 "rewards": dict(rollout.rewards),
                 "error": rollout.error,
@@ -180,7 +180,7 @@ def print_check(console: Console, report: CheckReport, loaded: LoadedRun) -> Non
         console.print(Text(visible(_asked(group.prompt)), style="bold"))
         table = Table("reward", "completion", box=None, pad_edge=False, show_header=False)
         for rollout in group.rollouts:
-            text = " ".join(rollout.completion.text.split())
+            text = " ".join(said(rollout).split())
             shown = text if len(text) <= _TEXT_CHARS else text[: _TEXT_CHARS - 1] + "…"
             table.add_row("  failed" if rollout.reward is None else f"  {rollout.reward:6.3f}", Text(visible(shown)))
         console.print(table)

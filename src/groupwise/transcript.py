@@ -4,9 +4,10 @@ The prompt of a turn is what was there, with what follows appended:
 
     prompt ids | sampled ids | the template's own tokens and the new messages, up to where the assistant speaks
 
-so nothing that was sampled is ever encoded again. Where the template would render the history differently now that the
-conversation goes on (Qwen 3 drops earlier <think> blocks), the next prompt is encoded anew: the turns then are two
-trained segments (`segments`), each in the context in which it was sampled.
+so nothing that was sampled is ever encoded again. A turn that the policy did not end itself (it was cut, or a stop string
+ended it) is closed with the template's end-of-turn token. Where the template would render the history differently now
+that the conversation goes on (Qwen 3 drops earlier <think> blocks), the next prompt is encoded anew: the turns then are
+two trained segments (`segments`), each in the context in which it was sampled.
 """
 
 from __future__ import annotations
@@ -15,9 +16,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from groupwise.chat import encode_bridge, encode_prompt, opens_thought, stop_ids
-from groupwise.tool_calls import ParsedReply, format_of, parse
-from groupwise.types import Completion, Message, Prompt, Turn
+from groupwise.chat import (
+    THINK_START,
+    Bridge,
+    bridge_of,
+    encode_rendered,
+    opens_thought,
+    render_prompt,
+    special_ids,
+    stop_ids,
+)
+from groupwise.tool_calls import format_of, parse
+from groupwise.types import Completion, FinishReason, Message, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,13 +43,15 @@ class Transcript:
         self, messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, *, tools: Sequence[dict[str, Any]] = ()
     ):
         self._tokenizer, self.tools = tokenizer, tuple(tools)
-        self._ends = stop_ids(tokenizer)
+        self._ends, self._special = stop_ids(tokenizer), special_ids(tokenizer)
         self._format = format_of(tokenizer)
         self.messages: list[Message] = list(messages)
         self.turns: list[Turn] = []
         self.begun = len(self.messages)  # of the messages: those that were there before the first turn
         self.forks = 0
-        self.prompt_ids = self._encoded()
+        self._continued: tuple[int, ...] = ()  # of the messages: those whose beginning was put into the policy's mouth
+        self._rendered = self._render(self.messages)
+        self.prompt_ids = encode_rendered(self._rendered, tokenizer)
 
     @property
     def said(self) -> int:
@@ -50,6 +62,8 @@ class Transcript:
         """The policy said `completion`; returns it as a message, its tool calls parsed."""
         self.turns.append(Turn(self.prompt_ids, completion, trained=trained))
         message = self._message(completion)
+        if self.messages[-1]["role"] == "assistant":
+            self._continued = (*self._continued, len(self.messages))
         # a text that the model cannot be shown again is not its message, but what was sampled stays as it is
         self.messages.append({key: value for key, value in message.items() if key != "malformed_calls"})  # type: ignore[misc]
         return message
@@ -60,35 +74,53 @@ class Transcript:
 
     def hear(self, messages: Sequence[Message]) -> None:
         """The conversation goes on: `messages` are said to the policy, and it speaks again."""
-        last = self.turns[-1]
-        bridge = encode_bridge(self.messages, messages, self._tokenizer, tools=self.tools) if self._ended else None
+        seen = self.turns[-1].prompt_ids + self.turns[-1].completion.token_ids
+        history = self._shown(self.messages)
+        rendered = self._render([*self.messages, *messages])
+        bridge = bridge_of(self._rendered, rendered, history, self._tokenizer, tools=self.tools)
         self.messages += messages
+        self._rendered = rendered
         if bridge is None:
-            self.prompt_ids = self._encoded()
-            extends = last.prompt_ids + last.completion.token_ids
-            self.forks += self.prompt_ids[: len(extends)] != extends
+            self.prompt_ids = encode_rendered(rendered, self._tokenizer)
+            self.forks += self.prompt_ids[: len(seen)] != seen
         else:
-            self.prompt_ids = last.prompt_ids + last.completion.token_ids + bridge
+            self.prompt_ids = seen + self._unsaid(bridge)
 
-    @property
-    def _ended(self) -> bool:
-        """Whether the policy ended its turn itself; one that was cut has no end-of-turn token to go on from."""
-        ids = self.turns[-1].completion.token_ids
-        return bool(ids) and ids[-1] in self._ends
+    def _unsaid(self, bridge: Bridge) -> tuple[int, ...]:
+        """Of the bridge what the policy has not said itself: one that was cut has not ended its turn."""
+        said = self.turns[-1].completion
+        last = said.token_ids[-1] if said.token_ids else None
+        if last in self._special and bridge.following[:1] == (last,):  # GLM ends a turn with what begins the next one
+            return bridge.following[1:]
+        ended = last in self._special and said.finish_reason is FinishReason.STOP
+        return bridge.following if ended or last in self._ends else bridge.closing + bridge.following
 
-    def _encoded(self) -> tuple[int, ...]:
-        prompt = Prompt(id="episode", messages=tuple(self.messages), tools=self.tools)
-        return encode_prompt(prompt, self._tokenizer).token_ids
+    def _render(self, messages: Sequence[Message]) -> str:
+        return render_prompt(self._shown(messages), self._tokenizer, tools=self.tools)
 
-    def _parsed(self, completion: Completion) -> ParsedReply:
-        thinking = opens_thought(self.turns[-1].prompt_ids, self._tokenizer)
-        return parse(completion.text, self._format, tools=self.tools, thinking=thinking)
+    def _shown(self, messages: Sequence[Message]) -> list[Message]:
+        """As the template is to see them: what the policy continued is one message with its beginning."""
+        shown: list[Message] = []
+        for i, message in enumerate(messages):
+            if i in self._continued:
+                shown[-1] = {**message, "content": f"{_text(shown[-1])}{_text(message)}"}
+            else:
+                shown.append(message)
+        return shown
 
     def _message(self, completion: Completion) -> Message:
-        reply = self._parsed(completion) if self.tools else None
-        message: dict[str, Any] = {"role": "assistant", "content": completion.text}
+        """The completion as a message; it has the <think> that the prompt ended with, as templates look for it."""
+        thinking = opens_thought(self.turns[-1].prompt_ids, self._tokenizer)
+        reply = parse(completion.text, self._format, tools=self.tools, thinking=thinking) if self.tools else None
+        opening = f"{THINK_START}\n" if thinking and self.messages[-1]["role"] != "assistant" else ""
+        message: dict[str, Any] = {"role": "assistant", "content": opening + completion.text}
         if reply is not None and reply.calls:
-            message |= {"content": reply.content, "tool_calls": reply.calls}
+            message |= {"content": opening + reply.content, "tool_calls": reply.calls}
         if reply is not None and reply.malformed:
             message["malformed_calls"] = [str(each) for each in reply.malformed]
         return message  # type: ignore[return-value]
+
+
+def _text(message: Message) -> str:
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)

@@ -94,6 +94,20 @@ def test_a_tool_agent_is_one_segment_of_what_was_sampled(play_group, recorder, s
     assert group.prompt.tools == (CALCULATOR,)
 
 
+def test_the_policy_is_not_shown_what_only_clients_know(play_group, recorder):
+    strict = {**CALCULATOR, "function": {**CALCULATOR["function"], "strict": True}}
+
+    async def agent(case, base_url, api_key, model):
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            for tools in ([strict], [CALCULATOR]):
+                await client.chat.completions.create(model=model, messages=[ASKED], tools=tools)
+        return 1.0
+
+    play_group(agent, takes=FOUR)
+    (first, _), (second, _) = recorder.turns
+    assert first.prompt_ids == second.prompt_ids
+
+
 def test_parallel_episodes_do_not_mix(play_group, recorder):
     async def agent(case, base_url, api_key, model, seed):
         async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
@@ -145,6 +159,20 @@ def test_agents_that_are_not_async_have_threads_and_stream(play_group, recorder)
     assert len(threads) == 4 and threading.get_ident() not in threads
     assert all(len(segments(rollout)) == 1 for rollout in group.rollouts)  # what was streamed was recognised
     assert sorted(chain.from_iterable(map(trained, group.rollouts))) == sampled(recorder)
+
+
+def test_episodes_are_under_way_together(play_group):
+    """None goes on before all of them have spoken: what one waits for holds up no other."""
+    together = threading.Barrier(4, timeout=30)
+
+    def agent(base_url, api_key):
+        with OpenAI(base_url=base_url, api_key=api_key) as client:
+            client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "1 + 1"}])
+            together.wait()
+        return 1.0
+
+    group = play_group(agent, n=4, takes=("base_url", "api_key"))
+    assert [rollout.error for rollout in group.rollouts] == [None] * 4
 
 
 def test_rewritten_history_is_another_segment(play_group, recorder):
@@ -267,6 +295,20 @@ def test_the_other_limits(play_group, starter, options, stop):
     assert (rollout.stop, rollout.reward, rollout.error) == (stop, 0.0, None)
     if stop == "max_tokens":
         assert sum(len(turn.completion.token_ids) for turn in rollout.turns) == 5
+
+
+def test_a_conversation_that_was_too_long_may_be_shortened(play_group, starter):
+    async def agent(case, base_url, api_key, model):
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            messages: list[Any] = [{"role": "user", "content": "9 " * starter.context_length}]
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.chat.completions.create(model=model, messages=messages)
+            assert caught.value.code == "context_length_exceeded" and "maximum context length" in caught.value.message
+            await client.chat.completions.create(model=model, messages=[{"role": "user", "content": "9"}])
+        return 1.0
+
+    (rollout,) = play_group(agent, takes=FOUR).rollouts
+    assert (rollout.stop, rollout.reward, rollout.error, len(rollout.turns)) == ("done", 1.0, None, 1)
 
 
 def test_a_template_that_takes_one_call_a_message_ends_an_episode_with_two(play_group, starter):

@@ -44,23 +44,35 @@ def ask(play_group) -> Callable[..., Any]:
     return one
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({"n": 2}, "n is 2"),
-        ({"tool_choice": "required", "tools": [CALCULATOR]}, "the policy decides what it calls"),
-        ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
-        ({"messages": [USER, {"role": "assistant", "content": "It"}]}, "the last message is the assistant's"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "content"),
-        ({"max_tokens": 0}, "max_tokens"),
-    ],
-)
-def test_what_is_refused_is_a_400(ask, body, message):
-    error, rollout = ask(**body)
-    assert isinstance(error, openai.BadRequestError) and message in error.message
-    assert "never asked" in rollout.error
+REFUSED = [
+    ({"n": 2}, "n is 2"),
+    ({"tool_choice": "required", "tools": [CALCULATOR]}, "the policy decides what it calls"),
+    ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
+    ({"messages": [USER, {"role": "assistant", "content": "It"}]}, "the last message is the assistant's"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages.0 of role 'user' has no content"),
+    ({"tools": [{"type": "retrieval"}]}, "tools.0"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "content"),
+    ({"max_tokens": 0}, "max_tokens"),
+]
+
+
+def test_what_is_refused_is_a_400(play_group):
+    told: list[openai.BadRequestError] = []
+
+    async def agent(base_url, api_key):
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            for body, _ in REFUSED:
+                with pytest.raises(openai.BadRequestError) as caught:
+                    await client.chat.completions.create(**{"model": "any", "messages": [USER], **body})
+                told.append(caught.value)
+        return 1.0
+
+    (rollout,) = play_group(agent, takes=("base_url", "api_key")).rollouts
+    assert "never asked" in str(rollout.error)
+    for error, (_, message) in zip(told, REFUSED, strict=True):
+        assert message in error.message and error.type == "invalid_request_error"
 
 
 def test_the_run_decides_how_it_samples_and_says_so(ask):

@@ -88,7 +88,7 @@ def content(directory: Path) -> dict[str, str]:
     return {str(path): sha256(path) for path in directory.rglob("*") if path.is_file()}
 
 
-def serve_through(place: Place, starving: Callable[[], Any], *, seconds: float = 0.0) -> None:
+def serve_through(place: Place, starving: Callable[[], Any], *, seconds: float) -> None:
     """One job before, one caught in the middle, one refused and sent again after; then all is as if never starved."""
     with Client(place.url) as client:
         place.start()
@@ -116,7 +116,7 @@ def serve_through(place: Place, starving: Callable[[], Any], *, seconds: float =
 @pytest.mark.slow
 def test_a_disk_that_is_full_for_a_while(tmp_path: Path, disk: Path) -> None:
     with a_place(tmp_path, state=disk / "state") as place:
-        serve_through(place, lambda: without_room(disk))
+        serve_through(place, lambda: without_room(disk), seconds=10)  # a checkpoint comes along meanwhile
 
 
 @pytest.mark.slow

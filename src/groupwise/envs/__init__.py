@@ -1,4 +1,4 @@
-"""Environments: episodes of several turns, with tools. The contract is in `base`; `groupwise.envs` is what users import."""
+"""Environments: episodes of several turns, with tools. The contract is in `base`; users import from here."""
 
 from groupwise.envs.base import Episode, Observation, StepResult
 from groupwise.envs.tool_env import ToolEnv

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,7 +19,6 @@ from groupwise.errors import ConfigError, DataError, EnvError
 from groupwise.load import load_object
 from groupwise.types import Prompt
 
-_LOADING = threading.Lock()
 MODERN, THREE_METHODS = ("reset", "step"), ("build_dataset", "score_episode")
 
 
@@ -78,17 +76,11 @@ def load_env(config: EnvConfig, *, folder: str | Path | None = None) -> EnvFacto
     )
 
 
-def load_once(reference: str, *, folder: str | None = None) -> Callable[..., Any]:
-    """`load_object` for environments that load something themselves, in the threads of many episodes at once: one after
-    another, since loading changes the import path for a moment, and each reference once.
-    """
-    with _LOADING:
-        return _loaded(reference, folder)
-
-
 @lru_cache(maxsize=256)
-def _loaded(reference: str, folder: str | None) -> Callable[..., Any]:
+def load_once(reference: str, *, folder: str | None = None) -> Callable[..., Any]:
+    """`load_object` for environments that load something themselves, in every episode: each reference once."""
     return load_object(reference, folder=folder)
+
 
 
 def parameters_of(made: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

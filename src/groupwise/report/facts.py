@@ -86,6 +86,7 @@ def what_it_was(run: RunRecord) -> list[tuple[str, str]]:
         ("Time", _time(run)),
         ("Sampled", _sampled(run)),
         ("Model", _text(run.setting("model"))),
+        ("Environment", _environment(run)),
         ("Prompts", _text(run.setting("data.source"))),
         ("Rewards", _rewards(run)),
         ("Algorithm", _algorithm(run)),
@@ -167,6 +168,12 @@ def _sampled(run: RunRecord) -> str | None:
     if not completions:
         return None
     return f"{completions:,.0f} completions" + (f", {tokens:,.0f} tokens" if tokens else "")
+
+
+def _environment(run: RunRecord) -> str | None:
+    name = run.setting("env.environment") or run.setting("env.agent")
+    turns = run.setting("env.max_turns")
+    return None if name is None else f"{name}, at most {turns} turns"
 
 
 def _rewards(run: RunRecord) -> str | None:

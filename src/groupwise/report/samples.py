@@ -190,7 +190,7 @@ def _pair(before: Group, after: Group, tokenizer: Tokenizer | None, *, budget: i
         completion(each["rollouts"][0], each["prompt"]["token_ids"], tokenizer, budget=budget)
         for each in (before, after)
     ]
-    prompt = before["prompt"]
+    prompt = before["prompt"] if before["prompt"]["messages"] is not None else after["prompt"]
     return ShownPair(prompt=tuple(messages(prompt)), columns=columns(prompt), before=answers[0], after=answers[1])
 
 

@@ -134,6 +134,31 @@ SPECS = (
         ),
     ),
     Spec(
+        key="turns",
+        title="Turns and tool calls",
+        note="mean of an episode",
+        section="Episodes",
+        series=(("rollout/turns_mean", "turns"), ("env/tool_calls", "tool calls")),
+    ),
+    Spec(
+        key="stops",
+        title="How episodes end",
+        note="share of episodes",
+        section="Episodes",
+        series=(("env/stop/*", "*"),),
+    ),
+    Spec(
+        key="trouble",
+        title="What goes wrong in episodes",
+        note="share of episodes, and of tool calls",
+        section="Episodes",
+        series=(
+            ("env/failed_frac", "the environment failed"),
+            ("env/limit_frac", "ended by a limit"),
+            ("env/tool_error_frac", "calls answered with an error"),
+        ),
+    ),
+    Spec(
         key="batch",
         title="Groups in the batch",
         note="",

@@ -283,7 +283,7 @@ def _columns(prompt: Prompt, rollouts: Sequence[Rollout]) -> dict[str, list[Any]
     offered = {
         "completions": [_messages(rollout) for rollout in rollouts] if chat else texts,
         "prompts": [[dict(message) for message in prompt.messages or ()] if chat else prompt.text for _ in texts],
-        "completion_ids": [list(rollout.completion.token_ids) for rollout in rollouts],
+        "completion_ids": [[id for turn in rollout.turns for id in turn.completion.token_ids] for rollout in rollouts],
     }
     return {name: [value] * size for name, value in prompt.columns.items()} | offered
 

@@ -1,0 +1,153 @@
+"""What an agent is, and how it is loaded: a program that plays one episode with nothing but an OpenAI client.
+
+    async def agent(case, *, base_url, api_key, model):
+        client = AsyncOpenAI(base_url=base_url, api_key=api_key)
+        answer = await client.chat.completions.create(model=model, messages=[...], tools=[...])
+        ...
+        return 1.0
+
+It is called once for each episode, by name, with those of `case`, `base_url`, `api_key`, `model` and `seed` that it
+takes, and with `env.args`. `case` is a row of the dataset, `seed` the same for the episodes of a group. It may be async
+(it runs in the run's event loop and must not block it) or not (it runs in a thread of its own). The key stands for the
+episode: give it to the processes and sub-agents that belong to it, and to nothing else. What it returns is
+
+    a number                        the episode's reward
+    {"reward": .., "metrics": {}}   the same; the numbers are logged as `env/<name>`
+    None                            the configuration's `rewards` say what the episode is worth
+
+A class is made once, with `env.args`; its instance is the agent (`__call__`) and may have `cases()` and `eval_cases()`,
+the datasets. Both may be async.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from groupwise.config_env import EnvConfig
+from groupwise.envs.base import reward_of
+from groupwise.envs.load import EnvFactory, parameters_of
+from groupwise.errors import ConfigError, EnvError, GroupwiseError
+from groupwise.load import load_object
+from groupwise.types import Prompt
+
+OFFERED = ("case", "base_url", "api_key", "model", "seed")
+NEEDED = ("base_url", "api_key")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agent:
+    """What plays an episode; `takes` are those of `OFFERED` that it is called with."""
+
+    name: str
+    function: Callable[..., Any]
+    takes: tuple[str, ...]
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+    def bound(self, **offered: Any) -> Callable[[], Any]:
+        """The call of one episode, without arguments; a coroutine function where the agent is async."""
+        given = {**self.args, **{name: offered[name] for name in self.takes}}
+        if not is_async(self.function):
+            return lambda: self.function(**given)
+
+        async def play() -> Any:
+            return await self.function(**given)
+
+        return play
+
+    def cases(self, *, held_out: bool = False) -> list[Prompt] | None:
+        """The dataset that it brings, as `EnvFactory.cases`; None if it brings none."""
+        return EnvFactory(name=self.name, make_one=lambda: self.function, args={}).cases(held_out=held_out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What an agent returned."""
+
+    reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def load_agent(config: EnvConfig, *, folder: str | Path | None = None) -> Agent:
+    """The agent that the configuration names. A class is made here.
+
+    Raises LoadError for what cannot be imported, ConfigError for what cannot be called as agents are, EnvError for a
+    class that fails.
+    """
+    assert config.agent is not None  # else `envs.load` is asked
+    made: Any = load_object(config.agent, folder=folder)
+    name, args = config.agent.replace(":", ".").rpartition(".")[2], dict(config.args)
+    if inspect.isclass(made):
+        if folder is not None and "folder" in parameters_of(made):  # it loads something itself
+            args = {"folder": str(folder), **args}
+        made, args = _instance(made, name, args, config.agent), {}
+    return Agent(name=name, function=made, takes=_takes(made, args, config.agent), args=args)
+
+
+def outcome_of(value: Any, agent: str) -> Outcome:
+    """What an agent returned, checked. Raises EnvError."""
+    if value is None:
+        return Outcome()
+    if not isinstance(value, Mapping):
+        return Outcome(reward=reward_of(value, agent))
+    if "reward" not in value:
+        raise EnvError(
+            f"{agent} returned an object with {', '.join(map(repr, value)) or 'nothing'} and no reward",
+            hint='return {"reward": 1.0, "metrics": {...}}, a number, or None',
+        )
+    reward, metrics = value["reward"], value.get("metrics") or {}
+    if not isinstance(metrics, Mapping):
+        raise EnvError(f"{agent} returned metrics of type {type(metrics).__name__}; they are numbers by name")
+    numbers = {str(name): float(each) for name, each in metrics.items() if isinstance(each, int | float)}
+    return Outcome(
+        reward=None if reward is None else reward_of(reward, agent),
+        metrics={name: number for name, number in numbers.items() if math.isfinite(number)},
+    )
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives a coroutine; an object is asked for its `__call__`."""
+    called = function if inspect.isroutine(function) else type(function).__call__
+    return inspect.iscoroutinefunction(called)
+
+
+def _instance(made: type, name: str, args: Mapping[str, Any], reference: str) -> Any:
+    try:
+        inspect.signature(made).bind(**args)
+    except TypeError as error:
+        takes = ", ".join(inspect.signature(made).parameters) or "nothing"
+        raise ConfigError(f"env.args does not fit {reference!r}, which takes {takes}: {error}") from None
+    except ValueError:  # no signature to look at
+        pass
+    if not any("__call__" in vars(one) for one in made.__mro__):
+        raise ConfigError(f"env.agent {reference!r} is a class without __call__", hint="an agent can be called")
+    try:
+        return made(**args)
+    except GroupwiseError:
+        raise
+    except Exception as error:
+        raise EnvError(f"{name}() raised {type(error).__name__}: {error}") from error
+
+
+def _takes(function: Callable[..., Any], args: Mapping[str, Any], reference: str) -> tuple[str, ...]:
+    """Those of `OFFERED` that it has parameters for. Raises ConfigError where it cannot be called so."""
+    parameters = inspect.signature(function).parameters
+    anything = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    takes = tuple(name for name in OFFERED if anything or name in parameters)
+    listed = ", ".join(parameters) or "nothing"
+    if missing := [name for name in NEEDED if name not in takes]:
+        raise ConfigError(
+            f"env.agent {reference!r} takes {listed}, and not {' and '.join(missing)}",
+            hint="its head is `async def agent(case, *, base_url, api_key, model)`",
+        )
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(takes), **args)
+    except TypeError as error:
+        raise ConfigError(
+            f"env.agent {reference!r} takes {listed}; {error}", hint="the others go to env.args"
+        ) from None
+    return takes

@@ -1,0 +1,94 @@
+"""Groups of episodes that agents play: a `Play`, as environments have one in `play.Episodes`."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Awaitable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from groupwise.agents.episode import AgentEpisode
+from groupwise.agents.load import Agent
+from groupwise.agents.session import Session
+from groupwise.config_env import EnvConfig
+from groupwise.engine.base import Sampler
+from groupwise.play import together
+from groupwise.types import PolicyVersion, Prompt, RolloutGroup, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from groupwise.agents.endpoint import Endpoint
+
+
+class AgentPlay:
+    """Each prompt is a case that the agent plays `n` times. Close it, or let go of it.
+
+    Args:
+        scored: reward functions score the episodes too, so that an agent need not.
+    """
+
+    def __init__(
+        self, sampler: Sampler, tokenizer: PreTrainedTokenizerBase, agent: Agent, config: EnvConfig, *, scored: bool
+    ):
+        self._sampler, self._tokenizer = sampler, tokenizer
+        self._agent, self._config, self._scored = agent, config, scored
+        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._endpoint: Endpoint | None = None
+
+    def prepare(self, prompt: Prompt) -> Prompt:
+        """The prompt itself: what the policy is asked, the agent says."""
+        return prompt
+
+    def begin(
+        self, prompts: Sequence[Prompt], *, seeds: Sequence[int], n: int, params: SamplingParams, version: PolicyVersion
+    ) -> list[Awaitable[RolloutGroup]]:
+        """As `Play.begin`."""
+        loop = asyncio.get_running_loop()
+        if self._slots is None or self._slots[0] is not loop:
+            self._slots = loop, asyncio.Semaphore(max(1, self._config.concurrency // n))
+        if self._endpoint is None:
+            from groupwise.agents.endpoint import Endpoint  # a web server, for runs that need one
+
+            self._endpoint = Endpoint(self._tokenizer)
+            weakref.finalize(self, self._endpoint.stop)
+        return [
+            self._group(prompt, self._endpoint, seed=seed, n=n, params=params, version=version)
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Close the endpoint."""
+        if self._endpoint is not None:
+            self._endpoint.close()
+            self._endpoint = None
+
+    async def _group(
+        self, prompt: Prompt, endpoint: Endpoint, *, seed: int, n: int, params: SamplingParams, version: PolicyVersion
+    ) -> RolloutGroup:
+        assert self._slots is not None
+        sessions = [
+            Session(
+                sampler=self._sampler,
+                tokenizer=self._tokenizer,
+                config=self._config,
+                params=params,
+                version=version,
+                seed=seed,
+                number=number,
+            )
+            for number in range(n)
+        ]
+        async with self._slots[1]:
+            played = await together([self._episode(prompt, session, endpoint).play() for session in sessions])
+        if (opening := next((opening for _, opening in played if opening is not None), None)) is not None:
+            messages, tools, token_ids = opening
+            prompt = replace(prompt, messages=messages, tools=tools, token_ids=token_ids)
+        return RolloutGroup(prompt=prompt, rollouts=tuple(rollout for rollout, _ in played))
+
+    def _episode(self, prompt: Prompt, session: Session, endpoint: Endpoint) -> AgentEpisode:
+        case = dict(prompt.columns)
+        if (asked := prompt.messages or prompt.text) is not None:  # a row of the configuration's `data`
+            case.setdefault("prompt", list(asked) if prompt.messages is not None else asked)
+        return AgentEpisode(agent=self._agent, case=case, session=session, endpoint=endpoint, scored=self._scored)

@@ -1,0 +1,165 @@
+"""Whole runs in environments that fail: the others go on, and everything that reads a run takes what failed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cli_project import Project, cli
+from groupwise.report.record import read_run
+from groupwise.report.samples import read_change, read_samples
+from groupwise.tracking import read_metrics, read_rollouts
+
+ENVS = '''
+import itertools
+
+from groupwise.envs import Observation, StepResult
+
+
+class Flaky:
+    """Two turns; every fourth episode fails before the first, those of case 2 all do."""
+
+    count = itertools.count()
+
+    def cases(self):
+        return [{"number": number} for number in range(4)]
+
+    def eval_cases(self):
+        return [{"number": number} for number in range(2, 5)]
+
+    def reset(self, case, seed):
+        if case["number"] == 2 or next(self.count) % 4 == 3:
+            raise ConnectionError("no database")
+        self.left = 2
+        return f"Say many vowels, {case['number']}."
+
+    def step(self, message):
+        self.left -= 1
+        content = message["content"]
+        reward = sum(content.count(vowel) for vowel in "aeiou") / (1 + len(content))
+        again = [{"role": "user", "content": "Again."}]
+        return StepResult(messages=again, reward=reward, done=not self.left, info={"vowels": reward})
+
+
+class Broken(Flaky):
+    def step(self, message):
+        raise ValueError("out of order")
+
+    def score(self, episode):
+        return 0.0
+
+
+class Endless(Flaky):
+    def reset(self, case, seed):
+        return "Go on."
+
+    def step(self, message):
+        return StepResult(messages=[{"role": "user", "content": "On."}], reward=len(message["content"]) / 100)
+
+
+class Offers:
+    def cases(self):
+        return [{}]
+
+    def reset(self, case, seed):
+        look = {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}}
+        asked = [{"role": "user", "content": "Call look."}]
+        return Observation(messages=asked, tools=[{"type": "function", "function": look}])
+
+    def step(self, message):
+        return None
+
+    def score(self, episode):
+        return float(len(episode.answer))
+'''
+CONFIG = """
+name: toy
+model: {model}
+env: {{environment: my_envs:Flaky, stop_at_cut: false, max_turns: 3}}
+eval: {{every: 2, show: 3}}
+rollout: {{prompts_per_step: 4, group_size: 4, max_tokens: 6}}
+train: {{steps: 3, learning_rate: 0.01, lora: {{rank: 2, alpha: 4}}}}
+"""
+
+
+@pytest.fixture
+def env_project(project: Project, model_dir: Path) -> Project:
+    (project.folder / "my_envs.py").write_text(ENVS, encoding="utf-8")
+    project.config.write_text(CONFIG.format(model=model_dir), encoding="utf-8")
+    return project
+
+
+def run(project: Project, *overrides: str) -> dict[str, tuple[str, int]]:
+    """A run in `out`; what `groupwise health` finds, as label -> (severity, since which step)."""
+    ran = cli("run", project.config, "run_dir=out", *overrides)
+    assert ran.exit_code == 0, ran.stderr
+    report = json.loads(cli("health", "out", "--json").stdout)
+    return {each["label"]: (each["severity"], each["began"]) for each in report["findings"]}
+
+
+def test_a_run_in_which_episodes_fail_before_their_first_turn(env_project):
+    """Metrics, rollouts, replay, curriculum, evaluation, display, health and report take episodes without turns."""
+    options = (
+        "rollout.replay={size: 4, share: 0.5}",
+        "rollout.reroll={max_groups: 1}",
+        "rewards=[my_rewards:constant]",
+    )
+    assert run(env_project, *options)["env.failed"] == ("warn", 3)
+    lines = read_metrics(Path("out/metrics.jsonl"))
+    trained = [line for line in lines if "env/failed_frac" in line]
+    assert len(trained) == 3
+    for line in trained:
+        assert 0.2 < line["env/failed_frac"] < 0.9 and line["env/stop/error"] == line["env/failed_frac"]
+        assert line["rollout/error_frac"] == line["env/failed_frac"] and line["rollout/turns_mean"] < 2
+        assert line["env/stop/done"] == pytest.approx(1 - line["env/failed_frac"]) and "env/vowels" in line
+    groups = [group for step in (1, 2, 3) for group in read_rollouts(Path(f"out/rollouts/step_{step:06d}.jsonl"))]
+    played = [rollout for group in groups for rollout in group.rollouts]
+    assert {len(rollout.turns) for rollout in played} == {0, 2}
+    assert all((rollout.reward is None) == (not rollout.turns) == bool(rollout.error) for rollout in played)
+    assert cli("report", "out").exit_code == 0
+    page = Path("out/report.html").read_text(encoding="utf-8")
+    assert "done after 2 turns" in page and "How episodes end" in page and "my_envs:Flaky, at most 3 turns" in page
+
+
+def test_an_evaluation_in_which_all_episodes_of_a_prompt_fail(env_project):
+    run(env_project, "train.steps=2")
+    read = read_run(Path("out"))
+    change = read_change(read)
+    assert change is not None and change.prompts == 3
+    last = [line for line in read.lines if "eval/greedy/reward" in line][-1]
+    assert last["eval/greedy/failed"] >= 1.0
+    assert cli("eval", "out/config.yaml", "--json").exit_code == 0
+    checked = cli("check", env_project.config, "--json")
+    assert checked.exit_code == 0 and json.loads(checked.stdout)["completions"]
+
+
+def test_errors_in_an_environment_that_are_worth_nothing_are_found(env_project):
+    """`env.on_error: zero` gives them a reward; the health of the run still says what they are."""
+    options = ("env.environment=my_envs:Broken", "env.on_error=zero", "eval=null")
+    assert run(env_project, *options)["env.failed"] == ("error", 3)
+
+
+def test_a_run_in_which_only_limits_end_episodes(env_project):
+    """Turns that are cut are another finding, which explains this one: here the context ends what cannot be cut."""
+    options = ("env.environment=my_envs:Endless", "env.max_turns=2", "eval=null", "train.steps=5")
+    found = run(env_project, *options, "rollout.stop=[a, e, i, o, u, n, t, r, s]", "rollout.max_tokens=40")
+    assert found["env.limits"] == ("warn", 5)
+    assert "eos.missing" not in found and "len.clipped" not in found
+
+
+def test_a_run_in_which_no_tool_is_ever_called(env_project):
+    options = ("env.environment=my_envs:Offers", "eval=null", "train.steps=11", "rollout.prompts_per_step=1")
+    assert run(env_project, *options)["env.no_calls"] == ("warn", 10)
+
+
+def test_an_episode_is_shown_as_a_transcript(env_project):
+    run(env_project, "train.steps=1")
+    [shown], notes = read_samples(read_run(Path("out")), [1])
+    assert notes == []
+    best = shown.groups[0].best
+    assert [block.role for block in best.blocks] == ["assistant", "user", "assistant", "user"]
+    assert all(block.reward is not None for block in best.blocks if block.role == "assistant")
+    assert [piece.kind for piece in best.blocks[1].pieces] == ["given"] and best.blocks[1].pieces[0].text == "Again."
+    assert best.ended == "done after 2 turns"
