@@ -34,7 +34,7 @@ TURNS = ("<start_of_turn>", "<end_of_turn>")
 INST = ("[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[AVAILABLE_TOOLS]",
         "[/AVAILABLE_TOOLS]")  # fmt: skip
 DEEPSEEK = ("<｜User｜>", "<｜Assistant｜>", "<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>",
-            "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>")  # fmt: skip  # noqa: RUF001
+            "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>")  # fmt: skip
 GLM = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 
 
@@ -61,7 +61,7 @@ FAMILIES = {
     "llama3": Family("llama3_1", HEADERS, "<|eot_id|>", bos="<|begin_of_text|>", pad="<|eot_id|>"),
     "mistral": Family(MISTRAL, INST, "</s>", bos="<s>", pad="</s>"),
     "gemma": Family("gemma", TURNS, "<end_of_turn>", bos="<bos>", pad="<pad>"),
-    "deepseek": Family("deepseek_r1_distill", DEEPSEEK, "<｜end▁of▁sentence｜>", bos="<bos>"),  # noqa: RUF001
+    "deepseek": Family("deepseek_r1_distill", DEEPSEEK, "<｜end▁of▁sentence｜>", bos="<bos>"),
     "nemotron": Family("nemotron_3_nano", CHATML, "<|im_end|>", pad="<|endoftext|>"),
     "glm": Family("glm4moe", GLM, "<|endoftext|>", pad="<|endoftext|>"),
     "no special tokens": Family(PLAIN, (), "<|endoftext|>", pad="<|endoftext|>"),
@@ -104,7 +104,7 @@ def _merges() -> str:
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
     bpe.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     texts = [
-        f'assistant\n\n{a} {b}\n{{"name": "add", "arguments": {{"a": {a}, "b": {b}}}}}\n\nuser\nThe answer is {a}{b}.\n\n'
+        f'assistant\n\n{a} {b}\n{{"name": "add", "arguments": {{"a": {a}, "b": {b}}}}}\n\nuser\nThe answer is {a}{b}.\n'
         for a in range(12)
         for b in range(12)
     ]

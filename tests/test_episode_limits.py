@@ -1,4 +1,4 @@
-"""Where episodes with tools end, with the real engine: budgets that run out inside a call, after a result, over turns."""
+"""Where episodes with tools end, with the real engine: budgets that run out inside a call, by a result, over turns."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from episodes import config, play
 
+from episodes import config, play
 from groupwise.chat import encode_prompt
 from groupwise.engine.local import LocalEngine
 from groupwise.envs.tool_env import ToolEnv
@@ -173,5 +173,7 @@ def test_what_is_seen_is_what_the_template_writes(episode, base):
     tools = Asks().reset({}, 0).tools
     assert len(spoken) == len(rollout.turns) == 5
     for turn, i in zip(rollout.turns, spoken, strict=True):
-        anew = encode_prompt(Prompt(id="x", messages=(question, *rollout.messages[:i]), tools=tuple(tools)), base.tokenizer)
+        anew = encode_prompt(
+            Prompt(id="x", messages=(question, *rollout.messages[:i]), tools=tuple(tools)), base.tokenizer
+        )
         assert base.tokenizer.decode(turn.prompt_ids) == base.tokenizer.decode(anew.token_ids)

@@ -1,4 +1,4 @@
-"""Turns -> trained sequences: what was sampled is trained once, with its own logprob, in the context in which it was."""
+"""Turns -> trained sequences: what was sampled is trained once, with its own logprob, in the context that it had."""
 
 from __future__ import annotations
 
@@ -34,11 +34,7 @@ ORACLE = {
     ),
     "a call, its output, a call": (
         [turn([10, 20], [30, 31]), turn([10, 20, 30, 31, 100, 101, 102], [40, 41], first=-0.5)],
-        [
-            segment(
-                [10, 20], [30, 31, 100, 101, 102, 40, 41], [1, 1, 0, 0, 0, 1, 1], (-0.1, -0.2, 0, 0, 0, -0.5, -0.6)
-            )
-        ],
+        [segment([10, 20], [30, 31, 100, 101, 102, 40, 41], [1, 1, 0, 0, 0, 1, 1], (-0.1, -0.2, 0, 0, 0, -0.5, -0.6))],
     ),
     "a message": ([turn([10, 20], [30, 31, 32])], [segment([10, 20], [30, 31, 32], [1, 1, 1], (-0.1, -0.2, -0.3))]),
     "nothing": ([], []),
@@ -83,7 +79,7 @@ ORACLE = {
 }
 
 
-@pytest.mark.parametrize("turns, expected", ORACLE.values(), ids=ORACLE)
+@pytest.mark.parametrize(("turns", "expected"), ORACLE.values(), ids=ORACLE)
 def test_the_oracle(turns, expected):
     assert segments_of(turns) == expected
 

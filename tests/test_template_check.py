@@ -1,11 +1,11 @@
-"""What is said of each family's template before the first episode, and that episodes bear it out."""
+"""What is said of each family's template before the first episode."""
 
 from __future__ import annotations
 
 import pytest
-from template_families import FAMILIES, PLAIN, tokenizer_of, with_tokens
 
 from groupwise.template_check import Growth, template_check
+from template_families import FAMILIES, PLAIN, tokenizer_of, with_tokens
 
 APPENDS, REWRITES, REFUSES = Growth
 
@@ -33,7 +33,7 @@ def test_what_is_found(name):
 
 
 @pytest.mark.parametrize(
-    "name, line",
+    ("name", "line"),
     [
         ("starter", "the chat template only appends: an episode is trained as one sequence"),
         (

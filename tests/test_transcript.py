@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from template_families import FAMILIES, PLAIN, tokenizer_of, with_tokens
 from tokenizers import pre_tokenizers
 
 from groupwise.chat import decode, encode_prompt, stop_ids
@@ -18,10 +18,11 @@ from groupwise.segments import segments_of
 from groupwise.template_check import TOOL
 from groupwise.transcript import Transcript
 from groupwise.types import Completion, FinishReason, Message, Prompt
+from template_families import FAMILIES, PLAIN, tokenizer_of, with_tokens
 
 NAME = TOOL["function"]["name"]
-CALL = {name: f'<tool_call>\n{{"name": "{NAME}", "arguments": {{"a": 1, "b": 2}}}}\n</tool_call>'
-        for name in ("starter", "hermes", "qwen3", "glm")}  # fmt: skip
+HERMES = f'<tool_call>\n{{"name": "{NAME}", "arguments": {{"a": 1, "b": 2}}}}\n</tool_call>'
+CALL = dict.fromkeys(("starter", "hermes", "qwen3", "glm"), HERMES)
 XML = f"<tool_call>\n<function={NAME}>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>\n"
 CALL |= dict.fromkeys(("qwen3_5", "nemotron"), f"{XML}</tool_call>")
 CALL["llama3"] = f'{{"name": "{NAME}", "parameters": {{"a": 1, "b": 2}}}}'
@@ -48,7 +49,7 @@ def sampled(name: str, text: str, *, end: str = "stop", cuts: Sequence[int] = ()
     """A completion of this text, tokenised piece by piece as no tokenizer would."""
     tokenizer = tokenizer_of(name)
     edges = sorted({0, *(cut % (len(text) + 1) for cut in cuts), len(text)})
-    ids = [i for a, b in zip(edges, edges[1:], strict=False) for i in tokenizer.encode(text[a:b])]
+    ids = [i for a, b in pairwise(edges) for i in tokenizer.encode(text[a:b])]
     if end == "stop":
         ids.append(end_of(name))
     logprobs = tuple(-0.1 * (i + 1) for i in range(len(ids)))
@@ -70,8 +71,8 @@ def text_of(name: str, ids: Sequence[int]) -> str:
 # ---- whatever is said ----
 SAID = st.lists(
     st.sampled_from(
-        ["The answer is ", "12", "3", "\n", "\n\n", " ", "é🙂", '{"name": ', "}", "assistant\n", "<|im_start|>", "[INST]",
-         "<|eot_id|>", "<tool_call>", "</tool_call>", "<end_of_turn>", "<think>", "user: "]
+        ["The answer is ", "12", "3", "\n", "\n\n", " ", "é🙂", '{"name": ', "}", "assistant\n", "<|im_start|>",
+         "[INST]", "<|eot_id|>", "<tool_call>", "</tool_call>", "<end_of_turn>", "<think>", "user: "]
     ),
     max_size=5,
 ).map("".join)  # fmt: skip
@@ -312,13 +313,14 @@ FORGETS = PLAIN.replace("{{ m.content }}", "{{ m.content if loop.last else m.con
 ADMIRES = PLAIN.replace("{{ m.content }}", "{{ m.content }}{{ '!' if loop.last and m.role == 'assistant' }}")
 
 
-@pytest.mark.parametrize("template, forks", [(FORGETS, 1), (ADMIRES, 0)])
+@pytest.mark.parametrize(("template", "forks"), [(FORGETS, 1), (ADMIRES, 0)])
 def test_an_answer_that_is_rendered_otherwise_later(template, forks):
     """The next prompt is the template's; where that goes on from what was said after all, nothing has forked."""
     tokenizer = with_tokens(template, (), eos="<|endoftext|>")
     transcript = Transcript([user("Hi")], tokenizer)
-    transcript.speak(Completion(token_ids=tuple(tokenizer.encode("Hello.")), logprobs=(-1.0,) * 3, text="Hello.",
-                                finish_reason=FinishReason.LENGTH))  # fmt: skip
+    ids = tuple(tokenizer.encode("Hallé"))  # whose last byte merges with nothing
+    said = Completion(token_ids=ids, logprobs=(-1.0,) * len(ids), text="Hallé", finish_reason=FinishReason.LENGTH)
+    transcript.speak(said)
     transcript.hear([user("Bye")])
     assert transcript.forks == forks and transcript.prompt_ids == fresh(transcript, tokenizer)
 
@@ -396,7 +398,7 @@ def test_two_calls_for_a_template_that_takes_one():
 
 
 @pytest.mark.parametrize("name", [name for name in CALL if name != "mistral"])
-@pytest.mark.parametrize("broken", ["<tool_call>\n{\"name\": ", "<tool_call>{}</tool_call>", "<|python_tag|>{\"name"])
+@pytest.mark.parametrize("broken", ['<tool_call>\n{"name": ', "<tool_call>{}</tool_call>", '<|python_tag|>{"name'])
 def test_a_malformed_call_is_text(name, broken):
     """What cannot be read stays in the message as it was said, and the tool's complaint follows."""
     transcript = Transcript([user("1 + 2?")], tokenizer_of(name), tools=[TOOL])

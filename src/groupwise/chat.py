@@ -8,7 +8,7 @@
     decode              ids -> text, without the end-of-turn token
     split_thinking      a reply without its <think> block, and that
     opens_thought       whether a reply begins inside a thought
-    stop_ids            the ids that end a turn;  special_ids  all special ones;  check_length  whether prompt and completion fit the context
+    stop_ids            the ids that end a turn;  special_ids  all special ones;  check_length  whether all fits
 
 Text is rendered first and tokenised afterwards, piece by piece: a piece ends where the policy begins or stops to
 speak. A piece is what the longer text adds to the ids of the shorter one; where a token would straddle the edge the

@@ -31,6 +31,7 @@ from groupwise.interrupt import StopRequest
 from groupwise.rewards.base import RewardFunction
 from groupwise.rundir import open_run_dir, owned
 from groupwise.running import Evaluations, Running
+from groupwise.template_check import template_check
 from groupwise.tracking import open_trackers
 from groupwise.types import PolicyVersion
 
@@ -66,6 +67,8 @@ def run(
                 config.tracking, run_dir=run_dir, run_name=run_dir.name, resolved_config=resolved
             ) as tracking,
         ):
+            if plan.env is not None:
+                shown.note(str(template_check(parts.base.tokenizer)))
             running = Running(plan, parts, run_dir, tracking=tracking, display=shown)
             return asyncio.run(train(running, standing, stop=stop))
 

@@ -20,8 +20,8 @@ from groupwise.types import FinishReason, Turn
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """A prompt and what follows it. The other three have one entry per completion token: `mask` is 1 on what is trained,
-    `logprobs` (nats) are the sampler's, 0 where nothing was sampled."""
+    """A prompt and what follows it. The other three have one entry per completion token: `mask` is 1 on what is
+    trained, `logprobs` (nats) are the sampler's, 0 where nothing was sampled."""
 
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
@@ -30,8 +30,8 @@ class Segment:
 
 
 def segments_of(turns: Sequence[Turn], *, mask_truncated: bool = False) -> list[Segment]:
-    """The segments of an episode in which any turn is trained. With `mask_truncated` turns that were cut are in them and
-    are not trained."""
+    """The segments of an episode in which any turn is trained. With `mask_truncated` turns that were cut are in them
+    and are not trained."""
     segments = [_segment(run, mask_truncated=mask_truncated) for run in _runs(turns)]
     return [segment for segment in segments if segment is not None]
 

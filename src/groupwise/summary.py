@@ -201,6 +201,7 @@ def print_check(console: Console, report: CheckReport, loaded: LoadedRun) -> Non
         ("memory", _memory(report)),
         ("loss", f"{config.algo.policy_loss}: " + ", ".join(f"{name} {value}" for name, value in factors)),
         ("advantage", f"{advantage.kind}, {advantage.aggregation}"),
+        *([] if report.template is None else [("episodes", str(report.template))]),
     )
     console.print()
     print_pairs(rows, console=console)

@@ -69,9 +69,7 @@ def with_kl_penalty(
         kls: `sequence_kl` of every segment of every rollout that has an advantage, in their order, which is that of
             `rollout.samples_of(groups)`. A rollout's K is the sum over its segments.
     """
-    segments = {
-        id(r): len(segments_of(r.turns)) for group in groups for r in group.rollouts if r.advantage is not None
-    }
+    segments = {id(r): len(segments_of(r.turns)) for group in groups for r in group.rollouts if r.advantage is not None}
     if len(kls) != sum(segments.values()):
         raise ValueError(
             f"{len(kls)} KLs for {sum(segments.values())} segments of rollouts with an advantage; give one for each"

@@ -82,7 +82,6 @@ def load_once(reference: str, *, folder: str | None = None) -> Callable[..., Any
     return load_object(reference, folder=folder)
 
 
-
 def parameters_of(made: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """What it takes, as far as its signature tells."""
     try:
