@@ -93,6 +93,7 @@ class _Flight:
     drawn: _Drawn
     synced: int
     group: RolloutGroup | None = None
+    played: asyncio.Future[RolloutGroup] | None = None
     task: asyncio.Task[None] | None = None
 
 
@@ -199,7 +200,7 @@ class Batches:
 
     async def close(self) -> None:
         """Give up what is under way."""
-        tasks = [flight.task for flight in self._flights if flight.task is not None and not flight.task.done()]
+        tasks = [task for flight in self._flights for task in (flight.played, flight.task) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -231,7 +232,8 @@ class Batches:
             version=self._version,
         )
         for flight, group in zip(flights, begun, strict=True):
-            flight.task = asyncio.create_task(self._fly(flight, group))
+            flight.played = asyncio.ensure_future(group)
+            flight.task = asyncio.create_task(self._fly(flight, flight.played))
 
     async def _fly(self, flight: _Flight, played: Awaitable[RolloutGroup]) -> None:
         """Wait for the group and score it."""
