@@ -87,8 +87,8 @@ class Transcript:
             self.prompt_ids = seen + self._unsaid(bridge)
 
     def _unsaid(self, bridge: Bridge) -> tuple[int, ...]:
-        """Of the bridge what the policy has not said itself: one that was cut has not ended its turn. A special token that
-        was sampled last counts as the end, since models have more of them than their tokenizers declare."""
+        """Of the bridge what the policy has not said itself: one that was cut has not ended its turn. A special token
+        that was sampled last counts as the end, since models have more of them than their tokenizers declare."""
         said = self.turns[-1].completion
         last = said.token_ids[-1] if said.token_ids else None
         if last in self._special and bridge.following[:1] == (last,):  # GLM ends a turn with what begins the next one
