@@ -200,7 +200,9 @@ class Batches:
 
     async def close(self) -> None:
         """Give up what is under way."""
-        tasks = [task for flight in self._flights for task in (flight.played, flight.task) if task is not None]
+        tasks: list[asyncio.Future[Any]] = []
+        for flight in self._flights:
+            tasks += [task for task in (flight.played, flight.task) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
