@@ -260,6 +260,7 @@ def test_ctrl_c_ends_the_waiting_and_says_that_the_job_goes_on(server, submit):
     command = ["grpo", "x.json", "--wait"] if submit else ["wait", cli("train", "grpo", "x.json").stdout.strip()]
     command += [] if submit else ["--follow"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where tests run in background
     with subprocess.Popen([sys.executable, "-um", "groupwise", "train", *command], **pipes) as waiting:
         while "state" not in (waiting.stderr if submit else waiting.stdout).readline():
             assert waiting.poll() is None
