@@ -14,7 +14,7 @@ from groupwise.chat import encode_prompt
 from groupwise.engine.local import LocalEngine
 from groupwise.envs.base import Observation
 from groupwise.model import LoadedModel, load_model
-from groupwise.play import Episodes, SingleTurn, play_all, together
+from groupwise.play import Episodes, SingleTurn, Slots, play_all, together
 from groupwise.rollout import samples_of
 from groupwise.types import PolicyVersion, Prompt, SamplingParams
 
@@ -110,6 +110,35 @@ def test_slow_environments_do_not_wait_for_each_other(engine, base):
     )
     assert all(rollout.error is None for group in groups for rollout in group.rollouts)
     assert 2.0 <= time.monotonic() - started < 10.0
+
+
+def test_slots_count_episodes_whatever_the_sizes_of_their_groups():
+    """An evaluation of single episodes and training in groups share one limit; who is given up gives back."""
+    under_way, most = 0, []
+
+    async def group(slots: Slots, n: int) -> None:
+        nonlocal under_way
+        async with slots.take(n):
+            under_way += n
+            most.append(under_way)
+            await asyncio.sleep(0.01)
+            under_way -= n
+
+    async def all_of_them() -> None:
+        slots = Slots(4)
+        given_up = [asyncio.create_task(group(slots, 3)) for _ in range(3)]
+        await asyncio.sleep(0)
+        for task in given_up:
+            task.cancel()
+        await asyncio.gather(*given_up, return_exceptions=True)
+        nonlocal under_way
+        under_way = 0
+        await asyncio.gather(*(group(slots, n) for n in (1, 1, 4, 2, 2, 1, 3)))
+        async with slots.take(9):  # more than there are: all of them
+            most.append(4)
+
+    asyncio.run(all_of_them())
+    assert max(most) == 4 and len(most) >= 8
 
 
 def test_failed_episodes_enter_no_statistic(engine, base):

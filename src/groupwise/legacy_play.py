@@ -27,7 +27,7 @@ from groupwise.envs.legacy import CASE, LegacyEnv, warn
 from groupwise.episode import REWARD
 from groupwise.errors import EnvError, GroupwiseError
 from groupwise.model import LoadedModel
-from groupwise.play import together
+from groupwise.play import Slots, together
 from groupwise.recording import LimitReached, Origin, RecordingPolicy
 from groupwise.types import (
     Completion,
@@ -78,7 +78,7 @@ class LegacyEpisodes:
         self._origin = Origin(
             sampler=sampler, base=base, tokenizer=env.tokenizer, config=env.config, run=run, note=self._note
         )
-        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._slots = Slots(env.config.concurrency)
 
     def prepare(self, prompt: Prompt) -> Prompt:
         """The prompt with its token ids."""
@@ -109,10 +109,7 @@ class LegacyEpisodes:
         return [group(prompt, at) for at, prompt in enumerate(prompts)]
 
     async def _in_turn(self, prompt: Prompt, first: Completion, number: int, mode: _Mode) -> Rollout:
-        loop = asyncio.get_running_loop()
-        if self._slots is None or self._slots[0] is not loop:
-            self._slots = loop, asyncio.Semaphore(self._config.concurrency)
-        async with self._slots[1]:
+        async with self._slots.take(1):
             return await self._episode(prompt, first, number, mode)
 
     async def _episode(self, prompt: Prompt, first: Completion, number: int, mode: _Mode) -> Rollout:

@@ -10,7 +10,9 @@ it says does not depend on which others happen to be under way, but for float ro
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -82,7 +84,7 @@ class Episodes:
     ):
         self._sampler, self._tokenizer = sampler, tokenizer
         self._factory, self._config = factory, config
-        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._slots = Slots(config.concurrency)
 
     def prepare(self, prompt: Prompt) -> Prompt:
         """The prompt itself: what the policy is asked, `reset` says."""
@@ -92,9 +94,6 @@ class Episodes:
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int], n: int, params: SamplingParams, version: PolicyVersion
     ) -> list[Awaitable[RolloutGroup]]:
         """As `Play.begin`."""
-        loop = asyncio.get_running_loop()
-        if self._slots is None or self._slots[0] is not loop:
-            self._slots = loop, asyncio.Semaphore(max(1, self._config.concurrency // n))
         return [
             self._group(prompt, seed=seed, n=n, params=params, version=version)
             for prompt, seed in zip(prompts, seeds, strict=True)
@@ -103,8 +102,7 @@ class Episodes:
     async def _group(
         self, prompt: Prompt, *, seed: int, n: int, params: SamplingParams, version: PolicyVersion
     ) -> RolloutGroup:
-        assert self._slots is not None
-        async with self._slots[1]:
+        async with self._slots.take(n):
             players = [
                 self._player(prompt, seed=seed, number=number, params=params, version=version) for number in range(n)
             ]
@@ -126,13 +124,10 @@ class Episodes:
             ((completion,),) = await self._sampler.sample([request])
             return completion
 
-        case = dict(prompt.columns)
-        if (asked := prompt.messages or prompt.text) is not None:  # a row of the configuration's `data`
-            case.setdefault("prompt", list(asked) if prompt.messages is not None else asked)
         return Player(
             make=self._factory.make,
             name=self._factory.name,
-            case=case,
+            case=case_of(prompt),
             seed=seed,
             config=self._config,
             params=params,
@@ -156,6 +151,41 @@ class Episodes:
         request = SamplingRequest(prompt_ids=prompt_ids, params=drawn, n=len(players), version=version)
         (completions,) = await self._sampler.sample([request])
         return list(completions)
+
+
+def case_of(prompt: Prompt) -> dict[str, Any]:
+    """The columns of a prompt and, where it is a row of the configuration's `data`, what it asks as `prompt`."""
+    asked = prompt.text if prompt.messages is None else list(prompt.messages)
+    return dict(prompt.columns) if asked is None else {"prompt": asked, **prompt.columns}
+
+
+class Slots:
+    """At most `most` episodes at once, whatever their groups' sizes. A group gets its slots together, and in turn."""
+
+    def __init__(self, most: int):
+        self._most, self._taken = most, 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @asynccontextmanager
+    async def take(self, n: int) -> AsyncIterator[None]:
+        """Wait for `n` slots (all there are, for a larger group) and hold them within."""
+        n, turn = min(n, self._most), asyncio.get_running_loop().create_future()
+        self._waiting.append((n, turn))
+        self._let_in()
+        try:
+            await turn
+            yield
+        finally:
+            if not turn.cancelled():  # cancelled: whoever waited was given up
+                self._taken -= n
+            self._let_in()
+
+    def _let_in(self) -> None:
+        while self._waiting and self._taken + self._waiting[0][0] <= self._most:
+            n, turn = self._waiting.popleft()
+            if not turn.cancelled():
+                self._taken += n
+                turn.set_result(None)
 
 
 async def play_all(

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Transcript:
-    """An episode so far. `prompt_ids` are what the policy sees next; empty once it is known that it speaks no more.
+    """An episode so far. `prompt_ids` are what the policy sees next, or saw last.
 
     Raises ChatError where the template refuses the messages.
     """

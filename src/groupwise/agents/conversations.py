@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from groupwise.agents.protocol import key_of, tools_key
-from groupwise.chat import THINK_END, THINK_START, split_thinking
+from groupwise.chat import THINK_END, THINK_START, opens_thought, split_thinking
 from groupwise.tool_calls import format_of
 from groupwise.transcript import Transcript
 from groupwise.types import Completion, Message, Turn
@@ -110,7 +110,9 @@ class Conversations:
         self.calls += len(calls)
         if calls:
             transcript.messages[-1] = {**transcript.messages[-1], "tool_calls": calls}
-        message = self._sent(parsed["content"], calls, thinks=self._thinks(transcript.turns[-1]))
+        message = self._sent(
+            parsed["content"], calls, thinks=opens_thought(transcript.turns[-1].prompt_ids, self._tokenizer)
+        )
         offered, said = asked.key
         node = Answered(transcript=transcript, key=(offered, said + key_of([message])))  # type: ignore[list-item]
         self.answered.append(node)
@@ -142,11 +144,6 @@ class Conversations:
         if calls:
             message["tool_calls"] = [{**call, "function": _as_text(call["function"])} for call in calls]
         return message
-
-    def _thinks(self, turn: Turn) -> bool:
-        """Whether the prompt left the policy inside a thought."""
-        end = self._tokenizer.decode(list(turn.prompt_ids[-8:]), skip_special_tokens=False)
-        return str(end).rstrip().endswith(THINK_START)
 
 
 def _copy(transcript: Transcript) -> Transcript:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import weakref
 from collections.abc import Awaitable, Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ from groupwise.agents.load import Agent
 from groupwise.agents.session import Session
 from groupwise.config_env import EnvConfig
 from groupwise.engine.base import Sampler
-from groupwise.play import together
+from groupwise.play import Slots, case_of, together
 from groupwise.types import PolicyVersion, Prompt, RolloutGroup, SamplingParams
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ class AgentPlay:
     ):
         self._sampler, self._tokenizer = sampler, tokenizer
         self._agent, self._config, self._scored = agent, config, scored
-        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._slots = Slots(config.concurrency)
         self._endpoint: Endpoint | None = None
 
     def prepare(self, prompt: Prompt) -> Prompt:
@@ -45,9 +44,6 @@ class AgentPlay:
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int], n: int, params: SamplingParams, version: PolicyVersion
     ) -> list[Awaitable[RolloutGroup]]:
         """As `Play.begin`."""
-        loop = asyncio.get_running_loop()
-        if self._slots is None or self._slots[0] is not loop:
-            self._slots = loop, asyncio.Semaphore(max(1, self._config.concurrency // n))
         if self._endpoint is None:
             from groupwise.agents.endpoint import Endpoint  # a web server, for runs that need one
 
@@ -67,7 +63,6 @@ class AgentPlay:
     async def _group(
         self, prompt: Prompt, endpoint: Endpoint, *, seed: int, n: int, params: SamplingParams, version: PolicyVersion
     ) -> RolloutGroup:
-        assert self._slots is not None
         sessions = [
             Session(
                 sampler=self._sampler,
@@ -80,7 +75,7 @@ class AgentPlay:
             )
             for number in range(n)
         ]
-        async with self._slots[1]:
+        async with self._slots.take(n):
             played = await together([self._episode(prompt, session, endpoint).play() for session in sessions])
         if (opening := next((opening for _, opening in played if opening is not None), None)) is not None:
             messages, tools, token_ids = opening
@@ -88,7 +83,6 @@ class AgentPlay:
         return RolloutGroup(prompt=prompt, rollouts=tuple(rollout for rollout, _ in played))
 
     def _episode(self, prompt: Prompt, session: Session, endpoint: Endpoint) -> AgentEpisode:
-        case = dict(prompt.columns)
-        if (asked := prompt.messages or prompt.text) is not None:  # a row of the configuration's `data`
-            case.setdefault("prompt", list(asked) if prompt.messages is not None else asked)
-        return AgentEpisode(agent=self._agent, case=case, session=session, endpoint=endpoint, scored=self._scored)
+        return AgentEpisode(
+            agent=self._agent, case=case_of(prompt), session=session, endpoint=endpoint, scored=self._scored
+        )
