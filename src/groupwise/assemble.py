@@ -192,7 +192,7 @@ def open_parts(plan: Plan, *, on_phase: Callable[[str], None] = lambda phase: No
     scorer = Scorer(plan.rewards, pool=_pool(plan), max_steps=config.train.steps)  # its processes start meanwhile
     base = load_model(config.model, device=config.device, dtype=config.dtype)
     learner = _learner(plan, base)
-    engine = LocalEngine(base, max_rows=config.rollout.batch_rows)
+    engine = LocalEngine(base, max_rows=config.rollout.batch_rows, prefix_cache_mb=config.rollout.prefix_cache_mb)
     play = open_play(plan, base, engine)
     eval_prompts = tuple(prepare_all(plan.eval_prompts, play, context=base.context_length))
     return Parts(

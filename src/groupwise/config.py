@@ -232,6 +232,9 @@ class RolloutConfig(Section):
     step; 1 never replaces."""
     batch_rows: int = Field(default=256, ge=1, le=65536)
     """Completions that the local engine decodes at once."""
+    prefix_cache_mb: int = Field(default=1024, ge=0)
+    """MiB of keys and values that the local engine keeps of conversations, so that their next turn computes only what
+    is new; 0 keeps none."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Longer prompts are passed over and counted; null is what the model's context holds."""
     weight_sync_interval: int = Field(default=1, ge=0)

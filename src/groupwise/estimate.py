@@ -122,7 +122,7 @@ def memory(
         weights=weights,
         reference=weights if keeps_reference else 0,
         trained=trained_bytes,
-        kv_cache=kv_values * model.value_bytes,
+        kv_cache=kv_values * model.value_bytes + (0 if config.env is None else config.rollout.prefix_cache_mb << 20),
         activations=_activations(config, model, longest_prompt=longest_prompt),
     )
 

@@ -96,6 +96,7 @@ class LegacyEpisodes:
                 params=replace(params, max_tokens=most, seed=mode.seed),
                 n=n,
                 version=version,
+                cache=self._config.max_turns > 1,
             )
             for prompt, mode in zip(prompts, modes, strict=True)
         ]

@@ -120,7 +120,7 @@ class Episodes:
     ) -> Player:
         async def speak(prompt_ids: tuple[int, ...], most: int, turn: int) -> Completion:
             drawn = replace(params, max_tokens=most, seed=seed_of(seed, number, turn))
-            request = SamplingRequest(prompt_ids=prompt_ids, params=drawn, version=version)
+            request = SamplingRequest(prompt_ids=prompt_ids, params=drawn, version=version, cache=True)
             ((completion,),) = await self._sampler.sample([request])
             return completion
 
@@ -148,7 +148,8 @@ class Episodes:
         if len(prompt_ids) >= self._sampler.context_length:
             return [None] * len(players)
         drawn = replace(params, max_tokens=most, seed=seed)
-        request = SamplingRequest(prompt_ids=prompt_ids, params=drawn, n=len(players), version=version)
+        again = self._config.max_turns > 1
+        request = SamplingRequest(prompt_ids=prompt_ids, params=drawn, n=len(players), version=version, cache=again)
         (completions,) = await self._sampler.sample([request])
         return list(completions)
 

@@ -300,6 +300,7 @@ class RecordingPolicy:
             params=replace(asked.params, max_tokens=most, seed=seed),
             n=asked.n,
             version=self._version,
+            cache=True,
         )
 
     def _left(self, asked: Asked) -> int:

@@ -122,7 +122,8 @@ class SamplingParams:
 class SamplingRequest:
     """`n` completions of one prompt from one policy. `prompt_ids` must not be empty.
 
-    Somebody waits for an `interactive` request: it is admitted before those that are not.
+    Somebody waits for an `interactive` request: it is admitted before those that are not. `cache` marks the turn of a
+    conversation: an engine may go on from what it kept of the turns before, and keep what it computes for the next.
     """
 
     prompt_ids: tuple[int, ...]
@@ -130,6 +131,7 @@ class SamplingRequest:
     n: int = 1
     version: PolicyVersion = PolicyVersion()
     interactive: bool = False
+    cache: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -456,7 +457,7 @@ def test_a_timeout_in_a_task_cancels_its_request(open_engine):
 
 
 def test_a_model_that_cannot_be_packed(make_base, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("groupwise.algo.attention._hidden", lambda gap, window: gap < -1)
+    monkeypatch.setattr("groupwise.algo.attention.unseen", lambda gap, window: gap < -1)
     with pytest.raises(ModelError, match="another engine") as caught:
         LocalEngine(make_base())
     assert "packed forward" in caught.value.message
@@ -544,3 +545,82 @@ def test_interactive_requests_go_first(open_engine):
     assert len(batch[-1].result(timeout=30)) == 3 and order[0] == "person"
     with pytest.raises(ConfigError, match="reserved_rows"):
         open_engine(max_rows=4, reserved_rows=4)
+
+
+# ---- conversations ----
+
+
+def converse(engine: LocalEngine, *, cache: bool, version=BASE, turns: int = 4) -> list[list[Completion]]:
+    """Five conversations side by side, of uneven lengths; each turn's prompt is all that was said and something new."""
+    prompts = [tuple((7 * i + p) % 250 for i in range(18 + 5 * p)) for p in range(5)]
+    said = []
+    for turn in range(turns):
+        asked = [
+            request(prompt, version=version, seed=11 * p + turn, max_tokens=6 + p, temperature=0.9)
+            for p, prompt in enumerate(prompts)
+        ]
+        answers = [group[0] for group in engine.generate([replace(each, cache=cache) for each in asked])]
+        said.append(answers)
+        prompts = [
+            prompt + answer.token_ids + tuple((3 * i + p + turn) % 250 for i in range(1 + 3 * p))
+            for p, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+        ]
+    return said
+
+
+def test_the_next_turn_computes_only_what_is_new(open_engine, make_base, make_adapter, architecture, monkeypatch):
+    """The same tokens and log-probabilities as without, from a fraction of the tokens; base and adapter apart."""
+    directory = make_adapter(make_base(architecture, context=256))
+    computed: dict[bool, int] = {}
+    heard: dict[bool, list] = {}
+    for cache in (False, True):
+        engine = open_engine(architecture, context=256)
+        engine.load(FIRST, directory)
+        forward, sizes = engine._forward, []
+        monkeypatch.setattr(
+            engine, "_forward", lambda ids, *rest, f=forward, n=sizes: (n.append(len(ids)), f(ids, *rest))[1]
+        )
+        heard[cache] = [*converse(engine, cache=cache), *converse(engine, cache=cache, version=FIRST)]
+        computed[cache] = sum(sizes)
+    assert ids_of(heard[True]) == ids_of(heard[False])
+    for mine, theirs in zip(sampled_logprobs(heard[True]), sampled_logprobs(heard[False]), strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-9)
+    assert ids_of(heard[True][:4]) != ids_of(heard[True][4:])  # the adapter's turns are its own
+    assert computed[True] < 0.6 * computed[False]
+
+
+def test_what_was_kept_goes_with_its_weights(open_engine, make_base, make_adapter):
+    """Unloading an adapter, and full-parameter training, which changes the base in place, forget what they made."""
+    base = make_base("qwen3", context=256)
+    engine = open_engine("qwen3", context=256)
+    engine.load(FIRST, make_adapter(base))
+    converse(engine, cache=True)
+    converse(engine, cache=True, version=FIRST)
+    assert len(engine._past) == 10
+    engine.unload(FIRST)
+    engine.generate([request()])
+    assert len(engine._past) == 5
+    engine.adopt(SECOND)
+    engine.generate([request()])
+    assert len(engine._past) == 0 and engine._past.bytes == 0
+
+
+def test_what_is_kept_has_a_limit(open_engine):
+    engine = open_engine("qwen3", context=256, prefix_cache_mb=0)
+    without = ids_of(converse(open_engine("qwen3", context=256), cache=False))
+    assert ids_of(converse(engine, cache=True)) == without
+    assert len(engine._past) == 0
+
+
+def test_a_prompt_that_was_kept_whole_and_one_that_forks(open_engine):
+    """Asked again word for word, and with another end: both go on from what they share."""
+    engine, plain = open_engine("qwen3", context=256), open_engine("qwen3", context=256)
+    prompt = tuple(range(1, 60))
+    first = replace(request(prompt, max_tokens=9), cache=True)
+    engine.generate([first])
+    for ids in (prompt, prompt[:40] + (3, 1, 4, 1, 5), prompt[:17], prompt + (9,) * 30):
+        asked = replace(request(ids, n=3, max_tokens=9, temperature=0.7), cache=True)
+        mine, theirs = engine.generate([asked]), plain.generate([asked])
+        assert ids_of(mine) == ids_of(theirs)
+        for one, other in zip(sampled_logprobs(mine), sampled_logprobs(theirs), strict=True):
+            assert one == pytest.approx(other, abs=1e-9)

@@ -177,7 +177,8 @@ class Session:
 
     # ---- the policy ----
     async def _sample(self, asked: Asked, params: SamplingParams) -> Completion:
-        request = SamplingRequest(prompt_ids=asked.transcript.prompt_ids, params=params, version=self.version)
+        prompt_ids = asked.transcript.prompt_ids
+        request = SamplingRequest(prompt_ids=prompt_ids, params=params, version=self.version, cache=True)
         self._asked += 1
         self.under_way += 1
         task = asyncio.ensure_future(self.sampler.sample([request]))

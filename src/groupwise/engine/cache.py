@@ -1,9 +1,10 @@
-"""Keys and values: every prompt's once, every completion's in its row; and the two ways in which a forward meets them.
+"""Keys and values: every prompt's once, every completion's in its row; and the three ways in which a forward meets them.
 
     prompts   per layer [slots, K, L, D]    a prompt's keys and values, shared by all completions of it (its *group*)
     rows      per layer [rows,  K, M, D]    what a row's own completion has added
 
     Prefill   packed prompts: attention within each prompt, whose keys and values go to its slot
+    Resumed   packed ends of prompts, whose first tokens' keys and values were put into their slots (`prefix_cache`)
     Decode    one new token per row: its key and value join the row's, and it attends to its prompt's and its own
 
 A decode step scores a prompt's keys for all rows of the group as one product, so it reads a prompt of 512 tokens once
@@ -11,7 +12,7 @@ and not once per row. For that the rows are laid out as a grid of slots x member
 cells of it empty; where most would be (one large group among many small ones) it goes slot by slot instead.
 
 Shapes: B active rows, S packed tokens, P slots in use, G most members of a slot, H query heads, K key-value heads,
-R = H / K, D head size, L longest prompt, M longest completion, N = L + M.
+R = H / K, D head size, L longest prompt, T longest end of one, M longest completion, N = L + M.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from groupwise.algo.attention import Scoring, SharedPrompts, spread
+from groupwise.algo.attention import Scoring, SharedPrompts, attend_masked, spread, unseen
 
 MOST_EMPTY = 4  # cells of the grid per row, beyond which the grid is not worth its empty cells
 
@@ -87,6 +88,23 @@ class KeyValueCache:
         self.lengths[slot] = length
         return last
 
+    def kept(self, slot: int, row: int, count: int) -> dict[int, tuple[Tensor, Tensor]]:
+        """A copy of the slot's keys and values and of the row's first `count`: by layer [K, n, D] each."""
+        length = self.lengths[slot]
+        return {
+            layer: (
+                torch.cat([self.prompts.layers[layer][0][slot, :, :length], keys[row, :, :count]], 1),
+                torch.cat([self.prompts.layers[layer][1][slot, :, :length], values[row, :, :count]], 1),
+            )
+            for layer, (keys, values) in self.rows.layers.items()
+        }
+
+    def restore(self, slot: int, layers: dict[int, tuple[Tensor, Tensor]], known: int) -> None:
+        """Put the first `known` of what was kept into a slot."""
+        for layer, pair in layers.items():
+            for store, x_KnD in zip(self.prompts.of(layer, pair[0].transpose(0, 1)), pair, strict=True):
+                store[slot, :, :known] = x_KnD[:, :known]
+
 
 class Prefill:
     """Layout of packed prompts that also writes each prompt's keys and values to its slot."""
@@ -101,6 +119,35 @@ class Prefill:
             x_PLKD = spread(x_SKD, prompts.prompt_slots, prompts.P, prompts.L)
             store[self.slots, :, : prompts.L] = x_PLKD.transpose(1, 2)
         return prompts.attend(layer, query_SHD, key_SKD, value_SKD, scoring)
+
+
+class Resumed:
+    """Layout of packed prompts without their first `known` tokens, which are in their slots already.
+
+    Token t of a prompt's end attends to the tokens before `known` and to those of the end up to itself.
+    """
+
+    def __init__(self, cache: KeyValueCache, slots: range, known: Sequence[int], device: torch.device):
+        self.cache, self.slots = cache, slice(slots.start, slots.stop)
+        lengths = cache.lengths[self.slots]
+        ends = [length - start for length, start in zip(lengths, known, strict=True)]
+        self.P, self.T, self.L = len(ends), max(ends), max(lengths)
+        start_P = torch.tensor(known, device=device)
+        end_P = torch.tensor(ends, device=device)
+        at_T, at_L = torch.arange(self.T, device=device), torch.arange(self.L, device=device)
+        prompt_S, self.t_S = (at_T < end_P[:, None]).nonzero(as_tuple=True)
+        self.prompt_S, self.position_S = prompt_S, start_P[prompt_S] + self.t_S
+        self.gap_PTL = start_P[:, None, None] + at_T[:, None] - at_L
+
+    def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
+        P, T, (_, H, D), K = self.P, self.T, query_SHD.shape, key_SKD.shape[1]
+        keys, values = (store[self.slots, :, : self.L] for store in self.cache.prompts.of(layer, key_SKD))
+        keys[self.prompt_S, :, self.position_S] = key_SKD
+        values[self.prompt_S, :, self.position_S] = value_SKD
+        query_PTHD = query_SHD.new_zeros(P, T, H, D)
+        query_PTHD[self.prompt_S, self.t_S] = query_SHD
+        out_PTHD = attend_masked(query_PTHD, keys, values, unseen(self.gap_PTL, scoring.window), scoring)
+        return out_PTHD[self.prompt_S, self.t_S]
 
 
 class Grid:

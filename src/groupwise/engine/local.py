@@ -6,7 +6,7 @@ A decode step is one forward of a token per active row (`rows`), one fused sampl
 in tensors. Python runs per *finished* row, and per row and token only where a request has stop strings, a stream or
 alternatives to report. Waiting requests are admitted in order, interactive ones first, each as soon as enough rows are
 free: its n, or an eighth of all rows where n is more, so that a prompt is not prefilled again for every row that falls
-free.
+free. The next turn of a conversation goes on from the keys and values of the last (`prefix_cache`).
 
 One thread owns the model and everything above; `submit` hands it requests and returns futures. Requests submitted
 together are admitted together, in order, so a seeded batch on an idle engine is reproducible bit for bit. Cancelling a
@@ -23,6 +23,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,9 @@ from torch import Tensor
 from groupwise.algo.attention import Layout, SharedPrompts
 from groupwise.backbone import Backbone
 from groupwise.chat import decode
-from groupwise.engine.cache import Decode, Grid, KeyValueCache, Prefill
+from groupwise.engine.cache import Decode, Grid, KeyValueCache, Prefill, Resumed
 from groupwise.engine.lora import AdapterBank, AdapterWeights, add_adapters, read_adapter
+from groupwise.engine.prefix_cache import Kept, PrefixCache
 from groupwise.engine.rows import Job, Rows, TokenSink
 from groupwise.engine.sampling import sample_tokens, scaled_logprobs, uniforms
 from groupwise.errors import AdapterNotFoundError, ConfigError, ContextLengthError, GroupwiseError, ModelError
@@ -55,12 +57,13 @@ class LocalEngine:
         base: the model; the engine works on a module tree of its own over the same weights.
         max_rows: completions decoded at once. Memory: 2 x layers x K x D values per row and token.
         reserved_rows: how many of them only interactive requests may use.
+        prefix_cache_mb: MiB of keys and values kept after requests that asked for it (`SamplingRequest.cache`).
 
     Raises:
         ModelError: this architecture cannot run packed (the check of `model.packed_forward_gap` failed).
     """
 
-    def __init__(self, base: LoadedModel, *, max_rows: int = 256, reserved_rows: int = 0):
+    def __init__(self, base: LoadedModel, *, max_rows: int = 256, reserved_rows: int = 0, prefix_cache_mb: int = 1024):
         self._base, self._model = base, share_weights(base.model)
         gap, tolerance = packed_forward_gap(self._model), packed_tolerance(self._model)
         if not gap <= tolerance:
@@ -76,6 +79,7 @@ class LocalEngine:
         self._backbone = Backbone(self._model, self._bank.project)
         self._adapters: dict[PolicyVersion, AdapterWeights | None] = {}  # None: the base weights
         self._rows, self._cache = Rows(max_rows, base.device), KeyValueCache(max_rows)
+        self._past = PrefixCache(prefix_cache_mb << 20)
         self._grid: Grid | None = None  # None: rows have come or gone since it was made
         self._eos = torch.tensor(base.eos_ids, dtype=torch.long, device=base.device)
         embedding: Any = self._model.get_input_embeddings()
@@ -108,12 +112,12 @@ class LocalEngine:
 
     def adopt(self, version: PolicyVersion) -> None:
         self._adapters[version] = None
-        self._call_soon(lambda: self._bank.forget(None))
+        self._call_soon(lambda: self._forget(None))
 
     def unload(self, version: PolicyVersion) -> None:
         weights = self._adapters.pop(version, None)  # rows in flight keep the weights they were admitted with
         if weights is not None:
-            self._call_soon(lambda: self._bank.forget(weights))
+            self._call_soon(lambda: self._forget(weights))
 
     def close(self) -> None:
         with self._wakeup:
@@ -238,42 +242,50 @@ class LocalEngine:
 
     def _admit(self) -> None:
         """Give waiting completions the free rows, in order, and prefill their prompts."""
-        admitted: list[tuple[Job, int]] = []
+        admitted: list[_Admitted] = []
         longest, free = 0, self.max_rows - self._rows.active
         for queue, kept in ((self._urgent, 0), (self._waiting, self.reserved_rows)):
             while queue:
                 job, most = queue[0], self.max_rows - kept
                 missing = job.request.n - job.started
-                longest = max(longest, len(job.request.prompt_ids))
-                full = free - kept < min(missing, max(1, most // 8))
-                if full or (admitted and (len(admitted) + 1) * longest > PREFILL_TOKENS):
+                if free - kept < min(missing, max(1, most // 8)):
+                    break
+                past, known = self._known(job)
+                longest = max(longest, len(job.request.prompt_ids) - known)
+                if admitted and (len(admitted) + 1) * longest > PREFILL_TOKENS:
                     break
                 n = min(missing, free - kept)
                 free -= n
-                admitted.append((job, n))
+                admitted.append(_Admitted(job, n, past, known))
                 if n == missing:
                     queue.popleft()
                 else:
                     break  # its next completions follow when these rows are taken
-        if admitted:
-            self._prefill(admitted)
+        for together in ([new for new in admitted if not new.known], [new for new in admitted if new.known]):
+            if together:
+                self._prefill(together)
 
-    def _prefill(self, admitted: Sequence[tuple[Job, int]]) -> None:
-        prompts = [job.request.prompt_ids for job, _ in admitted]
-        lengths = [len(prompt) for prompt in prompts]
-        slots = self._cache.add_prompts(lengths)
+    def _prefill(self, admitted: Sequence[_Admitted]) -> None:
+        """Run prompts, all of them anew or all from where what is known of them ends, and sample their first tokens."""
+        slots = self._cache.add_prompts([len(new.job.request.prompt_ids) for new in admitted])
         first = self._rows.active
-        for slot, (job, n) in zip(slots, admitted, strict=True):
-            self._rows.add(job, n, slot=slot)
+        for slot, new in zip(slots, admitted, strict=True):
+            self._rows.add(new.job, new.n, slot=slot)
         self._grid = None
         self._cache.rows.reserve(self._rows.active, 1)
-        self._rows.reserve(max(job.max_tokens for job, _ in admitted))
-        layout = Prefill(self._cache, slots, self._base.device)
-        owners = [job.weights for (job, _), length in zip(admitted, lengths, strict=True) for _ in range(length)]
-        positions = chain.from_iterable(range(n) for n in lengths)
-        hidden_SH = self._forward(list(chain(*prompts)), list(positions), layout, owners)
-        last = torch.tensor(lengths, device=hidden_SH.device).cumsum(0) - 1
-        per_row = torch.tensor([p for p, (_, n) in enumerate(admitted) for _ in range(n)], device=hidden_SH.device)
+        self._rows.reserve(max(new.job.max_tokens for new in admitted))
+        for slot, new in zip(slots, admitted, strict=True):
+            if new.past is not None:
+                self._cache.restore(slot, new.past.layers, new.known)
+        known = [new.known for new in admitted]
+        device = self._base.device
+        layout = Resumed(self._cache, slots, known, device) if any(known) else Prefill(self._cache, slots, device)
+        ends = [new.job.request.prompt_ids[new.known :] for new in admitted]
+        positions = chain.from_iterable(range(new.known, len(new.job.request.prompt_ids)) for new in admitted)
+        owners = [new.job.weights for new, end in zip(admitted, ends, strict=True) for _ in end]
+        hidden_SH = self._forward(list(chain(*ends)), list(positions), layout, owners)
+        last = torch.tensor([len(end) for end in ends], device=hidden_SH.device).cumsum(0) - 1
+        per_row = torch.tensor([p for p, new in enumerate(admitted) for _ in range(new.n)], device=hidden_SH.device)
         self._advance(slice(first, self._rows.active), self._head.logits(hidden_SH[last])[per_row])
 
     # -- decoding -----------------------------------------------------------------------------------------------------
@@ -360,6 +372,9 @@ class LocalEngine:
                 version=job.request.version,
                 top_logprobs=tuple(row.alternatives),
             )
+            if job.request.cache and self._past.most_bytes:  # the token sampled last was never seen by the model
+                seen = (*job.request.prompt_ids, *ids[:-1])
+                self._past.add(Kept(job.weights, seen, self._cache.kept(row.slot, i, count - 1)))
             if len(job.done) == job.request.n:
                 job.settle([job.done[j] for j in range(job.request.n)])
         self._free(reasons)
@@ -387,6 +402,16 @@ class LocalEngine:
                 if replaced is not None and row.slot == replaced:
                     row.slot = slot
         self._grid = None
+
+    def _known(self, job: Job) -> tuple[Kept | None, int]:
+        """What was kept that the prompt begins with, and how many of its tokens that is."""
+        found = self._past.find(job.weights, job.request.prompt_ids) if job.request.cache else None
+        return found or (None, 0)
+
+    def _forget(self, weights: AdapterWeights | None) -> None:
+        """Drop what was made from weights that are unloaded, or from base weights that have changed."""
+        self._bank.forget(weights)
+        self._past.forget(weights)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -434,10 +459,21 @@ class LocalEngine:
                 queue.clear()
             self._rows = Rows(self.max_rows, self._base.device)
             self._grid = None
+            self._past.clear()
         for job in jobs.values():
             job.settle(error)
         for _, future in calls:
             future.set_exception(error)
+
+
+@dataclass
+class _Admitted:
+    """A job that is given `n` rows; the first `known` tokens of its prompt are in `past`."""
+
+    job: Job
+    n: int
+    past: Kept | None
+    known: int
 
 
 def _answer(function: Callable[[], Any], future: Future[Any]) -> None:

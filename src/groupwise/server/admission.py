@@ -124,10 +124,11 @@ async def admit(
     stream: bool = False,
     top_logprobs: int = 0,
     interactive: bool = True,
+    cache: bool = False,
 ) -> Admission:
     """Choose the version, keep it loaded until `resources` are closed, and give the engine everything at once.
 
-    `kind` begins the id; `preview` stands for the prompts in the list of recent requests. With `max_tokens: 0` the
+    `cache`: see `SamplingRequest`. `kind` begins the id; `preview` stands for the prompts in the list of recent requests. With `max_tokens: 0` the
     engine gets nothing to do.
 
     Raises:
@@ -146,7 +147,14 @@ async def admit(
     n = body.n or 1
     interactive = interactive and n * len(prompts) <= INTERACTIVE
     requests = tuple(
-        SamplingRequest(prompt_ids=tuple(ids), params=one, n=n, version=version, interactive=interactive)
+        SamplingRequest(
+            prompt_ids=tuple(ids),
+            params=one,
+            n=n,
+            version=version,
+            interactive=interactive,
+            cache=cache and n == 1,
+        )
         for ids, one in zip(prompts, params, strict=True)
     )
     generation = Generation(

@@ -53,7 +53,12 @@ def assemble(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder:
     base = load_model(config.model, device=config.device, dtype=config.dtype)
     map_weights(base, state_dir)  # the worker maps the same file
     weights = state_dir / FILE  # or, on a GPU, opens the same memory
-    engine = LocalEngine(base, max_rows=config.batch_rows, reserved_rows=config.batch_rows // RESERVED)
+    engine = LocalEngine(
+        base,
+        max_rows=config.batch_rows,
+        reserved_rows=config.batch_rows // RESERVED,
+        prefix_cache_mb=config.prefix_cache_mb,
+    )
     policies = RecordedPolicies(
         store, engine, base=base, served_name=config.served_name, max_loaded=config.max_loaded_adapters
     )

@@ -77,6 +77,7 @@ async def chat_completions(http: Request) -> Response:
             preview=said_last(body.messages),
             stream=bool(body.stream),
             top_logprobs=body.top_logprobs or 0,
+            cache=any(message.role == "assistant" for message in body.messages),
         )
         chat = _Chat(asked, body, prompt)
         if not body.stream:

@@ -128,6 +128,8 @@ class ServeConfig(Section):
     """Threads of the training worker; null is torch's own choice."""
     batch_rows: int = Field(default=256, ge=1, le=65536)
     """Completions decoded at once."""
+    prefix_cache_mb: int = Field(default=1024, ge=0)
+    """MiB of keys and values kept of conversations, so that their next turn computes only what is new; 0 keeps none."""
 
     @field_validator("cors_origins")
     @classmethod
