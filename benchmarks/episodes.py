@@ -1,6 +1,6 @@
 """Episodes in an environment: many at once over one engine, against one after another, in one run.
 
-    python benchmarks/episodes.py [--cases 8] [--group 8] [--tool-seconds 1.0]
+    python benchmarks/episodes.py [--model runs/hotel-form] [--cases 8] [--group 8] [--tool-seconds 1.0]
 
 The examples' hotel in its three-method form, where the environment asks the model for every turn after the first, is
 scored twice with the same model, prompts and limits on turns and tokens: as Groupwise plays it, and as trainers do that
@@ -78,7 +78,7 @@ class OneAtATime:
         return [decode(row[ids.shape[1] :].tolist(), self.base.tokenizer) for row in out]
 
 
-def ours(base: LoadedModel, env: dict[str, Any], *, cases: int, group: int, adapter: str | None) -> tuple[float, int]:
+def ours(base: LoadedModel, env: dict[str, Any], *, cases: int, group: int) -> tuple[float, int]:
     """Seconds and turns of `cases` groups."""
     config = parse_config(
         {
@@ -88,10 +88,6 @@ def ours(base: LoadedModel, env: dict[str, Any], *, cases: int, group: int, adap
         }
     )
     plan, engine = make_plan(config), LocalEngine(base)
-    version = PolicyVersion.base()
-    if adapter is not None:
-        version = PolicyVersion("form", 1)
-        engine.load(version, Path(adapter))
     try:
         play = open_play(plan, base, engine)
         prompts = [play.prepare(prompt) for prompt in plan.source.all(cases)]
@@ -99,7 +95,7 @@ def ours(base: LoadedModel, env: dict[str, Any], *, cases: int, group: int, adap
         async def all_of_them() -> list[RolloutGroup]:
             seeds = list(range(len(prompts)))
             sampling = config.rollout.sampling()
-            return await play_all(play, prompts, seeds=seeds, n=group, params=sampling, version=version)
+            return await play_all(play, prompts, seeds=seeds, n=group, params=sampling, version=PolicyVersion.base())
 
         started = time.perf_counter()
         groups = asyncio.run(all_of_them())
@@ -133,20 +129,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=8)
     parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--adapter", help="an adapter that both play with, as examples/envs/hotel_form.py makes one")
+    parser.add_argument("--model", default="starter", help="runs/hotel-form, which examples/envs/hotel_form.py makes")
     parser.add_argument("--tool-seconds", type=float, default=1.0)
     options = parser.parse_args()
     console = Console(width=100)
-    base = load_model("starter", device="cpu", dtype="float32")
+    base = load_model(options.model, device="cpu", dtype="float32")
     env = {"environment": "hotel_booking:HotelThreeMethods", "max_turns": TURNS}
-    mine, turns = ours(base, env, cases=options.cases, group=options.group, adapter=options.adapter)
-    peer = base
-    if options.adapter is not None:
-        from peft import PeftModel
-
-        model = PeftModel.from_pretrained(load_model("starter", device="cpu", dtype="float32").model, options.adapter)
-        peer = LoadedModel(name="form", model=model.merge_and_unload(), tokenizer=base.tokenizer, hash="")  # type: ignore[operator]
-    theirs, their_turns = one_after_another(peer, cases=options.cases, group=options.group)
+    mine, turns = ours(base, env, cases=options.cases, group=options.group)
+    theirs, their_turns = one_after_another(base, cases=options.cases, group=options.group)
     table = Table("what", "seconds", "turns", "turns a second", "ratio")
     count = options.cases * options.group
     table.add_row(f"{count} hotel episodes, at once", f"{mine:.2f}", str(turns), f"{turns / mine:.1f}", "")
@@ -156,7 +146,7 @@ def main() -> None:
     )
     for concurrency in (8, 16, 64):
         slow = {"environment": "episodes:SlowTool", "args": {"seconds": options.tool_seconds, "count": 8}}
-        seconds, turns = ours(base, {**slow, "concurrency": concurrency}, cases=8, group=8, adapter=None)
+        seconds, turns = ours(base, {**slow, "concurrency": concurrency}, cases=8, group=8)
         ideal = 64 / concurrency * options.tool_seconds
         table.add_row(f"64 slow tools, {concurrency} at once", f"{seconds:.2f}", str(turns), "", f"ideal {ideal:.0f} s")
     console.print(table)

@@ -15,6 +15,7 @@ from groupwise.engine.cache import Grid, KeyValueCache
         ([0, 1, 0, 1, 1], "gaps"),  # rows were moved, members are missing
         ([0] * 20 + list(range(1, 12)), "slot by slot"),  # one large group among small ones
         ([0, 1, 2], "single"),
+        ([11], "slot by slot"),  # of the others no row is there
     ],
 )
 def test_each_row_times_its_prompt(slots: list[int], kind: str) -> None:
@@ -22,12 +23,12 @@ def test_each_row_times_its_prompt(slots: list[int], kind: str) -> None:
     lengths = [3 + slot % 2 for slot in range(max(slots) + 1)]
     B, P, K, R, D = len(slots), len(lengths), 2, 3, 5
     x, prompts = torch.randn(B, K, R, D, generator=g), torch.randn(P, K, D, 4, generator=g)
-    grid = Grid(slots, lengths, torch.device("cpu"))
+    grid = Grid(slots, [lengths[slot] for slot in slots], lengths, torch.device("cpu"))
     assert (grid.members is not None) == (kind == "slot by slot")
     assert (grid.members is None and grid.cell_B is None) == (kind in ("whole", "single"))
     expected = torch.stack([x[row] @ prompts[slot] for row, slot in enumerate(slots)])
     torch.testing.assert_close(grid.product(x, prompts), expected)
-    assert grid.length_B.tolist() == [lengths[slot] for slot in slots]
+    assert grid.shared_B.tolist() == [lengths[slot] for slot in slots]
 
 
 def test_the_last_prompt_moves_into_a_free_slot() -> None:

@@ -457,7 +457,7 @@ def test_a_timeout_in_a_task_cancels_its_request(open_engine):
 
 
 def test_a_model_that_cannot_be_packed(make_base, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("groupwise.algo.attention.unseen", lambda gap, window: gap < -1)
+    monkeypatch.setattr("groupwise.algo.attention._hidden", lambda gap, window: gap < -1)
     with pytest.raises(ModelError, match="another engine") as caught:
         LocalEngine(make_base())
     assert "packed forward" in caught.value.message
@@ -550,19 +550,21 @@ def test_interactive_requests_go_first(open_engine):
 # ---- conversations ----
 
 
-def converse(engine: LocalEngine, *, cache: bool, version=BASE, turns: int = 4) -> list[list[Completion]]:
-    """Five conversations side by side, of uneven lengths; each turn's prompt is all that was said and something new."""
-    prompts = [tuple((7 * i + p) % 250 for i in range(18 + 5 * p)) for p in range(5)]
+def converse(
+    engine: LocalEngine, *, cache: bool, version=BASE, turns: int = 4, count: int = 5
+) -> list[list[Completion]]:
+    """Conversations side by side, of uneven lengths; each turn's prompt is all that was said and something new."""
+    prompts = [tuple((7 * i + p) % 250 for i in range(18 + 5 * (p % 5))) for p in range(count)]
     said = []
     for turn in range(turns):
         asked = [
-            request(prompt, version=version, seed=11 * p + turn, max_tokens=6 + p, temperature=0.9)
+            request(prompt, version=version, seed=11 * p + turn, max_tokens=6 + p % 7, temperature=0.9)
             for p, prompt in enumerate(prompts)
         ]
         answers = [group[0] for group in engine.generate([replace(each, cache=cache) for each in asked])]
         said.append(answers)
         prompts = [
-            prompt + answer.token_ids + tuple((3 * i + p + turn) % 250 for i in range(1 + 3 * p))
+            prompt + answer.token_ids + tuple((3 * i + p + turn) % 250 for i in range(1 + 3 * (p % 5)))
             for p, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
         ]
     return said
@@ -587,6 +589,26 @@ def test_the_next_turn_computes_only_what_is_new(open_engine, make_base, make_ad
         assert mine == pytest.approx(theirs, abs=1e-9)
     assert ids_of(heard[True][:4]) != ids_of(heard[True][4:])  # the adapter's turns are its own
     assert computed[True] < 0.6 * computed[False]
+
+
+@pytest.mark.parametrize("new_at_once", [7, local.EXTEND_TOKENS])
+def test_many_rows_of_uneven_lengths(open_engine, monkeypatch, architecture: str, new_at_once: int):
+    """Read in parts, put in order between, and run in pieces of a few new tokens: nothing of it shows."""
+    sorted_rows = []
+    monkeypatch.setattr(local, "SORT_EVERY", 1)
+    monkeypatch.setattr(local, "MOST_BEYOND", 1.0)
+    monkeypatch.setattr(local, "EXTEND_TOKENS", new_at_once)
+    engine = open_engine(architecture, context=256, max_rows=48)
+    sort = engine._cache.sort
+    monkeypatch.setattr(
+        engine._cache, "sort", lambda order, length: (sorted_rows.append(len(order)), sort(order, length))
+    )
+    mine = converse(engine, cache=True, count=48, turns=3)
+    plain = converse(open_engine(architecture, context=256), cache=False, count=48, turns=3)
+    assert ids_of(mine) == ids_of(plain)
+    for one, other in zip(sampled_logprobs(mine), sampled_logprobs(plain), strict=True):
+        assert one == pytest.approx(other, abs=1e-9)
+    assert sorted_rows and max(sorted_rows) > 32
 
 
 def test_what_was_kept_goes_with_its_weights(open_engine, make_base, make_adapter):
@@ -618,8 +640,8 @@ def test_a_prompt_that_was_kept_whole_and_one_that_forks(open_engine):
     prompt = tuple(range(1, 60))
     first = replace(request(prompt, max_tokens=9), cache=True)
     engine.generate([first])
-    for ids in (prompt, prompt[:40] + (3, 1, 4, 1, 5), prompt[:17], prompt + (9,) * 30):
-        asked = replace(request(ids, n=3, max_tokens=9, temperature=0.7), cache=True)
+    for ids in (prompt, (*prompt[:40], 3, 1, 4, 1, 5), prompt[:17], prompt + (9,) * 30, prompt + (5,) * 150):
+        asked = replace(request(ids, max_tokens=9, temperature=0.7), cache=True)
         mine, theirs = engine.generate([asked]), plain.generate([asked])
         assert ids_of(mine) == ids_of(theirs)
         for one, other in zip(sampled_logprobs(mine), sampled_logprobs(theirs), strict=True):

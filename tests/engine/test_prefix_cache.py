@@ -6,14 +6,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from groupwise.engine.cache import Layers, Opening
 from groupwise.engine.prefix_cache import BLOCK, Kept, PrefixCache
 
 IDS = st.lists(st.integers(0, 1), min_size=0, max_size=5).map(lambda bits: tuple(b for b in bits for _ in range(7)))
 
 
-def kept(ids: tuple[int, ...], owner: object = None) -> Kept:
-    x = torch.zeros(2, len(ids), 4)  # 64 bytes a token for keys and values together
-    return Kept(owner, ids, {0: (x, x)})
+NOTHING = Opening({}, 0)
+
+
+def kept(ids: tuple[int, ...], owner: object = None, opening: Opening = NOTHING) -> Kept:
+    return Kept(owner, ids, opening, opening.length, layers(len(ids) - opening.length))
+
+
+def layers(length: int) -> Layers:
+    x = torch.zeros(2, length, 4)  # 64 bytes a token for keys and values together
+    return {0: (x, x)}
 
 
 def shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
@@ -67,3 +75,15 @@ def test_weights_are_forgotten():
     assert cache.find(mine, (*ids, 1)) is None and cache.find(other, (*ids, 1))[1] == 40
     cache.clear()
     assert cache.find(other, (*ids, 1)) is None and not cache._table and cache.bytes == 0
+
+
+def test_an_opening_is_counted_once():
+    cache, start = PrefixCache(1 << 20), tuple(range(40))
+    opening = Opening(layers(40), 40)
+    for said in (1, 2, 3):  # a block each
+        cache.add(kept((*start, *[said] * 8), opening=opening))
+    assert cache.bytes == (40 + 24) * 64
+    cache.add(kept((*start, *[1] * 8, 2), opening=opening))  # in the place of the first
+    assert cache.bytes == (40 + 25) * 64
+    cache.forget(None)
+    assert cache.bytes == 0

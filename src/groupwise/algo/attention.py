@@ -170,7 +170,7 @@ class SharedPrompts:
         hidden_prompt = None
         if self.ragged or scoring.window is not None:
             hidden_prompt = self._hidden_prompt(scoring.window)
-        hidden_own = unseen(self.gap_CC, scoring.window)
+        hidden_own = _hidden(self.gap_CC, scoring.window)
         heads = (key.transpose(1, 2), value.transpose(1, 2), key_PLKD.transpose(1, 2), value_PLKD.transpose(1, 2))
         if scoring.softcap is None:
             out_BKRCD = _Merged.apply(query_BKRCD, *heads, hidden_own, hidden_prompt)
@@ -278,31 +278,12 @@ def _causal(query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, gap_TT: Te
         return out.transpose(1, 2)
     query_BKND = query_BTHD.view(B, T, K, H // K, D).permute(0, 2, 3, 1, 4).reshape(B, K, H // K * T, D)
     scores = scoring.scores(query_BKND, key).view(B, K, H // K, T, T)
-    weights = scores.masked_fill(unseen(gap_TT, scoring.window), float("-inf")).softmax(-1)
+    weights = scores.masked_fill(_hidden(gap_TT, scoring.window), float("-inf")).softmax(-1)
     out = (weights.view(B, K, H // K * T, T).to(value.dtype) @ value).view(B, H, T, D)
     return out.transpose(1, 2)
 
 
-def attend_masked(
-    query_BTHD: Tensor, key_BKND: Tensor, value_BKND: Tensor, hidden_BTN: Tensor, scoring: Scoring
-) -> Tensor:
-    """Attention to all keys that are not hidden -> [B, T, H, D]. For inference."""
-    B, T, H, D = query_BTHD.shape
-    K = key_BKND.shape[1]
-    query_BHTD = query_BTHD.to(value_BKND.dtype).transpose(1, 2)
-    if scoring.softcap is None:
-        seen = ~hidden_BTN[:, None]
-        out = scaled_dot_product_attention(
-            query_BHTD, key_BKND, value_BKND, attn_mask=seen, scale=scoring.scaling, enable_gqa=H > K
-        )
-        return out.transpose(1, 2)
-    scores = scoring.scores(query_BHTD.reshape(B, K, H // K * T, D), key_BKND).view(B, H, T, -1)
-    weights = scores.masked_fill(hidden_BTN[:, None], float("-inf")).softmax(-1).to(value_BKND.dtype)
-    return (weights.view(B, K, H // K * T, -1) @ value_BKND).view(B, H, T, D).transpose(1, 2)
-
-
-def unseen(gap: Tensor, window: int | None) -> Tensor:
-    """True where a query, `gap` tokens behind a key, may not look: ahead of itself, or beyond the window."""
+def _hidden(gap: Tensor, window: int | None) -> Tensor:
     hidden = gap < 0
     return hidden if window is None else hidden | (gap >= window)
 

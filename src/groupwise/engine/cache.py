@@ -1,29 +1,33 @@
-"""Keys and values: every prompt's once, every completion's in its row; and the three ways in which a forward meets them.
+"""Keys and values: every prompt's once, what a row goes on with in the row; and the two ways a forward meets them.
 
     prompts   per layer [slots, K, L, D]    a prompt's keys and values, shared by all completions of it (its *group*)
-    rows      per layer [rows,  K, M, D]    what a row's own completion has added
+    rows      per layer [rows,  K, M, D]    a row's own: its completion so far; in a conversation, all since the opening
 
     Prefill   packed prompts: attention within each prompt, whose keys and values go to its slot
-    Resumed   packed ends of prompts, whose first tokens' keys and values were put into their slots (`prefix_cache`)
-    Decode    one new token per row: its key and value join the row's, and it attends to its prompt's and its own
+    Extend    the next tokens of each row: their keys and values join the row's, and they attend to its prompt's and its
+              own. One token of each in a decode step; the new messages where a conversation goes on
 
 A decode step scores a prompt's keys for all rows of the group as one product, so it reads a prompt of 512 tokens once
-and not once per row. For that the rows are laid out as a grid of slots x members. Groups that have lost members leave
-cells of it empty; where most would be (one large group among many small ones) it goes slot by slot instead.
+and not once per row, in every turn of a conversation too: what a group's episodes open with stays in one slot. For that
+the rows are laid out as a grid of slots x members. Groups that have lost members leave cells of it empty; where most
+would be (one large group among many small ones) it goes slot by slot instead. What the rows hold themselves is read as
+far as the longest of them goes; where their lengths differ, for `PART` rows at a time, which the engine keeps in order.
 
-Shapes: B active rows, S packed tokens, P slots in use, G most members of a slot, H query heads, K key-value heads,
-R = H / K, D head size, L longest prompt, T longest end of one, M longest completion, N = L + M.
+Shapes: B rows, S packed tokens, P slots in use, G most members of a slot, H query heads, K key-value heads, R = H / K,
+D head size, L longest prompt, T most new tokens of a row, M most tokens that a row holds, N = L + M.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from groupwise.algo.attention import Scoring, SharedPrompts, attend_masked, spread, unseen
+from groupwise.algo.attention import Scoring, SharedPrompts, spread
 
+PART = 16  # rows
 MOST_EMPTY = 4  # cells of the grid per row, beyond which the grid is not worth its empty cells
 
 
@@ -70,40 +74,86 @@ class KeyValueCache:
     def __init__(self, most_rows: int):
         self.prompts, self.rows = _Store(most_rows), _Store(most_rows)
         self.lengths: list[int] = []  # tokens of the prompt in each slot
+        self.openings: list[Opening | None] = []  # and the copy of it, where there is one
 
     def add_prompts(self, lengths: Sequence[int]) -> range:
         """New slots behind the last, for prompts that are about to be prefilled."""
         start = len(self.lengths)
         self.lengths += lengths
+        self.openings += [None] * len(lengths)
         self.prompts.reserve(len(self.lengths), max(self.lengths))
         return range(start, len(self.lengths))
 
     def drop_prompt(self, slot: int) -> int | None:
         """Free a slot; the last one moves into its place. -> the slot that moved, if one did."""
         last = len(self.lengths) - 1
-        length = self.lengths.pop()
+        length, opening = self.lengths.pop(), self.openings.pop()
         if slot == last:
             return None
         self.prompts.move(last, slot, length)
-        self.lengths[slot] = length
+        self.lengths[slot], self.openings[slot] = length, opening
         return last
 
-    def kept(self, slot: int, row: int, count: int) -> dict[int, tuple[Tensor, Tensor]]:
-        """A copy of the slot's keys and values and of the row's first `count`: by layer [K, n, D] each."""
-        length = self.lengths[slot]
-        return {
-            layer: (
-                torch.cat([self.prompts.layers[layer][0][slot, :, :length], keys[row, :, :count]], 1),
-                torch.cat([self.prompts.layers[layer][1][slot, :, :length], values[row, :, :count]], 1),
-            )
-            for layer, (keys, values) in self.rows.layers.items()
-        }
+    def opening(self, slot: int) -> Opening:
+        """A copy of a slot, made once."""
+        opening = self.openings[slot]
+        if opening is None:
+            opening = Opening(_copies(self.prompts, slot, self.lengths[slot]), self.lengths[slot])
+            self.openings[slot] = opening
+        return opening
 
-    def restore(self, slot: int, layers: dict[int, tuple[Tensor, Tensor]], known: int) -> None:
-        """Put the first `known` of what was kept into a slot."""
-        for layer, pair in layers.items():
-            for store, x_KnD in zip(self.prompts.of(layer, pair[0].transpose(0, 1)), pair, strict=True):
-                store[slot, :, :known] = x_KnD[:, :known]
+    def slot_of(self, opening: Opening) -> int:
+        """The slot that has it, or a new one with what it has."""
+        for slot, there in enumerate(self.openings):
+            if there is opening:
+                return slot
+        (slot,) = self.add_prompts([opening.length])
+        self.openings[slot] = opening
+        _put_back(self.prompts, slot, opening.layers, opening.length)
+        return slot
+
+    def sort(self, order: Tensor, length: int) -> None:
+        """Put row `order[i]` in place i; the longest has `length` tokens of its own."""
+        for pair in self.rows.layers.values():
+            for x in pair:
+                x[: len(order), :, :length] = x[order, :, :length]
+
+    def held(self, row: int, count: int) -> Layers:
+        """A copy of the first `count` of a row's own."""
+        return _copies(self.rows, row, count)
+
+    def hold(self, row: int, layers: Layers, count: int) -> None:
+        """Give a row the first `count` of what `held` copied."""
+        _put_back(self.rows, row, layers, count)
+
+    def clear(self) -> None:
+        """Free all slots."""
+        self.lengths.clear()
+        self.openings.clear()
+
+
+Layers = dict[int, tuple[Tensor, Tensor]]  # by layer, keys and values [K, n, D]
+
+
+@dataclass(eq=False)
+class Opening:
+    """What a slot had in it: the tokens that the conversations of a group open with."""
+
+    layers: Layers
+    length: int
+
+
+def _copies(store: _Store, line: int, length: int) -> Layers:
+    return {
+        layer: (keys[line, :, :length].clone(), values[line, :, :length].clone())
+        for layer, (keys, values) in store.layers.items()
+    }
+
+
+def _put_back(store: _Store, line: int, layers: Layers, length: int) -> None:
+    for layer, pair in layers.items():
+        for x, kept_KnD in zip(store.layers[layer], pair, strict=True):
+            x[line, :, :length] = kept_KnD[:, :length]
 
 
 class Prefill:
@@ -121,48 +171,36 @@ class Prefill:
         return prompts.attend(layer, query_SHD, key_SKD, value_SKD, scoring)
 
 
-class Resumed:
-    """Layout of packed prompts without their first `known` tokens, which are in their slots already.
+def parts_of(lengths: Sequence[int]) -> list[tuple[slice, int]]:
+    """Rows of which as many tokens are read, the most that one of them has: all at once or `PART` at a time."""
+    if len(lengths) < 2 * PART or min(lengths) == max(lengths):
+        return [(slice(0, len(lengths)), max(lengths))]
+    return [(slice(at, at + PART), max(lengths[at : at + PART])) for at in range(0, len(lengths), PART)]
 
-    Token t of a prompt's end attends to the tokens before `known` and to those of the end up to itself.
-    """
 
-    def __init__(self, cache: KeyValueCache, slots: range, known: Sequence[int], device: torch.device):
-        self.cache, self.slots = cache, slice(slots.start, slots.stop)
-        lengths = cache.lengths[self.slots]
-        ends = [length - start for length, start in zip(lengths, known, strict=True)]
-        self.P, self.T, self.L = len(ends), max(ends), max(lengths)
-        start_P = torch.tensor(known, device=device)
-        end_P = torch.tensor(ends, device=device)
-        at_T, at_L = torch.arange(self.T, device=device), torch.arange(self.L, device=device)
-        prompt_S, self.t_S = (at_T < end_P[:, None]).nonzero(as_tuple=True)
-        self.prompt_S, self.position_S = prompt_S, start_P[prompt_S] + self.t_S
-        self.gap_PTL = start_P[:, None, None] + at_T[:, None] - at_L
-
-    def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
-        P, T, (_, H, D), K = self.P, self.T, query_SHD.shape, key_SKD.shape[1]
-        keys, values = (store[self.slots, :, : self.L] for store in self.cache.prompts.of(layer, key_SKD))
-        keys[self.prompt_S, :, self.position_S] = key_SKD
-        values[self.prompt_S, :, self.position_S] = value_SKD
-        query_PTHD = query_SHD.new_zeros(P, T, H, D)
-        query_PTHD[self.prompt_S, self.t_S] = query_SHD
-        out_PTHD = attend_masked(query_PTHD, keys, values, unseen(self.gap_PTL, scoring.window), scoring)
-        return out_PTHD[self.prompt_S, self.t_S]
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 class Grid:
-    """Which rows share which slot, laid out as slots x members. Made anew when rows come or go."""
+    """Which rows share which slot, laid out as slots x members. Made anew when rows come or go.
 
-    def __init__(self, slots: Sequence[int], lengths: Sequence[int], device: torch.device):
+    Args:
+        slots: of each row.
+        shared: the first tokens of its slot that each row has; the rest of a longer one is hidden from it.
+        lengths: tokens in each slot.
+    """
+
+    def __init__(self, slots: Sequence[int], shared: Sequence[int], lengths: Sequence[int], device: torch.device):
         self.P, self.L = len(lengths), max(lengths)
         members: list[list[int]] = [[] for _ in lengths]
         for row, slot in enumerate(slots):
             members[slot].append(row)
         self.G = max(len(rows) for rows in members)
-        self.members = None  # by slot, when there would be too many empty cells
+        self.members = None  # slots and their rows, when there would be too many empty cells
         self.cell_B = self.row_C = None  # None: cell i is row i
         if MOST_EMPTY * len(slots) < self.P * self.G:
-            self.members = [torch.tensor(rows, device=device) for rows in members]
+            self.members = [(slot, torch.tensor(rows, device=device)) for slot, rows in enumerate(members) if rows]
         else:
             cells = [(slot * self.G + i, row) for slot, rows in enumerate(members) for i, row in enumerate(rows)]
             if any(cell != row for cell, row in cells) or len(cells) < self.P * self.G:
@@ -170,16 +208,16 @@ class Grid:
                 for cell, row in cells:
                     cell_B[row], row_C[cell] = cell, row
                 self.cell_B, self.row_C = (torch.tensor(x, device=device) for x in (cell_B, row_C))
-        self.length_B = torch.tensor([lengths[slot] for slot in slots], device=device)
-        self.ragged = len(set(lengths)) > 1
+        self.shared_B = torch.tensor(shared, device=device)
+        self.ragged = min(shared) < self.L
 
     def product(self, x_BKRI: Tensor, prompts_PKIJ: Tensor) -> Tensor:
         """Each row's [K, R, I] times its prompt's [K, I, J] -> [B, K, R, J]."""
         B, K, R, _ = x_BKRI.shape
         if self.members is not None:
             out = x_BKRI.new_empty(B, K, R, prompts_PKIJ.shape[-1])
-            for rows, prompt_KIJ in zip(self.members, prompts_PKIJ, strict=True):
-                mine = x_BKRI[rows].transpose(0, 1).reshape(K, len(rows) * R, -1) @ prompt_KIJ
+            for slot, rows in self.members:
+                mine = x_BKRI[rows].transpose(0, 1).reshape(K, len(rows) * R, -1) @ prompts_PKIJ[slot]
                 out[rows] = mine.view(K, len(rows), R, -1).transpose(0, 1)
             return out
         x_CKRI = x_BKRI if self.row_C is None else x_BKRI.index_select(0, self.row_C)
@@ -189,53 +227,84 @@ class Grid:
         return out_CKRJ if self.cell_B is None else out_CKRJ.index_select(0, self.cell_B)
 
 
-class Decode:
-    """Layout of one new token per active row, attending to its prompt and to the row's own completion so far."""
+class Extend:
+    """Layout of the next tokens of each row: they attend to what it shares of its slot, to its own, and in order.
 
-    def __init__(self, cache: KeyValueCache, grid: Grid, count_B: Tensor):
-        self.cache, self.grid, self.count_B = cache, grid, count_B - 1  # the token that goes in was counted already
-        low, high = (int(x) for x in self.count_B.aminmax())
-        self.B, self.M, self.uniform = len(count_B), high + 1, low == high
-        self.row_B = torch.arange(self.B, device=count_B.device)
+    Args:
+        rows: consecutive ones.
+        held_B: tokens that each has of its own already.
+        ends: how many come now; None: one each.
+    """
+
+    def __init__(
+        self, cache: KeyValueCache, grid: Grid, rows: slice, held_B: Tensor, ends: Sequence[int] | None = None
+    ):
+        self.cache, self.grid, self.rows, self.held_B = cache, grid, rows, held_B
+        device, self.B, self.T = held_B.device, len(held_B), 1 if ends is None else max(ends)
+        lengths = [held + new for held, new in zip(held_B.tolist(), ends or [1] * self.B, strict=True)]
+        self.parts, self.M = parts_of(lengths), max(lengths)
+        self.uniform = ends is None and min(lengths) == self.M
+        if ends is None:
+            self.row_S, self.at_S = torch.arange(self.B, device=device), held_B
+        else:
+            new_BT = torch.arange(self.T, device=device) < torch.tensor(ends, device=device)[:, None]
+            self.row_S, self.t_S = new_BT.nonzero(as_tuple=True)
+            self.at_S = held_B[self.row_S] + self.t_S
         self._hidden: dict[int | None, Tensor | None] = {}
-        cache.rows.reserve(self.B, self.M)
+        cache.rows.reserve(rows.stop, self.M)
 
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
-        B, M, grid, K, D = self.B, self.M, self.grid, key_SKD.shape[1], query_SHD.shape[2]
-        keys, values = self.cache.rows.of(layer, key_SKD)
-        for store, x_BKD in ((keys, key_SKD), (values, value_SKD)):
+        B, T, M, grid, K, (_, H, D) = self.B, self.T, self.M, self.grid, key_SKD.shape[1], query_SHD.shape
+        keys, values = (x[self.rows] for x in self.cache.rows.of(layer, key_SKD))
+        for store, x_SKD in ((keys, key_SKD), (values, value_SKD)):
             if self.uniform:
-                store[:B, :, M - 1] = x_BKD
+                store[:, :, M - 1] = x_SKD
             else:
-                store[self.row_B, :, self.count_B] = x_BKD
+                store[self.row_S, :, self.at_S] = x_SKD
         prompt_keys, prompt_values = (x[: grid.P, :, : grid.L] for x in self.cache.prompts.of(layer, key_SKD))
-        query_BKRD = scoring.scaled(query_SHD).view(B, K, -1, D)
-        shared = grid.product(query_BKRD, prompt_keys.transpose(-1, -2))
-        own = query_BKRD @ keys[:B, :, :M].transpose(-1, -2)
-        scores = scoring.finished(torch.cat([shared, own], -1))
-        hidden_BN = self._hidden_from(scoring.window)
-        if hidden_BN is not None:
-            scores = scores.masked_fill_(hidden_BN[:, None, None], float("-inf"))
-        weights = scores.softmax(-1).to(values.dtype)
-        out = grid.product(weights[..., : grid.L], prompt_values) + weights[..., grid.L :] @ values[:B, :, :M]
-        return out.reshape(B, -1, D)
+        query_BKQD = self._queries(scoring.scaled(query_SHD), K)  # Q = R T
+        shared = grid.product(query_BKQD, prompt_keys.transpose(-1, -2))
+        hidden_BTN = self._hidden_from(scoring.window)
+        looks, own = [], []
+        for part, longest in self.parts:
+            products = query_BKQD[part] @ keys[part, :, :longest].transpose(-1, -2)
+            scores = scoring.finished(torch.cat([shared[part], products], -1))
+            if hidden_BTN is not None:
+                hidden = hidden_BTN[part, None, :, : grid.L + longest]
+                scores.view(-1, H, T, grid.L + longest).masked_fill_(hidden, float("-inf"))
+            weights = scores.softmax(-1).to(values.dtype)
+            looks.append(weights[..., : grid.L])
+            own.append(weights[..., grid.L :] @ values[part, :, :longest])
+        out = (grid.product(_joined(looks), prompt_values) + _joined(own)).reshape(B, H, T, D)
+        return out[:, :, 0] if T == 1 else out.transpose(1, 2)[self.row_S, self.t_S]
+
+    def _queries(self, query_SHD: Tensor, K: int) -> Tensor:
+        """[B, K, R*T, D]; zeros where a row has fewer than T."""
+        _, H, D = query_SHD.shape
+        if self.T == 1:
+            return query_SHD.view(self.B, K, -1, D)
+        query_BTHD = query_SHD.new_zeros(self.B, self.T, H, D)
+        query_BTHD[self.row_S, self.t_S] = query_SHD
+        return query_BTHD.transpose(1, 2).reshape(self.B, K, -1, D)
 
     def _hidden_from(self, window: int | None) -> Tensor | None:
-        """[B, N], True where a row may not look: behind its prompt or its own end, or beyond the window."""
+        """[B, T, N], True where a token may not look: behind its prompt or ahead of itself, or beyond the window."""
         if window not in self._hidden:
             self._hidden[window] = self._hide(window)
         return self._hidden[window]
 
     def _hide(self, window: int | None) -> Tensor | None:
-        grid, device = self.grid, self.count_B.device
+        grid, device = self.grid, self.held_B.device
         longest = grid.L + self.M  # keys that the longest row can have
         narrow = window is not None and window < longest
         if self.uniform and not grid.ragged and not narrow:
             return None
         at_L, at_M = torch.arange(grid.L, device=device), torch.arange(self.M, device=device)
-        length_B1, count_B1 = grid.length_B[:, None], self.count_B[:, None]
-        hidden = torch.cat([at_L >= length_B1, at_M > count_B1], 1)
+        shared_B1 = grid.shared_B[:, None]
+        at_BT1 = (self.held_B[:, None] + torch.arange(self.T, device=device))[..., None]
+        behind_BTL = (at_L >= shared_B1)[:, None].expand(-1, self.T, -1)
+        hidden = torch.cat([behind_BTL, at_M > at_BT1], -1)
         if window is not None and narrow:
-            gap = length_B1 + count_B1 - torch.cat([at_L.expand(self.B, -1), length_B1 + at_M], 1)
-            hidden |= gap >= window
+            key_BN = torch.cat([at_L.expand(self.B, -1), shared_B1 + at_M], 1)
+            hidden |= shared_B1[..., None] + at_BT1 - key_BN[:, None] >= window
         return hidden

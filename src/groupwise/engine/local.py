@@ -21,7 +21,7 @@ import asyncio
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import chain
@@ -34,7 +34,7 @@ from torch import Tensor
 from groupwise.algo.attention import Layout, SharedPrompts
 from groupwise.backbone import Backbone
 from groupwise.chat import decode
-from groupwise.engine.cache import Decode, Grid, KeyValueCache, Prefill, Resumed
+from groupwise.engine.cache import Extend, Grid, KeyValueCache, Prefill, parts_of
 from groupwise.engine.lora import AdapterBank, AdapterWeights, add_adapters, read_adapter
 from groupwise.engine.prefix_cache import Kept, PrefixCache
 from groupwise.engine.rows import Job, Rows, TokenSink
@@ -44,6 +44,9 @@ from groupwise.model import Head, LoadedModel, packed_forward_gap, packed_tolera
 from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingRequest
 
 PREFILL_TOKENS = 8192  # prompt tokens prefilled in one forward, counting the padding to the longest of them
+EXTEND_TOKENS = 512  # of a conversation that goes on, in one forward; of several 4 times as many, padding included
+MOST_HELD = 256  # tokens of a conversation after its opening, beyond which they must not be more than the opening
+SORT_EVERY, MOST_BEYOND = 16, 1.5  # decode steps; tokens read per token there is, beyond which rows are sorted
 SCORED_AT_ONCE = 512  # positions: their logits, [positions, vocabulary], exist at the same time
 # On a CPU a small model's step is over before a second thread has woken up for each of its operations: it runs on one
 # thread while its weights fit a cache and its products come to less than this.
@@ -80,6 +83,7 @@ class LocalEngine:
         self._adapters: dict[PolicyVersion, AdapterWeights | None] = {}  # None: the base weights
         self._rows, self._cache = Rows(max_rows, base.device), KeyValueCache(max_rows)
         self._past = PrefixCache(prefix_cache_mb << 20)
+        self._since_sorted = 0  # decode steps
         self._grid: Grid | None = None  # None: rows have come or gone since it was made
         self._eos = torch.tensor(base.eos_ids, dtype=torch.long, device=base.device)
         embedding: Any = self._model.get_input_embeddings()
@@ -261,41 +265,85 @@ class LocalEngine:
                     queue.popleft()
                 else:
                     break  # its next completions follow when these rows are taken
-        for together in ([new for new in admitted if not new.known], [new for new in admitted if new.known]):
-            if together:
-                self._prefill(together)
+        if anew := [new for new in admitted if new.past is None]:
+            self._prefill(anew)
+        for together in _batches([new for new in admitted if new.past is not None]):
+            self._extend(together)
 
     def _prefill(self, admitted: Sequence[_Admitted]) -> None:
-        """Run prompts, all of them anew or all from where what is known of them ends, and sample their first tokens."""
-        slots = self._cache.add_prompts([len(new.job.request.prompt_ids) for new in admitted])
+        """Run prompts and sample their first tokens."""
+        prompts = [new.job.request.prompt_ids for new in admitted]
+        lengths = [len(prompt) for prompt in prompts]
+        slots = self._cache.add_prompts(lengths)
         first = self._rows.active
-        for slot, new in zip(slots, admitted, strict=True):
-            self._rows.add(new.job, new.n, slot=slot)
+        for slot, length, new in zip(slots, lengths, admitted, strict=True):
+            self._rows.add(new.job, new.n, slot=slot, shared=length)
         self._grid = None
         self._cache.rows.reserve(self._rows.active, 1)
         self._rows.reserve(max(new.job.max_tokens for new in admitted))
-        for slot, new in zip(slots, admitted, strict=True):
-            if new.past is not None:
-                self._cache.restore(slot, new.past.layers, new.known)
-        known = [new.known for new in admitted]
-        device = self._base.device
-        layout = Resumed(self._cache, slots, known, device) if any(known) else Prefill(self._cache, slots, device)
-        ends = [new.job.request.prompt_ids[new.known :] for new in admitted]
-        positions = chain.from_iterable(range(new.known, len(new.job.request.prompt_ids)) for new in admitted)
-        owners = [new.job.weights for new, end in zip(admitted, ends, strict=True) for _ in end]
-        hidden_SH = self._forward(list(chain(*ends)), list(positions), layout, owners)
-        last = torch.tensor([len(end) for end in ends], device=hidden_SH.device).cumsum(0) - 1
+        layout = Prefill(self._cache, slots, self._base.device)
+        owners = [new.job.weights for new, length in zip(admitted, lengths, strict=True) for _ in range(length)]
+        positions = chain.from_iterable(range(n) for n in lengths)
+        hidden_SH = self._forward(list(chain(*prompts)), list(positions), layout, owners)
+        last = torch.tensor(lengths, device=hidden_SH.device).cumsum(0) - 1
         per_row = torch.tensor([p for p, new in enumerate(admitted) for _ in range(new.n)], device=hidden_SH.device)
         self._advance(slice(first, self._rows.active), self._head.logits(hidden_SH[last])[per_row])
+
+    def _extend(self, admitted: Sequence[_Admitted]) -> None:
+        """Give conversations back what was kept of them, run what is new and sample its next tokens."""
+        rows, cache, first = self._rows, self._cache, self._rows.active
+        for new in admitted:
+            assert new.past is not None
+            rows.add(new.job, 1, slot=cache.slot_of(new.past.opening), shared=new.shared)
+        self._grid = None
+        rows.reserve(max(new.job.max_tokens for new in admitted))
+        at = slice(first, rows.active)
+        cache.rows.reserve(rows.active, int(rows.held[at].max()))
+        for row, new in enumerate(admitted, first):
+            assert new.past is not None
+            cache.hold(row, new.past.own, new.known - new.shared)
+        grid = self._lay_out(at)
+        last: list[Tensor] = [torch.empty(0)] * len(admitted)
+        for start in range(0, max(new.missing for new in admitted), EXTEND_TOKENS):
+            pieces = [new.piece(start) for new in admitted]
+            held = [piece.start - new.shared for new, piece in zip(admitted, pieces, strict=True)]
+            layout = Extend(cache, grid, at, torch.tensor(held, device=self._base.device), [len(p) for p in pieces])
+            ids = [new.job.request.prompt_ids[i] for new, piece in zip(admitted, pieces, strict=True) for i in piece]
+            owners = [new.job.weights for new, piece in zip(admitted, pieces, strict=True) for _ in piece]
+            hidden_SH = self._forward(ids, list(chain(*pieces)), layout, owners)
+            for b, mine in enumerate(hidden_SH.split([len(piece) for piece in pieces])):
+                last[b] = mine[-1] if len(mine) else last[b]
+        self._advance(at, self._head.logits(torch.stack(last)))
+
+    def _sort(self) -> None:
+        """Put the rows in order of their lengths where, as they stand, much would be read beyond the end of many."""
+        rows = self._rows
+        lengths_B = (rows.held + rows.count)[: rows.active]
+        needed, read = (
+            int(lengths_B.sum()),
+            sum(n * (part.stop - part.start) for part, n in parts_of(lengths_B.tolist())),
+        )
+        if read > MOST_BEYOND * needed and self._since_sorted >= SORT_EVERY:
+            order = lengths_B.argsort(stable=True)
+            self._cache.sort(order, int(lengths_B.max()))
+            rows.sort(order)
+            self._since_sorted = 0
+
+    def _lay_out(self, at: slice) -> Grid:
+        owners = self._rows.owners[at]
+        slots, shared = [row.slot for row in owners], [row.shared for row in owners]
+        return Grid(slots, shared, self._cache.lengths, self._base.device)
 
     # -- decoding -----------------------------------------------------------------------------------------------------
 
     def _decode(self) -> None:
         rows, every = self._rows, slice(0, self._rows.active)
+        self._since_sorted += 1
         if self._grid is None:
-            self._grid = Grid([row.slot for row in rows.owners], self._cache.lengths, self._base.device)
+            self._sort()
+            self._grid = self._lay_out(every)
         # the token sampled last has not been seen by the model yet: it goes in at `position`, which then moves on
-        layout = Decode(self._cache, self._grid, rows.count[every])
+        layout = Extend(self._cache, self._grid, every, rows.held[every] + rows.count[every] - 1)
         hidden_BH = self._forward(rows.token[every], rows.position[every], layout, rows.weights)
         rows.position[every] += 1
         self._advance(every, self._head.logits(hidden_BH))
@@ -374,7 +422,8 @@ class LocalEngine:
             )
             if job.request.cache and self._past.most_bytes:  # the token sampled last was never seen by the model
                 seen = (*job.request.prompt_ids, *ids[:-1])
-                self._past.add(Kept(job.weights, seen, self._cache.kept(row.slot, i, count - 1)))
+                own = self._cache.held(i, int(rows.held[i]) + count - 1)
+                self._past.add(Kept(job.weights, seen, self._cache.opening(row.slot), row.shared, own))
             if len(job.done) == job.request.n:
                 job.settle([job.done[j] for j in range(job.request.n)])
         self._free(reasons)
@@ -395,7 +444,7 @@ class LocalEngine:
         moved = rows.remove(finished)
         if moved is not None:
             source, target = moved
-            self._cache.rows.move(source, target, int(rows.count[source].max()))
+            self._cache.rows.move(source, target, int((rows.held + rows.count)[source].max()))
         for slot in sorted(set(range(len(self._cache.lengths))) - left, reverse=True):
             replaced = self._cache.drop_prompt(slot)
             for row in rows.owners:
@@ -405,8 +454,13 @@ class LocalEngine:
 
     def _known(self, job: Job) -> tuple[Kept | None, int]:
         """What was kept that the prompt begins with, and how many of its tokens that is."""
-        found = self._past.find(job.weights, job.request.prompt_ids) if job.request.cache else None
-        return found or (None, 0)
+        ids = job.request.prompt_ids
+        if not job.request.cache or job.request.n > 1:
+            return None, 0
+        past, known = self._past.find(job.weights, ids) or (None, 0)
+        if past is None or len(ids) - past.shared > max(MOST_HELD, past.shared):
+            return None, 0  # begin anew, with all of it in a slot
+        return past, known
 
     def _forget(self, weights: AdapterWeights | None) -> None:
         """Drop what was made from weights that are unloaded, or from base weights that have changed."""
@@ -455,8 +509,9 @@ class LocalEngine:
         with self._wakeup:
             jobs = {id(job): job for job in (*self._urgent, *self._waiting, *(row.job for row in self._rows.owners))}
             calls = list(self._calls)
-            for queue in (self._urgent, self._waiting, self._calls, self._cache.lengths):
+            for queue in (self._urgent, self._waiting, self._calls):
                 queue.clear()
+            self._cache.clear()
             self._rows = Rows(self.max_rows, self._base.device)
             self._grid = None
             self._past.clear()
@@ -468,12 +523,38 @@ class LocalEngine:
 
 @dataclass
 class _Admitted:
-    """A job that is given `n` rows; the first `known` tokens of its prompt are in `past`."""
+    """A job that is given `n` rows; the first `known` tokens of its prompt are in `past`, where there is one."""
 
     job: Job
     n: int
     past: Kept | None
     known: int
+
+    @property
+    def shared(self) -> int:
+        """Tokens of it that it shares with all who opened alike."""
+        return 0 if self.past is None else min(self.known, self.past.shared)
+
+    @property
+    def missing(self) -> int:
+        return len(self.job.request.prompt_ids) - self.known
+
+    def piece(self, start: int) -> range:
+        """The positions of up to EXTEND_TOKENS missing tokens from the `start`-th on."""
+        end = len(self.job.request.prompt_ids)
+        return range(min(self.known + start, end), min(self.known + start + EXTEND_TOKENS, end))
+
+
+def _batches(admitted: Sequence[_Admitted]) -> Iterator[list[_Admitted]]:
+    """Those that are run together: by length, so that they need little padding."""
+    batch: list[_Admitted] = []
+    for new in sorted(admitted, key=lambda new: new.missing):
+        if batch and (len(batch) + 1) * min(new.missing, EXTEND_TOKENS) > 4 * EXTEND_TOKENS:
+            yield batch
+            batch = []
+        batch.append(new)
+    if batch:
+        yield batch
 
 
 def _answer(function: Callable[[], Any], future: Future[Any]) -> None:

@@ -6,36 +6,33 @@ values here, and computes only what of its prompt is not here already, under the
 
 What begins alike is found as in vLLM's automatic prefix caching (Kwon et al. 2023, arXiv 2309.06180): the tokens are
 cut into blocks, each block's key is a hash of the tokens up to its end, and a table says who has that block. A hash
-only proposes: how many tokens are really the same is then counted, so what is shared need not end with a block.
-
-Shapes: K key-value heads, n tokens kept, D head size.
+only proposes: how many tokens are really the same is then counted, so what is shared need not end with a block. The
+episodes of a group open alike; that opening is here once.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from groupwise.algo.prefixes import common_prefix
+from groupwise.engine.cache import Layers, Opening
 
-BLOCK = 16  # tokens: less than this is not looked for
+BLOCK = 8  # tokens: less than this is not looked for
 
 
 @dataclass(eq=False)
 class Kept:
-    """The keys and values [K, n, D] of `ids`, by layer, under the weights `owner` (None: the base)."""
+    """The keys and values of `ids` under the weights `owner` (None: the base): of the first `shared` tokens in the
+    opening, which others share, of the others its `own`."""
 
     owner: object
     ids: tuple[int, ...]
-    layers: dict[int, tuple[Tensor, Tensor]]
+    opening: Opening
+    shared: int
+    own: Layers
     blocks: list[int] = field(default_factory=list)
-
-    @property
-    def bytes(self) -> int:
-        return sum(x.numel() * x.itemsize for pair in self.layers.values() for x in pair)
 
 
 class PrefixCache:
@@ -43,6 +40,7 @@ class PrefixCache:
 
     def __init__(self, most_bytes: int):
         self.most_bytes, self.bytes = most_bytes, 0
+        self._sharing: Counter[Opening] = Counter()  # how many have each opening
         self._kept: OrderedDict[int, Kept] = OrderedDict()  # by id, oldest first
         self._table: dict[int, Kept] = {}
 
@@ -69,7 +67,8 @@ class PrefixCache:
             self._drop(before[0])
         self._kept[id(kept)] = kept
         self._table.update(dict.fromkeys(kept.blocks, kept))
-        self.bytes += kept.bytes
+        self.bytes += _bytes(kept.own) + (0 if kept.opening in self._sharing else _bytes(kept.opening.layers))
+        self._sharing[kept.opening] += 1
         while self.bytes > self.most_bytes:
             self._drop(next(iter(self._kept.values())))
 
@@ -81,14 +80,23 @@ class PrefixCache:
     def clear(self) -> None:
         self._kept.clear()
         self._table.clear()
+        self._sharing.clear()
         self.bytes = 0
 
     def _drop(self, kept: Kept) -> None:
         del self._kept[id(kept)]
-        self.bytes -= kept.bytes
+        self.bytes -= _bytes(kept.own)
+        self._sharing[kept.opening] -= 1
+        if not self._sharing[kept.opening]:
+            del self._sharing[kept.opening]
+            self.bytes -= _bytes(kept.opening.layers)
         for block in kept.blocks:
             if self._table.get(block) is kept:
                 del self._table[block]
+
+
+def _bytes(layers: Layers) -> int:
+    return sum(x.numel() * x.itemsize for pair in layers.values() for x in pair)
 
 
 def _blocks(owner: object, ids: Sequence[int]) -> Iterator[int]:

@@ -51,11 +51,13 @@ class Job:
 
 @dataclass
 class Row:
-    """Whose completion a row is: the request's `index`-th, of the prompt in the cache's `slot`."""
+    """Whose completion a row is: the request's `index`-th, of a prompt whose first `shared` tokens are in the cache's
+    `slot` and whose others the row holds itself."""
 
     job: Job
     index: int
     slot: int
+    shared: int
     alternatives: list[tuple[tuple[int, float], ...]] = field(default_factory=list)  # with top_logprobs
 
     @property
@@ -76,7 +78,7 @@ class Rows:
             return torch.zeros(most, dtype=dtype, device=device)
 
         self.token, self.position = column(torch.long), column(torch.long)
-        self.count, self.limit = column(torch.long), column(torch.long)
+        self.count, self.limit, self.held = (column(torch.long) for _ in range(3))
         self.temperature, self.top_p, self.min_p = (column(torch.float64) for _ in range(3))
         self.top_k = column(torch.long)
         self.watch_eos = column(torch.bool)
@@ -96,15 +98,16 @@ class Rows:
             self.tokens = torch.nn.functional.pad(self.tokens, (0, missing))
             self.logprobs = torch.nn.functional.pad(self.logprobs, (0, missing))
 
-    def add(self, job: Job, n: int, *, slot: int) -> None:
-        """Give the next `n` completions of `job` the next `n` rows."""
+    def add(self, job: Job, n: int, *, slot: int, shared: int) -> None:
+        """Give the next `n` completions of `job` the next `n` rows; `shared` tokens of the prompt are in the slot."""
         params = job.request.params
         at = slice(self.active, self.active + n)
         self.count[at], self.limit[at], self.position[at] = 0, job.max_tokens, len(job.request.prompt_ids)
+        self.held[at] = len(job.request.prompt_ids) - shared
         self.temperature[at], self.top_p[at], self.min_p[at] = params.temperature, params.top_p, params.min_p
         self.top_k[at], self.watch_eos[at] = params.top_k, not params.ignore_eos
         for row in range(at.start, at.stop):
-            self.owners.append(Row(job, job.started, slot))
+            self.owners.append(Row(job, job.started, slot, shared))
             self.seed[row] = completion_seed(job.seed, job.started)
             job.started += 1
         self._note()
@@ -131,10 +134,19 @@ class Rows:
         self._note()
         return moved
 
+    def sort(self, order: Tensor) -> None:
+        """Put row `order[i]` in place i."""
+        every = slice(0, self.active)
+        for column in self._columns():
+            column[every] = column[order]
+        self.seed[every] = self.seed[order.cpu().numpy()]
+        self.owners = [self.owners[row] for row in order.tolist()]
+        self._note()
+
     def _columns(self) -> tuple[Tensor, ...]:
         return (
-            self.token, self.position, self.count, self.limit, self.temperature, self.top_p, self.min_p, self.top_k,
-            self.watch_eos, self.tokens, self.logprobs,
+            self.token, self.position, self.count, self.limit, self.held, self.temperature, self.top_p, self.min_p,
+            self.top_k, self.watch_eos, self.tokens, self.logprobs,
         )  # fmt: skip
 
     def _note(self) -> None:
