@@ -21,11 +21,14 @@ import typer
 from groupwise.cli import app
 from groupwise.job_config import GrpoJobConfig, SftJobConfig
 from groupwise.server.config import ServeConfig
+from groupwise.server.protocol import ChatRequest
+from groupwise.server.wire import Unsupported
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 SOURCE = ROOT / "src" / "groupwise"
 GUIDES = ("server.md", "troubleshooting.md")
+CHAT_PARAMETERS = ("honoured", "refused", "ignored")
 UNITS = {"MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -137,6 +140,20 @@ def rows(document: str) -> dict[str, str]:
 def value(shown: str) -> Any:
     number, _, unit = shown.partition(" ")
     return int(number) * UNITS[unit] if unit in UNITS else json.loads(shown)
+
+
+def test_the_guide_says_what_happens_to_each_parameter_of_a_chat() -> None:
+    cells = [re.findall(rf"^\| {word}\b[^|]*\|(.*)\|$", text("server.md"), re.MULTILINE) for word in CHAT_PARAMETERS]
+    honoured, refused, ignored = (set(re.findall(r"`(\w+)`", row)) for (row,) in cells)
+    fields = ChatRequest.model_fields
+    unsupported = {name for name, field in fields.items() if any(isinstance(m, Unsupported) for m in field.metadata)}
+    assert refused == unsupported
+    assert ignored == ChatRequest.bookkeeping
+    (beyond,) = re.findall(
+        r"^- \*\*Beyond OpenAI's\*\*, for `extra_body`: (.*?)\.\n", prose(text("server.md")), re.M | re.S
+    )
+    assert not honoured & set(re.findall(r"`(\w+)`", beyond))
+    assert honoured | set(re.findall(r"`(\w+)`", beyond)) - {"enable_thinking"} == fields.keys() - unsupported
 
 
 @pytest.mark.parametrize("kind", [GrpoJobConfig, SftJobConfig])

@@ -61,7 +61,7 @@ def test_a_preset_alone_is_the_published_loss(preset):
         ({"clip_low": 0.1, "clip_high": 0.3}, {"clip_low": 0.1, "clip_high": 0.3}),
         ({"clip_low": 0.1}, {"clip_low": 0.1, "clip_high": 0.2}),
         ({"kl_coeff": 0}, {"kl": None, "kl_coeff": None}),
-        ({"kl_coeff": None}, {"kl": None, "kl_coeff": None}),
+        ({"kl_coeff": None, "clip_epsilon": None}, {}),  # null is a field that is left out
         ({"kl": "none"}, {"kl": None, "kl_coeff": None}),
         ({"kl": "k1"}, {"kl": "k1"}),
         ({"kl_coeff": 0.5}, {"kl_coeff": 0.5}),

@@ -25,7 +25,7 @@ from groupwise.config import OTHER_NAMES
 from groupwise.config_train import AlgoConfig, Betas, Targets
 from groupwise.configfile import Document, validate
 from groupwise.errors import ConfigError
-from groupwise.section import AdapterName, Section, conflict
+from groupwise.section import AdapterName, NullIsAbsent, Section, conflict
 from groupwise.types import BASE, PolicyVersion
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ def _default_clip_epsilon(given: Mapping[str, Any]) -> float | None:
     return _CLIP_EPSILON if mine and None in (given.get("clip_low"), given.get("clip_high")) else None
 
 
-class JobConfig(Section):
-    """What both kinds of job have."""
+class JobConfig(NullIsAbsent, Section):
+    """What both kinds of job have. null is what a field would be if it were left out."""
 
     output_name: AdapterName | None = None
     """The adapter to make the next version of; null: the server makes a name up."""

@@ -1,11 +1,24 @@
-"""What every part of a configuration is: strict, frozen, with errors that point at the key."""
+"""What every part of a configuration is: strict, frozen, with errors that point at the key.
+
+Section         a part of a configuration
+NullIsAbsent    a model in whose input null stands for a field that is left out
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 
 from groupwise.types import BASE
 
@@ -34,6 +47,36 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         protected_namespaces=(),
     )
+
+
+class NullIsAbsent(BaseModel):
+    """Clients that write every field send null for those that nobody set: of an optional field it means its default."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
+        return {key: value for key, value in data.items() if value is not None or key not in optional}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        document = handler(schema)
+        model = handler.resolve_ref_schema(document)
+        for name, known in model.get("properties", {}).items():
+            if name not in model.get("required", ()):
+                model["properties"][name] = _or_null(known)
+        return document
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """A JSON schema that takes null too; what describes the field stays outside."""
+    null = {"type": "null"}
+    if null in schema.get("anyOf", ()):
+        return schema
+    about = {key: value for key, value in schema.items() if key in ("title", "description", "default")}
+    return {"anyOf": [{key: value for key, value in schema.items() if key not in about}, null], **about}
 
 
 def conflict(*keys_and_message: str) -> ValidationError:

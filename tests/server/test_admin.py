@@ -165,6 +165,24 @@ def test_the_configuration_shows_without_its_secrets(site: Whole) -> None:
     assert shown["config"]["max_n"] == 128 and re.fullmatch(r"[0-9a-f]{64}", shown["base_hash"])
 
 
+# ---- HEAD ----
+def test_whatever_can_be_read_answers_head(site: Whole) -> None:
+    """As load balancers and monitors ask."""
+    paths = [
+        path for path, operations in site.app.openapi()["paths"].items() if "get" in operations and "{" not in path
+    ]
+    assert {"/health", "/ready", "/metrics", "/v1/models", "/v1/train/status"} <= set(paths)
+    for path in paths:
+        get, head = site.http.get(path), site.http.head(path)
+        assert (head.status_code, head.content, set(head.headers)) == (200, b"", set(get.headers)), path
+        assert head.headers["content-type"] == get.headers["content-type"]
+    site.http.headers["authorization"], key = "Bearer wrong", site.http.headers["authorization"]
+    try:
+        assert site.http.head("/v1/models").status_code == 401 and site.http.head("/health").status_code == 200
+    finally:
+        site.http.headers["authorization"] = key
+
+
 def test_the_key_is_in_no_answer(site: Whole) -> None:
     for path in site.app.openapi()["paths"]:
         if "get" in site.app.openapi()["paths"][path] and "{" not in path:

@@ -306,13 +306,23 @@ def test_a_call_can_be_insisted_on(client: OpenAI, stream: bool) -> None:
 def test_a_call_that_did_not_become_one_is_content(client: OpenAI) -> None:
     """Here the starter does not know how to go on with the call that it has to make."""
     messages = [{"role": "user", "content": "Ada is 12 years old. Write it as JSON."}]
-    options = {"tools": [CALCULATOR], "tool_choice": "required", "temperature": 0, "max_tokens": 30}
+    search = {"type": "function", "function": {"name": "search"}}
+    options = {"tools": [CALCULATOR, search], "tool_choice": "required", "temperature": 0, "max_tokens": 30}
     answer = ask(client, messages, return_token_ids=True, **options)
     assert starter().tokenizer.decode(answer.prompt_token_ids).endswith("<|im_start|>assistant\n<tool_call>")
     (choice,) = answer.choices
     assert choice.message.tool_calls is None and choice.finish_reason == "stop"
     assert choice.message.content.startswith('<tool_call>\n{"name": "')
     assert joined(ask(client, messages, stream=True, **options))[0]["content"] == choice.message.content
+
+
+def test_a_required_call_can_only_be_of_the_one_tool_there_is(client: OpenAI) -> None:
+    """The starter knows a calculator, and would call that."""
+    (row,) = prompts("tool", "test", n=1, seed=4)
+    add = {"type": "function", "function": {**CALCULATOR["function"], "name": "add"}}
+    (choice,) = ask(client, row["prompt"], tools=[add], tool_choice="required", temperature=0).choices
+    assert choice.finish_reason == "tool_calls"
+    assert [call.function.name for call in choice.message.tool_calls] == ["add"]
 
 
 def test_no_call_where_none_is_wanted(client: OpenAI) -> None:

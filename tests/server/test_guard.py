@@ -168,7 +168,46 @@ def test_headers_say_whether_to_try_again(site: Site) -> None:
 
 
 def test_a_405_lists_the_methods_of_all_routes_with_that_path(site: Site) -> None:
-    assert site.http.put("/v1/adapters/x").headers["allow"] == "DELETE, GET"
+    assert site.http.put("/v1/adapters/x").headers["allow"] == "DELETE, GET, HEAD"
+
+
+# ---- HEAD ----
+@pytest.mark.parametrize("path", ["/health", "/v1/adapters/x", "/v1/adapters/x?after=y", "/full", "/later", "/bug"])
+def test_head_is_get_without_the_body(site: Site, port: int, path: str) -> None:
+    """Errors too; and the next request on the connection is understood."""
+    connection = connect(port, head("HEAD", path) + head("GET", path))
+    data = b""
+    while not data.endswith(b"}"):
+        data += connection.recv(65536)
+    connection.close()
+    first, second, *_ = data.split(b"HTTP/1.1 ")[1:]
+    assert first.endswith(b"\r\n\r\n") and b"content-length" in first
+    assert _without_names(first) == _without_names(second.partition(b"\r\n\r\n")[0])
+
+
+def _without_names(top: bytes) -> list[bytes]:
+    """The status line and the headers, but for what is each answer's own."""
+    lines = top.strip().split(b"\r\n")
+    return [line for line in lines if not line.startswith((b"x-request-id", b"date"))]
+
+
+def test_head_of_a_stream_ends(site: Site, port: int) -> None:
+    connection = connect(port, head("HEAD", "/v1/train/events/x"))
+    assert b"text/event-stream" in connection.recv(4096)
+    connection.sendall(head("GET", "/health"))
+    assert read(connection).body == b'{"status":"ok"}'
+    connection.close()
+
+
+def test_head_where_there_is_no_get_is_a_405_without_a_body(site: Site) -> None:
+    response = site.http.head("/v1/chat/completions")
+    assert (response.status_code, response.headers["allow"], response.content) == (405, "POST", b"")
+
+
+def test_head_is_counted_as_head(site: Site) -> None:
+    site.http.head("/v1/adapters/x")
+    counted = 'groupwise_http_requests_total{handler="/v1/adapters/{name}",method="HEAD",status="200"}'
+    assert counted in site.recorder.exposition().decode()
 
 
 def test_a_404_proposes_a_route(site: Site) -> None:

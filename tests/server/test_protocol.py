@@ -1,21 +1,39 @@
 """Bodies: what is taken, what is refused and how that is told. All through `parse_body`, as the routes do."""
 
+import inspect
 import json
-from typing import Any
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, get_args
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from openai.resources.chat.completions import Completions as Chat
+from openai.resources.completions import Completions
 from pydantic import BaseModel, ValidationError
 
 from groupwise.errors import RequestError
+from groupwise.job_config import GrpoJobConfig
 from groupwise.server import bodies
 from groupwise.server.bodies import parse_body
 from groupwise.server.config import ServeConfig
-from groupwise.server.protocol import AnsweredMessage, ChatChoice, ChatCompletion, ChatRequest, Usage, as_messages
+from groupwise.server.protocol import (
+    AdapterShare,
+    AnsweredMessage,
+    ChatChoice,
+    ChatCompletion,
+    ChatMessage,
+    ChatRequest,
+    Usage,
+    as_messages,
+)
 from groupwise.server.protocol_adapters import ActivateRequest, LoadRequest, MergeRequest
 from groupwise.server.protocol_completions import BatchRequest, CompletionRequest
-from groupwise.server.protocol_train import GrpoRequest, SftRequest
+from groupwise.server.protocol_messages import CalledFunction, FunctionSchema, TextPart, Tool, ToolCall
+from groupwise.server.protocol_train import GrpoRequest, ScoredCompletion, ScoredGroup, SftExample, SftRequest
+from groupwise.server.wire import Unsupported
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -30,6 +48,18 @@ VALID: dict[type[BaseModel], dict[str, Any]] = {
     ActivateRequest: {"version": 3},
     MergeRequest: {"sources": [{"name": "a", "weight": 0.5}, {"name": "b@2", "weight": 1}], "output_name": "c"},
 }
+LEAST: dict[type[BaseModel], dict[str, Any]] = {
+    ChatMessage: {"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+    TextPart: {"type": "text", "text": "x"},
+    ToolCall: {"function": {"name": "f", "arguments": "{}"}},
+    CalledFunction: {"name": "f", "arguments": "{}"},
+    Tool: TOOL,
+    FunctionSchema: {"name": "f"},
+    AdapterShare: {"name": "math"},
+    ScoredCompletion: PAIR[0],
+    ScoredGroup: {"completions": PAIR},
+    SftExample: VALID[SftRequest]["examples"][0],
+}  # of the parts that have fields that must be given
 OWN = (BatchRequest, GrpoRequest, SftRequest, LoadRequest, ActivateRequest, MergeRequest)
 
 
@@ -221,6 +251,84 @@ def test_what_is_not_offered_is_refused_not_ignored(extra: dict[str, Any]) -> No
     error = refusal(ChatRequest, {"messages": HI, **extra})
     assert (error.code, error.param) == ("unsupported_parameter", next(iter(extra)))
     assert error.hint
+
+
+# ---- what OpenAI's clients send ----
+def known(create: Callable[..., Any]) -> set[str]:
+    """The fields of a body that a method of the `openai` package can send."""
+    of_the_call = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
+    return set(inspect.signature(create).parameters) - of_the_call
+
+
+def is_refused(model: type[BaseModel], field: str) -> bool:
+    return any(isinstance(each, Unsupported) for each in model.model_fields[field].metadata)
+
+
+@pytest.mark.parametrize(("model", "create"), [(ChatRequest, Chat.create), (CompletionRequest, Completions.create)])
+def test_each_of_openais_parameters_is_honoured_refused_or_ignored_on_purpose(model: Any, create: Any) -> None:
+    parameters = known(create)
+    assert {"messages", "stop"} <= parameters or {"prompt", "stop"} <= parameters
+    for name in parameters - model.bookkeeping:
+        assert name in model.model_fields, f"{name}: honour it, refuse it (Unsupported), or call it bookkeeping"
+        error = refused_or_none(model, json.dumps(VALID[model] | {name: {"no": "sense"}}).encode())
+        assert error is not None and error.param and error.param.startswith(name)
+        assert (error.code == "unsupported_parameter") == is_refused(model, name)
+    assert not model.bookkeeping & model.model_fields.keys()
+    parse(model, VALID[model] | {name: {"any": ["thing"]} for name in model.bookkeeping})
+
+
+@pytest.mark.parametrize("model", [ChatRequest, CompletionRequest])
+@pytest.mark.parametrize(
+    ("slip", "meant"),
+    [("temprature", "temperature"), ("max_new_tokens", "max_tokens"), ("stops", "stop"), ("top_p\x1b", "top_p")],
+)
+def test_a_misspelt_option_is_not_ignored(model: type[BaseModel], slip: str, meant: str) -> None:
+    error = refusal(model, VALID[model] | {slip: None})
+    assert error.param == slip.replace("\x1b", "\\u001b") and error.hint == f"did you mean {meant}?"
+    assert "is unknown" in error.message and "\x1b" not in error.message
+
+
+def test_countless_unknown_fields_cost_little() -> None:
+    raw = json.dumps(VALID[ChatRequest] | {f"a{i}": 0 for i in range(200_000)})
+    began = time.monotonic()
+    parse(ChatRequest, raw)
+    assert time.monotonic() - began < 5  # a tenth of a second; half a minute if all were compared
+
+
+# ---- null ----
+def optional_fields(kind: Any, seen: set[Any]) -> Iterator[tuple[type[BaseModel], str]]:
+    """Every optional field of a model and of what its fields hold."""
+    if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+        for argument in get_args(kind):
+            yield from optional_fields(argument, seen)
+    elif kind not in seen:
+        seen.add(kind)
+        for name, field in kind.model_fields.items():
+            yield from optional_fields(field.annotation, seen)
+            if not field.is_required():
+                yield kind, name
+
+
+def test_null_is_a_field_that_is_left_out() -> None:
+    """Wherever a field may be left out; the document says so, too."""
+    found = list(optional_fields(tuple[tuple(VALID)], set()))  # pyright: ignore[reportInvalidTypeArguments]
+    assert {(GrpoRequest, "config"), (GrpoJobConfig, "learning_rate"), (ToolCall, "type")} <= set(found)
+    for model, name in found:
+        least = LEAST.get(model, VALID.get(model, {}))
+        left_out = parse(model, {key: value for key, value in least.items() if key != name})
+        assert getattr(parse(model, least | {name: None}), name) == getattr(left_out, name), (model, name)
+        assert re.search(r'"null"|: null|\[null', json.dumps(model.model_json_schema()["properties"][name])), (
+            model,
+            name,
+        )
+
+
+def test_null_is_no_value_of_a_field_that_must_be_given() -> None:
+    completions = [{"text": "a", "reward": None}, {"text": "b", "reward": 1}]
+    error = refusal(GrpoRequest, {"groups": [{"messages": HI, "completions": completions}]})
+    assert error.param == "groups[0].completions[0].reward"
+    assert refusal(MergeRequest, VALID[MergeRequest] | {"output_name": None}).param == "output_name"
+    assert refusal(GrpoRequest, VALID[GrpoRequest] | {"config": {"lerning_rate": None}}).param == "config.lerning_rate"
 
 
 def test_images_are_refused_by_name() -> None:

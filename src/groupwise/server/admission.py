@@ -128,8 +128,8 @@ async def admit(
 ) -> Admission:
     """Choose the version, keep it loaded until `resources` are closed, and give the engine everything at once.
 
-    `cache`: see `SamplingRequest`. `kind` begins the id; `preview` stands for the prompts in the list of recent requests. With `max_tokens: 0` the
-    engine gets nothing to do.
+    `kind` begins the id; `preview` stands for the prompts in the list of recent requests; `cache` is the
+    `SamplingRequest`'s. With `max_tokens: 0` the engine gets nothing to do.
 
     Raises:
         ContextLengthError: a prompt does not fit, together with what is asked for.

@@ -141,7 +141,10 @@ def _call_to_complete(body: ChatRequest, form: ToolCallFormat) -> str:
     """The beginning of the call that `tool_choice` insists on."""
     if isinstance(body.tool_choice, NamedTool):
         return form.opening(body.tool_choice.function.name)
-    return form.opening() if body.tool_choice == "required" else ""
+    if body.tool_choice != "required":
+        return ""
+    only = body.tools[0].function.name if body.tools and len(body.tools) == 1 else None
+    return form.opening(only)
 
 
 # ---- the reply ----

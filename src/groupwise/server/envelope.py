@@ -183,4 +183,4 @@ def _methods(request: Request) -> list[str]:
     for template, operations in request.app.openapi()["paths"].items():
         if compile_path(template)[0].fullmatch(request.url.path):
             found |= {method.upper() for method in operations}
-    return sorted(found)
+    return sorted(found | {"HEAD"} if "GET" in found else found)

@@ -7,6 +7,7 @@
     places          so many requests at once, so many waiting, then 429; a body that is still arriving takes none
     bodies          counted while they are read, 413; a deadline while they arrive, 408; content encodings refused, 415
     deadline        no answer begun in time, 504
+    HEAD            answered as GET, without the body: the same status and headers (RFC 9110, section 9.3.2)
     bugs            500 `internal_error` with the request id; the traceback is in the log only
 
 A pure ASGI middleware, outermost but for CORS. Bodies are read by `read_body` (see `groupwise.server.bodies`).
@@ -116,7 +117,10 @@ class Guard:
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
-        answer = _Sending(send, request_id)
+        method: str = scope["method"]
+        answer = _Sending(send, request_id, bodiless=method == "HEAD")
+        if answer.bodiless:
+            scope = {**scope, "method": "GET"}
         try:
             self._admit(scope, headers)
             async with AsyncExitStack() as held:
@@ -130,14 +134,14 @@ class Guard:
         except GroupwiseError as error:
             await self._refuse(error, scope, receive, answer)
         except Exception as error:
-            log.exception("request %s: %s %s", request_id, scope["method"], printable(scope["path"]))
+            log.exception("request %s: %s %s", request_id, method, printable(scope["path"]))
             if answer.begun and not answer.complete:
                 raise  # uvicorn closes the connection, and so the client sees that something is missing
             if not answer.begun:
                 await self._refuse(INTERNAL, scope, receive, answer, cause=error)
         finally:
             route = OPEN if scope["path"] == OPEN else getattr(scope.get("route"), "path", "unmatched")
-            self._recorder.http(route, scope["method"], answer.status or 500, time.monotonic() - began)
+            self._recorder.http(route, method, answer.status or 500, time.monotonic() - began)
 
     async def _run(self, scope: Scope, headers: Headers, body: _Receiving, answer: _Sending) -> None:
         """The application, until its answer begins or its time is over."""
@@ -290,10 +294,13 @@ class _Places:
 
 # ---- the two directions of a request ----
 class _Sending:
-    """ASGI's send: adds the request id, remembers how far the answer is, ends the deadline where it begins."""
+    """ASGI's send: adds the request id, remembers how far the answer is, ends the deadline where it begins.
 
-    def __init__(self, send: Send, request_id: str):
-        self._send, self._request_id = send, request_id.encode()
+    A `bodiless` answer is over where its body would begin; who goes on sending one is told that nobody reads it.
+    """
+
+    def __init__(self, send: Send, request_id: str, *, bodiless: bool):
+        self._send, self._request_id, self.bodiless = send, request_id.encode(), bodiless
         self.status: int | None = None
         self.begun = self.complete = False
         self.deadline: asyncio.Timeout | None = None
@@ -305,8 +312,12 @@ class _Sending:
                 self.deadline.reschedule(None)
             headers = [*message.get("headers", ()), (b"x-request-id", self._request_id)]
             message = {**message, "headers": [*headers, (b"x-content-type-options", b"nosniff")]}
-        elif message["type"] == "http.response.body" and not message.get("more_body"):
-            self.complete = True
+        elif message["type"] == "http.response.body":
+            if self.bodiless and self.complete:
+                raise ClientDisconnect
+            if self.bodiless:
+                message = {**message, "body": b"", "more_body": False}
+            self.complete = not message.get("more_body")
         try:
             async with asyncio.timeout(STALL_S):
                 await self._send(message)

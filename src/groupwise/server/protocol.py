@@ -2,16 +2,18 @@
 
 Names and meanings are OpenAI's; `adapter`, `adapters` and what gives token ids back are ours. Ranges and what excludes
 what are checked here, before anything is tokenised. An option that this server does not have is refused, unless its
-value changes nothing; fields that nobody here knows are ignored on OpenAI's routes and refused on ours.
+value changes nothing; what says nothing about the answer (`BOOKKEEPING`) and fields that nobody here knows are ignored
+on OpenAI's routes and refused on ours. null is a field that is left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
+from groupwise.section import NullIsAbsent
 from groupwise.server.protocol_messages import ChatMessage as ChatMessage
 from groupwise.server.protocol_messages import Conversation, NamedTool, Tool, ToolChoice, Tools
 from groupwise.server.protocol_messages import as_messages as as_messages
@@ -19,6 +21,20 @@ from groupwise.server.wire import Answer, AtMost, FailFast, OpenRequest, OwnPart
 
 MAX_COMPOSED = 16
 MAX_TOKEN_ID = (1 << 31) - 1
+
+BOOKKEEPING = frozenset(
+    (
+        "metadata",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    )
+)  # OpenAI's fields for who asks, what is kept there and how fast it goes; the same is sampled without them
 
 Selector = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}(@[0-9]{1,12})?$")]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
@@ -29,7 +45,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 # ---- which policy, and how it is sampled ----
-class AdapterShare(OwnPart):
+class AdapterShare(NullIsAbsent, OwnPart):
     """An adapter in a composition, and what its update is multiplied by."""
 
     name: Selector
@@ -67,6 +83,9 @@ Stop = Annotated[
 ]
 
 
+_FORMAT = "describe the format in the prompt"
+
+
 class Sampling(PolicyChoice):
     """How completions are drawn."""
 
@@ -99,6 +118,12 @@ class Sampling(PolicyChoice):
     repetition_penalty: Annotated[Any, Unsupported(1, 1.0)] = None
     logit_bias: Annotated[Any, Unsupported({})] = None
     min_tokens: Annotated[Any, Unsupported(0)] = None
+    bad_words: Annotated[Any, Unsupported([])] = None
+    structured_outputs: Annotated[Any, Unsupported(hint=_FORMAT)] = None
+    guided_json: Annotated[Any, Unsupported(hint=_FORMAT)] = None
+    guided_regex: Annotated[Any, Unsupported(hint=_FORMAT)] = None
+    guided_choice: Annotated[Any, Unsupported(hint=_FORMAT)] = None
+    guided_grammar: Annotated[Any, Unsupported(hint=_FORMAT)] = None
 
     @property
     def most_tokens(self) -> int | None:
@@ -127,6 +152,8 @@ class StreamOptions(Part):
 class ChatRequest(Sampling, OpenRequest):
     """The body of POST /v1/chat/completions."""
 
+    bookkeeping: ClassVar = BOOKKEEPING
+
     messages: Conversation
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
@@ -141,12 +168,16 @@ class ChatRequest(Sampling, OpenRequest):
     """Report this many likeliest tokens beside each."""
     chat_template_kwargs: TemplateOptions | None = None
 
-    response_format: Annotated[Any, Unsupported({"type": "text"}, hint="describe the format in the prompt")] = None
+    response_format: Annotated[Any, Unsupported({"type": "text"}, hint=_FORMAT)] = None
     functions: Annotated[Any, Unsupported([], hint="use tools")] = None
     function_call: Annotated[Any, Unsupported("none", hint="use tool_choice")] = None
     chat_template: Annotated[Any, Unsupported(hint="the model's own template is used")] = None
     modalities: Annotated[Any, Unsupported(["text"])] = None
     audio: Annotated[Any, Unsupported()] = None
+    reasoning_effort: Annotated[Any, Unsupported(hint="use chat_template_kwargs.enable_thinking")] = None
+    verbosity: Annotated[Any, Unsupported("medium", hint="ask for it in the prompt")] = None
+    web_search_options: Annotated[Any, Unsupported(hint="offer a search tool in tools")] = None
+    moderation: Annotated[Any, Unsupported()] = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> ChatRequest:

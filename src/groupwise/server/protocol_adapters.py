@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from groupwise.section import Name
+from groupwise.section import Name, NullIsAbsent
 from groupwise.server.protocol import MAX_COMPOSED, Selector
 from groupwise.server.wire import Answer, OwnPart, OwnRequest, absent, fault
 
@@ -31,7 +31,7 @@ class MergeSource(OwnPart):
     weight: Annotated[float, Field(ge=-100, le=100)]
 
 
-class MergeRequest(OwnRequest):
+class MergeRequest(NullIsAbsent, OwnRequest):
     """The body of POST /v1/adapters/merge."""
 
     elsewhere: ClassVar = {"adapters": "sources, a list of objects with name and weight", "name": "output_name"}

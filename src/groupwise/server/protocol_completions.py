@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, mo
 from pydantic_core import core_schema
 
 from groupwise.server.protocol import (
+    BOOKKEEPING,
     MAX_TOKEN_ID,
     Conversation,
     Sampling,
@@ -55,6 +56,8 @@ Prompts = Annotated[tuple[Raw, ...], BeforeValidator(_prompts), WithJsonSchema(_
 
 class CompletionRequest(Sampling, OpenRequest):
     """The body of POST /v1/completions: the prompt is sampled as it is, without a chat template."""
+
+    bookkeeping: ClassVar = BOOKKEEPING
 
     prompt: Prompts
     """A text, token ids, or a list of either. Special tokens count as such."""

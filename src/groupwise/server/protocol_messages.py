@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from groupwise import types
+from groupwise.section import NullIsAbsent
 from groupwise.server.config import MOST_MESSAGES
 from groupwise.server.envelope import echo
 from groupwise.server.wire import AtMost, FailFast, JsonObject, Part, fault
@@ -44,7 +45,7 @@ class CalledFunction(Part):
     arguments: str | JsonObject
 
 
-class ToolCall(Part):
+class ToolCall(NullIsAbsent, Part):
     """A call that the assistant made."""
 
     id: Annotated[str, Field(max_length=256)] | None = None

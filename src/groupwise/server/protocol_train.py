@@ -12,7 +12,7 @@ from pydantic import Field
 
 from groupwise.job_config import JOB_OTHER_NAMES, MODELS, GrpoJobConfig, SftJobConfig
 from groupwise.server.protocol import Conversation, TemplateOptions, TokenIds, Tools
-from groupwise.server.wire import Answer, FailFast, OwnPart, OwnRequest, absent
+from groupwise.server.wire import Answer, FailFast, NullIsEmpty, OwnPart, OwnRequest, absent
 
 RolloutId = Annotated[str, Field(min_length=1, max_length=64)]
 
@@ -78,7 +78,7 @@ class GrpoRequest(OwnRequest):
     }
 
     groups: Annotated[list[ScoredGroup], FailFast(), _at_least(1)]
-    config: GrpoJobConfig = GrpoJobConfig()
+    config: Annotated[GrpoJobConfig, NullIsEmpty()] = GrpoJobConfig()
 
 
 class SftExample(OwnPart):
@@ -99,7 +99,7 @@ class SftRequest(OwnRequest):
     }
 
     examples: Annotated[list[SftExample], FailFast(), _at_least(1)]
-    config: SftJobConfig = SftJobConfig()
+    config: Annotated[SftJobConfig, NullIsEmpty()] = SftJobConfig()
 
 
 # ---- what is answered ----

@@ -1,6 +1,6 @@
 """What every body has in common: strict reading, limits of the configuration, the error envelope, the API's document.
 
-    OpenRequest   a body of a route that OpenAI's clients call: unknown fields are ignored, as those clients expect
+    OpenRequest   a body of a route that OpenAI's clients call: unknown fields are ignored, but not misspelt ones
     OwnRequest    a body of our own routes: unknown fields are refused, and so are keys that stand twice in an object
     Answer        what is sent back
     AtMost        Annotated[int, AtMost("max_n")]: a bound that ServeConfig sets, enforced and documented
@@ -12,19 +12,31 @@ number, and NaN, infinities and lone surrogates do not get in.
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from itertools import islice
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    model_validator,
+)
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from groupwise.errors import GroupwiseError
 from groupwise.server.config import ServeConfig
 
 REF = "#/components/schemas/{model}"
+NEARLY = 0.8  # how similar to ours a name is, of 1, that is a slip
+MOST_SLIPS = 64  # unknown fields that are compared with ours
 _NOT_SUPPORTED = "Not supported; these values change nothing."
 _DEFAULTS = ServeConfig()
 
@@ -42,7 +54,21 @@ class Request(_Strict):
 
 
 class OpenRequest(Request):
-    model_config = ConfigDict(extra="ignore")
+    """Clients send what other servers have, so unknown fields are ignored; one that is nearly ours is a slip."""
+
+    model_config = ConfigDict(extra="allow")
+
+    bookkeeping: ClassVar[frozenset[str]] = frozenset()
+    """Fields of OpenAI's that are ignored on purpose: none of them says what is to be sampled."""
+
+    @model_validator(mode="after")
+    def _not_misspelt(self) -> Self:
+        for name in islice(self.model_extra or (), MOST_SLIPS):
+            meant = difflib.get_close_matches(name[:64], type(self).model_fields, n=1, cutoff=NEARLY)
+            if meant and name not in self.bookkeeping:
+                hint = f"did you mean {meant[0]}?"
+                raise fault("invalid_value", "{name} is unknown", name=repr(name), param=name, hint=hint)
+        return self
 
 
 class OwnRequest(Request):
@@ -105,6 +131,19 @@ class FailFast:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return {**handler(source), "fail_fast": True}  # pyright: ignore[reportReturnType]
+
+
+class NullIsEmpty:
+    """Annotated[T, NullIsEmpty()]: null is {}, a T of which nothing is said."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._filled, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [handler(schema), {"type": "null"}]}
+
+    def _filled(self, value: Any) -> Any:
+        return {} if value is None else value
 
 
 # ---- limits ----
