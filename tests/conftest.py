@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ from transformers import (
 )
 
 from cli_project import Project, save_model
-from groupwise.model import LoadedModel, wrap_model
+from groupwise.engine.local import LocalEngine
+from groupwise.model import LoadedModel, load_model, wrap_model
 from groupwise.starter.tasks import supervised_conversations
 from groupwise.starter.tokenizer import build_tokenizer, render
 from groupwise.types import Sample
@@ -110,6 +112,30 @@ def make_base() -> MakeBase:
         return wrap_model(model, starter_tokenizer(), name=f"tiny-{architecture}")
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tiny(make_base: MakeBase) -> LoadedModel:
+    """A tiny Qwen3 of 192 tokens of context; only to be read."""
+    return make_base("qwen3", dtype=torch.float32, context=192)
+
+
+@pytest.fixture(scope="session")
+def tiny_engine(tiny: LoadedModel) -> Iterator[LocalEngine]:
+    with closing(LocalEngine(tiny, max_rows=64)) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def starter() -> LoadedModel:
+    """The starter, which can say something; only to be read."""
+    return load_model("starter", device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def starter_engine(starter: LoadedModel) -> Iterator[LocalEngine]:
+    with closing(LocalEngine(starter, max_rows=64)) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="session")

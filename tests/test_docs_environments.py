@@ -19,7 +19,9 @@ from groupwise.config_env import EnvConfig
 from groupwise.envs.load import load_env
 from groupwise.envs.tools import Outcome
 from groupwise.health.rules import RULES
+from groupwise.loop import run
 from groupwise.metrics import STOPS
+from groupwise.tracking import read_metrics
 
 PAGE = (Path(__file__).parent.parent / "docs" / "environments.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -99,6 +101,16 @@ def test_the_environment_of_an_mcp_server_loads(folder):
 def test_the_configuration_is_one(folder):
     config = parse_config(YAML(typ="safe").load(blocks("yaml")[0]))
     assert config.env is not None and load_env(config.env, folder=folder).make().highest == 20
+
+
+def test_the_rollout_function_trains(folder):
+    rows = [{"prompt": [{"role": "user", "content": f"What is {n} + 13?"}]} for n in range(40, 48)]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    settings = YAML(typ="safe").load(next(block for block in blocks("yaml") if block.startswith("# rolled.yaml")))
+    settings |= {"device": "cpu", "dtype": "float32", "folder": str(folder), "run_dir": str(folder / "run")}
+    settings |= {"rollout": {**settings["rollout"], "prompts_per_step": 4, "group_size": 4}, "train": {"steps": 1}}
+    (row,) = read_metrics(run(parse_config(settings)).run_dir / "metrics.jsonl")
+    assert row["env/failed_frac"] == row["env/foreign_tokens"] == 0 and row["rollout/turns_mean"] == 2
 
 
 def test_sessions():

@@ -5,40 +5,27 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from episodes import AsyncEcho, Bad, Echo, cases, config, play
-from groupwise.engine.local import LocalEngine
 from groupwise.envs import StepResult
 from groupwise.errors import EnvError
-from groupwise.model import LoadedModel, load_model
 from groupwise.segments import segments_of
 from groupwise.types import SamplingParams
 
 NEVER = threading.Event()
 
 
-@pytest.fixture(scope="module")
-def base() -> LoadedModel:
-    return load_model("starter", device="cpu", dtype="float32")
-
-
-@pytest.fixture(scope="module")
-def engine(base) -> Iterator[LocalEngine]:
-    engine = LocalEngine(base)
-    yield engine
-    engine.close()
-
-
 @pytest.fixture
-def rollouts(engine, base) -> Callable[..., list[Any]]:
+def rollouts(starter_engine, starter) -> Callable[..., list[Any]]:
     def played(made, **options):
         options.setdefault("params", SamplingParams(max_tokens=24))
-        return [rollout for group in play(engine, base.tokenizer, made, **options) for rollout in group.rollouts]
+        groups = play(starter_engine, starter.tokenizer, made, **options)
+        return [rollout for group in groups for rollout in group.rollouts]
 
     return played
 
@@ -111,11 +98,11 @@ def test_tokens_are_limited(rollouts):
         assert rollout.stop == "max_tokens" and [len(t.completion.token_ids) for t in rollout.turns] == [5, 5, 2]
 
 
-def test_the_context_is_limited(rollouts, base):
+def test_the_context_is_limited(rollouts, starter):
     for rollout in rollouts(Talker, turns=60, env=config(max_turns=100)):
         assert rollout.stop == "context"
         last = rollout.turns[-1]
-        assert len(last.prompt_ids) + len(last.completion.token_ids) <= base.context_length
+        assert len(last.prompt_ids) + len(last.completion.token_ids) <= starter.context_length
 
 
 def test_time_is_limited(rollouts):
@@ -221,21 +208,23 @@ def test_what_a_failed_episode_is_worth(rollouts):
     assert [(each.reward, each.error, each.info["failed"]) for each in zero] == [(0.0, None, 1.0)] * 2
     with pytest.raises(EnvError, match=r"Bad\.step raised ValueError: no luck"):
         rollouts(Bad, **options, env=config(on_error="stop"))
+    with pytest.raises(EnvError, match=r"Bad\.close raised ValueError: no luck"):
+        rollouts(Bad, where="close", do=fail, env=config(on_error="stop"))
 
 
-def test_an_engine_that_fails_is_no_fault_of_the_environment(engine, base):
+def test_an_engine_that_fails_is_no_fault_of_the_environment(starter_engine, starter):
     class Broken:
-        context_length = engine.context_length
+        context_length = starter_engine.context_length
         asked = 0
 
         async def sample(self, requests):
             self.asked += 1
             if self.asked > 1:
                 raise RuntimeError("the engine is gone")
-            return await engine.sample(requests)
+            return await starter_engine.sample(requests)
 
     with pytest.raises(RuntimeError, match="the engine is gone"):
-        play(Broken(), base.tokenizer, Echo, params=SamplingParams(max_tokens=24, temperature=0.01))
+        play(Broken(), starter.tokenizer, Echo, params=SamplingParams(max_tokens=24, temperature=0.01))
 
 
 def test_the_same_thread_for_all_calls(rollouts):

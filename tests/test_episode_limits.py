@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from episodes import config, play
 from groupwise.chat import encode_prompt
-from groupwise.engine.local import LocalEngine
 from groupwise.envs.tool_env import ToolEnv
-from groupwise.model import LoadedModel, load_model
 from groupwise.segments import segments_of
 from groupwise.types import FinishReason, Prompt, Rollout, SamplingParams
 
@@ -45,23 +43,11 @@ class Asks(ToolEnv):
         return float(episode.answer == "185") + 0.25 * self.ran
 
 
-@pytest.fixture(scope="module")
-def base() -> LoadedModel:
-    return load_model("starter", device="cpu", dtype="float32")
-
-
-@pytest.fixture(scope="module")
-def engine(base) -> Iterator[LocalEngine]:
-    engine = LocalEngine(base)
-    yield engine
-    engine.close()
-
-
 @pytest.fixture
-def episode(engine, base) -> Callable[..., Rollout]:
+def episode(starter_engine, starter) -> Callable[..., Rollout]:
     def played(*, max_tokens: int = 64, env: dict[str, Any] | None = None, **args: Any) -> Rollout:
         params = SamplingParams(max_tokens=max_tokens, **GREEDY)
-        [group] = play(engine, base.tokenizer, Asks, n=1, params=params, env=config(**(env or {})), **args)
+        [group] = play(starter_engine, starter.tokenizer, Asks, n=1, params=params, env=config(**(env or {})), **args)
         [rollout] = group.rollouts
         assert rollout.error is None and rollout.info["forks"] == 0.0
         [segment] = segments_of(rollout.turns)
@@ -91,14 +77,14 @@ def test_a_budget_that_ends_inside_a_call(episode, limits):
     assert rollout.completion.finish_reason is FinishReason.LENGTH
 
 
-def test_a_call_that_was_cut_may_be_told_so(episode, base):
+def test_a_call_that_was_cut_may_be_told_so(episode, starter):
     """With `stop_at_cut: false` the environment answers it, and the policy goes on from the ids that it had said."""
     rollout = episode(max_tokens=12, env={"stop_at_cut": False})
     assert rollout.stop == "done" and rollout.info["tool_malformed"] == 1.0
     first, second = rollout.turns[:2]
     seen = first.prompt_ids + first.completion.token_ids
-    assert second.prompt_ids[: len(seen)] == seen and second.prompt_ids[len(seen)] == base.tokenizer.eos_token_id
-    assert "is not closed" in base.tokenizer.decode(second.prompt_ids[len(seen) :])
+    assert second.prompt_ids[: len(seen)] == seen and second.prompt_ids[len(seen)] == starter.tokenizer.eos_token_id
+    assert "is not closed" in starter.tokenizer.decode(second.prompt_ids[len(seen) :])
 
 
 def test_a_budget_over_several_turns(episode):
@@ -113,37 +99,37 @@ def test_a_budget_over_several_turns(episode):
     assert answered.stop == "max_tokens" and sum(lengths(answered)) == 3 * CALL and len(answered.turns) > 3
 
 
-def test_a_result_that_fills_the_context(episode, base):
-    rollout = episode(shown=base.context_length)
+def test_a_result_that_fills_the_context(episode, starter):
+    rollout = episode(shown=starter.context_length)
     assert (rollout.stop, rollout.reward, lengths(rollout)) == ("context", 0.25, [CALL])
     [_, result] = rollout.messages
-    assert len(str(result["content"])) > base.context_length
+    assert len(str(result["content"])) > starter.context_length
 
 
-def test_a_result_that_leaves_a_little_of_the_context(episode, base):
+def test_a_result_that_leaves_a_little_of_the_context(episode, starter):
     """The next turn is cut where the context ends."""
     asked = episode().turns[1].prompt_ids
     per_zero = len(episode(shown=1).turns[1].prompt_ids) - len(asked)
-    shown = (base.context_length - len(asked) - 1) // per_zero
-    room = base.context_length - len(asked) - shown * per_zero
+    shown = (starter.context_length - len(asked) - 1) // per_zero
+    room = starter.context_length - len(asked) - shown * per_zero
     rollout = episode(shown=shown)
-    assert len(rollout.turns[1].prompt_ids) == base.context_length - room
+    assert len(rollout.turns[1].prompt_ids) == starter.context_length - room
     if rollout.completion.finish_reason is FinishReason.LENGTH:
         assert rollout.stop == "context" and lengths(rollout) == [CALL, room]
-    assert len(rollout.turns[1].prompt_ids) + lengths(rollout)[1] <= base.context_length
+    assert len(rollout.turns[1].prompt_ids) + lengths(rollout)[1] <= starter.context_length
 
 
-def test_a_first_message_that_fills_the_context(engine, base):
+def test_a_first_message_that_fills_the_context(starter_engine, starter):
     """Nobody speaks, and nobody is to blame but the environment: the episode is excluded."""
 
     class Long(Asks):
         def first_message(self, case, seed):
-            return "0 " * base.context_length
+            return "0 " * starter.context_length
 
-    [group] = play(engine, base.tokenizer, Long, n=2, params=SamplingParams(max_tokens=4, **GREEDY))
+    [group] = play(starter_engine, starter.tokenizer, Long, n=2, params=SamplingParams(max_tokens=4, **GREEDY))
     for rollout in group.rollouts:
         assert (rollout.stop, rollout.turns, rollout.reward) == ("error", (), None)
-        assert f"the model's context is {base.context_length}" in str(rollout.error)
+        assert f"the model's context is {starter.context_length}" in str(rollout.error)
         assert segments_of(rollout.turns) == []
 
 
@@ -164,7 +150,7 @@ def test_the_last_turn_is_answered(episode):
     assert episode(env={"max_turns": 2}).stop == "done"
 
 
-def test_what_is_seen_is_what_the_template_writes(episode, base):
+def test_what_is_seen_is_what_the_template_writes(episode, starter):
     """The starter's template only appends, so each turn sees the conversation as it would be encoded anew."""
     rollout = episode(again=True, env={"max_turns": 5})
     question = {"role": "user", "content": "What is 47 + 138? Use the calculator."}
@@ -174,6 +160,6 @@ def test_what_is_seen_is_what_the_template_writes(episode, base):
     assert len(spoken) == len(rollout.turns) == 5
     for turn, i in zip(rollout.turns, spoken, strict=True):
         anew = encode_prompt(
-            Prompt(id="x", messages=(question, *rollout.messages[:i]), tools=tuple(tools)), base.tokenizer
+            Prompt(id="x", messages=(question, *rollout.messages[:i]), tools=tuple(tools)), starter.tokenizer
         )
-        assert base.tokenizer.decode(turn.prompt_ids) == base.tokenizer.decode(anew.token_ids)
+        assert starter.tokenizer.decode(turn.prompt_ids) == starter.tokenizer.decode(anew.token_ids)

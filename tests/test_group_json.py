@@ -35,6 +35,7 @@ GROUP = RolloutGroup(
             messages=({"role": "assistant", "content": "4"}, {"role": "user", "content": "Sure?"}),
             stop="max_turns",
             info={"turns": 2.0},
+            columns={"env_reward": 0.5, "path": ["a", None]},
         ),
         Rollout(turns=(Turn((5, 10, 5, 11), SECOND),), error="judge: timeout"),
     ),

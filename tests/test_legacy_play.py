@@ -7,7 +7,6 @@ import copy
 import math
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,6 @@ import torch
 
 from cli_project import cli, save_model
 from groupwise.config_env import EnvConfig
-from groupwise.engine.local import LocalEngine
 from groupwise.envs.legacy import LegacyEnv
 from groupwise.envs.load import EnvFactory
 from groupwise.errors import AdapterNotFoundError, EnvError
@@ -56,26 +54,14 @@ class Talk:
         return said.count("e") / 10
 
 
-@pytest.fixture(scope="module")
-def base(make_base):
-    return make_base("qwen3", dtype=torch.float32, context=192)
-
-
-@pytest.fixture(scope="module")
-def engine(base) -> Iterator[LocalEngine]:
-    engine = LocalEngine(base, max_rows=64)
-    yield engine
-    engine.close()
-
-
 @pytest.fixture
-def play(base, engine):
+def play(tiny, tiny_engine):
     def run(kind, *, seed=0, notes=None, **config) -> list[RolloutGroup]:
         factory = EnvFactory(name=kind.__name__, make_one=kind, args={}, legacy=True)
-        env = LegacyEnv(factory, EnvConfig(environment="m:E", **config), base.tokenizer, note=lambda text: None)
+        env = LegacyEnv(factory, EnvConfig(environment="m:E", **config), tiny.tokenizer, note=lambda text: None)
         note = (lambda text: None) if notes is None else notes.append
-        episodes = LegacyEpisodes(engine, base, env, run=RUN, note=note)
-        prompts = [episodes.prepare(prompt) for prompt in env.prompts()]
+        episodes = LegacyEpisodes(tiny_engine, tiny, env, run=RUN, note=note)
+        prompts = [episodes.prepare(prompt) for prompt in env.cases()]
         seeds = [seed + i for i in range(len(prompts))]
         return asyncio.run(play_all(episodes, prompts, seeds=seeds, n=G, params=RUN, version=PolicyVersion.base()))
 
@@ -99,7 +85,7 @@ def scored_by(value):
     return Odd
 
 
-def test_groups_are_those_of_a_single_turn_with_the_environments_reward(play, base, engine):
+def test_groups_are_those_of_a_single_turn_with_the_environments_reward(play, tiny_engine):
     groups = play(Match)
     assert [len(group.rollouts) for group in groups] == [G] * 3
     for group in groups:
@@ -108,7 +94,7 @@ def test_groups_are_those_of_a_single_turn_with_the_environments_reward(play, ba
             assert rollout.reward == float("e" in rollout.completion.text) == rollout.rewards["env"]
             assert rollout.stop == "done" and rollout.error is None and len(rollout.turns) == 1
             assert rollout.info == {"turns": 1, "forks": 0, "untrained": 0, "failed": 0}
-            scored = engine.score(group.prompt.token_ids, rollout.completion.token_ids, PolicyVersion.base())
+            scored = tiny_engine.score(group.prompt.token_ids, rollout.completion.token_ids, PolicyVersion.base())
             assert rollout.completion.logprobs == pytest.approx(scored, abs=1e-4)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -13,15 +12,9 @@ from groupwise.algo.advantage import AdvantageSpec, with_advantages
 from groupwise.chat import encode_prompt
 from groupwise.engine.local import LocalEngine
 from groupwise.envs.base import Observation
-from groupwise.model import LoadedModel, load_model
 from groupwise.play import Episodes, SingleTurn, Slots, play_all, together
 from groupwise.rollout import samples_of
 from groupwise.types import PolicyVersion, Prompt, SamplingParams
-
-
-@pytest.fixture(scope="module")
-def base() -> LoadedModel:
-    return load_model("starter", device="cpu", dtype="float32")
 
 
 class Counting:
@@ -41,13 +34,11 @@ class Counting:
 
 
 @pytest.fixture
-def engine(base) -> Iterator[Counting]:
-    engine = LocalEngine(base)
-    yield Counting(engine)  # type: ignore[misc]
-    engine.close()
+def engine(starter_engine) -> Counting:
+    return Counting(starter_engine)
 
 
-def test_a_prompt_asked_once_is_an_episode_of_one_turn(engine, base):
+def test_a_prompt_asked_once_is_an_episode_of_one_turn(engine, starter):
     """The same completions, whichever way they were played: seeds mean the same in both."""
 
     class Once(Echo):
@@ -58,12 +49,12 @@ def test_a_prompt_asked_once_is_an_episode_of_one_turn(engine, base):
             return "What is 4 + 5?"
 
     params = SamplingParams(max_tokens=12)
-    [group] = play(engine, base.tokenizer, Once, n=4, seed=7, params=params)
+    [group] = play(engine, starter.tokenizer, Once, n=4, seed=7, params=params)
     asked = Prompt(id="x", messages=({"role": "user", "content": "What is 4 + 5?"},))
     [single] = asyncio.run(
         play_all(
-            SingleTurn(engine, base.tokenizer),
-            [encode_prompt(asked, base.tokenizer)],
+            SingleTurn(engine, starter.tokenizer),
+            [encode_prompt(asked, starter.tokenizer)],
             seeds=[7],
             n=4,
             params=params,
@@ -74,15 +65,14 @@ def test_a_prompt_asked_once_is_an_episode_of_one_turn(engine, base):
     assert group.prompt.token_ids == single.prompt.token_ids
 
 
-def test_the_first_turns_of_a_group_share_their_prompt(engine, base):
-    play(
-        engine, base.tokenizer, Echo, n=4, prompts=cases({}, {"question": "2+2="}), params=SamplingParams(max_tokens=24)
-    )
+def test_the_first_turns_of_a_group_share_their_prompt(engine, starter):
+    prompts = cases({}, {"question": "2+2="})
+    play(engine, starter.tokenizer, Echo, n=4, prompts=prompts, params=SamplingParams(max_tokens=24))
     assert [request.n for request in engine.requests[:2]] == [4, 4]
     assert all(request.n == 1 for request in engine.requests[2:])
 
 
-def test_observations_may_differ_within_a_group(engine, base):
+def test_observations_may_differ_within_a_group(engine, starter):
     seen = []
 
     class Differs(Echo):
@@ -90,17 +80,17 @@ def test_observations_may_differ_within_a_group(engine, base):
             seen.append(seed)
             return Observation(messages=[{"role": "user", "content": f"{len(seen)}+1="}])
 
-    [group] = play(engine, base.tokenizer, Differs, n=3, seed=5, params=SamplingParams(max_tokens=24))
+    [group] = play(engine, starter.tokenizer, Differs, n=3, seed=5, params=SamplingParams(max_tokens=24))
     assert seen == [5, 5, 5]
     assert len({rollout.turns[0].prompt_ids for rollout in group.rollouts}) == 3
 
 
-def test_slow_environments_do_not_wait_for_each_other(engine, base):
+def test_slow_environments_do_not_wait_for_each_other(engine, starter):
     """32 episodes of a second each, 16 at once: about two seconds, not 32."""
     started = time.monotonic()
     groups = play(
         engine,
-        base.tokenizer,
+        starter.tokenizer,
         Slow,
         seconds=1.0,
         n=4,
@@ -141,7 +131,7 @@ def test_slots_count_episodes_whatever_the_sizes_of_their_groups():
     assert max(most) == 4 and len(most) >= 8
 
 
-def test_failed_episodes_enter_no_statistic(engine, base):
+def test_failed_episodes_enter_no_statistic(engine, starter):
     """A group in which some episodes failed: the others are compared, and only they are trained."""
     played = []
 
@@ -156,7 +146,7 @@ def test_failed_episodes_enter_no_statistic(engine, base):
         def score(self, episode):
             return float(len(episode.answer))
 
-    groups = play(engine, base.tokenizer, Sometimes, n=4, params=SamplingParams(max_tokens=24))
+    groups = play(engine, starter.tokenizer, Sometimes, n=4, params=SamplingParams(max_tokens=24))
     [group] = with_advantages(groups, AdvantageSpec())
     failed = [rollout for rollout in group.rollouts if rollout.advantage is None]
     assert len(failed) == 2
@@ -184,7 +174,7 @@ def test_what_is_given_up_is_over():
     assert over == [True, True]
 
 
-def test_a_row_of_a_dataset_is_a_case(engine, base):
+def test_a_row_of_a_dataset_is_a_case(engine, starter):
     seen = {}
 
     class Sees(Echo):
@@ -193,10 +183,10 @@ def test_a_row_of_a_dataset_is_a_case(engine, base):
             return case["prompt"]
 
     prompt = Prompt(id="1", messages=({"role": "user", "content": "1+1="},), columns={"answer": "2"})
-    play(engine, base.tokenizer, Sees, prompts=[prompt], params=SamplingParams(max_tokens=24))
+    play(engine, starter.tokenizer, Sees, prompts=[prompt], params=SamplingParams(max_tokens=24))
     assert seen == {"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}
 
 
-def test_preparing_a_case_changes_nothing(engine, base):
+def test_preparing_a_case_changes_nothing(engine, starter):
     prompt = cases({"a": 1})[0]
-    assert Episodes(engine, base.tokenizer, factory(Echo), config()).prepare(prompt) is prompt
+    assert Episodes(engine, starter.tokenizer, factory(Echo), config()).prepare(prompt) is prompt

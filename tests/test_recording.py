@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from groupwise.chat import encode_prompt
 from groupwise.config_env import EnvConfig
-from groupwise.engine.local import LocalEngine
 from groupwise.envs.legacy import for_user_code
 from groupwise.errors import EnvError
 from groupwise.recording import LimitReached, Origin, PolicyClosedError, RecordingPolicy
@@ -22,29 +20,17 @@ HELLO = [{"role": "user", "content": "What is 7?"}]
 AGAIN = {"role": "user", "content": "And 8?"}
 
 
-@pytest.fixture(scope="module")
-def base(make_base):
-    return make_base("qwen3", dtype=torch.float32, context=192)
-
-
-@pytest.fixture(scope="module")
-def engine(base) -> Iterator[LocalEngine]:
-    engine = LocalEngine(base, max_rows=16)
-    yield engine
-    engine.close()
-
-
 @pytest.fixture
-def policy_of(base, engine):
+def policy_of(tiny, tiny_engine):
     def make(*, said: Completion | None = None, tools=(), notes=None, **env) -> RecordingPolicy:
         note = (lambda text: None) if notes is None else notes.append
-        tokenizer = for_user_code(base.tokenizer)
+        tokenizer = for_user_code(tiny.tokenizer)
         config = EnvConfig(environment="m:E", **env)
-        origin = Origin(sampler=engine, base=base, tokenizer=tokenizer, config=config, run=RUN, note=note)
+        origin = Origin(sampler=tiny_engine, base=tiny, tokenizer=tokenizer, config=config, run=RUN, note=note)
         prompt = encode_prompt(Prompt(id="p", messages=tuple(HELLO), tools=tools), tokenizer)
         if said is None:
             request = SamplingRequest(prompt_ids=prompt.token_ids, params=SamplingParams(max_tokens=6, seed=5))
-            ((said,),) = engine.generate([request])
+            ((said,),) = tiny_engine.generate([request])
         return RecordingPolicy(origin, prompt, said, params=RUN, version=PolicyVersion.base(), seed=3, number=1)
 
     return make
@@ -56,13 +42,13 @@ def seen(policy: RecordingPolicy) -> torch.Tensor:
     return torch.tensor([last.prompt_ids + last.completion.token_ids])
 
 
-def ended(base, text: str = "7") -> Completion:
+def ended(tiny, text: str = "7") -> Completion:
     """An answer that ends itself."""
-    ids = (*base.tokenizer.encode(text, add_special_tokens=False), base.tokenizer.eos_token_id)
+    ids = (*tiny.tokenizer.encode(text, add_special_tokens=False), tiny.tokenizer.eos_token_id)
     return Completion(token_ids=ids, logprobs=(-1.0,) * len(ids), text=text, finish_reason=FinishReason.STOP)
 
 
-def test_generate_gives_back_the_prompt_with_what_was_sampled_and_records_it(policy_of, engine):
+def test_generate_gives_back_the_prompt_with_what_was_sampled_and_records_it(policy_of, tiny_engine):
     policy = policy_of()
     ids = torch.cat([seen(policy), torch.tensor([[9, 9]])], dim=1)
     out = policy.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, use_cache=True)
@@ -75,13 +61,13 @@ def test_generate_gives_back_the_prompt_with_what_was_sampled_and_records_it(pol
     said = len(first.completion.token_ids)
     assert segment.mask == (1,) * said + (0, 0) + (1,) * len(second.completion.token_ids)
     for turn in policy.turns:  # what is recorded is what the policy gives to these tokens in this place
-        scored = engine.score(turn.prompt_ids, turn.completion.token_ids, PolicyVersion.base())
+        scored = tiny_engine.score(turn.prompt_ids, turn.completion.token_ids, PolicyVersion.base())
         assert turn.completion.logprobs == pytest.approx(scored, abs=1e-4)
 
 
-def test_rows_are_sampled_together_and_padding_is_no_prompt(policy_of, base):
+def test_rows_are_sampled_together_and_padding_is_no_prompt(policy_of, tiny):
     policy = policy_of()
-    tokenizer = for_user_code(base.tokenizer)
+    tokenizer = for_user_code(tiny.tokenizer)
     batch = tokenizer(["What is 7?", "And this, is it 8?"], padding=True, return_tensors="pt")
     assert batch["attention_mask"][0, 0] == 0
     out = policy.generate(**batch, num_return_sequences=2, max_new_tokens=4)
@@ -119,8 +105,8 @@ def test_train_turns_first(policy_of):
     assert set(segment.mask) == {1} and segment.completion_ids == policy.turns[0].completion.token_ids
 
 
-def test_chat_goes_on_from_the_sampled_ids(policy_of, base):
-    policy = policy_of(said=ended(base))
+def test_chat_goes_on_from_the_sampled_ids(policy_of, tiny):
+    policy = policy_of(said=ended(tiny))
     talk = [*HELLO, {"role": "assistant", "content": "7"}, AGAIN]
     text = policy.chat(talk, max_new_tokens=5)
     first, second = policy.turns
@@ -128,17 +114,17 @@ def test_chat_goes_on_from_the_sampled_ids(policy_of, base):
     before = first.prompt_ids + first.completion.token_ids
     assert second.prompt_ids[: len(before)] == before and len(second.prompt_ids) > len(before)
     asked = Prompt(id="x", messages=tuple(talk))
-    assert second.prompt_ids == encode_prompt(asked, base.tokenizer).token_ids  # "7" is encoded as it was sampled here
+    assert second.prompt_ids == encode_prompt(asked, tiny.tokenizer).token_ids  # "7" is encoded as it was sampled here
     policy.chat([*talk[:1], {"role": "assistant", "content": "something else"}, AGAIN])
     assert policy.forks == 1
 
 
-def test_chat_has_the_environments_tools_unless_others_are_said(policy_of, base):
+def test_chat_has_the_environments_tools_unless_others_are_said(policy_of, tiny):
     function = {"name": "search_hotels", "parameters": {"type": "object", "properties": {}}}
-    policy = policy_of(said=ended(base), tools=({"type": "function", "function": function},))
+    policy = policy_of(said=ended(tiny), tools=({"type": "function", "function": function},))
     policy.chat(HELLO, max_new_tokens=1)
     policy.chat(HELLO, tools=[], max_new_tokens=1)
-    shown = ["search_hotels" in base.tokenizer.decode(list(turn.prompt_ids)) for turn in policy.turns]
+    shown = ["search_hotels" in tiny.tokenizer.decode(list(turn.prompt_ids)) for turn in policy.turns]
     assert shown == [True, True, False]
 
 
@@ -221,15 +207,15 @@ def test_once_closed_it_answers_and_records_no_more(policy_of):
     assert policy.turns == recorded
 
 
-def test_what_model_code_looks_at(policy_of, base):
+def test_what_model_code_looks_at(policy_of, tiny):
     policy = policy_of()
-    assert policy.device == base.device and policy.dtype == torch.float32
+    assert policy.device == tiny.device and policy.dtype == torch.float32
     assert policy.eval() is policy and policy.train() is policy and policy.to("cpu") is policy and not policy.training
-    assert next(policy.parameters()).device == base.device and next(policy.parameters()).numel() == 0
-    assert policy.config.vocab_size == base.vocabulary
+    assert next(policy.parameters()).device == tiny.device and next(policy.parameters()).numel() == 0
+    assert policy.config.vocab_size == tiny.vocabulary
     policy.config.use_cache = True
     policy.generation_config.pad_token_id = 1
-    assert base.model.config.use_cache is False and base.model.generation_config.pad_token_id != 1
+    assert tiny.model.config.use_cache is False and tiny.model.generation_config.pad_token_id != 1
     assert not hasattr(policy, "module")
     with pytest.raises(AttributeError, match="has no 'lm_head'; it has generate, chat, device"):
         policy.lm_head  # noqa: B018

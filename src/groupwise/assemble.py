@@ -12,6 +12,8 @@ from functools import cached_property
 
 from groupwise.agents.load import Agent, load_agent
 from groupwise.agents.play import AgentPlay
+from groupwise.agents.rollout_func import RolloutFunc
+from groupwise.agents.rollout_play import RolloutPlay
 from groupwise.algo.advantage import AdvantageSpec
 from groupwise.algo.loss_spec import LossSpec, loss_of
 from groupwise.batches import Batches, Pace
@@ -36,6 +38,8 @@ from groupwise.train.lora import LoraSpec
 from groupwise.train.reference import ReferenceSpec
 from groupwise.types import Prompt
 
+Env = EnvFactory | LegacyEnv | Agent  # what plays episodes
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -43,8 +47,7 @@ class Plan:
 
     config: RunConfig
     rewards: tuple[RewardFunction, ...]
-    env: EnvFactory | Agent | None
-    legacy: LegacyEnv | None  # `env`, where it has the three methods
+    env: Env | None
     source: PromptSource
     eval_prompts: tuple[Prompt, ...]
     loss: LossSpec
@@ -106,12 +109,10 @@ def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = N
     """Load rewards and data and resolve the loss. Raises ConfigError, LoadError or DataError."""
     functions = tuple(rewards or load_rewards(config.rewards, folder=config.folder))
     env = _env(config)
-    legacy = None
-    if isinstance(env, EnvFactory) and env.legacy and config.env is not None:  # its dataset is made with the tokenizer
-        legacy = LegacyEnv(env, config.env, load_tokenizer(config.model))
-    source = _source(config, env, legacy)
-    prompts, held_out = source.all(), _held_out(config, env, legacy)
-    check_columns(functions, [*prompts, *held_out])
+    source = _source(config, env)
+    prompts, held_out = source.all(), _held_out(config, env)
+    if not (isinstance(env, Agent) and isinstance(env.function, RolloutFunc)):  # which adds columns of its own
+        check_columns(functions, [*prompts, *held_out])
     _check_reroll(config, functions)
     without_kl = config.algo.model_copy(update={"kl": None, "kl_coeff": None})
     loss = loss_of(config.algo if config.algo.kl_in == "loss" else without_kl, max_tokens=config.rollout.max_tokens)
@@ -124,7 +125,6 @@ def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = N
         config=config,
         rewards=functions,
         env=env,
-        legacy=legacy,
         source=source,
         eval_prompts=tuple(held_out),
         loss=loss,
@@ -134,21 +134,21 @@ def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = N
     )
 
 
-def _env(config: RunConfig) -> EnvFactory | Agent | None:
+def _env(config: RunConfig) -> Env | None:
     """What plays the episodes, if the configuration names something."""
     if config.env is None:
         return None
-    load = load_env if config.env.agent is None else load_agent
-    return load(config.env, folder=config.folder)
+    if config.env.agent is not None:
+        return load_agent(config.env, folder=config.folder)
+    env = load_env(config.env, folder=config.folder)  # one of three methods makes its dataset with the tokenizer
+    return LegacyEnv(env, config.env, load_tokenizer(config.model)) if env.legacy else env
 
 
-def _source(config: RunConfig, env: EnvFactory | Agent | None, legacy: LegacyEnv | None) -> PromptSource:
+def _source(config: RunConfig, env: Env | None) -> PromptSource:
     """The prompts to train on: the configuration's, or the environment's own cases."""
-    if legacy is not None:
-        if config.data is not None:
-            raise ConfigError(f"data does not go with {legacy.name}, whose build_dataset makes the prompts; remove it")
-        return PromptSource(legacy.prompts(), seed=config.seed)
     if config.data is not None:
+        if isinstance(env, LegacyEnv):
+            raise ConfigError(f"data does not go with {env.name}, whose build_dataset makes the prompts; remove it")
         return open_prompts(config.data, folder=config.folder, seed=config.seed)
     assert env is not None
     if (cases := env.cases()) is None:
@@ -158,17 +158,16 @@ def _source(config: RunConfig, env: EnvFactory | Agent | None, legacy: LegacyEnv
     return PromptSource(cases, seed=config.seed)
 
 
-def _held_out(config: RunConfig, env: EnvFactory | Agent | None, legacy: LegacyEnv | None) -> list[Prompt]:
+def _held_out(config: RunConfig, env: Env | None) -> list[Prompt]:
     """The prompts to evaluate on."""
     if config.eval is None:
         return []
     if config.eval.data is not None:
         prompts = open_prompts(config.eval.data, folder=config.folder).all()
-        return prompts if legacy is None else legacy.check(prompts, config.eval.data.source)
+        return env.check(prompts, config.eval.data.source) if isinstance(env, LegacyEnv) else prompts
     assert env is not None
-    cases = env.cases(held_out=True) if legacy is None else legacy.held_out()
-    if cases is None:
-        method = "eval_cases(self)" if legacy is None else "build_eval_dataset(self, tokenizer)"
+    if (cases := env.cases(held_out=True)) is None:
+        method = "build_eval_dataset(self, tokenizer)" if isinstance(env, LegacyEnv) else "eval_cases(self)"
         raise ConfigError(
             f"eval has no data: {env.name} has no method {method.partition('(')[0]}",
             hint=f"write {method}, set eval.data.source, or remove eval",
@@ -208,14 +207,17 @@ def open_parts(plan: Plan, *, on_phase: Callable[[str], None] = lambda phase: No
 
 def open_play(plan: Plan, base: LoadedModel, engine: Sampler) -> Play:
     """How the run's prompts become groups."""
-    if plan.env is None:
+    env, config = plan.env, plan.config.env
+    if env is None or config is None:
         return SingleTurn(engine, base.tokenizer)
-    if plan.legacy is not None:
-        return LegacyEpisodes(engine, base, plan.legacy, run=plan.config.rollout.sampling())
-    assert plan.config.env is not None
-    if isinstance(plan.env, Agent):
-        return AgentPlay(engine, base.tokenizer, plan.env, plan.config.env, scored=bool(plan.rewards))
-    return Episodes(engine, base.tokenizer, plan.env, plan.config.env)
+    if isinstance(env, LegacyEnv):
+        return LegacyEpisodes(engine, base, env, run=plan.config.rollout.sampling())
+    if isinstance(env, Agent) and isinstance(env.function, RolloutFunc):
+        run = plan.config.rollout.sampling()
+        return RolloutPlay(engine, base, env.function, config, run=run, scored=bool(plan.rewards))
+    if isinstance(env, Agent):
+        return AgentPlay(engine, base.tokenizer, env, config, scored=bool(plan.rewards))
+    return Episodes(engine, base.tokenizer, env, config)
 
 
 def _learner(plan: Plan, base: LoadedModel) -> Learner:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,13 +30,12 @@ from groupwise.envs.base import Episode, Observation, observation_of, reward_of,
 from groupwise.envs.call import OwnThread
 from groupwise.envs.tool_env import ToolEnv
 from groupwise.errors import ChatError, EnvError, GroupwiseError
+from groupwise.rollout import priced
 from groupwise.transcript import Transcript
-from groupwise.types import Completion, FinishReason, Message, Rollout, SamplingParams, Turn
+from groupwise.types import Completion, FinishReason, Message, Rollout, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-REWARD = "env"  # the name of an environment's reward among those of reward functions
 
 # (prompt ids, at most so many tokens, the number of the turn) -> the policy's answer
 Speak = Callable[[tuple[int, ...], int, int], Awaitable[Completion]]
@@ -92,27 +91,32 @@ class Player:
             self._fail(error)
 
     async def play(self, first: Completion | None = None) -> Rollout:
-        """The episode as a rollout; `first` is what the policy answered already. Cancelling it closes everything."""
+        """The episode as a rollout; `first` is what the policy answered already. Cancelling it closes everything.
+
+        Raises EnvError if the environment fails and `env.on_error` is stop, and what asking the policy raised.
+        """
+        stop, reward = "error", None
         try:
-            if self.error is not None:
-                return self._rollout("error", None)
-            try:
-                async with asyncio.timeout(self.config.timeout_s):
-                    stop = await self._turns(first)
-            except TimeoutError:  # the environment's own are EnvErrors by now
-                stop = "timeout"
-            return await self._scored(stop)
+            if self.error is None:
+                stop, reward = await self._played(first)
         except PolicyError as error:
             raise error.cause from None
         except GroupwiseError as error:
             self._fail(error)
-            return self._rollout("error", None)
         finally:
             await self._close()
-            if self.error is not None and self.config.on_error == "stop":
-                raise EnvError(self.error, hint="env.on_error: exclude goes on without such episodes")
+        return priced(self._rollout(stop, reward), self.config)
 
     # -- turns ---------------------------------------------------------------------------------------------------------
+
+    async def _played(self, first: Completion | None) -> tuple[str, float]:
+        """Why the episode ended, and its reward."""
+        try:
+            async with asyncio.timeout(self.config.timeout_s):
+                stop = await self._turns(first)
+        except TimeoutError:  # the environment's own are EnvErrors by now
+            stop = "timeout"
+        return stop, await self._reward(stop)
 
     async def _turns(self, first: Completion | None) -> str:
         """Take turns; returns why the episode ended."""
@@ -183,8 +187,7 @@ class Player:
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    async def _scored(self, stop: str) -> Rollout:
-        """The rollout with its reward."""
+    async def _reward(self, stop: str) -> float:
         assert self.transcript is not None
         if not self.transcript.turns and stop == "timeout":
             raise EnvError(f"the policy said nothing within env.timeout_s = {self.config.timeout_s:g} s")
@@ -208,25 +211,20 @@ class Player:
                 f"{self.name} gave no reward in the whole episode",
                 hint="return a reward from step, or write score(episode)",
             )
-        return self._rollout(stop, math.fsum(given))
+        return math.fsum(given)
 
     def _rollout(self, stop: str, reward: float | None) -> Rollout:
         transcript = self.transcript
-        turns: Sequence[Turn] = () if transcript is None else transcript.turns
-        if self.error is not None and self.config.on_error == "zero" and turns:
-            reward = 0.0
-        info = {name: math.fsum(values) for name, values in self._info.items()}
-        info |= {"turns": float(len(turns)), "tool_calls": float(self._calls)}
+        info = {name: math.fsum(values) for name, values in self._info.items()} | {"tool_calls": float(self._calls)}
         if transcript is not None:
             info["forks"] = float(transcript.forks)
         return Rollout(
-            turns=tuple(turns),
-            rewards={} if reward is None else {REWARD: reward},
+            turns=() if transcript is None else tuple(transcript.turns),
             reward=reward,
-            error=self.error if reward is None else None,
+            error=self.error,
             messages=() if transcript is None else tuple(transcript.messages[transcript.begun :]),
             stop=stop,
-            info=info | {"failed": float(self.error is not None)},
+            info=info,
         )
 
     def _fail(self, error: GroupwiseError) -> None:
@@ -238,7 +236,7 @@ class Player:
             if callable(close):
                 await self._call(close, what=f"{self.name}.close")
         except EnvError as error:
-            if self.error is None:
+            if self.error is None and self.config.on_error == "stop":  # else what came before it counts
                 self._fail(error)
         finally:
             self._thread.close()

@@ -1,8 +1,8 @@
 """A rollout group as JSON and back, equal to what it was: a line of `rollouts/*.jsonl`, an entry of the replay buffer.
 
 Token ids and logprobs come back bit for bit (JSON holds the shortest decimal that reads as the same float64). A number
-that is NaN or infinite is the string "NaN", "Infinity" or "-Infinity". Only a prompt's `columns` come back as far as
-JSON has their types: a tuple is a list, a date is text.
+that is NaN or infinite is the string "NaN", "Infinity" or "-Infinity". Only `columns` come back as far as JSON has
+their types: a tuple is a list, a date is text.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def _episode_to_json(rollout: Rollout) -> dict[str, Any]:
     """What only an episode in an environment has."""
     if rollout.stop is None:
         return {}
-    return {"messages": plain(rollout.messages), "stop": rollout.stop, "info": plain(rollout.info)}
+    raw = {"messages": plain(rollout.messages), "stop": rollout.stop, "info": plain(rollout.info)}
+    return raw | ({"columns": plain(rollout.columns)} if rollout.columns else {})
 
 
 def _turn_to_json(turn: Turn, *, prompt: Prompt) -> dict[str, Any]:
@@ -109,6 +110,7 @@ def _rollout_from_json(raw: Mapping[str, Any], prompt: Prompt) -> Rollout:
         messages=tuple(raw.get("messages", ())),
         stop=raw.get("stop"),
         info={name: _exact(value) for name, value in raw.get("info", {}).items()},
+        columns=raw.get("columns", {}),
     )
 
 

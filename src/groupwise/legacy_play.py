@@ -24,11 +24,11 @@ from groupwise.chat import encode_prompt
 from groupwise.engine.base import Sampler
 from groupwise.envs.call import OwnThread
 from groupwise.envs.legacy import CASE, LegacyEnv, warn
-from groupwise.episode import REWARD
 from groupwise.errors import EnvError, GroupwiseError
 from groupwise.model import LoadedModel
 from groupwise.play import Slots, together
 from groupwise.recording import LimitReached, Origin, RecordingPolicy
+from groupwise.rollout import REWARD, priced
 from groupwise.types import (
     Completion,
     FinishReason,
@@ -155,26 +155,17 @@ class LegacyEpisodes:
         return reward
 
     def _rollout(self, policy: RecordingPolicy, reward: float | None, error: str | None) -> Rollout:
-        if error is not None and self._config.on_error == "stop":
-            raise EnvError(error, hint="env.on_error: exclude goes on without such episodes")
-        if error is not None and self._config.on_error == "zero":
-            reward = 0.0
         turns = policy.turns
-        info = {
-            "turns": len(turns),
-            "forks": policy.forks,
-            "untrained": sum(not turn.trained for turn in turns),
-            "failed": error is not None,
-        }
-        return Rollout(
+        played = Rollout(
             turns=turns,
-            rewards={REWARD: reward},
             reward=reward,
-            error=error if reward is None else None,
+            error=error,
             messages=tuple(_messages(turns, self._env.tokenizer)),
-            stop="error" if error is not None else policy.limit or "done",
-            info={name: float(value) for name, value in info.items()},
+            stop=policy.limit or "done",
+            info={"forks": float(policy.forks), "untrained": float(sum(not turn.trained for turn in turns))},
         )
+        rollout = priced(played, self._config)
+        return replace(rollout, rewards={REWARD: rollout.reward})  # None too: only the environment was asked
 
     def _named(self, error: EnvError) -> str:
         return error.message if self._env.name in error.message else f"{self._env.name}: {error.message}"

@@ -1,19 +1,16 @@
-"""Prompts -> scored groups -> samples: one group's way to the learner. `batches` says which groups, and when."""
+"""Episodes -> groups -> samples: one group's way to the learner. `batches` says which groups, and when."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from groupwise.config_env import EnvConfig
+from groupwise.errors import EnvError
 from groupwise.segments import segments_of
-from groupwise.types import (
-    Completion,
-    Prompt,
-    Rollout,
-    RolloutGroup,
-    Sample,
-    Turn,
-)
+from groupwise.types import Completion, Prompt, Rollout, RolloutGroup, Sample, Turn
+
+REWARD = "env"  # the name of an environment's reward among those of reward functions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +39,21 @@ def group_of(prompt: Prompt, completions_G: Sequence[Completion]) -> RolloutGrou
     return RolloutGroup(
         prompt=prompt, rollouts=tuple(Rollout(turns=(Turn(prompt.token_ids, c),)) for c in completions_G)
     )
+
+
+def priced(played: Rollout, config: EnvConfig) -> Rollout:
+    """A played episode with what it is worth: `reward`, or of one that has an `error` what `env.on_error` says.
+
+    Raises EnvError where an error is to end the run.
+    """
+    reward, error, stop = played.reward, played.error, played.stop
+    if error is not None:
+        if config.on_error == "stop":
+            raise EnvError(error, hint="env.on_error: exclude goes on without such episodes")
+        reward, stop = 0.0 if config.on_error == "zero" and played.turns else None, "error"
+    rewards, left = ({}, error) if reward is None else ({REWARD: reward}, None)
+    info = {**played.info, "turns": float(len(played.turns)), "failed": float(error is not None)}
+    return replace(played, rewards=rewards, reward=reward, error=left, stop=stop, info=info)
 
 
 def samples_of(groups: Sequence[RolloutGroup], *, mask_truncated: bool = False) -> list[Sample]:

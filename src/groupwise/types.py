@@ -183,7 +183,8 @@ class Rollout:
     None when the rollout cannot be scored (it is then excluded from its group, never counted as zero).
 
     Of an episode in an environment `messages` are all that was said after the prompt, `stop` is why it ended and `info`
-    what there was to count; it has no turns if the environment failed before the first.
+    what there was to count; it has no turns if the environment failed before the first. `columns` are for reward
+    functions, as those of the prompt are, but its own: what a rollout function returned besides.
     """
 
     turns: tuple[Turn, ...]
@@ -194,6 +195,7 @@ class Rollout:
     messages: tuple[Message, ...] = ()
     stop: str | None = None
     info: Mapping[str, float] = field(default_factory=dict)
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def completion(self) -> Completion:

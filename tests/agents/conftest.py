@@ -1,4 +1,4 @@
-"""The starter in an engine, and episodes that an agent plays with it."""
+"""Episodes that an agent plays with the starter."""
 
 from __future__ import annotations
 
@@ -12,23 +12,11 @@ from groupwise.agents.load import OFFERED, Agent
 from groupwise.agents.play import AgentPlay
 from groupwise.config_env import EnvConfig
 from groupwise.engine.local import LocalEngine
-from groupwise.model import LoadedModel, load_model
+from groupwise.model import LoadedModel
 from groupwise.play import play_all
 from groupwise.types import PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams, SamplingRequest
 
 Played = Callable[..., list[Rollout]]
-
-
-@pytest.fixture(scope="session")
-def starter() -> LoadedModel:
-    return load_model("starter", device="cpu", dtype="float32")
-
-
-@pytest.fixture(scope="session")
-def engine(starter: LoadedModel) -> Iterator[LocalEngine]:
-    engine = LocalEngine(starter, max_rows=32)
-    yield engine
-    engine.close()
 
 
 class Recorder:
@@ -45,8 +33,8 @@ class Recorder:
 
 
 @pytest.fixture
-def recorder(engine: LocalEngine) -> Recorder:
-    return Recorder(engine)
+def recorder(starter_engine: LocalEngine) -> Recorder:
+    return Recorder(starter_engine)
 
 
 @pytest.fixture

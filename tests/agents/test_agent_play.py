@@ -333,14 +333,14 @@ def test_a_template_that_takes_one_call_a_message_ends_an_episode_with_two(play_
     assert (rollout.stop, rollout.reward, rollout.error, len(rollout.turns)) == ("template", 0.0, None, 1)
 
 
-def test_a_policy_that_speaks_too_long_has_failed_and_an_agent_that_hangs_is_excluded(play_group, engine):
+def test_a_policy_that_speaks_too_long_has_failed_and_an_agent_that_hangs_is_excluded(play_group, starter_engine):
     class Slow:
-        context_length = engine.context_length
+        context_length = starter_engine.context_length
 
         async def sample(self, requests):
             if len(requests[0].prompt_ids) > 30:
                 await asyncio.sleep(60)
-            return await engine.sample(requests)
+            return await starter_engine.sample(requests)
 
     async def agent(case, base_url, api_key, model):
         async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
@@ -435,9 +435,9 @@ def test_one_bad_episode_leaves_the_others(play_group):
     assert [rollout.reward for rollout in group.rollouts] == [1.0, None, 1.0, 1.0]
 
 
-def test_an_engine_that_fails_ends_the_run(play_group, engine):
+def test_an_engine_that_fails_ends_the_run(play_group, starter_engine):
     class Broken:
-        context_length = engine.context_length
+        context_length = starter_engine.context_length
 
         async def sample(self, requests):
             raise GroupwiseError("out of memory")
@@ -453,9 +453,9 @@ def test_an_engine_that_fails_ends_the_run(play_group, engine):
         play_group(agent, takes=FOUR, sampler=Broken())
 
 
-def test_a_request_that_the_agent_gave_up_is_no_turn(play_group, engine):
+def test_a_request_that_the_agent_gave_up_is_no_turn(play_group, starter_engine):
     class Slow:
-        context_length, cancelled = engine.context_length, 0
+        context_length, cancelled = starter_engine.context_length, 0
 
         async def sample(self, requests):
             if len(requests[0].prompt_ids) > 30:
@@ -464,7 +464,7 @@ def test_a_request_that_the_agent_gave_up_is_no_turn(play_group, engine):
                 except asyncio.CancelledError:
                     Slow.cancelled += 1
                     raise
-            return await engine.sample(requests)
+            return await starter_engine.sample(requests)
 
     async def agent(case, base_url, api_key, model):
         async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=0.3) as client:

@@ -50,7 +50,7 @@ def test_a_dataset_of_either_kind_becomes_prompts(tokenizer):
 
     rows = [{"prompt": f"City {i}?", "case_idx": 10 + i, "budget": 5 * i} for i in range(3)]
     for given in (rows, datasets.Dataset.from_list(rows)):
-        prompts = legacy(tokenizer, args={"rows": given}).prompts()
+        prompts = legacy(tokenizer, args={"rows": given}).cases()
         assert [prompt.text for prompt in prompts] == ["City 0?", "City 1?", "City 2?"]
         assert [prompt.columns for prompt in prompts] == [{"case_idx": 10 + i, "budget": 5 * i} for i in range(3)]
         assert len({prompt.id for prompt in prompts}) == 3
@@ -58,11 +58,11 @@ def test_a_dataset_of_either_kind_becomes_prompts(tokenizer):
 
 def test_without_case_idx_the_row_is_the_case_and_that_is_said_once(tokenizer):
     notes: list[str] = []
-    prompts = legacy(tokenizer, args={"rows": [{"prompt": "a"}, {"prompt": "b"}]}, note=notes.append).prompts()
+    prompts = legacy(tokenizer, args={"rows": [{"prompt": "a"}, {"prompt": "b"}]}, note=notes.append).cases()
     assert [prompt.columns["case_idx"] for prompt in prompts] == [0, 1]
     assert notes == ["Hotel.build_dataset: no column 'case_idx'; the number of its row is a prompt's case"]
     with pytest.warns(UserWarning, match="no column 'case_idx'"):
-        legacy(tokenizer, args={"rows": [{"prompt": "a"}]}).prompts()
+        legacy(tokenizer, args={"rows": [{"prompt": "a"}]}).cases()
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_without_case_idx_the_row_is_the_case_and_that_is_said_once(tokenizer):
 def test_a_dataset_that_cannot_be_used(tokenizer, rows, message):
     env = legacy(tokenizer, args={"rows": rows}, note=lambda text: None)
     with pytest.raises(DataError) as caught:
-        env.prompts()
+        env.cases()
     assert message in str(caught.value)
 
 
@@ -100,7 +100,7 @@ def test_tools_are_asked_for_once_and_go_into_prompts_of_messages(tokenizer):
 
     notes: list[str] = []
     rows = [{"prompt": MESSAGES, "case_idx": 0}, {"prompt": "text", "case_idx": 1}]
-    first, second = legacy(tokenizer, Counted, args={"rows": rows, "tools": [TOOL]}, note=notes.append).prompts()
+    first, second = legacy(tokenizer, Counted, args={"rows": rows, "tools": [TOOL]}, note=notes.append).cases()
     assert first.tools == (TOOL,) and second.tools == () and asked == [1]
     assert "its tools do not go into prompts that are texts" in notes[0] and len(notes) == 1
 
@@ -113,7 +113,7 @@ def test_an_environment_needs_no_tools_and_odd_ones_are_refused(tokenizer):
         def score_episode(self, **given):
             return len(given)
 
-    assert legacy(tokenizer, Bare).prompts()[0].tools == ()
+    assert legacy(tokenizer, Bare).cases()[0].tools == ()
     with pytest.raises(EnvError, match=r"Hotel.get_tools returned \['search'\]"):
         legacy(tokenizer, args={"tools": ["search"]})
 
@@ -140,12 +140,12 @@ def test_what_the_dataset_raises_names_the_method(tokenizer):
             raise RuntimeError("no network")
 
     with pytest.raises(EnvError, match=r"Hotel.build_dataset raised RuntimeError: no network"):
-        legacy(tokenizer, Broken).prompts()
+        legacy(tokenizer, Broken).cases()
 
 
 def test_an_episode_has_the_instance_that_made_the_dataset_or_a_copy_of_it(tokenizer):
     env = legacy(tokenizer)
-    env.prompts()
+    env.cases()
     one, other = env.instance(), env.instance()
     given = {"model": None, "completion": "Rome it is", "case": 1}
     assert env.score(one, **given) == 1.0 and env.score(one, **given) == 1.0
@@ -168,9 +168,9 @@ def test_held_out_rows_must_name_their_case(tokenizer):
         def build_eval_dataset(self, tokenizer):
             return [{"prompt": "c"}]
 
-    assert legacy(tokenizer).held_out() is None
+    assert legacy(tokenizer).cases(held_out=True) is None
     with pytest.raises(DataError, match=r"build_eval_dataset: case:0 has no 'case_idx'"):
-        legacy(tokenizer, WithEval).held_out()
+        legacy(tokenizer, WithEval).cases(held_out=True)
     chosen = legacy(tokenizer, args={"tools": [TOOL]})
     row = {"prompt": MESSAGES, "case_idx": 1}
     assert chosen.check([to_prompt(row, id="r:1")], "eval.jsonl")[0].tools == (TOOL,)

@@ -146,6 +146,15 @@ def test_what_is_not_here(read, override, instead):
     read(FILE, override, instead).runnable()
 
 
+def test_an_environment_stands_beside_the_file(read):
+    """What the refusal of an argument for tools says is what runs."""
+    tools = ("max_tool_calling_iterations=3", "env.environment=my_env:Shop", "env.max_turns=4")
+    with pytest.raises(ConfigError, match=r"env\.environment=MODULE:CLASS adds one, and env\.max_turns is its limit"):
+        read(FILE, *tools).runnable()
+    config = read(FILE, *tools[1:]).runnable()
+    assert config.env is not None and (config.env.environment, config.env.max_turns) == ("my_env:Shop", 4)
+
+
 def test_a_typo_names_the_key_and_line(read):
     with pytest.raises(ConfigError, match=r"num_generatons \(trl.yaml:7\): unknown; did you mean num_generations\?"):
         read(FILE + "num_generatons: 4\n")

@@ -275,7 +275,7 @@ def test_a_wrong_packed_forward_falls_back(make_learner, make_samples, monkeypat
     samples = on_policy(right, make_samples(GROUPS))
     right.forward_backward(samples, SPECS["grpo with k3"])
     expected = gradients(right)
-    monkeypatch.setattr("groupwise.algo.attention.unseen", lambda gap, window: gap < -1)
+    monkeypatch.setattr("groupwise.algo.attention._hidden", lambda gap, window: gap < -1)
     with pytest.warns(UserWarning, match="padded rows instead"):
         fallen = make_learner(gradient_checkpointing=checkpointing)
     fallen.forward_backward(samples, SPECS["grpo with k3"])

@@ -25,8 +25,8 @@ from groupwise.agents.load import Agent, Outcome, outcome_of
 from groupwise.agents.protocol import MODEL
 from groupwise.agents.session import Session
 from groupwise.envs.call import OwnThread
-from groupwise.episode import REWARD
 from groupwise.errors import EnvError
+from groupwise.rollout import priced
 from groupwise.segments import segments_of
 from groupwise.types import Rollout
 
@@ -65,29 +65,20 @@ class AgentEpisode:
             error = f"{self.agent.name} never asked the policy: there is nothing to train"
         if error is None and reward is None and not self.scored:
             error = f"{self.agent.name} returned no reward, and the configuration has no reward functions"
-        if error is not None and session.config.on_error == "stop":
-            raise EnvError(error, hint="env.on_error: exclude goes on without such episodes")
-        return self._rollout(said, outcome, reward, error), said.opening
+        return priced(self._rollout(said, outcome, reward, error), session.config), said.opening
 
     def _rollout(self, said: Conversations, outcome: Outcome, reward: float | None, error: str | None) -> Rollout:
-        config = self.session.config
-        turns = said.turns(only_first=config.train_turns == "first")
-        if error is not None:
-            reward = 0.0 if config.on_error == "zero" and turns else None
         info = {
-            "turns": float(len(turns)),
             "tool_calls": float(said.calls),
             "forks": float(max(0, len(segments_of(said.turns())) - 1)),
             "ignored_parameters": float(self.session.ignored),
-            "failed": float(error is not None),
         }
         return Rollout(
-            turns=turns,
-            rewards={} if reward is None else {REWARD: reward},
+            turns=said.turns(only_first=self.session.config.train_turns == "first"),
             reward=reward,
-            error=error if reward is None else None,
+            error=error,
             messages=said.latest,
-            stop="error" if error is not None else self.session.stop or "done",
+            stop=self.session.stop or "done",
             info={**outcome.metrics, **info},
         )
 

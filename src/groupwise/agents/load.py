@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from groupwise.agents.rollout_func import RolloutFunc, check_keys
 from groupwise.config_env import EnvConfig
 from groupwise.envs.base import reward_of
 from groupwise.envs.load import EnvFactory, parameters_of
@@ -85,6 +86,9 @@ def load_agent(config: EnvConfig, *, folder: str | Path | None = None) -> Agent:
         if folder is not None and "folder" in parameters_of(made):  # it loads something itself
             args = {"folder": str(folder), **args}
         made, args = _instance(made, name, args, config.agent), {}
+    if isinstance(made, RolloutFunc):  # plays whole batches, and is not called as agents are
+        check_keys(config)
+        return Agent(name=made.name, function=made, takes=())
     return Agent(name=name, function=made, takes=_takes(made, args, config.agent), args=args)
 
 

@@ -1,4 +1,4 @@
-"""Environments of the `verifiers` package (0.1.14 and its like), unchanged, as an agent.
+"""Environments of the `verifiers` package (0.1.14 to 0.3.1), unchanged, as an agent.
 
     env:
       agent: groupwise.agents.verifiers:VerifiersAgent
@@ -7,7 +7,8 @@
 Its dataset are the cases, its evaluation dataset the held-out ones. `Environment.run_rollout` plays each episode with
 the package's own OpenAI client at our endpoint, and its rubric scores it; the rubric's other numbers are logged.
 Rubrics that compare the rollouts of a group cannot be asked for one episode and are refused. What the package calls
-`verifiers.v1`, and all of it from 0.4 on, are programs that a harness runs in containers: other environments.
+`verifiers.v1`, and all of it from 0.4 on, are programs that a harness runs in containers: other environments, which
+are refused.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from typing import Any
 
 from groupwise.errors import ConfigError, EnvError
 from groupwise.load import load_object
+
+SUPPORTED = "verifiers>=0.1.14,<0.4"
 
 
 class VerifiersAgent:
@@ -75,17 +78,16 @@ class VerifiersAgent:
 
 def _loader(environment: str, folder: str | None) -> Any:
     if importlib.util.find_spec("verifiers") is None:
-        raise ConfigError("verifiers is not installed", hint="pip install 'verifiers>=0.1.14,<0.2'")
+        raise ConfigError("verifiers is not installed", hint=f"pip install '{SUPPORTED}'")
     import verifiers  # pyright: ignore[reportMissingImports]
 
-    if ":" in environment:
-        return load_object(environment, folder=folder)
     load: Any = getattr(verifiers, "load_environment", None)
     if load is None:
         raise ConfigError(
-            f"verifiers {verifiers.__version__} has no load_environment", hint="pip install 'verifiers>=0.1.14,<0.2'"
+            f"verifiers {verifiers.__version__} has no load_environment: its environments are programs in containers",
+            hint=f"pip install '{SUPPORTED}'",
         )
-    return lambda **args: load(environment, **args)
+    return load_object(environment, folder=folder) if ":" in environment else lambda **args: load(environment, **args)
 
 
 @contextmanager

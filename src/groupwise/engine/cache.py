@@ -182,8 +182,8 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-class Grid:
-    """Which rows share which slot, laid out as slots x members. Made anew when rows come or go.
+class Apart:
+    """Which slot each row has. For many new tokens of a row, whose product with their prompt is large by itself.
 
     Args:
         slots: of each row.
@@ -193,6 +193,19 @@ class Grid:
 
     def __init__(self, slots: Sequence[int], shared: Sequence[int], lengths: Sequence[int], device: torch.device):
         self.P, self.L = len(lengths), max(lengths)
+        self.slot_B, self.shared_B = torch.tensor(slots, device=device), torch.tensor(shared, device=device)
+        self.ragged = min(shared) < self.L
+
+    def product(self, x_BKRI: Tensor, prompts_PKIJ: Tensor) -> Tensor:
+        """Each row's [K, R, I] times its prompt's [K, I, J] -> [B, K, R, J]."""
+        return x_BKRI @ prompts_PKIJ.index_select(0, self.slot_B)
+
+
+class Grid(Apart):
+    """Which rows share which slot, laid out as slots x members. Made anew when rows come or go."""
+
+    def __init__(self, slots: Sequence[int], shared: Sequence[int], lengths: Sequence[int], device: torch.device):
+        super().__init__(slots, shared, lengths, device)
         members: list[list[int]] = [[] for _ in lengths]
         for row, slot in enumerate(slots):
             members[slot].append(row)
@@ -208,11 +221,9 @@ class Grid:
                 for cell, row in cells:
                     cell_B[row], row_C[cell] = cell, row
                 self.cell_B, self.row_C = (torch.tensor(x, device=device) for x in (cell_B, row_C))
-        self.shared_B = torch.tensor(shared, device=device)
-        self.ragged = min(shared) < self.L
 
     def product(self, x_BKRI: Tensor, prompts_PKIJ: Tensor) -> Tensor:
-        """Each row's [K, R, I] times its prompt's [K, I, J] -> [B, K, R, J]."""
+        """As `Apart`."""
         B, K, R, _ = x_BKRI.shape
         if self.members is not None:
             out = x_BKRI.new_empty(B, K, R, prompts_PKIJ.shape[-1])
@@ -237,7 +248,7 @@ class Extend:
     """
 
     def __init__(
-        self, cache: KeyValueCache, grid: Grid, rows: slice, held_B: Tensor, ends: Sequence[int] | None = None
+        self, cache: KeyValueCache, grid: Apart, rows: slice, held_B: Tensor, ends: Sequence[int] | None = None
     ):
         self.cache, self.grid, self.rows, self.held_B = cache, grid, rows, held_B
         device, self.B, self.T = held_B.device, len(held_B), 1 if ends is None else max(ends)

@@ -34,7 +34,7 @@ from torch import Tensor
 from groupwise.algo.attention import Layout, SharedPrompts
 from groupwise.backbone import Backbone
 from groupwise.chat import decode
-from groupwise.engine.cache import Extend, Grid, KeyValueCache, Prefill, parts_of
+from groupwise.engine.cache import Apart, Extend, Grid, KeyValueCache, Prefill, parts_of
 from groupwise.engine.lora import AdapterBank, AdapterWeights, add_adapters, read_adapter
 from groupwise.engine.prefix_cache import Kept, PrefixCache
 from groupwise.engine.rows import Job, Rows, TokenSink
@@ -302,7 +302,7 @@ class LocalEngine:
         for row, new in enumerate(admitted, first):
             assert new.past is not None
             cache.hold(row, new.past.own, new.known - new.shared)
-        grid = self._lay_out(at)
+        grid = Apart(*self._places(at), self._base.device)
         last: list[Tensor] = [torch.empty(0)] * len(admitted)
         for start in range(0, max(new.missing for new in admitted), EXTEND_TOKENS):
             pieces = [new.piece(start) for new in admitted]
@@ -329,10 +329,10 @@ class LocalEngine:
             rows.sort(order)
             self._since_sorted = 0
 
-    def _lay_out(self, at: slice) -> Grid:
+    def _places(self, at: slice) -> tuple[list[int], list[int], list[int]]:
+        """The slots of rows, how much of them each has, and the lengths of all slots."""
         owners = self._rows.owners[at]
-        slots, shared = [row.slot for row in owners], [row.shared for row in owners]
-        return Grid(slots, shared, self._cache.lengths, self._base.device)
+        return [row.slot for row in owners], [row.shared for row in owners], self._cache.lengths
 
     # -- decoding -----------------------------------------------------------------------------------------------------
 
@@ -341,7 +341,7 @@ class LocalEngine:
         self._since_sorted += 1
         if self._grid is None:
             self._sort()
-            self._grid = self._lay_out(every)
+            self._grid = Grid(*self._places(every), self._base.device)
         # the token sampled last has not been seen by the model yet: it goes in at `position`, which then moves on
         layout = Extend(self._cache, self._grid, every, rows.held[every] + rows.count[every] - 1)
         hidden_BH = self._forward(rows.token[every], rows.position[every], layout, rows.weights)

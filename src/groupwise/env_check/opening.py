@@ -108,9 +108,10 @@ def _legacy(wanted: Wanted, factory: EnvFactory, base: LoadedModel, say: Callabl
     )
     rows = _rows(wanted)
     if rows is None:
-        prompts = _in_time(env.prompts, f"{factory.name}.build_dataset", wanted)
+        prompts = _in_time(env.cases, f"{factory.name}.build_dataset", wanted)
     else:
         prompts = env.check(rows, str(wanted.data))
+    assert prompts is not None
     return Opened(
         name=factory.name,
         make_play=lambda sampler: LegacyEpisodes(sampler, base, env, run=wanted.params, note=notes.append),

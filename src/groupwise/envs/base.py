@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from groupwise.errors import EnvError
 from groupwise.types import Message
@@ -74,14 +74,6 @@ class Episode:
         said = [message for message in self.messages if message["role"] == "assistant"]
         content = said[-1].get("content") if said else None
         return content if isinstance(content, str) else ""
-
-
-class Environment(Protocol):
-    """What the episode loop needs at least. Methods may be async; `score`, `cases` and `close` are optional."""
-
-    def reset(self, case: Mapping[str, Any], seed: int) -> Any: ...
-
-    def step(self, message: Message) -> Any: ...
 
 
 # ---- what user code returns -> the types above ----

@@ -64,20 +64,19 @@ class LegacyEnv:
         _check_scorer(self._instance, self.name)
         self.tools = self._tools()
 
-    def prompts(self) -> list[Prompt]:
-        """What `build_dataset` returns. Call it once. Raises DataError for rows that cannot be used."""
-        rows = self._call("build_dataset", self.tokenizer)
-        prompts = list(self._prompts(rows, f"{self.name}.build_dataset", numbered=True))
-        if self.tools and any(prompt.messages is None for prompt in prompts):
+    def cases(self, *, held_out: bool = False) -> list[Prompt] | None:
+        """What `build_dataset` returns, or `build_eval_dataset`, a method of ours; None without it. Call it once.
+
+        Raises DataError for rows that cannot be used.
+        """
+        method = "build_eval_dataset" if held_out else "build_dataset"
+        if not callable(getattr(self._instance, method, None)):
+            return None
+        rows = self._call(method, self.tokenizer)
+        prompts = list(self._prompts(rows, f"{self.name}.{method}", numbered=not held_out))
+        if not held_out and self.tools and any(prompt.messages is None for prompt in prompts):
             self._note(f"{self.name}: its tools do not go into prompts that are texts; they do into lists of messages")
         return prompts
-
-    def held_out(self) -> list[Prompt] | None:
-        """What `build_eval_dataset`, a method of ours, returns; None without it. Raises DataError."""
-        if not callable(getattr(self._instance, "build_eval_dataset", None)):
-            return None
-        rows = self._call("build_eval_dataset", self.tokenizer)
-        return list(self._prompts(rows, f"{self.name}.build_eval_dataset", numbered=False))
 
     def check(self, prompts: Sequence[Prompt], source: str) -> list[Prompt]:
         """Prompts of another source, with the tools. Raises DataError for one that names no case."""

@@ -113,7 +113,11 @@ TRL_KEYS = (
         "trl.vllm_enable_prefix_caching",
     ),
     absent("trl.vllm_guided_decoding_regex", "the engine samples freely", off=()),
-    absent("trl.rollout_func", "environments are not in this version", off=()),
+    absent(
+        "trl.rollout_func",
+        "env.agent=groupwise.agents.rollout_func:RolloutFunc with env.args.function=MODULE:FUNCTION plays it",
+        off=(),
+    ),
     absent("trl.reward_processing_classes", "a reward model has its own tokenizer", off=()),
     idle("trl.use_liger_loss", "the loss is always fused with the LM head"),
     *all_idle(

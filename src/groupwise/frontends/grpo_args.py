@@ -179,7 +179,11 @@ KEYS = (
         "log_multimodal",
     ),
     absent("log_completions_hub_repo", "rollouts stay in the run directory", off=()),
-    absent("max_tool_calling_iterations", "environments and tools are not in this version", off=()),
+    absent(
+        "max_tool_calling_iterations",
+        "tools are an environment's: env.environment=MODULE:CLASS adds one, and env.max_turns is its limit",
+        off=(),
+    ),
     idle("cache_implementation", "the engine has its own cache"),
 )
 

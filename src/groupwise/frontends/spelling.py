@@ -175,12 +175,12 @@ def _count_cases(config: EnvConfig, model: str, folder: Path) -> int | None:
         return None
     try:
         env = load_env(config, folder=folder)
-        if not env.legacy:
-            cases = env.cases()
-            return None if cases is None else len(cases)
-        from groupwise.model import load_tokenizer  # torch comes with it
+        if env.legacy:
+            from groupwise.model import load_tokenizer  # torch comes with it
 
-        return len(LegacyEnv(env, config, load_tokenizer(model), note=lambda message: None).prompts())
+            env = LegacyEnv(env, config, load_tokenizer(model), note=lambda message: None)
+        cases = env.cases()
+        return None if cases is None else len(cases)
     except GroupwiseError:
         return None
 

@@ -9,7 +9,7 @@ A function gets one group, as keyword arguments, each a list with one entry per 
                     all messages after the prompt where it is an episode in an environment
     prompts         the prompt's text, or its messages
     completion_ids  token ids of the completion
-    <column>        every other column of the dataset, under its own name
+    <column>        every other column of the dataset, under its own name, and what a rollout function returned besides
 
 and of these only what its signature names, or all with `**kwargs`. It may be async. `args` from the configuration are
 passed on every call, and win over a column of that name. It returns one float per completion, in order; None says
@@ -278,14 +278,16 @@ def summarize(groups: Iterable[RolloutGroup]) -> RewardReport:
 
 def _columns(prompt: Prompt, rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
     size = len(rollouts)
-    texts = [rollout.completion.text for rollout in rollouts]
+    texts = [_messages(rollout)[-1]["content"] for rollout in rollouts]
     chat = prompt.messages is not None
     offered = {
         "completions": [_messages(rollout) for rollout in rollouts] if chat else texts,
         "prompts": [[dict(message) for message in prompt.messages or ()] if chat else prompt.text for _ in texts],
         "completion_ids": [[id for turn in rollout.turns for id in turn.completion.token_ids] for rollout in rollouts],
     }
-    return {name: [value] * size for name, value in prompt.columns.items()} | offered
+    named = {name: [value] * size for name, value in prompt.columns.items()}
+    own = dict.fromkeys(name for rollout in rollouts for name in rollout.columns)
+    return named | {name: [rollout.columns.get(name) for rollout in rollouts] for name in own} | offered
 
 
 def _messages(rollout: Rollout) -> list[dict[str, Any]]:
