@@ -1,12 +1,13 @@
 """Episodes in an environment: many at once over one engine, against one after another, in one run.
 
-    python benchmarks/episodes.py [--model runs/hotel-form] [--cases 8] [--group 8] [--tool-seconds 1.0]
+    python benchmarks/episodes.py [--cases 8] [--group 8] [--hidden 512] [--layers 8] [--tool-seconds 1.0]
 
-The examples' hotel in its three-method form, where the environment asks the model for every turn after the first, is
-scored twice with the same model, prompts and limits on turns and tokens: as Groupwise plays it, and as trainers do that
-call `score_episode` one completion after another with transformers' own `generate` (first completions in one batch, the
-key-value cache on). Then 64 episodes whose tool takes a second, by how many of them may be under way at once. Prints a
-table with the ratio.
+Environments in the three-method form, which ask the model for every turn after the first, are scored twice with the
+same model, prompts and limits on turns and tokens: as Groupwise plays them, and as trainers do that call
+`score_episode` one completion after another with transformers' own `generate` (first completions in one batch, the
+key-value cache on). Once the examples' hotel with the model that knows it (examples/envs/hotel_form.py makes it), once
+talk of four turns with a model of `--hidden` and `--layers` and random weights (22M parameters). Then 64 episodes whose
+tool takes a second, by how many of them may be under way at once. Prints a table with the ratios.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoTokenizer
 
 from groupwise.assemble import make_plan, open_play
 from groupwise.chat import decode, encode_prompt
@@ -49,6 +52,28 @@ class SlowTool:
     def step(self, message: Any) -> Any:
         time.sleep(self.seconds)
         return [], 1.0, True
+
+
+class Talk:
+    """Some turns, whatever is said: for a model that knows nothing."""
+
+    def build_dataset(self, tokenizer: Any) -> list[dict[str, Any]]:
+        return [{"prompt": self._asked(number), "case_idx": number} for number in range(64)]
+
+    def get_tools(self) -> list[dict[str, Any]]:
+        return []
+
+    def score_episode(self, model: Any, tokenizer: Any, completion: Any, case_idx: int) -> float:
+        messages, said = self._asked(case_idx), completion[-1]["content"]
+        for turn in range(1, TURNS):
+            again = f"That was turn {turn} of {TURNS}. What do you say to {case_idx * 7919 + turn}, {said[:40]!r}?"
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": again}]
+            said = model.chat(messages)
+        return float(len(said) % 2)
+
+    def _asked(self, number: int) -> list[dict[str, Any]]:
+        rules = " ".join(f"Rule {rule}: after {rule * number} comes {rule * number + 1}." for rule in range(1, 21))
+        return [{"role": "user", "content": f"{rules} What comes after {number}?"}]
 
 
 class OneAtATime:
@@ -108,12 +133,9 @@ def ours(base: LoadedModel, env: dict[str, Any], *, cases: int, group: int) -> t
     return seconds, sum(len(rollout.turns) for each in groups for rollout in each.rollouts)
 
 
-def one_after_another(base: LoadedModel, *, cases: int, group: int) -> tuple[float, int]:
+def one_after_another(env: Any, base: LoadedModel, *, cases: int, group: int) -> tuple[float, int]:
     """The same with `score_episode` called for one completion after another."""
-    sys.path.insert(0, str(EXAMPLES))
-    from hotel_booking import HotelThreeMethods
-
-    env, model = HotelThreeMethods(), OneAtATime(base)
+    model = OneAtATime(base)
     rows, started = env.build_dataset(base.tokenizer)[:cases], time.perf_counter()
     for row in rows:
         asked = Prompt(id="x", messages=tuple(row["prompt"]), tools=tuple(env.get_tools()))
@@ -125,25 +147,50 @@ def one_after_another(base: LoadedModel, *, cases: int, group: int) -> tuple[flo
     return time.perf_counter() - started, model.turns
 
 
+def random_model(directory: Path, *, hidden: int, layers: int) -> LoadedModel:
+    """A Qwen3 of these sizes with the starter's tokenizer."""
+    from groupwise.model import STARTER_DIR
+    from groupwise.starter.build import BuildSpec, new_model
+
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(STARTER_DIR)
+    new_model(BuildSpec(hidden_size=hidden, layers=layers, context_length=2048), tokenizer).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return load_model(str(directory), device="cpu", dtype="float32")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=8)
     parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--model", default="starter", help="runs/hotel-form, which examples/envs/hotel_form.py makes")
+    parser.add_argument("--model", default="runs/hotel-form", help="as examples/envs/hotel_form.py makes it")
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tool-seconds", type=float, default=1.0)
     options = parser.parse_args()
-    console = Console(width=100)
-    base = load_model(options.model, device="cpu", dtype="float32")
-    env = {"environment": "hotel_booking:HotelThreeMethods", "max_turns": TURNS}
-    mine, turns = ours(base, env, cases=options.cases, group=options.group)
-    theirs, their_turns = one_after_another(base, cases=options.cases, group=options.group)
+    sys.path.insert(0, str(EXAMPLES))
+    from hotel_booking import HotelThreeMethods
+
+    console, base = Console(width=100), load_model(options.model, device="cpu", dtype="float32")
     table = Table("what", "seconds", "turns", "turns a second", "ratio")
     count = options.cases * options.group
-    table.add_row(f"{count} hotel episodes, at once", f"{mine:.2f}", str(turns), f"{turns / mine:.1f}", "")
-    ratio = (turns / mine) / (their_turns / theirs)
-    table.add_row(
-        "one after another", f"{theirs:.2f}", str(their_turns), f"{their_turns / theirs:.1f}", f"{ratio:.1f}x"
-    )
+    with tempfile.TemporaryDirectory() as directory:
+        large = random_model(Path(directory), hidden=options.hidden, layers=options.layers)
+    for name, model, env, place in (
+        ("hotel", base, HotelThreeMethods(), "hotel_booking:HotelThreeMethods"),
+        ("talk", large, Talk(), "episodes:Talk"),
+    ):
+        size = sum(weight.numel() for weight in model.model.parameters()) / 1e6
+        config = {"environment": place, "max_turns": TURNS}
+        mine, turns = ours(model, config, cases=options.cases, group=options.group)
+        table.add_row(
+            f"{count} {name} episodes, {size:.1f}M, at once", f"{mine:.2f}", str(turns), f"{turns / mine:.1f}"
+        )
+        theirs, their_turns = one_after_another(env, model, cases=options.cases, group=options.group)
+        speed = their_turns / theirs
+        table.add_row(
+            "one after another", f"{theirs:.2f}", str(their_turns), f"{speed:.1f}", f"{turns / mine / speed:.1f}x"
+        )
     for concurrency in (8, 16, 64):
         slow = {"environment": "episodes:SlowTool", "args": {"seconds": options.tool_seconds, "count": 8}}
         seconds, turns = ours(base, {**slow, "concurrency": concurrency}, cases=8, group=8)

@@ -591,13 +591,14 @@ def test_the_next_turn_computes_only_what_is_new(open_engine, make_base, make_ad
     assert computed[True] < 0.6 * computed[False]
 
 
-@pytest.mark.parametrize("new_at_once", [7, local.EXTEND_TOKENS])
-def test_many_rows_of_uneven_lengths(open_engine, monkeypatch, architecture: str, new_at_once: int):
-    """Read in parts, put in order between, and run in pieces of a few new tokens: nothing of it shows."""
+@pytest.mark.parametrize(("new_at_once", "most_held"), [(7, local.MOST_HELD), (local.EXTEND_TOKENS, 10)])
+def test_many_rows_of_uneven_lengths(open_engine, monkeypatch, architecture: str, new_at_once: int, most_held: int):
+    """Read in parts, put in order between, run in pieces of a few tokens, folded into openings: nothing of it shows."""
     sorted_rows = []
     monkeypatch.setattr(local, "SORT_EVERY", 1)
     monkeypatch.setattr(local, "MOST_BEYOND", 1.0)
     monkeypatch.setattr(local, "EXTEND_TOKENS", new_at_once)
+    monkeypatch.setattr(local, "MOST_HELD", most_held)
     engine = open_engine(architecture, context=256, max_rows=48)
     sort = engine._cache.sort
     monkeypatch.setattr(

@@ -45,7 +45,7 @@ from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingReq
 
 PREFILL_TOKENS = 8192  # prompt tokens prefilled in one forward, counting the padding to the longest of them
 EXTEND_TOKENS = 512  # of a conversation that goes on, in one forward; of several 4 times as many, padding included
-MOST_HELD = 256  # tokens of a conversation after its opening, beyond which they must not be more than the opening
+MOST_HELD = 512  # tokens that a row holds of a conversation; or as many as its opening has, where that is more
 SORT_EVERY, MOST_BEYOND = 16, 1.5  # decode steps; tokens read per token there is, beyond which rows are sorted
 SCORED_AT_ONCE = 512  # positions: their logits, [positions, vocabulary], exist at the same time
 # On a CPU a small model's step is over before a second thread has woken up for each of its operations: it runs on one
@@ -458,8 +458,8 @@ class LocalEngine:
         if not job.request.cache or job.request.n > 1:
             return None, 0
         past, known = self._past.find(job.weights, ids) or (None, 0)
-        if past is None or len(ids) - past.shared > max(MOST_HELD, past.shared):
-            return None, 0  # begin anew, with all of it in a slot
+        if past is not None and past.own and len(ids) - past.shared > max(MOST_HELD, past.shared):
+            past = past.folded()
         return past, known
 
     def _forget(self, weights: AdapterWeights | None) -> None:

@@ -16,6 +16,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from groupwise.algo.prefixes import common_prefix
 from groupwise.engine.cache import Layers, Opening
 
@@ -33,6 +35,15 @@ class Kept:
     shared: int
     own: Layers
     blocks: list[int] = field(default_factory=list)
+
+    def folded(self) -> Kept:
+        """The same with all of it in an opening of its own."""
+        layers = {
+            layer: tuple(torch.cat([a[:, : self.shared], b], 1) for a, b in zip(pair, self.own[layer], strict=True))
+            for layer, pair in self.opening.layers.items()
+        }
+        whole = Opening(layers, len(self.ids))  # type: ignore[arg-type]
+        return Kept(self.owner, self.ids, whole, whole.length, {})
 
 
 class PrefixCache:
