@@ -1,13 +1,14 @@
 """Episodes in an environment: many at once over one engine, against one after another, in one run.
 
-    python benchmarks/episodes.py [--cases 8] [--group 8] [--hidden 512] [--layers 8] [--tool-seconds 1.0]
+    python benchmarks/episodes.py [--cases 8] [--peer-cases 2] [--hidden 512] [--layers 8] [--tool-seconds 1.0]
 
 Environments in the three-method form, which ask the model for every turn after the first, are scored twice with the
 same model, prompts and limits on turns and tokens: as Groupwise plays them, and as trainers do that call
 `score_episode` one completion after another with transformers' own `generate` (first completions in one batch, the
-key-value cache on). Once the examples' hotel with the model that knows it (examples/envs/hotel_form.py makes it), once
-talk of four turns with a model of `--hidden` and `--layers` and random weights (22M parameters). Then 64 episodes whose
-tool takes a second, by how many of them may be under way at once. Prints a table with the ratios.
+key-value cache on; fewer of them, since it is the rate that is compared). Once the examples' hotel with the model that
+knows it (examples/envs/hotel_form.py makes it), once talk of four turns with a model of `--hidden` and `--layers` and
+random weights (22M parameters). Then 64 episodes whose tool takes a second, by how many of them may be under way at
+once. Prints a table with the ratios.
 """
 
 from __future__ import annotations
@@ -163,6 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=8)
     parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--peer-cases", type=int, default=2, help="how many of them go one after another")
     parser.add_argument("--model", default="runs/hotel-form", help="as examples/envs/hotel_form.py makes it")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
@@ -186,7 +188,7 @@ def main() -> None:
         table.add_row(
             f"{count} {name} episodes, {size:.1f}M, at once", f"{mine:.2f}", str(turns), f"{turns / mine:.1f}"
         )
-        theirs, their_turns = one_after_another(env, model, cases=options.cases, group=options.group)
+        theirs, their_turns = one_after_another(env, model, cases=options.peer_cases, group=options.group)
         speed = their_turns / theirs
         table.add_row(
             "one after another", f"{theirs:.2f}", str(their_turns), f"{speed:.1f}", f"{turns / mine / speed:.1f}x"

@@ -487,6 +487,7 @@ class LocalEngine:
 
     @torch.inference_mode()
     def _work(self) -> None:
+        torch.set_num_threads(self._threads)  # a new thread has as many as whoever set them last
         while True:
             with self._wakeup:
                 self._wakeup.wait_for(
