@@ -24,7 +24,7 @@ class GuessNumber:
         return self._all(lambda low: low % 5 == 0)
 
     def _all(self, wanted):
-        lows = [low for low in range(1, 51) if wanted(low)]
+        lows = [low for low in range(1, 90) if wanted(low)]
         return [{"low": low, "secret": low + number} for low in lows for number in range(self.count)]
 
     def reset(self, case, seed):

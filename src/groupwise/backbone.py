@@ -101,7 +101,13 @@ def _norm(module: Any, x: Tensor) -> Tensor:
         return module(x)
     if _recorded(x):
         return _RmsNorm.apply(x, module.weight, module.variance_epsilon)  # type: ignore[return-value]
-    return nn.functional.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
+    return (x * _inverse_rms(x, module.variance_epsilon)).mul_(module.weight)
+
+
+def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """(mean x^2 + eps)^-1/2 over the last dimension, kept: one pass over x that writes nothing of its size."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -109,7 +115,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        r = (x.square().mean(-1, keepdim=True) + eps).rsqrt_()
+        r = _inverse_rms(x, eps)
         ctx.save_for_backward(x, weight, r)
         return (x * r).mul_(weight)
 

@@ -71,7 +71,7 @@ def sample_tokens(logits_BV: Tensor, params: RowParams, uniform_B: Tensor) -> tu
 
 
 def _draw(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """The tokens at which the cumulative distributions pass `uniform_B`, which is all in float64.
+    """The tokens at which the cumulative distributions, in float64, pass `uniform_B`.
 
     In two steps, first among blocks of about sqrt(V) tokens and then in one: a running sum is slow, and so is short.
     """
@@ -80,7 +80,7 @@ def _draw(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
     if V % width:
         probs_BV = torch.nn.functional.pad(probs_BV, (0, width - V % width))
     blocks = probs_BV.view(B, -1, width)
-    upto = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    upto = blocks.sum(-1).double().cumsum(-1)
     target_B1 = uniform_B[:, None] * upto[:, -1:]
     block_B1 = _passed(upto, target_B1)
     before_B1 = upto.gather(1, (block_B1 - 1).clamp(min=0)).masked_fill(block_B1 == 0, 0.0)

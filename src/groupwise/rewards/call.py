@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 from groupwise.config import RewardConfig
@@ -45,6 +46,10 @@ class RewardFunction:
             getattr(self.function, "__call__", None)  # noqa: B004, the method of an object is meant
         )
 
+    @cached_property
+    def _signature(self) -> inspect.Signature:
+        return inspect.signature(self.function)
+
     def missing(self, columns: Iterable[str]) -> list[str]:
         """Parameters that have no default and that neither the options nor `columns` fill."""
         given = {*OFFERED, *EXTRAS, *columns, *self.args}
@@ -52,7 +57,7 @@ class RewardFunction:
 
     def accepted(self, columns: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
         """What of `columns` the signature takes and no option replaces."""
-        everything = any(each.kind is each.VAR_KEYWORD for each in inspect.signature(self.function).parameters.values())
+        everything = any(each.kind is each.VAR_KEYWORD for each in self._signature.parameters.values())
         names = self.parameters()
         return {
             name: values
@@ -62,7 +67,7 @@ class RewardFunction:
 
     def parameters(self) -> dict[str, inspect.Parameter]:
         """The parameters that can be given by name."""
-        parameters = inspect.signature(self.function).parameters.values()
+        parameters = self._signature.parameters.values()
         by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         return {each.name: each for each in parameters if each.kind in by_name}
 
