@@ -19,6 +19,7 @@ D head size, L longest prompt, T most new tokens of a row, M most tokens that a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -261,7 +262,7 @@ class Extend:
             new_BT = torch.arange(self.T, device=device) < torch.tensor(ends, device=device)[:, None]
             self.row_S, self.t_S = new_BT.nonzero(as_tuple=True)
             self.at_S = held_B[self.row_S] + self.t_S
-        self._hidden: dict[int | None, Tensor | None] = {}
+        self._masks: dict[int | None, Tensor | None] = {}
         cache.rows.reserve(rows.stop, self.M)
 
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
@@ -275,14 +276,13 @@ class Extend:
         prompt_keys, prompt_values = (x[: grid.P, :, : grid.L] for x in self.cache.prompts.of(layer, key_SKD))
         query_BKQD = self._queries(scoring.scaled(query_SHD), K)  # Q = R T
         shared = grid.product(query_BKQD, prompt_keys.transpose(-1, -2))
-        hidden_BTN = self._hidden_from(scoring.window)
+        mask_BTN = self._mask(scoring.window)
         looks, own = [], []
         for part, longest in self.parts:
             products = query_BKQD[part] @ keys[part, :, :longest].transpose(-1, -2)
             scores = scoring.finished(torch.cat([shared[part], products], -1))
-            if hidden_BTN is not None:
-                hidden = hidden_BTN[part, None, :, : grid.L + longest]
-                scores.view(-1, H, T, grid.L + longest).masked_fill_(hidden, float("-inf"))
+            if mask_BTN is not None:
+                scores.view(-1, H, T, grid.L + longest).add_(mask_BTN[part, None, :, : grid.L + longest])
             weights = scores.softmax(-1).to(values.dtype)
             looks.append(weights[..., : grid.L])
             own.append(weights[..., grid.L :] @ values[part, :, :longest])
@@ -298,13 +298,17 @@ class Extend:
         query_BTHD[self.row_S, self.t_S] = query_SHD
         return query_BTHD.transpose(1, 2).reshape(self.B, K, -1, D)
 
-    def _hidden_from(self, window: int | None) -> Tensor | None:
-        """[B, T, N], True where a token may not look: behind its prompt or ahead of itself, or beyond the window."""
-        if window not in self._hidden:
-            self._hidden[window] = self._hide(window)
-        return self._hidden[window]
+    def _mask(self, window: int | None) -> Tensor | None:
+        """[B, T, N], -inf where a token may not look: behind its prompt, ahead of itself or beyond the window; else 0.
+        It is added: filling in is many times slower on a CPU."""
+        if window not in self._masks:
+            hidden_BTN = self._hidden(window)
+            if hidden_BTN is not None:
+                hidden_BTN = torch.zeros(hidden_BTN.shape, device=hidden_BTN.device).masked_fill_(hidden_BTN, -math.inf)
+            self._masks[window] = hidden_BTN
+        return self._masks[window]
 
-    def _hide(self, window: int | None) -> Tensor | None:
+    def _hidden(self, window: int | None) -> Tensor | None:
         grid, device = self.grid, self.held_B.device
         longest = grid.L + self.M  # keys that the longest row can have
         narrow = window is not None and window < longest
