@@ -628,6 +628,25 @@ def test_what_was_kept_goes_with_its_weights(open_engine, make_base, make_adapte
     assert len(engine._past) == 0 and engine._past.bytes == 0
 
 
+def test_an_error_between_new_prompts_and_conversations_reaches_both(open_engine, monkeypatch):
+    engine = open_engine("qwen3", context=256)
+    opening = replace(request(tuple(range(1, 40))), cache=True)
+    said = engine.generate([opening])[0][0].token_ids
+    again = replace(request((*opening.prompt_ids, *said, 7)), cache=True)
+    prefill = engine._prefill
+
+    def broken(admitted):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(engine, "_prefill", broken)
+    futures = engine.submit([again, request(5)])
+    for future in futures:
+        with pytest.raises(MemoryError):
+            future.result(timeout=10)
+    monkeypatch.setattr(engine, "_prefill", prefill)
+    assert len(engine.generate([again, request(5)])) == 2
+
+
 def test_what_is_kept_has_a_limit(open_engine):
     engine = open_engine("qwen3", context=256, prefix_cache_mb=0)
     without = ids_of(converse(open_engine("qwen3", context=256), cache=False))

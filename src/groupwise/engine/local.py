@@ -94,6 +94,7 @@ class LocalEngine:
         self._small = sum(weight.numel() * weight.itemsize for weight in weights) <= CACHED_BYTES
         self._urgent: deque[Job] = deque()
         self._waiting: deque[Job] = deque()
+        self._admitted: list[_Admitted] = []  # in the midst of being given rows
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._wakeup = threading.Condition()
         self._closing = False
@@ -246,7 +247,7 @@ class LocalEngine:
 
     def _admit(self) -> None:
         """Give waiting completions the free rows, in order, and prefill their prompts."""
-        admitted: list[_Admitted] = []
+        admitted = self._admitted = []
         longest, free = 0, self.max_rows - self._rows.active
         for queue, kept in ((self._urgent, 0), (self._waiting, self.reserved_rows)):
             while queue:
@@ -269,6 +270,7 @@ class LocalEngine:
             self._prefill(anew)
         for together in _batches([new for new in admitted if new.past is not None]):
             self._extend(together)
+        self._admitted = []
 
     def _prefill(self, admitted: Sequence[_Admitted]) -> None:
         """Run prompts and sample their first tokens."""
@@ -319,11 +321,8 @@ class LocalEngine:
         """Put the rows in order of their lengths where, as they stand, much would be read beyond the end of many."""
         rows = self._rows
         lengths_B = (rows.held + rows.count)[: rows.active]
-        needed, read = (
-            int(lengths_B.sum()),
-            sum(n * (part.stop - part.start) for part, n in parts_of(lengths_B.tolist())),
-        )
-        if read > MOST_BEYOND * needed and self._since_sorted >= SORT_EVERY:
+        read = sum(longest * (part.stop - part.start) for part, longest in parts_of(lengths_B.tolist()))
+        if self._since_sorted >= SORT_EVERY and read > MOST_BEYOND * int(lengths_B.sum()):
             order = lengths_B.argsort(stable=True)
             self._cache.sort(order, int(lengths_B.max()))
             rows.sort(order)
@@ -508,13 +507,14 @@ class LocalEngine:
     def _fail(self, error: Exception) -> None:
         """Fail every request, waiting or in flight."""
         with self._wakeup:
-            jobs = {id(job): job for job in (*self._urgent, *self._waiting, *(row.job for row in self._rows.owners))}
+            taken = [new.job for new in self._admitted] + [row.job for row in self._rows.owners]
+            jobs = {id(job): job for job in (*self._urgent, *self._waiting, *taken)}
             calls = list(self._calls)
             for queue in (self._urgent, self._waiting, self._calls):
                 queue.clear()
             self._cache.clear()
             self._rows = Rows(self.max_rows, self._base.device)
-            self._grid = None
+            self._grid, self._admitted = None, []
             self._past.clear()
         for job in jobs.values():
             job.settle(error)
