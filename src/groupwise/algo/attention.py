@@ -167,15 +167,15 @@ class SharedPrompts:
         """query [P*G, C, H, D], key and value [P*G, C, K, D] -> [P*G, C, H, D]."""
         P, G, C, K, D = self.P, self.G, self.C, key.shape[2], key.shape[3]
         query_BKRCD = scoring.scaled(query).view(P * G, C, K, -1, D).permute(0, 2, 3, 1, 4)
-        hidden_prompt = None
+        mask_prompt = None
         if self.ragged or scoring.window is not None:
-            hidden_prompt = self._hidden_prompt(scoring.window)
-        hidden_own = _hidden(self.gap_CC, scoring.window)
+            mask_prompt = _mask(self._hidden_prompt(scoring.window))
+        mask_own = _mask(_hidden(self.gap_CC, scoring.window))
         heads = (key.transpose(1, 2), value.transpose(1, 2), key_PLKD.transpose(1, 2), value_PLKD.transpose(1, 2))
         if scoring.softcap is None:
-            out_BKRCD = _Merged.apply(query_BKRCD, *heads, hidden_own, hidden_prompt)
+            out_BKRCD = _Merged.apply(query_BKRCD, *heads, mask_own, mask_prompt)
         else:
-            out_BKRCD, *_ = _merge(query_BKRCD, *heads, hidden_own, hidden_prompt, scoring)
+            out_BKRCD, *_ = _merge(query_BKRCD, *heads, mask_own, mask_prompt, scoring)
         return out_BKRCD.permute(0, 3, 1, 2, 4).reshape(P * G, C, -1, D)  # type: ignore[union-attr]
 
     def _hidden_prompt(self, window: int | None) -> Tensor:
@@ -192,8 +192,8 @@ def _merge(
     value_BKCD: Tensor,
     key_PKLD: Tensor,
     value_PKLD: Tensor,
-    hidden_own: Tensor,
-    hidden_prompt: Tensor | None,
+    mask_own: Tensor,
+    mask_prompt: Tensor | None,
     scoring: Scoring,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> (attention of scaled queries over both key sets [B, K, R, C, D], and its exponentials: own [B, K, R, C, C],
@@ -201,13 +201,13 @@ def _merge(
     B, K, R, C, D = query_BKRCD.shape
     P, L = key_PKLD.shape[0], key_PKLD.shape[2]
     own = scoring.finished(query_BKRCD.reshape(B, K, R * C, D) @ key_BKCD.transpose(-1, -2)).view(B, K, R, C, C)
-    own = own.masked_fill(hidden_own, float("-inf"))
+    own.add_(mask_own)
     shared = scoring.finished(_by_prompt(query_BKRCD, P) @ key_PKLD.transpose(-1, -2))
-    if hidden_prompt is not None:
-        shared = shared.view(P, K, -1, C, L).masked_fill(hidden_prompt, float("-inf")).view(P, K, -1, L)
+    if mask_prompt is not None:
+        shared = shared.view(P, K, -1, C, L).add_(mask_prompt).view(P, K, -1, L)
     with torch.no_grad():
         top = torch.maximum(_by_row(shared.amax(-1, keepdim=True), own), own.amax(-1, keepdim=True))
-    own, shared = (own - top).exp_(), (shared - _by_prompt(top, P)).exp_()
+    own, shared = own.sub_(top).exp_(), shared.sub_(_by_prompt(top, P)).exp_()
     total = own.sum(-1, keepdim=True) + _by_row(shared.sum(-1, keepdim=True), own)
     mixed = (own.view(B, K, R * C, C).to(value_BKCD.dtype) @ value_BKCD).view(B, K, R, C, D)
     mixed = mixed + _by_row(shared.to(value_PKLD.dtype) @ value_PKLD, own)
@@ -278,7 +278,7 @@ def _causal(query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, gap_TT: Te
         return out.transpose(1, 2)
     query_BKND = query_BTHD.view(B, T, K, H // K, D).permute(0, 2, 3, 1, 4).reshape(B, K, H // K * T, D)
     scores = scoring.scores(query_BKND, key).view(B, K, H // K, T, T)
-    weights = scores.masked_fill(_hidden(gap_TT, scoring.window), float("-inf")).softmax(-1)
+    weights = (scores + _mask(_hidden(gap_TT, scoring.window))).softmax(-1)
     out = (weights.view(B, K, H // K * T, T).to(value.dtype) @ value).view(B, H, T, D)
     return out.transpose(1, 2)
 
@@ -286,6 +286,11 @@ def _causal(query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, gap_TT: Te
 def _hidden(gap: Tensor, window: int | None) -> Tensor:
     hidden = gap < 0
     return hidden if window is None else hidden | (gap >= window)
+
+
+def _mask(hidden: Tensor) -> Tensor:
+    """-inf where hidden, else 0; to be added to scores. Filling them in is many times slower on a CPU."""
+    return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))
 
 
 def _slots(places: Sequence[tuple[int, int]], width: int, height: int, device: torch.device | str) -> Tensor | None:
