@@ -172,9 +172,7 @@ def test_no_prompt_fits(engine):
 
 
 def test_a_run_whose_every_group_fails_is_stopped(engine):
-    # several groups may end at once
-    found = r"no reward for any of (16|24|32) completions in a row; the first cause: no score"
-    with pytest.raises(RewardError, match=found):
+    with pytest.raises(RewardError, match="no reward for any of 16 completions in a row; the first cause: no score"):
         collect(batches(engine, ["failed"] * 4))
 
 

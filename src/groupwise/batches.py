@@ -347,7 +347,7 @@ class _Hope:
         """Count a group that failed as a whole, since the last that did not; `started` is when its scoring began."""
         if any(rollout.error is None for rollout in group.rollouts):
             self._in_vain.clear()
-        else:
+        elif len(self._in_vain) < self._most:  # enough to stop the run, however many end before anyone looks
             self._in_vain.append((group, started))
 
     def check(self) -> None:

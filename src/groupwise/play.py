@@ -84,6 +84,7 @@ class Episodes:
     ):
         self._sampler, self._tokenizer = sampler, tokenizer
         self._factory, self._config = factory, config
+        self._cache = config.max_turns > 1
         self._slots = Slots(config.concurrency)
 
     def prepare(self, prompt: Prompt) -> Prompt:
@@ -120,7 +121,7 @@ class Episodes:
     ) -> Player:
         async def speak(prompt_ids: tuple[int, ...], most: int, turn: int) -> Completion:
             drawn = replace(params, max_tokens=most, seed=seed_of(seed, number, turn))
-            request = SamplingRequest(prompt_ids=prompt_ids, params=drawn, version=version, cache=True)
+            request = SamplingRequest(prompt_ids=prompt_ids, params=drawn, version=version, cache=self._cache)
             ((completion,),) = await self._sampler.sample([request])
             return completion
 
@@ -148,8 +149,9 @@ class Episodes:
         if len(prompt_ids) >= self._sampler.context_length:
             return [None] * len(players)
         drawn = replace(params, max_tokens=most, seed=seed)
-        again = self._config.max_turns > 1
-        request = SamplingRequest(prompt_ids=prompt_ids, params=drawn, n=len(players), version=version, cache=again)
+        request = SamplingRequest(
+            prompt_ids=prompt_ids, params=drawn, n=len(players), version=version, cache=self._cache
+        )
         (completions,) = await self._sampler.sample([request])
         return list(completions)
 

@@ -17,9 +17,8 @@ do (beams, penalties, logits processors, scores) is refused.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from groupwise.chat import decode, encode_bridge, encode_prompt
 from groupwise.config_env import EnvConfig
+from groupwise.engine.asking import Asking
 from groupwise.engine.base import Sampler
 from groupwise.envs.generate_options import Asked, asked_of
 from groupwise.errors import AdapterNotFoundError, EnvError
@@ -61,6 +61,10 @@ class LimitReached(EnvError):
 
 class PolicyClosedError(EnvError):
     """The episode is over; whoever still asks has been given up."""
+
+
+def _over() -> PolicyClosedError:
+    return PolicyClosedError("the episode is over; the policy answers no more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +108,8 @@ class RecordingPolicy:
     ):
         self._origin, self._params, self._version = origin, params, version
         self._seed, self._number = seed, number
-        self._lock = threading.Lock()
-        self._waiting: set[Future[list[Completion]]] = set()
-        self._closed = False
+        self._asking = Asking(origin.sampler)
+        self._lock = self._asking.lock
         self._calls = 0
         self._lines: list[list[Turn]] = [[Turn(asked.token_ids, first)]]
         self._said: list[tuple[list[Message], tuple[dict[str, Any], ...], Turn]] = []
@@ -191,16 +194,11 @@ class RecordingPolicy:
     @property
     def asking(self) -> bool:
         """Whether an answer is waited for."""
-        with self._lock:
-            return bool(self._waiting)
+        return self._asking.waiting
 
     def close(self) -> None:
         """Nothing is answered or recorded any more, and what is under way is given up."""
-        with self._lock:
-            self._closed = True
-            waiting = list(self._waiting)
-        for future in waiting:
-            future.cancel()
+        self._asking.close()
 
     # -- what model code looks at --------------------------------------------------------------------------------------
 
@@ -261,28 +259,20 @@ class RecordingPolicy:
             self._request(prompt, asked, seed=seed_of(self._seed, self._number, first + number + 1))
             for number, prompt in enumerate(prompts)
         ]
-        try:
-            futures = self._origin.sampler.submit(requests)
-        except AdapterNotFoundError as error:
-            self.failure = error
-            raise
         with self._lock:
-            self._waiting.update(futures)
-            closed = self._closed
+            self._check_open()
+            try:
+                futures = self._asking.submit(requests)
+            except AdapterNotFoundError as error:
+                self.failure = error
+                raise
         try:
-            if closed:
-                raise CancelledError
-            return [future.result() for future in futures]
+            return self._asking.wait(futures)
         except CancelledError:
-            raise PolicyClosedError("the episode is over; the policy answers no more") from None
+            raise _over() from None
         except Exception as error:
             self.failure = error
             raise
-        finally:
-            for future in futures:
-                future.cancel()
-            with self._lock:
-                self._waiting.difference_update(futures)
 
     def _request(self, prompt_ids: tuple[int, ...], asked: Asked, *, seed: int) -> SamplingRequest:
         context = self._origin.sampler.context_length
@@ -320,8 +310,8 @@ class RecordingPolicy:
         return LimitReached(message, stop=stop)
 
     def _check_open(self) -> None:
-        if self._closed:
-            raise PolicyClosedError("the episode is over; the policy answers no more")
+        if self._asking.closed:
+            raise _over()
 
     # -- recording -----------------------------------------------------------------------------------------------------
 

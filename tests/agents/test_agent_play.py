@@ -15,15 +15,14 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from groupwise.config import parse_config
 from groupwise.errors import EnvError, GroupwiseError
-from groupwise.loop import run
 from groupwise.rewards.base import RewardFunction, score
 from groupwise.rollout import samples_of
 from groupwise.segments import Segment, segments_of
 from groupwise.starter.tasks import CALCULATOR, calculate
 from groupwise.tracking import read_metrics
 from groupwise.types import Completion, FinishReason, PolicyVersion, Rollout, SamplingParams
+from starter_run import starter_run
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
 ASKED = {"role": "user", "content": "Use the calculator: 47 * 12"}
@@ -527,18 +526,13 @@ class Calculating:
 
 def test_a_run_trains_an_agent(tmp_path):
     (tmp_path / "calculating.py").write_text(AGENT, encoding="utf-8")
-    settings = {
-        "name": "agent",
-        "model": "starter",
-        "device": "cpu",
-        "dtype": "float32",
-        "folder": str(tmp_path),
-        "run_dir": str(tmp_path / "run"),
-        "env": {"agent": "calculating:Calculating", "args": {"n": 8}, "max_turns": 3},
-        "rollout": {"prompts_per_step": 4, "group_size": 4, "max_tokens": 40},
-        "train": {"steps": 1},
-    }
-    result = run(parse_config(settings))
+    result = starter_run(
+        tmp_path,
+        name="agent",
+        env={"agent": "calculating:Calculating", "args": {"n": 8}, "max_turns": 3},
+        rollout={"prompts_per_step": 4, "group_size": 4, "max_tokens": 40},
+        train={"steps": 1},
+    )
     (row,) = read_metrics(result.run_dir / "metrics.jsonl")
     assert row["env/forks"] == 0 and row["env/failed_frac"] == 0 and row["rollout/turns_mean"] > 1.0
     assert 0 < row["reward/mean"] <= 1 and row["env/stop/done"] > 0.5

@@ -20,15 +20,14 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from groupwise.agents.load import load_agent
 from groupwise.agents.rollout_func import RolloutFunc
 from groupwise.agents.rollout_play import RolloutPlay
-from groupwise.config import parse_config
 from groupwise.config_env import EnvConfig
 from groupwise.errors import AdapterNotFoundError, ConfigError, DataError, EnvError, LoadError
-from groupwise.loop import run
 from groupwise.play import play_all
 from groupwise.rewards.base import RewardFunction, score
 from groupwise.segments import segments_of
 from groupwise.tracking import read_metrics
 from groupwise.types import FinishReason, PolicyVersion, Prompt, RolloutGroup, SamplingParams
+from starter_run import starter_run
 
 BASE = PolicyVersion.base()
 KEYS = ("prompt_ids", "completion_ids", "logprobs")
@@ -460,23 +459,18 @@ def test_what_the_configuration_refuses(folder, starter, starter_engine):
 def test_two_steps_with_the_starter(folder):
     rows = [{"prompt": [{"role": "user", "content": f"What is {40 + i} + 13?"}]} for i in range(8)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    settings = {
-        "name": "rolled",
-        "model": "starter",
-        "device": "cpu",
-        "dtype": "float32",
-        "folder": str(folder),
-        "run_dir": str(folder / "run"),
-        "data": {"source": "rows.jsonl"},
-        "rewards": ["my_rollouts:from_environment"],
-        "env": {
+    result = starter_run(
+        folder,
+        name="rolled",
+        data={"source": "rows.jsonl"},
+        rewards=["my_rollouts:from_environment"],
+        env={
             "agent": "groupwise.agents.rollout_func:RolloutFunc",
             "args": {"function": "my_rollouts:rollout_func"},
         },
-        "rollout": {"prompts_per_step": 4, "group_size": 4, "max_tokens": 16},
-        "train": {"steps": 2},
-    }
-    result = run(parse_config(settings))
+        rollout={"prompts_per_step": 4, "group_size": 4, "max_tokens": 16},
+        train={"steps": 2},
+    )
     assert result.version.number == 2
     lines = [row for row in read_metrics(result.run_dir / "metrics.jsonl") if "reward/mean" in row]
     assert len(lines) == 2 and all(0 < row["reward/mean"] < 1 for row in lines)

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from groupwise.config import parse_config
 from groupwise.config_env import EnvConfig
 from groupwise.envs.base import Episode
 from groupwise.envs.load import load_env
 from groupwise.envs.trl import TrlEnvironment
 from groupwise.errors import ConfigError, EnvError, LoadError
-from groupwise.loop import run
 from groupwise.tracking import read_metrics
+from starter_run import starter_run
 
 CODE = '''
 class Calculating:
@@ -151,19 +150,14 @@ def test_a_run_finds_it_beside_the_configuration_and_trains(folder):
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     env = {"environment": "groupwise.envs.trl:TrlEnvironment", "args": {"factory": "trl_environments:Calculating"}}
     assert load_env(EnvConfig(**env), folder=folder).args["folder"] == str(folder)
-    settings = {
-        "name": "trl",
-        "model": "starter",
-        "device": "cpu",
-        "dtype": "float32",
-        "folder": str(folder),
-        "run_dir": str(folder / "run"),
-        "data": {"source": "rows.jsonl"},
-        "env": {**env, "max_turns": 3},
-        "rollout": {"prompts_per_step": 4, "group_size": 4, "max_tokens": 40},
-        "train": {"steps": 1},
-    }
-    result = run(parse_config(settings))
+    result = starter_run(
+        folder,
+        name="trl",
+        data={"source": "rows.jsonl"},
+        env={**env, "max_turns": 3},
+        rollout={"prompts_per_step": 4, "group_size": 4, "max_tokens": 40},
+        train={"steps": 1},
+    )
     (row,) = read_metrics(result.run_dir / "metrics.jsonl")
     assert row["env/failed_frac"] == 0 and row["env/tools"] == 1 and row["env/tool_calls"] > 0
     assert 0 < row["reward/mean"] <= 1

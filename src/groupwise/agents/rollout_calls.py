@@ -10,14 +10,13 @@ The calling thread waits; the engine decodes what all threads ask in one batch.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
+from groupwise.engine.asking import Asking
 from groupwise.engine.base import Sampler
 from groupwise.errors import ContextLengthError, EnvError
 from groupwise.seeds import seed_of
@@ -74,23 +73,22 @@ class PolicyCalls:
         seed: int,
         note: Callable[[str], None],
     ):
-        self._sampler, self._given, self._run = sampler, given, run
+        self._asking, self._given, self._run = Asking(sampler), given, run
+        self._context = sampler.context_length
         self._version, self._seed, self._note = version, seed, note
-        self._lock = threading.Lock()
-        self._waiting: set[Future[list[Completion]]] = set()
+        self._lock = self._asking.lock
         self._said: dict[tuple[int, ...], list[Said]] = {}  # by the ids of the prompt
-        self._asked, self._closed, self._heard = 0, False, time.monotonic()
+        self._asked = 0
         self.failure: Exception | None = None  # of the engine: the function is not to blame
 
     @property
     def context_length(self) -> int:
-        return self._sampler.context_length
+        return self._context
 
     @property
     def idle_s(self) -> float:
         """Seconds since the function was last answered; 0 while it waits for an answer."""
-        with self._lock:
-            return 0.0 if self._waiting else time.monotonic() - self._heard
+        return self._asking.idle_s
 
     def sample(self, prompts: Sequence[tuple[int, ...]], options: Mapping[str, Any]) -> list[Completion]:
         """`n` completions of each prompt, in order; equal prompts that stand together share the prompt's forward.
@@ -123,11 +121,7 @@ class PolicyCalls:
 
     def close(self) -> None:
         """Nothing is answered any more, and what is under way is given up."""
-        with self._lock:
-            self._closed = True
-            waiting = list(self._waiting)
-        for future in waiting:
-            future.cancel()
+        self._asking.close()
 
     def _request(self, prompt_ids: tuple[int, ...], params: SamplingParams, *, n: int, seed: int) -> SamplingRequest:
         room = self.context_length - len(prompt_ids)
@@ -142,25 +136,13 @@ class PolicyCalls:
         return SamplingRequest(prompt_ids=prompt_ids, params=params, n=n, version=self._version, cache=True)
 
     def _answers(self, requests: Sequence[SamplingRequest]) -> list[list[Completion]]:
-        futures: list[Future[list[Completion]]] = []
         try:
-            with self._lock:
-                if self._closed:
-                    raise CancelledError
-                futures = self._sampler.submit(requests)
-                self._waiting.update(futures)
-            answers = [future.result() for future in futures]
+            answers = self._asking.wait(self._asking.submit(requests))
         except CancelledError:
             raise EnvError("the rollout is over; the policy answers no more") from None
         except Exception as error:
             self.failure = error
             raise
-        finally:
-            for future in futures:
-                future.cancel()
-            with self._lock:
-                self._waiting.difference_update(futures)
-                self._heard = time.monotonic()
         if any(each.finish_reason is FinishReason.ABORT for answer in answers for each in answer):
             raise EnvError("a completion was aborted")
         return answers

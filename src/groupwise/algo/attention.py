@@ -169,8 +169,8 @@ class SharedPrompts:
         query_BKRCD = scoring.scaled(query).view(P * G, C, K, -1, D).permute(0, 2, 3, 1, 4)
         mask_prompt = None
         if self.ragged or scoring.window is not None:
-            mask_prompt = _mask(self._hidden_prompt(scoring.window))
-        mask_own = _mask(_hidden(self.gap_CC, scoring.window))
+            mask_prompt = mask_of(self._hidden_prompt(scoring.window))
+        mask_own = mask_of(_hidden(self.gap_CC, scoring.window))
         heads = (key.transpose(1, 2), value.transpose(1, 2), key_PLKD.transpose(1, 2), value_PLKD.transpose(1, 2))
         if scoring.softcap is None:
             out_BKRCD = _Merged.apply(query_BKRCD, *heads, mask_own, mask_prompt)
@@ -278,7 +278,7 @@ def _causal(query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, gap_TT: Te
         return out.transpose(1, 2)
     query_BKND = query_BTHD.view(B, T, K, H // K, D).permute(0, 2, 3, 1, 4).reshape(B, K, H // K * T, D)
     scores = scoring.scores(query_BKND, key).view(B, K, H // K, T, T)
-    weights = (scores + _mask(_hidden(gap_TT, scoring.window))).softmax(-1)
+    weights = (scores + mask_of(_hidden(gap_TT, scoring.window))).softmax(-1)
     out = (weights.view(B, K, H // K * T, T).to(value.dtype) @ value).view(B, H, T, D)
     return out.transpose(1, 2)
 
@@ -288,7 +288,7 @@ def _hidden(gap: Tensor, window: int | None) -> Tensor:
     return hidden if window is None else hidden | (gap >= window)
 
 
-def _mask(hidden: Tensor) -> Tensor:
+def mask_of(hidden: Tensor) -> Tensor:
     """-inf where hidden, else 0; to be added to scores. Filling them in is many times slower on a CPU."""
     return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))
 

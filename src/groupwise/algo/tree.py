@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from groupwise.algo.attention import Scoring, spread
+from groupwise.algo.attention import Scoring, mask_of, spread
 
 QUERIES = 128  # tokens of a line that are scored at once
 BATCHED = 1 << 20  # scores of one head at most, where several tiles are computed together
@@ -77,7 +77,7 @@ class _Tiles:
         if scoring.window is not None:
             hidden_BNT |= key_B1T <= query_BN1 - scoring.window
         masked = scores if scoring.softcap is None else scores.clone()
-        masked.view(*scores.shape[:2], -1, *hidden_BNT.shape[1:]).masked_fill_(hidden_BNT[:, None, None], float("-inf"))
+        masked.view(*scores.shape[:2], -1, *hidden_BNT.shape[1:]).add_(mask_of(hidden_BNT)[:, None, None])
         return scores, masked.softmax(-1)
 
 

@@ -19,14 +19,13 @@ D head size, L longest prompt, T most new tokens of a row, M most tokens that a 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from groupwise.algo.attention import Scoring, SharedPrompts, spread
+from groupwise.algo.attention import Scoring, SharedPrompts, mask_of, spread
 
 PART = 16  # rows
 MOST_EMPTY = 4  # cells of the grid per row, beyond which the grid is not worth its empty cells
@@ -299,13 +298,10 @@ class Extend:
         return query_BTHD.transpose(1, 2).reshape(self.B, K, -1, D)
 
     def _mask(self, window: int | None) -> Tensor | None:
-        """[B, T, N], -inf where a token may not look: behind its prompt, ahead of itself or beyond the window; else 0.
-        It is added: filling in is many times slower on a CPU."""
+        """[B, T, N], -inf where a token may not look: behind its prompt, ahead of itself, beyond the window; else 0."""
         if window not in self._masks:
             hidden_BTN = self._hidden(window)
-            if hidden_BTN is not None:
-                hidden_BTN = torch.zeros(hidden_BTN.shape, device=hidden_BTN.device).masked_fill_(hidden_BTN, -math.inf)
-            self._masks[window] = hidden_BTN
+            self._masks[window] = None if hidden_BTN is None else mask_of(hidden_BTN)
         return self._masks[window]
 
     def _hidden(self, window: int | None) -> Tensor | None:

@@ -21,9 +21,8 @@ import asyncio
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from torch import Tensor
 from groupwise.algo.attention import Layout, SharedPrompts
 from groupwise.backbone import Backbone
 from groupwise.chat import decode
+from groupwise.engine.admission import Admitted, GoingOn, admitted, known_of, pieces_of, together
 from groupwise.engine.cache import Apart, Extend, Grid, KeyValueCache, Prefill, parts_of
 from groupwise.engine.lora import AdapterBank, AdapterWeights, add_adapters, read_adapter
 from groupwise.engine.prefix_cache import Kept, PrefixCache
@@ -44,8 +44,6 @@ from groupwise.model import Head, LoadedModel, packed_forward_gap, packed_tolera
 from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingRequest
 
 PREFILL_TOKENS = 8192  # prompt tokens prefilled in one forward, counting the padding to the longest of them
-EXTEND_TOKENS = 512  # of a conversation that goes on, in one forward; of several 4 times as many, padding included
-MOST_HELD = 512  # tokens that a row holds of a conversation; or as many as its opening has, where that is more
 SORT_EVERY, MOST_BEYOND = 16, 1.5  # decode steps; tokens read per token there is, beyond which rows are sorted
 SCORED_AT_ONCE = 512  # positions: their logits, [positions, vocabulary], exist at the same time
 # On a CPU a small model's step is over before a second thread has woken up for each of its operations: it runs on one
@@ -94,7 +92,7 @@ class LocalEngine:
         self._small = sum(weight.numel() * weight.itemsize for weight in weights) <= CACHED_BYTES
         self._urgent: deque[Job] = deque()
         self._waiting: deque[Job] = deque()
-        self._admitted: list[_Admitted] = []  # in the midst of being given rows
+        self._admitted: list[Admitted] = []  # in the midst of being given rows
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._wakeup = threading.Condition()
         self._closing = False
@@ -247,7 +245,7 @@ class LocalEngine:
 
     def _admit(self) -> None:
         """Give waiting completions the free rows, in order, and prefill their prompts."""
-        admitted = self._admitted = []
+        self._admitted = []
         longest, free = 0, self.max_rows - self._rows.active
         for queue, kept in ((self._urgent, 0), (self._waiting, self.reserved_rows)):
             while queue:
@@ -255,63 +253,60 @@ class LocalEngine:
                 missing = job.request.n - job.started
                 if free - kept < min(missing, max(1, most // 8)):
                     break
-                past, known = self._known(job)
-                longest = max(longest, len(job.request.prompt_ids) - known)
-                if admitted and (len(admitted) + 1) * longest > PREFILL_TOKENS:
+                past = known_of(job, self._past)
+                longest = max(longest, len(job.request.prompt_ids) - (past[1] if past else 0))
+                if self._admitted and (len(self._admitted) + 1) * longest > PREFILL_TOKENS:
                     break
                 n = min(missing, free - kept)
                 free -= n
-                admitted.append(_Admitted(job, n, past, known))
+                self._admitted.append(admitted(job, n, past))
                 if n == missing:
                     queue.popleft()
                 else:
                     break  # its next completions follow when these rows are taken
-        if anew := [new for new in admitted if new.past is None]:
+        if anew := [each for each in self._admitted if not isinstance(each, GoingOn)]:
             self._prefill(anew)
-        for together in _batches([new for new in admitted if new.past is not None]):
-            self._extend(together)
+        for going in together([each for each in self._admitted if isinstance(each, GoingOn)]):
+            self._extend(going)
         self._admitted = []
 
-    def _prefill(self, admitted: Sequence[_Admitted]) -> None:
+    def _prefill(self, anew: Sequence[Admitted]) -> None:
         """Run prompts and sample their first tokens."""
-        prompts = [new.job.request.prompt_ids for new in admitted]
+        prompts = [each.job.request.prompt_ids for each in anew]
         lengths = [len(prompt) for prompt in prompts]
         slots = self._cache.add_prompts(lengths)
         first = self._rows.active
-        for slot, length, new in zip(slots, lengths, admitted, strict=True):
-            self._rows.add(new.job, new.n, slot=slot, shared=length)
+        for slot, length, each in zip(slots, lengths, anew, strict=True):
+            self._rows.add(each.job, each.n, slot=slot, shared=length)
         self._grid = None
         self._cache.rows.reserve(self._rows.active, 1)
-        self._rows.reserve(max(new.job.max_tokens for new in admitted))
+        self._rows.reserve(max(each.job.max_tokens for each in anew))
         layout = Prefill(self._cache, slots, self._base.device)
-        owners = [new.job.weights for new, length in zip(admitted, lengths, strict=True) for _ in range(length)]
+        owners = [each.job.weights for each, length in zip(anew, lengths, strict=True) for _ in range(length)]
         positions = chain.from_iterable(range(n) for n in lengths)
         hidden_SH = self._forward(list(chain(*prompts)), list(positions), layout, owners)
         last = torch.tensor(lengths, device=hidden_SH.device).cumsum(0) - 1
-        per_row = torch.tensor([p for p, new in enumerate(admitted) for _ in range(new.n)], device=hidden_SH.device)
+        per_row = torch.tensor([p for p, each in enumerate(anew) for _ in range(each.n)], device=hidden_SH.device)
         self._advance(slice(first, self._rows.active), self._head.logits(hidden_SH[last])[per_row])
 
-    def _extend(self, admitted: Sequence[_Admitted]) -> None:
+    def _extend(self, going: Sequence[GoingOn]) -> None:
         """Give conversations back what was kept of them, run what is new and sample its next tokens."""
         rows, cache, first = self._rows, self._cache, self._rows.active
-        for new in admitted:
-            assert new.past is not None
-            rows.add(new.job, 1, slot=cache.slot_of(new.past.opening), shared=new.shared)
+        for each in going:
+            rows.add(each.job, 1, slot=cache.slot_of(each.past.opening), shared=each.shared)
         self._grid = None
-        rows.reserve(max(new.job.max_tokens for new in admitted))
+        rows.reserve(max(each.job.max_tokens for each in going))
         at = slice(first, rows.active)
         cache.rows.reserve(rows.active, int(rows.held[at].max()))
-        for row, new in enumerate(admitted, first):
-            assert new.past is not None
-            cache.hold(row, new.past.own, new.known - new.shared)
+        for row, each in enumerate(going, first):
+            cache.hold(row, each.past.own, each.known - each.shared)
         grid = Apart(*self._places(at), self._base.device)
-        last: list[Tensor] = [torch.empty(0)] * len(admitted)
-        for start in range(0, max(new.missing for new in admitted), EXTEND_TOKENS):
-            pieces = [new.piece(start) for new in admitted]
-            held = [piece.start - new.shared for new, piece in zip(admitted, pieces, strict=True)]
+        last: list[Tensor] = [torch.empty(0)] * len(going)
+        for pieces in pieces_of(going):
+            held = [piece.start - each.shared for each, piece in zip(going, pieces, strict=True)]
             layout = Extend(cache, grid, at, torch.tensor(held, device=self._base.device), [len(p) for p in pieces])
-            ids = [new.job.request.prompt_ids[i] for new, piece in zip(admitted, pieces, strict=True) for i in piece]
-            owners = [new.job.weights for new, piece in zip(admitted, pieces, strict=True) for _ in piece]
+            ids = [each.job.request.prompt_ids[i] for each, piece in zip(going, pieces, strict=True) for i in piece]
+            owners = [each.job.weights for each, piece in zip(going, pieces, strict=True) for _ in piece]
             hidden_SH = self._forward(ids, list(chain(*pieces)), layout, owners)
             for b, mine in enumerate(hidden_SH.split([len(piece) for piece in pieces])):
                 last[b] = mine[-1] if len(mine) else last[b]
@@ -319,10 +314,12 @@ class LocalEngine:
 
     def _sort(self) -> None:
         """Put the rows in order of their lengths where, as they stand, much would be read beyond the end of many."""
+        if self._since_sorted < SORT_EVERY:
+            return
         rows = self._rows
         lengths_B = (rows.held + rows.count)[: rows.active]
         read = sum(longest * (part.stop - part.start) for part, longest in parts_of(lengths_B.tolist()))
-        if self._since_sorted >= SORT_EVERY and read > MOST_BEYOND * int(lengths_B.sum()):
+        if read > MOST_BEYOND * int(lengths_B.sum()):
             order = lengths_B.argsort(stable=True)
             self._cache.sort(order, int(lengths_B.max()))
             rows.sort(order)
@@ -451,16 +448,6 @@ class LocalEngine:
                     row.slot = slot
         self._grid = None
 
-    def _known(self, job: Job) -> tuple[Kept | None, int]:
-        """What was kept that the prompt begins with, and how many of its tokens that is."""
-        ids = job.request.prompt_ids
-        if not job.request.cache or job.request.n > 1:
-            return None, 0
-        past, known = self._past.find(job.weights, ids) or (None, 0)
-        if past is not None and past.own and len(ids) - past.shared > max(MOST_HELD, past.shared):
-            past = past.folded()
-        return past, known
-
     def _forget(self, weights: AdapterWeights | None) -> None:
         """Drop what was made from weights that are unloaded, or from base weights that have changed."""
         self._bank.forget(weights)
@@ -507,7 +494,7 @@ class LocalEngine:
     def _fail(self, error: Exception) -> None:
         """Fail every request, waiting or in flight."""
         with self._wakeup:
-            taken = [new.job for new in self._admitted] + [row.job for row in self._rows.owners]
+            taken = [each.job for each in self._admitted] + [row.job for row in self._rows.owners]
             jobs = {id(job): job for job in (*self._urgent, *self._waiting, *taken)}
             calls = list(self._calls)
             for queue in (self._urgent, self._waiting, self._calls):
@@ -520,42 +507,6 @@ class LocalEngine:
             job.settle(error)
         for _, future in calls:
             future.set_exception(error)
-
-
-@dataclass
-class _Admitted:
-    """A job that is given `n` rows; the first `known` tokens of its prompt are in `past`, where there is one."""
-
-    job: Job
-    n: int
-    past: Kept | None
-    known: int
-
-    @property
-    def shared(self) -> int:
-        """Tokens of it that it shares with all who opened alike."""
-        return 0 if self.past is None else min(self.known, self.past.shared)
-
-    @property
-    def missing(self) -> int:
-        return len(self.job.request.prompt_ids) - self.known
-
-    def piece(self, start: int) -> range:
-        """The positions of up to EXTEND_TOKENS missing tokens from the `start`-th on."""
-        end = len(self.job.request.prompt_ids)
-        return range(min(self.known + start, end), min(self.known + start + EXTEND_TOKENS, end))
-
-
-def _batches(admitted: Sequence[_Admitted]) -> Iterator[list[_Admitted]]:
-    """Those that are run together: by length, so that they need little padding."""
-    batch: list[_Admitted] = []
-    for new in sorted(admitted, key=lambda new: new.missing):
-        if batch and (len(batch) + 1) * min(new.missing, EXTEND_TOKENS) > 4 * EXTEND_TOKENS:
-            yield batch
-            batch = []
-        batch.append(new)
-    if batch:
-        yield batch
 
 
 def _answer(function: Callable[[], Any], future: Future[Any]) -> None:

@@ -13,7 +13,7 @@ episodes of a group open alike; that opening is here once.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -60,12 +60,8 @@ class PrefixCache:
 
     def find(self, owner: object, ids: Sequence[int]) -> tuple[Kept, int] | None:
         """Who has the most of the first of `ids`, but for the last, and how many tokens that is."""
-        found: Kept | None = None
-        for block in _blocks(owner, ids):
-            if block not in self._table:
-                break
-            found = self._table[block]
-        if found is None or found.owner is not owner:
+        found = self._proposed(owner, _blocks(owner, ids))
+        if found is None:
             return None
         self._kept.move_to_end(id(found))
         return found, common_prefix(found.ids, ids[:-1])
@@ -73,9 +69,9 @@ class PrefixCache:
     def add(self, kept: Kept) -> None:
         """Keep it, instead of one that it goes on from."""
         kept.blocks = list(_blocks(kept.owner, kept.ids))
-        before = self.find(kept.owner, (*kept.ids, -1))
-        if before is not None and before[1] == len(before[0].ids):
-            self._drop(before[0])
+        before = self._proposed(kept.owner, kept.blocks)
+        if before is not None and before.ids == kept.ids[: len(before.ids)]:
+            self._drop(before)
         self._kept[id(kept)] = kept
         self._table.update(dict.fromkeys(kept.blocks, kept))
         self.bytes += _bytes(kept.own) + (0 if kept.opening in self._sharing else _bytes(kept.opening.layers))
@@ -93,6 +89,15 @@ class PrefixCache:
         self._table.clear()
         self._sharing.clear()
         self.bytes = 0
+
+    def _proposed(self, owner: object, blocks: Iterable[int]) -> Kept | None:
+        """Who has the last of the blocks that anyone has."""
+        found: Kept | None = None
+        for block in blocks:
+            if block not in self._table:
+                break
+            found = self._table[block]
+        return found if found is not None and found.owner is owner else None
 
     def _drop(self, kept: Kept) -> None:
         del self._kept[id(kept)]

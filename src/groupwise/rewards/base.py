@@ -278,11 +278,11 @@ def summarize(groups: Iterable[RolloutGroup]) -> RewardReport:
 
 def _columns(prompt: Prompt, rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
     size = len(rollouts)
-    texts = [_messages(rollout)[-1]["content"] for rollout in rollouts]
+    said = [_messages(rollout) for rollout in rollouts]
     chat = prompt.messages is not None
     offered = {
-        "completions": [_messages(rollout) for rollout in rollouts] if chat else texts,
-        "prompts": [[dict(message) for message in prompt.messages or ()] if chat else prompt.text for _ in texts],
+        "completions": said if chat else [messages[-1]["content"] for messages in said],
+        "prompts": [[dict(message) for message in prompt.messages or ()] if chat else prompt.text for _ in said],
         "completion_ids": [[id for turn in rollout.turns for id in turn.completion.token_ids] for rollout in rollouts],
     }
     named = {name: [value] * size for name, value in prompt.columns.items()}

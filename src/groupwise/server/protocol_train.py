@@ -11,8 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from groupwise.job_config import JOB_OTHER_NAMES, MODELS, GrpoJobConfig, SftJobConfig
+from groupwise.section import NullIsAbsent
 from groupwise.server.protocol import Conversation, TemplateOptions, TokenIds, Tools
-from groupwise.server.wire import Answer, FailFast, NullIsEmpty, OwnPart, OwnRequest, absent
+from groupwise.server.wire import Answer, FailFast, OwnPart, OwnRequest, absent
 
 RolloutId = Annotated[str, Field(min_length=1, max_length=64)]
 
@@ -64,7 +65,7 @@ class ScoredGroup(OwnPart):
 _SAMPLED = "rollout_id and reward alone: what was sampled here is known here"
 
 
-class GrpoRequest(OwnRequest):
+class GrpoRequest(NullIsAbsent, OwnRequest):
     """The body of POST /v1/train/grpo."""
 
     elsewhere: ClassVar = {
@@ -78,7 +79,7 @@ class GrpoRequest(OwnRequest):
     }
 
     groups: Annotated[list[ScoredGroup], FailFast(), _at_least(1)]
-    config: Annotated[GrpoJobConfig, NullIsEmpty()] = GrpoJobConfig()
+    config: GrpoJobConfig = GrpoJobConfig()
 
 
 class SftExample(OwnPart):
@@ -89,7 +90,7 @@ class SftExample(OwnPart):
     chat_template_kwargs: TemplateOptions | None = None
 
 
-class SftRequest(OwnRequest):
+class SftRequest(NullIsAbsent, OwnRequest):
     """The body of POST /v1/train/sft."""
 
     elsewhere: ClassVar = {
@@ -99,7 +100,7 @@ class SftRequest(OwnRequest):
     }
 
     examples: Annotated[list[SftExample], FailFast(), _at_least(1)]
-    config: Annotated[SftJobConfig, NullIsEmpty()] = SftJobConfig()
+    config: SftJobConfig = SftJobConfig()
 
 
 # ---- what is answered ----

@@ -133,19 +133,6 @@ class FailFast:
         return {**handler(source), "fail_fast": True}  # pyright: ignore[reportReturnType]
 
 
-class NullIsEmpty:
-    """Annotated[T, NullIsEmpty()]: null is {}, a T of which nothing is said."""
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_before_validator_function(self._filled, handler(source))
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"anyOf": [handler(schema), {"type": "null"}]}
-
-    def _filled(self, value: Any) -> Any:
-        return {} if value is None else value
-
-
 # ---- limits ----
 def limits_of(info: core_schema.ValidationInfo) -> ServeConfig:
     """The configuration whose limits a body is checked against; the defaults where nobody named one."""

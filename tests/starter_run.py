@@ -1,0 +1,17 @@
+"""Runs of the starter that a test looks at afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from groupwise.config import parse_config
+from groupwise.loop import RunResult, run
+
+
+def starter_run(folder: Path, *, name: str, **settings: Any) -> RunResult:
+    """Train in `folder`, where the code and the rows are."""
+    where = {"folder": str(folder), "run_dir": str(folder / "run")}
+    return run(
+        parse_config({"name": name, "model": "starter", "device": "cpu", "dtype": "float32", **where, **settings})
+    )
