@@ -26,7 +26,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -239,14 +239,24 @@ def encode_supervised(
 
 
 # ---- decoding ----
-def decode(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of a completion: the end-of-turn token (and padding) is dropped from its end, all else is kept."""
-    ends = (*stop_ids(tokenizer), tokenizer.pad_token_id)
+def decode(
+    token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, *, ends: Collection[int | None] | None = None
+) -> str:
+    """The text of a completion: the end-of-turn token (and padding) is dropped from its end, all else is kept.
+
+    `ends`: `closing_ids(tokenizer)`, from who decodes much.
+    """
+    ends = closing_ids(tokenizer) if ends is None else ends
     length = len(token_ids)
     while length and token_ids[length - 1] in ends:
         length -= 1
     text = tokenizer.decode(list(token_ids[:length]), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text if isinstance(text, str) else "".join(text)
+
+
+def closing_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, ...]:
+    """The ids that end a completion, and padding."""
+    return (*stop_ids(tokenizer), cast("int | None", tokenizer.pad_token_id))
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, generation_eos: int | Sequence[int] | None = None) -> tuple[int, ...]:

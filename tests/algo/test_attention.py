@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.algo import attention as module
-from groupwise.algo.attention import Scoring, SharedPrompts, attention
+from groupwise.algo.attention import Lines, Scoring, SharedPrompts, attention
 
 few = settings(derandomize=True, deadline=None, max_examples=60)
 H, K, D = 4, 2, 3
@@ -101,10 +101,24 @@ def test_16_bits_are_close(grad: bool):
 
 def test_the_worked_example():
     layout = SharedPrompts([3, 2], [2, 1, 2], [0, 0, 1])
-    assert (layout.P, layout.G, layout.L, layout.C, layout.prompt_tokens) == (2, 2, 3, 2, 5)
-    assert layout.prompt_slots.tolist() == [0, 1, 2, 3, 4]
-    assert layout.completion_slots.tolist() == [0, 1, 2, 4, 5]
-    assert SharedPrompts([3, 3], [2, 2], [0, 1]).completion_slots is None  # no padding, nothing to move
+    assert (layout.P, layout.G, layout.L, layout.C, layout.split) == (2, 2, 3, 2, 5)
+    a, b, c = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]).view(5, 1, 1).expand(-1, 2, 1).split([2, 1, 2])
+    placed = layout.completions.place(torch.cat([a, b, c]), 1, scale=10.0)
+    assert placed[:, 0, :, 0, :, 0].tolist() == [[[10, 20], [30, 10]], [[40, 50], [10, 10]]]  # empty: the first token
+    assert layout.completions.collect(placed).equal(10 * torch.cat([a, b, c]))
+
+
+@pytest.mark.parametrize("lengths", [[2, 1, 0, 3], [2, 2, 2, 2]])
+def test_what_is_placed_and_collected_is_the_same(lengths: list[int]):
+    lines = Lines(lengths, [(0, 0), (0, 1), (1, 0), (2, 0)], 3, device="cpu")
+    x = torch.randn(sum(lengths), H, D, dtype=torch.float64, requires_grad=True)
+    placed = lines.place(x, K)
+    assert placed.shape == (3, K, 2, H // K, max(lengths), D)
+    assert placed[0, 1, 1, :, 0].equal(x[lengths[0]].view(K, -1, D)[1])  # a token's heads, group by group
+    assert lines.collect(placed).equal(x)
+    weight = torch.randn(placed.shape, dtype=torch.float64)
+    (lines.collect(placed * weight) ** 2).sum().backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach() * lines.collect(weight) ** 2)
 
 
 def test_what_the_model_passes_on():

@@ -19,6 +19,9 @@ sharing a prefix in the forward: arXiv 2402.05099 (Hydragen).
 layer and passes on the `layout` keyword given to the model's forward. Sliding windows (Gemma, Mistral) and score
 soft-capping (Gemma 2) are honoured; attention sinks are not and raise.
 
+For that, heads come before tokens and groups before both: queries are gathered into [P, K, G, R, C, D], so that a
+prompt's [G*R*C, D] and a completion's [R*C, D] are views of the same memory.
+
 Shapes: S packed tokens, P prompts, G completions per prompt (padded to the largest group), L longest prompt,
 C longest completion, H query heads, K key-value heads, R = H / K, D head size.
 """
@@ -46,16 +49,12 @@ class Scoring:
     window: int | None = None
     softcap: float | None = None
 
-    def scores(self, query: Tensor, key: Tensor) -> Tensor:
-        """[..., i, D] x [..., j, D] -> [..., i, j], scaled and capped, not masked; float32 for 16-bit inputs."""
-        return self.finished(self.scaled(query) @ key.transpose(-1, -2))
-
     def scaled(self, query: Tensor) -> Tensor:
         """The query as it is multiplied with keys."""
         return query * self.scaling
 
     def finished(self, products: Tensor) -> Tensor:
-        """Products of scaled queries and keys -> scores."""
+        """Products of scaled queries and keys -> scores, capped, not masked; float32 for 16-bit inputs."""
         scores = products.float() if products.itemsize == 2 else products  # a softmax in 16 bits is off by a percent
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
@@ -98,6 +97,76 @@ def attention(
 AttentionInterface.register(ATTENTION, attention)
 
 
+class Lines:
+    """T packed tokens as padded lines, up to G for each of P prompts: what stands where.
+
+    `place` and `collect` are one gather each. A padding cell holds the first token: nothing that is collected sees it.
+
+    Args:
+        lengths: tokens of each line; the lines stand one after another in the packed row.
+        places: for each line its prompt and its place among the lines of that prompt.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], places: Sequence[tuple[int, int]], P: int, *, device: torch.device | str
+    ):
+        self.P, self.G, self.width = P, max((g + 1 for _, g in places), default=0), max(lengths, default=0)
+        lengths_B = torch.tensor(lengths, dtype=torch.long)
+        starts_B = torch.tensor([(p * self.G + g) * self.width for p, g in places], dtype=torch.long)
+        at_T = torch.arange(int(lengths_B.sum()))
+        cell_T = at_T + (starts_B - lengths_B.cumsum(0) + lengths_B).repeat_interleave(lengths_B)
+        token_N = torch.full((P * self.G * self.width,), -1).index_copy(0, cell_T, at_T)
+        self._cell_T, self._token_N = cell_T.to(device), token_N.clamp(min=0).to(device)
+        self._empty_N = (token_N < 0).nonzero()[:, 0].to(device)
+        self._indices: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
+
+    def place(self, x_THD: Tensor, K: int, *, scale: float = 1.0) -> Tensor:
+        """The tokens' heads, times `scale` -> [P, K, G, R, width, D]."""
+        (T, H, D), (there, back, _) = x_THD.shape, self._indices_of(x_THD.shape[1], K)
+        out = _Moved.apply(x_THD.reshape(T * H, D), there, back, None, scale)
+        return out.view(self.P, K, self.G, H // K, self.width, D)  # type: ignore[union-attr]
+
+    def collect(self, x_PKGRCD: Tensor) -> Tensor:
+        """The inverse of `place` -> [T, H, D]."""
+        _, K, _, R, _, D = x_PKGRCD.shape
+        there, back, empty = self._indices_of(K * R, K)
+        out = _Moved.apply(x_PKGRCD.reshape(-1, D), back, there, empty if len(empty) else None, 1.0)
+        return out.view(-1, K * R, D)  # type: ignore[union-attr]
+
+    def _indices_of(self, H: int, K: int) -> tuple[Tensor, Tensor, Tensor]:
+        """For H heads in K sets: which of T*H each cell holds, the cell of each of T*H, the cells that are empty."""
+        if (H, K) not in self._indices:
+            head_KR = torch.arange(H, device=self._token_N.device).view(K, 1, -1, 1)
+            token_PGC = self._token_N.view(self.P, 1, self.G, 1, self.width)
+            there = token_PGC * H + head_KR
+            cells = torch.arange(there.numel(), device=there.device).view(there.shape)
+            by_head_NH = cells.permute(0, 2, 4, 1, 3).reshape(-1, H)
+            back, empty = by_head_NH[self._cell_T].view(-1), by_head_NH[self._empty_N].view(-1)
+            self._indices[H, K] = there.view(-1), back, empty
+        return self._indices[H, K]
+
+
+class _Moved(torch.autograd.Function):
+    """Rows of `x` at other places: `there` says which row each place gets, `back` the place of each row. The gradient
+    goes the other way, 0 for the rows `unused`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Tensor, back: Tensor, unused: Tensor | None, scale: float) -> Tensor:
+        ctx.indices, ctx.scale = (back, unused), scale
+        return _gather(x, there, scale)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor):
+        back, unused = ctx.indices
+        grad = _gather(grads[0], back, ctx.scale)
+        return grad if unused is None else grad.index_fill_(0, unused, 0.0), None, None, None, None
+
+
+def _gather(x: Tensor, rows: Tensor, scale: float) -> Tensor:
+    out = x.index_select(0, rows)
+    return out if scale == 1 else out.mul_(scale)
+
+
 class SharedPrompts:
     """The layout of a micro-batch: P prompts, then B completions, each belonging to one prompt.
 
@@ -118,100 +187,85 @@ class SharedPrompts:
         *,
         device: torch.device | str = "cpu",
     ):
-        self.P = len(prompt_lengths)
-        self.L = max(prompt_lengths, default=0)
-        self.C = max(completion_lengths, default=0)
-        self.prompt_tokens = sum(prompt_lengths)
-        members = [0] * self.P
-        place_of_row = []
+        P, members = len(prompt_lengths), [0] * len(prompt_lengths)
+        places = []
         for prompt in prompt_of_row:
-            place_of_row.append((prompt, members[prompt]))
+            places.append((prompt, members[prompt]))
             members[prompt] += 1
-        self.G = max(members, default=0)
-        self.prompt_slots = _slots([(p, n) for p, n in enumerate(prompt_lengths)], self.L, self.P, device)
-        places = [(p * self.G + g, n) for (p, g), n in zip(place_of_row, completion_lengths, strict=True)]
-        self.completion_slots = _slots(places, self.C, self.P * self.G, device)
-        self.lengths_P = torch.tensor(prompt_lengths, dtype=torch.long, device=device)
+        self.prompts = Lines(prompt_lengths, [(p, 0) for p in range(P)], P, device=device)
+        self.completions = Lines(completion_lengths, places, P, device=device)
+        self.P, self.G, self.L, self.C = P, self.completions.G, self.prompts.width, self.completions.width
+        self.split = sum(prompt_lengths)
         self.ragged = len(set(prompt_lengths)) > 1
+        lengths_P11 = torch.tensor(prompt_lengths, dtype=torch.long, device=device)[:, None, None]
         at_L, at_C = torch.arange(self.L, device=device), torch.arange(self.C, device=device)
-        self.padding_PL = at_L >= self.lengths_P[:, None]  # True: not a token of this prompt
+        self.padding_P1L = at_L >= lengths_P11  # True: not a token of this prompt
         self.gap_LL = at_L[:, None] - at_L  # query position - key position
         self.gap_CC = at_C[:, None] - at_C
-        self.gap_PCL = self.lengths_P[:, None, None] + at_C[None, :, None] - at_L
+        self.gap_PCL = lengths_P11 + at_C[:, None] - at_L
 
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
-        split = self.prompt_tokens
         query_SHD, key_SKD = (x.to(value_SKD.dtype) for x in (query_SHD, key_SKD))  # autocast rotates in float32
-        out = []
-        query_PLHD, key_PLKD, value_PLKD = (
-            spread(x[:split], self.prompt_slots, self.P, self.L) for x in (query_SHD, key_SKD, value_SKD)
-        )
+        scale, K, split, out = scoring.scaling, key_SKD.shape[1], self.split, []
+        key_PKLD, value_PKLD = (self.prompts.place(x[:split], K)[:, :, 0, 0] for x in (key_SKD, value_SKD))
         if self.L:
-            out_PLHD = _causal(query_PLHD, key_PLKD, value_PLKD, self.gap_LL, scoring)
-            out.append(_collect(out_PLHD, self.prompt_slots))
+            query = self.prompts.place(query_SHD[:split], K, scale=scale)[:, :, 0]
+            out.append(self.prompts.collect(_causal(query, key_PKLD, value_PKLD, self.gap_LL, scoring).unsqueeze(2)))
         if self.C:
-            query_BCHD, key_BCKD, value_BCKD = (
-                spread(x[split:], self.completion_slots, self.P * self.G, self.C)
-                for x in (query_SHD, key_SKD, value_SKD)
-            )
+            query = self.completions.place(query_SHD[split:], K, scale=scale)
+            key, value = (self.completions.place(x[split:], K)[:, :, :, 0] for x in (key_SKD, value_SKD))
             if self.L:
-                out_BCHD = self._completions(query_BCHD, key_BCKD, value_BCKD, key_PLKD, value_PLKD, scoring)
+                mixed = self._completions(query, key, value, key_PKLD, value_PKLD, scoring)
             else:
-                out_BCHD = _causal(query_BCHD, key_BCKD, value_BCKD, self.gap_CC, scoring)
-            out.append(_collect(out_BCHD, self.completion_slots))
+                flat_q, flat_k, flat_v = (x.flatten(0, 2).unsqueeze(1) for x in (query, key, value))
+                mixed = _causal(flat_q, flat_k, flat_v, self.gap_CC, scoring).view(query.shape)
+            out.append(self.completions.collect(mixed))
         return torch.cat(out)
 
     def _completions(
-        self, query: Tensor, key: Tensor, value: Tensor, key_PLKD: Tensor, value_PLKD: Tensor, scoring: Scoring
+        self, query: Tensor, key: Tensor, value: Tensor, key_PKLD: Tensor, value_PKLD: Tensor, scoring: Scoring
     ) -> Tensor:
-        """query [P*G, C, H, D], key and value [P*G, C, K, D] -> [P*G, C, H, D]."""
-        P, G, C, K, D = self.P, self.G, self.C, key.shape[2], key.shape[3]
-        query_BKRCD = scoring.scaled(query).view(P * G, C, K, -1, D).permute(0, 2, 3, 1, 4)
+        """[P, K, G, R, C, D] as `query`."""
+        mask_own = mask_of(_hidden(self.gap_CC, scoring.window))
         mask_prompt = None
         if self.ragged or scoring.window is not None:
             mask_prompt = mask_of(self._hidden_prompt(scoring.window))
-        mask_own = mask_of(_hidden(self.gap_CC, scoring.window))
-        heads = (key.transpose(1, 2), value.transpose(1, 2), key_PLKD.transpose(1, 2), value_PLKD.transpose(1, 2))
         if scoring.softcap is None:
-            out_BKRCD = _Merged.apply(query_BKRCD, *heads, mask_own, mask_prompt)
-        else:
-            out_BKRCD, *_ = _merge(query_BKRCD, *heads, mask_own, mask_prompt, scoring)
-        return out_BKRCD.permute(0, 3, 1, 2, 4).reshape(P * G, C, -1, D)  # type: ignore[union-attr]
+            return _Merged.apply(query, key, value, key_PKLD, value_PKLD, mask_own, mask_prompt)  # type: ignore[return-value]
+        return _merge(query, key, value, key_PKLD, value_PKLD, mask_own, mask_prompt, scoring)[0]
 
     def _hidden_prompt(self, window: int | None) -> Tensor:
         """[P, 1, 1, 1 or C, L], True where a completion token may not see a prompt key."""
-        hidden = self.padding_PL[:, None, :]
-        if window is not None:
-            hidden = hidden | (self.gap_PCL >= window)
-        return hidden[:, None, None]
+        hidden_PCL = self.padding_P1L if window is None else self.padding_P1L | (self.gap_PCL >= window)
+        return hidden_PCL[:, None, None]
 
 
 def _merge(
-    query_BKRCD: Tensor,
-    key_BKCD: Tensor,
-    value_BKCD: Tensor,
+    query_PKGRCD: Tensor,
+    key_PKGCD: Tensor,
+    value_PKGCD: Tensor,
     key_PKLD: Tensor,
     value_PKLD: Tensor,
     mask_own: Tensor,
     mask_prompt: Tensor | None,
     scoring: Scoring,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """-> (attention of scaled queries over both key sets [B, K, R, C, D], and its exponentials: own [B, K, R, C, C],
-    the prompt's [P, K, G*R*C, L], and their sum over both [B, K, R, C, 1])."""
-    B, K, R, C, D = query_BKRCD.shape
-    P, L = key_PKLD.shape[0], key_PKLD.shape[2]
-    own = scoring.finished(query_BKRCD.reshape(B, K, R * C, D) @ key_BKCD.transpose(-1, -2)).view(B, K, R, C, C)
+    """-> (attention of scaled queries over both key sets [P, K, G, R, C, D], and its exponentials: own
+    [P, K, G, R, C, C], the prompt's [P, K, G*R*C, L], and their sum over both [P, K, G, R, C, 1])."""
+    P, K, G, R, C, D = query_PKGRCD.shape
+    rows, lines = (P, K, G, R, C), (P, K, G, R * C)
+    own = scoring.finished(query_PKGRCD.view(*lines, D) @ key_PKGCD.transpose(-1, -2)).view(*rows, C)
     own.add_(mask_own)
-    shared = scoring.finished(_by_prompt(query_BKRCD, P) @ key_PKLD.transpose(-1, -2))
+    shared = scoring.finished(query_PKGRCD.view(P, K, -1, D) @ key_PKLD.transpose(-1, -2))
     if mask_prompt is not None:
-        shared = shared.view(P, K, -1, C, L).add_(mask_prompt).view(P, K, -1, L)
+        shared.view(P, K, -1, C, shared.shape[-1]).add_(mask_prompt)
     with torch.no_grad():
-        top = torch.maximum(_by_row(shared.amax(-1, keepdim=True), own), own.amax(-1, keepdim=True))
-    own, shared = own.sub_(top).exp_(), shared.sub_(_by_prompt(top, P)).exp_()
-    total = own.sum(-1, keepdim=True) + _by_row(shared.sum(-1, keepdim=True), own)
-    mixed = (own.view(B, K, R * C, C).to(value_BKCD.dtype) @ value_BKCD).view(B, K, R, C, D)
-    mixed = mixed + _by_row(shared.to(value_PKLD.dtype) @ value_PKLD, own)
-    return (mixed / total).to(value_BKCD.dtype), own, shared, total
+        top = torch.maximum(shared.amax(-1).view(rows), own.amax(-1)).unsqueeze(-1)
+    own, shared = own.sub_(top).exp_(), shared.sub_(top.view(P, K, -1, 1)).exp_()
+    total = (own.sum(-1) + shared.sum(-1).view(rows)).unsqueeze(-1)
+    mixed = (shared.to(value_PKLD.dtype) @ value_PKLD).view(*lines, D)
+    mixed = mixed + own.view(*lines, C).to(value_PKGCD.dtype) @ value_PKGCD
+    return (mixed.view(*rows, D) / total).to(value_PKGCD.dtype), own, shared, total
 
 
 class _Merged(torch.autograd.Function):
@@ -231,56 +285,40 @@ class _Merged(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
         query, key, value, prompt_key, prompt_value, out, own, shared, total = ctx.saved_tensors
-        B, K, R, C, _ = query.shape
-        P = prompt_key.shape[0]
-        grad = grads[0].to(total.dtype) / total
+        P, K, G, R, C, _ = query.shape
+        lines, group = (P, K, G, R * C, -1), (P, K, G * R * C, -1)
+        exact, coarse = total.dtype, value.dtype
+        grad = grads[0].to(exact) / total
         along = (grad * out).sum(-1, keepdim=True)
-        grad = grad.to(value.dtype)
-        flat, exact = (B, K, R * C, -1), total.dtype
+        grad = grad.to(coarse)
 
-        grad_own = (grad.reshape(flat) @ value.transpose(-1, -2)).to(exact).view(own.shape)
-        grad_own = grad_own.sub_(along).mul_(own).to(value.dtype).view(flat)
-        grad_value = own.view(flat).to(value.dtype).transpose(-1, -2) @ grad.reshape(flat)
-        grad_key = grad_own.transpose(-1, -2) @ query.reshape(flat)
-        grad_query = (grad_own @ key).view(query.shape)
+        slope = (grad.view(lines) @ value.transpose(-1, -2)).to(exact).sub_(along.view(lines)).mul_(own.view(lines))
+        slope = slope.to(coarse)
+        grad_value = own.view(lines).to(coarse).transpose(-1, -2) @ grad.view(lines)
+        grad_key = slope.transpose(-1, -2) @ query.view(lines)
+        grad_query = slope @ key
 
-        by_prompt = _by_prompt(grad, P)
-        grad_shared = (by_prompt @ prompt_value.transpose(-1, -2)).to(exact)
-        grad_shared = grad_shared.sub_(_by_prompt(along, P)).mul_(shared).to(value.dtype)
-        grad_prompt_value = shared.to(value.dtype).transpose(-1, -2) @ by_prompt
-        grad_prompt_key = grad_shared.transpose(-1, -2) @ _by_prompt(query, P)
-        grad_query = grad_query + _by_row(grad_shared @ prompt_key, own)
-        return grad_query, grad_key, grad_value, grad_prompt_key, grad_prompt_value, None, None
+        slope = (grad.view(group) @ prompt_value.transpose(-1, -2)).to(exact).sub_(along.view(group)).mul_(shared)
+        slope = slope.to(coarse)
+        grad_prompt_value = shared.to(coarse).transpose(-1, -2) @ grad.view(group)
+        grad_prompt_key = slope.transpose(-1, -2) @ query.view(group)
+        grad_query = grad_query.view(group) + slope @ prompt_key
+        return grad_query.view(query.shape), grad_key, grad_value, grad_prompt_key, grad_prompt_value, None, None
 
 
-def _by_prompt(x_BKRCn: Tensor, P: int) -> Tensor:
-    """[P*G, K, R, C, n] -> [P, K, R*G*C, n]."""
-    B, K, R, C, n = x_BKRCn.shape
-    return x_BKRCn.view(P, B // P, K, R, C, n).permute(0, 2, 3, 1, 4, 5).reshape(P, K, -1, n)
-
-
-def _by_row(x_PKNn: Tensor, like: Tensor) -> Tensor:
-    """[P, K, R*G*C, n] -> [P*G, K, R, C, n]; `like` [P*G, K, R, C, ...] has the sizes."""
-    (B, K, R, C), (P, n) = like.shape[:4], (x_PKNn.shape[0], x_PKNn.shape[-1])
-    return x_PKNn.view(P, K, R, B // P, C, n).permute(0, 3, 1, 2, 4, 5).reshape(B, K, R, C, n)
-
-
-def _causal(query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, gap_TT: Tensor, scoring: Scoring) -> Tensor:
-    """Plain causal attention -> [B, T, H, D]. Lines are padded on the right, so causality alone hides the padding."""
-    B, T, H, D = query_BTHD.shape
-    K = key_BTKD.shape[2]
-    key, value = key_BTKD.transpose(1, 2), value_BTKD.transpose(1, 2)
+def _causal(query_BKRTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, gap_TT: Tensor, scoring: Scoring) -> Tensor:
+    """Plain causal attention of scaled queries -> [B, K, R, T, D]. Lines are padded on the right, so causality alone
+    hides the padding."""
+    B, K, R, T, D = query_BKRTD.shape
     plain = scoring.softcap is None and (scoring.window is None or scoring.window >= T)
-    if plain and (query_BTHD.is_cuda or not torch.is_grad_enabled() or T > CPU_FUSED_FROM):
-        out = scaled_dot_product_attention(
-            query_BTHD.transpose(1, 2), key, value, is_causal=True, scale=scoring.scaling, enable_gqa=H > K
+    if plain and (query_BKRTD.is_cuda or not torch.is_grad_enabled() or T > CPU_FUSED_FROM):
+        out_BHTD = scaled_dot_product_attention(
+            query_BKRTD.view(B, K * R, T, D), key_BKTD, value_BKTD, is_causal=True, scale=1.0, enable_gqa=R > 1
         )
-        return out.transpose(1, 2)
-    query_BKND = query_BTHD.view(B, T, K, H // K, D).permute(0, 2, 3, 1, 4).reshape(B, K, H // K * T, D)
-    scores = scoring.scores(query_BKND, key).view(B, K, H // K, T, T)
-    weights = (scores + mask_of(_hidden(gap_TT, scoring.window))).softmax(-1)
-    out = (weights.view(B, K, H // K * T, T).to(value.dtype) @ value).view(B, H, T, D)
-    return out.transpose(1, 2)
+        return out_BHTD.reshape(query_BKRTD.shape)
+    scores = scoring.finished(query_BKRTD.view(B, K, R * T, D) @ key_BKTD.transpose(-1, -2))
+    weights = (scores.view(B, K, R, T, T) + mask_of(_hidden(gap_TT, scoring.window))).softmax(-1)
+    return (weights.view(B, K, R * T, T).to(value_BKTD.dtype) @ value_BKTD).view(query_BKRTD.shape)
 
 
 def _hidden(gap: Tensor, window: int | None) -> Tensor:
@@ -291,24 +329,3 @@ def _hidden(gap: Tensor, window: int | None) -> Tensor:
 def mask_of(hidden: Tensor) -> Tensor:
     """-inf where hidden, else 0; to be added to scores. Filling them in is many times slower on a CPU."""
     return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))
-
-
-def _slots(places: Sequence[tuple[int, int]], width: int, height: int, device: torch.device | str) -> Tensor | None:
-    """Flat positions in a [height, width] grid of the tokens of lines (line, length); None when they fill it."""
-    if sum(length for _, length in places) == width * height:
-        return None
-    lines = [torch.arange(length) + line * width for line, length in places]
-    return torch.cat(lines).to(device) if lines else torch.zeros(0, dtype=torch.long, device=device)
-
-
-def spread(x_SHD: Tensor, slots: Tensor | None, height: int, width: int) -> Tensor:
-    """Packed tokens -> zero-padded [height, width, heads, D]."""
-    if slots is not None:
-        x_SHD = x_SHD.new_zeros(height * width, *x_SHD.shape[1:]).index_copy(0, slots, x_SHD)
-    return x_SHD.reshape(height, width, *x_SHD.shape[1:])
-
-
-def _collect(x: Tensor, slots: Tensor | None) -> Tensor:
-    """The inverse of `spread`."""
-    flat = x.reshape(-1, *x.shape[2:])
-    return flat if slots is None else flat.index_select(0, slots)

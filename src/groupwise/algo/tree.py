@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from groupwise.algo.attention import Scoring, mask_of, spread
+from groupwise.algo.attention import Scoring, mask_of
 
 QUERIES = 128  # tokens of a line that are scored at once
 BATCHED = 1 << 20  # scores of one head at most, where several tiles are computed together
@@ -50,7 +50,7 @@ class _Tiles:
     def grid(self, x_SHD: Tensor, heads: int) -> Tensor:
         """Queries, or what belongs to them -> [B, heads, R*N, D]."""
         (B, N), (_, H, D) = self.query_positions_BN.shape, x_SHD.shape
-        x_BNHD = spread(x_SHD.index_select(0, self.queries_M), self.slots_M, B, N)
+        x_BNHD = _spread(x_SHD.index_select(0, self.queries_M), self.slots_M, B, N)
         return x_BNHD.view(B, N, heads, H // heads, D).permute(0, 2, 3, 1, 4).reshape(B, heads, -1, D)
 
     def put(self, out_SHD: Tensor, x_BKND: Tensor) -> None:
@@ -146,6 +146,13 @@ def _gradients(
         tile.put(grad_query, (slope @ key).to(grad_query.dtype))
         tile.add(grad_key, slope.transpose(-1, -2) @ query)
     return grad_query, grad_key, grad_value
+
+
+def _spread(x_MHD: Tensor, slots: Tensor | None, height: int, width: int) -> Tensor:
+    """Tokens at `slots` of a zero-padded grid -> [height, width, heads, D]."""
+    if slots is not None:
+        x_MHD = x_MHD.new_zeros(height * width, *x_MHD.shape[1:]).index_copy_(0, slots, x_MHD)
+    return x_MHD.reshape(height, width, *x_MHD.shape[1:])
 
 
 def _ranges(start: int, stop: int) -> list[tuple[int, int]]:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from groupwise.algo.attention import Scoring, SharedPrompts, mask_of, spread
+from groupwise.algo.attention import Scoring, SharedPrompts, mask_of
 
 PART = 16  # rows
 MOST_EMPTY = 4  # cells of the grid per row, beyond which the grid is not worth its empty cells
@@ -164,11 +164,10 @@ class Prefill:
         self.prompts = SharedPrompts(cache.lengths[self.slots], device=device)
 
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
-        prompts = self.prompts
+        lines = self.prompts.prompts
         for store, x_SKD in zip(self.cache.prompts.of(layer, key_SKD), (key_SKD, value_SKD), strict=True):
-            x_PLKD = spread(x_SKD, prompts.prompt_slots, prompts.P, prompts.L)
-            store[self.slots, :, : prompts.L] = x_PLKD.transpose(1, 2)
-        return prompts.attend(layer, query_SHD, key_SKD, value_SKD, scoring)
+            store[self.slots, :, : lines.width] = lines.place(x_SKD, x_SKD.shape[1])[:, :, 0, 0]
+        return self.prompts.attend(layer, query_SHD, key_SKD, value_SKD, scoring)
 
 
 def parts_of(lengths: Sequence[int]) -> list[tuple[slice, int]]:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from groupwise.algo.attention import Layout, SharedPrompts
 from groupwise.backbone import Backbone
-from groupwise.chat import decode
+from groupwise.chat import closing_ids, decode
 from groupwise.engine.admission import Admitted, GoingOn, admitted, known_of, pieces_of, together
 from groupwise.engine.cache import Apart, Extend, Grid, KeyValueCache, Prefill, parts_of
 from groupwise.engine.lora import AdapterBank, AdapterWeights, add_adapters, read_adapter
@@ -84,6 +84,7 @@ class LocalEngine:
         self._since_sorted = 0  # decode steps
         self._grid: Grid | None = None  # None: rows have come or gone since it was made
         self._eos = torch.tensor(base.eos_ids, dtype=torch.long, device=base.device)
+        self._ends = closing_ids(base.tokenizer)
         embedding: Any = self._model.get_input_embeddings()
         self._vocabulary = int(embedding.weight.shape[0])
         self._threads = torch.get_num_threads()
@@ -396,7 +397,7 @@ class LocalEngine:
             if params.stop or token in params.stop_ids:
                 ids = self._rows.tokens[i, : int(self._rows.count[i])].tolist()
                 by_id = token in params.stop_ids
-                text = decode(ids[:-1] if by_id else ids, self._base.tokenizer)
+                text = decode(ids[:-1] if by_id else ids, self._base.tokenizer, ends=self._ends)
                 found = [text.find(stop) for stop in params.stop if stop in text]
                 if by_id or found:
                     stopped[i] = text[: min(found, default=len(text))]
@@ -411,7 +412,7 @@ class LocalEngine:
             job.done[row.index] = Completion(
                 token_ids=ids,
                 logprobs=tuple(rows.logprobs[i, :count].tolist()),
-                text=decode(ids, self._base.tokenizer) if text is None else text,
+                text=decode(ids, self._base.tokenizer, ends=self._ends) if text is None else text,
                 finish_reason=reason,
                 version=job.request.version,
                 top_logprobs=tuple(row.alternatives),
