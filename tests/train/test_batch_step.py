@@ -12,6 +12,7 @@ from learner_cases import GROUPS, SPECS, assert_same, gradients, on_policy, para
 
 from groupwise.algo.loss import resolve_loss
 from groupwise.train.learner import Learner
+from groupwise.train.reference import Reference
 from groupwise.types import Sample
 from trl_peer import MAX_LENGTH, trl_loss
 
@@ -73,8 +74,8 @@ def test_passes_go_over_everything_against_the_same_policy(make_learner, make_sa
 
 def test_the_reference_is_computed_once(make_learner, make_samples, monkeypatch):
     learner, samples, calls = make_learner(), make_samples(GROUPS), []
-    original = Learner._reference_logprobs
-    monkeypatch.setattr(Learner, "_reference_logprobs", lambda *args: calls.append(1) or original(*args))
+    original = Reference.active
+    monkeypatch.setattr(Reference, "active", lambda self: calls.append(1) or original(self))
     learner.step(samples, SPECS["grpo with k3"], learning_rate=0.01, passes=3)
     assert len(calls) == 1
 

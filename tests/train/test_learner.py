@@ -14,6 +14,7 @@ from groupwise.algo.loss import resolve_loss
 from groupwise.errors import AdapterError, ConfigError, TrainingError
 from groupwise.train.learner import Learner, OptimizerSpec
 from groupwise.train.lora import LoraSpec
+from groupwise.train.reference import Reference
 from groupwise.types import Sample
 
 # ---- forward ----
@@ -108,8 +109,8 @@ def test_a_kl_term_has_a_gradient(make_learner, make_samples):
 
 def test_reference_is_not_computed_unless_read(make_learner, make_samples, monkeypatch: pytest.MonkeyPatch):
     learner, calls = make_learner(), []
-    original = Learner._reference_logprobs
-    monkeypatch.setattr(Learner, "_reference_logprobs", lambda *args: calls.append(1) or original(*args))
+    original = Reference.active
+    monkeypatch.setattr(Reference, "active", lambda self: calls.append(1) or original(self))
     learner.forward_backward(make_samples(GROUPS), SPECS["grpo"])
     assert not calls
     learner.forward_backward(make_samples(GROUPS), SPECS["grpo with k3"])

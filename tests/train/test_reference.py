@@ -125,16 +125,17 @@ def test_a_reference_forward_leaves_the_policy_bit_for_bit(make_learner, make_sa
 def test_dropout_is_off_in_the_reference(make_learner, make_samples, monkeypatch):
     """Also within a training step, where the policy has it."""
     learner, samples = kept(make_learner, "start", lora=replace(LORA, dropout=0.5)), make_samples(GROUPS)
-    seen, original = [], Learner._reference_logprobs
+    seen, original = [], Learner._frozen
 
-    def spy(self, batch, temperature):
-        seen.append((batch.rows, original(self, batch, temperature)[0]))
-        return seen[-1][1], None
+    def spy(self, batches, temperature, **options):
+        pairs = original(self, batches, temperature, **options)
+        seen.extend((batch.rows, values) for batch, values in pairs)
+        return pairs
 
-    monkeypatch.setattr(Learner, "_reference_logprobs", spy)
+    monkeypatch.setattr(Learner, "_frozen", spy)
     learner.forward_backward(samples, K3)
-    assert learner.model.training
-    monkeypatch.setattr(Learner, "_reference_logprobs", original)
+    assert learner.model.training and seen
+    monkeypatch.setattr(Learner, "_frozen", original)
     expected = learner.forward(samples, reference=True)
     for rows, values in seen:
         flat = [x for row in rows for x, m in zip(expected[row], samples[row].mask, strict=True) if m]

@@ -29,17 +29,21 @@ Shapes: S packed tokens, N loss tokens, B rows (completions) of the micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from groupwise.algo.attention import SharedPrompts
-from groupwise.algo.prefixes import cut, families, tree_of
+from groupwise.algo.prefixes import Line, cut, families, tree_of
 from groupwise.algo.tree import PrefixTree
 from groupwise.types import Sample
 
+Family = tuple[list[int], list[Line] | None]  # rows, and their tree where they are packed as one
+
+LANE_TOKENS = 128  # fewer are not worth a thread of their own
 MAX_PADDING = 4  # a micro-batch's grid of prompts and completions, as attention pads it, over its token budget
 
 
@@ -106,9 +110,37 @@ def micro_batches(
     groups of very different shapes are kept apart; so are groups and trees, which are packed in different ways. The
     result does not depend on the cut (split invariance) but for rounding.
     """
+    return _cut(samples, families(samples), token_budget, device)
+
+
+def side_by_side(
+    samples: Sequence[Sample], *, token_budget: int, lanes: int, device: torch.device | str = "cpu"
+) -> tuple[int, Iterator[MicroBatch]]:
+    """How many micro-batches, up to `lanes`, are to be run at once, and micro-batches of like sizes that together stay
+    within the budget then. Groups and trees stay whole: where one of them needs much of the budget, and where there is
+    little to do, one after another is run, as `micro_batches` cuts them."""
+    every = list(families(samples))
+    costs = [cost for family in every for cost in _costs(samples, family)]
+    lanes = min([lanes, len(costs), sum(costs) // LANE_TOKENS, *(token_budget // cost for cost in costs)])
+    if lanes < 2:
+        return 1, _cut(samples, every, token_budget, device)
+    budget = min(token_budget // lanes, -(-sum(costs) // lanes) + max(costs))
+    return lanes, _cut(samples, every, budget, device)
+
+
+def _costs(samples: Sequence[Sample], family: Family) -> list[int]:
+    rows, tree = family
+    if tree is not None:
+        return [sum(line.own for line in tree)]
+    return [_cost(samples, group) for group in _groups(samples, rows, sys.maxsize)]
+
+
+def _cut(
+    samples: Sequence[Sample], every: Iterable[Family], token_budget: int, device: torch.device | str
+) -> Iterator[MicroBatch]:
     rows: list[int] = []
     parts: list[tuple[list[int], int]] = []
-    for family, tree in families(samples):
+    for family, tree in every:
         if tree is None:
             rows.extend(family)
         else:

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from groupwise.backbone import is_lean
 from groupwise.errors import AdapterError
 
-MERGED_BYTES = 512 << 20
+MERGED_BYTES = 1 << 30
 
 _PREFIX = "base_model.model."
 
@@ -165,7 +165,8 @@ class AdapterBank:
 
 
 class _Products:
-    """Merged weights W + (A B)^T of the modules that share an input, one matrix for all of them."""
+    """Merged weights W^T + A B of the modules that share an input, one matrix [in, sum of out] for all of them. It has
+    the inputs first: on a CPU the product is up to a third faster so."""
 
     def __init__(self, names: Mapping[int, str], weights: AdapterWeights | None):
         self._names, self._pairs = names, {} if weights is None else weights.pairs
@@ -175,19 +176,20 @@ class _Products:
         made = self._made.get(id(modules[0]))
         if made is None:
             made = self._made[id(modules[0])] = self._merge(modules)
-        return nn.functional.linear(x, *made)
+        matrix, bias = made
+        return x @ matrix if bias is None else torch.addmm(bias, x, matrix)
 
     def _merge(self, modules: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
         matrices = []
         for module in modules:
             pair = self._pairs.get(self._names[id(module)])
-            matrices.append(module.weight if pair is None else module.weight + (pair[0] @ pair[1]).T)
+            matrices.append(module.weight.T if pair is None else torch.addmm(module.weight.T, *pair))
         biases = [module.bias for module in modules]
         whole = None
         if any(bias is not None for bias in biases):
             columns = zip(biases, matrices, strict=True)
-            whole = torch.cat([m.new_zeros(m.shape[0]) if b is None else b for b, m in columns])
-        return (matrices[0] if len(matrices) == 1 else torch.cat(matrices)), whole
+            whole = torch.cat([m.new_zeros(m.shape[1]) if b is None else b for b, m in columns])
+        return torch.cat(matrices, 1).contiguous(), whole
 
 
 def _in_out(module: nn.Module) -> tuple[int, int] | None:

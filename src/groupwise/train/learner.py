@@ -9,7 +9,8 @@
     begin_step                one rollout batch that arrives in parts (`streamed_step`)
 
 A batch is cut into micro-batches by a token budget; every loss divides by counts of the whole batch, so the cut changes
-nothing but rounding. Without an adapter (`lora=None`) all parameters train. The reference is `reference.py`'s affair.
+nothing but rounding. A small model's run side by side (`lanes`). Without an adapter (`lora=None`) all parameters train.
+The reference is `reference.py`'s affair.
 
 Shapes: N loss tokens of a micro-batch.
 """
@@ -19,8 +20,8 @@ from __future__ import annotations
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,13 +29,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from groupwise.algo.batch import MicroBatch, count_loss_rows, count_loss_tokens, micro_batches
+from groupwise.algo.batch import MicroBatch, count_loss_rows, count_loss_tokens, side_by_side
 from groupwise.algo.kl import kl_metrics, measured_rows
 from groupwise.algo.loss import LossInputs, LossSpec, policy_loss
 from groupwise.algo.loss_metrics import combined
+from groupwise.backbone import is_lean
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.model import LoadedModel, packed_forward_gap, packed_tolerance, plain_implementation, share_weights
 from groupwise.train.batch_step import train_on_batch
+from groupwise.train.lanes import Lanes
 from groupwise.train.learner_state import load_state, save_state
 from groupwise.train.logprobs import packed_logprobs, plain_logprobs
 from groupwise.train.lora import LoraSpec, add_lora, load_lora, save_lora
@@ -46,10 +49,13 @@ from groupwise.types import Sample
 __all__ = ["Learner", "Metrics", "OptimizerSpec", "StepResult", "learning_rate_at"]
 
 MAX_REFUSED_STEPS = 5  # in a row
+LANE_BYTES = 1 << 28  # of weights, up to which a model is small: `train.lanes`
 
 Metrics = dict[str, float]
 Rows = Sequence[tuple[float, ...]]  # a log-probability per completion token of each sample
 TokenLoss = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]  # logprobs_N, entropy_N -> loss, metrics
+Gradients = Sequence[Tensor | None]  # of the parameters, in their order; empty where they are added up already
+Listener = Callable[[MicroBatch, Tensor], None]  # logprobs_N, without a graph
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +121,7 @@ class Learner:
             self.model.requires_grad_(True)
         if gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self._lanes = Lanes(self._most_lanes(dropout=bool(lora and lora.dropout)))
         self._dropout, self._seed = bool(lora and lora.dropout), seed
         self.model.train(gradient_checkpointing or self._dropout)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -141,7 +148,6 @@ class Learner:
 
     # -- the verbs ----------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def forward(
         self, samples: Sequence[Sample], *, temperature: float = 1.0, reference: bool = False
     ) -> list[tuple[float, ...]]:
@@ -151,10 +157,11 @@ class Learner:
         the reference, not the policy; at the same temperature the two can be compared.
         """
         out: list[tuple[float, ...]] = [()] * len(samples)
-        run, training = self._reference_logprobs if reference else self._logprobs, self.model.training
+        lanes, batches = self._cut(_unmasked(samples))
+        training = self.model.training
         self.model.eval()  # no dropout
-        for batch in self._micro_batches(_unmasked(samples)):
-            values = iter(run(batch, temperature)[0].tolist() if len(batch.target_N) else ())
+        for batch, logprobs_N in self._frozen(batches, temperature, lanes=lanes, reference=reference):
+            values = iter(logprobs_N.tolist())
             for row, sample in zip(batch.rows, batch.samples, strict=True):
                 out[row] = tuple(next(values) if predicted else math.nan for predicted in sample.mask)
         self.model.train(training)
@@ -169,6 +176,7 @@ class Learner:
         old_logprobs: Rows | None = None,
         reference_logprobs: Rows | None = None,
         totals: tuple[float, float] | None = None,
+        on_logprobs: Listener | None = None,
     ) -> Metrics:
         """Accumulate the gradient of a policy loss over `samples`.
 
@@ -178,27 +186,25 @@ class Learner:
                 current log-probabilities stand in, which is exact for the first step on a batch.
             reference_logprobs: the reference's per sample (`forward`); without them they are computed if read.
             totals: loss tokens and rows of the batch that `samples` are a part of; None: they are all of it.
+            on_logprobs: is shown each micro-batch and the log-probabilities of its loss tokens.
         """
         total_tokens, total_rows = totals or (float(count_loss_tokens(samples)), float(count_loss_rows(samples)))
 
-        def reference_of(batch: MicroBatch) -> Tensor | None:
-            known = batch.of_rows(reference_logprobs)
-            return self._reference_logprobs(batch, temperature)[0] if known is None else known
-
-        def term(batch: MicroBatch) -> TokenLoss:
+        def term(batch: MicroBatch, reference_N: Tensor | None) -> TokenLoss:
             inputs = LossInputs(
                 row_N=batch.row_N,
                 num_rows=len(batch.rows),
                 advantages_N=batch.advantages_N,
                 behaviour_N=batch.behaviour_N,
                 old_N=batch.of_rows(old_logprobs),
-                reference_N=reference_of(batch) if spec.reads_reference else None,
+                reference_N=batch.of_rows(reference_logprobs) if reference_N is None else reference_N,
                 total_tokens=total_tokens,
                 total_rows=total_rows,
             )
             return lambda logprobs_N, entropy_N: policy_loss(logprobs_N, inputs, spec, entropy_N=entropy_N)
 
-        return self._accumulate(samples, term, temperature)
+        reads = spec.reads_reference and reference_logprobs is None
+        return self._accumulate(samples, term, temperature, reads_reference=reads, on_logprobs=on_logprobs)
 
     def forward_backward_supervised(self, samples: Sequence[Sample]) -> Metrics:
         """Accumulate the gradient of the mean cross-entropy (nats per trained token, weighted by `Sample.weights`)."""
@@ -207,7 +213,7 @@ class Learner:
             sum(w for w, m in zip(s.weights, s.mask, strict=True) if m) if s.weights else sum(s.mask) for s in samples
         )
 
-        def term(batch: MicroBatch) -> TokenLoss:
+        def term(batch: MicroBatch, _: Tensor | None) -> TokenLoss:
             weights_N = batch.per_token([s.weights or (1.0,) * len(s.mask) for s in batch.samples])
             assert weights_N is not None
 
@@ -239,7 +245,7 @@ class Learner:
             for leaf, grad in zip(leaves, grads, strict=True)
         ]
 
-        def term(batch: MicroBatch) -> TokenLoss:
+        def term(batch: MicroBatch, _: Tensor | None) -> TokenLoss:
             slope_N = batch.of_rows(slopes)
             assert slope_N is not None
             return lambda logprobs_N, entropy_N: ((logprobs_N * slope_N.to(logprobs_N)).sum(), {})
@@ -354,6 +360,14 @@ class Learner:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
+    def _most_lanes(self, *, dropout: bool) -> int:
+        """How many micro-batches may be run at once: one unless the model is small and only an adapter is trained."""
+        weights = sum(weight.numel() * weight.itemsize for weight in self.base.model.parameters())
+        alone = self.lora is None or dropout or self.device.type != "cpu"
+        return (
+            1 if alone or not (self.packed and is_lean(self.model)) or weights > LANE_BYTES else torch.get_num_threads()
+        )
+
     def _verify_packed(self) -> bool:
         gap, tolerance = packed_forward_gap(self.model), packed_tolerance(self.model)
         if gap <= tolerance:
@@ -366,8 +380,9 @@ class Learner:
         self.model.set_attn_implementation(plain_implementation(self.model))
         return False
 
-    def _micro_batches(self, samples: Sequence[Sample]) -> Iterator[MicroBatch]:
-        return micro_batches(samples, token_budget=self.micro_tokens, device=self.device)
+    def _cut(self, samples: Sequence[Sample]) -> tuple[int, Iterator[MicroBatch]]:
+        """How many micro-batches to run at once, and all of them."""
+        return side_by_side(samples, token_budget=self.micro_tokens, lanes=self._lanes.most, device=self.device)
 
     def _logprobs(
         self, batch: MicroBatch, temperature: float, *, model: PreTrainedModel | None = None
@@ -376,28 +391,66 @@ class Learner:
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             return run(model or self.model, batch, temperature=temperature)
 
-    @torch.no_grad()
-    def _reference_logprobs(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        with self.reference.active() as model:
-            return self._logprobs(batch, temperature, model=model)
+    def _frozen(
+        self, batches: Iterable[MicroBatch], temperature: float, *, lanes: int, reference: bool
+    ) -> list[tuple[MicroBatch, Tensor]]:
+        """Each with the log-probabilities of its loss tokens [N] under the policy or the reference, without a graph."""
+        with self.reference.active() if reference else nullcontext(self.model) as model:
+
+            @torch.no_grad()  # which is of a thread
+            def logprobs_of(batch: MicroBatch) -> tuple[MicroBatch, Tensor]:
+                if not len(batch.target_N):
+                    return batch, torch.empty(0)
+                return batch, self._logprobs(batch, temperature, model=model)[0]
+
+            return list(self._lanes.map(logprobs_of, batches, lanes=lanes))
 
     def _accumulate(
-        self, samples: Sequence[Sample], term: Callable[[MicroBatch], TokenLoss], temperature: float
+        self,
+        samples: Sequence[Sample],
+        term: Callable[[MicroBatch, Tensor | None], TokenLoss],
+        temperature: float,
+        *,
+        reads_reference: bool = False,
+        on_logprobs: Listener | None = None,
     ) -> Metrics:
-        """Forward and backward of every micro-batch. `term` is made before the forward, whose graph takes memory."""
-        parts: list[Metrics] = []
-        for batch in self._micro_batches(samples):
-            if not len(batch.target_N):
-                continue
-            token_loss = term(batch)
-            with self._seeded_dropout(self._accumulated):
+        """Forward and backward of every micro-batch; `term` makes its loss, given the reference's logprobs if read."""
+        lanes, cut = self._cut(samples)
+        work: list[tuple[MicroBatch, Tensor | None]] = [(batch, None) for batch in cut if len(batch.target_N)]
+        if reads_reference:
+            batches = [batch for batch, _ in work]
+            work = [*self._frozen(batches, temperature, lanes=lanes, reference=True)]
+
+        def run(item: tuple[int, tuple[MicroBatch, Tensor | None]]) -> tuple[MicroBatch, Tensor, Metrics, Gradients]:
+            number, (batch, reference_N) = item
+            token_loss = term(batch, reference_N)
+            with self._seeded_dropout(number):
                 logprobs_N, entropy_N = self._logprobs(batch, temperature)
             loss, metrics = token_loss(logprobs_N, entropy_N)
-            loss.backward()
-            self._accumulated += 1
+            gradients: Gradients = ()
+            if lanes == 1:
+                loss.backward()
+            else:
+                gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
             values = torch.stack(tuple(metrics.values())).tolist() if metrics else []  # waits for the device once
-            parts.append(dict(zip(metrics, values, strict=True)))
+            return batch, logprobs_N.detach(), dict(zip(metrics, values, strict=True)), gradients
+
+        parts: list[Metrics] = []
+        for batch, logprobs_N, metrics, gradients in self._lanes.map(
+            run, enumerate(work, self._accumulated), lanes=lanes
+        ):
+            self._add(gradients)
+            self._accumulated += 1
+            parts.append(metrics)
+            if on_logprobs is not None:
+                on_logprobs(batch, logprobs_N)
         return combined(parts)
+
+    def _add(self, gradients: Gradients) -> None:
+        """In the order of micro-batches, whichever ended first."""
+        for parameter, gradient in zip(self.parameters, gradients, strict=bool(gradients)):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     @contextmanager
     def _seeded_dropout(self, micro_batch: int) -> Iterator[None]:
