@@ -1,16 +1,21 @@
-"""The arithmetic by hand, and the memory parts against what torch really keeps."""
+"""The arithmetic by hand; what passes take is measured in test_activations."""
+
+from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GPT2Config, Qwen3Config
 
-from groupwise.algo.loss import resolve_loss
+from groupwise import activations
+from groupwise.activations import ModelSize
+from groupwise.algo import attention
+from groupwise.algo.batch import MAX_PADDING
 from groupwise.config import RunConfig, parse_config
-from groupwise.estimate import Memory, ModelSize, activation_values, memory, step_size
-from groupwise.train.learner import Learner
-from groupwise.train.lora import LoraSpec
+from groupwise.engine import lora
+from groupwise.errors import ConfigError
+from groupwise.estimate import GIB, MERGED_BYTES, PADDING, Load, Memory, fitting_tokens, memory, step_size
+from groupwise.train.logprobs import TILE_VALUES
 
 QWEN = ModelSize(
     parameters=600_000_000,
@@ -23,10 +28,16 @@ QWEN = ModelSize(
     head_dim=128,
     vocabulary=151_936,
 )
+LOAD = Load(model=QWEN, trained=10, longest_prompt=28)
 
 
 def config(**sections) -> RunConfig:
     return parse_config({"data": {"source": "x.jsonl"}, "rewards": ["m:f"], **sections})
+
+
+def test_the_constants_of_others_are_theirs():
+    assert (PADDING, MERGED_BYTES) == (MAX_PADDING, lora.MERGED_BYTES)
+    assert (activations.TILE_BYTES, activations.FUSED_FROM) == (TILE_VALUES * 4, attention.CPU_FUSED_FROM)
 
 
 def test_a_step_by_hand():
@@ -57,41 +68,81 @@ def test_the_size_of_a_model_from_its_config():
 
 def test_weights_adapter_and_keys_and_values_by_hand():
     run = config(rollout={"max_tokens": 100, "batch_rows": 10})
-    needed = memory(run, QWEN, trained=1000, longest_prompt=28)
+    needed = memory(run, replace(LOAD, trained=1000))
     assert needed.weights == 1_200_000_000
-    assert needed.reference == 0
+    assert (needed.reference, needed.merged) == (0, 0)
     assert needed.trained == 1000 * 4 * 6  # weight, gradient, two moments, two versions in the engine
-    assert needed.kv_cache == 2 * 28 * 8 * 128 * 128 * 10 * 2  # 128 tokens in 10 rows
-    assert needed.total == needed.weights + needed.trained + needed.kv_cache + needed.activations
+    assert needed.kv_cache == 2 * 28 * 8 * 128 * 160 * 10 * 2  # 128 tokens in 10 rows, and a quarter more
+    parts = needed.process + needed.weights + needed.trained + needed.kv_cache + needed.activations
+    assert needed.total == parts
+    small = config(rollout={"max_tokens": 100, "prompts_per_step": 2, "group_size": 4, "refill": 1.0})
+    assert memory(small, LOAD).kv_cache == 2 * 28 * 8 * 128 * 160 * 8 * 2  # no more rows than are sampled in a step
+    assert memory(run, replace(LOAD, gpu=True)).process == 0
+
+
+def test_merged_weights_while_there_is_room_for_them():
+    linear = 4 * (2 * 64 * (64 + 32) + 3 * 64 * 128)
+    tiny = ModelSize(
+        parameters=10,
+        value_bytes=4,
+        layers=1,
+        hidden=64,
+        intermediate=128,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        vocabulary=9,
+    )
+    assert memory(config(), replace(LOAD, model=tiny)).merged == 2 * linear
+    assert memory(config(train={"lora": None}), replace(LOAD, model=tiny)).merged == linear
+    assert memory(config(), replace(LOAD, model=replace(QWEN, value_bytes=4))).merged == 0  # 1.8 GB
 
 
 def test_full_parameter_training_keeps_gradients_moments_and_perhaps_a_reference():
-    needed = memory(config(train={"lora": None}), QWEN, trained=QWEN.parameters, longest_prompt=8, keeps_reference=True)
+    load = replace(LOAD, trained=QWEN.parameters, longest_prompt=8, keeps_reference=True)
+    needed = memory(config(train={"lora": None}), load)
     assert needed.trained == 3 * needed.weights
     assert needed.reference == needed.weights
 
 
-@pytest.mark.parametrize("lora", [LoraSpec(rank=4), None], ids=["adapter", "all parameters"])
-@pytest.mark.parametrize(("prompt", "completion"), [(20, 16), (40, 80)])
-def test_activations_are_what_autograd_keeps(make_base, make_samples, lora, prompt, completion):
-    base = make_base("qwen3", dtype=torch.float32, context=256)
-    learner = Learner(base, lora=lora, micro_tokens=1 << 20)
-    samples = make_samples([(prompt, [completion] * 8)] * 4, holes=False)
-    weights = {parameter.untyped_storage().data_ptr() for parameter in learner.model.parameters()}
-    kept: dict[int, torch.Tensor] = {}
+def test_the_tokens_of_a_pass_follow_from_the_budget():
+    run = config(rollout={"max_tokens": 200})
+    whole = memory(run, LOAD)
+    assert fitting_tokens(run, LOAD) == 8192
+    plenty = config(rollout={"max_tokens": 200}, train={"memory_gb": whole.total / GIB + 0.01})
+    assert fitting_tokens(plenty, LOAD) == 8192
+    fixed = whole.total - whole.activations
+    budget = (fixed + 0.3 * whole.activations) / GIB
+    tight = config(rollout={"max_tokens": 200}, train={"memory_gb": budget})
+    tokens = fitting_tokens(tight, LOAD)
+    assert 228 < tokens < 8192
+    used, beyond = (memory(tight, LOAD, micro_tokens=n).total for n in (tokens, tokens + 1))
+    assert used <= budget * GIB < beyond
+    bounded = config(rollout={"max_tokens": 200}, train={"memory_gb": budget, "micro_tokens": tokens // 2})
+    assert fitting_tokens(bounded, LOAD) == tokens // 2
+    lighter = {"memory_gb": budget, "gradient_checkpointing": True}
+    assert fitting_tokens(config(rollout={"max_tokens": 200}, train=lighter), LOAD) > tokens
 
-    def keep(x: torch.Tensor) -> torch.Tensor:
-        if x.untyped_storage().data_ptr() not in weights:
-            kept[x.untyped_storage().data_ptr()] = x
-        return x
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        learner.forward_backward(samples, resolve_loss("grpo"))
-    measured = sum(x.untyped_storage().nbytes() for x in kept.values())
-    size = ModelSize.of(base.model.config, parameters=0, value_bytes=4)
-    tokens = 4 * (prompt + 8 * completion)
-    estimate = size.layers * tokens * activation_values(size, keys=prompt + completion) * size.value_bytes
-    assert 0.75 < estimate / measured < 1.33
+def test_a_budget_for_not_even_one_sample_is_refused_with_the_arithmetic_and_what_would_do():
+    rollout = {"max_tokens": 200, "group_size": 2, "batch_rows": 16}
+    needed = memory(config(rollout=rollout, train={"micro_tokens": 228}), LOAD)
+    budget = round((needed.total - 1) / GIB - 0.1, 2)
+    with pytest.raises(ConfigError) as error:
+        fitting_tokens(config(rollout=rollout, train={"memory_gb": budget}), LOAD)
+    message, hint = str(error.value), str(error.value.hint)
+    assert f"{budget:g} does not suffice for one sample of 228 tokens (prompt 28, completion 200)" in message
+    assert f"{needed.total / GIB:.2f} GiB" in message and f"weights {needed.weights / GIB:.2f} GiB" in message
+    ways = hint.removeprefix("set one of: ").split("; ")
+    assert ways[0] == "train.gradient_checkpointing: true" and len(ways) >= 3
+    for way in ways:  # each of them by itself is enough
+        (key, value), sections = way.split(": "), {"rollout": dict(rollout), "train": {"memory_gb": budget}}
+        section, name = key.split(".")
+        sections[section][name] = True if value == "true" else float(value) if "." in value else int(value)
+        assert fitting_tokens(config(**sections), LOAD) >= 1
+    with pytest.raises(ConfigError) as error:  # nothing but more memory
+        fitting_tokens(config(rollout=rollout, train={"memory_gb": 0.5}), LOAD)
+    assert str(error.value.hint).startswith("set one of: train.memory_gb: ")
 
 
 positive = st.integers(1, 64)
@@ -105,7 +156,7 @@ def test_more_of_anything_never_needs_less(prompts, group, length, micro):
         train = {"micro_tokens": micro, "gradient_checkpointing": checkpointing}
         for key, value in more.items():
             (rollout if key in rollout else train)[key] += value
-        return memory(config(rollout=rollout, train=train), QWEN, trained=10, longest_prompt=20)
+        return memory(config(rollout=rollout, train=train), replace(LOAD, longest_prompt=20))
 
     least = needed()
     for key in ("prompts_per_step", "group_size", "max_tokens", "micro_tokens"):

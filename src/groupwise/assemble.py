@@ -5,6 +5,7 @@ Rewards and data are loaded before the model, so that a typo costs a second and 
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from groupwise.agents.rollout_play import RolloutPlay
 from groupwise.algo.advantage import AdvantageSpec
 from groupwise.algo.loss_spec import LossSpec, loss_of
 from groupwise.batches import Batches, Pace
+from groupwise.budget import load_of, longest_prompt
 from groupwise.config import RunConfig, dump_resolved
 from groupwise.curriculum import Curriculum
 from groupwise.data import PromptSource, PromptStream, open_prompts
@@ -25,6 +27,7 @@ from groupwise.engine.local import LocalEngine
 from groupwise.envs.legacy import LegacyEnv
 from groupwise.envs.load import EnvFactory, load_env
 from groupwise.errors import ConfigError
+from groupwise.estimate import Load, fitting_tokens
 from groupwise.evaluate import prepare_all
 from groupwise.legacy_play import LegacyEpisodes
 from groupwise.model import LoadedModel, load_model, load_tokenizer
@@ -90,6 +93,7 @@ class Parts:
     batches: Batches
     scorer: Scorer
     eval_prompts: tuple[Prompt, ...]
+    load: Load | None  # what `train.memory_gb` was compared with
 
     def __enter__(self) -> Parts:
         return self
@@ -103,6 +107,7 @@ class Parts:
             self.play.close()
         self.engine.close()
         self.scorer.close()
+        gc.unfreeze()
 
 
 def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = None) -> Plan:
@@ -191,9 +196,16 @@ def open_parts(plan: Plan, *, on_phase: Callable[[str], None] = lambda phase: No
     scorer = Scorer(plan.rewards, pool=_pool(plan), max_steps=config.train.steps)  # its processes start meanwhile
     base = load_model(config.model, device=config.device, dtype=config.dtype)
     learner = _learner(plan, base)
-    engine = LocalEngine(base, max_rows=config.rollout.batch_rows, prefix_cache_mb=config.rollout.prefix_cache_mb)
+    engine = LocalEngine(
+        base,
+        max_rows=config.rollout.batch_rows,
+        prefix_cache_mb=config.rollout.prefix_cache_mb,
+        draft_tokens=config.rollout.draft_tokens,
+    )
     play = open_play(plan, base, engine)
+    load = None if config.train.memory_gb is None else _fitted(plan, base, learner, play)
     eval_prompts = tuple(prepare_all(plan.eval_prompts, play, context=base.context_length))
+    gc.freeze()  # what is here now stays; looking through it again and again would cost a step some percent
     return Parts(
         base=base,
         engine=engine,
@@ -202,7 +214,17 @@ def open_parts(plan: Plan, *, on_phase: Callable[[str], None] = lambda phase: No
         batches=_batches(plan, base, play, scorer),
         scorer=scorer,
         eval_prompts=eval_prompts,
+        load=load,
     )
+
+
+def _fitted(plan: Plan, base: LoadedModel, learner: Learner, play: Play) -> Load:
+    """Give the learner micro-batches that `train.memory_gb` suffices for. Raises ConfigError where none does."""
+    prompts = plan.source.all()
+    longest = longest_prompt(plan.config, prompts, play, context=base.context_length)
+    load = load_of(plan.config, base, learner, longest_prompt=longest, reads_reference=plan.reads_reference)
+    learner.micro_tokens = fitting_tokens(plan.config, load)
+    return load
 
 
 def open_play(plan: Plan, base: LoadedModel, engine: Sampler) -> Play:

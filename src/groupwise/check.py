@@ -15,10 +15,11 @@ from dataclasses import dataclass
 import torch
 
 from groupwise.assemble import Parts, Plan, loss_of, make_plan, open_parts
+from groupwise.budget import load_of, longest_allowed
 from groupwise.config import RunConfig
 from groupwise.data import open_prompts
 from groupwise.errors import ConfigError, GroupwiseError
-from groupwise.estimate import Memory, ModelSize, StepSize, memory, step_size
+from groupwise.estimate import Memory, StepSize, memory, step_size
 from groupwise.play import play_all
 from groupwise.rewards.base import load_rewards, refuse_failed, summarize
 from groupwise.template_check import TemplateCheck, template_check
@@ -39,6 +40,7 @@ class CheckReport:
     device: str
     dtype: str
     longest_prompt: int
+    micro_tokens: int
     groups: tuple[RolloutGroup, ...]
     step: StepSize
     memory: Memory
@@ -61,7 +63,7 @@ def check(config: RunConfig, *, on_phase: Callable[[str], None] = lambda phase: 
     with open_parts(plan, on_phase=on_phase) as parts:
         on_phase("reading the prompts")
         encoded = [parts.play.prepare(prompt) for prompt in plan.source.all(MEASURED_PROMPTS)]
-        longest = longest_prompt(config, context=parts.base.context_length)
+        longest = longest_allowed(config, context=parts.base.context_length)
         usable = [prompt for prompt in encoded if len(prompt.token_ids) <= longest]
         if not usable:
             raise ConfigError(
@@ -71,11 +73,6 @@ def check(config: RunConfig, *, on_phase: Callable[[str], None] = lambda phase: 
         on_phase("sampling and scoring")
         groups = asyncio.run(_try_out(usable[:PROMPTS], plan, parts))
         return _report(plan, parts, encoded, usable, groups)
-
-
-def longest_prompt(config: RunConfig, *, context: int) -> int:
-    """Tokens of the longest prompt that is not passed over: a completion needs room for one at least."""
-    return min(context - 1, config.rollout.max_prompt_tokens or context)
 
 
 def _too_long(config: RunConfig, *, context: int) -> str:
@@ -129,21 +126,17 @@ def _report(
     asked = usable if plan.env is None else [group.prompt for group in groups]  # an environment asks when it is played
     lengths = [len(prompt.token_ids) for prompt in asked]
     completions = [_answer_length(rollout) for group in groups for rollout in group.rollouts]
-    weights = list(model.parameters())
-    trained = sum(parameter.numel() for parameter in parts.learner.parameters)
-    size = ModelSize.of(
-        model.config.get_text_config(),
-        parameters=sum(parameter.numel() for parameter in weights),
-        value_bytes=weights[0].element_size(),
-    )
     step = step_size(
         config,
         prompt_tokens=sum(lengths) / len(lengths),
         completion_tokens=sum(completions) / len(completions),
         rows=len(plan.source),
+        micro_tokens=parts.learner.micro_tokens,
     )
-    keeps_reference = config.train.lora is None and plan.loss.reads_reference
-    needed = memory(config, size, trained=trained, longest_prompt=max(lengths), keeps_reference=keeps_reference)
+    load = parts.load or load_of(
+        config, parts.base, parts.learner, longest_prompt=max(lengths), reads_reference=plan.reads_reference
+    )
+    needed = memory(config, load, micro_tokens=parts.learner.micro_tokens)
     available = _available(parts.base.device)
     context = parts.base.context_length
     warnings = [*_of_rewards(groups), *_of_data(plan, encoded, context=context), *_of_batch(config)]
@@ -152,15 +145,17 @@ def _report(
     if needed.total > available:
         warnings.append(
             f"the estimate of {needed.total / 2**30:.1f} GiB is more than the {available / 2**30:.1f} GiB of memory; "
-            "lower rollout.batch_rows, train.micro_tokens or rollout.max_tokens, or set train.gradient_checkpointing"
+            "set train.memory_gb to what there is, or train.gradient_checkpointing; or lower rollout.batch_rows, "
+            "train.micro_tokens or rollout.max_tokens"
         )
     return CheckReport(
         plan=plan,
-        parameters=size.parameters,
-        trained=trained,
+        parameters=load.model.parameters,
+        trained=load.trained,
         device=str(parts.base.device),
         dtype=str(model.dtype).removeprefix("torch."),
         longest_prompt=max(lengths),
+        micro_tokens=parts.learner.micro_tokens,
         groups=groups,
         step=step,
         memory=needed,
@@ -214,7 +209,7 @@ def _of_batch(config: RunConfig) -> Iterator[str]:
 
 def _of_data(plan: Plan, encoded: Sequence[Prompt], *, context: int) -> Iterator[str]:
     """What is suspicious about the prompts."""
-    longest = longest_prompt(plan.config, context=context)
+    longest = longest_allowed(plan.config, context=context)
     too_long = sum(len(prompt.token_ids) > longest for prompt in encoded)
     if too_long:
         why = _too_long(plan.config, context=context)

@@ -172,7 +172,10 @@ class TrainConfig(Section):
     passes: int = Field(default=1, ge=1, le=64)
     """Times that each rollout batch is gone over."""
     micro_tokens: int = Field(default=8192, ge=1)
-    """Tokens in one forward and backward pass."""
+    """Tokens in one forward and backward pass, at most."""
+    memory_gb: float | None = Field(default=None, gt=0)
+    """GiB that the whole run may take: passes get as few tokens as that needs, by an estimate of the worst batch; null
+    takes `micro_tokens`."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     lora: LoraConfig | None = LoraConfig()

@@ -1,48 +1,57 @@
-"""How large one step is and how much memory it takes: arithmetic on the configuration, before anything is trained.
+"""How large one step is and how much memory a run takes: arithmetic on the configuration, before anything is trained.
 
-    step_size   prompts, completions, tokens, decoding waves, forward passes and optimizer steps of one rollout batch
-    memory      bytes of the weights, of what is trained, of the engine's keys and values, of one micro-batch
+    step_size       prompts, completions, tokens, decoding waves, forward passes and optimizer steps of a rollout batch
+    memory          bytes of the process, the weights, what is trained, the engine's keys and values, one micro-batch
+    fitting_tokens  the largest micro-batch for which that stays within `train.memory_gb`
 
-The largest micro-batch is taken to be full (`train.micro_tokens`, or the whole batch where that is smaller) and every
-completion to be as long as `rollout.max_tokens`. Values that the backward pass keeps per token and layer of a decoder
-with hidden size H, MLP size I, Q query and V key-value features:
-
-    5 H (two norms, their outputs, the residual)  +  6 Q + 6 V (projections, norms, rotations, the output)  +  4 I (MLP)
-    + heads x (longest prompt + longest completion) scores for a completion's token
-
-counted on Llama's and Qwen's layers; other decoders differ by some tens of per cent. Memory that the allocator holds
-back, and the second copy of a cache while it grows, come on top.
+Memory is that of the worst batch the configuration admits: the longest prompt everywhere, completions of
+`rollout.max_tokens`, and attention's grids either full, or with as many holes as `algo.batch` allows. `activations`
+counts the bytes of one micro-batch; on a CPU, what its allocator holds back is added to them.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
 
+from groupwise.activations import ModelSize, PackedShape, Training, activation_bytes
 from groupwise.config import RunConfig
+from groupwise.errors import ConfigError
 
 OPTIMIZER_STATES = 2  # AdamW's moments
-HEAD_TILE_VALUES = 1 << 22  # logits that exist at once, see train.logprobs
-HEAD_TILE_COPIES = 4  # logits, log-probabilities, probabilities, their gradient; float32
+ENGINE_VERSIONS = 2  # of an adapter: the one that samples and the one it is given
+MERGED_BYTES = 1 << 30  # of merged weights, `engine.lora`
+STORE_GROWTH = 5 / 4  # of the engine's keys and values beyond what is needed, `engine.cache`
+PADDING = 4  # cells of attention's grids a token of the budget, `algo.batch.MAX_PADDING`
+HELD_BACK = 9 / 8  # in use and held back by a CPU's allocator, of what is in use: benchmarks/memory.py
+HELD_BACK_CHECKPOINTED = 3 / 2  # ... where one layer after another is computed again
+PROCESS_BYTES = 512 << 20  # Python and the libraries, on a CPU, about
+GIB = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSize:
-    """One rollout batch. Token counts are expectations from measured means, but for `max_tokens`."""
+    """One rollout batch."""
 
     prompts: int
     completions: int
-    tokens: int  # prompts once, and their completions
-    max_tokens: int  # of the completions, if all were as long as they may be
-    decode_waves: int  # times that the engine fills its rows
-    forwards: int  # forward and backward passes
-    optimizer_steps: int  # minibatches x passes
-    epochs: float  # of the dataset in the whole run, without what is sampled in place of groups that teach nothing
+    tokens: int
+    """About so many, from mean lengths; prompts count once per group."""
+    max_tokens: int
+    """Completion tokens at most."""
+    decode_waves: int
+    forwards: int
+    """Forward and backward passes."""
+    optimizer_steps: int
+    epochs: float
+    """Times the dataset is gone through in the whole run."""
 
 
-def step_size(config: RunConfig, *, prompt_tokens: float, completion_tokens: float, rows: int) -> StepSize:
-    """`prompt_tokens` and `completion_tokens` are means; `rows` is the size of the dataset."""
+def step_size(
+    config: RunConfig, *, prompt_tokens: float, completion_tokens: float, rows: int, micro_tokens: int | None = None
+) -> StepSize:
+    """`prompt_tokens` and `completion_tokens` are means; `rows` is the size of the dataset; `micro_tokens` are those of
+    the configuration where None."""
     prompts, minibatches, passes = config.rollout.prompts_per_step, config.train.minibatches, config.train.passes
     completions = prompts * config.rollout.group_size
     tokens = round(prompts * prompt_tokens + completions * completion_tokens)
@@ -52,48 +61,19 @@ def step_size(config: RunConfig, *, prompt_tokens: float, completion_tokens: flo
         tokens=tokens,
         max_tokens=completions * config.rollout.max_tokens,
         decode_waves=math.ceil(completions / config.rollout.batch_rows),
-        forwards=passes * minibatches * math.ceil(tokens / minibatches / config.train.micro_tokens),
+        forwards=passes * minibatches * math.ceil(tokens / minibatches / (micro_tokens or config.train.micro_tokens)),
         optimizer_steps=passes * minibatches,
         epochs=config.train.steps * prompts / rows,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSize:
-    """What of a decoder decides its memory. `value_bytes` is the size of one weight."""
-
-    parameters: int
-    value_bytes: int
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-
-    @classmethod
-    def of(cls, config: Any, *, parameters: int, value_bytes: int) -> ModelSize:
-        """From a transformers text config; what an older architecture does not name has its usual value."""
-        hidden, heads = config.hidden_size, config.num_attention_heads
-        return cls(
-            parameters=parameters,
-            value_bytes=value_bytes,
-            layers=config.num_hidden_layers,
-            hidden=hidden,
-            intermediate=getattr(config, "intermediate_size", None) or 4 * hidden,
-            heads=heads,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or hidden // heads,
-            vocabulary=config.vocab_size,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Memory:
     """Bytes, by part."""
 
+    process: int
     weights: int
+    merged: int
     reference: int
     trained: int
     kv_cache: int
@@ -101,49 +81,178 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return self.weights + self.reference + self.trained + self.kv_cache + self.activations
+        return sum(getattr(self, field.name) for field in fields(self))
 
 
-def memory(
-    config: RunConfig, model: ModelSize, *, trained: int, longest_prompt: int, keeps_reference: bool = False
-) -> Memory:
-    """The memory of a run in which `trained` parameters are trained and the longest prompt has so many tokens.
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What of a run the configuration does not say: its model, how many parameters are trained, its longest prompt.
 
     `keeps_reference`: full-parameter training with a term that reads the reference holds a frozen copy.
     """
+
+    model: ModelSize
+    trained: int
+    longest_prompt: int
+    keeps_reference: bool = False
+    gpu: bool = False
+
+
+def memory(config: RunConfig, load: Load, *, micro_tokens: int | None = None) -> Memory:
+    """The memory of a run at its peak, with micro-batches of `micro_tokens` (None: the configuration's)."""
+    model, lora = load.model, config.train.lora
     weights = model.parameters * model.value_bytes
-    if config.train.lora is None:
-        trained_bytes = trained * model.value_bytes * (1 + OPTIMIZER_STATES)  # gradient and moments
-    else:  # float32 parameters, gradients and moments; the engine holds the version it uses and the one it is given
-        trained_bytes = trained * 4 * (2 + OPTIMIZER_STATES + 2)
-    length = math.ceil((longest_prompt + config.rollout.max_tokens) / 64) * 64
-    kv_values = 2 * model.layers * model.kv_heads * model.head_dim * length * config.rollout.batch_rows
+    if lora is None:
+        trained = load.trained * model.value_bytes * (1 + OPTIMIZER_STATES)  # gradient and moments
+    else:  # float32 parameters, gradients and moments
+        trained = load.trained * 4 * (2 + OPTIMIZER_STATES + ENGINE_VERSIONS)
     return Memory(
+        process=0 if load.gpu else PROCESS_BYTES,
         weights=weights,
-        reference=weights if keeps_reference else 0,
-        trained=trained_bytes,
-        kv_cache=kv_values * model.value_bytes + (0 if config.env is None else config.rollout.prefix_cache_mb << 20),
-        activations=_activations(config, model, longest_prompt=longest_prompt),
+        merged=_merged(config, model),
+        reference=weights if load.keeps_reference else 0,
+        trained=trained,
+        kv_cache=_keys_and_values(config, load),
+        activations=_activations(config, load, micro_tokens or config.train.micro_tokens),
     )
 
 
-def _activations(config: RunConfig, model: ModelSize, *, longest_prompt: int) -> int:
-    """Bytes that one micro-batch's backward pass needs."""
-    rollout = config.rollout
-    group = longest_prompt + rollout.group_size * rollout.max_tokens
-    tokens = min(config.train.micro_tokens, rollout.prompts_per_step // config.train.minibatches * group)
-    layer = tokens * activation_values(model, keys=longest_prompt + rollout.max_tokens) * model.value_bytes
-    if config.train.lora is not None and model.value_bytes < 4:  # PEFT casts each adapted module's input to float32
-        layer += tokens * (5 * model.hidden + model.heads * model.head_dim + model.intermediate) * 4
-    if config.train.gradient_checkpointing:  # one layer at a time, and the input of every layer
-        layers = layer + model.layers * tokens * model.hidden * model.value_bytes
-    else:
-        layers = layer * model.layers
-    head = min(tokens * model.vocabulary, max(HEAD_TILE_VALUES, model.vocabulary)) * 4 * HEAD_TILE_COPIES
-    return layers + head
+def fitting_tokens(config: RunConfig, load: Load) -> int:
+    """`train.micro_tokens`, or where `train.memory_gb` is set the most below it that the memory suffices for.
+
+    Raises:
+        ConfigError: it does not suffice for a single sample; says what would.
+    """
+    budget, least = config.train.memory_gb, _longest(config, load)
+    if budget is None:
+        return config.train.micro_tokens
+    if config.train.micro_tokens < least or not _fits(config, load, least):
+        needed = memory(config, load, micro_tokens=least)
+        if needed.total > budget * GIB:
+            raise _too_little(config, load, needed)
+        return config.train.micro_tokens  # a longer sample is a micro-batch all the same
+    low, high = least, config.train.micro_tokens
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if _fits(config, load, middle) else (low, middle - 1)
+    return low
 
 
-def activation_values(model: ModelSize, *, keys: int) -> int:
-    """Values kept for the backward pass per token and layer, where a token attends to `keys` others."""
-    query, key_value = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    return 5 * model.hidden + 6 * (query + key_value) + 4 * model.intermediate + model.heads * keys
+def _fits(config: RunConfig, load: Load, micro_tokens: int) -> bool:
+    return memory(config, load, micro_tokens=micro_tokens).total <= (config.train.memory_gb or math.inf) * GIB
+
+
+def _too_little(config: RunConfig, load: Load, needed: Memory) -> ConfigError:
+    """The arithmetic, and the smallest changes that would make it fit."""
+    parts = {field.name: getattr(needed, field.name) for field in fields(needed)}
+    listed = ", ".join(f"{name.replace('_', ' ')} {_gib(part)}" for name, part in parts.items() if part)
+    ways = {
+        "train.gradient_checkpointing: true": _with(config, train={"gradient_checkpointing": True}),
+        **{
+            f"{section}.{key}: {value}": _with(config, **{section: {key: value}})
+            for section, key, first in (
+                ("rollout", "batch_rows", config.rollout.batch_rows),
+                ("rollout", "max_tokens", config.rollout.max_tokens),
+            )
+            if (value := _halved(config, load, section, key, first))
+        },
+    }
+    would = [way for way, changed in ways.items() if _fits(changed, load, _longest(changed, load))]
+    enough = f"train.memory_gb: {math.ceil(needed.total / GIB * 100) / 100:g}"
+    sample = f"{_longest(config, load)} tokens (prompt {load.longest_prompt}, completion {config.rollout.max_tokens})"
+    return ConfigError(
+        f"train.memory_gb {config.train.memory_gb:g} does not suffice for one sample of {sample}: "
+        f"{_gib(needed.total)} = {listed}",
+        hint=f"set one of: {'; '.join([*would, enough])}",
+    )
+
+
+def _halved(config: RunConfig, load: Load, section: str, key: str, value: int) -> int | None:
+    """The first of value / 2, value / 4, ... that fits."""
+    while value := value // 2:
+        changed = _with(config, **{section: {key: value}})
+        if _fits(changed, load, _longest(changed, load)):
+            return value
+    return None
+
+
+def _with(config: RunConfig, **sections: dict[str, int | bool]) -> RunConfig:
+    changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    return config.model_copy(update=changed)
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"
+
+
+# -- the parts ---------------------------------------------------------------------------------------------------------
+
+
+def _longest(config: RunConfig, load: Load) -> int:
+    """Tokens of the longest sample."""
+    return load.longest_prompt + config.rollout.max_tokens
+
+
+def _merged(config: RunConfig, model: ModelSize) -> int:
+    """Merged weights of the policies that sample, as many as the engine keeps."""
+    linear = model.layers * model.hidden * (2 * (model.query + model.key_value) + 3 * model.intermediate)
+    if not model.lean or model.value_bytes < 4:
+        return 0
+    policies = 1 if config.train.lora is None else ENGINE_VERSIONS
+    return min(policies, MERGED_BYTES // (linear * model.value_bytes)) * linear * model.value_bytes
+
+
+def _keys_and_values(config: RunConfig, load: Load) -> int:
+    """Of every row that decodes at once and its prompt; evaluation and sampling ahead fill all rows."""
+    rollout, model = config.rollout, load.model
+    rows = rollout.batch_rows
+    if config.eval is None and rollout.on_policy:
+        rows = min(rows, math.ceil(rollout.prompts_per_step * rollout.refill) * rollout.group_size)
+    cells = rows * math.ceil(_longest(config, load) * STORE_GROWTH)
+    kept = 0 if config.env is None else rollout.prefix_cache_mb << 20
+    return 2 * model.layers * model.key_value * cells * model.value_bytes + kept
+
+
+def _activations(config: RunConfig, load: Load, micro_tokens: int) -> int:
+    lora = config.train.lora
+    training = Training(
+        rank=None if lora is None else lora.rank,
+        dropout=lora is not None and lora.dropout > 0,
+        checkpointing=config.train.gradient_checkpointing,
+        gpu=load.gpu,
+    )
+    most = max(activation_bytes(load.model, shape, training) for shape in _worst(config, load, micro_tokens))
+    held_back = HELD_BACK_CHECKPOINTED if training.checkpointing else HELD_BACK
+    return most if load.gpu else math.ceil(most * held_back)
+
+
+def _worst(config: RunConfig, load: Load, micro_tokens: int) -> tuple[PackedShape, PackedShape]:
+    """The largest micro-batches: all completions as long as they may be, and lengths so uneven that grids are full of
+    holes."""
+    prompt, completion, size = load.longest_prompt, config.rollout.max_tokens, config.rollout.group_size
+    group = prompt + size * completion
+    groups = math.ceil(config.rollout.prompts_per_step / config.train.minibatches)
+    tokens = min(max(micro_tokens, _longest(config, load)), groups * group)
+    prompts = math.ceil(tokens / group)
+    prompt_tokens = max(prompt, tokens * prompt // group)
+    full = PackedShape(
+        tokens=tokens,
+        loss_tokens=tokens - prompt_tokens,
+        prompts=prompts,
+        prompt_tokens=prompt_tokens,
+        longest_prompt=prompt,
+        prompt_cells=prompt_tokens,
+        longest_completion=completion,
+        completion_cells=tokens - prompt_tokens,
+    )
+    cells = min(max(PADDING * tokens, group), groups * group)
+    holes = PackedShape(
+        tokens=tokens,
+        loss_tokens=tokens,
+        prompts=groups,
+        longest_prompt=prompt,
+        prompt_cells=max(prompt, cells * prompt // group),
+        longest_completion=completion,
+        completion_cells=max(cells - cells * prompt // group, tokens) + 1,
+    )
+    return full, holes

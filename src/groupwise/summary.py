@@ -154,6 +154,7 @@ def check_as_json(report: CheckReport, loaded: LoadedRun) -> dict[str, Any]:
         "model": {"parameters": report.parameters, "trained": report.trained} | _where(report),
         "step": asdict(report.step) | {"steps": report.plan.config.train.steps},
         "memory_bytes": asdict(report.memory) | {"total": report.memory.total, "available": report.available},
+        "micro_tokens": report.micro_tokens,
         "longest_prompt": report.longest_prompt,
         "loss": {name: value for name, value in asdict(report.plan.loss).items() if value is not None},
         "advantage": asdict(report.plan.advantage),
@@ -271,14 +272,19 @@ def _where(report: CheckReport) -> dict[str, str]:
 def _memory(report: CheckReport) -> str:
     needed, lora = report.memory, report.plan.config.train.lora
     parts = {
+        "process": needed.process,
         "weights": needed.weights,
+        "merged weights": needed.merged,
         "frozen reference": needed.reference,
         "gradients and optimizer" if lora is None else "adapter and optimizer": needed.trained,
         "keys and values": needed.kv_cache,
         "activations": needed.activations,
     }
     listed = ", ".join(f"{name} {_size(value)}" for name, value in parts.items() if value)
-    return f"up to about {_size(needed.total)} of {_size(report.available)}: {listed}"
+    budget = report.plan.config.train.memory_gb
+    limit = "" if budget is None else f", {_size(round(budget * 2**30))} allowed"
+    passes = f"passes of at most {report.micro_tokens:,} tokens"
+    return f"up to about {_size(needed.total)} of {_size(report.available)}{limit}, with {passes}: {listed}"
 
 
 def _size(count: int) -> str:

@@ -1,0 +1,57 @@
+"""A run's memory, estimated from its parts, and the micro-batch that `train.memory_gb` leaves room for."""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Iterable, Mapping
+
+from groupwise.activations import ModelSize
+from groupwise.backbone import is_lean
+from groupwise.config import RunConfig
+from groupwise.estimate import Load
+from groupwise.model import LoadedModel
+from groupwise.play import Play
+from groupwise.train.learner import Learner
+from groupwise.types import Prompt
+
+TOKENISED = 64  # prompts with the most characters, of which one has the most tokens
+
+
+def load_of(
+    config: RunConfig, base: LoadedModel, learner: Learner, *, longest_prompt: int, reads_reference: bool
+) -> Load:
+    """What `estimate.memory` must know of a run, whose longest prompt has so many tokens."""
+    model, weights = base.model, list(base.model.parameters())
+    size = ModelSize.of(
+        model.config.get_text_config(),
+        parameters=sum(parameter.numel() for parameter in weights),
+        value_bytes=weights[0].element_size(),
+        lean=is_lean(model),
+    )
+    return Load(
+        model=size,
+        trained=sum(parameter.numel() for parameter in learner.parameters),
+        longest_prompt=longest_prompt,
+        keeps_reference=config.train.lora is None and reads_reference,
+        gpu=base.device.type == "cuda",
+    )
+
+
+def longest_allowed(config: RunConfig, *, context: int) -> int:
+    """Tokens of the longest prompt that is not passed over: a completion needs room for one at least."""
+    return min(context - 1, config.rollout.max_prompt_tokens or context)
+
+
+def longest_prompt(config: RunConfig, prompts: Iterable[Prompt], play: Play, *, context: int) -> int:
+    """Tokens of the longest prompt that a run trains on. An environment asks when it is played: anything that fits."""
+    allowed = longest_allowed(config, context=context)
+    if config.env is not None:
+        return max(1, min(allowed, context - config.rollout.max_tokens))
+    lengths = [len(play.prepare(prompt).token_ids) for prompt in heapq.nlargest(TOKENISED, prompts, key=_characters)]
+    return max((length for length in lengths if length <= allowed), default=allowed)
+
+
+def _characters(prompt: Prompt) -> int:
+    asked: str | Mapping[str, object] | tuple[object, ...] = prompt.text or prompt.messages or ()
+    return len(asked if isinstance(asked, str) else json.dumps(asked, default=str))

@@ -1,0 +1,46 @@
+"""`train.memory_gb` in a run: what its longest prompt is, and the micro-batches that its learner gets."""
+
+from pathlib import Path
+
+import pytest
+
+from groupwise.assemble import make_plan, open_parts
+from groupwise.budget import longest_prompt
+from groupwise.config import RunConfig, load_config
+from groupwise.errors import ConfigError
+from groupwise.estimate import GIB, fitting_tokens, memory
+from groupwise.play import SingleTurn
+from groupwise.types import Prompt
+
+DEMO = Path(__file__).parents[1] / "configs" / "arithmetic.yaml"
+
+
+def demo(*overrides: str) -> RunConfig:
+    return load_config(DEMO, ["scoring.workers=0", "eval=null", *overrides])
+
+
+def test_the_longest_prompt_is_the_longest_that_is_not_passed_over(tiny, tiny_engine):
+    play = SingleTurn(tiny_engine, tiny.tokenizer)
+    texts = ["one", "one two three", "six " * 5, "seven " * 40]
+    lengths = [len(play.prepare(Prompt(id=text, text=text)).token_ids) for text in texts]
+    prompts = [Prompt(id=text, text=text) for text in texts]
+    assert longest_prompt(demo(), prompts, play, context=1000) == max(lengths)
+    assert longest_prompt(demo(f"rollout.max_prompt_tokens={lengths[2]}"), prompts, play, context=1000) == lengths[2]
+    assert longest_prompt(demo(), prompts, play, context=lengths[3]) == lengths[2]  # no room for a completion
+
+
+def test_a_run_gets_micro_batches_that_fit():
+    budget = 0.8
+    plan = make_plan(demo(f"train.memory_gb={budget}"))
+    with open_parts(plan) as parts:
+        assert parts.load is not None and parts.load.model.lean
+        tokens = parts.learner.micro_tokens
+        assert tokens == fitting_tokens(plan.config, parts.load) < 8192
+        assert memory(plan.config, parts.load, micro_tokens=tokens).total <= budget * GIB
+    with open_parts(make_plan(demo())) as parts:
+        assert (parts.load, parts.learner.micro_tokens) == (None, 8192)
+
+
+def test_a_budget_that_is_too_small_ends_the_run_before_it_begins():
+    with pytest.raises(ConfigError, match=r"memory_gb 0.1 does not suffice for one sample of \d+ tokens"):
+        open_parts(make_plan(demo("train.memory_gb=0.1")))

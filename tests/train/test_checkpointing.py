@@ -1,0 +1,59 @@
+"""Gradient checkpointing where samples share tokens: the same numbers, and less memory."""
+
+import pytest
+import torch
+from learner_cases import SPECS, gradients, on_policy
+from test_prefix_tree import episodes
+
+from groupwise.algo.attention import SharedPrompts
+from groupwise.algo.batch import micro_batches
+from groupwise.algo.tree import PrefixTree
+from groupwise.train.learner import Learner
+from groupwise.types import Sample
+
+
+@pytest.fixture(params=["shared prompts", "prefix tree"])
+def samples(request: pytest.FixtureRequest, make_samples) -> list[Sample]:
+    if request.param == "shared prompts":
+        chosen, layout = make_samples([(20, [16, 12, 14]), (12, [15, 16])]), SharedPrompts
+    else:
+        chosen, layout = episodes(), PrefixTree
+    assert {type(batch.layout) for batch in micro_batches(chosen, token_budget=4096)} == {layout}
+    return chosen
+
+
+def kept(learner: Learner, samples: list[Sample]) -> tuple[int, dict[str, float]]:
+    """(bytes saved for the backward pass and still there when it begins, metrics of the pass)."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in learner.model.parameters()}
+    storages: dict[int, int] = {}
+    backward = False
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        if not backward and x.untyped_storage().data_ptr() not in weights:
+            storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    def read(x: torch.Tensor) -> torch.Tensor:
+        nonlocal backward
+        backward = True
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, read):
+        metrics = learner.forward_backward(samples, SPECS["grpo with k3"])
+    return sum(storages.values()), metrics
+
+
+@pytest.mark.parametrize("lora", ["adapter", "all parameters"])
+def test_it_changes_nothing_but_the_memory(make_learner, samples, lora: str):
+    chosen = {} if lora == "adapter" else {"lora": None}
+    found = []
+    for on in (False, True):
+        learner = make_learner(gradient_checkpointing=on, micro_tokens=4096, **chosen)
+        if lora != "adapter":
+            learner.keep_reference()
+        size, metrics = kept(learner, on_policy(learner, samples))
+        found.append((size, metrics, gradients(learner)))
+    (plain_size, plain_metrics, plain), (size, metrics, checkpointed) = found
+    assert metrics == pytest.approx(plain_metrics, rel=1e-9, abs=1e-12)
+    torch.testing.assert_close(checkpointed, plain, rtol=1e-9, atol=1e-12)
+    assert size < plain_size / 3  # of a model with two layers
