@@ -1,0 +1,142 @@
+"""The benchmarks of speed: that they count and check what they say. (That they run whole: `--quick` of each.)"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch.utils.flop_counter import FlopCounterMode, mm_flop
+
+from groupwise.algo.loss import resolve_loss
+from groupwise.engine.local import LocalEngine
+from groupwise.model import LoadedModel
+from groupwise.train.learner import Learner
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Imports a benchmark as a script beside it would; its modules are forgotten after (a test has such a name)."""
+    names = [path.stem for path in FOLDER.glob("*.py")]
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield import_module
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def test_the_operations_of_a_training_pass_are_those_that_run(script: Any, make_base: Any) -> None:
+    limits, subjects = script("limits"), script("subjects")
+    base: LoadedModel = make_base(dtype=torch.float32)
+    shape = subjects.Shape(6, 5, 3, 2)
+    samples = subjects.samples_of(shape, below=250)
+    learner = Learner(base)
+
+    def in_place(out: Any, *factors: Any, out_val: Any = None, alpha: float = 1.0) -> int:
+        return mm_flop(*factors)
+
+    in_place._get_raw = True  # pyright: ignore[reportFunctionMemberAccess]  torch is to hand over tensors
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: in_place}) as counter:
+        learner.forward_backward(samples, resolve_loss("grpo"))
+
+    predicted = shape.rows * shape.completion
+    useful = sum(product.flops for product in limits.products_of(base, shape.packed, predicted))
+    hidden, vocabulary = limits.head_of(base)
+    config: Any = base.model.config
+    squares = shape.prompts * (6 * 6 + 3 * (5 * 6 + 5 * 5))  # with the pairs that the mask hides
+    attention = 12 * config.head_dim * config.num_attention_heads * config.num_hidden_layers * squares
+    again = 2 * predicted * hidden * vocabulary  # the logits, in the backward pass
+    counted = counter.get_flop_counts()["Global"]
+    assert counted[torch.ops.aten.mm] + counted[torch.ops.aten.addmm_] == useful + again
+    assert attention / 2 < limits.attention_flops(base, shape) < counted[torch.ops.aten.bmm] <= attention
+
+
+def test_products_are_measured_at_their_shapes(script: Any) -> None:
+    limits = script("limits")
+    for kind in ("forward", "input", "weight"):
+        product = limits.Product(kind, 3, 5, 7)
+        assert product.function()().shape == (3, 7) and product.flops == 2 * 3 * 5 * 7
+    large, small = limits.Product("forward", 256, 256, 256), limits.Product("forward", 16, 16, 16)
+    seconds = limits.by_turns({product: product.function() for product in (large, small)}, repeats=1)
+    assert seconds[large] > seconds[small] > 0
+
+
+def test_lengths_have_a_heavy_tail(script: Any) -> None:
+    lengths = script("rollouts").tailed_lengths(256, longest=192)
+    assert lengths == script("rollouts").tailed_lengths(256, longest=192)
+    assert min(lengths) >= 1 and max(lengths) == 192
+    assert sorted(lengths)[128] < 32 and sum(lengths) < 0.3 * 256 * 192
+
+
+def test_both_sides_of_a_rollout_do_the_same(script: Any, make_base: Any, tmp_path: Path) -> None:
+    rollouts, subjects = script("rollouts"), script("subjects")
+    base: LoadedModel = make_base(dtype=torch.float32)
+    base.model.generation_config.eos_token_id = None
+    prompts = [subjects.random_ids(6, seed=seed, below=250) for seed in range(2)]
+    work = rollouts.Work(name="tailed", prompts=prompts, group=3, lengths=[4, 1, 9, 2, 2, 5], temperature=0.7)
+    options = Namespace(threads=1, batches=[2], merged=True, repeats=1)
+    with closing(LocalEngine(base, max_rows=8)) as engine:
+        subjects.save_adapter(base, tmp_path)
+        engine.load(rollouts.VERSION, tmp_path)
+        model: Any = PeftModel.from_pretrained(base.model, tmp_path).eval()
+        result = rollouts.compare(base, engine, model, work, options)
+        assert set(result["seconds"]) == set(result["logprob_gap"]) == {"requests", "groups", "generate"}
+        assert len(result["trials_tokens_per_s"]) == 3 and max(result["logprob_gap"].values()) < 1e-4
+
+        rows = rollouts.by_groups(engine, work, 0)
+        wrong = [(ids, tuple(logprob - 0.01 for logprob in logprobs)) for ids, logprobs in rows]
+        with pytest.raises(SystemExit, match="nats off"):
+            rollouts.check_logprobs(model, work, wrong, "nobody")
+        with pytest.raises(SystemExit, match="tokens in 5 rows"):
+            work.check(rows[:-1])
+        greedy = replace(work, temperature=0.0)
+        theirs = rollouts.Peer(6, 1).run(model, base, greedy)
+        assert rollouts.check_greedy(model, greedy, rollouts.by_groups(engine, greedy, 0), theirs) == 0
+        first, *rest = theirs[0][0]
+        other = [((249 - first, *rest), ()), *theirs[1:]]
+        with pytest.raises(SystemExit, match="greedy tokens of row 0 differ at 0"):
+            rollouts.check_greedy(model, greedy, other, theirs)
+
+
+def test_an_axis_doubles_one_size(script: Any) -> None:
+    scaling, shape = script("scaling"), script("subjects").Shape(8, 4, 2, 3)
+    for axis in scaling.AXES:
+        points = scaling.points_of(axis, shape, 100, 2)
+        assert [scaling.size_of(axis, point) for point in points] == [
+            scaling.size_of(axis, points[0]) * factor for factor in (1, 2, 4)
+        ]
+        fixed = [{**vars(at), "vocabulary": vocabulary} for at, vocabulary in points]
+        changing = {key for key in fixed[0] if len({each[key] for each in fixed}) > 1}
+        assert changing == {axis.partition(",")[0]}
+
+
+def test_memory_is_what_a_run_holds_at_most(script: Any) -> None:
+    found = script("scaling").measured(lambda: torch.ones(16 << 20).sum(), repeats=1)
+    assert 60 < found["mib"] < 90 and found["seconds"] > 0
+
+
+def test_a_sweep_is_drawn(script: Any, tmp_path: Path) -> None:
+    scaling, shape = script("scaling"), script("subjects").Shape(8, 4, 2, 3)
+    lines = [
+        {"axis": axis, "size": scaling.size_of(axis, point), "side": side, "logits_mib": scaling.logits_mib(point)}
+        | {"seconds": 0.5 * i, "mib": 3.0 * i}
+        for axis in ("group", "vocabulary")
+        for i, point in enumerate(scaling.points_of(axis, shape, 100, 2), 1)
+        for side in scaling.SIDES
+    ]
+    scaling.plot(lines, tmp_path / "scaling.png")
+    assert (tmp_path / "scaling.png").stat().st_size > 10_000
+    table = scaling.table_of(lines)
+    assert list(table.columns[4].cells) == ["3.0", "3.0"] and table.row_count == 2
