@@ -4,6 +4,9 @@
     result = groupwise.run(groupwise.load_config("configs/arithmetic.yaml", ["train.steps=20"]))
     print(result.run_dir, result.version)
 
+    infra = groupwise.setup_infra(groupwise.LoopConfig(...), needs_reference=False, needs_inference=True)
+    infra.policy.forward_backward(datums, "ppo"), infra.policy.optim_step(groupwise.AdamParams())  # a loop of your own
+
     client = groupwise.Client("http://127.0.0.1:8420")  # of `groupwise serve`
     print(client.chat("What is 47 + 138?").text)
 
@@ -36,6 +39,23 @@ if TYPE_CHECKING:
     from groupwise.model import LoadedModel as LoadedModel
     from groupwise.model import load_model as load_model
     from groupwise.rewards.base import RewardFunction as RewardFunction
+    from groupwise.sdk.config import DeployConfig as DeployConfig
+    from groupwise.sdk.config import InfraConfig as InfraConfig
+    from groupwise.sdk.config import LoopConfig as LoopConfig
+    from groupwise.sdk.config import WeightSyncConfig as WeightSyncConfig
+    from groupwise.sdk.config import WeightSyncScope as WeightSyncScope
+    from groupwise.sdk.datums import Datum as Datum
+    from groupwise.sdk.datums import build_grpo_datums as build_grpo_datums
+    from groupwise.sdk.datums import compute_advantages as compute_advantages
+    from groupwise.sdk.infra import Infra as Infra
+    from groupwise.sdk.infra import setup_infra as setup_infra
+    from groupwise.sdk.losses import grpo_loss as grpo_loss
+    from groupwise.sdk.losses import make_grpo_loss_fn as make_grpo_loss_fn
+    from groupwise.sdk.sampler import DeploymentSampler as DeploymentSampler
+    from groupwise.sdk.sampler import SampledCompletion as SampledCompletion
+    from groupwise.sdk.trainer import AdamParams as AdamParams
+    from groupwise.sdk.trainer import TrainingClient as TrainingClient
+    from groupwise.sdk.trainer import TrainingService as TrainingService
     from groupwise.train.learner import Learner as Learner
     from groupwise.types import Completion as Completion
     from groupwise.types import FinishReason as FinishReason
@@ -64,6 +84,12 @@ _PUBLIC = {
     "loop": ("RunResult", "run"),
     "model": ("LoadedModel", "load_model"),
     "rewards.base": ("RewardFunction",),
+    "sdk.config": ("DeployConfig", "InfraConfig", "LoopConfig", "WeightSyncConfig", "WeightSyncScope"),
+    "sdk.datums": ("Datum", "build_grpo_datums", "compute_advantages"),
+    "sdk.infra": ("Infra", "setup_infra"),
+    "sdk.losses": ("grpo_loss", "make_grpo_loss_fn"),
+    "sdk.sampler": ("DeploymentSampler", "SampledCompletion"),
+    "sdk.trainer": ("AdamParams", "TrainingClient", "TrainingService"),
     "train.learner": ("Learner",),
     "types": (
         "Completion",

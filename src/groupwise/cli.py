@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from groupwise import cli_adapters, cli_envs, cli_remote, cli_rewards, cli_runs
+from groupwise import cli_adapters, cli_envs, cli_profiles, cli_remote, cli_rewards, cli_runs
 from groupwise.cli_frame import EXIT_CODES, OPTIONS, ApiKey, AsJson, Debug, Set, examples
 from groupwise.errors import ConfigError, Interrupted
 from groupwise.output import print_json, print_pairs, say, stdout
@@ -42,6 +42,7 @@ app = typer.Typer(epilog=EXIT_CODES, **OPTIONS)
 starter = typer.Typer(help="The small model in the package: what it can do, and how it is made.", **OPTIONS)
 cli_remote.add_to(app)
 cli_runs.add_to(app)
+cli_profiles.add_to(app)
 app.add_typer(cli_adapters.app, name="adapters")
 app.add_typer(cli_rewards.app, name="rewards")
 app.add_typer(cli_envs.app, name="env")

@@ -150,7 +150,7 @@ def make_task(config: GrpoJobConfig | SftJobConfig, payload: GrpoPayload | SftPa
         task = _sft_task(config, payload)
     if not count_loss_tokens(task.samples):
         raise TrainingError("there is not a single token to train on", hint="post completions that are not empty")
-    _check_readable(task.samples, base)
+    check_readable(task.samples, base)
     return task
 
 
@@ -212,7 +212,7 @@ def _packed(samples: Sequence[Sample]) -> int:
     return sum(map(len, prompts)) + sum(len(sample.completion_ids) for sample in samples)
 
 
-def _check_readable(samples: Sequence[Sample], base: LoadedModel) -> None:
+def check_readable(samples: Sequence[Sample], base: LoadedModel) -> None:
     """On a GPU an id or a position out of range would kill the process."""
     for sample in samples:
         length = len(sample.prompt_ids) + len(sample.completion_ids)

@@ -9,11 +9,13 @@ learner.json          counters, and the state of the generator that shuffles min
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 if TYPE_CHECKING:
     from groupwise.train.learner import Learner
@@ -21,26 +23,22 @@ if TYPE_CHECKING:
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
-def save_state(learner: Learner, directory: Path) -> None:
-    """Write everything that `load_state` needs; the directory is made."""
-    directory.mkdir(parents=True, exist_ok=True)
+def state_of(learner: Learner) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Everything that `restore` needs: tensors on the CPU, and what goes through JSON."""
     tensors = {f"parameter.{i}": p.detach().cpu().contiguous() for i, p in enumerate(learner.parameters)}
     for i, parameter in enumerate(learner.parameters):
         for key, value in learner.optimizer.state.get(parameter, {}).items():
             tensors[f"{key}.{i}"] = value.detach().cpu().contiguous()
-    save_file(tensors | learner.reference.tensors(), directory / "learner.safetensors")
     counters = {"steps": learner.steps, "refused_steps": learner.refused_steps, **learner.reference.counters()}
-    (directory / "learner.json").write_text(json.dumps({**counters, "shuffle": learner.shuffle.getstate()}))
+    return tensors | learner.reference.tensors(), {**counters, "shuffle": learner.shuffle.getstate()}
 
 
-def load_state(learner: Learner, directory: Path) -> None:
-    """Inverse of `save_state`, on a learner made with the same arguments, its reference kept if that one's was.
+def restore(learner: Learner, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
+    """Inverse of `state_of`, on a learner made with the same arguments, its reference kept if that one's was.
 
     Raises:
         TrainingError: another kind of reference was saved.
     """
-    tensors = load_file(directory / "learner.safetensors")
-    counters = json.loads((directory / "learner.json").read_text())
     learner.reference.load(tensors, counters)
     with torch.no_grad():
         for i, parameter in enumerate(learner.parameters):
@@ -50,3 +48,16 @@ def load_state(learner: Learner, directory: Path) -> None:
     learner.steps, learner.refused_steps = counters["steps"], counters["refused_steps"]
     version, state, gauss = counters["shuffle"]
     learner.shuffle.setstate((version, tuple(state), gauss))
+
+
+def save_state(learner: Learner, directory: Path) -> None:
+    """Write everything that `load_state` needs; the directory is made."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors, counters = state_of(learner)
+    save_file(tensors, directory / "learner.safetensors")
+    (directory / "learner.json").write_text(json.dumps(counters))
+
+
+def load_state(learner: Learner, directory: Path) -> None:
+    """Inverse of `save_state`. Raises as `restore`."""
+    restore(learner, load_file(directory / "learner.safetensors"), json.loads((directory / "learner.json").read_text()))

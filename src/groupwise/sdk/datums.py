@@ -1,0 +1,210 @@
+"""What the trainer gets: one sequence of N tokens as N - 1 inputs, N - 1 targets and N - 1 values of everything else.
+
+    tokens (5, 6, 7, 2), the first two the prompt
+
+    model_input        5    6    7        tokens[:-1]
+    target_tokens      6    7    2        tokens[1:]; entry j is predicted from the tokens up to j
+    mask               0    1    1        1 where the target is trained; without a mask every target is
+    weights            0    1    1        of cross_entropy: the loss is -sum weights x log p
+    advantages         0   .7   .7        of policy losses
+    logprobs           -  -.1   -1        log p under the policy that sampled
+    old_logprobs, reference_logprobs      under the trainer's snapshot, under the reference
+
+A target that is not the next token, as the zeros with which some pad the prompt's part, is a target of nothing: such a
+position must not be trained. No torch here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from groupwise.algo.advantage import AdvantageSpec, advantages
+from groupwise.errors import DataError
+from groupwise.sdk.alignment import aligned, check_known
+from groupwise.types import Sample
+
+TARGETS = "target_tokens"
+VALUES = ("mask", "weights", "advantages", "logprobs", "old_logprobs", "reference_logprobs")
+TRAINED = 0.5  # a mask or weight above it marks a trained token
+
+
+@dataclass(frozen=True, kw_only=True)
+class Datum:
+    """One sequence. `model_input` [N - 1] and every entry of `loss_fn_inputs` [N - 1], by the names above.
+
+    Lists, tuples, tensors and arrays are taken.
+
+    Raises:
+        DataError: empty, of different lengths, an unknown name, a token id that is none, a value that is not finite
+            where a token is trained, or a weight on a target that is not the next token.
+    """
+
+    model_input: Sequence[int]
+    loss_fn_inputs: Mapping[str, Sequence[float]]
+
+    def __post_init__(self) -> None:
+        inputs = {name: _plain(values) for name, values in self.loss_fn_inputs.items()}
+        object.__setattr__(self, "model_input", _plain(self.model_input))
+        object.__setattr__(self, "loss_fn_inputs", inputs)
+        if not self.model_input:
+            raise DataError("a datum has no tokens", hint="model_input is tokens[:-1] of at least two tokens")
+        if TARGETS not in inputs:
+            raise DataError(f"loss_fn_inputs has no {TARGETS}", hint=f"{TARGETS} is tokens[1:]")
+        for name, values in inputs.items():
+            if name not in (TARGETS, *VALUES):
+                raise DataError(f"loss_fn_inputs has {name!r}; valid: {', '.join((TARGETS, *VALUES))}")
+            if len(values) != len(self.model_input):
+                raise DataError(
+                    f"{name} has {len(values)} entries and model_input {len(self.model_input)}",
+                    hint="N tokens have N - 1 inputs, N - 1 targets and N - 1 of every value",
+                )
+        for token in (*self.model_input, *inputs[TARGETS]):
+            if not isinstance(token, int) or token < 0:
+                raise DataError(f"{token!r} is not a token id; ids are whole numbers from 0")
+        self._check_values()
+
+    def _check_values(self) -> None:
+        for name in VALUES:
+            if name in self.loss_fn_inputs:
+                always = name in ("mask", "weights", "advantages")  # these say what is trained
+                every = (1,) * len(self.model_input)
+                check_known(self.loss_fn_inputs[name], every if always else self.mask, what=name)
+        follows = pairwise((*self.model_input, self.targets[-1]))
+        for j, ((_, after), target) in enumerate(zip(follows, self.targets, strict=True)):
+            if after != target and any(self.loss_fn_inputs.get(name, (0.0,) * (j + 1))[j] for name in VALUES[:3]):
+                raise DataError(
+                    f"{TARGETS}[{j}] is {target} and the next token is {after}: it cannot be trained",
+                    hint="give tokens[1:] as targets; where they are padded, mask, weights and advantages must be 0",
+                )
+
+    @property
+    def targets(self) -> tuple[int, ...]:
+        """`target_tokens` [N - 1]."""
+        return tuple(int(token) for token in self.loss_fn_inputs[TARGETS])
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The sequence [N]."""
+        return (*self.model_input, self.targets[-1])
+
+    @cached_property
+    def mask(self) -> tuple[int, ...]:
+        """1 where the target is trained [N - 1]: the `mask`, without one every target that is the next token."""
+        given = self.loss_fn_inputs.get("mask", (1.0,) * len(self.model_input))
+        return tuple(int(m > TRAINED and t == n) for m, t, n in zip(given, self.targets, self.tokens[1:], strict=True))
+
+    @property
+    def loss_tokens(self) -> int:
+        """Trained targets, of those with `weights` the ones whose weight is not 0."""
+        weights = self.loss_fn_inputs.get("weights", self.mask)
+        return sum(bool(trained and weight) for trained, weight in zip(self.mask, weights, strict=True))
+
+    def having(self, **values: Sequence[float] | None) -> Datum:
+        """The same datum with these values in place of the ones it has; None leaves a name out."""
+        kept = {**self.loss_fn_inputs, **values}
+        return Datum(model_input=self.model_input, loss_fn_inputs={k: v for k, v in kept.items() if v is not None})
+
+    @property
+    def skipped(self) -> int:
+        """Targets before the first trained one, which belong to the sample's prompt."""
+        return self.mask.index(1) if 1 in self.mask else 0
+
+    def sample(self, weights: str) -> Sample:
+        """What the learner takes; `weights` names the values that weigh its tokens. What comes before the first trained
+        token is the prompt, which adjacent datums of one prompt share."""
+        first, inputs = self.skipped, self.loss_fn_inputs
+        behaviour = inputs.get("logprobs")
+        return Sample(
+            prompt_ids=self.tokens[: first + 1],
+            completion_ids=self.tokens[first + 1 :],
+            mask=self.mask[first:],
+            advantage=1.0,
+            weights=tuple(inputs[weights][first:]),
+            behaviour_logprobs=None if behaviour is None else tuple(behaviour[first:]),
+        )
+
+    def whole(self) -> Sample:
+        """A sample of which every token but the first is a completion: log-probabilities of all N - 1 targets."""
+        ids = self.tokens
+        return Sample(prompt_ids=ids[:1], completion_ids=ids[1:], mask=(1,) * (len(ids) - 1))
+
+
+def datum_of(tokens: Sequence[int], *, prompt_len: int) -> Datum:
+    """N tokens, the first `prompt_len` of them the prompt -> a datum whose `weights` mark the completion."""
+    ids = tuple(tokens)
+    weights = [float(j + 1 >= prompt_len) for j in range(len(ids) - 1)]
+    return Datum(model_input=ids[:-1], loss_fn_inputs={TARGETS: ids[1:], "weights": weights})
+
+
+def compute_advantages(rewards: Sequence[float | None], *, eps: float = 1e-8) -> list[float | None]:
+    """The rewards of one group -> (r - mean) / (std + eps) each; std has n - 1 in its denominator. A reward that is
+    None could not be had: it enters no statistic and its advantage is None."""
+    return advantages([list(rewards)], AdvantageSpec(eps=eps))[0]
+
+
+def build_grpo_datums(
+    data: Sequence[Datum],
+    advantages: Sequence[float],
+    inf_logprobs: Sequence[Sequence[float | None]],
+    prompt_lens: int | Sequence[int],
+    *,
+    old_policy_logprobs: Sequence[Sequence[float | None]] | None = None,
+    ref_logprobs: Sequence[Sequence[float | None]] | None = None,
+) -> list[Datum]:
+    """Datums for `forward_backward` with any policy loss.
+
+    Args:
+        data: the sequences; their `mask` or `weights` mark what the policy said, all after the prompt if they have
+            neither.
+        advantages: one a sequence.
+        inf_logprobs: the sampler's, in any order of `alignment`.
+        prompt_lens: tokens of each prompt, or of all.
+        old_policy_logprobs: the trainer's before this batch's first step, for losses anchored to it.
+        ref_logprobs: the reference's, for losses with a KL.
+
+    Raises:
+        DataError: not one entry a datum, or lengths that disagree; nothing is filled with zeros.
+    """
+    lengths = [prompt_lens] * len(data) if isinstance(prompt_lens, int) else list(prompt_lens)
+    columns: dict[str, Sequence[Any] | None] = {
+        "advantages": advantages,
+        "inf_logprobs": inf_logprobs,
+        "prompt_lens": lengths,
+        "old_policy_logprobs": old_policy_logprobs,
+        "ref_logprobs": ref_logprobs,
+    }
+    for name, column in columns.items():
+        if column is not None and len(column) != len(data):
+            raise DataError(f"{name} has {len(column)} entries for {len(data)} datums; give one for each")
+    names = {"logprobs": "inf_logprobs", "old_logprobs": "old_policy_logprobs", "reference_logprobs": "ref_logprobs"}
+    for i, advantage in enumerate(advantages):
+        if advantage is None or not math.isfinite(advantage):
+            hint = "leave completions out that could not be scored, and groups whose rewards are all equal"
+            raise DataError(f"advantages[{i}] is {advantage}; it must be a finite number", hint=hint)
+    built = []
+    for i, (datum, advantage, length) in enumerate(zip(data, advantages, lengths, strict=True)):
+        mask = _spoken(datum, length)
+        values: dict[str, Sequence[float] | None] = {"weights": None, "mask": mask}
+        values["advantages"] = [advantage * m for m in mask]
+        for name, source in names.items():
+            if (column := columns[source]) is not None:
+                values[name] = aligned(column[i], tokens=len(datum.tokens), prompt_len=length, what=f"{source}[{i}]")
+        built.append(datum.having(**values))
+    return built
+
+
+def _spoken(datum: Datum, prompt_len: int) -> list[float]:
+    """1 where the target is after the prompt and marked."""
+    inputs = datum.loss_fn_inputs
+    marks = inputs.get("mask", inputs.get("weights", (1.0,) * len(datum.model_input)))
+    return [float(j + 1 >= prompt_len and mark > TRAINED) for j, mark in enumerate(marks)]
+
+
+def _plain(values: Any) -> tuple[Any, ...]:
+    """A list, tensor or array as a tuple of Python numbers."""
+    return tuple(values.tolist() if hasattr(values, "tolist") else values)

@@ -1,0 +1,120 @@
+"""A deployment: an engine, the adapters that were pushed into it, and the version that it serves.
+
+It belongs to a run, or lives on: `WeightSyncScope`. One that lives on has a name and is found again by it; its adapters
+are in a store of its own, so that the versions of successive trainers never share a number.
+
+Whoever samples holds the version that is served: it stays loaded for the requests that are still to be sent, whatever
+is served meanwhile. So a sync neither waits for sampling nor breaks it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+
+from groupwise.adapters import AdapterStore
+from groupwise.engine.local import LocalEngine
+from groupwise.errors import ConfigError
+from groupwise.model import LoadedModel
+from groupwise.sdk.attach import Running
+from groupwise.types import Completion, PolicyVersion, SamplingRequest
+
+
+class Deployment:
+    """An engine over `base`, with its store of adapters; a `Sampler`. `serving` is the version that new calls get."""
+
+    def __init__(self, name: str, *, base: LoadedModel, engine: LocalEngine, store: AdapterStore):
+        self.name, self.base, self.engine, self.store = name, base, engine, store
+        self.serving = PolicyVersion.base()
+        self._lock = threading.Lock()
+        self._held: Counter[PolicyVersion] = Counter()
+        self._retired: set[PolicyVersion] = set()  # to be forgotten when nobody holds them
+
+    def serve(self, version: PolicyVersion) -> None:
+        """New calls get `version`, which is loaded; the one before is forgotten when nobody holds it any more."""
+        before, self.serving = self.serving, version
+        if before != version:
+            self.unload(before)
+
+    @contextmanager
+    def holding(self, version: PolicyVersion | None = None) -> Iterator[PolicyVersion]:
+        """Within: a loaded version, or the one that is served now, stays loaded."""
+        with self._lock:
+            version = version or self.serving
+            self._held[version] += 1
+        try:
+            yield version
+        finally:
+            with self._lock:
+                self._held[version] -= 1
+            self._let_go(version)
+
+    def backlog(self) -> float:
+        """Completions that wait for a row, for each one that has a row."""
+        stats = self.engine.stats()
+        return stats["waiting"] / max(stats["running"], 1)
+
+    # -- the Sampler protocol ------------------------------------------------------------------------------------------
+
+    @property
+    def context_length(self) -> int:
+        return self.engine.context_length
+
+    def submit(self, requests: Sequence[SamplingRequest]) -> list[Future[list[Completion]]]:
+        return self.engine.submit(requests)
+
+    async def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Completion]]:
+        return await self.engine.sample(requests)
+
+    def load(self, version: PolicyVersion, directory: Path) -> None:
+        self.engine.load(version, directory)
+        with self._lock:
+            self._retired.discard(version)
+
+    def adopt(self, version: PolicyVersion) -> None:
+        self.engine.adopt(version)
+
+    def unload(self, version: PolicyVersion) -> None:
+        if not version.is_base:
+            with self._lock:
+                self._retired.add(version)
+            self._let_go(version)
+
+    def close(self) -> None:
+        """Stop the engine; requests in flight fail. Closing again does nothing."""
+        _RUNNING.forget(self.name, self)
+        self.engine.close()
+
+    def _let_go(self, version: PolicyVersion) -> None:
+        with self._lock:
+            if version not in self._retired or self._held[version] or version == self.serving:
+                return
+            self._retired.discard(version)
+        self.engine.unload(version)
+
+
+_RUNNING: Running[Deployment] = Running()
+
+
+def find_deployment(name: str) -> Deployment | None:
+    """The long-lived deployment of this name, if it runs in this process."""
+    return _RUNNING.find(name)
+
+
+def attach_deployment(name: str, open_it: Callable[[], Deployment], *, model: str) -> tuple[Deployment, bool]:
+    """The deployment of this name, and whether it was opened just now.
+
+    Raises:
+        ConfigError: it runs, and over another model.
+    """
+    found, opened = _RUNNING.attach(name, open_it)
+    if found.base.name != model:
+        raise ConfigError(
+            f"deployment {name!r} runs over {found.base.name}, and base_model is {model}",
+            hint="choose another deployment_id, or close that deployment",
+        )
+    return found, opened

@@ -1,0 +1,346 @@
+"""`setup_infra`: a configuration -> the trainer, the reference, the sampler, wired and running.
+
+    with setup_infra(config, needs_reference=True, needs_inference=True) as infra:
+        infra.policy        TrainingClient: forward, forward_backward, optim_step, save_state
+        infra.reference     ReferenceClient, or None
+        infra.sampler       DeploymentSampler, or None
+        infra.weights       WeightSyncer: from the policy to the sampler, and to the disk
+
+Parts are opened at the same time, but for what the process has one of (the default type, the random generator, both set
+while a model is loaded). What is wrong with several is said of all. What runs under the name that is asked for is
+attached to; closing closes what was opened, and not what was attached to, nor a deployment that is to live on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from groupwise.adapters import AdapterStore
+from groupwise.engine.local import LocalEngine
+from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.frontends import cookbook
+from groupwise.model import LoadedModel, load_model
+from groupwise.sdk.attach import Running
+from groupwise.sdk.concurrency import AdaptiveConcurrency
+from groupwise.sdk.config import LoopConfig, WeightSyncScope, loop_config
+from groupwise.sdk.deployment import Deployment, attach_deployment, find_deployment
+from groupwise.sdk.profiles import HardwareProfile, Machine, choose_profile, find_profile
+from groupwise.sdk.sampler import DeploymentSampler, require_tokenizer
+from groupwise.sdk.trainer import BUILDING, ReferenceClient, TrainingClient, TrainingService
+from groupwise.sdk.weight_sync import WeightSyncer
+from groupwise.train.lora import LoraSpec
+
+T = TypeVar("T")
+Client = TypeVar("Client", TrainingClient, ReferenceClient)
+
+FULL = 4  # requests under way at most, for each row of the engine; fewer while more than half of them wait
+
+
+class InfraError(GroupwiseError):
+    """Several parts could not be opened; `errors` are theirs. What had been opened is closed again."""
+
+    exit_code = 3
+
+    def __init__(self, errors: Mapping[str, BaseException]):
+        self.errors = dict(errors)
+        said = "".join(f"\n  {part}: {type(e).__name__}: {e}" for part, e in errors.items())
+        super().__init__(f"{len(errors)} parts could not be opened:{said}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Infra:
+    """What a loop runs on. `boot_metrics` are seconds. Use it in a `with`, or close it."""
+
+    policy: TrainingClient
+    reference: ReferenceClient | None
+    deployment: Deployment | None
+    sampler: DeploymentSampler | None
+    weights: WeightSyncer
+    profile: HardwareProfile
+    ref_profile: HardwareProfile | None
+    max_seq_len: int
+    boot_metrics: Mapping[str, float]
+    closeables: tuple[Callable[[], None], ...] = field(repr=False)
+
+    @property
+    def service(self) -> TrainingService:
+        """Makes more policies over the same base."""
+        return self.policy.service
+
+    @property
+    def policy_job_id(self) -> str:
+        return self.policy.name
+
+    @property
+    def training_shape_id(self) -> str:
+        return self.profile.name
+
+    @property
+    def ref_training_shape_id(self) -> str | None:
+        return None if self.ref_profile is None else self.ref_profile.name
+
+    @property
+    def deployment_id(self) -> str | None:
+        return None if self.deployment is None else self.deployment.name
+
+    def close(self) -> None:
+        """Close what was opened, the last first. Closing again does nothing."""
+        for close in reversed(self.closeables):
+            close()
+
+    def __enter__(self) -> Infra:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+_POLICIES: Running[TrainingClient] = Running()
+_REFERENCES: Running[ReferenceClient] = Running()
+
+
+def setup_infra(config: LoopConfig | cookbook.Config, *, needs_reference: bool, needs_inference: bool) -> Infra:
+    """Open, or attach to, everything a loop needs; `config` is only read.
+
+    `needs_reference`: with an adapter the reference is the policy with its adapter off, unless `ref_training_shape_id`
+    asks for one of its own. Without an adapter there is none without that profile, and a warning says so.
+
+    Raises:
+        ConfigError: `deployment.tokenizer_model` is not set (a ValueError), a profile that does not exist or fit, or
+            what is attached to is another.
+        ModelError: the model cannot be loaded.
+        InfraError: several parts failed.
+    """
+    opening = _Opening(loop_config(config), needs_reference=needs_reference, needs_inference=needs_inference)
+    return opening.open()
+
+
+class _Opening:
+    """One call of `setup_infra`."""
+
+    def __init__(self, config: LoopConfig, *, needs_reference: bool, needs_inference: bool):
+        self.config, self.needs_reference, self.needs_inference = config, needs_reference, needs_inference
+        if needs_inference:
+            require_tokenizer(config.deploy.tokenizer_model)
+        machine, infra, lora = Machine.here(), config.infra, config.lora_rank > 0
+        name, reference = infra.training_shape_id, infra.ref_training_shape_id
+        self.profile = find_profile(name, machine=machine) if name else choose_profile(lora=lora, machine=machine)
+        if not self.profile.trains_with(lora=lora):
+            what = "an adapter" if lora else "all parameters (lora_rank 0)"
+            hint = f"this machine: {choose_profile(lora=lora, machine=machine).name}"
+            raise ConfigError(f"profile {self.profile.name} is not for training {what}", hint=hint)
+        self.ref_profile = None
+        if needs_reference and reference:
+            self.ref_profile = find_profile(reference, machine=machine, option="ref_training_shape_id")
+        self._seconds: dict[str, float] = {}
+        self._closeables: list[Callable[[], None]] = []
+        self._lives_on: list[Callable[[], None]] = []  # closed only if something else cannot be opened
+        self._base = self._running_base()
+        self._failed: Exception | None = None
+        self._lock = threading.Lock()
+
+    def open(self) -> Infra:
+        started = time.monotonic()
+        parts: dict[str, Callable[[], Any]] = {"policy": self._policy}
+        if self.needs_inference:
+            parts["deployment"] = self._deployment
+        if self.ref_profile is not None:
+            parts["reference"] = self._reference
+        try:
+            opened = self._all(parts)
+            return self._wired(**opened, seconds=time.monotonic() - started)
+        except BaseException:
+            for close in reversed([*self._closeables, *self._lives_on]):
+                close()
+            raise
+
+    def _all(self, parts: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+        """All parts, opened at the same time. Raises once all are done: one error as it is, several as one; the same
+        one, met by several, is one."""
+        threads = torch.get_num_threads()  # which a new thread would not have by itself
+        with ThreadPoolExecutor(len(parts), "groupwise-setup", torch.set_num_threads, (threads,)) as pool:
+            opening = {part: pool.submit(self._timed, part, open_it) for part, open_it in parts.items()}
+        errors = {part: error for part, each in opening.items() if (error := each.exception()) is not None}
+        distinct = {id(error): part for part, error in errors.items()}
+        if len(distinct) > 1:
+            raise InfraError({part: errors[part] for part in distinct.values()})
+        return {part: each.result() for part, each in opening.items()}
+
+    def _timed(self, part: str, open_it: Callable[[], T]) -> T:
+        started = time.monotonic()
+        try:
+            return open_it()
+        finally:
+            self._seconds[part] = time.monotonic() - started
+
+    # -- the parts -----------------------------------------------------------------------------------------------------
+
+    def _policy(self) -> TrainingClient:
+        config, profile = self.config, self.profile
+
+        def open_it() -> TrainingClient:
+            service = TrainingService(
+                self._model(),
+                micro_tokens=profile.micro_tokens,
+                gradient_checkpointing=profile.gradient_checkpointing,
+                autocast=torch.bfloat16 if profile.mixed_precision else None,
+            )
+            lora = LoraSpec(rank=config.lora_rank, alpha=config.lora_alpha) if config.lora_rank else None
+            name = config.policy_job_id or "policy"
+            return _client(service, name=name, lora=lora, seed=config.seed, temperature=config.temperature)
+
+        policy = self._attached(_POLICIES, config.policy_job_id, open_it)
+        lora = policy.learner.lora
+        have = (policy.service.base.name, 0 if lora is None else lora.r)
+        if have != (config.base_model, config.lora_rank):
+            raise ConfigError(
+                f"policy_job_id {config.policy_job_id!r} runs over {have[0]} with rank {have[1]}; asked for is "
+                f"{config.base_model} with rank {config.lora_rank}",
+                hint="choose another policy_job_id, or close what runs under it",
+            )
+        return policy
+
+    def _reference(self) -> ReferenceClient:
+        config, profile = self.config, self.ref_profile
+        assert profile is not None
+
+        def open_it() -> ReferenceClient:
+            service = TrainingService(_load(config.base_model, profile), micro_tokens=profile.micro_tokens)
+            # the base of a policy that nobody trains
+            policy = _client(service, lora=LoraSpec(rank=1), temperature=config.temperature)
+            return policy.create_base_reference()
+
+        return self._attached(_REFERENCES, config.reference_job_id, open_it)
+
+    def _deployment(self) -> Deployment:
+        deploy, config = self.config.deploy, self.config
+        name, store = deploy.deployment_id or "policy", Path(config.log_path) / "adapters"
+        lives_on = deploy.weight_sync_scope == WeightSyncScope.PER_DEPLOYMENT
+        if lives_on:
+            store = Path(deploy.store or f"deployments/{name}")
+
+        def open_it() -> Deployment:
+            engine = LocalEngine(self._model(), max_rows=self.profile.batch_rows)
+            try:
+                return Deployment(name, base=self._model(), engine=engine, store=AdapterStore(store))
+            except BaseException:
+                engine.close()
+                raise
+
+        if lives_on:
+            deployment, is_new = attach_deployment(name, open_it, model=config.base_model)
+            if is_new:
+                self._lives_on.append(deployment.close)
+            return deployment
+        opened = open_it()
+        self._closeables.append(opened.close)
+        return opened
+
+    def _model(self) -> LoadedModel:
+        """The base model of trainer and engine, loaded once, or failed once."""
+        with self._lock:
+            if self._failed is not None:
+                raise self._failed
+            if self._base is None:
+                try:
+                    self._base = _load(self.config.base_model, self.profile)
+                except Exception as error:
+                    self._failed = error
+                    raise
+            return self._base
+
+    def _running_base(self) -> LoadedModel | None:
+        """The base of what will be attached to, if it is the one to load otherwise."""
+        policy = _POLICIES.find(self.config.policy_job_id or "")
+        engine = find_deployment(self.config.deploy.deployment_id or "")
+        for base in [each.base for each in (policy and policy.service, engine) if each]:
+            right = base.name == self.config.base_model and base.device.type == self.profile.device
+            if right and base.model.dtype == getattr(torch, self.profile.dtype):
+                return base
+        return None
+
+    def _attached(self, running: Running[Client], name: str | None, open_it: Callable[[], Client]) -> Client:
+        """What runs under `name`; without a name, or if nothing does, it is opened, and closed with the rest."""
+        client, is_new = (open_it(), True) if name is None else running.attach(name, open_it)
+        if is_new:
+            self._closeables.append(client.service.close)
+        if is_new and name is not None:
+            self._closeables.append(lambda: running.forget(name, client))
+        return client
+
+    # -- putting them together -----------------------------------------------------------------------------------------
+
+    def _wired(
+        self,
+        *,
+        policy: TrainingClient,
+        deployment: Deployment | None = None,
+        reference: ReferenceClient | None = None,
+        seconds: float,
+    ) -> Infra:
+        config = self.config
+        longest = min(config.max_seq_len or self.profile.max_seq_len, policy.service.base.context_length)
+        return Infra(
+            policy=policy,
+            reference=reference or self._shared_reference(policy),
+            deployment=deployment,
+            sampler=None if deployment is None else self._sampler(deployment, longest),
+            weights=WeightSyncer(
+                policy,
+                deployment,
+                config.weight_sync,
+                log_path=config.log_path,
+                rewinds=config.deploy.weight_sync_scope == WeightSyncScope.PER_TRAINER,
+            ),
+            profile=self.profile,
+            ref_profile=self.ref_profile,
+            max_seq_len=longest,
+            boot_metrics={**{f"{part}_s": taken for part, taken in self._seconds.items()}, "total_s": seconds},
+            closeables=tuple(self._closeables),
+        )
+
+    def _sampler(self, deployment: Deployment, longest: int) -> DeploymentSampler:
+        most = FULL * self.profile.batch_rows
+        return DeploymentSampler(
+            deployment,
+            tokenizer_model=self.config.deploy.tokenizer_model,
+            max_seq_len=longest,
+            temperature=self.config.temperature,
+            timeout_s=self.config.deploy.sample_timeout,
+            seed=self.config.seed,
+            concurrency=AdaptiveConcurrency(initial=most, maximum=most, target=FULL - 2),
+        )
+
+    def _shared_reference(self, policy: TrainingClient) -> ReferenceClient | None:
+        if not self.needs_reference:
+            return None
+        if policy.learner.lora is not None:
+            return policy.create_base_reference()
+        warnings.warn(
+            "all parameters are trained and infra.ref_training_shape_id is not set: no reference is provisioned",
+            stacklevel=4,
+        )
+        return None
+
+
+def _client(service: TrainingService, **options: Any) -> TrainingClient:
+    """A client of a service that is closed if there is none."""
+    try:
+        return service.create_training_client(**options)
+    except BaseException:
+        service.close()
+        raise
+
+
+def _load(name: str, profile: HardwareProfile) -> LoadedModel:
+    with BUILDING:
+        return load_model(name, device=profile.device, dtype=profile.dtype)

@@ -1,0 +1,241 @@
+"""Sampling: messages in, `n` completions with their tokens and log-probabilities out, each with a status.
+
+    completions = await sampler.sample_with_tokens(messages, n=8, max_tokens=256)
+
+The chat template and the tokenizer run here; the engine sees and returns token ids, which are never decoded and encoded
+again. `n` completions are `n` requests under way at once, as far as `concurrency` lets them, and those of calls that
+are gathered are admitted together (`outbox`). One that fails costs itself, and there are always `n` entries:
+
+    ok           it ended by itself
+    truncated    it was cut at max_tokens, or where the sequence may not be longer
+    overlong     the prompt leaves no room: nothing was sampled
+    failed       the request did; `error` says how
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from groupwise.chat import encode_prompt
+from groupwise.errors import ConfigError, ContextLengthError, DataError
+from groupwise.model import load_tokenizer
+from groupwise.sdk.concurrency import AdaptiveConcurrency
+from groupwise.sdk.datums import Datum, datum_of
+from groupwise.sdk.deployment import Deployment
+from groupwise.sdk.outbox import Outbox
+from groupwise.seeds import seed_of
+from groupwise.types import Completion, FinishReason, Message, PolicyVersion, Prompt, SamplingParams, SamplingRequest
+
+
+class Status(StrEnum):
+    """What became of one of `n`."""
+
+    OK = "ok"
+    TRUNCATED = "truncated"
+    OVERLONG = "overlong"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledCompletion:
+    """One entry. Without a completion `full_tokens` is the prompt and there are no log-probabilities.
+
+    `inference_logprobs` (nats, at the sampling temperature) has an entry for each of the N `full_tokens`: None for the
+    first, which nothing predicts, and, unless `echo` asked for them, for the prompt's others. `[1:]` are the trainer's.
+    """
+
+    status: Status
+    full_tokens: tuple[int, ...]
+    prompt_len: int
+    text: str = ""
+    inference_logprobs: tuple[float | None, ...] = ()
+    finish_reason: str | None = None
+    version: PolicyVersion = field(default_factory=PolicyVersion)
+    error: str | None = None
+
+    @property
+    def completion_len(self) -> int:
+        return len(self.full_tokens) - self.prompt_len
+
+    @property
+    def sampled(self) -> bool:
+        """Whether there is something to score and to train on."""
+        return self.completion_len > 0
+
+    def datum(self) -> Datum:
+        """Its tokens for the trainer; `weights` mark the completion. Raises DataError if there is none."""
+        if not self.sampled:
+            raise DataError(
+                f"the entry is {self.status} and has no completion: {self.error}", hint="leave it out: entry.sampled"
+            )
+        return datum_of(self.full_tokens, prompt_len=self.prompt_len)
+
+
+def require_tokenizer(tokenizer_model: str | None) -> str:
+    """Raise ConfigError, a ValueError, if no tokenizer is named."""
+    if not tokenizer_model:
+        raise ConfigError(
+            "deployment.tokenizer_model is not set; prompts are tokenised here, with the tokenizer that it names",
+            hint="set deployment=DeployConfig(tokenizer_model=...) to what base_model is",
+        )
+    return tokenizer_model
+
+
+class DeploymentSampler:
+    """Samples from what a deployment serves.
+
+    Args:
+        tokenizer_model: whose tokenizer and chat template encode the prompts.
+        max_seq_len: the longest prompt and completion together; None: the model's context.
+        temperature: unless a call has its own. The trainer must score at the same.
+        timeout_s: of one request.
+        seed: of all calls in their order; None draws anew each time.
+
+    Raises:
+        ConfigError: `tokenizer_model` is not set (a ValueError), or is not the tokenizer of the model that samples.
+    """
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        *,
+        tokenizer_model: str | None,
+        max_seq_len: int | None = None,
+        temperature: float = 1.0,
+        timeout_s: float = 600.0,
+        seed: int | None = None,
+        concurrency: AdaptiveConcurrency | None = None,
+    ):
+        self.deployment, self.temperature, self.timeout_s = deployment, temperature, timeout_s
+        self.tokenizer = _tokenizer(require_tokenizer(tokenizer_model), deployment)
+        self.max_seq_len = min(max_seq_len or deployment.context_length, deployment.context_length)
+        self.concurrency = concurrency or AdaptiveConcurrency()
+        self.seed, self.calls = seed, 0
+        self._outbox = Outbox(deployment)
+
+    async def sample_with_tokens(
+        self,
+        messages: Sequence[Message],
+        n: int = 1,
+        *,
+        tools: Sequence[dict[str, Any]] = (),
+        **options: Any,
+    ) -> list[SampledCompletion]:
+        """`n` replies to a chat; `options` are those of `sample`. Raises ChatError as the template does."""
+        prompt = encode_prompt(Prompt(id="messages", messages=tuple(messages), tools=tuple(tools)), self.tokenizer)
+        return await self.sample(prompt.token_ids, n, **options)
+
+    async def sample(
+        self,
+        prompt_ids: Sequence[int],
+        n: int = 1,
+        *,
+        max_tokens: int = 1024,
+        temperature: float | None = None,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        stop: Sequence[str] = (),
+        seed: int | None = None,
+        echo: bool = False,
+        version: PolicyVersion | None = None,
+    ) -> list[SampledCompletion]:
+        """`n` completions of a prompt's tokens, in order, all by one version.
+
+        Args:
+            seed: of this call; None: the sampler's, and the number of the call.
+            echo: with the log-probabilities of the prompt too, which costs a forward.
+            version: one that is loaded; None: the one that is served now.
+
+        Raises:
+            ConfigError: n below 1.
+            ValueError: a sampling option out of range.
+        """
+        if n < 1:
+            raise ConfigError(f"n is {n}; it must be at least 1")
+        self.calls += 1
+        if seed is None and self.seed is not None:
+            seed = seed_of(self.seed, self.calls)
+        ids, room = tuple(prompt_ids), self.max_seq_len - len(prompt_ids)
+        with self.deployment.holding(version) as held:
+            if room < 1:
+                error = f"the prompt has {len(ids)} tokens; with a completion at most {self.max_seq_len} may be"
+                return [_empty(Status.OVERLONG, ids, held, error)] * n
+            params = SamplingParams(
+                max_tokens=min(max_tokens, room),
+                temperature=self.temperature if temperature is None else temperature,
+                top_p=top_p,
+                top_k=top_k,
+                stop=tuple(stop),
+            )
+            before = await self._prompt_logprobs(ids, held, params.temperature) if echo else (None,) * len(ids)
+            requests = [
+                SamplingRequest(
+                    prompt_ids=ids,
+                    version=held,
+                    params=params if seed is None else replace(params, seed=seed_of(seed, i)),
+                )
+                for i in range(n)
+            ]
+            return list(await asyncio.gather(*(self._one(request, before) for request in requests)))
+
+    async def _prompt_logprobs(
+        self, ids: tuple[int, ...], version: PolicyVersion, temperature: float
+    ) -> tuple[float | None, ...]:
+        """None for the first token, which nothing predicts."""
+        score = self.deployment.engine.score
+        return (None, *await asyncio.to_thread(score, ids[:1], ids[1:], version, temperature=temperature))
+
+    async def _one(self, request: SamplingRequest, before: tuple[float | None, ...]) -> SampledCompletion:
+        """One request and its status; only being cancelled is raised."""
+        try:
+            async with self.concurrency.slot():
+                completion = await asyncio.wait_for(self._outbox.send(request), self.timeout_s)
+                self.concurrency.observe(self.deployment.backlog())
+        except ContextLengthError as error:
+            return _empty(Status.OVERLONG, request.prompt_ids, request.version, error.message)
+        except TimeoutError:
+            return _empty(Status.FAILED, request.prompt_ids, request.version, f"no answer in {self.timeout_s:g} s")
+        except Exception as error:  # costs this entry, whatever it is
+            return _empty(Status.FAILED, request.prompt_ids, request.version, f"{type(error).__name__}: {error}")
+        return _entry(request.prompt_ids, completion, before)
+
+
+def _entry(prompt_ids: tuple[int, ...], completion: Completion, before: tuple[float | None, ...]) -> SampledCompletion:
+    statuses = {FinishReason.STOP: Status.OK, FinishReason.LENGTH: Status.TRUNCATED}
+    status = statuses.get(completion.finish_reason, Status.FAILED)
+    return SampledCompletion(
+        status=status,
+        full_tokens=(*prompt_ids, *completion.token_ids),
+        prompt_len=len(prompt_ids),
+        text=completion.text,
+        inference_logprobs=(*before, *completion.logprobs),
+        finish_reason=str(completion.finish_reason),
+        version=completion.version,
+        error="it was cancelled" if status is Status.FAILED else None,
+    )
+
+
+def _empty(status: Status, prompt_ids: tuple[int, ...], version: PolicyVersion, error: str) -> SampledCompletion:
+    return SampledCompletion(
+        status=status, full_tokens=prompt_ids, prompt_len=len(prompt_ids), version=version, error=error
+    )
+
+
+def _tokenizer(name: str, deployment: Deployment) -> PreTrainedTokenizerBase:
+    """The tokenizer of this name, checked against that of the model that samples."""
+    own = deployment.base.tokenizer
+    if name == deployment.base.name:
+        return own
+    tokenizer = load_tokenizer(name)
+    if tokenizer.get_vocab() != own.get_vocab():
+        raise ConfigError(
+            f"deployment.tokenizer_model {name!r} has another vocabulary than {deployment.base.name}, which samples",
+            hint="use the tokenizer of base_model: other ids mean other words",
+        )
+    return tokenizer

@@ -1,0 +1,381 @@
+"""The verbs: forward, forward_backward, forward_backward_custom, optim_step, save_state, load_state.
+
+    service = TrainingService(base)                               one base model in memory, one thread that trains
+    policy = service.create_training_client(lora=LoraSpec())      an adapter being trained over it; several at once
+    reference = policy.create_base_reference()                    the same with its adapter off, forward only
+
+Verbs answer at once with a `Pending` and run one after the other, in the order of the calls, whichever client they are
+of. Gradients accumulate over calls until `optim_step`, and are then divided once by the tokens or the sequences of all
+of them: how a batch is cut into calls changes nothing but rounding. A verb that refuses its input has changed nothing.
+
+All is done by `train.learner`; these classes turn datums into its samples.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from groupwise.algo.batch import MicroBatch, count_loss_rows
+from groupwise.algo.loss import LossSpec
+from groupwise.algo.loss_metrics import rescaled
+from groupwise.errors import ConfigError, DataError, TrainingError
+from groupwise.job_task import check_readable
+from groupwise.model import LoadedModel
+from groupwise.sdk import state
+from groupwise.sdk.alignment import UNKNOWN
+from groupwise.sdk.datums import Datum
+from groupwise.sdk.losses import CROSS_ENTROPY, LossFn, built_in, check_inputs, rows_of, weights_of
+from groupwise.sdk.pending import Pending
+from groupwise.train.learner import Learner, Metrics, OptimizerSpec, StepResult
+from groupwise.train.lora import LoraSpec
+from groupwise.train.streamed_step import SUMS
+from groupwise.types import Sample
+from groupwise.update import learner_thread
+
+T = TypeVar("T")
+Normalization = Literal["NUM_LOSS_TOKENS", "NUM_SEQUENCES"]
+
+BUILDING = threading.Lock()  # models and adapters are made with the process's generator and default type
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamParams:
+    """One AdamW step (arXiv 1711.05101). `grad_clip_norm` 0 does not clip."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, valid, wanted in (
+            ("learning_rate", 0 <= self.learning_rate < math.inf, "0 or more"),
+            ("beta1", 0 <= self.beta1 < 1, "in [0, 1)"),
+            ("beta2", 0 <= self.beta2 < 1, "in [0, 1)"),
+            ("eps", 0 < self.eps < math.inf, "positive"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "0 or more"),
+            ("grad_clip_norm", 0 <= self.grad_clip_norm < math.inf, "0 (off) or more"),
+        ):
+            if not valid:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be {wanted}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardBackwardOutput:
+    """`loss_fn_outputs[i]["logprobs"]` [N - 1] are datum i's, under the policy before any step; NaN where the target is
+    not the next token or, of `forward_backward`, not trained."""
+
+    loss_fn_outputs: tuple[Mapping[str, tuple[float, ...]], ...]
+    metrics: Metrics = field(default_factory=dict)
+
+    @property
+    def logprobs(self) -> list[tuple[float, ...]]:
+        """Those of every datum."""
+        return [output["logprobs"] for output in self.loss_fn_outputs]
+
+
+class TrainingService:
+    """One base model and any number of policies that are trained over it.
+
+    Args:
+        micro_tokens, gradient_checkpointing, autocast: as `Learner`'s, for all of them.
+    """
+
+    def __init__(
+        self,
+        base: LoadedModel,
+        *,
+        micro_tokens: int = 8192,
+        gradient_checkpointing: bool = False,
+        autocast: torch.dtype | None = None,
+    ):
+        self.base = base
+        self._options: dict[str, Any] = {
+            "micro_tokens": micro_tokens,
+            "gradient_checkpointing": gradient_checkpointing,
+            "autocast": autocast,
+        }
+        self._thread = learner_thread()
+        self._numbers = itertools.count(1)
+
+    def create_training_client(
+        self, *, name: str | None = None, lora: LoraSpec | None = LoraSpec(), seed: int = 0, temperature: float = 1.0
+    ) -> TrainingClient:
+        """A fresh policy. Raises ConfigError as `Learner`."""
+        learner = self.submit(lambda: self._learner(lora, seed)).result()
+        return TrainingClient(
+            learner, service=self, name=name or f"policy-{next(self._numbers)}", temperature=temperature
+        )
+
+    def submit(self, work: Callable[[], T]) -> Pending[T]:
+        """Run `work` where the verbs run, after those that were called before."""
+        return Pending(self._thread.submit(work))
+
+    def close(self) -> None:
+        """Finish what was called, and end the thread."""
+        self._thread.shutdown()
+
+    def _learner(self, lora: LoraSpec | None, seed: int) -> Learner:
+        with BUILDING:
+            return Learner(self.base, lora=lora, optimizer=OptimizerSpec(), seed=seed, **self._options)
+
+
+class ReferenceClient:
+    """Forward only: log-probabilities under the model without its adapter. It has no `optim_step`."""
+
+    def __init__(self, learner: Learner, *, service: TrainingService, temperature: float):
+        self.service, self._learner, self._temperature = service, learner, temperature
+
+    def forward(self, data: Sequence[Datum], loss_fn: str = CROSS_ENTROPY) -> Pending[ForwardBackwardOutput]:
+        """As `TrainingClient.forward`, under the reference."""
+        return self.service.submit(
+            _forward(self._learner, data, loss_fn, temperature=self._temperature, reference=True)
+        )
+
+
+class TrainingClient:
+    """One policy being trained: an adapter, or all parameters."""
+
+    def __init__(self, learner: Learner, *, service: TrainingService, name: str, temperature: float = 1.0):
+        self.learner, self.service, self.name, self.temperature = learner, service, name, temperature
+        self.loads = 0  # states that were loaded
+        self._tokens = self._rows = self._calls = 0  # accumulated since the last optimizer step
+        self._spec: LossSpec | None = None  # whose reduction the gradient is divided by
+
+    # -- the verbs -----------------------------------------------------------------------------------------------------
+
+    def forward(self, data: Sequence[Datum], loss_fn: str = CROSS_ENTROPY) -> Pending[ForwardBackwardOutput]:
+        """Log-probabilities (nats) of all N - 1 targets of each datum; changes nothing.
+
+        Raises:
+            DataError, ContextLengthError: the model cannot read a datum. At once, as all that is refused.
+        """
+        return self.service.submit(_forward(self.learner, data, loss_fn, temperature=self.temperature, reference=False))
+
+    def forward_backward(
+        self, data: Sequence[Datum], loss_fn: str | LossSpec, loss_fn_config: Mapping[str, float] | None = None
+    ) -> Pending[ForwardBackwardOutput]:
+        """Accumulate the gradient of a loss: a built-in one by name (`losses`) or any `LossSpec`.
+
+        Metrics are `algo.loss_metrics`' of this call; the loss is reduced as the spec says, over this call.
+
+        Raises:
+            DataError, ContextLengthError: a datum lacks what the loss reads, or the model cannot read it.
+            ConfigError: no such loss or knob, or one that does not go with what has been accumulated.
+        """
+        if isinstance(loss_fn, LossSpec) and loss_fn_config:
+            raise ConfigError("loss_fn_config goes with a built-in loss; a LossSpec has its numbers in itself")
+        spec = built_in(loss_fn, loss_fn_config) if isinstance(loss_fn, str) else loss_fn
+        weights = weights_of(loss_fn)
+        check_inputs(data, spec, weights=weights)
+        if not spec.streams:
+            hint = "use reduction token_mean"
+            raise ConfigError(
+                f"an entropy bonus does not add up over calls with reduction {spec.reduction!r}", hint=hint
+            )
+        samples = [datum.sample(weights) for datum in data]
+        check_readable(samples, self.learner.base)
+        return self.service.submit(lambda: self._accumulate(data, samples, spec))
+
+    def forward_backward_custom(self, data: Sequence[Datum], loss_fn: LossFn) -> Pending[ForwardBackwardOutput]:
+        """Accumulate the gradient of `loss_fn(data, logprobs) -> (scalar, metrics)`, any differentiable function of the
+        log-probabilities, a float tensor [N - 1] for each datum. Two forwards and a backward.
+
+        A datum whose targets are not its next tokens cannot be here. Raises as `forward_backward`, and what `loss_fn`
+        raises; a loss that is not finite is a TrainingError.
+        """
+        samples = _whole(self.learner, data)
+        for i, datum in enumerate(data):
+            if datum.targets != datum.tokens[1:]:
+                raise DataError(f"data[{i}] has targets that are not its next tokens", hint="give tokens[1:]")
+        return self.service.submit(lambda: self._accumulate_custom(data, samples, loss_fn))
+
+    def optim_step(
+        self, adam_params: AdamParams, *, grad_accumulation_normalization: Normalization | None = None
+    ) -> Pending[StepResult]:
+        """Divide what was accumulated, clip, apply AdamW, start anew. A gradient that is not finite changes nothing and
+        is counted.
+
+        Args:
+            grad_accumulation_normalization: what a sum of losses is divided by: its trained tokens, its sequences, or
+                None. The mean of a `LossSpec` is taken without being asked for.
+
+        Raises:
+            TrainingError: nothing was accumulated, or the fifth refused step in a row.
+            ConfigError: a loss that is a mean already would be divided again.
+        """
+        return self.service.submit(lambda: self._step(adam_params, grad_accumulation_normalization))
+
+    def save_state(self, path: str | Path, *, extra: Mapping[str, Any] | None = None) -> Pending[Path]:
+        """Write policy, optimizer and counters, and `extra` beside them (`state`).
+
+        Raises StorageError, or TrainingError while a gradient is accumulated, which no state has.
+        """
+        return self.service.submit(lambda: self.save_now(Path(path), dict(extra or {})))
+
+    def load_state(self, path: str | Path) -> Pending[dict[str, Any]]:
+        """Inverse of `save_state` -> `extra`; what was accumulated is forgotten. Raises as `state.load`."""
+        return self.service.submit(lambda: self.load_now(Path(path)))
+
+    def create_base_reference(self) -> ReferenceClient:
+        """The reference that costs nothing: this policy with its adapter off. Raises ConfigError without an adapter."""
+        if self.learner.lora is None:
+            raise ConfigError(
+                "all parameters are trained: there is no adapter to switch off",
+                hint="set infra.ref_training_shape_id, which provisions a reference of its own",
+            )
+        return ReferenceClient(self.learner, service=self.service, temperature=self.temperature)
+
+    # -- in the thread -------------------------------------------------------------------------------------------------
+
+    def _accumulate(self, data: Sequence[Datum], samples: Sequence[Sample], spec: LossSpec) -> ForwardBackwardOutput:
+        self._check_reduction(spec)
+        rows: dict[int, list[float]] = {}
+
+        def keep(batch: MicroBatch, logprobs_N: Tensor) -> None:
+            values = iter(logprobs_N.tolist())
+            for row, sample in zip(batch.rows, batch.samples, strict=True):
+                rows[row] = [next(values) if trained else UNKNOWN for trained in sample.mask]
+
+        tokens, loss_rows = sum(datum.loss_tokens for datum in data), count_loss_rows(samples)
+        metrics = self.learner.forward_backward(
+            samples,
+            spec,
+            temperature=self.temperature,
+            old_logprobs=rows_of(data, "old_logprobs"),
+            reference_logprobs=rows_of(data, "reference_logprobs"),
+            totals=SUMS,
+            on_logprobs=keep,
+        )
+        self._count(tokens, loss_rows, spec)
+        if tokens:
+            metrics = rescaled(metrics, tokens=tokens, policy=spec.denominator(tokens=tokens, rows=loss_rows))
+        logprobs = [
+            (*[UNKNOWN] * datum.skipped, *rows.get(i, [UNKNOWN] * (len(datum.model_input) - datum.skipped)))
+            for i, datum in enumerate(data)
+        ]
+        return ForwardBackwardOutput(loss_fn_outputs=tuple({"logprobs": row} for row in logprobs), metrics=metrics)
+
+    def _accumulate_custom(
+        self, data: Sequence[Datum], samples: Sequence[Sample], loss_fn: LossFn
+    ) -> ForwardBackwardOutput:
+        self._check_reduction(None)
+        seen: list[tuple[float, ...]] = []
+
+        def checked(logprobs: list[Tensor]) -> tuple[Tensor, Metrics]:
+            seen.extend(tuple(row.tolist()) for row in logprobs)
+            loss, metrics = loss_fn(data, logprobs)
+            if not math.isfinite(float(loss.detach())):
+                raise TrainingError(f"the custom loss is {float(loss.detach())}; nothing was accumulated")
+            return loss, metrics
+
+        metrics = self.learner.forward_backward_custom(samples, checked, temperature=self.temperature)
+        self._count(sum(datum.loss_tokens for datum in data), len(data), None)
+        return ForwardBackwardOutput(loss_fn_outputs=tuple({"logprobs": row} for row in seen), metrics=metrics)
+
+    def _check_reduction(self, spec: LossSpec | None) -> None:
+        """One divisor for all calls of a step."""
+        if self._calls and _reduction(spec) != _reduction(self._spec):
+            raise ConfigError(
+                f"a loss with reduction {_reduction(spec)!r} after one with {_reduction(self._spec)!r}: "
+                "one gradient cannot be divided by two numbers",
+                hint="call optim_step between them, or give both losses one reduction",
+            )
+
+    def _count(self, tokens: int, rows: int, spec: LossSpec | None) -> None:
+        self._tokens, self._rows, self._calls = self._tokens + tokens, self._rows + rows, self._calls + 1
+        self._spec = spec
+
+    def _step(self, adam: AdamParams, normalization: Normalization | None) -> StepResult:
+        if not self._calls:
+            raise TrainingError("nothing was accumulated since the last step", hint="call forward_backward first")
+        divisor = self._divisor(normalization)
+        for parameter in self.learner.parameters:
+            if parameter.grad is not None:
+                parameter.grad /= divisor
+        for group in self.learner.optimizer.param_groups:
+            group.update(betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay)
+        self.learner.max_grad_norm = adam.grad_clip_norm or math.inf
+        self._forget()
+        return self.learner.optim_step(learning_rate=adam.learning_rate)
+
+    def _divisor(self, normalization: Normalization | None) -> float:
+        by_name = {None: 1.0, "NUM_LOSS_TOKENS": max(self._tokens, 1.0), "NUM_SEQUENCES": max(self._rows, 1.0)}
+        if normalization not in by_name:
+            valid = ", ".join(map(str, by_name))
+            raise ConfigError(f"grad_accumulation_normalization is {normalization!r}; valid: {valid}")
+        if normalization is not None and _reduction(self._spec) != "sum":
+            raise ConfigError(
+                f"{normalization} would divide again what reduction {_reduction(self._spec)!r} divides",
+                hint="leave grad_accumulation_normalization out",
+            )
+        if self._spec is None or normalization is not None:
+            return by_name[normalization]
+        return self._spec.denominator(tokens=self._tokens, rows=self._rows)
+
+    def _forget(self) -> None:
+        self._tokens = self._rows = self._calls = 0
+        self._spec = None
+
+    def save_now(self, directory: Path, extra: dict[str, Any]) -> Path:
+        """`save_state`, for what `submit` runs."""
+        if self._calls:
+            raise TrainingError(
+                f"{self._calls} calls have accumulated a gradient, which a state does not have",
+                hint="call optim_step before save_state",
+            )
+        state.save(self.learner, directory, extra=extra)
+        return directory
+
+    def load_now(self, directory: Path) -> dict[str, Any]:
+        """`load_state`, for what `submit` runs."""
+        extra = state.load(self.learner, directory)
+        self.loads += 1
+        self.learner.zero_grad()
+        self._forget()
+        return extra
+
+
+def _reduction(spec: LossSpec | None) -> str:
+    """What decides the divisor: of a custom loss, that it is a sum."""
+    return "sum" if spec is None else spec.reduction
+
+
+def _whole(learner: Learner, data: Sequence[Datum]) -> list[Sample]:
+    if not data:
+        raise DataError("there are no datums", hint="skip the call")
+    samples = [datum.whole() for datum in data]
+    check_readable(samples, learner.base)
+    return samples
+
+
+def _forward(
+    learner: Learner, data: Sequence[Datum], loss_fn: str, *, temperature: float, reference: bool
+) -> Callable[[], ForwardBackwardOutput]:
+    if loss_fn != CROSS_ENTROPY:
+        raise ConfigError(f"forward computes log-probabilities, for {CROSS_ENTROPY!r}; loss_fn is {loss_fn!r}")
+    samples = _whole(learner, data)
+
+    def run() -> ForwardBackwardOutput:
+        rows = learner.forward(samples, temperature=temperature, reference=reference)
+        known = [
+            tuple(
+                value if target == after else UNKNOWN
+                for value, target, after in zip(row, datum.targets, datum.tokens[1:], strict=True)
+            )
+            for row, datum in zip(rows, data, strict=True)
+        ]
+        return ForwardBackwardOutput(loss_fn_outputs=tuple({"logprobs": row} for row in known))
+
+    return run

@@ -1,0 +1,129 @@
+"""One sequence as the trainer takes it, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from groupwise.errors import DataError
+from groupwise.sdk.datums import Datum, build_grpo_datums, compute_advantages, datum_of
+
+TOKENS = (5, 6, 7, 2)
+
+
+def datum(tokens: Sequence[int] = TOKENS, **values: Any) -> Datum:
+    return Datum(model_input=tokens[:-1], loss_fn_inputs={"target_tokens": tokens[1:], **values})
+
+
+def test_tokens_are_shifted_by_one() -> None:
+    made = datum_of(TOKENS, prompt_len=2)
+    assert made.model_input == (5, 6, 7) and made.targets == (6, 7, 2) and made.tokens == TOKENS
+    assert made.loss_fn_inputs["weights"] == (0.0, 1.0, 1.0) and made.loss_tokens == 2
+
+
+def test_tensors_and_arrays_are_taken() -> None:
+    ids = torch.tensor(TOKENS)
+    made = Datum(
+        model_input=ids[:-1], loss_fn_inputs={"target_tokens": np.array(TOKENS[1:]), "advantages": torch.zeros(3)}
+    )
+    assert made.tokens == TOKENS
+
+
+def test_the_sample_shares_its_prompt_and_keeps_its_values() -> None:
+    made = datum(mask=[0, 1, 1], advantages=[0, 0.5, -0.5], logprobs=[math.nan, -0.1, -0.2])
+    sample = made.sample("advantages")
+    assert (sample.prompt_ids, sample.completion_ids, sample.mask) == ((5, 6), (7, 2), (1, 1))
+    assert sample.weights == (0.5, -0.5) and sample.behaviour_logprobs == (-0.1, -0.2)
+
+
+def test_without_a_mask_every_target_is_trained() -> None:
+    assert datum(advantages=[0.0, 1.0, 1.0]).sample("advantages").prompt_ids == (5,)
+
+
+def test_padded_targets_are_targets_of_nothing() -> None:
+    padded = Datum(model_input=(5, 6, 7), loss_fn_inputs={"target_tokens": (0, 7, 2), "advantages": (0.0, 1.0, 1.0)})
+    assert padded.mask == (0, 1, 1) and padded.tokens == TOKENS
+    with pytest.raises(DataError, match=r"target_tokens\[0\] is 0 and the next token is 6"):
+        padded.having(advantages=(1.0, 1.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"advantages": [1.0, 1.0]}, "advantages has 2 entries and model_input 3"),
+        ({"weights": [1.0] * 4}, "weights has 4 entries"),
+        ({"advantages": [0.0, math.nan, 1.0]}, r"advantages\[1\] is nan"),
+        ({"advantages": [0.0, math.inf, 1.0]}, r"advantages\[1\] is inf"),
+        ({"weights": [math.nan, 0.0, 1.0]}, r"weights\[0\] is nan"),
+        ({"logprobs": [-0.1, -0.1, math.nan]}, r"logprobs\[2\] is nan"),
+        ({"rewards": [1.0] * 3}, "loss_fn_inputs has 'rewards'; valid: target_tokens, mask"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        datum(**values)
+
+
+def test_an_empty_datum_is_refused() -> None:
+    with pytest.raises(DataError, match="no tokens"):
+        Datum(model_input=(), loss_fn_inputs={"target_tokens": ()})
+    with pytest.raises(DataError, match="no tokens"):
+        datum_of((5,), prompt_len=1)
+    with pytest.raises(DataError, match="no target_tokens"):
+        Datum(model_input=(5,), loss_fn_inputs={})
+    with pytest.raises(DataError, match="-1 is not a token id"):
+        datum((5, -1, 6))
+
+
+def test_advantages_are_the_recipes() -> None:
+    assert compute_advantages([1, 0, 0, 0]) == pytest.approx([1.5, -0.5, -0.5, -0.5])
+    assert compute_advantages([1.0, None, 0.0]) == [pytest.approx(0.7071068), None, pytest.approx(-0.7071068)]
+    assert compute_advantages([1.0, 1.0]) == [0.0, 0.0]
+
+
+def test_built_datums_carry_everything_aligned() -> None:
+    (built,) = build_grpo_datums(
+        [datum_of(TOKENS, prompt_len=2)],
+        [0.5],
+        [(None, None, -0.1, -0.2)],
+        2,
+        old_policy_logprobs=[(-3.0, -0.3, -0.4)],
+        ref_logprobs=[(-0.5, -0.6)],
+    )
+    inputs = built.loss_fn_inputs
+    assert inputs["advantages"] == (0.0, 0.5, 0.5) and built.mask == (0, 1, 1) and "weights" not in inputs
+    assert inputs["logprobs"][1:] == (-0.1, -0.2) and math.isnan(inputs["logprobs"][0])
+    assert inputs["old_logprobs"] == (-3.0, -0.3, -0.4) and inputs["reference_logprobs"][1:] == (-0.5, -0.6)
+
+
+def test_a_tool_result_in_the_completion_stays_untrained() -> None:
+    (built,) = build_grpo_datums([datum(weights=[1, 0, 1])], [1.0], [(None, -1.0, -1.0, -1.0)], [1])
+    assert built.mask == (1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"advantages": []}, "advantages has 0 entries for 1 datums"),
+        ({"prompt_lens": [2, 2]}, "prompt_lens has 2 entries for 1 datums"),
+        ({"inf_logprobs": [(-0.1,)]}, r"inf_logprobs\[0\] has 1 entries"),
+        ({"inf_logprobs": [(None, None, None, -0.2)]}, r"logprobs\[1\] is nan"),
+        ({"advantages": [math.nan]}, r"advantages\[0\] is nan"),
+        ({"advantages": [None]}, r"advantages\[0\] is None"),
+    ],
+)
+def test_building_refuses_what_disagrees(changes: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {
+        "data": [datum_of(TOKENS, prompt_len=2)],
+        "advantages": [1.0],
+        "inf_logprobs": [(-0.1, -0.2)],
+        "prompt_lens": 2,
+    }
+    build_grpo_datums(**given)
+    with pytest.raises(DataError, match=message):
+        build_grpo_datums(**(given | changes))

@@ -1,0 +1,249 @@
+"""n entries whatever happens, tokens that are the engine's own, and a window that fits the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from groupwise.adapters import AdapterStore
+from groupwise.chat import encode_prompt
+from groupwise.engine.local import LocalEngine
+from groupwise.errors import ConfigError, DataError
+from groupwise.model import LoadedModel
+from groupwise.sdk.concurrency import AdaptiveConcurrency
+from groupwise.sdk.deployment import Deployment
+from groupwise.sdk.sampler import DeploymentSampler, SampledCompletion, Status
+from groupwise.types import Completion, Message, PolicyVersion, Prompt, SamplingRequest
+
+QUESTION: list[Message] = [{"role": "user", "content": "What is 47 + 138? Reply with just the number."}]
+
+
+class Faulty(Deployment):
+    """A deployment of which some requests fail or never answer; the others are the engine's."""
+
+    fails: tuple[int, ...] = ()
+    hangs: tuple[int, ...] = ()
+    asked = 0
+
+    def submit(self, requests: Sequence[SamplingRequest]) -> list[Future[list[Completion]]]:
+        futures = super().submit(requests)
+        for number, future in enumerate(futures, start=self.asked):
+            if number in self.fails:
+                future.cancel()
+                futures[number - self.asked] = failed = Future()
+                failed.set_exception(OSError("the cable"))
+            if number in self.hangs:
+                future.cancel()
+                futures[number - self.asked] = Future()
+        self.asked += len(futures)
+        return futures
+
+
+@pytest.fixture
+def deployment(starter: LoadedModel, starter_engine: LocalEngine, tmp_path: Path) -> Faulty:
+    return Faulty("tests", base=starter, engine=starter_engine, store=AdapterStore(tmp_path))
+
+
+@pytest.fixture
+def sampler(deployment: Faulty) -> DeploymentSampler:
+    return DeploymentSampler(deployment, tokenizer_model="starter", seed=3)
+
+
+def sample(sampler: DeploymentSampler, **options) -> list[SampledCompletion]:
+    return asyncio.run(sampler.sample_with_tokens(QUESTION, **({"n": 4, "max_tokens": 64} | options)))
+
+
+def test_tokens_are_those_of_the_template_and_of_the_engine(sampler: DeploymentSampler, starter: LoadedModel) -> None:
+    prompt = encode_prompt(Prompt(id="q", messages=tuple(QUESTION)), starter.tokenizer).token_ids
+    for completion in sample(sampler):
+        assert completion.status is Status.OK and completion.sampled and completion.error is None
+        assert completion.full_tokens[: completion.prompt_len] == prompt
+        assert completion.text in starter.tokenizer.decode(completion.full_tokens)
+        assert completion.datum().tokens == completion.full_tokens
+        assert completion.datum().loss_tokens == completion.completion_len
+
+
+def test_inference_gives_n_logprobs_the_first_none(sampler: DeploymentSampler, starter_engine: LocalEngine) -> None:
+    plain, echoed = sample(sampler, n=1, seed=1)[0], sample(sampler, n=1, seed=1, echo=True)[0]
+    assert plain.full_tokens == echoed.full_tokens
+    for completion in (plain, echoed):
+        assert len(completion.inference_logprobs) == len(completion.full_tokens)
+        assert completion.inference_logprobs[0] is None
+        assert completion.inference_logprobs[completion.prompt_len :] == plain.inference_logprobs[plain.prompt_len :]
+    assert set(plain.inference_logprobs[: plain.prompt_len]) == {None}
+    ids = echoed.full_tokens
+    scored = starter_engine.score(ids[:1], ids[1:], PolicyVersion.base())
+    assert echoed.inference_logprobs[1:] == pytest.approx(scored, abs=1e-4)
+
+
+def test_the_same_seed_draws_the_same_and_each_of_n_its_own(sampler: DeploymentSampler) -> None:
+    one, again, other = sample(sampler, seed=5), sample(sampler, seed=5), sample(sampler, seed=6)
+    assert [c.full_tokens for c in one] == [c.full_tokens for c in again] != [c.full_tokens for c in other]
+    assert len({c.full_tokens for c in sample(sampler, n=8, seed=5, temperature=2.0)}) > 1
+    fresh = DeploymentSampler(sampler.deployment, tokenizer_model="starter", seed=3)
+    first = DeploymentSampler(sampler.deployment, tokenizer_model="starter", seed=3)
+    assert [c.full_tokens for _ in range(2) for c in sample(first)] == [
+        c.full_tokens for _ in range(2) for c in sample(fresh)
+    ]
+
+
+def test_some_fail_and_n_come_back(deployment: Faulty, sampler: DeploymentSampler) -> None:
+    deployment.fails, deployment.hangs, sampler.timeout_s = (1,), (3,), 1.5
+    found = sample(sampler, n=5)
+    assert [c.status for c in found] == [Status.OK, Status.FAILED, Status.OK, Status.FAILED, Status.OK]
+    assert found[1].error == "OSError: the cable" and found[3].error == "no answer in 1.5 s"
+    assert not found[1].sampled and not found[1].inference_logprobs
+    with pytest.raises(DataError, match="the entry is failed and has no completion: OSError: the cable"):
+        found[1].datum()
+    assert sampler.concurrency.in_flight == 0
+
+
+def test_one_that_the_engine_refuses_does_not_cost_the_others(sampler: DeploymentSampler) -> None:
+    async def both() -> list[list[SampledCompletion]]:
+        known = sampler.sample_with_tokens(QUESTION, 2, max_tokens=64)
+        unknown = sampler.sample([10**6], 2, max_tokens=4)  # no such token
+        return list(await asyncio.gather(known, unknown))
+
+    known, unknown = asyncio.run(both())
+    assert all(c.sampled for c in known)
+    assert [c.status for c in unknown] == [Status.FAILED] * 2 and "ModelError" in str(unknown[0].error)
+
+
+def test_gathered_calls_are_admitted_together(deployment: Faulty, sampler: DeploymentSampler) -> None:
+    sizes: list[int] = []
+    submit = deployment.submit
+    deployment.submit = lambda requests: sizes.append(len(requests)) or submit(requests)  # type: ignore[method-assign]
+
+    async def several() -> None:
+        await asyncio.gather(*(sampler.sample_with_tokens(QUESTION, 3, max_tokens=2) for _ in range(4)))
+
+    asyncio.run(several())
+    assert sizes == [12]
+
+
+def test_what_is_cut_or_does_not_fit_says_so(sampler: DeploymentSampler) -> None:
+    assert {c.status for c in sample(sampler, max_tokens=1)} == {Status.TRUNCATED}
+    prompt = sample(sampler, n=1)[0].prompt_len
+    sampler.max_seq_len = prompt + 2
+    assert all(c.status is Status.TRUNCATED and c.completion_len == 2 for c in sample(sampler, temperature=2.0, n=2))
+    sampler.max_seq_len = prompt
+    found = sample(sampler, n=3)
+    assert [c.status for c in found] == [Status.OVERLONG] * 3 and f"has {prompt} tokens" in str(found[0].error)
+
+
+def test_an_error_of_the_callers_is_raised(sampler: DeploymentSampler) -> None:
+    with pytest.raises(ConfigError, match="n is 0"):
+        sample(sampler, n=0)
+    with pytest.raises(ValueError, match="top_p is 2"):
+        sample(sampler, top_p=2.0)
+
+
+@pytest.mark.parametrize("unset", [None, ""])
+def test_a_tokenizer_must_be_named(deployment: Faulty, unset: str | None) -> None:
+    with pytest.raises(ValueError, match=r"(?s)deployment.tokenizer_model is not set.*DeployConfig\(tokenizer_model="):
+        DeploymentSampler(deployment, tokenizer_model=unset)
+
+
+def test_another_models_tokenizer_is_refused(deployment: Faulty, model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="another vocabulary than starter"):
+        DeploymentSampler(deployment, tokenizer_model=str(model_dir))
+
+
+def test_a_version_is_held_while_it_samples(deployment: Faulty, starter: LoadedModel, make_adapter) -> None:
+    """A sync in the middle of a call: what waits for its slot is still sampled by the version of the call."""
+    first, second = PolicyVersion("held", 1), PolicyVersion("held", 2)
+    for seed, version in enumerate((first, second)):
+        deployment.load(version, make_adapter(starter, seed=seed))
+    deployment.serve(first)
+    narrow = DeploymentSampler(deployment, tokenizer_model="starter", concurrency=AdaptiveConcurrency(initial=1))
+
+    async def syncing() -> list[SampledCompletion]:
+        call = asyncio.create_task(narrow.sample_with_tokens(QUESTION, 4, max_tokens=4))
+        await asyncio.sleep(0.01)
+        deployment.serve(second)
+        return [*await call, *await narrow.sample_with_tokens(QUESTION, 1, max_tokens=4, version=second)]
+
+    found = asyncio.run(syncing())
+    assert [c.version for c in found] == [first] * 4 + [second] and not any(c.error for c in found)
+    assert deployment.engine.stats()["adapters"] == 1  # the first was let go of after the last that held it
+    deployment.serve(PolicyVersion.base())
+    assert deployment.engine.stats()["adapters"] == 0
+
+
+# ---- the window ----
+
+
+def run_window(window: AdaptiveConcurrency, count: int, backlog: float) -> int:
+    """So many short requests -> the most that were under way at once."""
+    most = 0
+
+    async def one() -> None:
+        nonlocal most
+        async with window.slot():
+            most = max(most, window.in_flight)
+            await asyncio.sleep(0)
+            window.observe(backlog)
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(one() for _ in range(count)))
+
+    asyncio.run(all_of_them())
+    assert window.in_flight == 0
+    return most
+
+
+def test_the_window_is_kept_grows_when_full_and_halves_when_behind() -> None:
+    window = AdaptiveConcurrency(initial=8, maximum=16, every=8)
+    assert run_window(window, 8, backlog=0.0) == 8 and window.window == 12.0
+    assert run_window(window, 40, backlog=0.0) >= 12 and window.window == 16.0  # not beyond the maximum
+    run_window(window, 8, backlog=50.0)
+    assert window.window == 8.0
+    run_window(window, 80, backlog=50.0)
+    assert window.window == 1.0  # nor below the minimum
+    assert run_window(window, 5, backlog=50.0) == 1
+
+
+def test_a_window_that_is_not_filled_does_not_grow() -> None:
+    window = AdaptiveConcurrency(initial=8, every=4)
+    for _ in range(10):
+        run_window(window, 2, backlog=0.0)
+    assert window.window == 8.0
+
+
+def test_who_gives_up_waiting_leaves_the_turn_to_the_next() -> None:
+    window = AdaptiveConcurrency(initial=1)
+
+    async def scene() -> str:
+        async with window.slot():
+            impatient = asyncio.create_task(window.slot().__aenter__())
+            patient = asyncio.create_task(window.slot().__aenter__())
+            await asyncio.sleep(0)
+        impatient.cancel()
+        await asyncio.wait_for(patient, 5)
+        return "had its turn"
+
+    assert asyncio.run(scene()) == "had its turn"
+
+
+def test_the_engines_backlog_narrows_the_window(starter: LoadedModel, tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    engine = LocalEngine(starter, max_rows=2)
+    deployment = Deployment("narrow", base=starter, engine=engine, store=AdapterStore(tmp_path))
+    window = AdaptiveConcurrency(initial=32, maximum=64, every=8)
+    sampler = DeploymentSampler(deployment, tokenizer_model="starter", concurrency=window)
+    assert {c.status for c in sample(sampler, n=32, max_tokens=3)} <= {Status.OK, Status.TRUNCATED}
+    assert window.window < 32 and window.backlog > 0
+    deployment.close()
+    deployment.close()
+    assert not [thread for thread in threading.enumerate() if thread not in before]
+
+
+@pytest.mark.parametrize("bounds", [{"initial": 0}, {"initial": 300}, {"minimum": 65}, {"target": 0.0}, {"every": 0}])
+def test_a_window_has_bounds(bounds: dict) -> None:
+    with pytest.raises(ConfigError):
+        AdaptiveConcurrency(**bounds)

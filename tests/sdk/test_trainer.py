@@ -1,0 +1,291 @@
+"""The verbs on a real model: their values, that they add up, that what is refused changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from sdk_cases import ADAM, gradient, scored, sequences, weights
+
+from groupwise.algo.loss_spec import resolve_loss
+from groupwise.errors import ConfigError, ContextLengthError, DataError, StorageError, TrainingError
+from groupwise.model import LoadedModel
+from groupwise.sdk import losses
+from groupwise.sdk.datums import Datum, build_grpo_datums, datum_of
+from groupwise.sdk.losses import make_loss_fn
+from groupwise.sdk.trainer import AdamParams, TrainingClient, TrainingService
+from groupwise.train.lora import LoraSpec
+
+LORA = LoraSpec(rank=3, alpha=6.0)
+
+
+@pytest.fixture
+def service(tiny: LoadedModel) -> Iterator[TrainingService]:
+    with closing(TrainingService(tiny)) as opened:
+        yield opened
+
+
+@pytest.fixture
+def policy(service: TrainingService) -> TrainingClient:
+    """One that has left the base model."""
+    client = service.create_training_client(lora=LORA)
+    client.forward_backward(sequences(9)[0], "cross_entropy")
+    client.optim_step(ADAM).result()
+    return client
+
+
+def test_forward_gives_a_logprob_for_every_target(policy: TrainingClient) -> None:
+    data, _ = sequences()
+    before = weights(policy)
+    found = policy.forward(data).result().logprobs
+    assert [len(row) for row in found] == [len(datum.tokens) - 1 for datum in data]  # N - 1 for N tokens
+    model = policy.learner.base.model
+    reference = policy.create_base_reference().forward(data).result().logprobs
+    for datum, mine, base in zip(data, found, reference, strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([datum.model_input])).logits[0]
+        plain = logits.log_softmax(-1).gather(1, torch.tensor(datum.targets)[:, None])[:, 0]
+        assert base == pytest.approx(plain.tolist(), abs=1e-4)
+        assert mine != pytest.approx(plain.tolist(), abs=1e-4)
+    assert weights(policy) == before and not gradient(policy).any()
+
+
+def test_forward_backward_says_what_the_policy_said_before_it(policy: TrainingClient) -> None:
+    data = scored(policy)
+    every = policy.forward(data).result().logprobs
+    output = policy.forward_backward(data, "ppo").result()
+    for datum, row, whole in zip(data, output.logprobs, every, strict=True):
+        for trained, value, known in zip(datum.mask, row, whole, strict=True):
+            assert value == pytest.approx(known, abs=1e-5) if trained else math.isnan(value)
+    unmasked = [datum.having(mask=None, logprobs=row) for datum, row in zip(data, every, strict=True)]
+    for row, whole in zip(policy.forward_backward(unmasked, "ppo").result().logprobs, every, strict=True):
+        assert row == pytest.approx(whole, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in losses.BUILT_IN if name != "cross_entropy"])
+def test_a_custom_loss_is_the_built_in_one(policy: TrainingClient, name: str) -> None:
+    data = scored(policy, drift=0.5)
+    built_in = policy.forward_backward(data, name).result()
+    expected = gradient(policy)
+    policy.optim_step(AdamParams(learning_rate=0.0)).result()
+    custom = policy.forward_backward_custom(data, lambda d, rows: losses.datum_loss(d, rows, name)).result()
+    assert custom.metrics["loss/custom"] == pytest.approx(built_in.metrics["loss/policy"], rel=1e-4)
+    assert expected.abs().max() > 1e-3
+    assert torch.allclose(gradient(policy), expected, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_make_grpo_loss_fn_is_build_grpo_datums_with_grpo_loss(policy: TrainingClient) -> None:
+    data, lengths = sequences()
+    now = policy.forward(data).result().logprobs
+    sampler = [(None, *(value - 0.1 for value in row)) for row in now]
+    snapshot, reference = [[value - 0.3 for value in row] for row in now], [[v + 0.2 for v in row] for row in now]
+    advantages = [1.0, -0.5, -0.5, 0.7, 0.7, -1.4]
+    spec = losses.grpo_loss(kl_beta=0.1)
+    built = build_grpo_datums(data, advantages, sampler, lengths, old_policy_logprobs=snapshot, ref_logprobs=reference)
+    one = policy.forward_backward(built, spec).result()
+    expected = gradient(policy)
+    policy.optim_step(AdamParams(learning_rate=0.0)).result()
+    loss_fn = make_loss_fn(spec, advantages, reference, lengths, sampler, snapshot)
+    two = policy.forward_backward_custom(data, loss_fn).result()
+    total = one.metrics["loss/policy"] + 0.1 * one.metrics["loss/kl"] * sum(d.loss_tokens for d in data)
+    assert two.metrics["loss/custom"] == pytest.approx(total, rel=1e-4)
+    assert torch.allclose(gradient(policy), expected, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "sequence_sum", "sum"])
+def test_calls_add_up_to_the_whole(service: TrainingService, reduction: str) -> None:
+    """However a batch is cut into calls, the step is the learner's own on all of it."""
+    whole, parts, own = (service.create_training_client(lora=LORA, seed=4) for _ in range(3))
+    data, spec = scored(whole, drift=0.0), resolve_loss("grpo", reduction=reduction)
+    whole.forward_backward(data, spec).result()
+    for datum in data:
+        parts.forward_backward([datum], spec)
+    own.learner.forward_backward([datum.sample("advantages") for datum in data], spec)
+    expected, adam = gradient(own), AdamParams(learning_rate=1e-3, eps=1e-2)
+    norms = [client.optim_step(adam).result().grad_norm for client in (whole, parts)]
+    assert norms == pytest.approx([float(expected.norm())] * 2, rel=1e-4)
+    own.learner.zero_grad()
+
+
+def test_a_sum_is_divided_in_optim_step(policy: TrainingClient) -> None:
+    data = scored(policy)
+    norms = []
+    for normalization in (None, "NUM_LOSS_TOKENS", "NUM_SEQUENCES"):
+        policy.forward_backward(data, "importance_sampling")
+        step = policy.optim_step(AdamParams(learning_rate=0.0), grad_accumulation_normalization=normalization)
+        norms.append(step.result().grad_norm)
+    tokens = sum(datum.loss_tokens for datum in data)
+    assert norms == pytest.approx([norms[0], norms[0] / tokens, norms[0] / len(data)], rel=1e-4)
+
+
+def test_several_policies_are_trained_at_once_over_one_base(service: TrainingService) -> None:
+    alone = service.create_training_client(lora=LORA, seed=1)
+    for seed in range(3):
+        alone.forward_backward(sequences(seed)[0], "cross_entropy")
+        alone.optim_step(ADAM).result()
+    one, other = (service.create_training_client(lora=LORA, seed=1) for _ in range(2))
+    for seed in range(3):  # interleaved, nothing is waited for
+        one.forward_backward(sequences(seed)[0], "cross_entropy")
+        other.forward_backward(sequences(seed + 7)[0], "cross_entropy")
+        one.optim_step(ADAM)
+        other.optim_step(ADAM).result()
+    assert weights(one) == weights(alone) != weights(other)
+    assert len({client.name for client in (alone, one, other)}) == 3
+
+
+def test_an_answer_can_be_awaited(policy: TrainingClient) -> None:
+    async def loop() -> bool:
+        output = policy.forward_backward(sequences()[0], "cross_entropy")
+        step = policy.optim_step(ADAM)
+        return (await step).applied and output.done() and bool((await output).logprobs)
+
+    assert asyncio.run(loop())
+
+
+REFUSED: dict[str, type[Exception]] = {
+    "empty": DataError,
+    "long": ContextLengthError,
+    "vocabulary": DataError,
+    "missing": DataError,
+    "loss": ConfigError,
+    "mixed": ConfigError,
+    "raises": ZeroDivisionError,
+    "nan": TrainingError,
+}
+
+
+@pytest.mark.parametrize(("what", "error"), REFUSED.items())
+def test_what_is_refused_loses_nothing(policy: TrainingClient, what: str, error: type[Exception]) -> None:
+    data = scored(policy)
+    policy.forward_backward(data, "ppo").result()
+    held, before = gradient(policy), weights(policy)
+
+    def attempt() -> object:
+        if what == "empty":
+            return policy.forward_backward([], "ppo")
+        if what == "long":
+            return policy.forward_backward([datum_of([1] * 200, prompt_len=1)], "cross_entropy")
+        if what == "vocabulary":
+            return policy.forward([datum_of([1, 100_000], prompt_len=1)])
+        if what == "missing":
+            return policy.forward_backward(sequences()[0], "ppo")
+        if what == "loss":
+            return policy.forward_backward(data, "grpo")
+        if what == "mixed":
+            return policy.forward_backward(data, resolve_loss("grpo")).result()
+        broken = (lambda *_: 1 / 0) if what == "raises" else (lambda _, rows: (rows[0].sum() * math.nan, {}))
+        return policy.forward_backward_custom(data, broken).result()
+
+    with pytest.raises(error):
+        attempt()
+    assert torch.equal(gradient(policy), held) and weights(policy) == before
+    assert policy.optim_step(ADAM).result().applied and weights(policy) != before
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(policy: TrainingClient) -> None:
+    before = weights(policy)
+    policy.forward_backward_custom(
+        sequences()[0], lambda _, rows: (torch.stack([r.sum() for r in rows]).sum().sqrt(), {})
+    )
+    with pytest.raises(TrainingError, match="nothing was accumulated"):
+        policy.optim_step(ADAM).result()
+    assert weights(policy) == before
+
+
+def test_steps_without_a_gradient_and_twice_divided_are_refused(policy: TrainingClient) -> None:
+    with pytest.raises(TrainingError, match="nothing was accumulated"):
+        policy.optim_step(ADAM).result()
+    policy.forward_backward(scored(policy), resolve_loss("dapo"))
+    with pytest.raises(ConfigError, match="would divide again what reduction 'token_mean' divides"):
+        policy.optim_step(ADAM, grad_accumulation_normalization="NUM_LOSS_TOKENS").result()
+    assert policy.optim_step(ADAM).result().applied
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "beta1", "eps", "weight_decay", "grad_clip_norm"])
+def test_adam_has_bounds(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is nan"):
+        AdamParams(**{name: math.nan})
+
+
+def test_the_reference_has_no_optim_step(policy: TrainingClient) -> None:
+    assert not hasattr(policy.create_base_reference(), "optim_step")
+
+
+def test_a_state_goes_on_with_the_same_bytes(service: TrainingService, tmp_path: Path) -> None:
+    def train(client: TrainingClient, seeds: range) -> None:
+        for seed in seeds:
+            client.forward_backward(scored(client, seed), "ppo")
+            client.optim_step(ADAM).result()
+
+    straight, first, second = (service.create_training_client(lora=LORA, seed=2) for _ in range(3))
+    train(straight, range(4))
+    train(first, range(2))
+    first.save_state(tmp_path / "state", extra={"cursor": 17}).result()
+    assert weights(first) != weights(second)
+    assert second.load_state(tmp_path / "state").result() == {"cursor": 17}
+    assert weights(first) == weights(second) and second.learner.steps == 2
+    train(second, range(2, 4))
+    assert weights(second) == weights(straight)
+    straight.learner.save(tmp_path / "straight")
+    second.learner.save(tmp_path / "second")
+    for name in ("learner.safetensors", "learner.json"):  # the optimizer's moments and all counters too
+        assert (tmp_path / "straight" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
+
+
+def test_a_state_is_whole_and_of_this_policy(service: TrainingService, policy: TrainingClient, tmp_path: Path) -> None:
+    policy.forward_backward(sequences()[0], "cross_entropy")
+    with pytest.raises(TrainingError, match="1 calls have accumulated a gradient"):
+        policy.save_state(tmp_path / "state").result()
+    policy.optim_step(ADAM)
+    with pytest.raises(ConfigError, match="extra cannot be kept as JSON"):
+        policy.save_state(tmp_path / "state", extra={"x": object()}).result()
+    policy.save_state(tmp_path / "state").result()
+    before = weights(policy)
+    with pytest.raises(ConfigError, match="is of another policy"):
+        service.create_training_client(lora=LoraSpec(rank=2)).load_state(tmp_path / "state").result()
+    with pytest.raises(StorageError, match="cannot be read"):
+        policy.load_state(tmp_path / "nothing").result()
+    for path in (tmp_path / "state").glob("*.distcp"):
+        path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(StorageError, match="is damaged"):
+        policy.load_state(tmp_path / "state").result()
+    assert weights(policy) == before and not list(tmp_path.glob(".staging-*"))
+
+
+def test_all_parameters_have_no_reference_of_their_own(tiny: LoadedModel, make_base) -> None:
+    with closing(TrainingService(make_base("qwen3", dtype=torch.float32))) as service:
+        client = service.create_training_client(lora=None)
+        client.forward_backward(sequences()[0], "cross_entropy")
+        assert client.optim_step(ADAM).result().applied
+        with pytest.raises(ConfigError, match="ref_training_shape_id"):
+            client.create_base_reference()
+
+
+def test_closing_ends_the_thread(tiny: LoadedModel) -> None:
+    before = set(threading.enumerate())
+    with closing(TrainingService(tiny)) as service:
+        service.create_training_client(lora=LORA).forward(sequences()[0]).result()
+    assert not [thread for thread in threading.enumerate() if thread not in before]
+
+
+def test_a_datum_may_be_padded_as_recipes_pad(policy: TrainingClient) -> None:
+    tokens, prompt = (5, 6, 7, 8, 9), 3
+    padded = Datum(
+        model_input=tokens[:-1],
+        loss_fn_inputs={"target_tokens": (0, 0, 8, 9), "logprobs": (0, 0, -5.0, -5.0), "advantages": (0, 0, 1.0, 1.0)},
+    )
+    whole = datum_of(tokens, prompt_len=prompt)
+    (row,), (full,) = policy.forward([padded]).result().logprobs, policy.forward([whole]).result().logprobs
+    assert row[2:] == full[2:] and all(map(math.isnan, row[:2]))
+    policy.forward_backward([padded], "importance_sampling").result()
+    found = gradient(policy)
+    policy.optim_step(AdamParams(learning_rate=0.0)).result()
+    (built,) = build_grpo_datums([whole], [1.0], [(-5.0, -5.0)], prompt)
+    policy.forward_backward([built], "importance_sampling").result()
+    assert torch.allclose(found, gradient(policy), atol=1e-6)
