@@ -1,5 +1,6 @@
 # make demo    everything a fresh machine needs, then the main job: the starter model learns arithmetic
 # make test    everything a fresh machine needs, then lint, types, layers and the test suite
+# make ui      the web interface from its sources in ui/ (needs Node; what is built is in the repository)
 # make bench   the step benchmark against TRL and the learning curves (minutes; not part of `make test`)
 
 PYTHON ?= python3
@@ -7,7 +8,7 @@ TORCH  ?= torch==2.13.0
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench ui clean
 
 demo: $(VENV)/.installed
 	$(BIN)/groupwise run configs/arithmetic.yaml
@@ -24,6 +25,9 @@ lint: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/step_vs_trl.py
 	$(BIN)/python benchmarks/learning.py
+
+ui:
+	cd ui && npm ci && npm run build
 
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -16,6 +16,7 @@ Nothing heavy is imported before the port is bound.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -55,14 +56,15 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
     from starlette.middleware.cors import CORSMiddleware
 
     from groupwise import __version__
-    from groupwise.server import adapters, admin, chat, completions, rollouts, train
+    from groupwise.server import adapters, admin, chat, completions, findings, live, rollout_log, rollouts, train
     from groupwise.server.envelope import add_handlers
     from groupwise.server.guard import Gate, Guard
     from groupwise.server.openapi import describe
+    from groupwise.server.web import Web
 
     app = FastAPI(title="Groupwise", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.server = server
-    for module in (chat, completions, rollouts, train, adapters, admin):
+    for module in (chat, completions, rollouts, rollout_log, train, findings, adapters, admin, live):
         app.include_router(module.router)
     config = server.config
     add_handlers(app, without=str(config.state_dir.absolute()))
@@ -77,6 +79,7 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
             allow_headers=headers,
             expose_headers=["x-request-id", "retry-after", "x-adapter-version"],
         )
+    app.add_middleware(Web)
     return app
 
 
@@ -91,11 +94,12 @@ class _Front:
 
 
 def _loading_app(config: ServeConfig, gate: Gate, recorder: Recorder) -> ASGIApp:
-    """/health, and the guard's 503 for everything else."""
+    """/health, the web interface's files, and the guard's 503 for everything else."""
     from starlette.responses import JSONResponse
 
     from groupwise import __version__
     from groupwise.server.guard import Guard
+    from groupwise.server.web import Web
 
     began = time.time()
 
@@ -103,7 +107,7 @@ def _loading_app(config: ServeConfig, gate: Gate, recorder: Recorder) -> ASGIApp
         body = {"status": gate.phase, "version": __version__, "uptime_seconds": time.time() - began}
         await JSONResponse(body)(scope, receive, send)
 
-    return Guard(health, config=config, gate=gate, recorder=recorder)
+    return Web(Guard(health, config=config, gate=gate, recorder=recorder))
 
 
 # ---- the process ----
@@ -155,12 +159,14 @@ class _Process:
             if not begun.done():
                 _exit_now("stopped while the model was being loaded")  # a thread that loads cannot be interrupted
             await begun
+            gc.freeze()  # what is here now stays; looking through it again and again would make requests wait
             tasks += [asyncio.create_task(_keep_house(ledger)), asyncio.create_task(self._keep_versions())]
             self._announce(f"ready on {url_of(self._listener)}")
             await _first(asyncio.create_task(self._stop.wait()), tasks[0])
             await self._drain()
         finally:
             await self._end(tasks, ledger)
+            gc.unfreeze()
         self._announce("stopped")
 
     def _catch_signals(self) -> None:

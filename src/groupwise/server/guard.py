@@ -58,7 +58,7 @@ __all__ = ["Gate", "Guard", "check_content_type", "parse_body", "read_body"]
 
 OPEN = "/health"  # the one route without a key, and the one that answers in every phase
 READS = ("GET", "HEAD", "OPTIONS")
-WATCHED = "/v1/train/events/"  # streams that last as long as a job
+WATCHED = ("/v1/train/events/", "/v1/events")
 QUERY_KEYS = {"key", "api_key", "api-key", "apikey", "token", "access_token"}
 STALL_S = 65.0  # how long a client may read nothing of its answer
 GRACE_S = 5.0  # routes have deadlines of their own, with better messages

@@ -1,0 +1,35 @@
+"""GET /v1/train/health/{job_id}: the rules of runs, over the metrics of a job."""
+
+from pathlib import Path
+
+import pytest
+
+from groupwise.ledger import Ledger
+from groupwise.server.findings import router
+from serving import served
+
+
+@pytest.fixture
+def ledger_of_failures(tmp_path: Path) -> tuple[Ledger, str]:
+    ledger = Ledger(tmp_path / "ledger.db")
+    job, _ = ledger.submit(kind="grpo", adapter="x", config={}, summary={}, payload=b"{}", steps=30, auto_load=True)
+    lease = ledger.lease("w")
+    assert lease is not None
+    for step in range(1, 21):
+        ledger.progress(lease, phase="training", step=step, metrics={"reward/frac_zero_std": 0.95, "reward/mean": 0.0})
+    return ledger, job.id
+
+
+def test_a_finding_has_its_cause_and_what_to_do(tmp_path: Path, ledger_of_failures: tuple[Ledger, str]) -> None:
+    import httpx2
+
+    ledger, job = ledger_of_failures
+    ledger.close()
+    with served(tmp_path, [router]) as server:
+        health = httpx2.get(f"{server.url}/v1/train/health/{job}").json()
+        assert health["job_id"] == job and health["status"] in ("warn", "error")
+        finding = health["findings"][0]
+        assert finding["metric"].startswith("reward/") and finding["says"] and finding["cause"] and finding["remedies"]
+        assert finding["ended"] is None and 1 <= finding["began"] <= 20
+        missing = httpx2.get(f"{server.url}/v1/train/health/none")
+        assert missing.status_code == 404 and missing.json()["error"]["code"] == "job_not_found"

@@ -1,0 +1,338 @@
+"""The web interface in a browser, against a real server and its worker: what is seen, taught, undone and survived.
+
+    pytest -m slow tests/slow/test_ui.py     two minutes; needs Chromium and `pip install playwright`
+
+Chromium is the machine's own (CHROMIUM names another); nothing is downloaded. axe-core comes from ui/node_modules.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from crash.place import Place, a_place
+from groupwise.model import load_model
+from serving import running
+from whole_server import whole
+
+from .marked import archive, save_marked
+
+playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+expect = playwright.expect
+
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+AXE = Path(__file__).parent.parent.parent / "ui" / "node_modules" / "axe-core" / "axe.min.js"
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")]
+
+HOSTILE = "<img src=x onerror='window.hit=1'><script>window.hit=1</script>{{7*7}}\u202e"
+SUM = "What is 47 + 38? Think step by step."
+PAGES = {"now": "starter", "jobs": "Jobs", "rollouts": "Rollouts", "play": "Playground", "adapters": "Adapters"}
+JOB_S = 60_000
+RATE = 3e-3
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    with a_place(tmp_path_factory.mktemp("place")) as place:
+        place.start()
+        place.await_ready()
+        yield place
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Any, place: Place) -> Iterator[Any]:
+    """A page that fails its test for any request elsewhere, error of a script, or breach of the policy."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    page = context.new_page()
+    wrong: list[str] = []
+    page.on("request", lambda r: wrong.append(r.url) if not r.url.startswith((place.url, "blob:")) else None)
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda said: wrong.append(said.text) if "Content Security Policy" in said.text else None)
+    yield page
+    hit = page.evaluate("window.hit")
+    context.close()
+    assert wrong == [] and hit is None
+
+
+def go(page: Any, place: Place, where: str) -> None:
+    page.goto(f"{place.url}/ui/#/{where}")
+    expect(page.get_by_role("heading", level=1)).to_be_visible()
+
+
+def api(place: Place, path: str) -> Any:
+    return httpx2.get(place.url + path, timeout=30).json()
+
+
+def sample(place: Place, prompt: str, n: int, **options: Any) -> list[str]:
+    body = {"prompts": [[{"role": "user", "content": prompt}]], "n": n, "max_tokens": 24, **options}
+    answer = httpx2.post(place.url + "/v1/completions/batch", json=body, timeout=60).json()
+    return [each["rollout_id"] for each in answer["completions"]]
+
+
+def submit(place: Place, name: str, **config: Any) -> str:
+    groups = [{"completions": [{"rollout_id": id, "reward": i} for i, id in enumerate(sample(place, SUM, 8))]}]
+    body = {"groups": groups, "config": {"output_name": name, "learning_rate": RATE, **config}}
+    answer = httpx2.post(place.url + "/v1/train/grpo", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["job_id"]
+
+
+def await_end(place: Place, job: str) -> str:
+    place.until(lambda: api(place, f"/v1/train/status/{job}")["finished_at"], f"job {job} does not end")
+    return api(place, f"/v1/train/status/{job}")["state"]
+
+
+# ---- the pages ----
+def test_it_is_there_at_once(browser: Any, page: Any, place: Place) -> None:
+    took_ms = []
+    for _ in range(3):  # each with nothing in its cache; the machine may be busy with something else
+        context = browser.new_context()
+        cold = context.new_page()
+        cold.goto(f"{place.url}/ui/")
+        cold.get_by_role("heading", name="starter").wait_for()
+        paints = cold.evaluate("performance.getEntriesByName('first-contentful-paint').map(each => each.startTime)")
+        took_ms += paints  # since the page was asked for
+        context.close()
+    assert len(took_ms) == 3 and min(took_ms) < 1000
+    page.goto(place.url + "/")
+    assert page.url.startswith(f"{place.url}/ui/")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_each_page_shows_what_it_is_for(page: Any, place: Place, name: str) -> None:
+    go(page, place, name)
+    expect(page.get_by_role("heading", level=1)).to_have_text(PAGES[name])
+    expect(page.get_by_role("navigation", name="Pages").get_by_role("link", name=name.title()[:4])).to_have_attribute(
+        "aria-current", "page"
+    )
+    expect(page.get_by_text("live", exact=True)).to_be_visible()
+
+
+# ---- teaching ----
+def test_a_lesson_from_the_first_sample_to_a_changed_answer(page: Any, place: Place) -> None:
+    go(page, place, "play/teach")
+    page.get_by_label("Prompt").fill(SUM)
+    page.get_by_role("button", name="Sample").click()
+    cards = page.locator("[data-card]")
+    expect(cards).to_have_count(8)
+    train = page.get_by_role("button", name="Train", exact=True)
+    expect(train).to_be_disabled()
+    cards.first.focus()
+    for key in "5050jj50":  # two are passed over
+        page.keyboard.press(key)
+    expect(page.get_by_text("6 of 8 completions scored")).to_be_visible()
+    page.get_by_label("Adapter").fill("lesson")
+    page.get_by_label("Passes").fill("8")
+    train.click()
+    result = page.get_by_role("region", name="Before and after")
+    expect(result).to_be_visible(timeout=JOB_S)
+    expect(result.get_by_role("heading", name=re.compile("After: lesson@1"))).to_be_visible()
+    assert api(place, "/v1/adapters")["active_version"] == "lesson@1"
+    sides = [result.get_by_label(side, exact=True) for side in ("Before", "After")]
+    before, after = (side.locator("pre").all_inner_texts() for side in sides)
+    assert len(before) == len(after) == 8 and before != after
+    page.get_by_role("button", name="Score these").click()
+    expect(cards).to_have_count(8)
+    page.get_by_role("button", name="By pattern").click()
+    page.get_by_label("Regular expression").fill("85(")
+    expect(page.get_by_text("Invalid regular expression")).to_be_visible()
+    page.get_by_label("Regular expression").fill(r"[0-9]")
+    expect(page.get_by_text("8 of 8 completions scored")).to_be_visible()
+
+
+def test_several_versions_answer_beside_each_other(page: Any, place: Place) -> None:
+    go(page, place, "play")
+    page.get_by_label("Prompt").fill(SUM)
+    page.get_by_label("Samples").fill("2")
+    page.get_by_role("button", name="Ask", exact=True).click()
+    columns = page.get_by_role("region", name=re.compile("Column"))
+    expect(columns).to_have_count(2)
+    for column, version in zip(columns.all(), ("base", "lesson@1"), strict=True):
+        expect(column.get_by_text(f"answered by {version}")).to_be_visible(timeout=20_000)
+        expect(column.locator("article")).to_have_count(2)
+    columns.first.locator("pre[role=group]").first.focus()
+    page.keyboard.press("ArrowRight")
+    expect(columns.first.get_by_text(re.compile("logprob -?[0-9]")).first).to_be_visible()
+
+
+# ---- jobs ----
+def test_a_job_is_followed_and_cancelled(page: Any, place: Place) -> None:
+    go(page, place, "jobs")
+    job = submit(place, "long", iterations=2000, auto_load=False)
+    row = page.get_by_role("row", name=re.compile(job[:8]))
+    expect(row.get_by_text("running")).to_be_visible(timeout=30_000)
+    row.get_by_role("link").click()
+    expect(page.get_by_role("img", name=re.compile("^Loss"))).to_be_visible(timeout=30_000)
+    page.get_by_role("button", name="Cancel").click()
+    expect(page.get_by_text("cancelled").first).to_be_visible(timeout=30_000)
+    assert await_end(place, job) == "cancelled"
+    expect(page.get_by_role("button", name="Run again")).to_be_visible()
+
+
+def test_jobs_are_compared(page: Any, place: Place) -> None:
+    jobs = [submit(place, "one", iterations=2), submit(place, "two", iterations=3)]
+    assert [await_end(place, job) for job in jobs] == ["completed", "completed"]
+    go(page, place, "jobs")
+    for job in jobs:
+        page.get_by_label(f"Compare {job[:8]}").check()
+    page.get_by_role("button", name="Compare 2").click()
+    differing = page.get_by_role("row", name=re.compile("^iterations"))
+    expect(differing).to_contain_text("2")
+    expect(differing).to_contain_text("3")
+    expect(page.get_by_role("img", name=re.compile("kl[.]"))).to_be_visible()
+
+
+# ---- rollouts ----
+def test_a_hundred_rollouts_and_the_group_of_one(page: Any, place: Place) -> None:
+    job = submit(place, "read")
+    go(page, place, f"rollouts?job={job}")
+    rows = page.get_by_role("listbox").get_by_role("option")
+    expect(rows).to_have_count(8)
+    rows.nth(1).click()
+    group = page.get_by_role("region", name="Group")
+    expect(group.get_by_role("listitem")).to_have_count(8)
+    rewards = [float(text) for text in group.locator("li b").all_inner_texts()]
+    assert rewards == sorted(rewards, reverse=True)
+    group.get_by_label("Colour by").select_option("ratio")
+    group.locator("pre[role=group]").first.focus()
+    page.keyboard.press("ArrowRight")
+    expect(group.get_by_text(re.compile("^ratio [0-9]")).first).to_be_visible(timeout=10_000)
+    page.get_by_label("Reward from").fill("6")
+    expect(rows).to_have_count(2)
+    assert await_end(place, job) == "completed"
+
+
+def test_a_long_list_is_only_drawn_where_it_is_seen(page: Any, place: Place) -> None:
+    sample(place, SUM, 100, seed=1)
+    go(page, place, "rollouts")
+    expect(page.get_by_role("status").filter(has_text="rollouts")).to_be_visible()
+    drawn = page.locator("[role=listbox] [role=option]")
+    assert 5 < drawn.count() < 60
+    page.get_by_role("listbox").focus()
+    page.keyboard.press("End")
+    expect(drawn.last).to_have_attribute("aria-selected", "true")
+    assert drawn.count() < 60
+
+
+# ---- adapters ----
+def test_upload_activate_roll_back_and_delete(page: Any, place: Place, tmp_path: Path) -> None:
+    made = save_marked(load_model("starter"), "Q", tmp_path / "made", prompts=["2 + 3 = ?"], tokens=8)
+    packed = tmp_path / "made.tar.gz"
+    packed.write_bytes(archive(made))
+    before = api(place, "/v1/adapters")["active_version"]
+    go(page, place, "adapters")
+    page.get_by_role("button", name="Upload").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_label("Name").fill("base")
+    dialog.get_by_label("Archive").set_input_files(packed)
+    dialog.get_by_role("button", name="Upload").click()
+    expect(dialog.get_by_role("alert")).to_contain_text("base")
+    dialog.get_by_label("Name").fill("mine")
+    dialog.get_by_role("button", name="Upload").click()
+    version = page.get_by_role("region", name="Version mine@1")
+    version.get_by_role("button", name="Activate").click()
+    expect(version.get_by_role("button", name="Active")).to_be_disabled()
+    assert api(place, "/v1/adapters")["active_version"] == "mine@1"
+    page.get_by_role("button", name="Roll back").click()
+    expect(version.get_by_role("button", name="Activate")).to_be_enabled()
+    assert api(place, "/v1/adapters")["active_version"] == before
+    version.get_by_role("button", name="Delete").click()
+    page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    expect(page.get_by_role("button", name=re.compile("^mine@1"))).to_have_count(0)
+    assert "mine" not in [each["name"] for each in api(place, "/v1/adapters")["available"]]
+
+
+def test_a_version_is_downloaded(page: Any, place: Place, tmp_path: Path) -> None:
+    go(page, place, "adapters?version=lesson@1")
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Download").click()
+    assert saved.value.suggested_filename == "lesson@1.tar.gz"
+    saved.value.save_as(tmp_path / "x.tar.gz")
+    assert (tmp_path / "x.tar.gz").read_bytes()[:2] == b"\x1f\x8b"
+
+
+# ---- the key ----
+def test_a_key_is_typed_in_once(browser: Any, model_dir: Path, tmp_path: Path) -> None:
+    with whole(tmp_path, model_dir, api_key="sk-planted", served_model_name="tiny") as site, running(site.app) as port:
+        context = browser.new_context()
+        page = context.new_page()
+        page.goto(f"http://127.0.0.1:{port}/ui/#/adapters")
+        for key in ("sk-wrong", "sk-planted"):
+            expect(page.get_by_role("heading", name="This server has a key")).to_be_visible()
+            page.get_by_label("API key").fill(key)
+            page.get_by_role("button", name="Open").click()
+        expect(page.get_by_role("heading", name="Adapters")).to_be_visible()
+        expect(page.get_by_text("live", exact=True)).to_be_visible()
+        page.reload()
+        expect(page.get_by_text("live", exact=True)).to_be_visible()
+        assert "sk-" not in page.content() and "sk-" not in page.url
+        context.close()
+
+
+# ---- what must not happen ----
+def test_hostile_text_stays_text(page: Any, place: Place) -> None:
+    sample(place, HOSTILE, 2)
+    chat = {"messages": [{"role": "user", "content": HOSTILE}], "max_tokens": 4}
+    httpx2.post(place.url + "/v1/chat/completions", json=chat, timeout=30)
+    go(page, place, "now")
+    expect(page.get_by_text("onerror=").first).to_be_visible()
+    go(page, place, "rollouts")
+    expect(page.get_by_text("onerror=").first).to_be_visible()
+    page.get_by_role("listbox").get_by_role("option").first.click()
+    expect(page.get_by_role("region", name="Group").get_by_role("listitem")).to_have_count(2)
+    go(page, place, "play/teach")
+    page.get_by_label("Prompt").fill(HOSTILE)
+    page.get_by_role("button", name="Sample").click()
+    expect(page.get_by_role("button", name="Remove group")).to_be_visible()
+    go(page, place, "<img src=x onerror=window.hit=1>")
+    expect(page.get_by_text("There is no page")).to_be_visible()
+    assert page.locator("img:not([src='./favicon.svg'])").count() == 0 and page.evaluate("window.hit") is None
+
+
+def test_it_comes_back_when_the_server_does(page: Any, place: Place) -> None:
+    go(page, place, "now")
+    expect(page.get_by_text("live", exact=True)).to_be_visible()
+    place.stop()
+    expect(page.get_by_text("No connection to the server")).to_be_visible(timeout=20_000)
+    place.start()
+    place.await_ready()
+    expect(page.get_by_text("live", exact=True)).to_be_visible(timeout=20_000)
+    expect(page.get_by_text("No connection to the server")).to_have_count(0)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_axe_finds_nothing_serious(browser: Any, place: Place, scheme: str, width: int) -> None:
+    if not AXE.exists():
+        pytest.skip("axe-core is not installed: cd ui && npm ci")
+    sizes = {"width": width, "height": 850}
+    context = browser.new_context(bypass_csp=True, color_scheme=scheme, viewport=sizes)
+    page = context.new_page()
+    job = api(place, "/v1/train/status")[0]["job_id"]
+    found: list[str] = []
+    for where in [*PAGES, "play/teach", f"jobs/{job}", f"rollouts?job={job}&id={job}.0.0", "adapters?version=lesson@1"]:
+        go(page, place, where)
+        page.wait_for_timeout(700)
+        page.add_script_tag(path=str(AXE))
+        for each in page.evaluate("axe.run()")["violations"]:
+            if each["impact"] in ("serious", "critical"):
+                found.append(f"{where}: {each['id']}: {each['nodes'][0]['html'][:200]}")
+        over = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        assert over <= 0, f"{where} is {over} pixels too wide at {width}"
+    context.close()
+    assert found == []

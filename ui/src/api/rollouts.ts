@@ -1,0 +1,44 @@
+/** Where rollouts come from: a page reads lists and groups, and does not know whether of a server, a job or a run. */
+import { asJson, get, request, segment } from "./http";
+import type { RolloutGroup, RolloutPage, TextCompletion } from "./types";
+
+export interface Filter {
+  contains: string;
+  truncated: boolean;
+  version: string;
+  rewardMin: string;
+  rewardMax: string;
+}
+
+export interface RolloutSource {
+  /** Whether its completions have rewards. */
+  rewarded: boolean;
+  page: (filter: Filter, after: number | null, limit: number) => Promise<RolloutPage>;
+  group: (id: string) => Promise<RolloutGroup>;
+}
+
+/** What was sampled lately, or what one job was posted. */
+export function liveSource(job: string | null): RolloutSource {
+  return {
+    rewarded: job !== null,
+    page: (filter, after, limit) =>
+      get<RolloutPage>("v1/rollouts", {
+        job,
+        after,
+        limit,
+        contains: filter.contains,
+        finish_reason: !job && filter.truncated ? "length" : null,
+        version: job ? null : filter.version,
+        reward_min: job ? filter.rewardMin : null,
+        reward_max: job ? filter.rewardMax : null,
+      }),
+    group: (id) => get<RolloutGroup>(`v1/rollouts/${segment(id)}`),
+  };
+}
+
+/** The log-probability that a version gives each token of a completion, behind its prompt. */
+export async function score(version: string, prompt: number[], completion: number[], temperature: number): Promise<(number | null)[]> {
+  const body = { model: version, prompt: [...prompt, ...completion], echo: true, logprobs: 0, max_tokens: 0, temperature };
+  const answer = (await (await request("v1/completions", { method: "POST", ...asJson(body) })).json()) as TextCompletion;
+  return answer.choices[0]?.logprobs?.token_logprobs.slice(prompt.length) ?? [];
+}

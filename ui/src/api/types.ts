@@ -1,0 +1,29 @@
+/** The server's own types, as its OpenAPI document has them. */
+import type { components } from "./schema";
+
+type Schemas = components["schemas"];
+export type AdapterDetail = Schemas["AdapterDetail"];
+export type AdapterList = Schemas["AdapterList"];
+export type AdapterLoaded = Schemas["AdapterLoaded"];
+export type AdapterMerged = Schemas["AdapterMerged"];
+export type AdapterUploaded = Schemas["AdapterUploaded"];
+export type AdapterVersion = Schemas["AdapterVersion"];
+export type BatchAnswer = Schemas["BatchAnswer"];
+export type BatchCompletion = Schemas["BatchCompletion"];
+export type CancelAnswer = Schemas["CancelAnswer"];
+export type ChatCompletion = Schemas["ChatCompletion"];
+export type ConfigAnswer = Schemas["ConfigAnswer"];
+export type DecodeStats = Schemas["DecodeStats"];
+export type ErrorEnvelope = Schemas["ErrorEnvelope"];
+export type Health = Schemas["Health"];
+export type JobHealth = Schemas["JobHealth"];
+export type JobMetrics = Schemas["JobMetrics"];
+export type RecentRequest = Schemas["RecentRequest"];
+export type RolloutDetail = Schemas["RolloutDetail"];
+export type RolloutGroup = Schemas["RolloutGroup"];
+export type RolloutPage = Schemas["RolloutPage"];
+export type RolloutRow = Schemas["RolloutRow"];
+export type TextCompletion = Schemas["TextCompletion"];
+export type TokenLogprob = Schemas["TokenLogprob"];
+export type TrainStatus = Schemas["TrainStatus"];
+export type TrainSubmitted = Schemas["TrainSubmitted"];

@@ -1,0 +1,68 @@
+/** One job as it happens: its steps and what was said of it, from its stream of events. */
+import { get, request, segment } from "../api/http";
+import { events } from "../api/sse";
+import type { TrainStatus } from "../api/types";
+import { server } from "./server.svelte";
+
+export type Step = Record<string, number>;
+
+interface Told {
+  kind: "state" | "metrics" | "message";
+  at: string;
+  level: string;
+  message: string;
+  data: Record<string, unknown>;
+}
+
+const RETRY_MS = 1000;
+
+export class JobFeed {
+  steps = $state.raw<Step[]>([]);
+  log = $state.raw<Told[]>([]);
+
+  private last = "0";
+  private readonly stop = new AbortController();
+
+  constructor(readonly id: string) {
+    void this.follow();
+  }
+
+  close(): void {
+    this.stop.abort();
+  }
+
+  private async follow(): Promise<void> {
+    while (!this.stop.signal.aborted) {
+      try {
+        if (await this.listen()) return;
+      } catch {
+        if (this.stop.signal.aborted) return;
+      }
+      await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+    }
+  }
+
+  /** Whether the job has ended, and all of it was heard. */
+  private async listen(): Promise<boolean> {
+    const path = `v1/train/events/${segment(this.id)}`;
+    const response = await request(path, { query: { after: this.last }, signal: this.stop.signal });
+    if (response.status === 204) return true;
+    for await (const { id, data } of events(response)) {
+      this.last = id;
+      this.hear(JSON.parse(data) as Told);
+    }
+    const status = await get<TrainStatus>(`v1/train/status/${segment(this.id)}`, {}, this.stop.signal);
+    server.merge([status]);
+    return status.state !== "running" && status.state !== "queued";
+  }
+
+  private hear(told: Told): void {
+    if (told.kind !== "metrics") {
+      this.log = [...this.log, told];
+      return;
+    }
+    const step = told.data as Step;
+    const before = this.steps.filter((each) => (each.step ?? 0) < (step.step ?? 0)); // a step may be run again
+    this.steps = [...before, step];
+  }
+}

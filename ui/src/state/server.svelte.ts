@@ -1,0 +1,110 @@
+/** The one store of what the server is doing, kept current by its stream of events. */
+import { ApiError, get, request } from "../api/http";
+import { events } from "../api/sse";
+import type { AdapterList, ConfigAnswer, DecodeStats, Health, RecentRequest, TrainStatus } from "../api/types";
+import { settings } from "./settings.svelte";
+
+const RETRY_MS = [500, 1000, 2000, 4000];
+const SPEEDS = 120;
+
+export type Link = "connecting" | "live" | "lost" | "loading" | "locked";
+
+class ServerState {
+  link = $state<Link>("connecting");
+  health = $state.raw<Health | null>(null);
+  decode = $state.raw<DecodeStats | null>(null);
+  requests = $state.raw<RecentRequest[]>([]);
+  adapters = $state.raw<AdapterList | null>(null);
+  config = $state.raw<ConfigAnswer | null>(null);
+  /** The running job, those that wait by their turn, those that ended, newest first. */
+  jobs = $state.raw<TrainStatus[]>([]);
+  /** Whether the list of jobs has come. */
+  knowsJobs = $state(false);
+  /** Tokens a second, as they were told, oldest first. */
+  speeds = $state.raw<number[]>([]);
+
+  running = $derived(this.jobs.find((job) => job.state === "running") ?? null);
+  queued = $derived(this.jobs.filter((job) => job.state === "queued"));
+  active = $derived(this.adapters?.active_version ?? this.health?.active_version ?? "base");
+  /** What a request may name, newest versions first. */
+  versions = $derived(["base", ...(this.adapters?.available ?? []).flatMap((each) => each.versions.toReversed())]);
+
+  private wake: () => void = () => undefined;
+
+  job(id: string): TrainStatus | null {
+    return this.jobs.find((job) => job.job_id === id) ?? null;
+  }
+
+  /** Follow the server for as long as the page is open. */
+  async run(): Promise<void> {
+    for (let failures = 0; ; failures += 1) {
+      try {
+        await this.follow(() => (failures = 0));
+        this.link = "lost";
+      } catch (error) {
+        this.link = linkAfter(error);
+      }
+      await this.pause(RETRY_MS[Math.min(failures, RETRY_MS.length - 1)] ?? 1000);
+    }
+  }
+
+  /** Try again now: there is a key. */
+  retry(): void {
+    this.wake();
+  }
+
+  private async follow(came: () => void): Promise<void> {
+    const response = await request("v1/events");
+    get<ConfigAnswer>("v1/config").then((config) => (this.config = config), () => undefined);
+    let first = true;
+    for await (const { event, data } of events(response)) {
+      came();
+      this.link = "live";
+      if (event === "jobs") {
+        this.merge(JSON.parse(data) as TrainStatus[], first);
+        first = false;
+      } else this.hear(event, JSON.parse(data));
+    }
+  }
+
+  private hear(event: string, data: unknown): void {
+    if (event === "health") this.health = data as Health;
+    else if (event === "requests") this.requests = data as RecentRequest[];
+    else if (event === "adapters") this.adapters = data as AdapterList;
+    else if (event === "decode") {
+      this.decode = data as DecodeStats;
+      this.speeds = [...this.speeds, this.decode.tok_per_sec].slice(-SPEEDS);
+    }
+  }
+
+  /** A job that was just submitted or changed, before the stream says so. */
+  merge(changed: TrainStatus[], replace = false): void {
+    const jobs = new Map(replace ? [] : this.jobs.map((job) => [job.job_id, job]));
+    for (const job of changed) jobs.set(job.job_id, job);
+    this.jobs = [...jobs.values()].sort(byTurn);
+    this.knowsJobs = true;
+  }
+
+  private pause(ms: number): Promise<void> {
+    return new Promise((resolve) => {
+      this.wake = resolve;
+      if (!settings.locked) setTimeout(resolve, ms);
+    });
+  }
+}
+
+function linkAfter(error: unknown): Link {
+  if (error instanceof ApiError && error.status === 401) return "locked";
+  return error instanceof ApiError && error.code === "not_ready" ? "loading" : "lost";
+}
+
+const RANK = { running: 0, queued: 1, completed: 2, failed: 2, cancelled: 2 };
+
+function byTurn(a: TrainStatus, b: TrainStatus): number {
+  const rank = RANK[a.state] - RANK[b.state];
+  if (rank) return rank;
+  if (a.position !== null && b.position !== null) return a.position - b.position;
+  return b.created_at.localeCompare(a.created_at);
+}
+
+export const server = new ServerState();

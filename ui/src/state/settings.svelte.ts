@@ -1,0 +1,38 @@
+/** What this browser remembers: the theme, and, until its tab is closed or for good, the API key. */
+type Theme = "auto" | "light" | "dark";
+
+const THEME = "groupwise.theme";
+const KEY = "groupwise.key";
+
+class Settings {
+  theme = $state<Theme>((localStorage.getItem(THEME) as Theme | null) ?? "auto");
+  key = $state(sessionStorage.getItem(KEY) ?? localStorage.getItem(KEY) ?? "");
+  /** The server asked for a key, or for another one. */
+  locked = $state(false);
+
+  apply(): void {
+    if (this.theme === "auto") delete document.documentElement.dataset.theme;
+    else document.documentElement.dataset.theme = this.theme;
+  }
+
+  setTheme(theme: Theme): void {
+    this.theme = theme;
+    localStorage.setItem(THEME, theme);
+    this.apply();
+  }
+
+  setKey(key: string, keep: boolean): void {
+    this.forgetKey();
+    (keep ? localStorage : sessionStorage).setItem(KEY, key);
+    this.key = key;
+    this.locked = false;
+  }
+
+  forgetKey(): void {
+    sessionStorage.removeItem(KEY);
+    localStorage.removeItem(KEY);
+    this.key = "";
+  }
+}
+
+export const settings = new Settings();
