@@ -8,7 +8,7 @@ same model, prompts and limits on turns and tokens: as Groupwise plays them, and
 key-value cache on; fewer of them, since it is the rate that is compared). Once the examples' hotel with the model that
 knows it (examples/envs/hotel_form.py makes it), once talk of four turns with a model of `--hidden` and `--layers` and
 random weights (22M parameters). Then 64 episodes whose tool takes a second, by how many of them may be under way at
-once. Prints a table with the ratios.
+once. Each side has a process of its own, and one case before it is timed. Prints a table with the ratios.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ import asyncio
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +107,14 @@ class OneAtATime:
         return [decode(row[ids.shape[1] :].tolist(), self.base.tokenizer) for row in out]
 
 
-def ours(base: LoadedModel, env: dict[str, Any], *, cases: int, group: int) -> tuple[float, int]:
-    """Seconds and turns of `cases` groups."""
+Rate = tuple[float, int]  # seconds and turns
+
+
+def ours(model: str, env: dict[str, Any], cases: int, group: int) -> Rate:
+    """`cases` groups."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in a run: the engine has the helpers
+    base = load_model(model, device="cpu", dtype="float32")
     config = parse_config(
         {
             "env": env,
@@ -113,18 +122,19 @@ def ours(base: LoadedModel, env: dict[str, Any], *, cases: int, group: int) -> t
             "rollout": {"group_size": group, "max_tokens": MAX_TOKENS},
         }
     )
-    plan, engine = make_plan(config), LocalEngine(base)
+    plan, engine = make_plan(config), LocalEngine(base, threads=threads)
+    play = open_play(plan, base, engine)
+    prompts = [play.prepare(prompt) for prompt in plan.source.all(cases)]
+
+    async def all_of(some: list[Prompt]) -> list[RolloutGroup]:
+        seeds, sampling = list(range(len(some))), config.rollout.sampling()
+        return await play_all(play, some, seeds=seeds, n=group, params=sampling, version=PolicyVersion.base())
+
     try:
-        play = open_play(plan, base, engine)
-        prompts = [play.prepare(prompt) for prompt in plan.source.all(cases)]
-
-        async def all_of_them() -> list[RolloutGroup]:
-            seeds = list(range(len(prompts)))
-            sampling = config.rollout.sampling()
-            return await play_all(play, prompts, seeds=seeds, n=group, params=sampling, version=PolicyVersion.base())
-
+        if "SlowTool" not in env["environment"]:
+            asyncio.run(all_of(prompts[:1]))
         started = time.perf_counter()
-        groups = asyncio.run(all_of_them())
+        groups = asyncio.run(all_of(prompts))
         seconds = time.perf_counter() - started
     finally:
         engine.close()
@@ -134,18 +144,33 @@ def ours(base: LoadedModel, env: dict[str, Any], *, cases: int, group: int) -> t
     return seconds, sum(len(rollout.turns) for each in groups for rollout in each.rollouts)
 
 
-def one_after_another(env: Any, base: LoadedModel, *, cases: int, group: int) -> tuple[float, int]:
+def one_after_another(model: str, name: str, cases: int, group: int) -> Rate:
     """The same with `score_episode` called for one completion after another."""
-    model = OneAtATime(base)
-    rows, started = env.build_dataset(base.tokenizer)[:cases], time.perf_counter()
-    for row in rows:
-        asked = Prompt(id="x", messages=tuple(row["prompt"]), tools=tuple(env.get_tools()))
-        ids = encode_prompt(asked, base.tokenizer).token_ids
-        texts = model.generate([ids] * group)
-        model.turns += group
-        for text in texts:
-            env.score_episode(model, base.tokenizer, [{"role": "assistant", "content": text}], row["case_idx"])
-    return time.perf_counter() - started, model.turns
+    sys.path.insert(0, str(EXAMPLES))
+    from hotel_booking import HotelThreeMethods
+
+    env: Any = HotelThreeMethods() if name == "hotel" else Talk()
+    policy = OneAtATime(load_model(model, device="cpu", dtype="float32"))
+    tokenizer, asked_of = policy.base.tokenizer, env.build_dataset(policy.base.tokenizer)[: cases + 1]
+
+    def play(rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            asked = Prompt(id="x", messages=tuple(row["prompt"]), tools=tuple(env.get_tools()))
+            texts = policy.generate([encode_prompt(asked, tokenizer).token_ids] * group)
+            policy.turns += group
+            for text in texts:
+                env.score_episode(policy, tokenizer, [{"role": "assistant", "content": text}], row["case_idx"])
+
+    play(asked_of[cases:])
+    policy.turns, started = 0, time.perf_counter()
+    play(asked_of[:cases])
+    return time.perf_counter() - started, policy.turns
+
+
+def apart(side: Callable[..., Rate], *arguments: Any) -> Rate:
+    """What it returns, in a process of its own."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(side, *arguments).result()
 
 
 def random_model(directory: Path, *, hidden: int, layers: int) -> LoadedModel:
@@ -170,32 +195,26 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tool-seconds", type=float, default=1.0)
     options = parser.parse_args()
-    sys.path.insert(0, str(EXAMPLES))
-    from hotel_booking import HotelThreeMethods
-
-    console, base = Console(width=100), load_model(options.model, device="cpu", dtype="float32")
-    table = Table("what", "seconds", "turns", "turns a second", "ratio")
+    console, table = Console(width=100), Table("what", "seconds", "turns", "turns a second", "ratio")
     count = options.cases * options.group
     with tempfile.TemporaryDirectory() as directory:
-        large = random_model(Path(directory), hidden=options.hidden, layers=options.layers)
-    for name, model, env, place in (
-        ("hotel", base, HotelThreeMethods(), "hotel_booking:HotelThreeMethods"),
-        ("talk", large, Talk(), "episodes:Talk"),
-    ):
-        size = sum(weight.numel() for weight in model.model.parameters()) / 1e6
-        config = {"environment": place, "max_turns": TURNS}
-        mine, turns = ours(model, config, cases=options.cases, group=options.group)
-        table.add_row(
-            f"{count} {name} episodes, {size:.1f}M, at once", f"{mine:.2f}", str(turns), f"{turns / mine:.1f}"
-        )
-        theirs, their_turns = one_after_another(env, model, cases=options.peer_cases, group=options.group)
-        speed = their_turns / theirs
-        table.add_row(
-            "one after another", f"{theirs:.2f}", str(their_turns), f"{speed:.1f}", f"{turns / mine / speed:.1f}x"
-        )
+        random_model(Path(directory), hidden=options.hidden, layers=options.layers)
+        for name, model, place in (
+            ("hotel", options.model, "hotel_booking:HotelThreeMethods"),
+            ("talk", directory, "episodes:Talk"),
+        ):
+            env = {"environment": place, "max_turns": TURNS}
+            mine, turns = apart(ours, model, env, options.cases, options.group)
+            theirs, their_turns = apart(one_after_another, model, name, options.peer_cases, options.group)
+            rate, speed = turns / mine, their_turns / theirs
+            table.add_row(f"{count} {name} episodes at once", f"{mine:.2f}", str(turns), f"{rate:.1f}")
+            table.add_row(
+                "one after another", f"{theirs:.2f}", str(their_turns), f"{speed:.1f}", f"{rate / speed:.1f}x"
+            )
     for concurrency in (8, 16, 64):
-        slow = {"environment": "episodes:SlowTool", "args": {"seconds": options.tool_seconds, "count": 8}}
-        seconds, turns = ours(base, {**slow, "concurrency": concurrency}, cases=8, group=8)
+        args = {"seconds": options.tool_seconds, "count": 8}
+        env = {"environment": "episodes:SlowTool", "args": args, "concurrency": concurrency}
+        seconds, turns = apart(ours, options.model, env, 8, 8)
         ideal = 64 / concurrency * options.tool_seconds
         table.add_row(f"64 slow tools, {concurrency} at once", f"{seconds:.2f}", str(turns), "", f"ideal {ideal:.0f} s")
     console.print(table)

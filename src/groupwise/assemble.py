@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+
+import torch
 
 from groupwise.agents.load import Agent, load_agent
 from groupwise.agents.play import AgentPlay
@@ -94,6 +97,7 @@ class Parts:
     scorer: Scorer
     eval_prompts: tuple[Prompt, ...]
     load: Load | None  # what `train.memory_gb` was compared with
+    threads: int  # of torch, which the calling thread had
 
     def __enter__(self) -> Parts:
         return self
@@ -108,6 +112,7 @@ class Parts:
         self.engine.close()
         self.scorer.close()
         gc.unfreeze()
+        torch.set_num_threads(self.threads)
 
 
 def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = None) -> Plan:
@@ -189,18 +194,32 @@ def _check_reroll(config: RunConfig, functions: Sequence[RewardFunction]) -> Non
 def open_parts(plan: Plan, *, on_phase: Callable[[str], None] = lambda phase: None) -> Parts:
     """Load the model and make engine, learner, reward workers and batches. Use it in a `with`, or close it.
 
+    Until it is closed the calling thread computes alone: of the threads of a process one has OpenMP's helpers, the
+    engine's (`LocalEngine`).
+
     Raises ModelError, ConfigError, ContextLengthError.
     """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _open_parts(plan, threads, on_phase)
+    except BaseException:
+        torch.set_num_threads(threads)
+        raise
+
+
+def _open_parts(plan: Plan, threads: int, on_phase: Callable[[str], None]) -> Parts:
     config = plan.config
     on_phase("loading")
     scorer = Scorer(plan.rewards, pool=_pool(plan), max_steps=config.train.steps)  # its processes start meanwhile
     base = load_model(config.model, device=config.device, dtype=config.dtype)
-    learner = _learner(plan, base)
+    learner = _learner(plan, base, threads=threads)
     engine = LocalEngine(
         base,
         max_rows=config.rollout.batch_rows,
         prefix_cache_mb=config.rollout.prefix_cache_mb,
         draft_tokens=config.rollout.draft_tokens,
+        threads=None if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive" else threads,
     )
     play = open_play(plan, base, engine)
     load = None if config.train.memory_gb is None else _fitted(plan, base, learner, play)
@@ -215,6 +234,7 @@ def open_parts(plan: Plan, *, on_phase: Callable[[str], None] = lambda phase: No
         scorer=scorer,
         eval_prompts=eval_prompts,
         load=load,
+        threads=threads,
     )
 
 
@@ -242,7 +262,7 @@ def open_play(plan: Plan, base: LoadedModel, engine: Sampler) -> Play:
     return Episodes(engine, base.tokenizer, env, config)
 
 
-def _learner(plan: Plan, base: LoadedModel) -> Learner:
+def _learner(plan: Plan, base: LoadedModel, *, threads: int) -> Learner:
     train, algo, lora = plan.config.train, plan.config.algo, plan.config.train.lora
     learner = Learner(
         base,
@@ -258,6 +278,7 @@ def _learner(plan: Plan, base: LoadedModel) -> Learner:
         gradient_checkpointing=train.gradient_checkpointing,
         reference=ReferenceSpec(kind=algo.reference, decay=algo.reference_decay, every=algo.reference_every),
         seed=plan.config.seed,
+        threads=threads,
     )
     if plan.reads_reference:
         learner.keep_reference()

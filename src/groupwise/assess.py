@@ -35,7 +35,13 @@ def assess(
         prompts = tuple(plan.source.all())
         note(f"no eval.data in the configuration: evaluating on all {len(prompts)} training prompts")
     base = load_model(config.model, device=config.device, dtype=config.dtype)
-    engine = LocalEngine(base, max_rows=config.rollout.batch_rows, prefix_cache_mb=config.rollout.prefix_cache_mb)
+    rollout = config.rollout
+    engine = LocalEngine(
+        base,
+        max_rows=rollout.batch_rows,
+        prefix_cache_mb=rollout.prefix_cache_mb,
+        draft_tokens=rollout.draft_tokens,
+    )
     try:
         version, policy = PolicyVersion.base(), f"{config.model}, no adapter"
         if located is not None:

@@ -51,9 +51,6 @@ app.add_typer(starter, name="starter")
 
 def main() -> None:
     """The `groupwise` command."""
-    # threads that wait for each other give up the core: on two cores a server beside its training worker was 50 times
-    # slower while they spun
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     app(prog_name="groupwise")
 
 
@@ -247,6 +244,9 @@ def serve(
     debug: Debug = False,
 ) -> None:
     """Serve a model: sample, score, train and swap adapters over HTTP, until SIGTERM or Ctrl-C."""
+    # threads that wait for each other give up the core: on two cores a server beside its training worker was 50 times
+    # slower while they spun
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from groupwise.configfile import Document
 
     document = Document({"model": model}, "the command line")

@@ -235,6 +235,10 @@ class RolloutConfig(Section):
     prefix_cache_mb: int = Field(default=1024, ge=0)
     """MiB of keys and values that the local engine keeps of conversations, so that their next turn computes only what
     is new; 0 keeps none."""
+    draft_tokens: int = Field(default=0, ge=0, le=32)
+    """Most tokens of a completion that the local engine guesses from earlier text and checks in one step, while few
+    completions are decoded (prompt-lookup decoding). What is sampled stays the same; it takes less time where
+    completions repeat their prompts or themselves. 0 guesses none."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Longer prompts are passed over and counted; null is what the model's context holds."""
     weight_sync_interval: int = Field(default=1, ge=0)

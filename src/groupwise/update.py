@@ -33,12 +33,10 @@ from groupwise.types import RolloutGroup, Sample
 T = TypeVar("T")
 
 
-def learner_thread() -> ThreadPoolExecutor:
-    """The one thread that all training runs in, with as many threads of torch as the caller has.
-
-    A new thread would get what any thread set last, and the engine sets 1 while it decodes for a small model.
-    """
-    return ThreadPoolExecutor(1, "learner", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),))
+def learner_thread(threads: int) -> ThreadPoolExecutor:
+    """The one thread that all training runs in, with `threads` of torch: by itself it would have as many as whoever set
+    them last."""
+    return ThreadPoolExecutor(1, "learner", initializer=torch.set_num_threads, initargs=(threads,))
 
 
 class Update:
@@ -50,7 +48,7 @@ class Update:
         self._kl = None
         if algo.kl_target is not None and coeff is not None:
             self._kl = AdaptiveKL(coeff=coeff, target=algo.kl_target, horizon=algo.kl_horizon)
-        self._thread = learner_thread()
+        self._thread = learner_thread(learner.threads)
 
     async def __call__(
         self, batches: Batches, *, step: int, on_phase: Callable[[str], None]

@@ -2,11 +2,12 @@
 
     submit -> waiting -> admit (prefill the prompt ONCE, for all its completions) -> decode -> finished
 
-A decode step is one forward of a token per active row (`rows`), one fused sampling step (`sampling`), and bookkeeping
-in tensors. Python runs per *finished* row, and per row and token only where a request has stop strings, a stream or
-alternatives to report. Waiting requests are admitted in order, interactive ones first, each as soon as enough rows are
-free: its n, or an eighth of all rows where n is more, so that a prompt is not prefilled again for every row that falls
-free. The next turn of a conversation goes on from the keys and values of the last (`prefix_cache`).
+A decode step is one forward of a token per active row (`rows`), or of several where drafts are checked (`lookup`), one
+fused sampling step (`sampling`), and bookkeeping in tensors. Python runs per *finished* row, and per row and token only
+for drafts and where a request has stop strings, a stream or alternatives to report. Waiting requests are admitted in
+order, interactive ones first, each as soon as enough rows are free: its n, or an eighth of all rows where n is more, so
+that a prompt is not prefilled again for every row that falls free. The next turn of a conversation goes on from the
+keys and values of the last (`prefix_cache`).
 
 One thread owns the model and everything above; `submit` hands it requests and returns futures. Requests submitted
 together are admitted together, in order, so a seeded batch on an idle engine is reproducible bit for bit. Cancelling a
@@ -35,6 +36,7 @@ from groupwise.backbone import Backbone
 from groupwise.chat import closing_ids, decode
 from groupwise.engine.admission import Admitted, GoingOn, admitted, known_of, pieces_of, together
 from groupwise.engine.cache import Apart, Extend, Grid, KeyValueCache, Prefill, parts_of
+from groupwise.engine.lookup import Lookup
 from groupwise.engine.lora import AdapterBank, AdapterWeights, add_adapters, read_adapter
 from groupwise.engine.prefix_cache import Kept, PrefixCache
 from groupwise.engine.rows import Job, Rows, TokenSink
@@ -59,12 +61,26 @@ class LocalEngine:
         max_rows: completions decoded at once. Memory: 2 x layers x K x D values per row and token.
         reserved_rows: how many of them only interactive requests may use.
         prefix_cache_mb: MiB of keys and values kept after requests that asked for it (`SamplingRequest.cache`).
+        draft_tokens: most tokens of a row that are guessed and checked in one step (`lookup`); 0 guesses none.
+        threads: of torch. None: as many as torch has here, but one for the steps of a small model. Its operations take
+            less time than it takes to wake OpenMP's helpers, which go to sleep between any two where several threads of
+            a process have some, or OMP_WAIT_POLICY is passive. A number is for where nobody else has any.
 
     Raises:
+        ConfigError: reserved_rows or draft_tokens is out of range.
         ModelError: this architecture cannot run packed (the check of `model.packed_forward_gap` failed).
     """
 
-    def __init__(self, base: LoadedModel, *, max_rows: int = 256, reserved_rows: int = 0, prefix_cache_mb: int = 1024):
+    def __init__(
+        self,
+        base: LoadedModel,
+        *,
+        max_rows: int = 256,
+        reserved_rows: int = 0,
+        prefix_cache_mb: int = 1024,
+        draft_tokens: int = 0,
+        threads: int | None = None,
+    ):
         self._base, self._model = base, share_weights(base.model)
         gap, tolerance = packed_forward_gap(self._model), packed_tolerance(self._model)
         if not gap <= tolerance:
@@ -80,17 +96,19 @@ class LocalEngine:
         self._backbone = Backbone(self._model, self._bank.project)
         self._adapters: dict[PolicyVersion, AdapterWeights | None] = {}  # None: the base weights
         self._rows, self._cache = Rows(max_rows, base.device), KeyValueCache(max_rows)
-        self._past = PrefixCache(prefix_cache_mb << 20)
+        self._past, self._lookup = PrefixCache(prefix_cache_mb << 20), Lookup(draft_tokens, base.device)
         self._since_sorted = 0  # decode steps
         self._grid: Grid | None = None  # None: rows have come or gone since it was made
-        self._eos = torch.tensor(base.eos_ids, dtype=torch.long, device=base.device)
+        self._eos_ids = base.eos_ids
+        self._eos = torch.tensor(self._eos_ids, dtype=torch.long, device=base.device)
         self._ends = closing_ids(base.tokenizer)
         embedding: Any = self._model.get_input_embeddings()
         self._vocabulary = int(embedding.weight.shape[0])
-        self._threads = torch.get_num_threads()
+        self._threads = threads or torch.get_num_threads()
         weights = [weight for weight in self._model.parameters() if weight.ndim == 2]
         self._flops = 2 * sum(weight.numel() for weight in weights)  # of a token
-        self._small = sum(weight.numel() * weight.itemsize for weight in weights) <= CACHED_BYTES
+        size = sum(weight.numel() * weight.itemsize for weight in weights)
+        self._small = threads is None and size <= CACHED_BYTES and base.device.type == "cpu"
         self._urgent: deque[Job] = deque()
         self._waiting: deque[Job] = deque()
         self._admitted: list[Admitted] = []  # in the midst of being given rows
@@ -209,9 +227,11 @@ class LocalEngine:
             self._adapters[version] = weights
 
     def stats(self) -> dict[str, int]:
-        """Completions being decoded, completions waiting for a row, and adapters loaded."""
+        """Completions being decoded, completions waiting for a row, and adapters loaded; with `draft_tokens` also how
+        many tokens were drafted and accepted so far."""
         waiting = sum(job.request.n - job.started for job in (*self._urgent, *self._waiting))
-        return {"running": self._rows.active, "waiting": waiting, "adapters": len(self._adapters)}
+        stats = {"running": self._rows.active, "waiting": waiting, "adapters": len(self._adapters)}
+        return stats | self._lookup.stats()
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
@@ -340,10 +360,36 @@ class LocalEngine:
             self._sort()
             self._grid = Grid(*self._places(every), self._base.device)
         # the token sampled last has not been seen by the model yet: it goes in at `position`, which then moves on
-        layout = Extend(self._cache, self._grid, every, rows.held[every] + rows.count[every] - 1)
+        held_B = rows.held[every] + rows.count[every] - 1
+        drafts = self._lookup.drafts(rows)
+        if drafts is not None:
+            layout = Extend(self._cache, self._grid, every, held_B, [1 + len(draft) for draft in drafts])
+            return self._check_drafts(drafts, layout)
+        layout = Extend(self._cache, self._grid, every, held_B)
         hidden_BH = self._forward(rows.token[every], rows.position[every], layout, rows.weights)
         rows.position[every] += 1
         self._advance(every, self._head.logits(hidden_BH))
+
+    def _check_drafts(self, drafts: Sequence[Sequence[int]], layout: Extend) -> None:
+        """Run each row's last token and its draft, draw a token after each, record those that stand, retire rows."""
+        rows, row_S, t_S = self._rows, layout.row_S, layout.t_S
+        ids = [token for row, draft in zip(rows.owners, drafts, strict=True) for token in (row.history.ids[-1], *draft)]
+        owners = [weights for weights, draft in zip(rows.weights, drafts, strict=True) for _ in range(1 + len(draft))]
+        logits_SV = self._head.logits(self._forward(ids, rows.position[row_S] + t_S, layout, owners))
+        place_S = rows.count[row_S] + t_S
+        token_S, logprob_S = self._draw(row_S, place_S, logits_SV)
+        rows.tokens[row_S, place_S], rows.logprobs[row_S, place_S] = token_S, logprob_S.double()
+
+        def watch(i: int, count: int, s: int) -> str | None:
+            return self._watch(i, count, float(logprob_S[s]), logits_SV[s])
+
+        lengths, reasons, cut = self._lookup.settle(rows, drafts, token_S.tolist(), self._eos_ids, watch)
+        every = slice(0, rows.active)
+        length_B = torch.tensor(lengths, device=row_S.device)
+        rows.count[every] += length_B
+        rows.position[every] += length_B
+        rows.token[every] = rows.tokens[torch.arange(rows.active, device=row_S.device), rows.count[every] - 1]
+        self._retire(reasons, cut)
 
     def _forward(
         self,
@@ -355,7 +401,7 @@ class LocalEngine:
         """Last hidden states [S, hidden] of one packed row, each token under its owner's adapter."""
         device = self._base.device
         token_S, position_S = (torch.as_tensor(x, dtype=torch.long, device=device) for x in (token_S, position_S))
-        if self._small and device.type == "cpu":
+        if self._small:
             alone = len(owners) * self._flops < ONE_THREAD_FLOPS
             torch.set_num_threads(1 if alone else self._threads)  # of this thread of Python's
         self._bank.select(owners)
@@ -365,8 +411,7 @@ class LocalEngine:
         """Sample the next token of the rows `at`, record it, and retire the rows it finishes."""
         rows = self._rows
         count_B = rows.count[at]
-        uniform_B = torch.from_numpy(uniforms(rows.seed[at], count_B.cpu().numpy())).to(count_B.device)
-        token_B, logprob_B = sample_tokens(logits_BV, rows.params(at), uniform_B)
+        token_B, logprob_B = self._draw(at, count_B, logits_BV)
         row_B = torch.arange(at.start, at.stop, device=count_B.device)
         rows.token[at] = token_B
         rows.tokens[row_B, count_B] = token_B
@@ -374,34 +419,41 @@ class LocalEngine:
         rows.count[at] += 1
         stopped_B = rows.watch_eos[at] & (token_B[:, None] == self._eos).any(-1)
         finished_B = stopped_B | (rows.count[at] >= rows.limit[at])
-        extra = self._watch(at, token_B, logprob_B, logits_BV) if rows.watched else {}
+        extra: dict[int, str] = {}
+        for i in (row for row in rows.watched if at.start <= row < at.stop):
+            b = i - at.start
+            text = self._watch(i, int(rows.count[i]), float(logprob_B[b]), logits_BV[b])
+            if text is not None:
+                extra[i] = text
         if extra or bool(finished_B.any()):
             reasons = dict.fromkeys(row_B[finished_B].tolist(), FinishReason.LENGTH)
             reasons |= dict.fromkeys(row_B[stopped_B].tolist(), FinishReason.STOP)
             self._retire(reasons | dict.fromkeys(extra, FinishReason.STOP), extra)
 
-    def _watch(self, at: slice, token_B: Tensor, logprob_B: Tensor, logits_BV: Tensor) -> dict[int, str]:
-        """Tell the streams, keep the alternatives; rows ended by a stop of their own: row -> the text before it."""
-        stopped: dict[int, str] = {}
-        for i in (row for row in self._rows.watched if at.start <= row < at.stop):
-            row, b = self._rows.owners[i], i - at.start
-            params, token = row.job.request.params, int(token_B[b])
-            top: tuple[tuple[int, float], ...] = ()
-            if params.top_logprobs:
-                temperature_1 = self._rows.temperature[i : i + 1]
-                best = scaled_logprobs(logits_BV[b : b + 1], temperature_1)[0].topk(params.top_logprobs)
-                top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-                row.alternatives.append(top)
-            if row.job.on_token is not None:
-                row.job.on_token(row.index, token, float(logprob_B[b]), top)
-            if params.stop or token in params.stop_ids:
-                ids = self._rows.tokens[i, : int(self._rows.count[i])].tolist()
-                by_id = token in params.stop_ids
-                text = decode(ids[:-1] if by_id else ids, self._base.tokenizer, ends=self._ends)
-                found = [text.find(stop) for stop in params.stop if stop in text]
-                if by_id or found:
-                    stopped[i] = text[: min(found, default=len(text))]
-        return stopped
+    def _draw(self, at: slice | Tensor, place_S: Tensor, logits_SV: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens in these places of the completions in the rows `at`, and their log-probabilities."""
+        seed_S = self._rows.seed[at if isinstance(at, slice) else at.cpu().numpy()]
+        uniform_S = torch.from_numpy(uniforms(seed_S, place_S.cpu().numpy())).to(place_S.device)
+        return sample_tokens(logits_SV, self._rows.params(at), uniform_S)
+
+    def _watch(self, i: int, count: int, logprob: float, logits_V: Tensor) -> str | None:
+        """Tell the stream of a row's latest token, the `count`-th, and keep its alternatives; the text before a stop of
+        its own, where one ends it."""
+        row, tokens = self._rows.owners[i], self._rows.tokens[i, :count]
+        params, token = row.job.request.params, int(tokens[-1])
+        top: tuple[tuple[int, float], ...] = ()
+        if params.top_logprobs:
+            best = scaled_logprobs(logits_V[None], self._rows.temperature[i : i + 1])[0].topk(params.top_logprobs)
+            top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+            row.alternatives.append(top)
+        if row.job.on_token is not None:
+            row.job.on_token(row.index, token, logprob, top)
+        by_id = token in params.stop_ids
+        if not (params.stop or by_id):
+            return None
+        text = decode(tokens.tolist()[: count - by_id], self._base.tokenizer, ends=self._ends)
+        found = [text.find(stop) for stop in params.stop if stop in text]
+        return text[: min(found, default=len(text))] if by_id or found else None
 
     def _retire(self, reasons: dict[int, FinishReason], cut: dict[int, str]) -> None:
         """Make the completions of finished rows, whose text is `cut` or else all of it, and free the rows."""

@@ -13,12 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from groupwise.engine.lora import AdapterWeights
+from groupwise.engine.ngrams import History, Ngrams, ngrams_of
 from groupwise.engine.sampling import RowParams, completion_seed
 from groupwise.types import Completion, SamplingRequest
 
@@ -38,6 +40,11 @@ class Job:
     future: Future[list[Completion]] = field(default_factory=Future)
     done: dict[int, Completion] = field(default_factory=dict)
     started: int = 0  # completions that have been given a row
+
+    @cached_property
+    def ngrams(self) -> Ngrams:
+        """The prompt's."""
+        return ngrams_of(self.request.prompt_ids)
 
     def settle(self, outcome: list[Completion] | Exception) -> None:
         """Answer whoever waits, unless nobody does any more."""
@@ -59,6 +66,11 @@ class Row:
     slot: int
     shared: int
     alternatives: list[tuple[tuple[int, float], ...]] = field(default_factory=list)  # with top_logprobs
+
+    @cached_property
+    def history(self) -> History:
+        """The prompt and as much of the completion as was added."""
+        return History(self.job.request.prompt_ids, self.job.ngrams)
 
     @property
     def watched(self) -> bool:
@@ -112,7 +124,7 @@ class Rows:
             job.started += 1
         self._note()
 
-    def params(self, at: slice) -> RowParams:
+    def params(self, at: slice | Tensor) -> RowParams:
         """The sampling parameters of some of the rows."""
         columns = (self.temperature[at], self.top_k[at], self.top_p[at], self.min_p[at])
         return RowParams(*columns, truncated=self.truncated, greedy=self.greedy)

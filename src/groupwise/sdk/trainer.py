@@ -106,7 +106,7 @@ class TrainingService:
             "gradient_checkpointing": gradient_checkpointing,
             "autocast": autocast,
         }
-        self._thread = learner_thread()
+        self._thread = learner_thread(torch.get_num_threads())
         self._numbers = itertools.count(1)
 
     def create_training_client(

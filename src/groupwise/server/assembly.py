@@ -58,6 +58,7 @@ def assemble(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder:
         max_rows=config.batch_rows,
         reserved_rows=config.batch_rows // RESERVED,
         prefix_cache_mb=config.prefix_cache_mb,
+        draft_tokens=config.draft_tokens,
     )
     policies = RecordedPolicies(
         store, engine, base=base, served_name=config.served_name, max_loaded=config.max_loaded_adapters

@@ -126,10 +126,25 @@ class ServeConfig(Section):
     """Free disk space below which the server says that it is not ready and takes no jobs."""
     worker_threads: int | None = Field(default=None, ge=1)
     """Threads of the training worker; null is torch's own choice."""
+    tinker: bool = False
+    """Speak the Tinker API under /api/v1: clients train adapters in this process, call by call (docs/tinker.md)."""
+    tinker_models: int = Field(default=16, ge=1)
+    """Adapters that Tinker clients train at once; each has its optimizer in memory."""
+    tinker_pending: int = Field(default=4096, ge=1)
+    """Requests of Tinker clients whose answers are not there yet; further ones are told to try again."""
+    tinker_body_bytes: Bytes = 64 * MIB
+    """Largest body of /api/v1/forward_backward."""
+    tinker_gap_s: Seconds = 120.0
+    """How long a request waits for one that was numbered before it."""
+    tinker_idle_s: Seconds = 1800.0
+    """A Tinker session that is not heard of for this long ends, and its models with it."""
     batch_rows: int = Field(default=256, ge=1, le=65536)
     """Completions decoded at once."""
     prefix_cache_mb: int = Field(default=1024, ge=0)
     """MiB of keys and values kept of conversations, so that their next turn computes only what is new; 0 keeps none."""
+    draft_tokens: int = Field(default=0, ge=0, le=32)
+    """Most tokens guessed from earlier text and checked in one step while few completions are decoded (prompt-lookup
+    decoding): the same answers, sooner where they repeat their prompts; 0 guesses none."""
 
     @field_validator("cors_origins")
     @classmethod

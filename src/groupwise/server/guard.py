@@ -59,6 +59,8 @@ __all__ = ["Gate", "Guard", "check_content_type", "parse_body", "read_body"]
 OPEN = "/health"  # the one route without a key, and the one that answers in every phase
 READS = ("GET", "HEAD", "OPTIONS")
 WATCHED = ("/v1/train/events/", "/v1/events")
+POLLED = "/api/v1/retrieve_future"  # many at once, and all they do is wait
+TINKER, TINKER_KEY = "/api/v1/", "tml-"  # routes whose clients send x-api-key, and how it has to begin for them
 QUERY_KEYS = {"key", "api_key", "api-key", "apikey", "token", "access_token"}
 STALL_S = 65.0  # how long a client may read nothing of its answer
 GRACE_S = 5.0  # routes have deadlines of their own, with better messages
@@ -103,6 +105,7 @@ class Guard:
         self._writes = _Places(config.max_concurrent, config.max_waiting, patience_s=waiting)
         self._reads = _Places(config.max_concurrent, config.max_waiting, patience_s=waiting)
         self._watches = _Places(config.max_concurrent, 0, patience_s=waiting)
+        self._polls = _Places(config.tinker_pending, config.max_waiting, patience_s=waiting)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -201,7 +204,7 @@ class Guard:
                 f"requests from pages of {echo(printable(origin))} may change nothing here",
                 hint="add the origin to cors_origins if its pages are to use this server",
             )
-        scope["state"]["trusted"] = trusted = self._has_key(headers)
+        scope["state"]["trusted"] = trusted = self._has_key(headers, scope["path"])
         if scope["path"] == OPEN:
             return
         if not trusted:
@@ -221,8 +224,10 @@ class Guard:
     def _is_same_site(self, origin: str, host: str | None) -> bool:
         return origin in self._config.cors_origins or (host is not None and urlsplit(origin).netloc == host)
 
-    def _has_key(self, headers: Headers) -> bool:
+    def _has_key(self, headers: Headers, path: str) -> bool:
         scheme, _, given = headers.get("authorization", "").partition(" ")
+        if not given and path.startswith(TINKER):
+            scheme, given = "bearer", headers.get("x-api-key", "").removeprefix(TINKER_KEY)
         known = self._key is None or hmac.compare_digest(_digest(given.strip()), self._key)
         return known and (self._key is None or scheme.lower() == "bearer")
 
@@ -238,6 +243,7 @@ class Guard:
         places; health takes none."""
         kind = self._reads if scope["method"] in READS else self._writes
         places = self._watches if scope["path"].startswith(WATCHED) else kind
+        places = self._polls if scope["path"] == POLLED else places
 
         async def take() -> None:
             if scope["path"] != OPEN:
@@ -251,6 +257,8 @@ class Guard:
             return self._config.train_body_bytes, "train_body_bytes"
         if path == "/v1/adapters/upload":
             return self._config.upload_bytes, "upload_bytes"
+        if path == "/api/v1/forward_backward":
+            return self._config.tinker_body_bytes, "tinker_body_bytes"
         return self._config.chat_body_bytes, "chat_body_bytes"
 
 

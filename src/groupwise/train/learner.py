@@ -105,6 +105,7 @@ class Learner:
         autocast: torch.dtype | None = None,
         reference: ReferenceSpec = ReferenceSpec(),
         seed: int = 0,
+        threads: int | None = None,
     ):
         self.autocast = autocast
         self.base, self.micro_tokens, self.max_grad_norm = base, micro_tokens, optimizer.max_grad_norm
@@ -121,7 +122,9 @@ class Learner:
             self.model.requires_grad_(True)
         if gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self._lanes = Lanes(self._most_lanes(dropout=bool(lora and lora.dropout)))
+        threads = threads or torch.get_num_threads()
+        self._lanes = Lanes(threads if self._is_small(dropout=bool(lora and lora.dropout)) else 1)
+        self.threads = 1 if self._lanes.most > 1 else threads  # of torch, in the thread that trains
         self._dropout, self._seed = bool(lora and lora.dropout), seed
         self.model.train(gradient_checkpointing or self._dropout)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -360,13 +363,12 @@ class Learner:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _most_lanes(self, *, dropout: bool) -> int:
-        """How many micro-batches may be run at once: one unless the model is small and only an adapter is trained."""
+    def _is_small(self, *, dropout: bool) -> bool:
+        """Whether micro-batches are run side by side: only an adapter is trained, without dropout, on a small model."""
         weights = sum(weight.numel() * weight.itemsize for weight in self.base.model.parameters())
-        alone = self.lora is None or dropout or self.device.type != "cpu"
-        return (
-            1 if alone or not (self.packed and is_lean(self.model)) or weights > LANE_BYTES else torch.get_num_threads()
-        )
+        if self.lora is None or dropout or self.device.type != "cpu" or weights > LANE_BYTES:
+            return False
+        return self.packed and is_lean(self.model)
 
     def _verify_packed(self) -> bool:
         gap, tolerance = packed_forward_gap(self.model), packed_tolerance(self.model)
