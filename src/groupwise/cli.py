@@ -236,6 +236,7 @@ def serve(
     batch_rows: Annotated[int | None, typer.Option(help="Completions decoded at once.")] = None,
     worker_threads: Annotated[int | None, typer.Option(help="Threads of the training worker.")] = None,
     webhook_url: Annotated[str | None, typer.Option(metavar="URL", help="Told when a job ends.")] = None,
+    tinker: Annotated[bool | None, typer.Option("--tinker", help="Speak the Tinker API too (docs/tinker.md).")] = None,
     api_key: ApiKey = None,
     set_: Annotated[
         list[str] | None,
@@ -263,6 +264,7 @@ def serve(
         "worker_threads": worker_threads,
         "webhook_url": webhook_url,
         "api_key": api_key,
+        "tinker": tinker,
     }
     from groupwise.server.config import serve_config
 

@@ -67,6 +67,10 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
     for module in (chat, completions, rollouts, rollout_log, train, findings, adapters, admin, live):
         app.include_router(module.router)
     config = server.config
+    if config.tinker:
+        from groupwise.server.tinker_routes import mount  # needs the extra `tinker`
+
+        mount(app, server)
     add_handlers(app, without=str(config.state_dir.absolute()))
     describe(app, config)
     app.add_middleware(Guard, config=config, gate=gate or Gate("ready"), recorder=server.recorder)

@@ -136,7 +136,7 @@ class ServeConfig(Section):
     """Largest body of /api/v1/forward_backward."""
     tinker_gap_s: Seconds = 120.0
     """How long a request waits for one that was numbered before it."""
-    tinker_idle_s: Seconds = 1800.0
+    tinker_idle_s: Seconds = 600.0
     """A Tinker session that is not heard of for this long ends, and its models with it."""
     batch_rows: int = Field(default=256, ge=1, le=65536)
     """Completions decoded at once."""

@@ -1,0 +1,170 @@
+"""What clients saved over the Tinker wire, on disk, found by tinker:// paths; it outlives sessions and processes.
+
+    tinker://<run>/weights/<name>            trainer and optimizer, to go on from
+    tinker://<run>/sampler_weights/<name>    a version in the server's adapter store, which chats can name too
+
+    <state>/tinker/runs/<run>/<kind>/<name>.json      what is known of it
+    <state>/tinker/runs/<run>/weights/<name>/         a state (`sdk.state`)
+
+The record is written last: what has a record is whole, and what has none was never saved. A
+checkpoint past its time to live is not found any more, and removed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from groupwise import adapter_files as files
+from groupwise.errors import GroupwiseError, RequestError
+from groupwise.server.envelope import echo
+
+WEIGHTS, SAMPLER_WEIGHTS = "weights", "sampler_weights"
+TYPES = {WEIGHTS: "training", SAMPLER_WEIGHTS: "sampler"}
+
+_RUN = re.compile(r"[0-9a-f]{32}:train:[0-9]{1,9}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+class CheckpointNotFoundError(GroupwiseError, LookupError):
+    """No such checkpoint: it never was, was deleted, or is past its time to live."""
+
+    code, status, exit_code = "checkpoint_not_found", 404, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """One checkpoint. `created` and `expires` are seconds since 1970; `lora` is its adapter's rank and targets;
+    `version` is the adapter version of one for sampling."""
+
+    run: str
+    kind: str
+    name: str
+    base_model: str
+    lora: Mapping[str, Any]
+    created: float = field(default_factory=time.time)
+    expires: float | None = None
+    user_metadata: Mapping[str, str] | None = None
+    version: str | None = None
+    size_bytes: int = 0
+
+    @property
+    def path(self) -> str:
+        return f"tinker://{self.run}/{self.kind}/{self.name}"
+
+    def public(self) -> dict[str, Any]:
+        """As the package's listings have it."""
+        return {
+            "checkpoint_id": f"{self.kind}/{self.name}",
+            "checkpoint_type": TYPES[self.kind],
+            "time": _iso(self.created),
+            "tinker_path": self.path,
+            "size_bytes": self.size_bytes,
+            "public": False,
+            "user_metadata": self.user_metadata,
+            "expires_at": None if self.expires is None else _iso(self.expires),
+        }
+
+
+def _iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def parse_path(path: str) -> tuple[str, str, str]:
+    """A tinker:// path -> run, kind, name. Raises RequestError."""
+    parts = path.removeprefix("tinker://").split("/")
+    if not path.startswith("tinker://") or len(parts) != 3 or parts[1] not in TYPES or not _RUN.fullmatch(parts[0]):
+        shape = "tinker://<run>/weights/<name> or tinker://<run>/sampler_weights/<name>"
+        raise RequestError(f"{echo(path)} is no path of a checkpoint", hint=f"it looks like {shape}", param="path")
+    check_checkpoint_name(parts[2])
+    return parts[0], parts[1], parts[2]
+
+
+def check_checkpoint_name(name: str) -> None:
+    """Raise RequestError unless `name` can be a checkpoint's, and so a file's."""
+    if not _NAME.fullmatch(name):
+        hint = "1 to 128 of A-Z a-z 0-9 . _ - beginning with a letter or digit"
+        raise RequestError(f"{echo(name)} cannot name a checkpoint", hint=hint, param="path")
+
+
+class Checkpoints:
+    """Those of one state directory. Everything here touches the disk: call it in a thread."""
+
+    def __init__(self, root: Path):
+        self._runs = root / "runs"
+
+    def directory(self, run: str, name: str) -> Path:
+        """Where the state of tinker://`run`/weights/`name` is, or is to be."""
+        return self._runs / run / WEIGHTS / name
+
+    def record(self, checkpoint: Checkpoint) -> None:
+        """What was saved can be found from now on. Raises StorageError."""
+        path = self._record(checkpoint.run, checkpoint.kind, checkpoint.name)
+        if checkpoint.kind == WEIGHTS:
+            saved = self.directory(checkpoint.run, checkpoint.name)
+            checkpoint = replace(checkpoint, size_bytes=sum(each.stat().st_size for each in saved.iterdir()))
+        with files.writing(f"recording {checkpoint.path}"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            files.replace(path, json.dumps(asdict(checkpoint)))
+
+    def keep_for(self, checkpoint: Checkpoint, seconds: int | None) -> Checkpoint:
+        """Let it expire so many seconds from now, or never. Raises StorageError."""
+        kept = replace(checkpoint, expires=None if seconds is None else time.time() + seconds)
+        self.record(kept)
+        return kept
+
+    def find(self, path: str) -> Checkpoint:
+        """The checkpoint of a path. Raises RequestError, CheckpointNotFoundError."""
+        run, kind, name = parse_path(path)
+        found = self._read(self._record(run, kind, name))
+        if found is None:
+            hint = "GET /api/v1/checkpoints lists those there are"
+            raise CheckpointNotFoundError(f"there is no checkpoint {path}", hint=hint)
+        return found
+
+    def exists(self, run: str, kind: str, name: str) -> bool:
+        """Whether this name is taken."""
+        return self._read(self._record(run, kind, name)) is not None
+
+    def list(self, run: str | None = None) -> list[Checkpoint]:
+        """Those of a run, or all, the newest first."""
+        if run is not None and not _RUN.fullmatch(run):
+            return []
+        found = (self._read(path) for path in self._runs.glob(f"{run or '*'}/*/*.json"))
+        return sorted((each for each in found if each is not None), key=lambda each: -each.created)
+
+    def expired(self) -> Iterator[Checkpoint]:
+        """Those past their time to live."""
+        for path in self._runs.glob("*/*/*.json"):
+            found = self._read(path, also_expired=True)
+            if found is not None and found.expires is not None and found.expires < time.time():
+                yield found
+
+    def delete(self, checkpoint: Checkpoint) -> None:
+        """Remove it, its record first. Raises StorageError."""
+        with files.writing(f"removing {checkpoint.path}"):
+            self._record(checkpoint.run, checkpoint.kind, checkpoint.name).unlink(missing_ok=True)
+            if checkpoint.kind == WEIGHTS:
+                shutil.rmtree(self.directory(checkpoint.run, checkpoint.name), ignore_errors=True)
+        with suppress(OSError):  # the run's directories, if nothing else is in them
+            for path in (self._runs / checkpoint.run / checkpoint.kind, self._runs / checkpoint.run):
+                path.rmdir()
+
+    def _record(self, run: str, kind: str, name: str) -> Path:
+        return self._runs / run / kind / f"{name}.json"
+
+    def _read(self, path: Path, *, also_expired: bool = False) -> Checkpoint | None:
+        try:
+            checkpoint = Checkpoint(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+        over = checkpoint.expires is not None and checkpoint.expires < time.time()
+        return None if over and not also_expired else checkpoint

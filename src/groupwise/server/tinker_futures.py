@@ -1,0 +1,230 @@
+"""Answers that are asked for later: made at once, finished some time, fetched as often as the client likes.
+
+    begin(id)      a new future, or the one that this request already has: a retry is not a second request
+    wait(id)       its answer, or None while there is none
+    Sequence       runs the requests of one model strictly by their numbers, in whatever order they arrive
+
+An answer stays for a while after it was fetched first; one that nobody fetches stays longer. Both have an end, and the
+number and the bytes of all of them a bound, so that a client that asks and never fetches costs itself only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from groupwise.errors import GroupwiseError, OverloadedError, RequestError, TrainingError
+
+KEEP_S = 300.0  # an answer, after it was fetched
+UNFETCHED_S = 3600.0  # ... and one that was not
+SWEEP_S = 5.0  # between looks for those that are over
+MOST_KEPT, MOST_KEPT_BYTES = 1 << 16, 1 << 29  # answers; a quarter goes when there are more
+MOST_WAITING_BYTES = 1 << 29  # of requests
+AHEAD = 4096  # numbers that a request may be ahead of the one that is due
+
+JSON, PROTOBUF = "application/json", "application/x-protobuf"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a future is finished with."""
+
+    body: bytes
+    media: str = PROTOBUF
+
+
+def answer(**fields: Any) -> Answer:
+    """An answer in JSON."""
+    return Answer(json.dumps(fields).encode(), JSON)
+
+
+def failure(error: Exception, *, without: str = "") -> Answer:
+    """An error as the package reads it: category `user` for what another request would cure, `server` for the rest."""
+    if not isinstance(error, GroupwiseError):
+        return answer(error="internal error: see the server's log", category="server")
+    text = error.message + (f" ({error.hint})" if error.hint else "")
+    users = error.status < 500 or isinstance(error, TrainingError)
+    return answer(
+        error=text.replace(without, "<state_dir>") if without else text,
+        code=error.code,
+        category="user" if users else "server",
+    )
+
+
+@dataclass
+class _Load:
+    """What all futures hold: how many are unfinished, their requests' bytes, and the bytes of answers."""
+
+    unfinished: int = 0
+    waiting: int = 0
+    kept: int = 0
+
+
+@dataclass(eq=False)
+class Future:
+    """One request's answer. `size` is what the request itself holds until then, in bytes."""
+
+    id: str
+    size: int
+    load: _Load = field(repr=False)
+    answer: Answer | None = None
+    again: bool = False  # failed without having been tried: the same request may come again
+    until: float = 0.0  # when it is forgotten, monotonic
+    fetched: bool = False
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def finish(self, answer: Answer) -> None:
+        """Once; later answers are for nobody."""
+        if self.answer is None:
+            self.answer, self.until = answer, time.monotonic() + UNFETCHED_S
+            self.load.unfinished -= 1
+            self.load.waiting -= self.size
+            self.load.kept += len(answer.body)
+            self.done.set()
+
+
+class Futures:
+    """All futures of a server, by id. At most `most` are unfinished."""
+
+    def __init__(self, *, most: int, without: str = ""):
+        self._most, self._without = most, without
+        self._by_id: dict[str, Future] = {}
+        self._load, self._swept = _Load(), time.monotonic()
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def find(self, id: str) -> Future | None:
+        """The future of this id, if it is known."""
+        return self._by_id.get(id)
+
+    def begin(self, id: str, *, size: int = 0, due: bool = False) -> tuple[Future, bool]:
+        """The future of a request, and whether it is new. What is `due` is what others wait for: it always has room.
+
+        Raises OverloadedError where as many are unfinished as may be.
+        """
+        if (known := self._by_id.get(id)) is not None:
+            if not known.again:
+                return known, False
+            self._forget(known)
+        self._sweep()
+        load = self._load
+        if not due and (load.unfinished >= self._most or load.waiting + size > MOST_WAITING_BYTES):
+            busy = f"{load.unfinished} requests of {load.waiting} bytes wait for their answers (tinker_pending)"
+            raise OverloadedError(busy, hint="fetch some, then try again", retry_after=1)
+        load.unfinished += 1
+        load.waiting += size
+        self._by_id[id] = future = Future(id, size, load)
+        return future, True
+
+    async def wait(self, id: str, *, seconds: float) -> Answer | None:
+        """The answer, as soon as there is one; None after `seconds`. Raises LookupError for an id that is not known."""
+        future = self._by_id[id]
+        try:
+            async with asyncio.timeout(seconds):
+                await future.done.wait()
+        except TimeoutError:
+            return None
+        if not future.fetched:
+            future.fetched, future.until = True, time.monotonic() + KEEP_S
+        return future.answer
+
+    async def settle(self, future: Future, work: Callable[[], Awaitable[Answer]]) -> None:
+        """Finish `future` with what `work` gives or raises."""
+        try:
+            future.finish(await work())
+        except asyncio.CancelledError:
+            future.finish(failure(RequestError("the request was cancelled")))
+            raise
+        except Exception as error:
+            if not isinstance(error, GroupwiseError):
+                log.exception("tinker request %s", future.id)
+            future.finish(failure(error, without=self._without))
+
+    def forget(self, prefix: str) -> None:
+        """Forget the finished futures whose ids begin so."""
+        for future in [each for id, each in self._by_id.items() if id.startswith(prefix) and each.answer]:
+            self._forget(future)
+
+    def _forget(self, future: Future) -> None:
+        if future.answer is not None:
+            self._load.kept -= len(future.answer.body)
+            del self._by_id[future.id]
+
+    def _sweep(self) -> None:
+        """What is past its time goes; of what is too much, what was fetched, then what is oldest."""
+        now = time.monotonic()
+        too_much = self._load.kept > MOST_KEPT_BYTES or len(self._by_id) > MOST_KEPT
+        if not too_much and now < self._swept + SWEEP_S:
+            return
+        self._swept = now
+        for future in sorted(
+            (each for each in self._by_id.values() if each.answer), key=lambda f: (not f.fetched, f.until)
+        ):
+            too_much = self._load.kept > MOST_KEPT_BYTES * 3 // 4 or len(self._by_id) > MOST_KEPT * 3 // 4
+            if future.until < now or too_much:
+                self._forget(future)
+
+
+class Sequence:
+    """Requests of one model, run one after the other by their numbers. `due` is the next one.
+
+    If it does not come within `gap_s`, while later ones wait and nothing runs, those fail, and may come again.
+    """
+
+    def __init__(self, futures: Futures, *, gap_s: float):
+        self.due = 0
+        self._futures, self._gap_s = futures, gap_s
+        self._waiting: dict[int, tuple[Future, Callable[[], Awaitable[Answer]]]] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, number: int, future: Future, work: Callable[[], Awaitable[Answer]]) -> None:
+        """Run `work` when its turn comes, and finish `future` with its answer."""
+        if number < self.due:
+            gone = f"seq_id {number} was answered, and its answer is forgotten; the next is {self.due}"
+            future.finish(failure(RequestError(gone, hint="fetch answers within an hour")))
+        elif number > self.due + AHEAD:
+            future.again = True
+            ahead = f"seq_id is {number} and the next is {self.due}: more than {AHEAD} ahead"
+            future.finish(failure(RequestError(ahead, hint="number requests from 1, without gaps")))
+        else:
+            self._waiting[number] = future, work
+            if self._task is None:
+                self._disarm()
+                self._task = asyncio.create_task(self._run())
+
+    def close(self) -> None:
+        """Run nothing more; what waits fails."""
+        self._disarm()
+        self._fail("the session has ended")
+
+    async def _run(self) -> None:
+        while (entry := self._waiting.pop(self.due, None)) is not None:
+            await self._futures.settle(*entry)
+            self.due += 1
+        self._task = None
+        if self._waiting:
+            self._timer = asyncio.get_running_loop().call_later(self._gap_s, self._give_up)
+
+    def _give_up(self) -> None:
+        first = min(self._waiting)
+        self._fail(f"seq_id {first} waits for {self.due}, which did not come within {self._gap_s:g} s")
+
+    def _fail(self, why: str) -> None:
+        for future, _ in self._waiting.values():
+            future.again = True
+            future.finish(failure(RequestError(why, hint="send the one that is missing, then these again")))
+        self._waiting.clear()
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

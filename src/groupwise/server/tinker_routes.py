@@ -1,0 +1,361 @@
+"""/api/v1: the Tinker API (tinker 0.38), so that its package trains and samples on this server unchanged.
+
+    TINKER_BASE_URL=http://127.0.0.1:8420 TINKER_API_KEY=tml-local python my_loop.py
+
+A request is answered at once with an id, and /retrieve_future with its answer when there is one. What is wrong with
+one becomes its answer, with category `user`; only what names no request (an unknown session, a body that cannot be
+read) is an error of HTTP. These routes are Tinker's and not in /openapi.json; docs/tinker.md says what they do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, cast
+
+from fastapi import APIRouter, Request, Response
+
+from groupwise.errors import GroupwiseError, RequestError
+from groupwise.model import STARTER, STARTER_DIR
+from groupwise.server import tinker_bodies as bodies
+from groupwise.server.bodies import check_content_type, read_body
+from groupwise.server.envelope import echo
+from groupwise.server.state import Server
+from groupwise.server.tinker_checkpoints import SAMPLER_WEIGHTS, WEIGHTS, Checkpoint, Checkpoints
+from groupwise.server.tinker_futures import PROTOBUF, Futures, answer
+from groupwise.server.tinker_proto import DecodeError, ForwardBackwardRequest
+from groupwise.server.tinker_sampling import Samplers
+from groupwise.server.tinker_sessions import HeartbeatGoneError, SessionGoneError, Sessions
+from groupwise.server.tinker_training import ATTENTION, MLP, Models, lora_of, trains
+from groupwise.types import PolicyVersion
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+POLL_S = 10.0  # the longest that /retrieve_future waits
+PAGE = 100  # checkpoints or runs of one listing, where the request does not say
+AT_ONCE = 2000  # samples that one client may have under way
+
+router = APIRouter(prefix="/api/v1", include_in_schema=False)
+
+
+class FutureGoneError(GroupwiseError, LookupError):
+    """No such request, or its answer is forgotten: the package sends the request again."""
+
+    code, status, exit_code = "future_gone", 410, 2
+
+
+class Tinker:
+    """The wire's state in one server."""
+
+    def __init__(self, server: Server):
+        config = server.config
+        root = config.state_dir.absolute() / "tinker"
+        self.server = server
+        self.checkpoints = Checkpoints(root)
+        self.futures = Futures(most=config.tinker_pending, without=str(config.state_dir.absolute()))
+        self.models = Models(server.base, self.futures, self.checkpoints, config=config)
+        self.samplers = Samplers(server, self.models, self.futures, self.checkpoints, root=root)
+        self.sessions = Sessions(idle_s=config.tinker_idle_s, ended=self._ended)
+
+    async def _ended(self, session: str) -> None:
+        self.models.drop(session)
+        await self.samplers.drop(session)
+        self.futures.forget(session)
+
+    async def remove_expired(self) -> None:
+        """Delete the checkpoints that are past their time to live."""
+        for checkpoint in await asyncio.to_thread(lambda: [*self.checkpoints.expired()]):
+            with suppress(GroupwiseError):
+                await self.delete(checkpoint)
+
+    async def delete(self, checkpoint: Checkpoint) -> None:
+        """Remove a checkpoint. Raises AdapterInUseError, StorageError."""
+        if checkpoint.version is not None:
+            with suppress(LookupError):  # deleted in the store already
+                await self.server.policies.delete([PolicyVersion.parse(checkpoint.version)])
+        await asyncio.to_thread(self.checkpoints.delete, checkpoint)
+
+    def close(self) -> None:
+        """End what runs. For tests: a process that ends needs none of it."""
+        self.sessions.close()
+        self.samplers.close()
+        self.models.close()
+
+
+def mount(app: FastAPI, server: Server) -> None:
+    """Add the routes to an application."""
+    app.state.tinker = Tinker(server)
+    app.include_router(router)
+
+
+def tinker_of(request: Request) -> Tinker:
+    return cast("Tinker", request.app.state.tinker)
+
+
+# ---- the client and its session ----
+@router.get("/healthz")
+async def healthz() -> Any:
+    return {"status": "ok"}
+
+
+@router.post("/client/config")
+async def client_config(http: Request) -> Any:
+    return {"sample_max_concurrent_requests": min(AT_ONCE, tinker_of(http).server.config.tinker_pending)}
+
+
+@router.post("/telemetry")
+async def telemetry(http: Request) -> Any:
+    """Taken, and not kept."""
+    return {"status": "accepted"}
+
+
+@router.get("/get_server_capabilities")
+async def capabilities(http: Request) -> Any:
+    base, config = tinker_of(http).server.base, tinker_of(http).server.config
+    about = {"max_context_length": base.context_length, "trainable": True, "sampleable": True}
+    return {
+        "supported_models": [{"model_name": name, **about} for name in dict.fromkeys((base.name, config.served_name))]
+    }
+
+
+@router.post("/create_session")
+async def create_session(http: Request) -> Any:
+    body = await read_body(http, bodies.CreateSession)
+    await tinker_of(http).remove_expired()
+    about = {"user_metadata": bodies.check_metadata(body.user_metadata), "display_name": body.display_name}
+    return {"type": "create_session", "session_id": tinker_of(http).sessions.create(**about).id}
+
+
+@router.post("/session_heartbeat")
+async def heartbeat(http: Request) -> Any:
+    body = await read_body(http, bodies.Heartbeat)
+    tinker_of(http).sessions.touch(body.session_id, error=HeartbeatGoneError)
+    return {"type": "session_heartbeat"}
+
+
+@router.post("/sessions/{session}/finish")
+async def finish(http: Request, session: str) -> Any:
+    tinker_of(http).sessions.touch(session)
+    await tinker_of(http).sessions.end(session)
+    return {}
+
+
+@router.get("/sessions")
+async def sessions(http: Request) -> Any:
+    return {"sessions": tinker_of(http).sessions.ids}
+
+
+@router.get("/sessions/{session}")
+async def session(http: Request, session: str) -> Any:
+    tinker = tinker_of(http)
+    found = tinker.sessions.touch(session)
+    runs = [model.id for model in tinker.models.of(session)]
+    about = {"user_metadata": found.user_metadata, "display_name": found.display_name}
+    return {"training_run_ids": runs, "sampler_ids": tinker.samplers.of(session), **about}
+
+
+# ---- models ----
+@router.post("/create_model")
+async def create_model(http: Request) -> Any:
+    tinker, body = tinker_of(http), await read_body(http, bodies.CreateModel)
+    tinker.sessions.touch(body.session_id)
+    tinker.models.check_base(body.base_model)
+    _check_optimizer(body.optimizer_config)
+    seed = 0 if body.lora_config is None else body.lora_config.seed or 0
+    metadata = bodies.check_metadata(body.user_metadata)
+    lora = lora_of(body.lora_config)
+    return tinker.models.create(body.session_id, body.model_seq_id, lora, seed=seed, user_metadata=metadata)
+
+
+@router.post("/load_weights")
+async def load_weights(http: Request) -> Any:
+    tinker, body = tinker_of(http), await read_body(http, bodies.LoadWeights)
+    _check_optimizer(body.optimizer_config)
+    tinker.models.check_base(body.base_model)
+    if body.model_id is not None and body.seq_id is not None:
+        model = tinker.models.find(body.model_id)
+        return tinker.models.request(model, body.seq_id, lambda: tinker.models.load_weights(model, body))
+    if body.session_id is None or body.model_seq_id is None:
+        raise RequestError("there is neither session_id with model_seq_id nor model_id with seq_id")
+    tinker.sessions.touch(body.session_id)
+    saved = await asyncio.to_thread(tinker.checkpoints.find, body.path)
+    if saved.kind != WEIGHTS:
+        hint = "go on from what save_state (save_weights) saved"
+        raise RequestError(f"{body.path} is for sampling, and has no state of the trainer", hint=hint, param="path")
+    load, metadata = {"saved": saved, "optimizer": body.optimizer}, bodies.check_metadata(body.user_metadata)
+    return tinker.models.create(body.session_id, body.model_seq_id, saved.lora, load=load, user_metadata=metadata)
+
+
+@router.post("/get_info")
+async def get_info(http: Request) -> Any:
+    tinker = tinker_of(http)
+    model = tinker.models.find((await read_body(http, bodies.OfModel)).model_id)
+    base = tinker.models.base
+    arch = getattr(base.model.config, "model_type", None)
+    tokenizer = str(STARTER_DIR) if base.name == STARTER else base.name
+    return {
+        "type": "get_info",
+        "model_data": {"arch": arch, "model_name": base.name, "tokenizer_id": tokenizer},
+        "model_id": model.id,
+        "is_lora": True,
+        "lora_rank": model.lora["rank"],
+        "model_name": base.name,
+    }
+
+
+@router.post("/forward_backward")
+async def forward_backward(http: Request) -> Any:
+    tinker = tinker_of(http)
+    check_content_type(http, wanted=PROTOBUF)
+    raw = await http.body()
+    message = ForwardBackwardRequest()
+    try:
+        await asyncio.to_thread(message.ParseFromString, raw)
+    except DecodeError as error:
+        raise RequestError(
+            f"the body is no ForwardBackwardRequest: {echo(str(error))}", hint="send protobuf, as tinker 0.38 does"
+        ) from None
+    model = tinker.models.find(message.model_id)
+    if message.seq_id < 1:
+        raise RequestError(f"seq_id is {message.seq_id}; it counts from 1", param="seq_id")
+    return tinker.models.request(
+        model, message.seq_id, lambda: tinker.models.forward_backward(model, message), size=4 * len(raw)
+    )
+
+
+@router.post("/optim_step")
+async def optim_step(http: Request) -> Any:
+    tinker, body = tinker_of(http), await read_body(http, bodies.OptimStep)
+    model = tinker.models.find(body.model_id)
+    return tinker.models.request(model, body.seq_id, lambda: tinker.models.optim_step(model, body))
+
+
+@router.post("/save_weights")
+async def save_weights(http: Request) -> Any:
+    tinker, body = tinker_of(http), await read_body(http, bodies.SaveWeights)
+    model = tinker.models.find(body.model_id)
+    return tinker.models.request(model, body.seq_id, lambda: tinker.models.save_weights(model, body))
+
+
+@router.post("/save_weights_for_sampler")
+async def save_weights_for_sampler(http: Request) -> Any:
+    tinker, body = tinker_of(http), await read_body(http, bodies.SaveForSampler)
+    model = tinker.models.find(body.model_id)
+    return tinker.models.request(model, body.seq_id, lambda: tinker.samplers.snapshot(model, body))
+
+
+def _check_optimizer(optimizer: bodies.Optimizer | None) -> None:
+    if optimizer is not None and optimizer.type != "adamw":
+        hint = "leave optimizer_config out"
+        raise RequestError(f"the optimizer {echo(optimizer.type)} is not here; adamw is", hint=hint)
+
+
+# ---- sampling ----
+@router.post("/create_sampling_session")
+async def create_sampling_session(http: Request) -> Any:
+    tinker, body = tinker_of(http), await read_body(http, bodies.CreateSampler)
+    tinker.sessions.touch(body.session_id)
+    sampler = await tinker.samplers.create(body)
+    return {"type": "create_sampling_session", "sampling_session_id": sampler.id}
+
+
+@router.get("/samplers/{sampler}")
+async def sampler(http: Request, sampler: str) -> Any:
+    found = tinker_of(http).samplers.find(sampler)
+    return {"sampler_id": found.id, "base_model": found.base_model, "model_path": found.model_path}
+
+
+@router.post("/asample")
+async def asample(http: Request) -> Any:
+    return tinker_of(http).samplers.submit(await read_body(http, bodies.Sample))
+
+
+@router.post("/cancel_future")
+async def cancel_future(http: Request) -> Any:
+    tinker_of(http).samplers.cancel((await read_body(http, bodies.Retrieve)).request_id)
+    return {}
+
+
+@router.post("/retrieve_future")
+async def retrieve_future(http: Request) -> Response:
+    tinker, id = tinker_of(http), (await read_body(http, bodies.Retrieve)).request_id
+    if tinker.futures.find(id) is None:
+        raise FutureGoneError(f"there is no request {echo(id)}, or its answer is forgotten", hint="send it again")
+    found = await tinker.futures.wait(id, seconds=POLL_S)
+    found = found or answer(type="try_again", request_id=id, queue_state="active")
+    return Response(found.body, media_type=found.media)
+
+
+# ---- what was saved ----
+@router.post("/weights_info")
+async def weights_info(http: Request) -> Any:
+    body = await read_body(http, bodies.TinkerPath)
+    saved = await asyncio.to_thread(tinker_of(http).checkpoints.find, body.tinker_path)
+    about = {"base_model": saved.base_model, "is_lora": True, "lora_rank": saved.lora["rank"]}
+    return about | {
+        "train_unembed": False,
+        "train_mlp": trains(saved.lora, MLP),
+        "train_attn": trains(saved.lora, ATTENTION),
+    }
+
+
+@router.get("/checkpoints")
+async def checkpoints(http: Request, limit: int = PAGE, offset: int = 0) -> Any:
+    found = await asyncio.to_thread(tinker_of(http).checkpoints.list)
+    page, cursor = _page(found, limit, offset)
+    return {"checkpoints": [each.public() for each in page], "cursor": cursor}
+
+
+@router.get("/training_runs")
+async def training_runs(http: Request, limit: int = PAGE, offset: int = 0) -> Any:
+    runs = await _runs(tinker_of(http))
+    page, cursor = _page(list(runs.values()), limit, offset)
+    return {"training_runs": page, "cursor": cursor}
+
+
+@router.get("/training_runs/{run}")
+async def training_run(http: Request, run: str) -> Any:
+    if (found := (await _runs(tinker_of(http))).get(run)) is None:
+        raise SessionGoneError(f"there is no training run {echo(run)}", hint="GET /api/v1/training_runs lists them")
+    return found
+
+
+@router.get("/training_runs/{run}/checkpoints")
+async def run_checkpoints(http: Request, run: str) -> Any:
+    found = await asyncio.to_thread(tinker_of(http).checkpoints.list, run)
+    return {"checkpoints": [each.public() for each in found]}
+
+
+@router.delete("/training_runs/{run}/checkpoints/{kind}/{name}")
+async def delete_checkpoint(http: Request, run: str, kind: str, name: str) -> Response:
+    tinker = tinker_of(http)
+    await tinker.delete(await asyncio.to_thread(tinker.checkpoints.find, f"tinker://{run}/{kind}/{name}"))
+    return Response(status_code=204)
+
+
+@router.put("/training_runs/{run}/checkpoints/{kind}/{name}/ttl")
+async def set_ttl(http: Request, run: str, kind: str, name: str) -> Any:
+    body, store = await read_body(http, bodies.Ttl), tinker_of(http).checkpoints
+    saved = await asyncio.to_thread(store.find, f"tinker://{run}/{kind}/{name}")
+    return (await asyncio.to_thread(store.keep_for, saved, body.ttl_seconds)).public()
+
+
+def _page(found: list[Any], limit: int, offset: int) -> tuple[list[Any], dict[str, int]]:
+    limit, offset = max(1, min(limit, 1000)), max(0, offset)
+    return found[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(found)}
+
+
+async def _runs(tinker: Tinker) -> dict[str, dict[str, Any]]:
+    """Every run that has a checkpoint, and every model in training, the newest first."""
+    runs: dict[str, dict[str, Any]] = {}
+    owner = {"model_owner": "local", "is_lora": True, "base_model": tinker.models.base.name}
+    for saved in await asyncio.to_thread(tinker.checkpoints.list):
+        about = saved.public()
+        first = {"training_run_id": saved.run, "lora_rank": saved.lora["rank"], "last_request_time": about["time"]}
+        run = runs.setdefault(saved.run, {**owner, **first})
+        run.setdefault("last_sampler_checkpoint" if saved.kind == SAMPLER_WEIGHTS else "last_checkpoint", about)
+    for model in tinker.models.of():
+        run = runs.setdefault(model.id, {**owner, "training_run_id": model.id, "lora_rank": model.lora["rank"]})
+        run |= {"last_request_time": model.heard, "user_metadata": model.user_metadata}
+    return runs

@@ -1,0 +1,310 @@
+"""Sampling over the Tinker wire: from the base model, from a checkpoint, or from a snapshot of a model in training.
+
+    Samplers.create      a sampling session: which weights
+    Samplers.snapshot    a model's weights as they are now, as a version of their own, which training does not change
+    Samplers.sample      completions, and log-probabilities of the prompt
+
+A snapshot under a name is a version in the server's adapter store, and chats can name it; one without is for its
+sampling session only and goes with it. Completions of all of them are decoded together, and with those of chats.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from groupwise.adapter_files import Provenance
+from groupwise.adapters import AdapterStore
+from groupwise.errors import ConflictError, GroupwiseError, OverloadedError, RequestError
+from groupwise.sdk.trainer import TrainingClient
+from groupwise.server import tinker_bodies as bodies
+from groupwise.server.envelope import echo
+from groupwise.server.generate import Generation
+from groupwise.server.policies import Policies
+from groupwise.server.state import Server
+from groupwise.server.tinker_checkpoints import SAMPLER_WEIGHTS, Checkpoints, check_checkpoint_name
+from groupwise.server.tinker_futures import Answer, Futures, answer
+from groupwise.server.tinker_proto import LENGTH, STOP, SampleResponse
+from groupwise.server.tinker_sessions import GO_ON, SessionGoneError
+from groupwise.server.tinker_training import Model, Models
+from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingParams, SamplingRequest
+
+NO_TOKEN, NO_LOGPROB = 0, -99999.0  # where a place has fewer alternatives than were asked for
+SNAPSHOT, INFLIGHT = "snapshot", "inflight"
+WAIT_S = 0.2  # between attempts to load an adapter while all places are in use
+
+log = logging.getLogger(__name__)
+
+Top = Sequence[tuple[int, float]]
+
+
+@dataclass(eq=False)
+class Sampler:
+    """A sampling session. `version` changes for `inflight` ones only, which follow their model."""
+
+    id: str
+    session: str
+    policies: Policies
+    version: PolicyVersion
+    base_model: str
+    model_path: str | None = None
+    follows: str | None = None  # the id of the model
+
+
+class Samplers:
+    """All sampling sessions of a server."""
+
+    def __init__(self, server: Server, models: Models, futures: Futures, checkpoints: Checkpoints, *, root: Path):
+        self._server, self._models, self._futures, self._checkpoints = server, models, futures, checkpoints
+        shutil.rmtree(root / "snapshots", ignore_errors=True)  # of sessions of another process
+        self._store = AdapterStore(root / "snapshots")
+        self._snapshots = Policies(
+            self._store,
+            server.engine,
+            base=server.base,
+            served_name=server.config.served_name,
+            max_loaded=server.config.max_loaded_adapters,
+        )
+        self._by_id: dict[str, Sampler] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    # -- which weights ---------------------------------------------------------------------------------------------
+
+    def find(self, id: str | None) -> Sampler:
+        """Raises SessionGoneError."""
+        if (sampler := self._by_id.get(id or "")) is None:
+            raise SessionGoneError(f"there is no sampling session {echo(id)}", hint=GO_ON)
+        return sampler
+
+    def of(self, session: str) -> list[str]:
+        return [each.id for each in self._by_id.values() if each.session == session]
+
+    async def create(self, body: bodies.CreateSampler) -> Sampler:
+        """From the base model or a checkpoint. Raises RequestError, CheckpointNotFoundError, AdapterNotFoundError."""
+        id = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
+        if id in self._by_id:
+            return self._by_id[id]
+        self._models.check_base(body.base_model)
+        policies, version = self._server.policies, PolicyVersion.base()
+        if body.model_path is not None:
+            found = await asyncio.to_thread(self._checkpoints.find, body.model_path)
+            if found.version is None:
+                hint = "sample from what save_weights_for_sampler saved"
+                raise RequestError(f"{body.model_path} is a state of the trainer", hint=hint, param="model_path")
+            version = policies.resolve(adapter=found.version)
+        name = self._models.base.name
+        sampler = Sampler(id, body.session_id, policies, version, name, body.model_path)
+        return self._by_id.setdefault(id, sampler)
+
+    async def snapshot(self, model: Model, body: bodies.SaveForSampler) -> Answer:
+        """The model's weights as they are now, under a name or for a sampling session."""
+        if body.kind not in (SNAPSHOT, INFLIGHT):
+            raise RequestError(f"kind is {echo(body.kind)}; it is {SNAPSHOT} or {INFLIGHT}", param="kind")
+        if body.path is not None:
+            check_checkpoint_name(body.path)
+            if await asyncio.to_thread(self._checkpoints.exists, model.id, SAMPLER_WEIGHTS, body.path):
+                raise ConflictError(f"there is a checkpoint {body.path!r} of this run", hint="choose another name")
+        elif body.sampling_session_seq_id is None:
+            raise RequestError("there is neither a path nor a sampling_session_seq_id", param="path")
+        version = await self._published(model, named=body.path is not None)
+        path = await self._recorded(model, body, version) if body.path is not None else None
+        policies, id = (self._snapshots if path is None else self._server.policies), None
+        if body.sampling_session_seq_id is not None:
+            id = f"{model.session}:sample:{body.sampling_session_seq_id}"
+            follows = model.id if body.kind == INFLIGHT else None
+            name = self._models.base.name
+            made = Sampler(id, model.session, policies, version, name, path, follows)
+            if not self._models.is_there(model):
+                await self._discard(made)
+                raise SessionGoneError("the session has ended", hint=GO_ON)
+            self._by_id[id] = made
+        if body.kind == INFLIGHT:
+            await self._follow(model.id, policies, version)
+        return answer(type="save_weights_for_sampler", path=path, sampling_session_id=id)
+
+    async def drop(self, session: str) -> None:
+        """Let go of a session's sampling sessions, of what they sample, and of their snapshots."""
+        for id in self.of(session):
+            running = [task for request, task in self._tasks.items() if request.startswith(f"{id}:")]
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            await self._discard(self._by_id.pop(id))
+
+    def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        self._snapshots.close()
+
+    # -- samples ---------------------------------------------------------------------------------------------------
+
+    def submit(self, body: bodies.Sample) -> dict[str, Any]:
+        """Begin to sample -> the request's id and those of its sequences. Raises RequestError, OverloadedError."""
+        sampler = self.find(body.sampling_session_id)
+        if body.seq_id is None:
+            raise RequestError("seq_id is missing", param="seq_id")
+        if body.num_samples > self._server.config.max_n:
+            most = self._server.config.max_n
+            raise RequestError(f"num_samples is {body.num_samples}; the most is {most} (max_n)", param="num_samples")
+        id = f"{sampler.id}:{body.seq_id}"
+        future, is_new = self._futures.begin(id, size=32 * sum(len(chunk.tokens) for chunk in body.prompt.chunks))
+        if is_new:
+            settled = self._futures.settle(future, lambda: self._sample(sampler, body))
+            self._tasks[id] = task = asyncio.create_task(settled)
+            task.add_done_callback(lambda _: self._tasks.pop(id, None))
+        return {"request_id": id, "sample_sequence_ids": [f"{id}:{i}" for i in range(body.num_samples)]}
+
+    def cancel(self, id: str) -> None:
+        """Sample no more for this request, if it still runs."""
+        if (task := self._tasks.get(id)) is not None:
+            task.cancel()
+
+    async def _sample(self, sampler: Sampler, body: bodies.Sample) -> Answer:
+        request = self._request(body)
+        async with asyncio.timeout(self._server.config.request_timeout_s):
+            while True:
+                try:
+                    return await self._sampled(sampler, body, request)
+                except OverloadedError:  # as many adapters as may be loaded are in use
+                    await asyncio.sleep(WAIT_S)
+
+    async def _sampled(
+        self, sampler: Sampler, body: bodies.Sample, request: Callable[[PolicyVersion], SamplingRequest]
+    ) -> Answer:
+        version = None if sampler.version.is_base else str(sampler.version)
+        async with sampler.policies.lease(adapter=version or "base") as leased:
+            asked = request(leased)
+            scored = await asyncio.to_thread(self._scored, body, asked)
+            generation = Generation(self._server.engine, [asked], timeout_s=self._server.config.request_timeout_s)
+            try:
+                (completions,) = await generation.completions()
+            finally:
+                generation.cancel()
+        return Answer(await asyncio.to_thread(encode_samples, completions, scored, body))
+
+    def _request(self, body: bodies.Sample) -> Callable[[PolicyVersion], SamplingRequest]:
+        """What the engine is asked for, but for the version. Raises RequestError for what is not supported."""
+        _check_supported(body, most_top=self._server.config.max_top_logprobs)
+        given, config = body.sampling_params, self._server.config
+        stops = (given.stop,) if isinstance(given.stop, str) else given.stop or ()
+        try:
+            params = SamplingParams(
+                max_tokens=given.max_tokens or config.max_tokens_default,
+                temperature=given.temperature,
+                top_p=given.top_p,
+                top_k=max(given.top_k, 0),
+                stop=tuple(stop for stop in stops if isinstance(stop, str)),
+                stop_ids=tuple(stop for stop in stops if isinstance(stop, int)),
+                seed=given.seed,
+                ignore_eos=given.stop == (),
+                top_logprobs=body.topk_sample_logprobs,
+            )
+        except ValueError as error:
+            raise RequestError(str(error), param="sampling_params") from None
+        ids = tuple(token for chunk in body.prompt.chunks for token in chunk.tokens)
+        return lambda version: SamplingRequest(prompt_ids=ids, params=params, n=body.num_samples, version=version)
+
+    def _scored(self, body: bodies.Sample, asked: SamplingRequest) -> list[tuple[float, Top]] | None:
+        """Log-probabilities of the prompt's tokens and of the likeliest in their places; NaN where not asked for."""
+        if not body.prompt_logprobs and not body.topk_prompt_logprobs:
+            return None
+        ids, top = asked.prompt_ids, body.topk_prompt_logprobs
+        last = min(body.prompt_logprobs_last_n or len(ids), len(ids) - 1)
+        first = len(ids) - last
+        rows = self._server.engine.score_top(ids[:first], ids[first:], asked.version, top=top)
+        unknown: list[tuple[float, Top]] = [(math.nan, ())] * first
+        return [*unknown, *rows]
+
+    # -- snapshots -------------------------------------------------------------------------------------------------
+
+    async def _published(self, model: Model, *, named: bool) -> PolicyVersion:
+        """The model's weights as a new version, in the server's store or in that of snapshots. One engine has both, so
+        that their names differ."""
+        base, store = self._models.base, self._server.store if named else self._store
+        name = f"{'tinker' if named else 'snapshot'}-{hashlib.sha256(model.id.encode()).hexdigest()[:12]}"
+
+        def publish(trainer: TrainingClient) -> PolicyVersion:
+            info = Provenance(base_model=base.name, base_hash=base.hash, step=trainer.learner.steps)
+            return store.publish(name, trainer.learner.save_adapter, info=info)
+
+        return await self._models.in_training(model, publish)
+
+    async def _recorded(self, model: Model, body: bodies.SaveForSampler, version: PolicyVersion) -> str:
+        assert body.path is not None
+        size = sum(each.stat().st_size for each in self._server.store.path(version).iterdir())
+        saved = self._models.checkpoint(model, SAMPLER_WEIGHTS, body.path, body, version=str(version), size_bytes=size)
+        await asyncio.to_thread(self._checkpoints.record, saved)
+        return saved.path
+
+    async def _follow(self, model: str, policies: Policies, version: PolicyVersion) -> None:
+        """Those that follow the model sample from `version` from now on."""
+        for sampler in [each for each in self._by_id.values() if each.follows == model and each.version != version]:
+            before = Sampler(sampler.id, sampler.session, sampler.policies, sampler.version, sampler.base_model)
+            sampler.policies, sampler.version = policies, version
+            await self._discard(before)
+
+    async def _discard(self, gone: Sampler) -> None:
+        """Remove a snapshot that nobody samples from any more."""
+        used = any(each.version == gone.version and each.policies is gone.policies for each in self._by_id.values())
+        if gone.policies is self._snapshots and not used:
+            try:
+                await self._snapshots.delete([gone.version])
+            except GroupwiseError as error:  # it goes at the next start
+                log.warning("the snapshot %s was not removed: %s", gone.version, error)
+
+
+def _check_supported(body: bodies.Sample, *, most_top: int) -> None:
+    unsupported = {
+        "target_prompt_logprobs": (body.target_prompt_logprobs is not None, "ask for topk_prompt_logprobs"),
+        "prompt_alt_tokens_k": (body.prompt_alt_tokens_k > 0, "ask for topk_prompt_logprobs"),
+        "record_stability_info": (bool(body.record_stability_info), "train with importance_sampling or cispo"),
+    }
+    for name, (asked, hint) in unsupported.items():
+        if asked:
+            raise RequestError(f"{name} is not supported", hint=hint, param=name)
+    for chunk in body.prompt.chunks:
+        if chunk.type != "encoded_text":
+            hint = "send encoded_text chunks"
+            raise RequestError(
+                f"the prompt has a chunk of type {echo(chunk.type)}; text only", hint=hint, param="prompt"
+            )
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+        if getattr(body, name) > most_top:
+            limit = f"the most is {most_top} (max_top_logprobs)"
+            raise RequestError(f"{name} is {getattr(body, name)}; {limit}", param=name)
+
+
+# ---- the answer ----
+def encode_samples(
+    completions: Sequence[Completion], scored: Sequence[tuple[float, Top]] | None, body: bodies.Sample
+) -> bytes:
+    """A SampleResponse."""
+    message = SampleResponse()
+    for completion in completions:
+        reason = LENGTH if completion.finish_reason == FinishReason.LENGTH else STOP
+        sequence = message.sequences.add(stop_reason=reason, tokens=np.asarray(completion.token_ids, "<i4").tobytes())
+        sequence.logprobs = np.asarray(completion.logprobs, "<f4").tobytes()
+        if body.topk_sample_logprobs:
+            _encode_top(sequence.topk_sampled_logprobs, completion.top_logprobs, body.topk_sample_logprobs)
+    if scored is not None and body.prompt_logprobs:
+        message.prompt_logprobs = np.asarray([logprob for logprob, _ in scored], "<f4").tobytes()
+    if scored is not None and body.topk_prompt_logprobs:
+        _encode_top(message.topk_prompt_logprobs, [top for _, top in scored], body.topk_prompt_logprobs)
+    return message.SerializeToString()
+
+
+def _encode_top(message: Any, rows: Sequence[Top], k: int) -> None:
+    """Rows of (id, log-probability), likeliest first, each filled up to `k`."""
+    filled = [[*row, *[(NO_TOKEN, NO_LOGPROB)] * (k - len(row))][:k] for row in rows]
+    message.token_ids = np.asarray([[id for id, _ in row] for row in filled], "<i4").tobytes()
+    message.logprobs = np.asarray([[logprob for _, logprob in row] for row in filled], "<f4").tobytes()
+    message.k, message.length = k, len(filled)

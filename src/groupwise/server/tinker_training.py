@@ -1,0 +1,260 @@
+"""Models of the Tinker wire: each an adapter being trained by the SDK's `TrainingService`, over the served base model.
+
+    Models      makes, finds and drops them; their requests run in the order of their numbers
+    Model       one of them: forward_backward, optim_step, save_weights, load_weights
+
+All train in one thread of the server's process, one call at a time, at a lower priority than what is served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from groupwise.errors import ConflictError, OverloadedError, RequestError
+from groupwise.model import LoadedModel
+from groupwise.sdk.losses import CROSS_ENTROPY, datum_loss
+from groupwise.sdk.trainer import AdamParams, TrainingClient, TrainingService
+from groupwise.server import tinker_bodies as bodies
+from groupwise.server.config import ServeConfig
+from groupwise.server.envelope import echo
+from groupwise.server.tinker_checkpoints import WEIGHTS, Checkpoint, Checkpoints, check_checkpoint_name
+from groupwise.server.tinker_datums import datums_of, encode_output, loss_config, weights_of_wire, wire_metrics
+from groupwise.server.tinker_futures import Answer, Futures, Sequence, answer
+from groupwise.server.tinker_sessions import GO_ON, SessionGoneError
+from groupwise.train.lora import LoraSpec
+
+ALPHA = 32.0  # of every adapter, whatever its rank
+NICE = 10  # below what is served
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+MLP = ["gate_proj", "up_proj", "down_proj"]
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Model:
+    """One adapter being trained. `client` is None until it has been made."""
+
+    id: str
+    session: str
+    lora: Mapping[str, Any]  # rank and targets
+    sequence: Sequence
+    user_metadata: dict[str, str] | None = None
+    client: TrainingClient | None = None
+    heard: float = field(default_factory=time.time)
+
+    @property
+    def trainer(self) -> TrainingClient:
+        """Raises SessionGoneError if it could not be made."""
+        if self.client is None:
+            raise SessionGoneError(f"the model {self.id} was not made", hint=GO_ON)
+        return self.client
+
+
+def lora_of(config: bodies.Lora | None) -> dict[str, Any]:
+    """Rank and targets of the adapter that a client asks for. Raises RequestError."""
+    config = config or bodies.Lora(rank=32)
+    if not (config.train_attn or config.train_mlp):
+        raise RequestError("train_attn and train_mlp are both false: there is nothing to train", param="lora_config")
+    both = config.train_attn and config.train_mlp
+    return {"rank": config.rank, "targets": "all-linear" if both else ATTENTION if config.train_attn else MLP}
+
+
+def trains(lora: Mapping[str, Any], modules: Collection[str]) -> bool:
+    """Whether an adapter changes these modules."""
+    return lora["targets"] == "all-linear" or set(modules) <= set(lora["targets"])
+
+
+class Models:
+    """All models of a server. At most `most` at once, each with an adapter and its optimizer in memory."""
+
+    def __init__(self, base: LoadedModel, futures: Futures, checkpoints: Checkpoints, *, config: ServeConfig):
+        self.base, self.name = base, config.served_name
+        self._most, self._gap_s = config.tinker_models, config.tinker_gap_s
+        self._threads = config.worker_threads or torch.get_num_threads()
+        self._futures, self._checkpoints = futures, checkpoints
+        self._by_id: dict[str, Model] = {}
+        self._service: TrainingService | None = None
+        self._lock = threading.Lock()
+
+    # -- which -----------------------------------------------------------------------------------------------------
+
+    def find(self, id: str) -> Model:
+        """Raises SessionGoneError."""
+        if (model := self._by_id.get(id)) is None:
+            raise SessionGoneError(
+                f"there is no model {echo(id)}: it ended, or the server was started anew", hint=GO_ON
+            )
+        model.heard = time.time()
+        return model
+
+    def is_there(self, model: Model) -> bool:
+        """Whether its session lives."""
+        return model.id in self._by_id
+
+    def of(self, session: str | None = None) -> list[Model]:
+        """Those of a session, or all."""
+        return [each for each in self._by_id.values() if session in (None, each.session)]
+
+    def drop(self, session: str) -> None:
+        """Let go of a session's models."""
+        for model in self.of(session):
+            model.sequence.close()
+            del self._by_id[model.id]
+
+    def close(self) -> None:
+        """Finish what runs, and end the thread."""
+        for session in {model.session for model in self.of()}:
+            self.drop(session)
+        if self._service is not None:
+            self._service.close()
+
+    def check_base(self, name: str | None) -> None:
+        """Raise RequestError unless `name` is the model that is served."""
+        if name not in (None, self.name, self.base.name):
+            hint = f"this server has {self.name!r} ({self.base.name})"
+            raise RequestError(f"there is no base model {echo(name)}", hint=hint, param="base_model")
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def create(
+        self, session: str, number: int, lora: Mapping[str, Any], *, seed: int = 0, **options: Any
+    ) -> dict[str, str]:
+        """A fresh adapter, or one from a checkpoint (`load`, as `_load`'s arguments) -> the request's id."""
+        id, load = f"{session}:train:{number}", options.pop("load", None)
+        if self._futures.find(f"{id}:0") is None and len(self._by_id) >= self._most:
+            busy = f"{self._most} models are trained already (tinker_models)"
+            raise OverloadedError(busy, hint="end a session, or wait until one has been silent", retry_after=30)
+        future, is_new = self._futures.begin(f"{id}:0")
+        if not is_new:
+            return {"request_id": future.id, "model_id": id}
+        model = Model(id, session, lora, Sequence(self._futures, gap_s=self._gap_s), **options)
+        self._by_id[id] = model
+
+        async def work() -> Answer:
+            try:
+                model.client = await asyncio.to_thread(self._client, model, seed)
+                if load is None:
+                    return answer(type="create_model", model_id=id)
+                return await self._load(model, **load)
+            except BaseException:
+                self._by_id.pop(id, None)
+                raise
+
+        model.sequence.add(0, future, work)
+        return {"request_id": future.id, "model_id": id}
+
+    def request(self, model: Model, number: int, work: Callable[[], Any], *, size: int = 0) -> dict[str, str]:
+        """Run `work` when `number`'s turn comes -> the request's id."""
+        due = number == model.sequence.due
+        future, is_new = self._futures.begin(f"{model.id}:{number}", size=size, due=due)
+        if is_new:
+            model.sequence.add(number, future, work)
+        return {"request_id": future.id, "model_id": model.id}
+
+    async def forward_backward(self, model: Model, message: Any) -> Answer:
+        """Log-probabilities and, unless `forward_only`, a gradient that is added to what there is."""
+        run = self._forward if message.forward_only else self._backward
+        return Answer(await asyncio.to_thread(run, model.trainer, message))
+
+    async def optim_step(self, model: Model, body: bodies.OptimStep) -> Answer:
+        if body.adam_params is None:
+            kind = (body.optimizer_params or {}).get("type")
+            raise RequestError(f"the optimizer {echo(kind)} is not here", hint="use AdamParams", param="optim_params")
+        adam = AdamParams(**body.adam_params.model_dump())
+        result = await model.trainer.optim_step(adam)
+        metrics = {"grad_norm:mean": result.grad_norm, "refused:sum": float(not result.applied)}
+        return answer(type="optim_step", metrics={name: v for name, v in metrics.items() if math.isfinite(v)})
+
+    async def save_weights(self, model: Model, body: bodies.SaveWeights) -> Answer:
+        name = body.path or f"{body.seq_id:06d}"
+        check_checkpoint_name(name)
+        if not body.overwrite and await asyncio.to_thread(self._checkpoints.exists, model.id, WEIGHTS, name):
+            raise ConflictError(f"there is a checkpoint {name!r} of this run", hint="set overwrite, or another name")
+        await model.trainer.save_state(self._checkpoints.directory(model.id, name))
+        saved = self.checkpoint(model, WEIGHTS, name, body)
+        await asyncio.to_thread(self._checkpoints.record, saved)
+        return answer(type="save_weights", path=saved.path)
+
+    async def load_weights(self, model: Model, body: bodies.LoadWeights) -> Answer:
+        saved = await asyncio.to_thread(self._checkpoints.find, body.path)
+        if saved.lora != dict(model.lora):
+            raise ConflictError(f"{body.path} has an adapter of {saved.lora}, and the model {dict(model.lora)}")
+        return await self._load(model, saved=saved, optimizer=body.optimizer)
+
+    def checkpoint(
+        self, model: Model, kind: str, name: str, body: bodies.SaveWeights | bodies.SaveForSampler, **more: Any
+    ) -> Checkpoint:
+        """What is recorded of a checkpoint."""
+        return Checkpoint(
+            run=model.id,
+            kind=kind,
+            name=name,
+            base_model=self.base.name,
+            lora=dict(model.lora),
+            expires=None if body.ttl_seconds is None else time.time() + body.ttl_seconds,
+            user_metadata=bodies.check_metadata(body.user_metadata),
+            **more,
+        )
+
+    async def in_training(self, model: Model, work: Callable[[TrainingClient], T]) -> T:
+        """`work` between two of the model's requests, in the thread that trains."""
+        trainer = model.trainer
+        return await trainer.service.submit(lambda: work(trainer))
+
+    # -- in threads ------------------------------------------------------------------------------------------------
+
+    def _client(self, model: Model, seed: int) -> TrainingClient:
+        with self._lock:
+            if self._service is None:
+                torch.set_num_threads(self._threads)  # the service takes over what its maker has
+                self._service = TrainingService(self.base)
+                self._service.submit(_lower_priority).result()
+        spec = LoraSpec(rank=model.lora["rank"], alpha=ALPHA, targets=model.lora["targets"])
+        return self._service.create_training_client(name=model.id, lora=spec, seed=seed)
+
+    async def _load(self, model: Model, *, saved: Checkpoint, optimizer: bool) -> Answer:
+        directory = self._checkpoints.directory(saved.run, saved.name)
+        await self.in_training(model, lambda trainer: _load_state(trainer, directory, optimizer=optimizer))
+        return answer(type="load_weights", path=saved.path, model_id=model.id)
+
+    def _forward(self, trainer: TrainingClient, message: Any) -> bytes:
+        config, data = loss_config(message), datums_of(message)
+        rows = trainer.forward(data).result().logprobs
+        if message.loss_fn == CROSS_ENTROPY:
+            weights = weights_of_wire(message)
+            loss = -sum(
+                w * p for row, ws in zip(rows, weights, strict=True) for p, w in zip(row, ws, strict=False) if w
+            )
+        else:
+            loss = float(datum_loss(data, [torch.tensor(row) for row in rows], message.loss_fn, config)[0])
+        return encode_output(rows, wire_metrics({}, loss=loss))
+
+    def _backward(self, trainer: TrainingClient, message: Any) -> bytes:
+        config = loss_config(message)
+        output = trainer.forward_backward(datums_of(message), message.loss_fn, config).result()
+        metrics = output.metrics
+        return encode_output(output.logprobs, wire_metrics(metrics, loss=metrics.get("loss/policy", 0.0)))
+
+
+def _load_state(trainer: TrainingClient, directory: Path, *, optimizer: bool) -> None:
+    trainer.load_now(directory)
+    if not optimizer:  # its moments start anew
+        trainer.learner.optimizer.state.clear()
+
+
+def _lower_priority() -> None:
+    """In the thread that trains: what is served comes first. Threads that torch starts from it are as patient."""
+    with suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

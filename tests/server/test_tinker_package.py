@@ -1,0 +1,133 @@
+"""The unmodified `tinker` package against a server: warm-up, custom loss, sampling, saved states, errors."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tinker", "0.38")
+
+import tinker
+
+from serving import running
+from tinker_wire import tinker_site
+from whole_server import Whole
+
+types: Any = tinker.types
+
+
+@pytest.fixture(scope="module")
+def site(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Whole, str]]:
+    state_dir = tmp_path_factory.mktemp("state")
+    with tinker_site(state_dir, model_dir, api_key="secret") as site, running(site.app) as port:
+        yield site, f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture
+def service(site: tuple[Whole, str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("TINKER_BASE_URL", site[1])
+    monkeypatch.setenv("TINKER_API_KEY", "tml-secret")
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    return tinker.ServiceClient()
+
+
+@pytest.fixture
+def model(site: tuple[Whole, str]) -> str:
+    return site[0].server.config.model
+
+
+def datum(tokens: list[int], **values: Any) -> Any:
+    inputs = {"target_tokens": tokens[1:], **values}
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
+
+
+def test_supervised_steps_lower_the_loss_and_a_chunked_batch_is_one_batch(service: Any, model: str) -> None:
+    trainer = service.create_lora_training_client(base_model=model, rank=4, seed=1).result()
+    assert trainer.get_info().lora_rank == 4
+    assert trainer.get_tokenizer().encode("What is 2+2?")
+    data = [datum([5, 6, 7, 8 + i], weights=[0.0, 1.0, 1.0]) for i in range(3)] * 500  # two chunks, sent in any order
+    losses = []
+    for _ in range(4):
+        backward = trainer.forward_backward(data, "cross_entropy")
+        stepped = trainer.optim_step(types.AdamParams(learning_rate=2e-2))
+        losses.append(backward.result().metrics["loss:sum"])
+        assert stepped.result().metrics["grad_norm:mean"] > 0
+    assert len(backward.result().loss_fn_outputs) == 1500
+    assert losses[-1] < 0.7 * losses[0], losses
+
+
+def test_a_custom_loss_is_the_built_in_one(service: Any, model: str) -> None:
+    import torch
+
+    tokens = [5, 6, 7, 8, 9]
+    advantages = np.array([0.0, 1.0, -0.5, 0.3], "f4")
+    ends = []
+    for custom in (False, True):
+        trainer = service.create_lora_training_client(base_model=model, rank=4, seed=2).result()
+        plain = trainer.forward([datum(tokens, weights=[1.0] * 4)], "cross_entropy").result()
+        q = np.array(plain.loss_fn_outputs[0]["logprobs"].data, "f4") + np.array([0, 0.1, -0.1, 0.05], "f4")
+
+        def loss(data: Any, logprobs: Any, q: Any = q) -> Any:
+            (row,) = logprobs
+            return -((row - torch.tensor(q)).exp() * torch.tensor(advantages)).sum(), {"custom/x:sum": 1.0}
+
+        if custom:
+            backward = trainer.forward_backward_custom([datum(tokens)], loss)
+        else:
+            data = [datum(tokens, logprobs=q.tolist(), advantages=advantages.tolist())]
+            backward = trainer.forward_backward(data, "importance_sampling")
+        stepped = trainer.optim_step(types.AdamParams(learning_rate=1e-2))
+        ends.append((backward.result().metrics["loss:sum"], stepped.result().metrics["grad_norm:mean"]))
+    assert ends[0] == pytest.approx(ends[1], rel=1e-4)
+
+
+def test_sampling_saving_and_going_on(service: Any, model: str) -> None:
+    trainer = service.create_lora_training_client(base_model=model, rank=4).result()
+    prompt = types.ModelInput.from_ints([5, 6, 7])
+    data = [datum([5, 6, 7, 8, 9], weights=[1.0] * 4)]
+
+    def step() -> None:
+        trainer.forward_backward(data, "cross_entropy")
+        trainer.optim_step(types.AdamParams(learning_rate=5e-2)).result()
+
+    step()
+    sampler = trainer.save_weights_and_get_sampling_client().result()
+    params = types.SamplingParams(max_tokens=4, seed=3, temperature=1.0, stop=[])
+    options = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 2}
+    before = sampler.sample(prompt, 3, params, **options).result()
+    step()
+    after = sampler.sample(prompt, 3, params, **options).result()
+    assert [s.tokens for s in before.sequences] == [s.tokens for s in after.sequences]
+    assert before.prompt_logprobs[0] is None and before.prompt_logprobs[1:] == after.prompt_logprobs[1:]
+    assert len(before.topk_prompt_logprobs) == 3
+    state = trainer.save_state("here").result().path
+    path = trainer.save_weights_for_sampler("final").result().path
+    again = service.create_training_client_from_state_with_optimizer(state).result()
+    ours, theirs = [c.forward(data, "cross_entropy").result().metrics["loss:sum"] for c in (trainer, again)]
+    assert ours == theirs
+    final = service.create_sampling_client(model_path=path).result()
+    base = service.create_sampling_client(base_model=model).result()
+
+    async def scored() -> list[list[Any]]:
+        return list(await asyncio.gather(*(client.compute_logprobs(prompt) for client in (final, base, sampler))))
+
+    rows = asyncio.run(scored())
+    assert len({tuple(row) for row in rows}) == 3  # one batch of three policies
+    rest = service.create_rest_client()
+    assert {c.tinker_path for c in rest.list_user_checkpoints().result().checkpoints} >= {state, path}
+    rest.delete_checkpoint_from_tinker_path(state).result()
+    with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
+        service.create_training_client_from_state(state).result()
+
+
+def test_what_is_not_supported_is_the_users_error_and_says_what_is(service: Any, model: str) -> None:
+    trainer = service.create_lora_training_client(base_model=model, rank=4).result()
+    with pytest.raises(tinker.RequestFailedError, match="use importance_sampling or cispo"):
+        trainer.forward_backward([datum([5, 6, 7])], "stable_reinforce").result()
+    with pytest.raises(tinker.RequestFailedError, match="nan"):
+        trainer.forward_backward([datum([5, 6], weights=[float("nan")])], "cross_entropy").result()
+    with pytest.raises(tinker.BadRequestError, match="no base model"):
+        service.create_lora_training_client(base_model="other", rank=4).result()

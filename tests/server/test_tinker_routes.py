@@ -1,0 +1,304 @@
+"""The Tinker wire as a client that knows only the protocol meets it: losses, order, snapshots, what is saved."""
+
+import json
+import math
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import numpy as np
+import pytest
+
+pytest.importorskip("google.protobuf")
+
+from groupwise.sdk.datums import Datum
+from groupwise.sdk.trainer import AdamParams, TrainingService
+from groupwise.server.tinker_training import ALPHA
+from groupwise.train.lora import LoraSpec
+from raw_http import connect
+from serving import running
+from tinker_wire import PROTOBUF, Wire, datum, request, sample, snapshot, supervised, tinker_site
+from whole_server import Whole
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "algo" / "golden" / "toy_batch.json").read_text())["inputs"]
+
+
+@pytest.fixture(scope="module")
+def site(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Whole]:
+    with tinker_site(tmp_path_factory.mktemp("state"), model_dir, tinker_gap_s=0.5) as site:
+        yield site
+
+
+@pytest.fixture
+def wire(site: Whole) -> Iterator[Wire]:
+    wire = Wire(site)
+    yield wire
+    wire.ok(f"sessions/{wire.session}/finish")
+
+
+# ---- losses ----
+def test_losses_are_those_of_the_published_tables(wire: Wire) -> None:
+    """q is chosen so that p - q is the golden batch's: losses of the ratio alone are its numbers, the others are
+    computed from the log-probabilities that came back."""
+    model = wire.model()
+    rng = random.Random(0)
+    rows = [[rng.randrange(1, 250) for _ in range(4 + i)] for i in (1, 0)]  # 4 and 3 targets
+    masks = [GOLDEN["mask"][0], GOLDEN["mask"][1][:3]]
+    advantages = [[a * m for m in mask] for a, mask in zip(GOLDEN["advantages"], masks, strict=True)]
+    plain = [datum(row, weights=mask) for row, mask in zip(rows, masks, strict=True)]
+    p, metrics = wire.backward_answer(model, 1, plain, forward_only=True)
+    assert metrics["loss:sum"] == pytest.approx(-sum(np.dot(*each) for each in zip(p, masks, strict=True)), abs=1e-4)
+    gaps = [np.subtract(GOLDEN["logprobs"][i], GOLDEN["behaviour"][i])[: len(p[i])] for i in range(2)]
+    q = [(row - gap).tolist() for row, gap in zip(p, gaps, strict=True)]
+
+    def formula(loss: str) -> float:
+        total = 0.0
+        for i in range(2):
+            for lp, lq, a in zip(p[i], q[i], advantages[i], strict=True):
+                if loss == "cispo":
+                    total -= min(max(math.exp(lp - lq), 0.8), 1.2) * lp * a
+                else:
+                    total -= lp * a - 0.025 * (lp - lq) ** 2
+        return total
+
+    expected = {"importance_sampling": 3.01245, "ppo": 3.02758, "gspo": 1.97291}
+    expected |= {"cispo": formula("cispo"), "dro": formula("dro")}
+    for seq, (loss, value) in enumerate(expected.items(), start=1):
+        values = [{"advantages": a, "logprobs": lq} for a, lq in zip(advantages, q, strict=True)]
+        if loss == "gspo":
+            values = [{**each, "sequence_ratio_mask": mask} for each, mask in zip(values, masks, strict=True)]
+        data = [datum(row, **each) for row, each in zip(rows, values, strict=True)]
+        for k, forward_only in enumerate((True, False)):
+            logprobs, metrics = wire.backward_answer(model, 2 * seq + k, data, loss, forward_only=forward_only)
+            assert metrics["loss:sum"] == pytest.approx(value, abs=2e-4), (loss, forward_only)
+            for i in range(2):
+                read = np.array(masks[i], bool) if loss == "gspo" else slice(None)
+                np.testing.assert_allclose(logprobs[i][read], p[i][read], atol=1e-5)
+
+
+def test_a_custom_loss_through_signed_weights_is_the_built_in_one(wire: Wire) -> None:
+    """forward_backward_custom sends cross_entropy with weights -dL/dp: the same gradient as the loss itself."""
+    builtin, custom = wire.model(0), wire.model(1)
+    tokens = [[9, 8, 7, 6, 5], [4, 3, 2, 1]]
+    p, _ = wire.backward_answer(builtin, 1, [datum(row) for row in tokens], forward_only=True)
+    q = [row + np.linspace(-0.3, 0.3, len(row)) for row in p]
+    a = [np.linspace(-1, 1, len(row)) for row in p]
+    data = [datum(t, logprobs=lq, advantages=adv) for t, lq, adv in zip(tokens, q, a, strict=True)]
+    wire.backward_answer(builtin, 2, data, "importance_sampling")
+    slopes = [np.exp(lp - lq) * adv for lp, lq, adv in zip(p, q, a, strict=True)]
+    wire.backward_answer(custom, 1, [datum(t, weights=w) for t, w in zip(tokens, slopes, strict=True)])
+    one = wire.gradient(builtin)
+    np.testing.assert_allclose(one, wire.gradient(custom), atol=1e-5)
+    assert np.abs(one).max() > 1e-3
+
+
+# ---- order ----
+def train(wire: Wire, model: str, order: list[int], *, twice: bool = False) -> np.ndarray:
+    """Two steps of three chunks each, sent in this order of their numbers -> the adapter."""
+
+    def send(seq: int) -> str:
+        if seq in (4, 8):
+            return wire.step(model, seq)
+        return wire.backward(model, seq, supervised(seq)).json()["request_id"]
+
+    ids = [send(seq) for seq in order for _ in range(1 + twice)]
+    for id in ids:
+        assert isinstance(wire.answer(id), bytes) or "error" not in wire.answer(id)
+    return wire.weights(model)
+
+
+def test_order_and_retries_change_nothing(wire: Wire) -> None:
+    inorder = train(wire, wire.model(0), [1, 2, 3, 4, 5, 6, 7, 8])
+    shuffled = train(wire, wire.model(1), [4, 3, 2, 8, 6, 7, 5, 1], twice=True)
+    assert np.array_equal(inorder, shuffled)
+    fresh = wire.weights(wire.model(2))
+    assert not np.allclose(inorder, fresh)
+
+
+def test_a_connection_that_drops_before_the_answer_costs_nothing(wire: Wire) -> None:
+    """The request arrived, its answer did not: the client sends it again, and it has been run once."""
+    dropped, whole = wire.model(0), wire.model(1)
+    with running(wire.site.app) as port:
+        for seq in (1, 2, 3):
+            raw = request(dropped, seq, supervised(seq)).SerializeToString()
+            head = f"POST /api/v1/forward_backward HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(raw)}\r\n"
+            connect(port, f"{head}content-type: application/x-protobuf\r\n\r\n".encode() + raw).close()
+            half = connect(port, f"{head}content-type: application/x-protobuf\r\n\r\n".encode() + raw[:20])
+            half.close()
+        for seq in (1, 2, 3):
+            sent = httpx2.post(
+                f"http://127.0.0.1:{port}/api/v1/forward_backward",
+                content=request(dropped, seq, supervised(seq)).SerializeToString(),
+                headers=PROTOBUF,
+            )
+            wait = {"request_id": sent.json()["request_id"]}
+            assert httpx2.post(f"http://127.0.0.1:{port}/api/v1/retrieve_future", json=wait).status_code == 200
+        stepped = {"model_id": dropped, "seq_id": 4, "adam_params": {"learning_rate": 1e-2}}
+        sent = httpx2.post(f"http://127.0.0.1:{port}/api/v1/optim_step", json=stepped).json()
+        assert "metrics" in httpx2.post(f"http://127.0.0.1:{port}/api/v1/retrieve_future", json=sent).json()
+    assert np.array_equal(wire.weights(dropped), train(wire, whole, [1, 2, 3, 4]))
+
+
+def test_two_adapters_at_once_are_those_that_each_alone_would_be(wire: Wire) -> None:
+    alone = [train(wire, wire.model(n, seed=n), [1, 2, 3, 4, 5, 6, 7, 8]) for n in (0, 1)]
+    together = [wire.model(n + 2, seed=n) for n in (0, 1)]
+    ids = []
+    for seq in range(1, 9):
+        for model in together:
+            given = wire.step(model, seq) if seq in (4, 8) else wire.backward(model, seq, supervised(seq))
+            ids.append(given if isinstance(given, str) else given.json()["request_id"])
+    for id in ids:
+        wire.answer(id)
+    for before, model in zip(alone, together, strict=True):
+        np.testing.assert_allclose(wire.weights(model), before, atol=1e-5)
+    assert not np.allclose(alone[0], alone[1])
+
+
+def test_it_is_what_the_sdk_makes_in_process(wire: Wire) -> None:
+    model = wire.model(rank=4, seed=3)
+    service = TrainingService(wire.site.server.base)
+    policy = service.create_training_client(lora=LoraSpec(rank=4, alpha=ALPHA), seed=3)
+    for seq in (1, 3):
+        data = supervised(seq)
+        wire.backward_answer(model, seq, data)
+        wire.answer(wire.step(model, seq + 1))
+        policy.forward_backward([Datum(model_input=t, loss_fn_inputs=v) for t, v in data], "cross_entropy").result()
+        policy.optim_step(AdamParams(learning_rate=1e-2)).result()
+    mine = np.concatenate([parameter.detach().numpy().ravel() for parameter in policy.learner.parameters])
+    service.close()
+    np.testing.assert_allclose(wire.weights(model), mine, atol=1e-5)
+
+
+# ---- sampling ----
+def step(wire: Wire, model: str, seq: int) -> None:
+    wire.backward_answer(model, seq, supervised(seq))
+    wire.answer(wire.step(model, seq + 1, learning_rate=0.1))
+
+
+def test_a_snapshot_stays_what_it_was_and_one_in_flight_follows(wire: Wire) -> None:
+    model = wire.model()
+    step(wire, model, 1)
+    fixed = snapshot(wire, model, 3, 0)["sampling_session_id"]
+    moving = snapshot(wire, model, 4, 1, kind="inflight")["sampling_session_id"]
+    scored = {"prompt_logprobs": True}
+    before = sample(wire, fixed, 0, **scored)
+    assert sample(wire, moving, 0, **scored).prompt_logprobs == before.prompt_logprobs
+    step(wire, model, 5)
+    newer = snapshot(wire, model, 7, 2, kind="inflight")["sampling_session_id"]
+    after = sample(wire, fixed, 1, **scored)
+    assert after.prompt_logprobs == before.prompt_logprobs
+    assert after.sequences[0].tokens == before.sequences[0].tokens
+    assert sample(wire, moving, 1, **scored).prompt_logprobs == sample(wire, newer, 0, **scored).prompt_logprobs
+    assert sample(wire, moving, 2, **scored).prompt_logprobs != before.prompt_logprobs
+    base = wire.ok("create_sampling_session", session_id=wire.session, sampling_session_seq_id=9)
+    assert sample(wire, base["sampling_session_id"], 0, **scored).prompt_logprobs != before.prompt_logprobs
+
+
+def test_the_sampler_gives_the_trainers_log_probabilities(wire: Wire) -> None:
+    model = wire.model()
+    step(wire, model, 1)
+    sampler = snapshot(wire, model, 3, 0)["sampling_session_id"]
+    options = {"num_samples": 3, "prompt_logprobs": True, "topk_prompt_logprobs": 2, "topk_sample_logprobs": 4}
+    found = sample(wire, sampler, 0, **options)
+    assert len({each.tokens for each in found.sequences}) > 1 and all(each.stop_reason == 1 for each in found.sequences)
+    prompt = np.frombuffer(found.prompt_logprobs, "<f4")
+    assert len(prompt) == 3 and np.isnan(prompt[0])
+    top = np.frombuffer(found.topk_prompt_logprobs.logprobs, "<f4").reshape(3, 2)
+    assert (top[0] == -99999).all() and (top[1:, 0] >= prompt[1:] - 1e-5).all()
+    for seq, each in enumerate(found.sequences, start=4):
+        tokens, logprobs = (np.frombuffer(raw, kind) for raw, kind in ((each.tokens, "<i4"), (each.logprobs, "<f4")))
+        best = np.frombuffer(each.topk_sampled_logprobs.logprobs, "<f4").reshape(-1, 4)
+        assert len(tokens) == len(best) == 6
+        rows, _ = wire.backward_answer(model, seq, [datum([5, 6, 7, *tokens.tolist()])], forward_only=True)
+        np.testing.assert_allclose(rows[0], [*prompt[1:], *logprobs], atol=1e-4)
+    last = sample(wire, sampler, 1, prompt_logprobs=True, prompt_logprobs_last_n=1)
+    np.testing.assert_allclose(np.frombuffer(last.prompt_logprobs, "<f4"), [np.nan, np.nan, prompt[2]], atol=1e-5)
+    stopped = sample(wire, sampler, 2, sampling_params={"max_tokens": 50, "seed": 1, "stop": tokens[:1].tolist()})
+    assert stopped.sequences[0].stop_reason in (0, 1)
+
+
+# ---- checkpoints ----
+def test_going_on_from_a_state_is_as_if_nothing_had_been_and_a_chat_can_name_a_sampler(wire: Wire) -> None:
+    first = wire.model(0)
+    step(wire, first, 1)
+    saved = wire.answer(wire.ok("save_weights", model_id=first, seq_id=3, path="one")["request_id"])["path"]
+    assert saved == f"tinker://{first}/weights/one"
+    step(wire, first, 4)
+    made = wire.ok("load_weights", session_id=wire.session, model_seq_id=1, path=saved, optimizer=True)
+    second = wire.answer(made["request_id"])["model_id"]
+    wire.backward_answer(second, 1, supervised(4))
+    wire.answer(wire.step(second, 2, learning_rate=0.1))
+    assert np.array_equal(wire.weights(first), wire.weights(second))
+    made = wire.ok("load_weights", session_id=wire.session, model_seq_id=2, path=saved, optimizer=False)
+    third = wire.answer(made["request_id"])["model_id"]
+    assert not wire.tinker.models.find(third).trainer.learner.optimizer.state
+    wire.answer(wire.ok("load_weights", model_id=first, seq_id=6, path=saved, optimizer=True)["request_id"])
+    assert np.array_equal(wire.weights(first), wire.weights(third))
+    attention = {"rank": 2, "train_mlp": False}
+    made = wire.ok(
+        "create_model",
+        session_id=wire.session,
+        model_seq_id=3,
+        base_model=wire.tinker.models.name,
+        lora_config=attention,
+    )
+    narrow = wire.answer(made["request_id"])["model_id"]
+    refused = wire.ok("load_weights", model_id=narrow, seq_id=1, path=saved, optimizer=True)
+    assert wire.answer(refused["request_id"])["category"] == "user"
+    own = wire.answer(wire.ok("save_weights", model_id=narrow, seq_id=2, path="own")["request_id"])["path"]
+    assert wire.answer(wire.ok("load_weights", model_id=narrow, seq_id=3, path=own, optimizer=True)["request_id"])[
+        "path"
+    ]
+    assert wire.ok("weights_info", tinker_path=own)["train_mlp"] is False
+
+    again = wire.answer(wire.ok("save_weights", model_id=first, seq_id=7, path="one")["request_id"])
+    assert again["category"] == "user" and "overwrite" in again["error"]
+    again = wire.ok("save_weights", model_id=first, seq_id=8, path="one", overwrite=True, ttl_seconds=7200)
+    assert wire.answer(again["request_id"])["path"] == saved
+
+    path = snapshot(wire, first, 9, 5, path="final")["path"]
+    made = wire.ok("create_sampling_session", session_id=wire.session, sampling_session_seq_id=6, model_path=path)
+    assert sample(wire, made["sampling_session_id"], 0).sequences
+    adapter = wire.site.server.store.names()[0]
+    messages = [{"role": "user", "content": "hi"}]
+    chat = wire.http.post("/v1/chat/completions", json={"model": adapter, "messages": messages, "max_tokens": 2})
+    assert chat.status_code == 200
+
+    listed = wire.http.get("/api/v1/checkpoints").json()["checkpoints"]
+    assert {each["tinker_path"] for each in listed} >= {saved, path}
+    run = wire.http.get(f"/api/v1/training_runs/{first}").json()
+    assert run["last_checkpoint"]["tinker_path"] == saved and run["lora_rank"] == 4
+    assert wire.ok("weights_info", tinker_path=saved)["lora_rank"] == 4
+    ttl = wire.http.put(f"/api/v1/training_runs/{first}/checkpoints/weights/one/ttl", json={"ttl_seconds": None})
+    assert ttl.json()["expires_at"] is None
+    for name in ("weights/one", "sampler_weights/final"):
+        assert wire.http.delete(f"/api/v1/training_runs/{first}/checkpoints/{name}").status_code == 204
+        assert wire.http.delete(f"/api/v1/training_runs/{first}/checkpoints/{name}").status_code == 404
+    assert wire.http.get(f"/api/v1/training_runs/{first}/checkpoints").json() == {"checkpoints": []}
+    assert wire.post("weights_info", tinker_path=saved).json()["error"]["code"] == "checkpoint_not_found"
+
+
+def test_a_checkpoint_is_there_after_a_restart_and_one_that_is_past_its_time_is_not(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    with tinker_site(tmp_path, model_dir) as site:
+        wire = Wire(site)
+        model = wire.model()
+        step(wire, model, 1)
+        saved = wire.answer(wire.ok("save_weights", model_id=model, seq_id=3, path="s")["request_id"])["path"]
+        brief = wire.ok("save_weights", model_id=model, seq_id=4, path="t", ttl_seconds=1)
+        assert wire.answer(brief["request_id"])["path"]
+        snapshot(wire, model, 5, 0)
+        weights = wire.weights(model)
+    time.sleep(1.01)
+    with tinker_site(tmp_path, model_dir) as site:
+        assert not list((tmp_path / "tinker" / "snapshots").glob("*/v*"))
+        wire = Wire(site)
+        assert wire.post("get_info", model_id=model).json()["error"]["code"] == "session_gone"
+        assert [c["tinker_path"] for c in wire.http.get("/api/v1/checkpoints").json()["checkpoints"]] == [saved]
+        assert not (tmp_path / "tinker" / "runs" / model / "weights" / "t").exists()
+        made = wire.ok("load_weights", session_id=wire.session, model_seq_id=0, path=saved, optimizer=True)
+        again = wire.answer(made["request_id"])["model_id"]
+        assert np.array_equal(wire.weights(again), weights)
