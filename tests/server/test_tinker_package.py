@@ -27,11 +27,13 @@ def site(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture
-def service(site: tuple[Whole, str], monkeypatch: pytest.MonkeyPatch) -> Any:
+def service(site: tuple[Whole, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("TINKER_BASE_URL", site[1])
     monkeypatch.setenv("TINKER_API_KEY", "tml-secret")
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    return tinker.ServiceClient()
+    client = tinker.ServiceClient()
+    yield client
+    client.close("success").result()
 
 
 @pytest.fixture
