@@ -87,11 +87,11 @@ def without_information(function: RewardFunction) -> RewardFunction:
     dice = random.Random(0)
 
     def shuffled(completions: list[Any], **columns: Any) -> list[float | None]:
-        rewards = list(function.function(completions=completions, **function.accepted(columns)))
+        rewards = list(function.function(completions=completions, **function.args, **function.accepted(columns)))
         dice.shuffle(rewards)
         return rewards
 
-    return replace(function, function=shuffled, args={})
+    return replace(function, function=shuffled, args={}, spec=None)  # of which no process could load another
 
 
 def is_bit_identical(config: RunConfig, outcome: dict[str, Any]) -> bool:
