@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer
+from subjects import write_model
 
 from groupwise.assemble import make_plan, open_play
 from groupwise.chat import decode, encode_prompt
@@ -173,18 +173,6 @@ def apart(side: Callable[..., Rate], *arguments: Any) -> Rate:
         return pool.submit(side, *arguments).result()
 
 
-def random_model(directory: Path, *, hidden: int, layers: int) -> LoadedModel:
-    """A Qwen3 of these sizes with the starter's tokenizer."""
-    from groupwise.model import STARTER_DIR
-    from groupwise.starter.build import BuildSpec, new_model
-
-    torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(STARTER_DIR)
-    new_model(BuildSpec(hidden_size=hidden, layers=layers, context_length=2048), tokenizer).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return load_model(str(directory), device="cpu", dtype="float32")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=8)
@@ -198,7 +186,7 @@ def main() -> None:
     console, table = Console(width=100), Table("what", "seconds", "turns", "turns a second", "ratio")
     count = options.cases * options.group
     with tempfile.TemporaryDirectory() as directory:
-        random_model(Path(directory), hidden=options.hidden, layers=options.layers)
+        write_model(Path(directory), hidden=options.hidden, layers=options.layers)
         for name, model, place in (
             ("hotel", options.model, "hotel_booking:HotelThreeMethods"),
             ("talk", directory, "episodes:Talk"),

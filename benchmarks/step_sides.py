@@ -374,18 +374,12 @@ def _watch_trl(recorder: Recorder, trainer: Any) -> None:
 
 def prepare(case: Case, *, hidden: int, layers: int) -> dict[str, Any]:
     """Write the model, unless there is one, and prompts of exactly `case.prompt` tokens."""
-    import torch
+    from subjects import write_model
     from transformers import AutoTokenizer
 
-    from groupwise.model import STARTER_DIR
-    from groupwise.starter.build import BuildSpec, new_model
-
     if not Path(case.model).exists():
-        torch.manual_seed(0)
-        tokenizer = AutoTokenizer.from_pretrained(STARTER_DIR)
-        spec = BuildSpec(hidden_size=hidden, layers=layers, context_length=max(1024, case.prompt + case.completion))
-        new_model(spec, tokenizer).save_pretrained(case.model)
-        tokenizer.save_pretrained(case.model)
+        context = max(1024, case.prompt + case.completion)
+        write_model(Path(case.model), hidden=hidden, layers=layers, context=context)
     if case.natural:
         from groupwise.starter.tasks import prompts
 

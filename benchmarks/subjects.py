@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers import AutoTokenizer
 from transformers.utils import logging
 
-from episodes import random_model
-from groupwise.model import STARTER, LoadedModel, load_model
+from groupwise.model import STARTER, STARTER_DIR, LoadedModel, load_model
+from groupwise.starter.build import BuildSpec, new_model
 from groupwise.train.learner import Learner
 from groupwise.types import Sample
 
@@ -59,11 +60,22 @@ def load(name: str, *, vocabulary: int | None = None) -> LoadedModel:
     else:
         hidden, layers = SIZES.get(name) or _parsed(name)
         with tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
-            base = random_model(Path(directory), hidden=hidden, layers=layers)
+            write_model(Path(directory), hidden=hidden, layers=layers)
+            base = load_model(str(directory), device="cpu", dtype="float32")
     if vocabulary is not None:
         base.model.resize_token_embeddings(vocabulary, mean_resizing=False)
         base.model.requires_grad_(False)
     return base
+
+
+def write_model(directory: Path, *, hidden: int, layers: int, context: int = 2048) -> None:
+    """A Qwen3 of these sizes with random weights and the starter's tokenizer, as `load_model` reads it."""
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(STARTER_DIR)
+    new_model(BuildSpec(hidden_size=hidden, layers=layers, context_length=context), tokenizer).save_pretrained(
+        directory
+    )
+    tokenizer.save_pretrained(directory)
 
 
 def _parsed(name: str) -> tuple[int, int]:

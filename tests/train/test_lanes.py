@@ -130,5 +130,10 @@ def test_bit_for_bit_again(several, make_samples):
 
 def test_who_has_lanes(make_learner):
     assert make_learner()._lanes.most == torch.get_num_threads()
-    assert make_learner(lora=replace(LORA, dropout=0.1))._lanes.most == 1  # its random numbers are of the process
-    assert make_learner(lora=None)._lanes.most == 1  # gradients as large as the model
+    alone = make_learner(threads=3)
+    assert (alone._lanes.most, alone.threads) == (3, 1)
+    for other in (
+        make_learner(threads=3, lora=replace(LORA, dropout=0.1)),  # its random numbers are of the process
+        make_learner(threads=3, lora=None),  # gradients as large as the model
+    ):
+        assert (other._lanes.most, other.threads) == (1, 3)

@@ -107,10 +107,10 @@ def test_where_the_budget_cuts_changes_nothing(make_base, architecture: str):
 def apart(monkeypatch: pytest.MonkeyPatch):
     """After `apart()` every sample is a micro-batch of its own: nothing is shared."""
 
-    def alone(samples, *, token_budget, lanes, device):
-        return 1, (pack(samples, [[row]], device=device) for row in range(len(samples)))
+    def alone(samples, *, token_budget, device):
+        return (pack(samples, [[row]], device=device) for row in range(len(samples)))
 
-    return lambda: monkeypatch.setattr("groupwise.train.learner.side_by_side", alone)
+    return lambda: monkeypatch.setattr("groupwise.train.learner.micro_batches", alone)
 
 
 @pytest.mark.parametrize("spec", ["grpo with k3", "dapo with entropy", "gspo"])

@@ -90,6 +90,7 @@ class TrainingService:
 
     Args:
         micro_tokens, gradient_checkpointing, autocast: as `Learner`'s, for all of them.
+        threads: of torch; None: as many as torch has here.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class TrainingService:
         micro_tokens: int = 8192,
         gradient_checkpointing: bool = False,
         autocast: torch.dtype | None = None,
+        threads: int | None = None,
     ):
         self.base = base
         self._options: dict[str, Any] = {
@@ -106,7 +108,7 @@ class TrainingService:
             "gradient_checkpointing": gradient_checkpointing,
             "autocast": autocast,
         }
-        self._thread = learner_thread(torch.get_num_threads())
+        self._thread = learner_thread(threads or torch.get_num_threads())
         self._numbers = itertools.count(1)
 
     def create_training_client(

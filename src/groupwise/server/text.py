@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from groupwise.chat import THINK_END, THINK_START, stop_ids
+from groupwise.chat import THINK_END, THINK_START, closing_ids
 from groupwise.tool_calls import Call, MalformedCall, ToolCallFormat, pieces
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, ends: Collection[int] = ()):
         self._tokenizer = tokenizer
-        self._ends = (*ends, *stop_ids(tokenizer), tokenizer.pad_token_id)
+        self._ends = (*ends, *closing_ids(tokenizer))
         self._trailing: list[int] = []  # ends seen last
         self._window: list[int] = []  # the latest ids; the first `_settled` of them are `_given` characters, given out
         self._settled = self._given = 0

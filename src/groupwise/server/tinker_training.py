@@ -82,7 +82,7 @@ class Models:
     def __init__(self, base: LoadedModel, futures: Futures, checkpoints: Checkpoints, *, config: ServeConfig):
         self.base, self.name = base, config.served_name
         self._most, self._gap_s = config.tinker_models, config.tinker_gap_s
-        self._threads = config.worker_threads or torch.get_num_threads()
+        self._threads = config.worker_threads
         self._futures, self._checkpoints = futures, checkpoints
         self._by_id: dict[str, Model] = {}
         self._service: TrainingService | None = None
@@ -218,8 +218,7 @@ class Models:
     def _client(self, model: Model, seed: int) -> TrainingClient:
         with self._lock:
             if self._service is None:
-                torch.set_num_threads(self._threads)  # the service takes over what its maker has
-                self._service = TrainingService(self.base)
+                self._service = TrainingService(self.base, threads=self._threads)
                 self._service.submit(_lower_priority).result()
         spec = LoraSpec(rank=model.lora["rank"], alpha=ALPHA, targets=model.lora["targets"])
         return self._service.create_training_client(name=model.id, lora=spec, seed=seed)

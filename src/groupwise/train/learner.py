@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from groupwise.algo.batch import MicroBatch, count_loss_rows, count_loss_tokens, side_by_side
+from groupwise.algo.batch import MicroBatch, count_loss_rows, count_loss_tokens, micro_batches, side_by_side
 from groupwise.algo.kl import kl_metrics, measured_rows
 from groupwise.algo.loss import LossInputs, LossSpec, policy_loss
 from groupwise.algo.loss_metrics import combined
@@ -384,6 +384,8 @@ class Learner:
 
     def _cut(self, samples: Sequence[Sample]) -> tuple[int, Iterator[MicroBatch]]:
         """How many micro-batches to run at once, and all of them."""
+        if self._lanes.most == 1:
+            return 1, micro_batches(samples, token_budget=self.micro_tokens, device=self.device)
         return side_by_side(samples, token_budget=self.micro_tokens, lanes=self._lanes.most, device=self.device)
 
     def _logprobs(
