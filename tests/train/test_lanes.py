@@ -63,6 +63,13 @@ def test_what_is_run_at_once_stays_within_the_budget(make_samples, monkeypatch, 
     assert together == lanes == len(sizes) and max(sizes) - min(sizes) <= 2 * 16 * lanes
 
 
+@pytest.mark.parametrize("groups", [2, 3, 5, 8])
+def test_lanes_have_as_many_groups_each(make_samples, groups: int):
+    samples = make_samples([(500, (3, 3, 3, 3))] * groups)
+    lanes, batches = side_by_side(samples, token_budget=100_000, lanes=2)
+    assert (lanes, sorted(batch.layout.P for batch in batches)) == (2, [groups // 2, -(-groups // 2)])
+
+
 def test_groups_stay_whole(make_samples, monkeypatch):
     monkeypatch.setattr(cutting, "LANE_TOKENS", 1)
     samples = make_samples(GROUPS)

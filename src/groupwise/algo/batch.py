@@ -30,6 +30,7 @@ Shapes: S packed tokens, N loss tokens, B rows (completions) of the micro-batch.
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -124,8 +125,22 @@ def side_by_side(
     lanes = min([lanes, len(costs), sum(costs) // LANE_TOKENS, *(token_budget // cost for cost in costs)])
     if lanes < 2:
         return 1, _cut(samples, every, token_budget, device)
-    budget = min(token_budget // lanes, -(-sum(costs) // lanes) + max(costs))
+    each, rounds = token_budget // lanes, -(-sum(costs) // token_budget)
+    while (budget := _even_budget(costs, lanes * rounds)) > each:
+        rounds += 1
     return lanes, _cut(samples, every, budget, device)
+
+
+def _even_budget(costs: Sequence[int], batches: int) -> int:
+    """The smallest budget with which `costs`, in ascending order one after another, fill so many batches at most."""
+
+    def filled(budget: int) -> int:
+        count, used = 1, 0
+        for cost in sorted(costs):
+            count, used = (count, used + cost) if used + cost <= budget else (count + 1, cost)
+        return count
+
+    return bisect_left(range(sum(costs)), True, lo=max(costs), key=lambda budget: filled(budget) <= batches)
 
 
 def _costs(samples: Sequence[Sample], family: Family) -> list[int]:
