@@ -1,14 +1,16 @@
 """Episodes in an environment: many at once over one engine, against one after another, in one run.
 
-    python benchmarks/episodes.py [--cases 8] [--peer-cases 2] [--hidden 512] [--layers 8] [--tool-seconds 1.0]
+    python benchmarks/episodes.py [--cases 8] [--peer-cases 1] [--hidden 512] [--layers 8] [--tool-seconds 1.0]
 
-Environments in the three-method form, which ask the model for every turn after the first, are scored twice with the
-same model, prompts and limits on turns and tokens: as Groupwise plays them, and as trainers do that call
-`score_episode` one completion after another with transformers' own `generate` (first completions in one batch, the
-key-value cache on; fewer of them, since it is the rate that is compared). Once the examples' hotel with the model that
-knows it (examples/envs/hotel_form.py makes it), once talk of four turns with a model of `--hidden` and `--layers` and
-random weights (22M parameters). Then 64 episodes whose tool takes a second, by how many of them may be under way at
-once. Each side has a process of its own, and one case before it is timed. Prints a table with the ratios.
+Environments in the three-method form, which ask the model for every turn after the first, are scored with the same
+model, prompts and limits on turns and tokens: as Groupwise plays them, and as trainers do that call `score_episode`
+one completion after another with transformers' own `generate` (first completions in one batch; fewer of them, since it
+is the rate that is compared). A model that is trained with gradient checkpointing, which is aitraining's default, is
+loaded there with `use_cache` off: every token of a later turn costs a pass over the whole conversation. Compared are
+that and the same with the key-value cache on. Once the examples' hotel with the model that knows it
+(examples/envs/hotel_form.py makes it), once talk of four turns with a model of `--hidden` and `--layers` and random
+weights (22M parameters). Then 64 episodes whose tool takes a second, by how many of them may be under way at once.
+Each side has a process of its own, and plays something before it is timed. Prints a table with the ratios.
 """
 
 from __future__ import annotations
@@ -83,16 +85,16 @@ class Talk:
 class OneAtATime:
     """The `model` of `score_episode` as others hand it over: transformers' own model, a turn at a time."""
 
-    def __init__(self, base: LoadedModel):
-        self.base, self.turns = base, 0
+    def __init__(self, base: LoadedModel, *, cache: bool):
+        self.base, self.cache, self.turns = base, cache, 0
 
     def chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
         prompt = encode_prompt(Prompt(id="x", messages=tuple(messages), tools=tuple(tools or ())), self.base.tokenizer)  # type: ignore[arg-type]
         self.turns += 1
-        return self.generate([prompt.token_ids])[0]
+        return self.generate([prompt.token_ids], cache=self.cache)[0]
 
     @torch.no_grad()
-    def generate(self, prompts: list[tuple[int, ...]]) -> list[str]:
+    def generate(self, prompts: list[tuple[int, ...]], *, cache: bool) -> list[str]:
         """Completions of prompts of one length."""
         ids = torch.tensor(prompts)
         out = self.base.model.generate(
@@ -101,6 +103,7 @@ class OneAtATime:
             max_new_tokens=MAX_TOKENS,
             do_sample=True,
             top_k=0,
+            use_cache=cache,
             eos_token_id=list(self.base.eos_ids),
             pad_token_id=self.base.tokenizer.pad_token_id,
         )
@@ -144,26 +147,26 @@ def ours(model: str, env: dict[str, Any], cases: int, group: int) -> Rate:
     return seconds, sum(len(rollout.turns) for each in groups for rollout in each.rollouts)
 
 
-def one_after_another(model: str, name: str, cases: int, group: int) -> Rate:
-    """The same with `score_episode` called for one completion after another."""
+def one_after_another(model: str, name: str, cases: int, group: int, cache: bool) -> Rate:
+    """The same with `score_episode` called for one completion after another; `cache`: of later turns."""
     sys.path.insert(0, str(EXAMPLES))
     from hotel_booking import HotelThreeMethods
 
     env: Any = HotelThreeMethods() if name == "hotel" else Talk()
-    policy = OneAtATime(load_model(model, device="cpu", dtype="float32"))
+    policy = OneAtATime(load_model(model, device="cpu", dtype="float32"), cache=cache)
     tokenizer, asked_of = policy.base.tokenizer, env.build_dataset(policy.base.tokenizer)[: cases + 1]
 
-    def play(rows: list[dict[str, Any]]) -> None:
+    def play(rows: list[dict[str, Any]], group: int) -> None:
         for row in rows:
             asked = Prompt(id="x", messages=tuple(row["prompt"]), tools=tuple(env.get_tools()))
-            texts = policy.generate([encode_prompt(asked, tokenizer).token_ids] * group)
+            texts = policy.generate([encode_prompt(asked, tokenizer).token_ids] * group, cache=True)
             policy.turns += group
             for text in texts:
                 env.score_episode(policy, tokenizer, [{"role": "assistant", "content": text}], row["case_idx"])
 
-    play(asked_of[cases:])
+    play(asked_of[cases:], 1)
     policy.turns, started = 0, time.perf_counter()
-    play(asked_of[:cases])
+    play(asked_of[:cases], group)
     return time.perf_counter() - started, policy.turns
 
 
@@ -177,7 +180,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=8)
     parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--peer-cases", type=int, default=2, help="how many of them go one after another")
+    parser.add_argument("--peer-cases", type=int, default=1, help="how many of them go one after another")
     parser.add_argument("--model", default="runs/hotel-form", help="as examples/envs/hotel_form.py makes it")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
@@ -193,12 +196,13 @@ def main() -> None:
         ):
             env = {"environment": place, "max_turns": TURNS}
             mine, turns = apart(ours, model, env, options.cases, options.group)
-            theirs, their_turns = apart(one_after_another, model, name, options.peer_cases, options.group)
-            rate, speed = turns / mine, their_turns / theirs
+            rate = turns / mine
             table.add_row(f"{count} {name} episodes at once", f"{mine:.2f}", str(turns), f"{rate:.1f}")
-            table.add_row(
-                "one after another", f"{theirs:.2f}", str(their_turns), f"{speed:.1f}", f"{rate / speed:.1f}x"
-            )
+            for cache in (False, True):
+                theirs, asked = apart(one_after_another, model, name, options.peer_cases, options.group, cache)
+                how, speed = "with the cache" if cache else "as by default", asked / theirs
+                cells = (f"{theirs:.2f}", str(asked), f"{speed:.1f}", f"{rate / speed:.1f}x")
+                table.add_row(f"one after another, {how}", *cells)
     for concurrency in (8, 16, 64):
         args = {"seconds": options.tool_seconds, "count": 8}
         env = {"environment": "episodes:SlowTool", "args": args, "concurrency": concurrency}
