@@ -140,3 +140,31 @@ def test_a_sweep_is_drawn(script: Any, tmp_path: Path) -> None:
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
     table = scaling.table_of(lines)
     assert list(table.columns[4].cells) == ["3.0", "3.0"] and table.row_count == 2
+
+
+def test_the_seconds_of_a_simulated_step_are_the_sum_of_its_parts(script: Any) -> None:
+    """One completion a step on one GPU: nothing can overlap."""
+    plan = script("cluster_plan")
+    work = plan.Work(prompts=1, group=1, prompt=100, completion=50, spread=0.0, rows=8, full=False)
+    setting = plan.Setting(engines=1, tensor=1, learners=0)
+    costs = plan.Costs(gpu=plan.GPUS["h100"], model=plan.MODELS["8B"], work=work, shares=plan.Shares(), setting=setting)
+    decoded = 50 * costs.decode_step(1, 100 + 50 / 2)
+    outcome = plan.simulate(costs)
+    assert outcome.seconds == pytest.approx(costs.prefill() + decoded + costs.training([50]) + costs.sync())
+    assert outcome.tokens_per_s == pytest.approx(50 / outcome.seconds)
+    assert costs.sync_bytes == 4 * 43_646_976  # PEFT's count for rank 16 on all linear layers of Qwen3 8B
+    assert plan.MODELS["8B"].parameters == 8_190_427_136  # and the model's own, but for its norms
+
+
+def test_more_machines_and_later_versions_make_no_simulated_step_longer(script: Any) -> None:
+    plan = script("cluster_plan")
+    work = plan.Work(prompts=8, group=8, prompt=256, completion=200, spread=0.8, rows=64, full=False)
+    whole = {
+        gpus: plan.plan(plan.MODELS["8B"], gpus, gpu=plan.GPUS["h200"], work=work, shares=plan.Shares())
+        for gpus in (1, 8, 16)
+    }
+    best = [outcomes[0].seconds for outcomes in whole.values()]
+    assert best == sorted(best, reverse=True)
+    split = {o.setting.staleness: o.seconds for o in reversed(whole[8]) if not o.setting.colocated}
+    assert split[0] >= split[1] >= split[2]
+    assert all(max(o.engine_gb, o.learner_gb) < 141 for outcomes in whole.values() for o in outcomes)
