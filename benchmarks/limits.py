@@ -16,8 +16,9 @@ of the learner's own. Useful floating-point operations of S packed tokens (each 
                                heads. A prompt of L has L (L + 1) / 2 pairs, a completion of C on it L C + C (C + 1) / 2
 
 The limit is the rate of the matrix products that are in this pass, [tokens, in] x [in, out] and the two kinds of the
-backward pass, each measured alone at its own shape, in turns with the pass. `share` is useful operations over seconds,
-over that rate: with the base model's products alone as the yardstick, and with the thin ones of the adapter too.
+backward pass, each measured alone at its own shape, in turns with the pass; where micro-batches run side by side, with
+one thread, and as many at once are taken to be as fast each. `share` is useful operations over seconds, over that rate:
+with the base model's products alone as the yardstick, and with the thin ones of the adapter too.
 
 Decoding: a step of the engine at B rows under an adapter, from the difference of two lengths. It must read every weight
 once and all keys and values that its tokens look at (a group's prompt once): over the seconds of a step, this is
@@ -47,7 +48,6 @@ from step_vs_trl import machine
 from subjects import Shape, load, parameters_of, random_ids, samples_of, save_adapter
 from torch import Tensor, nn
 
-from groupwise.algo.batch import micro_batches
 from groupwise.algo.loss import resolve_loss
 from groupwise.engine.local import LocalEngine
 from groupwise.model import LoadedModel
@@ -198,8 +198,8 @@ def read_rates(size: int, *, threads: int, repeats: int) -> dict[str, float]:
 
 def training(base: LoadedModel, shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
     """One shape: the pass, its operations, and its products alone."""
-    learner, samples, spec = Learner(base), samples_of(shape), resolve_loss("grpo")
-    batches = list(micro_batches(samples, token_budget=learner.micro_tokens))
+    learner, samples, spec = Learner(base, threads=options.threads), samples_of(shape), resolve_loss("grpo")
+    lanes, batches = learner._cut(samples)
     packed = [(len(batch.input_ids_S), len(batch.target_N)) for batch in batches]
     assert sum(tokens for tokens, _ in packed) == shape.packed, "prompts are not shared"
 
@@ -208,10 +208,11 @@ def training(base: LoadedModel, shape: Shape, options: argparse.Namespace) -> di
         learner.zero_grad()
 
     products = [product for tokens, predicted in packed for product in products_of(base, tokens, predicted)]
-    functions: dict[Product | None, Callable[[], object]] = {None: run}
-    functions |= {product: product.function() for product in dict.fromkeys(products)}
+    functions: dict[Product | None, Callable[[], object]] = {None: with_threads(learner.threads, run)}
+    functions |= {product: with_threads(learner.threads, product.function()) for product in dict.fromkeys(products)}
     alone = by_turns(functions, repeats=options.repeats)
     seconds = alone.pop(None)
+    alone = {product: each / lanes for product, each in alone.items()}
     whole = [product for product in products if not product.adapter]
     flops, attention = sum(product.flops for product in products), attention_flops(base, shape)
     base_seconds = sum(alone[product] for product in whole)
@@ -221,6 +222,7 @@ def training(base: LoadedModel, shape: Shape, options: argparse.Namespace) -> di
     return {
         "shape": asdict(shape),
         "micro_batches": len(packed),
+        "lanes": lanes,
         "packed_tokens": shape.packed,
         "seconds": seconds,
         "products_s": sum(alone[product] for product in products),
