@@ -67,6 +67,10 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
     for module in (chat, completions, rollouts, rollout_log, train, findings, adapters, admin, live):
         app.include_router(module.router)
     config = server.config
+    if config.trainer_routes:
+        from groupwise.server import trainer_routes
+
+        app.include_router(trainer_routes.router)
     if config.tinker:
         from groupwise.server.tinker_routes import mount  # needs the extra `tinker`
 

@@ -49,7 +49,7 @@ async def completions(http: Request) -> Response:
     `prompt` is a text, token ids, or a list of either. `max_tokens: 0` with `echo` and `logprobs` only scores.
     """
     body = await read_body(http, CompletionRequest)
-    prompts = await asyncio.to_thread(_encode, body.prompt, server_of(http).base)
+    prompts = await asyncio.to_thread(encode_raw, body.prompt, server_of(http).base)
     async with AsyncExitStack() as resources:
         first = body.prompt[0]
         asked = await admit(
@@ -72,7 +72,7 @@ async def completions(http: Request) -> Response:
         return EventStream(first, events, resources=resources.pop_all(), headers=asked.headers)
 
 
-def _encode(prompts: Sequence[Raw], base: LoadedModel) -> list[tuple[int, ...]]:
+def encode_raw(prompts: Sequence[Raw], base: LoadedModel) -> list[tuple[int, ...]]:
     """Token ids of each prompt. Raises RequestError for an id that the model does not have."""
     encoded = []
     for i, prompt in enumerate(prompts):

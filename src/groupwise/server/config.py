@@ -126,6 +126,9 @@ class ServeConfig(Section):
     """Free disk space below which the server says that it is not ready and takes no jobs."""
     worker_threads: int | None = Field(default=None, ge=1)
     """Threads of the training worker; null is torch's own choice."""
+    trainer_routes: bool = False
+    """Answer the routes by which TRL's and Axolotl's trainers use a vLLM server (docs/vllm.md). Who may call them may
+    name directories of this machine."""
     tinker: bool = False
     """Speak the Tinker API under /api/v1: clients train adapters in this process, call by call (docs/tinker.md)."""
     tinker_models: int = Field(default=16, ge=1)
