@@ -25,6 +25,8 @@ from groupwise import (
 )
 
 PROMPTS, GROUP = 24, 8  # questions a step, completions of each
+DIVIDED_BY = "NUM_LOSS_TOKENS"  # the sum of the token losses; None leaves it a sum
+ADAM = AdamParams(learning_rate=3e-3, beta2=0.999, eps=1e-8, grad_clip_norm=1.0)
 
 
 def config(log_path: str) -> LoopConfig:
@@ -74,9 +76,8 @@ async def step(infra: Infra, number: int) -> float:
             inf_logprobs=[completion.inference_logprobs for completion in trained],
             prompt_lens=[completion.prompt_len for completion in trained],
         )
-        adam = AdamParams(learning_rate=3e-3, beta2=0.999, grad_clip_norm=1.0)
         backward = infra.policy.forward_backward(datums, grpo_loss(kl_beta=0))
-        stepped = infra.policy.optim_step(adam, grad_accumulation_normalization="NUM_LOSS_TOKENS")
+        stepped = infra.policy.optim_step(ADAM, grad_accumulation_normalization=DIVIDED_BY)
         await backward, await stepped  # both were under way
     await infra.weights.after_step(number)  # the next step samples from what this one trained
     return sum(rewards) / len(rewards)

@@ -40,6 +40,23 @@ def test_requests_run_by_their_numbers_once_however_they_arrive() -> None:
         assert asyncio.run(scenario(seed)) == list(range(30))
 
 
+def test_ten_thousand_requests_run_in_order_and_go_with_their_session() -> None:
+    async def scenario() -> None:
+        futures, ran = Futures(most=10_000), []
+        sequence = Sequence(futures, gap_s=60)
+        for start in range(0, 10_000, 2_500):
+            for number in random.Random(start).sample(range(start, start + 2_500), 2_500):
+                sequence.add(number, futures.begin(f"m:{number}", size=10)[0], working(ran, number))
+            await futures.wait(f"m:{start + 2_499}", seconds=60)
+        assert await futures.wait("m:9999", seconds=60) == answer(number=9999)
+        assert ran == list(range(10_000)) and len(futures) == 10_000
+        futures.forget("m:")
+        assert len(futures) == 0
+        assert (futures._load.unfinished, futures._load.waiting, futures._load.kept) == (0, 0, 0)
+
+    asyncio.run(scenario())
+
+
 def test_a_gap_fails_those_that_wait_and_they_may_come_again() -> None:
     async def scenario() -> None:
         futures, ran = Futures(most=100), []

@@ -1,8 +1,9 @@
 """Clients of the Tinker wire that err or mean harm: typed errors, no hang, and nothing that stays."""
 
+import gc
 import random
 import time
-from collections.abc import Iterator
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -12,19 +13,6 @@ pytest.importorskip("google.protobuf")
 
 from tinker_wire import PROTOBUF, Wire, datum, read_output, request, sample, snapshot, supervised, tinker_site
 from whole_server import Whole, whole
-
-
-@pytest.fixture(scope="module")
-def site(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Whole]:
-    with tinker_site(tmp_path_factory.mktemp("state"), model_dir, tinker_gap_s=0.5) as site:
-        yield site
-
-
-@pytest.fixture
-def wire(site: Whole) -> Iterator[Wire]:
-    wire = Wire(site)
-    yield wire
-    wire.ok(f"sessions/{wire.session}/finish")
 
 
 def test_what_names_no_request_is_an_error_of_http(wire: Wire) -> None:
@@ -98,7 +86,7 @@ def test_a_gap_is_told_and_nothing_hangs(wire: Wire) -> None:
 
 
 def test_futures_are_bounded_and_go_with_their_session(model_dir: Path, tmp_path: Path) -> None:
-    with tinker_site(tmp_path, model_dir, tinker_pending=100, tinker_gap_s=60, tinker_body_bytes=20_000) as site:
+    with tinker_site(tmp_path, model_dir, tinker_pending=100, tinker_gap_s=600, tinker_body_bytes=20_000) as site:
         wire = Wire(site)
         model = wire.model()
         statuses = [wire.post("optim_step", model_id=model, seq_id=n + 2).status_code for n in range(1_500)]
@@ -111,6 +99,23 @@ def test_futures_are_bounded_and_go_with_their_session(model_dir: Path, tmp_path
         wire.ok(f"sessions/{wire.session}/finish")
         assert len(wire.tinker.futures) == 0 and wire.tinker.models.of() == []
         assert wire.post("optim_step", model_id=model, seq_id=5).status_code == 404
+
+
+def test_what_a_session_held_goes_with_it(tinker: Whole) -> None:
+    held = []
+    for number in range(5):
+        wire = Wire(tinker)
+        model = wire.model(seed=number)
+        wire.backward_answer(model, 1, supervised(number))
+        wire.step(model, 2)  # whose answer nobody fetches
+        sampler = snapshot(wire, model, 3, 0)["sampling_session_id"]
+        assert sample(wire, sampler, 0).sequences
+        held.append(weakref.ref(wire.tinker.models.find(model).trainer.learner))
+        wire.ok(f"sessions/{wire.session}/finish")
+    gc.collect()
+    assert [each() for each in held] == [None] * 5
+    assert len(wire.tinker.futures) == 0 and not wire.tinker.models.of() and not wire.tinker.samplers.of(wire.session)
+    assert not list(tinker.server.config.state_dir.glob("tinker/snapshots/*/v*"))
 
 
 def test_models_are_bounded_and_a_silent_session_ends(model_dir: Path, tmp_path: Path) -> None:
@@ -126,6 +131,20 @@ def test_models_are_bounded_and_a_silent_session_ends(model_dir: Path, tmp_path:
             time.sleep(0.05)
         assert wire.tinker.samplers.of(wire.session) == [] and len(wire.tinker.futures) == 0
         assert not list((tmp_path / "tinker" / "snapshots").glob("*/v*"))
+
+
+def test_a_client_that_is_gone_makes_room(model_dir: Path, tmp_path: Path) -> None:
+    with tinker_site(tmp_path, model_dir, tinker_models=1) as site:
+        gone, idle, next_one = Wire(site), Wire(site), Wire(site)
+        model = gone.model()
+        asked = {"session_id": next_one.session, "model_seq_id": 0, "base_model": site.server.base.name}
+        assert next_one.post("create_model", **asked).status_code == 429  # heartbeats may still come
+        for wire in (gone, idle):
+            gone.tinker.sessions.touch(wire.session).heard -= 61
+        made = next_one.answer(next_one.ok("create_model", **asked)["request_id"])["model_id"]
+        assert gone.post("get_info", model_id=model).status_code == 404
+        assert next_one.post("get_info", model_id=made).status_code == 200
+        assert idle.session in gone.tinker.sessions.ids  # it has no model
 
 
 def test_the_key_is_asked_for_in_the_packages_header(model_dir: Path, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
@@ -20,22 +19,8 @@ from groupwise.train.lora import LoraSpec
 from raw_http import connect
 from serving import running
 from tinker_wire import PROTOBUF, Wire, datum, request, sample, snapshot, supervised, tinker_site
-from whole_server import Whole
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "algo" / "golden" / "toy_batch.json").read_text())["inputs"]
-
-
-@pytest.fixture(scope="module")
-def site(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Whole]:
-    with tinker_site(tmp_path_factory.mktemp("state"), model_dir, tinker_gap_s=0.5) as site:
-        yield site
-
-
-@pytest.fixture
-def wire(site: Whole) -> Iterator[Wire]:
-    wire = Wire(site)
-    yield wire
-    wire.ok(f"sessions/{wire.session}/finish")
 
 
 # ---- losses ----

@@ -3,20 +3,14 @@ adapter that the SDK trains in process. A few minutes."""
 
 from __future__ import annotations
 
-import os
 import random
 import re
-import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import numpy as np
 import pytest
 import torch
@@ -26,6 +20,7 @@ pytest.importorskip("tinker", "0.38")
 
 import tinker
 
+from crash.place import Place, a_place
 from groupwise.chat import encode_prompt
 from groupwise.engine.local import LocalEngine
 from groupwise.model import LoadedModel, load_model
@@ -41,42 +36,15 @@ types: Any = tinker.types
 Sampled = list[list[tuple[list[int], list[float]]]]  # of each prompt, the completions: tokens, log-probabilities
 
 
-class Server:
-    """`groupwise serve --set tinker=true` in a process of its own, which can be killed and started again."""
-
-    def __init__(self, state_dir: Path):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.url, self._state_dir = f"http://127.0.0.1:{self.port}", state_dir
-        self.start()
-
-    def start(self) -> None:
-        command = [sys.executable, "-m", "groupwise", "serve", "starter", "--port", str(self.port)]
-        command += ["--state-dir", str(self._state_dir), "--set", "tinker=true", "--set", "min_free_bytes=0"]
-        self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        end = time.monotonic() + 120
-        while time.monotonic() < end:
-            try:
-                if httpx2.get(f"{self.url}/ready", timeout=5).status_code == 200:
-                    return
-            except httpx2.HTTPError:
-                pass
-            time.sleep(0.1)
-        raise AssertionError("the server is not ready")
-
-    def kill(self) -> None:
-        os.kill(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    server = Server(tmp_path / "state")
-    monkeypatch.setenv("TINKER_BASE_URL", server.url)
-    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
-    yield server
-    server.kill()
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """A server in a process of its own, which can be killed and started again."""
+    with a_place(tmp_path, settings=("tinker=true",)) as place:
+        place.start()
+        place.await_ready()
+        monkeypatch.setenv("TINKER_BASE_URL", place.url)
+        monkeypatch.setenv("TINKER_API_KEY", "tml-local")
+        yield place
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +106,10 @@ class OverTheWire:
         stepped = self.trainer.optim_step(types.AdamParams(learning_rate=learning_rate, eps=1e-8))
         backward.result(), stepped.result()
 
+    def close(self) -> None:
+        """End the session."""
+        self.service.close("success").result()
+
 
 class InProcess:
     """The same policy trained by the SDK."""
@@ -185,7 +157,7 @@ def reinforce(policy: Any, base: LoadedModel, *, steps: range, prompts: int, eac
     return rewards
 
 
-def test_warm_up_then_reinforcement_raises_the_reward_over_a_kill(server: Server, base: LoadedModel) -> None:
+def test_warm_up_then_reinforcement_raises_the_reward_over_a_kill(place: Place, base: LoadedModel) -> None:
     policy = OverTheWire()
     conversations = [c for c in supervised_conversations(1, 4000) if "step by step" in str(c["messages"])][:64]
     losses = []
@@ -199,11 +171,15 @@ def test_warm_up_then_reinforcement_raises_the_reward_over_a_kill(server: Server
     rewards = reinforce(policy, base, steps=range(1, 9), prompts=16)
     saved = policy.trainer.save_state("half").result().path
     lost = reinforce(policy, base, steps=range(9, 10), prompts=16)
-    server.kill()
-    server.start()
-    again = OverTheWire(path=saved)
-    assert reinforce(again, base, steps=range(9, 10), prompts=16) == lost  # the lost step again, to the last digit
-    rewards += lost + reinforce(again, base, steps=range(10, 19), prompts=16)
+    place.kill_server()
+    place.await_no_worker()
+    place.start()
+    place.await_ready()
+    with pytest.raises(tinker.NotFoundError, match="started anew"):
+        policy.close()
+    with closing(OverTheWire(path=saved)) as again:
+        assert reinforce(again, base, steps=range(9, 10), prompts=16) == lost  # the lost step again, to the last digit
+        rewards += lost + reinforce(again, base, steps=range(10, 19), prompts=16)
     print([round(reward, 3) for reward in rewards])
     before, after = sum(rewards[:2]) / 2, sum(rewards[-4:]) / 4
     assert after > before + 0.2, rewards
@@ -218,25 +194,23 @@ def conversation_datum(base: LoadedModel, messages: Sequence[Any]) -> tuple[list
 
 
 def test_a_loop_over_the_wire_makes_the_adapter_that_it_makes_in_process(
-    server: Server, base: LoadedModel, tmp_path: Path
+    place: Place, base: LoadedModel, tmp_path: Path
 ) -> None:
-    wire, mine = OverTheWire(), InProcess(base, tmp_path / "mine")
     torch.set_num_threads(1)
-    rewards = [reinforce(policy, base, steps=range(1, 5), prompts=8) for policy in (wire, mine)]
-    assert rewards[0] == rewards[1]
-    path = wire.trainer.save_weights_for_sampler("end").result().path
-    assert path
-    (theirs,) = (tmp_path / "state" / "adapters").glob("tinker-*/v*")
-    (tmp_path / "end").mkdir()
-    mine.policy.learner.save_adapter(tmp_path / "end")
+    with closing(OverTheWire()) as wire, closing(InProcess(base, tmp_path / "mine")) as mine:
+        rewards = [reinforce(policy, base, steps=range(1, 5), prompts=8) for policy in (wire, mine)]
+        assert rewards[0] == rewards[1]
+        assert wire.trainer.save_weights_for_sampler("end").result().path
+        (tmp_path / "end").mkdir()
+        mine.policy.learner.save_adapter(tmp_path / "end")
+    (theirs,) = place.state.glob("adapters/tinker-*/v*")
     ours, other = (load_file(next(each.glob("*.safetensors"))) for each in (tmp_path / "end", theirs))
     assert ours.keys() == other.keys()
     for name in ours:
         np.testing.assert_allclose(ours[name], other[name], atol=1e-5)
-    mine.close()
 
 
-def test_two_clients_at_once_get_what_each_alone_would(server: Server, base: LoadedModel) -> None:
+def test_two_clients_at_once_get_what_each_alone_would(place: Place, base: LoadedModel) -> None:
     asked = problems(1, 16)
     ids = prompts_of(base, asked)
 
@@ -246,16 +220,17 @@ def test_two_clients_at_once_get_what_each_alone_would(server: Server, base: Loa
             ([*p, *p[:5]], {"target_tokens": [*p[1:], *p[:6]], "weights": [rng.random()] * (len(p) + 5)}) for p in ids
         ]
 
-    def losses(policy: OverTheWire, seed: int) -> list[float]:
-        found = []
+    def losses(seed: int) -> list[float]:
         made = [types.Datum(model_input=types.ModelInput.from_ints(t), loss_fn_inputs=v) for t, v in rows(seed)]
-        for _ in range(5):
-            backward = policy.trainer.forward_backward(made, "cross_entropy")
-            policy.trainer.optim_step(types.AdamParams(learning_rate=1e-3))
-            found.append(backward)
-        return [each.result().metrics["loss:sum"] for each in found]
+        with closing(OverTheWire()) as policy:
+            found = []
+            for _ in range(5):
+                backward = policy.trainer.forward_backward(made, "cross_entropy")
+                policy.trainer.optim_step(types.AdamParams(learning_rate=1e-3))
+                found.append(backward)
+            return [each.result().metrics["loss:sum"] for each in found]
 
-    alone = [losses(OverTheWire(), seed) for seed in (1, 2)]
+    alone = [losses(seed) for seed in (1, 2)]
     with ThreadPoolExecutor(2) as pool:
-        together = list(pool.map(lambda seed: losses(OverTheWire(), seed), (1, 2)))
+        together = list(pool.map(losses, (1, 2)))
     np.testing.assert_allclose(alone, together, rtol=1e-5)

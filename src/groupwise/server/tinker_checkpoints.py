@@ -3,11 +3,12 @@
     tinker://<run>/weights/<name>            trainer and optimizer, to go on from
     tinker://<run>/sampler_weights/<name>    a version in the server's adapter store, which chats can name too
 
-    <state>/tinker/runs/<run>/<kind>/<name>.json      what is known of it
-    <state>/tinker/runs/<run>/weights/<name>/         a state (`sdk.state`)
+    <state>/tinker/runs/<run>/<kind>/<name>/record.json       what is known of it
+    <state>/tinker/runs/<run>/weights/<name>/<number>/        a state (`sdk.state`), the one that the record names
 
-The record is written last: what has a record is whole, and what has none was never saved. A
-checkpoint past its time to live is not found any more, and removed.
+The record is written last and in one step: what has a record is whole, what has none was never saved, and what is
+overwritten is the old one until it is the new one. A checkpoint past its time to live is not found any more, and
+removed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -22,6 +24,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from groupwise import adapter_files as files
 from groupwise.errors import GroupwiseError, RequestError
@@ -29,6 +32,7 @@ from groupwise.server.envelope import echo
 
 WEIGHTS, SAMPLER_WEIGHTS = "weights", "sampler_weights"
 TYPES = {WEIGHTS: "training", SAMPLER_WEIGHTS: "sampler"}
+RECORD = "record.json"
 
 _RUN = re.compile(r"[0-9a-f]{32}:train:[0-9]{1,9}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -43,7 +47,7 @@ class CheckpointNotFoundError(GroupwiseError, LookupError):
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """One checkpoint. `created` and `expires` are seconds since 1970; `lora` is its adapter's rank and targets;
-    `version` is the adapter version of one for sampling."""
+    `state` is the directory of one to go on from, `version` the adapter version of one for sampling."""
 
     run: str
     kind: str
@@ -53,6 +57,7 @@ class Checkpoint:
     created: float = field(default_factory=time.time)
     expires: float | None = None
     user_metadata: Mapping[str, str] | None = None
+    state: str | None = None
     version: str | None = None
     size_bytes: int = 0
 
@@ -100,31 +105,43 @@ class Checkpoints:
 
     def __init__(self, root: Path):
         self._runs = root / "runs"
+        self._writing = threading.Lock()
+        for place in self._runs.glob(f"*/{WEIGHTS}/*/"):  # what was being saved when the server ended
+            found = self._read(place / RECORD, also_expired=True)
+            for each in place.iterdir():
+                if each.is_dir() and (found is None or each.name != found.state):
+                    shutil.rmtree(each, ignore_errors=True)
 
-    def directory(self, run: str, name: str) -> Path:
-        """Where the state of tinker://`run`/weights/`name` is, or is to be."""
-        return self._runs / run / WEIGHTS / name
+    def new_state(self, run: str, name: str) -> Path:
+        """Where a state of tinker://`run`/weights/`name` is to be written, before it is recorded."""
+        return self._place(run, WEIGHTS, name) / uuid4().hex
+
+    def directory(self, checkpoint: Checkpoint) -> Path:
+        """The state of one to go on from."""
+        return self._place(checkpoint.run, checkpoint.kind, checkpoint.name) / str(checkpoint.state)
 
     def record(self, checkpoint: Checkpoint) -> None:
-        """What was saved can be found from now on. Raises StorageError."""
-        path = self._record(checkpoint.run, checkpoint.kind, checkpoint.name)
-        if checkpoint.kind == WEIGHTS:
-            saved = self.directory(checkpoint.run, checkpoint.name)
-            checkpoint = replace(checkpoint, size_bytes=sum(each.stat().st_size for each in saved.iterdir()))
-        with files.writing(f"recording {checkpoint.path}"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            files.replace(path, json.dumps(asdict(checkpoint)))
+        """What was saved can be found from now on, in place of what had its name. Raises StorageError."""
+        with self._writing:
+            before = self._read(self._record(checkpoint), also_expired=True)
+            if checkpoint.state is not None:
+                saved = self.directory(checkpoint).iterdir()
+                checkpoint = replace(checkpoint, size_bytes=sum(each.stat().st_size for each in saved))
+            self._write(checkpoint)
+            if before is not None and before.state is not None:
+                shutil.rmtree(self.directory(before), ignore_errors=True)
 
-    def keep_for(self, checkpoint: Checkpoint, seconds: int | None) -> Checkpoint:
-        """Let it expire so many seconds from now, or never. Raises StorageError."""
-        kept = replace(checkpoint, expires=None if seconds is None else time.time() + seconds)
-        self.record(kept)
+    def keep_for(self, path: str, seconds: int | None) -> Checkpoint:
+        """Let it expire so many seconds from now, or never. Raises as `find`, and StorageError."""
+        with self._writing:
+            kept = replace(self.find(path), expires=None if seconds is None else time.time() + seconds)
+            self._write(kept)
         return kept
 
     def find(self, path: str) -> Checkpoint:
         """The checkpoint of a path. Raises RequestError, CheckpointNotFoundError."""
         run, kind, name = parse_path(path)
-        found = self._read(self._record(run, kind, name))
+        found = self._read(self._place(run, kind, name) / RECORD)
         if found is None:
             hint = "GET /api/v1/checkpoints lists those there are"
             raise CheckpointNotFoundError(f"there is no checkpoint {path}", hint=hint)
@@ -132,34 +149,48 @@ class Checkpoints:
 
     def exists(self, run: str, kind: str, name: str) -> bool:
         """Whether this name is taken."""
-        return self._read(self._record(run, kind, name)) is not None
+        return self._read(self._place(run, kind, name) / RECORD) is not None
 
     def list(self, run: str | None = None) -> list[Checkpoint]:
         """Those of a run, or all, the newest first."""
         if run is not None and not _RUN.fullmatch(run):
             return []
-        found = (self._read(path) for path in self._runs.glob(f"{run or '*'}/*/*.json"))
+        found = (self._read(path) for path in self._runs.glob(f"{run or '*'}/*/*/{RECORD}"))
         return sorted((each for each in found if each is not None), key=lambda each: -each.created)
 
     def expired(self) -> Iterator[Checkpoint]:
         """Those past their time to live."""
-        for path in self._runs.glob("*/*/*.json"):
+        for path in self._runs.glob(f"*/*/*/{RECORD}"):
             found = self._read(path, also_expired=True)
             if found is not None and found.expires is not None and found.expires < time.time():
                 yield found
 
     def delete(self, checkpoint: Checkpoint) -> None:
-        """Remove it, its record first. Raises StorageError."""
-        with files.writing(f"removing {checkpoint.path}"):
-            self._record(checkpoint.run, checkpoint.kind, checkpoint.name).unlink(missing_ok=True)
-            if checkpoint.kind == WEIGHTS:
-                shutil.rmtree(self.directory(checkpoint.run, checkpoint.name), ignore_errors=True)
-        with suppress(OSError):  # the run's directories, if nothing else is in them
-            for path in (self._runs / checkpoint.run / checkpoint.kind, self._runs / checkpoint.run):
+        """Remove it, its record first, unless another one has its name by now. Raises StorageError."""
+        record = self._record(checkpoint)
+        with self._writing, files.writing(f"removing {checkpoint.path}"):
+            if self._read(record, also_expired=True) != checkpoint:
+                return
+            record.unlink()
+            if checkpoint.state is not None:
+                shutil.rmtree(self.directory(checkpoint), ignore_errors=True)
+        with suppress(OSError):  # the directories, if nothing else is in them
+            for path in record.parents[:3]:
                 path.rmdir()
 
-    def _record(self, run: str, kind: str, name: str) -> Path:
-        return self._runs / run / kind / f"{name}.json"
+    def _place(self, run: str, kind: str, name: str) -> Path:
+        return self._runs / run / kind / name
+
+    def _record(self, checkpoint: Checkpoint) -> Path:
+        return self._place(checkpoint.run, checkpoint.kind, checkpoint.name) / RECORD
+
+    def _write(self, checkpoint: Checkpoint) -> None:
+        path = self._record(checkpoint)
+        with files.writing(f"recording {checkpoint.path}"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            files.replace(path, json.dumps(asdict(checkpoint)))
+            for directory in path.parents[1:4]:  # they may be as new
+                files.fsync(directory)
 
     def _read(self, path: Path, *, also_expired: bool = False) -> Checkpoint | None:
         try:

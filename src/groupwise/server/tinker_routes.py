@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 POLL_S = 10.0  # the longest that /retrieve_future waits
 PAGE = 100  # checkpoints or runs of one listing, where the request does not say
 AT_ONCE = 2000  # samples that one client may have under way
+SILENT_S = 60.0  # six heartbeats; a session that misses them goes when its models are in the way
 
 router = APIRouter(prefix="/api/v1", include_in_schema=False)
 
@@ -62,6 +63,12 @@ class Tinker:
         self.models.drop(session)
         await self.samplers.drop(session)
         self.futures.forget(session)
+
+    async def make_room(self) -> None:
+        """Where as many models are trained as may be, end sessions of clients that are gone, the longest gone first."""
+        for session in self.sessions.silent(SILENT_S):
+            if self.models.are_full and self.models.of(session.id):
+                await self.sessions.end(session.id)
 
     async def remove_expired(self) -> None:
         """Delete the checkpoints that are past their time to live."""
@@ -165,6 +172,7 @@ async def create_model(http: Request) -> Any:
     seed = 0 if body.lora_config is None else body.lora_config.seed or 0
     metadata = bodies.check_metadata(body.user_metadata)
     lora = lora_of(body.lora_config)
+    await tinker.make_room()
     return tinker.models.create(body.session_id, body.model_seq_id, lora, seed=seed, user_metadata=metadata)
 
 
@@ -184,6 +192,7 @@ async def load_weights(http: Request) -> Any:
         hint = "go on from what save_state (save_weights) saved"
         raise RequestError(f"{body.path} is for sampling, and has no state of the trainer", hint=hint, param="path")
     load, metadata = {"saved": saved, "optimizer": body.optimizer}, bodies.check_metadata(body.user_metadata)
+    await tinker.make_room()
     return tinker.models.create(body.session_id, body.model_seq_id, saved.lora, load=load, user_metadata=metadata)
 
 
@@ -337,8 +346,7 @@ async def delete_checkpoint(http: Request, run: str, kind: str, name: str) -> Re
 @router.put("/training_runs/{run}/checkpoints/{kind}/{name}/ttl")
 async def set_ttl(http: Request, run: str, kind: str, name: str) -> Any:
     body, store = await read_body(http, bodies.Ttl), tinker_of(http).checkpoints
-    saved = await asyncio.to_thread(store.find, f"tinker://{run}/{kind}/{name}")
-    return (await asyncio.to_thread(store.keep_for, saved, body.ttl_seconds)).public()
+    return (await asyncio.to_thread(store.keep_for, f"tinker://{run}/{kind}/{name}", body.ttl_seconds)).public()
 
 
 def _page(found: list[Any], limit: int, offset: int) -> tuple[list[Any], dict[str, int]]:

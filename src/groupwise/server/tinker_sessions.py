@@ -73,6 +73,11 @@ class Sessions:
         session.heard = time.monotonic()
         return session
 
+    def silent(self, seconds: float) -> list[Session]:
+        """Those not heard of for so long, the longest first."""
+        before = time.monotonic() - seconds
+        return sorted((each for each in self._by_id.values() if each.heard < before), key=lambda each: each.heard)
+
     async def end(self, id: str) -> None:
         """Let go of a session and all that belongs to it."""
         if self._by_id.pop(id, None) is not None:
@@ -86,8 +91,7 @@ class Sessions:
         """End those that were not heard of for long, as long as there are any."""
         while self._by_id:
             await asyncio.sleep(min(LOOK_EVERY_S, self._idle_s))
-            now = time.monotonic()
-            for session in [each for each in self._by_id.values() if now - each.heard > self._idle_s]:
+            for session in self.silent(self._idle_s):
                 log.info("tinker session %s was silent for %g s and has ended", session.id, self._idle_s)
                 await self.end(session.id)
         self._looking = None

@@ -99,6 +99,11 @@ class Models:
         model.heard = time.time()
         return model
 
+    @property
+    def are_full(self) -> bool:
+        """Whether there are as many as may be."""
+        return len(self._by_id) >= self._most
+
     def is_there(self, model: Model) -> bool:
         """Whether its session lives."""
         return model.id in self._by_id
@@ -133,7 +138,7 @@ class Models:
     ) -> dict[str, str]:
         """A fresh adapter, or one from a checkpoint (`load`, as `_load`'s arguments) -> the request's id."""
         id, load = f"{session}:train:{number}", options.pop("load", None)
-        if self._futures.find(f"{id}:0") is None and len(self._by_id) >= self._most:
+        if self._futures.find(f"{id}:0") is None and self.are_full:
             busy = f"{self._most} models are trained already (tinker_models)"
             raise OverloadedError(busy, hint="end a session, or wait until one has been silent", retry_after=30)
         future, is_new = self._futures.begin(f"{id}:0")
@@ -182,8 +187,8 @@ class Models:
         check_checkpoint_name(name)
         if not body.overwrite and await asyncio.to_thread(self._checkpoints.exists, model.id, WEIGHTS, name):
             raise ConflictError(f"there is a checkpoint {name!r} of this run", hint="set overwrite, or another name")
-        await model.trainer.save_state(self._checkpoints.directory(model.id, name))
-        saved = self.checkpoint(model, WEIGHTS, name, body)
+        state = await model.trainer.save_state(self._checkpoints.new_state(model.id, name))
+        saved = self.checkpoint(model, WEIGHTS, name, body, state=state.name)
         await asyncio.to_thread(self._checkpoints.record, saved)
         return answer(type="save_weights", path=saved.path)
 
@@ -224,7 +229,7 @@ class Models:
         return self._service.create_training_client(name=model.id, lora=spec, seed=seed)
 
     async def _load(self, model: Model, *, saved: Checkpoint, optimizer: bool) -> Answer:
-        directory = self._checkpoints.directory(saved.run, saved.name)
+        directory = self._checkpoints.directory(saved)
         await self.in_training(model, lambda trainer: _load_state(trainer, directory, optimizer=optimizer))
         return answer(type="load_weights", path=saved.path, model_id=model.id)
 

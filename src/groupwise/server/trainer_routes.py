@@ -233,7 +233,6 @@ async def update_weights(http: Request) -> Done:
     raise RequestError(
         f"{http.url.path} hands over weights; this server takes adapters, from a directory that it can read",
         hint="train an adapter and exchange it as one: vllm_lora_sync: true in Axolotl, POST /set_lora_adapter/",
-        code="unsupported",
     )
 
 
