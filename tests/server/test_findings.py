@@ -33,3 +33,24 @@ def test_a_finding_has_its_cause_and_what_to_do(tmp_path: Path, ledger_of_failur
         assert finding["ended"] is None and 1 <= finding["began"] <= 20
         missing = httpx2.get(f"{server.url}/v1/train/health/none")
         assert missing.status_code == 404 and missing.json()["error"]["code"] == "job_not_found"
+
+
+def test_remedies_are_the_jobs_own(tmp_path: Path) -> None:
+    """A run's override is no use to who posts jobs."""
+    import httpx2
+
+    ledger = Ledger(tmp_path / "ledger.db")
+    config = {"learning_rate": 1e-5, "policy_loss": "grpo"}
+    job, _ = ledger.submit(kind="grpo", adapter="x", config=config, summary={}, payload=b"{}", steps=30, auto_load=True)
+    lease = ledger.lease("w")
+    assert lease is not None
+    for step in range(1, 11):
+        ledger.progress(lease, phase="training", step=step, metrics={"optim/grad_norm": 500.0, "optim/lr": 0.0})
+    ledger.close()
+    with served(tmp_path, [router]) as server:
+        findings = {
+            each["id"]: each for each in httpx2.get(f"{server.url}/v1/train/health/{job.id}").json()["findings"]
+        }
+    assert "learn more slowly: config.learning_rate=3e-06" in findings["grad.explode"]["remedies"]
+    assert "config.learning_rate is 0" in findings["lr.zero"]["cause"]
+    assert not any("train." in remedy for each in findings.values() for remedy in each["remedies"])

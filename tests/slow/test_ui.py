@@ -2,14 +2,13 @@
 
     pytest -m slow tests/slow/test_ui.py     two minutes; needs Chromium and `pip install playwright`
 
-Chromium is the machine's own (CHROMIUM names another); nothing is downloaded. axe-core comes from ui/node_modules.
+Runs on disk are in test_ui_runs.py, what the pages compute in ui/test/ (`npm test`).
 """
 
 from __future__ import annotations
 
-import os
+import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,9 @@ from groupwise.model import load_model
 from serving import running
 from whole_server import whole
 
+from .chromium import CHROMIUM, expect, launched, serious, watched
 from .marked import archive, save_marked
 
-playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
-expect = playwright.expect
-
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-AXE = Path(__file__).parent.parent.parent / "ui" / "node_modules" / "axe-core" / "axe.min.js"
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")]
 
 HOSTILE = "<img src=x onerror='window.hit=1'><script>window.hit=1</script>{{7*7}}\u202e"
@@ -48,25 +43,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+    with launched() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture
 def page(browser: Any, place: Place) -> Iterator[Any]:
-    """A page that fails its test for any request elsewhere, error of a script, or breach of the policy."""
-    context = browser.new_context(viewport={"width": 1280, "height": 900})
-    page = context.new_page()
-    wrong: list[str] = []
-    page.on("request", lambda r: wrong.append(r.url) if not r.url.startswith((place.url, "blob:")) else None)
-    page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("console", lambda said: wrong.append(said.text) if "Content Security Policy" in said.text else None)
-    yield page
-    hit = page.evaluate("window.hit")
-    context.close()
-    assert wrong == [] and hit is None
+    with watched(browser, place.url) as page:
+        yield page
 
 
 def go(page: Any, place: Place, where: str) -> None:
@@ -266,6 +250,54 @@ def test_a_version_is_downloaded(page: Any, place: Place, tmp_path: Path) -> Non
     assert (tmp_path / "x.tar.gz").read_bytes()[:2] == b"\x1f\x8b"
 
 
+def test_adapters_are_merged(page: Any, place: Place) -> None:
+    go(page, place, "adapters")
+    page.get_by_role("button", name="Merge").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_role("combobox", name=re.compile("^Source 1")).select_option("lesson@1")
+    dialog.get_by_role("combobox", name=re.compile("^Source 2")).select_option("one@1")
+    for weight, value in zip(dialog.get_by_role("spinbutton").all(), ("0.75", "0.25"), strict=True):
+        weight.fill(value)
+    dialog.get_by_role("button", name="Add a source").click()
+    dialog.get_by_role("combobox", name=re.compile("^Source 3")).select_option("two@1")
+    dialog.get_by_role("button", name="Remove source 3").click()
+    dialog.get_by_label("New adapter's name").fill("base")
+    dialog.get_by_role("button", name="Merge", exact=True).click()
+    expect(dialog.get_by_role("alert")).to_contain_text("base")
+    dialog.get_by_label("New adapter's name").fill("both")
+    dialog.get_by_role("button", name="Merge", exact=True).click()
+    expect(page.get_by_role("region", name="Version both@1")).to_be_visible(timeout=30_000)
+    note = json.loads((place.state / "adapters" / "both" / "v000001" / "merge.json").read_text(encoding="utf-8"))
+    parts = [("lesson@1", 0.75), ("one@1", 0.25)]
+    assert note["sources"] == [{"version": version, "weight": weight} for version, weight in parts]
+    assert note["mode"] == "weighted_average" and "both" in [
+        each["name"] for each in api(place, "/v1/adapters")["available"]
+    ]
+
+
+def test_what_changed_is_marked_word_by_word(page: Any, place: Place) -> None:
+    prompts = [SUM, "What is 12 + 7? Think step by step."]
+    body = {"prompts": [[{"role": "user", "content": each}] for each in prompts], "n": 1, "temperature": 0}
+    said = {}
+    for version in ("base", "lesson@1"):
+        asked = {**body, "max_tokens": 96, "adapter": version}
+        answer = httpx2.post(place.url + "/v1/completions/batch", json=asked, timeout=60).json()
+        said[version] = [each["text"] for each in answer["completions"]]
+    go(page, place, "adapters?version=lesson@1")
+    page.get_by_label("Prompts, one a line").fill("\n".join(prompts))
+    page.get_by_role("combobox", name=re.compile("^From")).select_option("base")
+    page.get_by_role("combobox", name=re.compile("^To")).select_option("lesson@1")
+    page.get_by_role("button", name="Compare").click()
+    shown = page.locator("article:has(pre)")
+    expect(shown).to_have_count(2, timeout=30_000)
+    for i, article in enumerate(shown.all()):
+        for version, other in (("base", "ins"), ("lesson@1", "del")):
+            kept = "pre => [...pre.childNodes].filter(n => n.nodeName !== %r).map(n => n.textContent).join('')"
+            assert article.locator("pre").evaluate(kept % other.upper()) == said[version][i]
+    assert said["base"] != said["lesson@1"] and page.locator("article ins").count() > 0
+    assert page.locator("article", has_text="· the same").count() == sum(map(str.__eq__, *said.values()))
+
+
 # ---- the key ----
 def test_a_key_is_typed_in_once(browser: Any, model_dir: Path, tmp_path: Path) -> None:
     with whole(tmp_path, model_dir, api_key="sk-planted", served_model_name="tiny") as site, running(site.app) as port:
@@ -318,21 +350,6 @@ def test_it_comes_back_when_the_server_does(page: Any, place: Place) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_axe_finds_nothing_serious(browser: Any, place: Place, scheme: str, width: int) -> None:
-    if not AXE.exists():
-        pytest.skip("axe-core is not installed: cd ui && npm ci")
-    sizes = {"width": width, "height": 850}
-    context = browser.new_context(bypass_csp=True, color_scheme=scheme, viewport=sizes)
-    page = context.new_page()
     job = api(place, "/v1/train/status")[0]["job_id"]
-    found: list[str] = []
-    for where in [*PAGES, "play/teach", f"jobs/{job}", f"rollouts?job={job}&id={job}.0.0", "adapters?version=lesson@1"]:
-        go(page, place, where)
-        page.wait_for_timeout(700)
-        page.add_script_tag(path=str(AXE))
-        for each in page.evaluate("axe.run()")["violations"]:
-            if each["impact"] in ("serious", "critical"):
-                found.append(f"{where}: {each['id']}: {each['nodes'][0]['html'][:200]}")
-        over = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
-        assert over <= 0, f"{where} is {over} pixels too wide at {width}"
-    context.close()
-    assert found == []
+    pages = [*PAGES, "play/teach", f"jobs/{job}", f"rollouts?job={job}&id={job}.0.0", "adapters?version=lesson@1"]
+    assert serious(browser, place.url, pages, scheme=scheme, width=width) == []

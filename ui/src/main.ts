@@ -8,7 +8,7 @@ import { server } from "./state/server.svelte";
 import { settings } from "./state/settings.svelte";
 
 settings.apply();
-void server.run();
+void server.stay();
 
 const target = document.getElementById("app");
 if (target) mount(App, { target });

@@ -1,26 +1,27 @@
 """GET /v1/train/health/{job_id}: what a job's metrics say is going wrong, why, and what to do.
 
-The rules are those of runs (`groupwise.health`); remedies are in words, with the settings to look at.
+The rules are those of runs (`groupwise.health`); remedies are in the words of a job's own configuration.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 from fastapi import APIRouter, Request
 from starlette.concurrency import run_in_threadpool
 
 from groupwise.errors import JobNotFoundError
-from groupwise.health import Finding, examine
-from groupwise.server.state import server_of
+from groupwise.health import Finding, Report, examine
+from groupwise.server.job_remedies import in_job_words, job_remedies
+from groupwise.server.state import Server, server_of
 from groupwise.server.wire import Answer, documented
 
 router = APIRouter(prefix="/v1/train", tags=["training"])
 
 
 class JobFinding(Answer):
-    """Something that looks wrong in a job's metrics."""
+    """Something that looks wrong in the metrics of a job or a run."""
 
     id: str
     """The rule's name, as in docs/metrics.md."""
@@ -35,35 +36,49 @@ class JobFinding(Answer):
     remedies: list[str]
 
 
-class JobHealth(Answer):
-    """The answer of GET /v1/train/health/{job_id}: findings in the order in which they began."""
+class Findings(Answer):
+    """What stands, and what stood."""
 
-    job_id: str
     status: Literal["ok", "warn", "error"]
     """The worst of what stands."""
     findings: list[JobFinding]
 
 
+class JobHealth(Findings):
+    """The answer of GET /v1/train/health/{job_id}: findings in the order in which they began."""
+
+    job_id: str
+
+
 @router.get("/health/{job_id}", **documented(answer=JobHealth, errors=[JobNotFoundError]))
 async def job_health(request: Request, job_id: str) -> JobHealth:
     """What is going wrong in a job by its metrics, with the cause and what to do."""
-    steps = await run_in_threadpool(server_of(request).ledger.metrics, job_id)
-    return _judged(job_id, steps)
+    return await run_in_threadpool(_judged, server_of(request), job_id)
 
 
-def _judged(job_id: str, steps: Sequence[Mapping[str, Any]]) -> JobHealth:
-    report = examine(steps)
-    return JobHealth(job_id=job_id, status=report.status, findings=[_told(each) for each in report.findings])
+def _judged(server: Server, job_id: str) -> JobHealth:
+    job, report = server.ledger.job(job_id), examine(server.ledger.metrics(job_id))
+
+    def remedies(finding: Finding) -> list[str]:
+        return job_remedies(finding.id, job.kind, job.config, name=finding.name)
+
+    return JobHealth(job_id=job_id, status=report.status, findings=told(report, remedies, in_words=in_job_words))
 
 
-def _told(finding: Finding) -> JobFinding:
-    return JobFinding(
-        id=finding.id,
-        severity=finding.severity,
-        metric=finding.metric,
-        began=finding.began,
-        ended=finding.ended,
-        says=finding.says,
-        cause=finding.cause,
-        remedies=[str(advice) for advice in finding.advice],
-    )
+def told(
+    report: Report, remedies: Callable[[Finding], Sequence[str]], *, in_words: Callable[[str], str] = str
+) -> list[JobFinding]:
+    """The findings of a report, each with its remedies."""
+    return [
+        JobFinding(
+            id=finding.id,
+            severity=finding.severity,
+            metric=finding.metric,
+            began=finding.began,
+            ended=finding.ended,
+            says=in_words(finding.says),
+            cause=in_words(finding.cause),
+            remedies=list(remedies(finding)),
+        )
+        for finding in report.findings
+    ]

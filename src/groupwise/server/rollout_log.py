@@ -23,77 +23,34 @@ from starlette.concurrency import run_in_threadpool
 
 from groupwise.algo.advantage import DEFAULT_EPS, AdvantageSpec, advantages
 from groupwise.chat import decode, stop_ids
-from groupwise.errors import GroupwiseError, JobNotFoundError, RequestError
+from groupwise.errors import JobNotFoundError, RequestError
 from groupwise.job_payload import GrpoPayload, ScoredGroup, parse_payload
 from groupwise.ledger import Job, Ledger
 from groupwise.ledger_schema import BUSY_SECONDS, storing
 from groupwise.server.generate import sendable
+from groupwise.server.protocol_rollouts import (
+    MOST_ROWS,
+    PREVIEW,
+    RolloutDetail,
+    RolloutGroup,
+    RolloutNotFoundError,
+    RolloutPage,
+    RolloutRow,
+    best_first,
+)
 from groupwise.server.state import Server, server_of
 from groupwise.server.text import Detokenizer, plain_text, token_text
 from groupwise.server.webhooks import utc
-from groupwise.server.wire import Answer, documented
+from groupwise.server.wire import documented
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MOST_ROWS = 2000
-PREVIEW = 400  # characters of a prompt or a completion in a row
 MOST_IN_GROUP = 1024
 
 _COLUMNS = "seq, id, prompt_ids, completion_ids, logprobs, version, temperature, finish_reason, text, created_at"
 
 router = APIRouter(prefix="/v1/rollouts", tags=["rollouts"])
-
-
-class RolloutNotFoundError(GroupwiseError, LookupError):
-    """No rollout of this id is kept."""
-
-    code, status, exit_code = "rollout_not_found", 404, 2
-
-
-# ---- what is answered ----
-class RolloutRow(Answer):
-    """One completion in a list; long texts are cut."""
-
-    id: str
-    group: str
-    """The same for the completions of one prompt that were sampled, or posted, together."""
-    prompt: str
-    text: str
-    reward: float | None
-    """null: sampled, and not trained on under this id."""
-    advantage: float | None
-    version: str | None
-    """What sampled it; null where a job was not told."""
-    finish_reason: Literal["stop", "length"] | None
-    temperature: float
-    prompt_tokens: int
-    completion_tokens: int
-    created_at: str
-
-
-class RolloutPage(Answer):
-    """The answer of GET /v1/rollouts. `next` is the cursor of the next page, null at the end."""
-
-    rows: list[RolloutRow]
-    next: int | None
-
-
-class RolloutDetail(RolloutRow):
-    """One completion with its tokens; `logprobs` are those of its sampler, null where nobody recorded them."""
-
-    token_ids: list[int]
-    tokens: list[str]
-    logprobs: list[float] | None
-
-
-class RolloutGroup(Answer):
-    """The answer of GET /v1/rollouts/{id}: the completions of one prompt, highest reward first."""
-
-    group: str
-    prompt: str
-    prompt_token_ids: list[int]
-    rollouts: list[RolloutDetail]
 
 
 # ---- routes ----
@@ -130,7 +87,7 @@ def _group(server: Server, id: str) -> RolloutGroup:
         group=rollouts[0].group,
         prompt=plain_text(prompt_ids, tokenizer),
         prompt_token_ids=list(prompt_ids),
-        rollouts=sorted(rollouts, key=lambda each: -(each.reward or 0.0)),
+        rollouts=best_first(rollouts),
     )
 
 
@@ -196,6 +153,8 @@ def _group_of_recent(server: Server, id: str) -> tuple[list[RolloutDetail], Sequ
 def _tokens(ids: Sequence[int], logprobs: bytes | Sequence[float] | None, tokenizer: PreTrainedTokenizerBase) -> dict:
     known = array("d", logprobs) if isinstance(logprobs, bytes) else logprobs
     return {
+        "rewards": {},
+        "error": None,
         "token_ids": list(ids),
         "tokens": _pieces(ids, tokenizer),
         "logprobs": None if known is None else list(map(sendable, known)),

@@ -36,7 +36,7 @@ export async function request(path: string, init: RequestInit & { query?: Query 
     response = await fetch(apiUrl(path, init.query), { ...init, headers, credentials: "omit", redirect: "error" });
   } catch (error) {
     if (init.signal?.aborted) throw error;
-    throw new ApiError("The server does not answer.", 0, "unreachable", "Is groupwise serve still running?", null);
+    throw new ApiError("The server does not answer.", 0, "unreachable", "Is it still running?", null);
   }
   if (response.ok) return response;
   throw await problem(response);

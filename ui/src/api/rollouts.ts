@@ -6,6 +6,7 @@ export interface Filter {
   contains: string;
   truncated: boolean;
   version: string;
+  step: string;
   rewardMin: string;
   rewardMax: string;
 }
@@ -13,6 +14,10 @@ export interface Filter {
 export interface RolloutSource {
   /** Whether its completions have rewards. */
   rewarded: boolean;
+  /** What may be filtered by, besides the text. */
+  filters: ("reward" | "version" | "cut" | "step")[];
+  /** Whether there is a model that can score its completions. */
+  scores: boolean;
   page: (filter: Filter, after: number | null, limit: number) => Promise<RolloutPage>;
   group: (id: string) => Promise<RolloutGroup>;
 }
@@ -21,6 +26,8 @@ export interface RolloutSource {
 export function liveSource(job: string | null): RolloutSource {
   return {
     rewarded: job !== null,
+    filters: job === null ? ["version", "cut"] : ["reward"],
+    scores: true,
     page: (filter, after, limit) =>
       get<RolloutPage>("v1/rollouts", {
         job,
@@ -33,6 +40,26 @@ export function liveSource(job: string | null): RolloutSource {
         reward_max: job ? filter.rewardMax : null,
       }),
     group: (id) => get<RolloutGroup>(`v1/rollouts/${segment(id)}`),
+  };
+}
+
+/** What a run on disk sampled. */
+export function runSource(run: string): RolloutSource {
+  return {
+    rewarded: true,
+    filters: ["reward", "step", "cut"],
+    scores: false,
+    page: (filter, after, limit) =>
+      get<RolloutPage>(`v1/runs/${segment(run)}/rollouts`, {
+        after,
+        limit,
+        step: filter.step,
+        contains: filter.contains,
+        finish_reason: filter.truncated ? "length" : null,
+        reward_min: filter.rewardMin,
+        reward_max: filter.rewardMax,
+      }),
+    group: (id) => get<RolloutGroup>(`v1/runs/${segment(run)}/rollouts/${segment(id)}`),
   };
 }
 

@@ -2183,7 +2183,7 @@ export interface components {
         };
         /**
          * JobFinding
-         * @description Something that looks wrong in a job's metrics.
+         * @description Something that looks wrong in the metrics of a job or a run.
          */
         JobFinding: {
             /**
@@ -2220,8 +2220,6 @@ export interface components {
          * @description The answer of GET /v1/train/health/{job_id}: findings in the order in which they began.
          */
         JobHealth: {
-            /** Job Id */
-            job_id: string;
             /**
              * Status
              * @description The worst of what stands.
@@ -2230,6 +2228,8 @@ export interface components {
             status: "ok" | "warn" | "error";
             /** Findings */
             findings: components["schemas"]["JobFinding"][];
+            /** Job Id */
+            job_id: string;
         };
         /**
          * JobMetrics
@@ -2395,7 +2395,7 @@ export interface components {
             text: string;
             /**
              * Reward
-             * @description null: sampled, and not trained on under this id.
+             * @description null: sampled, and not trained on under this id; or it could not be scored.
              */
             reward: number | null;
             /** Advantage */
@@ -2415,16 +2415,36 @@ export interface components {
             completion_tokens: number;
             /** Created At */
             created_at: string;
+            /**
+             * Rewards
+             * @description The parts of the reward by name, of a run's completion; null: that function failed. A job is posted one reward,
+             *     and has none.
+             */
+            rewards: {
+                [key: string]: number | null;
+            };
+            /**
+             * Error
+             * @description Why a run could not score it.
+             */
+            error: string | null;
             /** Token Ids */
             token_ids: number[];
-            /** Tokens */
+            /**
+             * Tokens
+             * @description As text. Of a run's episode with what the policy was told between its turns; and whole turns, where the run's
+             *     tokenizer is not on this machine.
+             */
             tokens: string[];
-            /** Logprobs */
-            logprobs: number[] | null;
+            /**
+             * Logprobs
+             * @description One for each of `tokens`; null for what the policy did not write.
+             */
+            logprobs: (number | null)[] | null;
         };
         /**
          * RolloutGroup
-         * @description The answer of GET /v1/rollouts/{id}: the completions of one prompt, highest reward first.
+         * @description The completions of one prompt, highest reward first.
          */
         RolloutGroup: {
             /** Group */
@@ -2438,7 +2458,8 @@ export interface components {
         };
         /**
          * RolloutPage
-         * @description The answer of GET /v1/rollouts. `next` is the cursor of the next page, null at the end.
+         * @description A page of completions. `next` is the cursor of the next page, null at the end; a page may have few rows, or none,
+         *     and a next one all the same.
          */
         RolloutPage: {
             /** Rows */
@@ -2464,7 +2485,7 @@ export interface components {
             text: string;
             /**
              * Reward
-             * @description null: sampled, and not trained on under this id.
+             * @description null: sampled, and not trained on under this id; or it could not be scored.
              */
             reward: number | null;
             /** Advantage */

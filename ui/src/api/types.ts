@@ -1,4 +1,5 @@
 /** The server's own types, as its OpenAPI document has them. */
+import type { components as run } from "./run/schema";
 import type { components } from "./schema";
 
 type Schemas = components["schemas"];
@@ -27,3 +28,12 @@ export type TextCompletion = Schemas["TextCompletion"];
 export type TokenLogprob = Schemas["TokenLogprob"];
 export type TrainStatus = Schemas["TrainStatus"];
 export type TrainSubmitted = Schemas["TrainSubmitted"];
+
+/** Those of `groupwise ui`, which shows runs on disk. */
+type RunSchemas = run["schemas"];
+export type RunDetail = RunSchemas["RunDetail"];
+export type RunDiff = RunSchemas["RunDiff"];
+export type RunHealth = RunSchemas["RunHealth"];
+export type RunList = RunSchemas["RunList"];
+export type RunMetrics = RunSchemas["RunMetrics"];
+export type RunSummary = RunSchemas["RunSummary"];

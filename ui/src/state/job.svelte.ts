@@ -1,10 +1,9 @@
-/** One job as it happens: its steps and what was said of it, from its stream of events. */
+/** A job or a run as it happens: its steps and what was said of it, from its stream of events. */
 import { get, request, segment } from "../api/http";
 import { events } from "../api/sse";
-import type { TrainStatus } from "../api/types";
+import type { RunMetrics, TrainStatus } from "../api/types";
 import { server } from "./server.svelte";
-
-export type Step = Record<string, number>;
+import { merged, type Step } from "./steps";
 
 interface Told {
   kind: "state" | "metrics" | "message";
@@ -16,12 +15,13 @@ interface Told {
 
 const RETRY_MS = 1000;
 
-export class JobFeed {
+/** Steps that are followed until there are no more of them. */
+abstract class Feed {
   steps = $state.raw<Step[]>([]);
-  log = $state.raw<Told[]>([]);
 
-  private last = "0";
-  private readonly stop = new AbortController();
+  protected last: string | null = null;
+  private ended = false;
+  protected readonly stop = new AbortController();
 
   constructor(readonly id: string) {
     void this.follow();
@@ -31,10 +31,16 @@ export class JobFeed {
     this.stop.abort();
   }
 
+  /** It goes on after all. */
+  again(): void {
+    if (this.ended) void this.follow();
+  }
+
   private async follow(): Promise<void> {
+    this.ended = false;
     while (!this.stop.signal.aborted) {
       try {
-        if (await this.listen()) return;
+        if ((this.ended = await this.listen())) return;
       } catch {
         if (this.stop.signal.aborted) return;
       }
@@ -42,8 +48,14 @@ export class JobFeed {
     }
   }
 
-  /** Whether the job has ended, and all of it was heard. */
-  private async listen(): Promise<boolean> {
+  /** Whether it has ended, and all of it was heard. */
+  protected abstract listen(): Promise<boolean>;
+}
+
+export class JobFeed extends Feed {
+  log = $state.raw<Told[]>([]);
+
+  protected async listen(): Promise<boolean> {
     const path = `v1/train/events/${segment(this.id)}`;
     const response = await request(path, { query: { after: this.last }, signal: this.stop.signal });
     if (response.status === 204) return true;
@@ -64,5 +76,19 @@ export class JobFeed {
     const step = told.data as Step;
     const before = this.steps.filter((each) => (each.step ?? 0) < (step.step ?? 0)); // a step may be run again
     this.steps = [...before, step];
+  }
+}
+
+export class RunFeed extends Feed {
+  protected async listen(): Promise<boolean> {
+    const path = `v1/events/${segment(this.id)}`;
+    const response = await request(path, { query: { after: this.last }, signal: this.stop.signal });
+    if (response.status === 204) return true;
+    for await (const { id, data } of events(response)) {
+      this.last = id;
+      const found = JSON.parse(data) as RunMetrics;
+      this.steps = merged(found.anew ? [] : this.steps, found.steps as Step[]);
+    }
+    return false;
   }
 }

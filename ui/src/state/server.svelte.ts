@@ -1,7 +1,7 @@
 /** The one store of what the server is doing, kept current by its stream of events. */
 import { ApiError, get, request } from "../api/http";
 import { events } from "../api/sse";
-import type { AdapterList, ConfigAnswer, DecodeStats, Health, RecentRequest, TrainStatus } from "../api/types";
+import type { AdapterList, ConfigAnswer, DecodeStats, Health, RecentRequest, RunList, RunSummary, TrainStatus } from "../api/types";
 import { settings } from "./settings.svelte";
 
 const RETRY_MS = [500, 1000, 2000, 4000];
@@ -11,6 +11,10 @@ export type Link = "connecting" | "live" | "lost" | "loading" | "locked";
 
 class ServerState {
   link = $state<Link>("connecting");
+  /** Who answers: `groupwise serve`, or `groupwise ui` over runs on disk; null until the first event. */
+  kind = $state<"server" | "runs" | null>(null);
+  /** The runs of `groupwise ui`. */
+  runs = $state.raw<RunSummary[]>([]);
   health = $state.raw<Health | null>(null);
   decode = $state.raw<DecodeStats | null>(null);
   requests = $state.raw<RecentRequest[]>([]);
@@ -31,12 +35,16 @@ class ServerState {
 
   private wake: () => void = () => undefined;
 
+  run(id: string): RunSummary | null {
+    return this.runs.find((run) => run.run === id) ?? null;
+  }
+
   job(id: string): TrainStatus | null {
     return this.jobs.find((job) => job.job_id === id) ?? null;
   }
 
   /** Follow the server for as long as the page is open. */
-  async run(): Promise<void> {
+  async stay(): Promise<void> {
     for (let failures = 0; ; failures += 1) {
       try {
         await this.follow(() => (failures = 0));
@@ -55,11 +63,11 @@ class ServerState {
 
   private async follow(came: () => void): Promise<void> {
     const response = await request("v1/events");
-    get<ConfigAnswer>("v1/config").then((config) => (this.config = config), () => undefined);
     let first = true;
     for await (const { event, data } of events(response)) {
       came();
       this.link = "live";
+      this.meet(event === "runs" ? "runs" : "server");
       if (event === "jobs") {
         this.merge(JSON.parse(data) as TrainStatus[], first);
         first = false;
@@ -67,8 +75,15 @@ class ServerState {
     }
   }
 
+  private meet(kind: "server" | "runs"): void {
+    if (this.kind === kind) return;
+    this.kind = kind;
+    if (kind === "server") get<ConfigAnswer>("v1/config").then((config) => (this.config = config), () => undefined);
+  }
+
   private hear(event: string, data: unknown): void {
-    if (event === "health") this.health = data as Health;
+    if (event === "runs") this.runs = (data as RunList).runs;
+    else if (event === "health") this.health = data as Health;
     else if (event === "requests") this.requests = data as RecentRequest[];
     else if (event === "adapters") this.adapters = data as AdapterList;
     else if (event === "decode") {

@@ -24,10 +24,14 @@ export class Table {
     if (this.busy || this.whole || this.error) return;
     this.busy = true;
     try {
-      const page = await this.source.page(this.filter, this.after, PAGE);
-      this.rows = this.rows.concat(page.rows);
-      this.after = page.next;
-      this.whole = page.next === null;
+      let found = 0;
+      do {
+        const page = await this.source.page(this.filter, this.after, PAGE);
+        found = page.rows.length;
+        this.rows = this.rows.concat(page.rows);
+        this.after = page.next;
+        this.whole = page.next === null;
+      } while (!found && !this.whole); // a page of a long search may be empty
     } catch (problem) {
       this.error = problem;
     } finally {

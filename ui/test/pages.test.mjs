@@ -1,0 +1,85 @@
+/** The pages' own arithmetic, as Vite would serve it: words that changed, seeds as a band, which metrics are drawn. */
+import assert from "node:assert/strict";
+import { after, before, test } from "node:test";
+import { createServer } from "vite";
+
+let vite;
+before(async () => {
+  vite = await createServer({ root: new URL("..", import.meta.url).pathname, server: { middlewareMode: true, hmr: false, ws: false }, logLevel: "error" });
+});
+after(() => vite.close());
+const load = (path) => vite.ssrLoadModule(`/src/${path}`);
+
+test("a difference joins to both texts, word by word", async () => {
+  const { difference } = await load("pages/adapters/words.ts");
+  const side = (pieces, kind) => pieces.filter((piece) => piece.kind === "both" || piece.kind === kind).map((piece) => piece.text).join("");
+  const texts = ["", "85", "The answer is 85.", "The sum is 185, I think", "7+8=15\n4+3+1=8", "好 85 😀", "  "];
+  for (const one of texts) {
+    for (const other of texts) {
+      const pieces = difference(one, other);
+      assert.equal(side(pieces, "one"), one);
+      assert.equal(side(pieces, "other"), other);
+      assert.equal(pieces.every((piece) => piece.kind === "both"), one === other);
+      assert.ok(pieces.every((piece, i) => piece.kind !== pieces[i - 1]?.kind), "neighbours of one kind are one piece");
+    }
+  }
+  assert.deepEqual(difference("The answer is 85.", "The answer is 95."), [
+    { text: "The answer is ", kind: "both" }, { text: "85", kind: "one" }, { text: "95", kind: "other" }, { text: ".", kind: "both" },
+  ]);
+});
+
+test("texts too long to compare are shown whole, one after the other", async () => {
+  const { difference } = await load("pages/adapters/words.ts");
+  const long = "word ".repeat(2000);
+  assert.deepEqual(difference(long, `${long}!`), [{ text: long, kind: "one" }, { text: `${long}!`, kind: "other" }]);
+});
+
+const run = (id, seed, rate, rewards) => ({
+  id, name: id, config: { seed, rate, name: id, run_dir: `/runs/${id}`, "tracking.wandb": null },
+  steps: rewards.map((reward, i) => ({ step: i + 1, "reward/mean": reward })),
+});
+
+test("runs that differ only in the seed are one curve with a band", async () => {
+  const { allSteps, curves, families } = await load("pages/jobs/bands.ts");
+  const runs = [run("math-s0", 0, 1, [0, 0.25, 1]), run("math-s1", 1, 1, [0.5, 0.75]), run("fast-s0", 0, 2, [1, 1, 1])];
+  assert.deepEqual(families(runs).map((family) => family.map((each) => each.id)), [["math-s0", "math-s1"], ["fast-s0"]]);
+  const x = allSteps(runs);
+  assert.deepEqual(x, [1, 2, 3]);
+  const [band, single, ...more] = curves(runs, "reward/mean", x, "range");
+  assert.deepEqual(band, { label: "math (2 seeds)", values: [0.25, 0.5, null], low: [0, 0.25, null], high: [0.5, 0.75, null] });
+  assert.deepEqual(single, { label: "fast-s0", values: [1, 1, 1] });
+  assert.deepEqual(more, []);
+  const [wide] = curves(runs, "reward/mean", x, "std"); // of 0 and 0.5: sqrt(2) * 0.25
+  assert.ok(Math.abs(wide.high[0] - (0.25 + Math.SQRT2 / 4)) < 1e-12 && Math.abs(wide.low[0] - (0.25 - Math.SQRT2 / 4)) < 1e-12);
+  assert.equal(curves(runs, "reward/mean", x, "each").length, 3);
+});
+
+test("the same seed twice is no sample of seeds", async () => {
+  const { families } = await load("pages/jobs/bands.ts");
+  assert.equal(families([run("a1", 0, 1, []), run("a2", 0, 1, [])]).length, 2);
+  assert.equal(families([run("a", 0, 1, []), run("a2", 1, 3, [])]).length, 2);
+});
+
+test("names count without their numbers", async () => {
+  const { families } = await load("pages/jobs/bands.ts");
+  const runs = [run("lr-seed-0", 0, 1, []), run("lr-seed-1", 1, 1, []), run("shuffled", 0, 1, [])];
+  assert.deepEqual(families(runs).map((family) => family.length), [2, 1]);
+});
+
+test("each reward function has its curve, and what is no mean of one has none there", async () => {
+  const { panels, shortName } = await load("pages/jobs/curves.ts");
+  const step = { step: 1, "reward/mean": 1, "reward/std": 0, "reward/max": 1, "reward/exact/mean": 1, "reward/exact/std": 0, "reward/brief/mean": 0, "reward/brief/failed": 2, "eval/greedy/reward": 1, "eval/greedy/add/reward": 1 };
+  const by = Object.fromEntries(panels([step]).map((panel) => [panel.title, panel.metrics]));
+  assert.deepEqual(by["Reward"], ["reward/mean"]);
+  assert.deepEqual(by["Rewards by function"], ["reward/brief/mean", "reward/exact/mean"]);
+  assert.deepEqual(by["Held-out reward"], ["eval/greedy/reward"]);
+  assert.equal(shortName("reward/exact/mean"), "exact");
+  assert.equal(shortName("loss/clip_frac_low"), "clip_frac_low");
+});
+
+test("training and evaluation of a step are one record, and a step that is run again counts as it was last", async () => {
+  const { merged } = await load("state/steps.ts");
+  const first = merged([], [{ step: 1, loss: 3 }, { step: 2, loss: 2 }, { step: 2, held: 5 }]);
+  assert.deepEqual(first, [{ step: 1, loss: 3 }, { step: 2, loss: 2, held: 5 }]);
+  assert.deepEqual(merged(first, [{ step: 2, loss: 1 }, { step: 3, loss: 0 }])[1], { step: 2, loss: 1, held: 5 });
+});
