@@ -1,5 +1,6 @@
 # make demo    everything a fresh machine needs, then the main job: the starter model learns arithmetic
 # make test    everything a fresh machine needs, then lint, types, layers and the test suite
+# make vllm    vLLM's CPU build in .venv-vllm (2.5 GB), and its engine against ours (ten minutes and more)
 # make ui      the web interface from its sources in ui/ (needs Node; what is built is in the repository)
 # make bench   the step benchmark against TRL and the learning curves (minutes; not part of `make test`)
 
@@ -8,7 +9,7 @@ TORCH  ?= torch==2.13.0
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint bench ui clean
+.PHONY: demo test lint bench vllm ui clean
 
 demo: $(VENV)/.installed
 	$(BIN)/groupwise run configs/arithmetic.yaml
@@ -25,6 +26,13 @@ lint: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/step_vs_trl.py
 	$(BIN)/python benchmarks/learning.py
+
+vllm: $(VENV)/.installed-dev .venv-vllm/.installed
+	$(BIN)/pytest -q -s -m slow tests/vllm_server
+
+.venv-vllm/.installed: tests/vllm_server/install.sh
+	tests/vllm_server/install.sh $(PYTHON)
+	@touch $@
 
 ui:
 	cd ui && npm ci && npm run build

@@ -14,7 +14,17 @@ from groupwise.algo.batch import MAX_PADDING
 from groupwise.config import RunConfig, parse_config
 from groupwise.engine import lora
 from groupwise.errors import ConfigError
-from groupwise.estimate import GIB, MERGED_BYTES, PADDING, Load, Memory, fitting_tokens, memory, step_size
+from groupwise.estimate import (
+    GIB,
+    MERGED_BYTES,
+    PADDING,
+    Load,
+    Memory,
+    fitting_tokens,
+    longest_sample,
+    memory,
+    step_size,
+)
 from groupwise.train.logprobs import TILE_VALUES
 
 QWEN = ModelSize(
@@ -162,3 +172,35 @@ def test_more_of_anything_never_needs_less(prompts, group, length, micro):
     for key in ("prompts_per_step", "group_size", "max_tokens", "micro_tokens"):
         assert needed(**{key: 7}).total >= least.total
     assert needed(checkpointing=True).activations < least.activations
+
+
+def test_fully_sharded_weights_by_hand():
+    def parts(lora: dict | None, *, devices: int = 4, load: Load = LOAD, **train) -> Memory:
+        train = {"devices": devices, "parallel": "fsdp", "lora": lora, **train}
+        return memory(config(train=train), replace(load, trained=QWEN.parameters if lora is None else 10))
+
+    layer = 1024 * (2 * (2048 + 1024) + 3 * 3072)
+    rest = 600_000_000 - 28 * layer  # embeddings
+    sharded, alone = parts({"rank": 8}), parts({"rank": 8}, devices=1)
+    assert (alone.shards, sharded.shards) == (0, (150_000_000 + 2 * layer + rest) * 2)
+    assert (sharded.weights, sharded.trained) == (alone.weights, alone.trained)  # the engine's, and a whole adapter
+    assert parts(None).trained * 4 == parts(None, devices=1).trained == 600_000_000 * 2 * 3
+    on_gpus = parts(None, cpu_offload=True, load=replace(LOAD, gpu=True))
+    assert (on_gpus.shards, on_gpus.trained) == ((2 * layer + rest) * 2, 0)
+    assert parts(None, cpu_offload=True).trained == parts(None).trained  # on a CPU it is the same memory
+
+
+def test_the_longest_sample_that_fits_is_said():
+    load = Load(model=QWEN, trained=10_000_000, longest_prompt=100)
+    run = config(rollout={"max_tokens": 60_000}, train={"memory_gb": 12.0})
+    longest = longest_sample(run, load)
+    assert 100 < longest < 60_100
+    with pytest.raises(ConfigError, match=f"one of {longest} tokens would fit"):
+        fitting_tokens(run, load)
+    fits, too_long = (
+        config(rollout={"max_tokens": n}, train={"memory_gb": 12.0}) for n in (longest - 100, longest - 99)
+    )
+    assert fitting_tokens(fits, load) >= 1
+    with pytest.raises(ConfigError, match="does not suffice"):
+        fitting_tokens(too_long, load)
+    assert longest_sample(config(train={"memory_gb": 0.1}), load) == 0

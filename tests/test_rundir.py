@@ -134,3 +134,10 @@ def test_evaluations_come_back(tmp_path: Path) -> None:
     save_evaluations(tmp_path, 4, modes)
     save_evaluations(tmp_path, 4, modes)
     assert load_evaluations(tmp_path, 4) == modes and load_evaluations(tmp_path, 5) == {}
+
+
+def test_another_number_of_processes_is_the_same_run(tmp_path: Path, make_base) -> None:
+    run_dir = begun(tmp_path, make_base)
+    elsewhere = {"train": {"devices": 4, "parallel": "fsdp", "deadline_s": 5.0}, "launcher": "slurm"}
+    assert open_run_dir(config(tmp_path, **elsewhere))[0] == run_dir
+    assert open_run_dir(config(tmp_path, train={"learning_rate": 0.5}))[0] != run_dir

@@ -10,7 +10,8 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,7 +23,7 @@ from groupwise.algo.advantage import AdvantageSpec
 from groupwise.algo.loss_spec import LossSpec, loss_of
 from groupwise.batches import Batches, Pace
 from groupwise.budget import load_of, longest_prompt
-from groupwise.config import RunConfig, dump_resolved
+from groupwise.config import RewardConfig, RunConfig, dump_resolved
 from groupwise.curriculum import Curriculum
 from groupwise.data import PromptSource, PromptStream, open_prompts
 from groupwise.engine.base import Sampler
@@ -36,13 +37,16 @@ from groupwise.legacy_play import LegacyEpisodes
 from groupwise.model import LoadedModel, load_model, load_tokenizer
 from groupwise.play import Episodes, Play, SingleTurn
 from groupwise.replay import ReplayBuffer, RerollQueue, total_reward
-from groupwise.rewards.base import RewardFunction, check_columns, load_rewards
+from groupwise.rewards.base import RewardFunction, RewardWorkers, check_columns, load_rewards
 from groupwise.rewards.pool import RewardPool
 from groupwise.scorer import Scorer
 from groupwise.train.learner import Learner, OptimizerSpec
 from groupwise.train.lora import LoraSpec
 from groupwise.train.reference import ReferenceSpec
 from groupwise.types import Prompt
+
+if TYPE_CHECKING:
+    from groupwise.train.ranks import Ranks
 
 Env = EnvFactory | LegacyEnv | Agent  # what plays episodes
 
@@ -90,7 +94,7 @@ class Parts:
     """The machines of a run."""
 
     base: LoadedModel
-    engine: LocalEngine
+    engine: Sampler
     play: Play
     learner: Learner
     batches: Batches
@@ -113,6 +117,14 @@ class Parts:
         self.scorer.close()
         gc.unfreeze()
         torch.set_num_threads(self.threads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elsewhere:
+    """What of a run is not in its own process: who opens its engine, and who its reward workers."""
+
+    engine: Callable[[RunConfig, LoadedModel], Sampler]
+    rewards: Callable[[RunConfig, Sequence[RewardConfig]], RewardWorkers]
 
 
 def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = None) -> Plan:
@@ -191,8 +203,16 @@ def _check_reroll(config: RunConfig, functions: Sequence[RewardFunction]) -> Non
         raise ConfigError(f"rollout.reroll.reward {chosen!r} is no reward of this run; it has {', '.join(names)}")
 
 
-def open_parts(plan: Plan, *, on_phase: Callable[[str], None] = lambda phase: None) -> Parts:
+def open_parts(
+    plan: Plan,
+    *,
+    on_phase: Callable[[str], None] = lambda phase: None,
+    ranks: Ranks | None = None,
+    elsewhere: Elsewhere | None = None,
+) -> Parts:
     """Load the model and make engine, learner, reward workers and batches. Use it in a `with`, or close it.
+
+    With `ranks` the learner leads those of the other processes; `elsewhere` replaces the engine and the reward workers.
 
     Until it is closed the calling thread computes alone: of the threads of a process one has OpenMP's helpers, the
     engine's (`LocalEngine`).
@@ -202,35 +222,35 @@ def open_parts(plan: Plan, *, on_phase: Callable[[str], None] = lambda phase: No
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _open_parts(plan, threads, on_phase)
+        return _open_parts(plan, threads, on_phase, ranks, elsewhere)
     except BaseException:
         torch.set_num_threads(threads)
         raise
 
 
-def _open_parts(plan: Plan, threads: int, on_phase: Callable[[str], None]) -> Parts:
+def _open_parts(
+    plan: Plan, threads: int, on_phase: Callable[[str], None], ranks: Ranks | None, elsewhere: Elsewhere | None
+) -> Parts:
     config = plan.config
     on_phase("loading")
-    scorer = Scorer(plan.rewards, pool=_pool(plan), max_steps=config.train.steps)  # its processes start meanwhile
-    base = load_model(config.model, device=config.device, dtype=config.dtype)
-    learner = _learner(plan, base, threads=threads)
-    engine = LocalEngine(
-        base,
-        max_rows=config.rollout.batch_rows,
-        prefix_cache_mb=config.rollout.prefix_cache_mb,
-        draft_tokens=config.rollout.draft_tokens,
-        threads=None if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive" else threads,
-    )
+    pool = _pool(plan, elsewhere)  # its processes start meanwhile
+    scorer = Scorer(plan.rewards, pool=pool, max_steps=config.train.steps)
+    device = config.device if ranks is None else str(ranks.device)
+    base = load_model(config.model, device=device, dtype=config.dtype)
+    learner = open_learner(config, base, threads=threads, ranks=ranks)
+    if plan.reads_reference:
+        learner.keep_reference()
+    engine = open_engine(config, base, threads=threads) if elsewhere is None else elsewhere.engine(config, base)
     play = open_play(plan, base, engine)
     load = None if config.train.memory_gb is None else _fitted(plan, base, learner, play)
-    eval_prompts = tuple(prepare_all(plan.eval_prompts, play, context=base.context_length))
+    eval_prompts = tuple(prepare_all(plan.eval_prompts, play, context=engine.context_length))
     gc.freeze()  # what is here now stays; looking through it again and again would cost a step some percent
     return Parts(
         base=base,
         engine=engine,
         play=play,
         learner=learner,
-        batches=_batches(plan, base, play, scorer),
+        batches=_batches(plan, engine, play, scorer),
         scorer=scorer,
         eval_prompts=eval_prompts,
         load=load,
@@ -238,12 +258,29 @@ def _open_parts(plan: Plan, threads: int, on_phase: Callable[[str], None]) -> Pa
     )
 
 
+def open_engine(config: RunConfig, base: LoadedModel, *, threads: int) -> Sampler:
+    """What samples. With vLLM the local engine is what versions are checked against."""
+    on_vllm = config.engine == "vllm"
+    local = LocalEngine(
+        base,
+        max_rows=1 if on_vllm else config.rollout.batch_rows,
+        prefix_cache_mb=0 if on_vllm else config.rollout.prefix_cache_mb,
+        draft_tokens=config.rollout.draft_tokens,
+        threads=None if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive" else threads,
+    )
+    if not on_vllm:
+        return local
+    from groupwise.engine.vllm import open_vllm
+
+    return open_vllm(config, base, local)
+
+
 def _fitted(plan: Plan, base: LoadedModel, learner: Learner, play: Play) -> Load:
     """Give the learner micro-batches that `train.memory_gb` suffices for. Raises ConfigError where none does."""
     prompts = plan.source.all()
     longest = longest_prompt(plan.config, prompts, play, context=base.context_length)
     load = load_of(plan.config, base, learner, longest_prompt=longest, reads_reference=plan.reads_reference)
-    learner.micro_tokens = fitting_tokens(plan.config, load)
+    learner.set_micro_tokens(fitting_tokens(plan.config, load))
     return load
 
 
@@ -262,9 +299,15 @@ def open_play(plan: Plan, base: LoadedModel, engine: Sampler) -> Play:
     return Episodes(engine, base.tokenizer, env, config)
 
 
-def _learner(plan: Plan, base: LoadedModel, *, threads: int) -> Learner:
-    train, algo, lora = plan.config.train, plan.config.algo, plan.config.train.lora
-    learner = Learner(
+def open_learner(config: RunConfig, base: LoadedModel, *, threads: int, ranks: Ranks | None = None) -> Learner:
+    """The learner of a run, or, with `ranks`, this process's of several. Raises ConfigError."""
+    train, algo, lora = config.train, config.algo, config.train.lora
+    make: Callable[..., Learner] = Learner
+    if ranks is not None:
+        from groupwise.train.orders import learner_of  # torch.distributed
+
+        make = partial(learner_of, ranks=ranks, sharded=train.parallel == "fsdp", cpu_offload=train.cpu_offload)
+    return make(
         base,
         lora=None
         if lora is None
@@ -277,25 +320,24 @@ def _learner(plan: Plan, base: LoadedModel, *, threads: int) -> Learner:
         micro_tokens=train.micro_tokens,
         gradient_checkpointing=train.gradient_checkpointing,
         reference=ReferenceSpec(kind=algo.reference, decay=algo.reference_decay, every=algo.reference_every),
-        seed=plan.config.seed,
+        seed=config.seed,
         threads=threads,
     )
-    if plan.reads_reference:
-        learner.keep_reference()
-    return learner
 
 
-def _pool(plan: Plan) -> RewardPool | None:
+def _pool(plan: Plan, elsewhere: Elsewhere | None) -> RewardWorkers | None:
     """The reward workers; none where all functions were handed over as objects, which other processes cannot load."""
     scoring, specs = plan.config.scoring, [f.spec for f in plan.rewards if f.spec is not None]
     if not scoring.workers or not specs:
         return None
+    if elsewhere is not None:
+        return elsewhere.rewards(plan.config, specs)
     pool = RewardPool(specs, folder=plan.config.folder, workers=scoring.workers, timeout_s=scoring.timeout_s)
     pool.warm(plan.rewards)
     return pool
 
 
-def _batches(plan: Plan, base: LoadedModel, play: Play, scorer: Scorer) -> Batches:
+def _batches(plan: Plan, engine: Sampler, play: Play, scorer: Scorer) -> Batches:
     config, rollout = plan.config, plan.config.rollout
     curriculum = None if config.data is None else config.data.curriculum
     source: PromptStream = plan.source
@@ -312,7 +354,7 @@ def _batches(plan: Plan, base: LoadedModel, play: Play, scorer: Scorer) -> Batch
         source=source,
         play=play,
         score=scorer,
-        context_length=base.context_length,
+        context_length=engine.context_length,
         params=rollout.sampling(),
         group_size=rollout.group_size,
         pace=Pace.of(rollout, steps=config.train.steps),

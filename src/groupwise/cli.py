@@ -1,7 +1,7 @@
 """The command line: `groupwise run | check | eval | import | serve | chat | train | adapters | health | ...`.
 
-What talks to a server is in `cli_remote`, what reads the directories of runs in `cli_runs`, and what is done with
-adapters, here or on a server, in `cli_adapters`.
+What talks to a server is in `cli_remote`, what reads the directories of runs in `cli_runs` and `cli_ui`, and what is
+done with adapters, here or on a server, in `cli_adapters`.
 
 Data goes to stdout, progress and messages to stderr; `--json` prints one object instead of text. What a user can cause
 ends with a message that says what to do and with the error's exit code (see `errors`), without a traceback unless
@@ -19,10 +19,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from groupwise import cli_adapters, cli_envs, cli_profiles, cli_remote, cli_rewards, cli_runs
+from groupwise import (
+    cli_adapters,
+    cli_envs,
+    cli_launch,
+    cli_profiles,
+    cli_remote,
+    cli_rewards,
+    cli_runs,
+    cli_ui,
+    cli_vllm,
+)
 from groupwise.cli_frame import EXIT_CODES, OPTIONS, ApiKey, AsJson, Debug, Set, examples
 from groupwise.errors import ConfigError, Interrupted
 from groupwise.output import print_json, print_pairs, say, stdout
+from groupwise.world import world
 
 if TYPE_CHECKING:
     from groupwise.config import RunConfig
@@ -41,8 +52,11 @@ FLAGS = {"help_option_names": ["-h", "--help"], "ignore_unknown_options": True} 
 app = typer.Typer(epilog=EXIT_CODES, **OPTIONS)
 starter = typer.Typer(help="The small model in the package: what it can do, and how it is made.", **OPTIONS)
 cli_remote.add_to(app)
+cli_launch.add_to(app)
 cli_runs.add_to(app)
+cli_ui.add_to(app)
 cli_profiles.add_to(app)
+cli_vllm.add_to(app)
 app.add_typer(cli_adapters.app, name="adapters")
 app.add_typer(cli_rewards.app, name="rewards")
 app.add_typer(cli_envs.app, name="env")
@@ -95,10 +109,8 @@ def run(
     from groupwise.summary import print_run, run_as_json
 
     result = train(loaded)
-    if as_json:
-        print_json(run_as_json(loaded, result))
-    else:
-        print_run(stdout(), loaded, result)
+    if world().leads:
+        print_json(run_as_json(loaded, result)) if as_json else print_run(stdout(), loaded, result)
     if result.interrupted:
         raise typer.Exit(Interrupted.exit_code)
 
@@ -237,6 +249,9 @@ def serve(
     worker_threads: Annotated[int | None, typer.Option(help="Threads of the training worker.")] = None,
     webhook_url: Annotated[str | None, typer.Option(metavar="URL", help="Told when a job ends.")] = None,
     tinker: Annotated[bool | None, typer.Option("--tinker", help="Speak the Tinker API too (docs/tinker.md).")] = None,
+    trainer_routes: Annotated[
+        bool | None, typer.Option("--trainer-routes", help="Be the vLLM server of TRL's and Axolotl's trainers.")
+    ] = None,
     api_key: ApiKey = None,
     set_: Annotated[
         list[str] | None,
@@ -265,6 +280,7 @@ def serve(
         "webhook_url": webhook_url,
         "api_key": api_key,
         "tinker": tinker,
+        "trainer_routes": trainer_routes,
     }
     from groupwise.server.config import serve_config
 
@@ -284,9 +300,10 @@ def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
 
     styles = {"ok": "green", "warn": "yellow", "fail": "red", "absent": "dim"}
     console, findings = stdout(), []
+    leads = world().leads
     for finding in examine():
         findings.append(finding)
-        if not as_json:
+        if not as_json and leads:
             console.print(
                 Text.assemble((f"{finding.status:<7}", styles[finding.status]), f"{finding.name}: {finding.detail}"),
                 soft_wrap=True,
@@ -294,7 +311,7 @@ def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
             if finding.remedy:
                 console.print(f"       -> {finding.remedy}", markup=False, soft_wrap=True)
     failed = [finding.name for finding in findings if finding.status == "fail"]
-    if as_json:
+    if as_json and leads:
         print_json({"ok": not failed, "checks": [vars(finding) for finding in findings]})
     if failed:
         raise typer.Exit(1)

@@ -25,7 +25,9 @@ from pydantic import (
     model_validator,
 )
 
+from groupwise.config_engine import Engine, VllmConfig
 from groupwise.config_env import EnvConfig
+from groupwise.config_launch import Launcher, LauncherConfig
 from groupwise.config_train import RunAlgoConfig, TrainConfig
 from groupwise.configfile import Document, to_yaml, validate
 from groupwise.errors import ConfigError
@@ -231,7 +233,7 @@ class RolloutConfig(Section):
     """Groups with nothing to learn from are replaced by sampling at most `refill` times `prompts_per_step` prompts a
     step; 1 never replaces."""
     batch_rows: int = Field(default=256, ge=1, le=65536)
-    """Completions that the local engine decodes at once."""
+    """Completions that the engine decodes at once."""
     prefix_cache_mb: int = Field(default=1024, ge=0)
     """MiB of keys and values that the local engine keeps of conversations, so that their next turn computes only what
     is new; 0 keeps none."""
@@ -352,6 +354,10 @@ class RunConfig(Section):
     """Where and how long reward functions run."""
     rollout: RolloutConfig = RolloutConfig()
     """How completions are sampled."""
+    engine: Engine = "local"
+    """What samples: `local`, in this process over the trainer's own weights, or `vllm`."""
+    vllm: VllmConfig = VllmConfig()
+    """How vLLM is reached or run."""
     env: EnvConfig | None = None
     """An environment that plays episodes of several turns; null asks each prompt once."""
     algo: RunAlgoConfig = RunAlgoConfig()
@@ -364,6 +370,8 @@ class RunConfig(Section):
     """What a run that was killed goes on from."""
     tracking: TrackingConfig = TrackingConfig()
     """Where metrics go."""
+    launcher: Launcher = LauncherConfig()
+    """How `groupwise launch` starts several processes."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
@@ -377,9 +385,28 @@ class RunConfig(Section):
         if self.train.lora is None and not self.rollout.on_policy:
             message = "training all parameters changes the weights that sample: nothing can be sampled meanwhile"
             raise conflict("rollout", f"{message}; set weight_sync_interval 1 and max_staleness 0, or train.lora")
+        self._check_engine()
         if self.env is None and not any(reward.weight for reward in self.rewards):
             raise conflict("rewards", "every weight is 0, so there is nothing to train for; give one a weight")
         return self
+
+    def _check_engine(self) -> None:
+        """Every knob of the engine that does not sample is left alone."""
+        if self.engine == "local":
+            if self.vllm != VllmConfig():
+                raise conflict("vllm", "does nothing with engine local; set engine: vllm, or remove the section")
+            return
+        if self.train.lora is None:
+            message = "hands over adapters only, and train.lora null trains all parameters"
+            raise conflict("engine", f"vllm {message}; set train.lora, or engine: local")
+        fields = RolloutConfig.model_fields
+        for key in ("draft_tokens", "prefix_cache_mb"):
+            if getattr(self.rollout, key) != fields[key].default:
+                raise conflict("rollout", key, "is the local engine's, and engine is vllm; leave it out")
+        for key, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+            if getattr(self.rollout, key) != off:
+                message = "vLLM then gives the log-probabilities of a narrowed distribution, which the trainer has not"
+                raise conflict("rollout", key, f"{message}; set it to {off}, or engine: local")
 
     def _check_sources(self) -> None:
         """Without an environment there must be prompts and rewards."""

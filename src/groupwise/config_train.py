@@ -180,6 +180,15 @@ class TrainConfig(Section):
     """Recompute activations in the backward pass: less memory, more time."""
     lora: LoraConfig | None = LoraConfig()
     """null trains all parameters."""
+    devices: int | None = Field(default=None, ge=1, le=65536)
+    """Processes that train together, each with a GPU where there are any (docs/scale.md); null is as many as were
+    started, which is one without `groupwise launch`."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """What each of several processes has: all weights and a share of the batch, or also a share of the weights only."""
+    cpu_offload: bool = False
+    """With fsdp on GPUs: weights are in the CPU's memory and visit the GPU layer by layer."""
+    deadline_s: float = Field(default=600.0, gt=0)
+    """Seconds that processes wait for one another before the run ends with an error that says for whom."""
 
     @model_validator(mode="after")
     def _fits(self) -> TrainConfig:
@@ -193,4 +202,6 @@ class TrainConfig(Section):
         if self.decay_steps is not None and self.warmup_steps + self.decay_steps > self.steps:
             message = f"{self.warmup_steps} warm-up and {self.decay_steps} decay steps do not fit into {self.steps}"
             raise conflict("decay_steps", message)
+        if self.cpu_offload and self.parallel != "fsdp":
+            raise conflict("cpu_offload", f"acts with parallel fsdp only, not {self.parallel}")
         return self

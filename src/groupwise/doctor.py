@@ -1,7 +1,8 @@
 """`groupwise doctor`: is everything here that a run needs?
 
 Each check gives a finding: `ok`, `warn` (it works, but), `fail` (runs will not work), or `absent` (optional, not
-installed); the last three say what to do.
+installed); the last three say what to do. Several processes (`groupwise launch CONFIG --doctor`) also compare what they
+are and see.
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Literal
 
 from groupwise.errors import GroupwiseError
-
-Status = Literal["ok", "warn", "fail", "absent"]
+from groupwise.finding import Finding
+from groupwise.world import world
 
 REQUIRED = ("transformers", "peft", "datasets", "math_verify")
 OPTIONAL = {
@@ -28,7 +28,7 @@ OPTIONAL = {
     "wandb": "for tracking.wandb",
     "trackio": "for tracking.trackio",
     "mlflow": "for tracking.mlflow",
-    "vllm": "to serve the adapters of a run with vLLM",
+    "vllm": "for engine: vllm in mode colocate; a server has an environment of its own",
 }
 REMEDIES = {  # of a check that raised; of a package's: install it
     "gpu": "pip install torch",
@@ -39,18 +39,22 @@ REMEDIES = {  # of a check that raised; of a package's: install it
 DISK_WARN_GIB, DISK_FAIL_GIB = 5.0, 0.5
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What one check found. `remedy` is empty where there is nothing to do."""
-
-    name: str
-    status: Status
-    detail: str
-    remedy: str = ""
-
-
 def examine(*, directory: Path = Path(".")) -> Iterator[Finding]:
-    """Every finding, in the order of the checks; `directory` is where runs would be written. One that raises failed."""
+    """Every finding, in the order of the checks; `directory` is where runs would be written. One that raises failed.
+
+    Of several processes each calls this; what rank 0 is given is about all.
+    """
+    from groupwise.cluster.health import cluster_findings, host_findings
+
+    found = []
+    for finding in chain(_examine_machine(directory=directory), host_findings()):
+        found.append(finding)
+        yield finding
+    if world().size > 1:
+        yield from cluster_findings(found, directory=directory)
+
+
+def _examine_machine(*, directory: Path) -> Iterator[Finding]:
     checks: list[tuple[str, Callable[[], Finding]]] = [
         ("python", check_python),
         ("torch", check_torch),

@@ -227,6 +227,20 @@ class TrainingError(GroupwiseError):
     code, status, exit_code = "training_failed", 500, 1
 
 
+class RankLostError(GroupwiseError):
+    """Another process of a run with several did not come to what all do together; names the rank, the phase and the
+    seconds. A run that is started again with `resume: auto` goes on from its last checkpoint."""
+
+    code, status, exit_code = "rank_lost", 503, 75
+
+
+class ClusterError(GroupwiseError):
+    """Ray cannot be reached, has no room for the run, or an actor was lost more often than it may be; names which, how
+    often and why. A run that is launched again with `resume: auto` goes on from its last checkpoint."""
+
+    code, status, exit_code = "cluster_failed", 503, 75
+
+
 class Interrupted(GroupwiseError):
     """The user asked to stop; everything was saved first."""
 

@@ -3,20 +3,24 @@
     step_size       prompts, completions, tokens, decoding waves, forward passes and optimizer steps of a rollout batch
     memory          bytes of the process, the weights, what is trained, the engine's keys and values, one micro-batch
     fitting_tokens  the largest micro-batch for which that stays within `train.memory_gb`
+    longest_sample  the most tokens that a prompt and its completion may have together then
 
 Memory is that of the worst batch the configuration admits: the longest prompt everywhere, completions of
 `rollout.max_tokens`, and attention's grids either full, or with as many holes as `algo.batch` allows. `activations`
-counts the bytes of one micro-batch; on a CPU, what its allocator holds back is added to them.
+counts the bytes of one micro-batch; on a CPU, what its allocator holds back is added to them. Of several processes it
+is rank 0's, which has the engine besides: with `train.parallel: fsdp` also its share of the weights, and what is
+gathered of them at once (two decoder layers; embeddings and LM head).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from groupwise.activations import ModelSize, PackedShape, Training, activation_bytes
 from groupwise.config import RunConfig
 from groupwise.errors import ConfigError
+from groupwise.world import world
 
 OPTIMIZER_STATES = 2  # AdamW's moments
 ENGINE_VERSIONS = 2  # of an adapter: the one that samples and the one it is given
@@ -73,6 +77,7 @@ class Memory:
 
     process: int
     weights: int
+    shards: int
     merged: int
     reference: int
     trained: int
@@ -104,11 +109,14 @@ def memory(config: RunConfig, load: Load, *, micro_tokens: int | None = None) ->
     weights = model.parameters * model.value_bytes
     if lora is None:
         trained = load.trained * model.value_bytes * (1 + OPTIMIZER_STATES)  # gradient and moments
+        trained = trained // _ranks(config) if _is_sharded(config) else trained
+        trained = 0 if _is_offloaded(config, load) else trained
     else:  # float32 parameters, gradients and moments
         trained = load.trained * 4 * (2 + OPTIMIZER_STATES + ENGINE_VERSIONS)
     return Memory(
         process=0 if load.gpu else PROCESS_BYTES,
         weights=weights,
+        shards=_shards(config, load),
         merged=_merged(config, model),
         reference=weights if load.keeps_reference else 0,
         trained=trained,
@@ -138,6 +146,17 @@ def fitting_tokens(config: RunConfig, load: Load) -> int:
     return low
 
 
+def longest_sample(config: RunConfig, load: Load) -> int:
+    """Tokens of the longest sample that `train.memory_gb` suffices for, its prompt as long as the run's longest is; 0
+    where it does not suffice for a completion of one token. At most what the configuration admits."""
+    low, high = 0, config.rollout.max_tokens
+    while low < high:
+        middle = (low + high + 1) // 2
+        changed = _with(config, rollout={"max_tokens": middle})
+        low, high = (middle, high) if _fits(changed, load, _longest(changed, load)) else (low, middle - 1)
+    return load.longest_prompt + low if low else 0
+
+
 def _fits(config: RunConfig, load: Load, micro_tokens: int) -> bool:
     return memory(config, load, micro_tokens=micro_tokens).total <= (config.train.memory_gb or math.inf) * GIB
 
@@ -157,12 +176,13 @@ def _too_little(config: RunConfig, load: Load, needed: Memory) -> ConfigError:
             if (value := _halved(config, load, section, key, first))
         },
     }
+    longest = longest_sample(config, load)
     would = [way for way, changed in ways.items() if _fits(changed, load, _longest(changed, load))]
     enough = f"train.memory_gb: {math.ceil(needed.total / GIB * 100) / 100:g}"
     sample = f"{_longest(config, load)} tokens (prompt {load.longest_prompt}, completion {config.rollout.max_tokens})"
     return ConfigError(
         f"train.memory_gb {config.train.memory_gb:g} does not suffice for one sample of {sample}: "
-        f"{_gib(needed.total)} = {listed}",
+        f"{_gib(needed.total)} = {listed}" + (f"; one of {longest} tokens would fit" if longest else ""),
         hint=f"set one of: {'; '.join([*would, enough])}",
     )
 
@@ -193,9 +213,37 @@ def _longest(config: RunConfig, load: Load) -> int:
     return load.longest_prompt + config.rollout.max_tokens
 
 
+def _ranks(config: RunConfig) -> int:
+    return config.train.devices or world().size
+
+
+def _is_sharded(config: RunConfig) -> bool:
+    return config.train.parallel == "fsdp" and _ranks(config) > 1
+
+
+def _is_offloaded(config: RunConfig, load: Load) -> bool:
+    """Whether a rank's parts are elsewhere than the memory that is counted."""
+    return _is_sharded(config) and config.train.cpu_offload and load.gpu
+
+
+def _shards(config: RunConfig, load: Load) -> int:
+    """A rank's part of the weights, and what it has gathered of them at once."""
+    model = load.model
+    if not _is_sharded(config):
+        return 0
+    rest = max(0, model.parameters - model.layers * _linear(model))
+    part = 0 if _is_offloaded(config, load) else math.ceil(model.parameters / _ranks(config))
+    return (part + 2 * _linear(model) + rest) * model.value_bytes
+
+
+def _linear(model: ModelSize) -> int:
+    """Values of a decoder layer's matrices."""
+    return model.hidden * (2 * (model.query + model.key_value) + 3 * model.intermediate)
+
+
 def _merged(config: RunConfig, model: ModelSize) -> int:
     """Merged weights of the policies that sample, as many as the engine keeps."""
-    linear = model.layers * model.hidden * (2 * (model.query + model.key_value) + 3 * model.intermediate)
+    linear = model.layers * _linear(model)
     if not model.lean or model.value_bytes < 4:
         return 0
     policies = 1 if config.train.lora is None else ENGINE_VERSIONS
@@ -221,7 +269,8 @@ def _activations(config: RunConfig, load: Load, micro_tokens: int) -> int:
         checkpointing=config.train.gradient_checkpointing,
         gpu=load.gpu,
     )
-    most = max(activation_bytes(load.model, shape, training) for shape in _worst(config, load, micro_tokens))
+    model = replace(load.model, lean=load.model.lean and not _is_sharded(config))
+    most = max(activation_bytes(model, shape, training) for shape in _worst(config, load, micro_tokens))
     held_back = HELD_BACK_CHECKPOINTED if training.checkpointing else HELD_BACK
     return most if load.gpu else math.ceil(most * held_back)
 

@@ -22,9 +22,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from groupwise.assemble import make_plan, open_parts
+from groupwise.assemble import Elsewhere, make_plan, open_parts
 from groupwise.checkpoint import Standing
+from groupwise.cluster.learners import on_all_ranks
 from groupwise.config import RunConfig
 from groupwise.display import Display, open_display
 from groupwise.interrupt import StopRequest
@@ -34,6 +36,9 @@ from groupwise.running import Evaluations, Running
 from groupwise.template_check import template_check
 from groupwise.tracking import open_trackers
 from groupwise.types import PolicyVersion
+
+if TYPE_CHECKING:
+    from groupwise.train.ranks import Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,27 +55,48 @@ class RunResult:
 
 
 def run(
-    config: RunConfig, *, rewards: Sequence[RewardFunction] | None = None, display: Display | None = None
+    config: RunConfig,
+    *,
+    rewards: Sequence[RewardFunction] | None = None,
+    display: Display | None = None,
+    elsewhere: Elsewhere | None = None,
+    stop: StopRequest | None = None,
 ) -> RunResult:
-    """Train as `config` says. `rewards` replaces the configured functions.
+    """Train as `config` says. `rewards` replaces the configured functions, `elsewhere` engine and reward workers, and
+    `stop` is who else may ask for a clean stop.
 
-    Ctrl-C finishes the step, publishes it and returns with `interrupted`; a second one stops at once.
+    Ctrl-C finishes the step, publishes it and returns with `interrupted`; a second one stops at once. Under torchrun
+    each process calls this, and rank 0 does it (`cluster.learners`).
     """
-    with StopRequest() as stop, display or open_display(config.train.steps) as shown:
-        plan = make_plan(config, rewards=rewards)
-        run_dir, standing = open_run_dir(config)
-        resolved = config.model_dump(mode="json")
-        with (
-            owned(run_dir),
-            open_parts(plan, on_phase=shown.phase) as parts,
-            open_trackers(
-                config.tracking, run_dir=run_dir, run_name=run_dir.name, resolved_config=resolved
-            ) as tracking,
-        ):
-            if plan.env is not None:
-                shown.note(str(template_check(parts.base.tokenizer)))
-            running = Running(plan, parts, run_dir, tracking=tracking, display=shown)
-            return asyncio.run(train(running, standing, stop=stop))
+
+    def lead(ranks: Ranks | None) -> RunResult:
+        with stop or StopRequest() as asked, display or open_display(config.train.steps) as shown:
+            return _run(config, ranks, rewards=rewards, shown=shown, elsewhere=elsewhere, stop=asked)
+
+    return on_all_ranks(config, lead)
+
+
+def _run(
+    config: RunConfig,
+    ranks: Ranks | None,
+    *,
+    rewards: Sequence[RewardFunction] | None,
+    shown: Display,
+    elsewhere: Elsewhere | None,
+    stop: StopRequest,
+) -> RunResult:
+    plan = make_plan(config, rewards=rewards)
+    run_dir, standing = open_run_dir(config)
+    resolved = config.model_dump(mode="json")
+    with (
+        owned(run_dir),
+        open_parts(plan, on_phase=shown.phase, ranks=ranks, elsewhere=elsewhere) as parts,
+        open_trackers(config.tracking, run_dir=run_dir, run_name=run_dir.name, resolved_config=resolved) as tracking,
+    ):
+        if plan.env is not None:
+            shown.note(str(template_check(parts.base.tokenizer)))
+        running = Running(plan, parts, run_dir, tracking=tracking, display=shown)
+        return asyncio.run(train(running, standing, stop=stop))
 
 
 async def train(running: Running, standing: Standing | None, *, stop: StopRequest) -> RunResult:

@@ -33,7 +33,8 @@ from groupwise.group_json import group_from_json, group_to_json
 from groupwise.types import PolicyVersion
 
 CONFIG, METRICS, ROLLOUTS, EVALUATIONS, ADAPTERS = "config.yaml", "metrics.jsonl", "rollouts", "evaluations", "adapters"
-_WHERE = ("run_dir", "output_dir", "resume")  # which do not make it another run
+_WHERE = ("run_dir", "output_dir", "resume", "launcher")  # which do not make it another run
+_ON_WHAT = ("devices", "parallel", "cpu_offload", "deadline_s")  # of `train`: nor do these
 
 
 def open_run_dir(config: RunConfig) -> tuple[Path, checkpoint.Standing | None]:
@@ -98,6 +99,9 @@ def _changes(saved: Path, config: RunConfig) -> list[str]:
     """The keys in which a saved configuration differs from this one."""
     yaml = YAML(typ="safe")
     before, now = (dict(yaml.load(text)) for text in (saved.read_text(encoding="utf-8"), dump_resolved(config)))
+    for config_train in (before["train"], now["train"]):
+        for key in _ON_WHAT:
+            config_train.pop(key, None)
     keys = (key for key in {**before, **now} if key not in _WHERE)
     return [key for key in keys if to_yaml({key: before.get(key)}) != to_yaml({key: now.get(key)})]
 

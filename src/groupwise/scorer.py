@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from groupwise.rewards.base import RewardFunction, RewardLog, score_group
+from groupwise.rewards.base import RewardFunction, RewardLog, RewardWorkers, score_group
 from groupwise.rewards.call import TrainerState
-from groupwise.rewards.pool import RewardPool
 from groupwise.types import RolloutGroup
 
 
 class Scorer:
     """Scores groups, in `pool`'s processes if there is one. `log` is what came of it since `begin_step`."""
 
-    def __init__(self, functions: Sequence[RewardFunction], *, pool: RewardPool | None = None, max_steps: int = 0):
+    def __init__(self, functions: Sequence[RewardFunction], *, pool: RewardWorkers | None = None, max_steps: int = 0):
         self.functions, self._pool = tuple(functions), pool
         self.log, self._state = RewardLog(), TrainerState(max_steps=max_steps)
 

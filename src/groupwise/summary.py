@@ -274,6 +274,7 @@ def _memory(report: CheckReport) -> str:
     parts = {
         "process": needed.process,
         "weights": needed.weights,
+        "this rank's part of them": needed.shards,
         "merged weights": needed.merged,
         "frozen reference": needed.reference,
         "gradients and optimizer" if lora is None else "adapter and optimizer": needed.trained,

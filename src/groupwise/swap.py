@@ -68,6 +68,7 @@ class Policy:
             if version.is_base:
                 continue
             if self._learner.lora is None:
+                self._learner.gather_weights()
                 self._sampler.adopt(version)
             else:
                 self._sampler.load(version, self._store.path(version))
@@ -82,6 +83,7 @@ class Policy:
     def _published(self, step: int, metrics: Mapping[str, float]) -> PolicyVersion:
         if self._learner.lora is None:  # the engine samples from the very weights that were trained
             version = PolicyVersion(self._name, step)
+            self._learner.gather_weights()
             self._sampler.adopt(version)
             return version
         info = Provenance(

@@ -153,9 +153,16 @@ def test_losses_with_their_bounds():
     assert (sapo.policy_loss, sapo.clip_low, sapo.sapo_tau_negative) == ("sapo", None, 1.05)
 
 
-def test_vllm_is_refused_with_what_runs():
-    with pytest.raises(ConfigError, match="it runs with: use_vllm=false"):
-        imported(*HOTEL, "--use-vllm", "--vllm-mode", "server", "--vllm-server-gpus", "2").runnable()
+def test_vllm_is_the_engine():
+    said = ["--use-vllm", "--vllm-mode", "server", "--vllm-server-gpus", "2", "--vllm-server-url", "http://gpu:8000/v1"]
+    with pytest.raises(ConfigError, match="it runs with: use_vllm=false"):  # all parameters
+        imported(*HOTEL, "--peft=false", *said).runnable()
+    loaded = imported(*HOTEL, *said)
+    config = loaded.runnable()
+    assert (config.engine, config.vllm.mode, config.vllm.urls) == ("vllm", "server", ("http://gpu:8000/v1",))
+    assert config.rollout.top_k == 0 and any("50 likeliest" in note.text for note in loaded.differs)
+    colocated = imported(*HOTEL, "--use-vllm", "--vllm-gpu-memory-utilization", "0.25").runnable()
+    assert (colocated.vllm.mode, colocated.vllm.gpu_memory_utilization) == ("colocate", 0.25)
     loaded = imported(*HOTEL, "--vllm-gpu-memory-utilization", "0.3", "--vllm-tensor-parallel-size", "1")
     loaded.runnable()
     assert [note.place for note in loaded.idle] == ["vllm_gpu_memory_utilization", "vllm_tensor_parallel_size"]

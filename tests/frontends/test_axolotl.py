@@ -87,10 +87,16 @@ def test_the_quick_start_in_our_words(read):
     }
 
 
-def test_vllm_is_refused_at_run_with_the_override_that_runs_it(read):
-    message = refusal(read(QUICK_START))
-    assert "trl.use_vllm (a.yaml:10): the vLLM engine is not in this version" in message
-    assert "it runs with: trl.use_vllm=false" in message
+def test_vllm_is_the_engine_at_the_address_that_the_file_names(read):
+    config = read(QUICK_START).runnable()
+    vllm = config.vllm
+    assert (config.engine, vllm.mode, vllm.urls) == ("vllm", "server", ("http://127.0.0.1:8000",))
+    assert (vllm.host, vllm.port, vllm.gpu_memory_utilization, vllm.max_model_len) == ("0.0.0.0", 8000, 0.85, 2048)
+    assert (vllm.start_timeout_s, vllm.tensor_parallel_size, vllm.dtype) == (300.0, 1, "auto")
+    ours = read(QUICK_START, "vllm.python=/opt/vllm/bin/python", "vllm.environment={A: b}").runnable().vllm
+    assert (ours.python, ours.environment) == ("/opt/vllm/bin/python", {"A": "b"})
+    message = refusal(read(QUICK_START, "adapter=null", "lora_r=null", "lora_alpha=null", "lora_target_linear=null"))
+    assert "trl.use_vllm (a.yaml:10): vLLM is handed adapters" in message and "trl.use_vllm=false" in message
     assert read(QUICK_START, "trl.use_vllm=false").runnable().model == "Qwen/Qwen2.5-1.5B-Instruct"
 
 
@@ -111,7 +117,7 @@ def test_dora_is_refused_at_run_and_runs_as_lora_if_told_so(read):
     message = refusal(loaded)
     assert "peft_use_dora (a.yaml:12): DoRA is not here; without it plain LoRA is trained" in message
     instead = message.rpartition("it runs with: ")[2].split()
-    assert set(instead) == {"chat_template=tokenizer_default", "trl.use_vllm=false", "peft_use_dora=false"}
+    assert set(instead) == {"chat_template=tokenizer_default", "peft_use_dora=false"}
     config = read(DORA, *instead).runnable()
     assert config.train.lora is not None and config.train.lora.dropout == 0.05
     loss = loss_of(config.algo, max_tokens=256)

@@ -58,8 +58,9 @@ def test_the_public_load_config_reads_every_spelling(tmp_path):
     (tmp_path / "a.yaml").write_text(QUICK_START)
     assert groupwise.load_config(tmp_path / "n.yaml").name == "x"
     assert groupwise.load_config(tmp_path / "a.yaml", ["trl.use_vllm=false"]).rollout.group_size == 8
-    with pytest.raises(ConfigError, match="use_vllm"):
-        groupwise.load_config(tmp_path / "a.yaml")
+    assert groupwise.load_config(tmp_path / "a.yaml").engine == "vllm"
+    with pytest.raises(ConfigError, match="peft_use_dora"):
+        groupwise.load_config(tmp_path / "a.yaml", ["peft_use_dora=true"])
     with pytest.warns(UserWarning, match="not as in Axolotl: warmup_steps"):
         groupwise.load_config(tmp_path / "a.yaml", ["trl.use_vllm=false", "max_steps=3"])
 
@@ -108,10 +109,12 @@ def test_what_import_writes_loads_as_the_same_run(tmp_path, text):
 
 def test_what_import_writes_says_where_each_value_came_from(tmp_path):
     (tmp_path / "a.yaml").write_text(QUICK_START)
-    text = native_yaml(import_run([str(tmp_path / "a.yaml"), "max_steps=5"]), folder=tmp_path)
+    overrides = ["max_steps=5", "peft_use_dora=true"]
+    text = native_yaml(import_run([str(tmp_path / "a.yaml"), *overrides]), folder=tmp_path)
     lines = text.splitlines()
     assert lines[0] == "# From a.yaml, which is in Axolotl's words."
-    assert "#   trl.use_vllm (a.yaml:10): the vLLM engine is not in this version; the local engine samples" in lines
+    dora = "#   peft_use_dora (given as 'peft_use_dora=true'): DoRA is not here; without it plain LoRA is trained"
+    assert dora in lines and "engine: vllm  # trl.use_vllm a.yaml:10" in lines
     assert "  group_size: 8  # trl.num_generations a.yaml:16" in lines
     assert "  steps: 5  # max_steps given as 'max_steps=5'" in lines
     assert any(line.startswith("#   attn_implementation (a.yaml:34): ") for line in lines)

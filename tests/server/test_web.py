@@ -13,6 +13,7 @@ from groupwise.server.app import build_app
 from groupwise.server.config import ServeConfig
 from groupwise.server.guard import Gate
 from groupwise.server.recorder import Recorder
+from groupwise.server.run_app import build_run_app
 from groupwise.server.state import Server
 from groupwise.server.web import BUILT, POLICY, built_files
 
@@ -78,25 +79,30 @@ def test_no_source_file_is_long_or_makes_html_of_text() -> None:
 
 
 def test_it_asks_only_for_what_is_documented(app: FastAPI) -> None:
-    documented = {re.sub(r"\{[^}]*\}", "*", path) for path in app.openapi()["paths"]}
+    """By `groupwise serve`, or by `groupwise ui`."""
+    paths = {**app.openapi()["paths"], **build_run_app({}, ServeConfig()).openapi()["paths"]}
+    documented = {re.sub(r"\{[^}]*\}", "*", path) for path in paths}
     asked: set[str] = set()
     for path in (SOURCES / "src").rglob("*"):
         if path.is_file() and path.name != "schema.d.ts":
             found = re.findall(r"""["`](v1/(?:[\w/-]|\$\{[^`]*?\)\})*)""", path.read_text(encoding="utf-8"))
             asked |= {"/" + re.sub(r"\$\{.*?\)\}", "*", each) for each in found}
     assert {"/v1/events", "/v1/train/grpo", "/v1/adapters/*/activate", "/v1/rollouts/*"} <= asked
+    assert {"/v1/runs/*", "/v1/runs/*/metrics", "/v1/runs/*/rollouts/*", "/v1/events/*", "/v1/diff"} <= asked
     assert asked <= documented
 
 
-def test_its_types_are_the_servers(app: FastAPI) -> None:
-    """`npm run api` writes them from /openapi.json."""
-    text, document = (SOURCES / "src" / "api" / "schema.d.ts").read_text(encoding="utf-8"), app.openapi()
+@pytest.mark.parametrize(("where", "script"), [("api", "api"), ("api/run", "api:runs")])
+def test_its_types_are_the_servers(app: FastAPI, where: str, script: str) -> None:
+    """`npm run api` writes them from /openapi.json of `groupwise serve`, `npm run api:runs` from that of the runs."""
+    document = (app if script == "api" else build_run_app({}, ServeConfig())).openapi()
+    text = (SOURCES / "src" / where / "schema.d.ts").read_text(encoding="utf-8")
     paths, _, schemas = text.partition("schemas: {")
     assert set(re.findall(r'^    "(/[^"]*)": \{', paths, re.MULTILINE)) == set(document["paths"])
     found = dict(re.findall(r"^        (\w+): \{\n(.*?)^        \};", schemas, re.MULTILINE | re.DOTALL))
     for name, schema in document["components"]["schemas"].items():
         fields = re.findall(r"^            (\w+)\??:", found[name], re.MULTILINE)
-        assert fields == list(schema.get("properties", {})), f"{name} is another now: cd ui && npm run api"
+        assert fields == list(schema.get("properties", {})), f"{name} is another now: cd ui && npm run {script}"
 
 
 # ---- how it is served ----

@@ -21,6 +21,7 @@ from groupwise.frontends.aitraining_keys import KEYS, NAMES
 from groupwise.frontends.batch_sizes import Names, put_batch
 from groupwise.frontends.optimizer_args import length_of, put_optimizer
 from groupwise.frontends.translation import Translation, run_name
+from groupwise.frontends.vllm_keys import put_vllm
 
 MARKS = frozenset({"rl_env_module", "rl_env_class", "rl_num_generations", "rl_max_new_tokens", "project_name"})
 MAX_TURNS = 4096
@@ -88,6 +89,7 @@ def translate(document: Document, *, folder: Path, count: Count) -> Translation:
     put_optimizer(t, NAMES, length, warmup=None)
     _put_loss(t)
     _put_model(t)
+    _put_vllm(t)
     if t["log"] == "wandb":
         t.put("tracking.wandb", t.draft.data["name"], "log", "project_name")
     elif t["log"] == "tensorboard":
@@ -135,6 +137,13 @@ def _put_loss(t: Translation) -> None:
     if t["rl_kl_coef"]:
         t.put("algo.kl", "k3", "rl_kl_coef")
         t.put("algo.kl_coeff", t["rl_kl_coef"], "rl_kl_coef")
+
+
+def _put_vllm(t: Translation) -> None:
+    put_vllm(t, "", lora=t["peft"])
+    if t["use_vllm"] and not t.given("rl_top_k"):
+        t.put("rollout.top_k", 0, origin="vLLM's log-probabilities are then of what is trained")
+        t.note_difference("use_vllm", "all tokens may be sampled; there the 50 likeliest, of which vLLM measures them")
 
 
 def _put_model(t: Translation) -> None:

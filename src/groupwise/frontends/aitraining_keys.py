@@ -20,6 +20,7 @@ from groupwise.frontends.keys import (
     text,
 )
 from groupwise.frontends.optimizer_args import OptimizerNames, optimizer_keys
+from groupwise.frontends.vllm_keys import AITRAINING_VLLM_KEYS
 
 NAMES = OptimizerNames(
     learning_rate="lr",
@@ -76,17 +77,7 @@ GRPO_KEYS = (
     ),
     made("rl_loss_type", one_of(*LOSSES), "algo.policy_loss", default="grpo", what="with `rl_clip_range`"),
     plain("rl_mask_truncated_completions", boolean, "algo.mask_truncated", False),
-    absent("use_vllm", "the vLLM engine is not in this version; the local engine samples", "use_vllm=false"),
-    *all_idle(
-        "how vLLM is reached or run",
-        *[
-            "vllm_mode",
-            "vllm_gpu_memory_utilization",
-            "vllm_server_url",
-            "vllm_tensor_parallel_size",
-            "vllm_server_gpus",
-        ],
-    ),
+    *AITRAINING_VLLM_KEYS,
 )
 
 TRAINER_KEYS = (

@@ -21,6 +21,7 @@ from groupwise.frontends.batch_sizes import Names, put_batch
 from groupwise.frontends.grpo_args import put_algorithm, put_rewards, put_sampling
 from groupwise.frontends.optimizer_args import Length, length_of, put_optimizer
 from groupwise.frontends.translation import Translation, run_name
+from groupwise.frontends.vllm_keys import put_vllm
 
 ROWS = "groupwise.frontends.axolotl_data:rows"
 SIZES = Names(
@@ -55,6 +56,7 @@ def translate(document: Document, *, folder: Path, count: Count) -> Translation:
     t.stand_in("trl.beta", "rl_beta")
     put_algorithm(t, "trl.", off_policy=off_policy)
     _put_adapter(t)
+    put_vllm(t, "trl.", lora=t["adapter"] is not None, mode="server")
     _put_machine(t)
     _put_run(t, length)
     _put_eval(t, folder, length, per_epoch)

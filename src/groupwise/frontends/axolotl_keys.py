@@ -24,6 +24,7 @@ from groupwise.frontends.keys import (
     under,
 )
 from groupwise.frontends.optimizer_args import OptimizerNames, optimizer_keys
+from groupwise.frontends.vllm_keys import AXOLOTL_SECTION_KEYS
 
 NAMES = OptimizerNames(
     learning_rate="learning_rate",
@@ -40,6 +41,8 @@ _GRPO_DEFAULTS = DEFAULTS_1_8 | {
     "max_completion_length": None,
     "ref_model_mixup_alpha": 0.9,
     "ref_model_sync_steps": 64,
+    "vllm_gpu_memory_utilization": None,  # of the section vllm
+    "vllm_tensor_parallel_size": None,
     "vllm_importance_sampling_mode": None,  # sequence_mask, or token_truncate in the asynchronous trainer
 }
 _ONE_PROCESS = "one process trains in this version; num_processes keeps the batch of several"
@@ -106,7 +109,7 @@ TRL_KEYS = (
     idle("trl.use_data_producer", "there is one way to make rollouts, and it is that"),
     idle("trl.vllm_lora_sync", "adapters are always exchanged as adapters"),
     *all_idle(
-        "how vLLM is reached or run; the local engine needs none of it",
+        "Axolotl reads it from its section vllm, and so do we",
         "trl.vllm_device",
         "trl.vllm_dtype",
         "trl.vllm_max_model_len",
@@ -120,28 +123,7 @@ TRL_KEYS = (
     ),
     absent("trl.reward_processing_classes", "a reward model has its own tokenizer", off=()),
     idle("trl.use_liger_loss", "the loss is always fused with the LM head"),
-    *all_idle(
-        "it belongs to a vLLM server",
-        *(
-            f"vllm.{name}"
-            for name in (
-                "device",
-                "tensor_parallel_size",
-                "data_parallel_size",
-                "gpu_memory_utilization",
-                "dtype",
-                "max_model_len",
-                "enable_prefix_caching",
-                "host",
-                "port",
-                "enable_reasoning",
-                "reasoning_parser",
-                "enforce_eager",
-                "serve_module",
-                "worker_extension_cls",
-            )
-        ),
-    ),
+    *AXOLOTL_SECTION_KEYS,
 )
 
 BATCH_KEYS = (

@@ -28,6 +28,7 @@ from groupwise.frontends.keys import (
     plain,
 )
 from groupwise.frontends.translation import Translation
+from groupwise.frontends.vllm_keys import TRL_VLLM_KEYS
 
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
 CORRECTIONS = {
@@ -54,7 +55,6 @@ GENERATION_KWARGS = {
 }
 
 _LOSS = "the preset of that name, with TRL's own epsilon"
-_VLLM = "how vLLM is reached or run; the local engine needs none of it"
 
 KEYS = (
     # groups and sampling
@@ -153,23 +153,7 @@ KEYS = (
     made("vllm_importance_sampling_clip_max", number, "algo.correction_cap", default=3.0, what="the largest ratio"),
     made("vllm_importance_sampling_clip_min", number, "algo.correction_floor", what="the smallest ratio"),
     plain("off_policy_mask_threshold", number, "algo.opsm_threshold", what="nats per token, not a ratio"),
-    # vLLM, and what only vLLM does
-    absent("use_vllm", "the vLLM engine is not in this version; the local engine samples", "use_vllm=false"),
-    *all_idle(
-        _VLLM,
-        "vllm_mode",
-        "vllm_model_impl",
-        "vllm_enable_sleep_mode",
-        "vllm_server_base_url",
-        "vllm_server_host",
-        "vllm_server_port",
-        "vllm_server_timeout",
-        "vllm_group_port",
-        "vllm_gpu_memory_utilization",
-        "vllm_max_model_length",
-        "vllm_tensor_parallel_size",
-    ),
-    absent("vllm_structured_outputs_regex", "the engine samples freely", off=()),
+    *TRL_VLLM_KEYS,
     # what is logged, and the rest
     *all_idle(
         "every rollout is recorded in the run directory",

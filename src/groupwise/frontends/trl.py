@@ -28,6 +28,7 @@ from groupwise.frontends.grpo_args import DEFAULTS_1_8, put_algorithm, put_rewar
 from groupwise.frontends.optimizer_args import TRANSFORMERS, Length, length_of, put_optimizer
 from groupwise.frontends.translation import Translation, run_name
 from groupwise.frontends.trl_keys import KEYS, REWARDS
+from groupwise.frontends.vllm_keys import put_vllm
 
 MARKS = frozenset(
     {
@@ -71,6 +72,7 @@ def translate(document: Document, *, folder: Path, count: Count) -> Translation:
     put_optimizer(t, TRANSFORMERS, length, warmup=0)
     put_algorithm(t, "", off_policy=False)
     _put_model(t)
+    put_vllm(t, "", lora=t["use_peft"])
     _put_run(t, length)
     _put_eval(t, length, per_epoch)
     return t

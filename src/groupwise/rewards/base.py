@@ -38,7 +38,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from groupwise.config import RewardConfig
 from groupwise.errors import ConfigError, RewardError
@@ -56,8 +56,29 @@ from groupwise.rewards.call import (
 )
 from groupwise.types import Prompt, Rollout, RolloutGroup
 
-if TYPE_CHECKING:
-    from groupwise.rewards.pool import RewardPool
+
+class RewardWorkers(Protocol):
+    """Other processes that run reward functions: a `RewardPool`, or several of them on a cluster."""
+
+    def runs(self, function: RewardFunction) -> bool:
+        """Whether this is one of their functions."""
+        ...
+
+    async def call(
+        self,
+        function: RewardFunction,
+        columns: Mapping[str, list[Any]],
+        *,
+        size: int,
+        prompt_id: str,
+        state: TrainerState = AT_START,
+    ) -> Answer:
+        """What the function answers for one group of `size` completions; failures are values of the answer."""
+        ...
+
+    def close(self) -> None:
+        """End the processes."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +213,7 @@ async def score(
     groups: Sequence[RolloutGroup],
     functions: Sequence[RewardFunction],
     *,
-    pool: RewardPool | None = None,
+    pool: RewardWorkers | None = None,
     log: RewardLog | None = None,
     state: TrainerState = AT_START,
 ) -> list[RolloutGroup]:
@@ -210,7 +231,7 @@ async def score_group(
     group: RolloutGroup,
     functions: Sequence[RewardFunction],
     *,
-    pool: RewardPool | None = None,
+    pool: RewardWorkers | None = None,
     log: RewardLog | None = None,
     state: TrainerState = AT_START,
 ) -> RolloutGroup:
@@ -246,7 +267,7 @@ async def _answer(
     prompt: Prompt,
     rollouts: Sequence[Rollout],
     *,
-    pool: RewardPool | None,
+    pool: RewardWorkers | None,
     state: TrainerState,
 ) -> Answer:
     columns = _columns(prompt, rollouts)  # for each function: one that changes its lists must not change another's

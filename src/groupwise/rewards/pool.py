@@ -106,21 +106,28 @@ class RewardPool:
         `columns` is what `RewardFunction.accepted` let through. Raises RewardError if the pool is closed.
         """
         try:
-            data = pickle.dumps(dict(columns))
-        except Exception as error:
-            cause = f"reward {function.name!r}: its columns cannot be sent to a worker: {type(error).__name__}: {error}"
-            return Answer.failed(cause, FailureKind.EXCEPTION, size)
+            data = pickled(function, columns)
+        except RewardError as error:
+            return Answer.failed(error.message, FailureKind.EXCEPTION, size)
+        return await self.answer(
+            function.name, data, size=size, prompt_id=prompt_id, state=state, together=function.is_async
+        )
+
+    async def answer(
+        self, name: str, columns: bytes, *, size: int, prompt_id: str, state: TrainerState, together: bool
+    ) -> Answer:
+        """`call` with what was `pickled`; `together` says that the function of this name is async."""
         request = Request(
             number=next(self._numbers),
-            name=function.name,
-            columns=data,
+            name=name,
+            columns=columns,
             size=size,
             prompt_id=prompt_id,
             state=state,
             deadline_s=self.timeout_s * size,
         )
         call = PooledCall(request, Future())
-        self._submit(call, together=function.is_async)
+        self._submit(call, together=together)
         return await asyncio.wrap_future(call.future)
 
     def close(self, *, timeout_s: float = CLOSE_S) -> None:
@@ -162,3 +169,12 @@ class RewardPool:
             for lane in lanes:
                 if lane.ident is None:
                     lane.start()
+
+
+def pickled(function: RewardFunction, columns: Mapping[str, list[Any]]) -> bytes:
+    """The columns of a call, to be sent. Raises RewardError for what pickle does not take."""
+    try:
+        return pickle.dumps(dict(columns))
+    except Exception as error:
+        cause = f"reward {function.name!r}: its columns cannot be sent to a worker: {type(error).__name__}: {error}"
+        raise RewardError(cause) from error

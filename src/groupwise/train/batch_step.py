@@ -49,7 +49,7 @@ def train_on_batch(
         )
         result = learner.optim_step(learning_rate=learning_rate)
         collected.append({**metrics, **result.metrics()})
-    learner.reference.after_step()
+    learner.end_batch()
     return averaged(collected)
 
 

@@ -122,6 +122,7 @@ class Learner:
             self.model.requires_grad_(True)
         if gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self._shard()
         threads = threads or torch.get_num_threads()
         self._lanes = Lanes(threads if self._is_small(dropout=bool(lora and lora.dropout)) else 1)
         self.threads = 1 if self._lanes.most > 1 else threads  # of torch, in the thread that trains
@@ -262,7 +263,7 @@ class Learner:
         Raises:
             TrainingError: the fifth refused step in a row.
         """
-        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm))
+        norm = self._clip()
         applied = math.isfinite(norm)
         if applied:
             for group in self.optimizer.param_groups:
@@ -285,6 +286,23 @@ class Learner:
         """Forget what has been accumulated."""
         self.optimizer.zero_grad(set_to_none=True)
         self._accumulated = 0
+
+    def divide_gradients(self, by: float) -> None:
+        """Of a sum that was accumulated before its denominator was known."""
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad /= by
+
+    def set_micro_tokens(self, micro_tokens: int) -> None:
+        """The token budget of micro-batches from now on."""
+        self.micro_tokens = micro_tokens
+
+    def gather_weights(self) -> None:
+        """Full-parameter training: `base` has the trained weights, after this. Here they are the same tensors."""
+
+    def end_batch(self) -> None:
+        """After the last optimizer step on a rollout batch: the reference follows."""
+        self.reference.after_step()
 
     # -- one rollout batch --------------------------------------------------------------------------------------------
 
@@ -362,6 +380,13 @@ class Learner:
         load_lora(self.model, self.lora, directory)
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _shard(self) -> None:
+        """Where the model is cut into parts for several processes, before anything holds its parameters (`shards`)."""
+
+    def _clip(self) -> float:
+        """Scale the gradient down to `max_grad_norm`; returns its norm before."""
+        return float(torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm))
 
     def _is_small(self, *, dropout: bool) -> bool:
         """Whether micro-batches are run side by side: only an adapter is trained, without dropout, on a small model."""

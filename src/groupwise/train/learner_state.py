@@ -4,6 +4,9 @@ learner.safetensors   parameter.<i>                            what is trained, 
                       exp_avg.<i>, exp_avg_sq.<i>, step.<i>    AdamW's moments of it
                       reference.<i>                            the reference's, unless it is the base
 learner.json          counters, and the state of the generator that shuffles minibatches
+
+Where parameters are cut into parts for several processes, a directory `shards` takes the place of the first
+(`sharded_state`).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from groupwise.train.learner import Learner
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+COUNTERS, SHARDS = "learner.json", "shards"
 
 
 def state_of(learner: Learner) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -29,8 +33,13 @@ def state_of(learner: Learner) -> tuple[dict[str, Tensor], dict[str, Any]]:
     for i, parameter in enumerate(learner.parameters):
         for key, value in learner.optimizer.state.get(parameter, {}).items():
             tensors[f"{key}.{i}"] = value.detach().cpu().contiguous()
+    return tensors | learner.reference.tensors(), counters_of(learner)
+
+
+def counters_of(learner: Learner) -> dict[str, Any]:
+    """What of it goes through JSON."""
     counters = {"steps": learner.steps, "refused_steps": learner.refused_steps, **learner.reference.counters()}
-    return tensors | learner.reference.tensors(), {**counters, "shuffle": learner.shuffle.getstate()}
+    return {**counters, "shuffle": learner.shuffle.getstate()}
 
 
 def restore(learner: Learner, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
@@ -45,6 +54,11 @@ def restore(learner: Learner, tensors: Mapping[str, Tensor], counters: Mapping[s
             parameter.copy_(tensors[f"parameter.{i}"])
             keys = [key for key in MOMENTS if f"{key}.{i}" in tensors]
             learner.optimizer.state[parameter] = {key: tensors[f"{key}.{i}"].to(parameter.device) for key in keys}
+    restore_counters(learner, counters)
+
+
+def restore_counters(learner: Learner, counters: Mapping[str, Any]) -> None:
+    """Inverse of `counters_of`, but for the reference's."""
     learner.steps, learner.refused_steps = counters["steps"], counters["refused_steps"]
     version, state, gauss = counters["shuffle"]
     learner.shuffle.setstate((version, tuple(state), gauss))
@@ -55,9 +69,18 @@ def save_state(learner: Learner, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     tensors, counters = state_of(learner)
     save_file(tensors, directory / "learner.safetensors")
-    (directory / "learner.json").write_text(json.dumps(counters))
+    (directory / COUNTERS).write_text(json.dumps(counters))
 
 
 def load_state(learner: Learner, directory: Path) -> None:
-    """Inverse of `save_state`. Raises as `restore`."""
-    restore(learner, load_file(directory / "learner.safetensors"), json.loads((directory / "learner.json").read_text()))
+    """Inverse of `save_state`, and of `sharded_state.save_shards`. Raises as `restore`."""
+    if (directory / SHARDS).is_dir():
+        from groupwise.train.sharded_state import load_shards  # torch.distributed
+
+        return load_shards(learner, directory)
+    restore(learner, load_file(directory / "learner.safetensors"), read_counters(directory))
+
+
+def read_counters(directory: Path) -> dict[str, Any]:
+    """What `counters_of` was when it was saved there."""
+    return json.loads((directory / COUNTERS).read_text())

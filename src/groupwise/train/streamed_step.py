@@ -68,10 +68,8 @@ class StreamedStep:
         if not self.tokens:
             return {}
         denominator = self._spec.denominator(tokens=self.tokens, rows=self.rows)
-        for parameter in self._learner.parameters:
-            if parameter.grad is not None:
-                parameter.grad /= denominator
+        self._learner.divide_gradients(denominator)
         result = self._learner.optim_step(learning_rate=learning_rate)
-        self._learner.reference.after_step()
+        self._learner.end_batch()
         metrics = rescaled(combined(self._parts), tokens=self.tokens, policy=denominator)
         return {**metrics, **result.metrics()}

@@ -1,0 +1,83 @@
+"""The configuration's `engine` and `vllm`: what samples, and how vLLM is reached or run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from groupwise.section import Section, Text, Texts, conflict
+
+Engine = Literal["local", "vllm"]
+
+OF_SERVERS = ("urls", "python", "host", "port", "gpus", "arguments", "environment", "log")
+"""Keys of `vllm` that say how a server is reached or started."""
+
+
+class VllmConfig(Section):
+    """vLLM as the engine. Launch options act where a server is started: by `groupwise vllm-serve`, or by the run itself
+    where there are no `urls`."""
+
+    mode: Literal["server", "colocate"] = "server"
+    """`server`: vLLM in processes of its own, asked over HTTP. `colocate`: in this process, on the trainer's device."""
+    urls: Texts = ()
+    """Servers to sample from, with or without /v1; none starts one, which ends with the run."""
+    python: Text | None = None
+    """The interpreter of vLLM's environment, as in .venv-vllm/bin/python; null is the one that runs this."""
+    host: Text = "127.0.0.1"
+    """Where a server that is started listens. It has no keys: leave it on this machine, or on a network of your own."""
+    port: int | None = Field(default=None, ge=1, le=65535)
+    """... and its port; null is a free one, or 8000 for `groupwise vllm-serve`."""
+    gpus: Text | None = None
+    """CUDA_VISIBLE_DEVICES of the server, as in "2,3"; null is all that this process sees."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """The share of the GPU's memory that vLLM takes; lower it to 0.3 or so where the trainer is on the same GPU."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """GPUs that share one copy of the model."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Tokens of a prompt and its completion together; null is what the model's context holds."""
+    max_loras: int = Field(default=4, ge=3)
+    """Adapters that vLLM holds at once: the newest version, those of requests in flight, one that stands for the base.
+    It must be true of servers in `urls` as well."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """`auto` is the trainer's."""
+    enable_prefix_caching: bool = True
+    """Compute the beginning that prompts have in common once."""
+    enforce_eager: bool = False
+    """Start without CUDA graphs and compilation: sooner, and slower then."""
+    arguments: Texts = ()
+    """Further arguments of vLLM's server, as in ["--max-num-batched-tokens", "8192"]."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Further environment variables of the server, as in {VLLM_CPU_KVCACHE_SPACE: "2"}."""
+    log: Text | None = None
+    """A file to which a server that is started adds what it says; null is this process's stderr."""
+    sleep: bool = False
+    """Colocated: give the memory back while nothing is sampled."""
+    adapter_dir: Text | None = None
+    """Where versions are laid for vLLM to read; a server on another machine must see it under the same path. null is a
+    temporary directory."""
+    tolerance: float | None = Field(default=None, gt=0)
+    """Nats by which vLLM's log-probabilities may be off in the mean when a server or a version is checked; null is 1e-4
+    in float32 and 0.1 in 16 bits."""
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds for a server to be ready."""
+    request_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds for a request, after which it goes to another server, or to the same one again."""
+    health_interval_s: float = Field(default=2.0, gt=0)
+    """Seconds between looks whether a server is alive."""
+    recovery_timeout_s: float = Field(default=300.0, gt=0)
+    """Seconds that requests wait for a server that died; then the run fails."""
+    sync_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds for one attempt to hand a version to a server."""
+    sync_retries: int = Field(default=2, ge=0)
+    """Attempts after the first one that failed; then the run fails."""
+
+    @model_validator(mode="after")
+    def _acts(self) -> VllmConfig:
+        if self.mode == "colocate":
+            for key in OF_SERVERS:
+                if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
+                    raise conflict(key, "belongs to a server; with mode colocate vLLM is in this process")
+        elif self.sleep:
+            raise conflict("sleep", "acts with mode colocate only: a server has memory of its own")
+        return self

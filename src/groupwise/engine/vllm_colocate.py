@@ -1,0 +1,186 @@
+"""vLLM in the trainer's process, on its device, with a share of its memory: what a server answers, without one.
+
+One thread owns vLLM's engine: it takes what is asked between two of the engine's steps. With `vllm.sleep` it gives the
+weights' and the cache's memory back while nothing is asked (vLLM's sleep level 1) and wakes up when something is.
+
+vLLM must be importable here: `pip install vllm` in the trainer's environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
+from groupwise.config_engine import VllmConfig
+from groupwise.engine.vllm_http import EngineError, Facts, Sampled, Server
+from groupwise.engine.vllm_server import Shape, engine_options
+from groupwise.errors import ModelError
+
+IDLE_S = 1.0  # without a request, after which it sleeps
+CLOSE_S = 30.0
+OPTIONS = (  # of a completion that mean the same in vLLM's SamplingParams
+    *("n", "max_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "seed", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "logprobs"),
+)
+
+
+class InProcess(Server):
+    """A `Server` without HTTP. Raises ModelError where vLLM cannot be imported."""
+
+    def __init__(self, config: VllmConfig, shape: Shape):
+        self.url = "vLLM in this process"
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read when vLLM is imported
+        try:
+            self._vllm: Any = import_module("vllm")
+            import_module("vllm.lora.request")
+        except ImportError as error:
+            raise ModelError(
+                f"vllm.mode is colocate, and vLLM cannot be imported here: {error}",
+                hint="install it in this environment, or use vllm.mode: server with vllm.python",
+            ) from error
+        more = {"enable_sleep_mode": True} if config.sleep else {}
+        self._options, self._sleeps = engine_options(config, shape) | more | {"seed": 0}, config.sleep
+        self._adapters: dict[str, Any] = {}
+        self._numbers = itertools.count(1)
+        self._asked: queue.Queue[tuple[Callable[[], Any], Future[Any]] | None] = queue.Queue()
+        self._waiting: dict[str, Future[Any]] = {}  # by request
+        self._failed: Exception | None = None
+        self._llm: Any = None
+        self._thread = threading.Thread(target=self._work, name="groupwise-vllm-engine", daemon=True)
+        self._thread.start()
+
+    # -- what a server answers -----------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        self._asked.put(None)
+        await asyncio.to_thread(self._thread.join, CLOSE_S)
+
+    async def health(self) -> None:
+        if self._failed is not None:
+            raise EngineError(f"{self.url} failed: {self._failed!r}") from self._failed
+
+    async def adapters(self) -> set[str]:
+        return set(self._adapters)
+
+    async def facts(self) -> Facts:
+        context = await self._do(lambda: self._llm.llm_engine.model_config.max_model_len)
+        return Facts(version=self._vllm.__version__, name="base", context_length=context)
+
+    async def tokenize(self, model: str, asked: str | Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        def encoded() -> tuple[int, ...]:
+            tokenizer = self._llm.get_tokenizer()
+            if isinstance(asked, str):
+                return tuple(tokenizer.encode(asked))
+            text = tokenizer.apply_chat_template(list(asked), add_generation_prompt=True, tokenize=False)
+            return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+        return await self._do(encoded)
+
+    async def complete(self, model: str, body: Mapping[str, Any]) -> list[Sampled]:
+        number = str(next(self._numbers))
+        answered: Future[Any] = Future()
+
+        def begin() -> None:
+            params = self._vllm.SamplingParams(
+                **{name: body[name] for name in OPTIONS},
+                detokenize=bool(body["stop"]),
+                output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+            )
+            prompt = {"prompt_token_ids": list(body["prompt"])}
+            adapter = None if model == "base" else self._adapters[model]
+            self._waiting[number] = answered
+            self._llm.llm_engine.add_request(number, prompt, params, lora_request=adapter)
+
+        def give_up() -> None:
+            if self._waiting.pop(number, None) is not None:
+                self._llm.llm_engine.abort_request([number])
+
+        await self._do(begin)
+        try:
+            output = await asyncio.wrap_future(answered)
+        except asyncio.CancelledError:
+            await self._do(give_up)
+            raise
+        return [_sampled(each) for each in sorted(output.outputs, key=lambda each: each.index)]
+
+    async def load(self, name: str, path: str, *, timeout: float) -> None:
+        def add() -> None:
+            adapter = self._vllm.lora.request.LoRARequest(name, next(self._numbers), path)
+            self._llm.llm_engine.add_lora(adapter)
+            self._adapters[name] = adapter
+
+        if name not in self._adapters:
+            await self._do(add)
+
+    async def unload(self, name: str) -> None:
+        adapter = self._adapters.pop(name, None)
+        if adapter is not None:
+            await self._do(lambda: self._llm.llm_engine.remove_lora(adapter.lora_int_id))
+
+    # -- the thread ----------------------------------------------------------------------------------------------------
+
+    async def _do(self, function: Callable[[], Any]) -> Any:
+        """Run it in the engine's thread. Raises EngineError."""
+        await self.health()
+        future: Future[Any] = Future()
+        self._asked.put((function, future))
+        try:
+            return await asyncio.wrap_future(future)
+        except Exception as error:  # vLLM's own, of many kinds
+            raise error if isinstance(error, EngineError) else EngineError(f"{self.url}: {error!r}") from error
+
+    def _work(self) -> None:
+        try:
+            self._llm = self._vllm.LLM(**self._options)
+            self._serve()
+        except Exception as error:  # the boundary of the thread: whoever waits must hear of it
+            self._failed = error
+        ended = EngineError(f"{self.url} has ended: {self._failed!r}")
+        for future in self._waiting.values():
+            with suppress(InvalidStateError):  # given up
+                future.set_exception(ended)
+        while self._failed is not None and (asked := self._asked.get()) is not None:
+            asked[1].set_exception(ended)
+
+    def _serve(self) -> None:
+        engine, asleep = self._llm.llm_engine, False
+        while True:
+            busy = bool(self._waiting)
+            with suppress(queue.Empty):
+                asked = self._asked.get(timeout=None if asleep or not self._sleeps else IDLE_S, block=not busy)
+                if asked is None:
+                    return
+                if asleep:
+                    self._llm.wake_up()
+                    asleep = False
+                _answer(*asked)
+                continue
+            if not busy:
+                self._llm.sleep(level=1)
+                asleep = True
+                continue
+            for output in engine.step():
+                if output.finished and (future := self._waiting.pop(output.request_id, None)) is not None:
+                    with suppress(InvalidStateError):  # given up
+                        future.set_result(output)
+
+
+def _answer(function: Callable[[], Any], future: Future[Any]) -> None:
+    try:
+        future.set_result(function())
+    except Exception as error:  # belongs to whoever asked
+        future.set_exception(error)
+
+
+def _sampled(output: Any) -> Sampled:
+    ids = tuple(output.token_ids)
+    logprobs = tuple(at[token].logprob for token, at in zip(ids, output.logprobs, strict=True))
+    return Sampled(token_ids=ids, logprobs=logprobs, finish_reason=output.finish_reason)

@@ -1,0 +1,230 @@
+"""The servers of a run: which of them are up, who gets the next request, what happens when one dies.
+
+    away   ->  started if it is ours  ->  healthy  ->  handshake  ->  has every version in use  ->  up
+    up     ->  its process ended, was restarted by others, /health is refused or silent  ->  away
+
+What was in flight on a server that is lost is sent again, to another or to the same one when it is back, with the same
+seed and the same version. A server that comes back as something else fails the run, and so does one that does not come
+back: nothing waits for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from groupwise.config_engine import VllmConfig
+from groupwise.engine.vllm_handshake import Accepted
+from groupwise.engine.vllm_http import EngineError, Sampled, Server, ServerLost
+from groupwise.engine.vllm_server import Launch, ServerProcess
+from groupwise.engine.vllm_sync import Published
+from groupwise.errors import GroupwiseError
+
+SILENT, UNREACHABLE = 3, 2  # looks in a row after which a server is given up
+AGAIN_S = 0.2  # before the next look at one that is in doubt, or away
+STARTS = 3  # of a server of ours that ends before it is up
+SENDS = 4  # of one request that servers are lost with
+
+log = logging.getLogger(__name__)
+
+Prepare = Callable[[Server], Awaitable[Accepted]]
+
+
+class Member:
+    """One server, ours if there is a `launch`."""
+
+    def __init__(self, server: Server, launch: Launch | None = None):
+        self.server, self.launch = server, launch
+        self.process: ServerProcess | None = None
+        self.accepted: Accepted | None = None  # None: it is away
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # of its present life
+        self.doubted = asyncio.Event()
+        self.running = 0  # requests
+        self.why = "it has not answered yet"
+
+    @property
+    def base(self) -> str:
+        """What requests for the base model are addressed to."""
+        assert self.accepted is not None
+        return self.accepted.base
+
+
+class Fleet:
+    """All servers. `prepare` accepts one and gives it what it must have. Use it in one event loop."""
+
+    def __init__(
+        self, config: VllmConfig, *, prepare: Prepare, launches: Sequence[Launch], colocated: Server | None = None
+    ):
+        self._config, self._prepare = config, prepare
+        timeout = config.request_timeout_s
+        if colocated is not None:
+            self.members = [Member(colocated)]
+        elif config.urls:
+            self.members = [Member(Server(url, request_timeout_s=timeout)) for url in config.urls]
+        else:
+            self.members = [Member(Server(each.url, request_timeout_s=timeout), each) for each in launches]
+        self._changed = asyncio.Condition()
+        self._fatal: GroupwiseError | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def open(self) -> None:
+        """Return when every server is up. Raises EngineError."""
+        self._tasks = [asyncio.create_task(self._keep(member)) for member in self.members]
+        for member in self.members:
+            await self._until_up([member], self._config.start_timeout_s)
+
+    async def close(self) -> None:
+        """Leave servers that are not ours, end those that are."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for member in self.members:
+            await member.server.close()
+            if member.process is not None:
+                await asyncio.to_thread(member.process.stop)
+
+    @property
+    def up(self) -> list[Member]:
+        return [member for member in self.members if member.accepted is not None]
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    async def send(self, name: str | None, body: Mapping[str, Any]) -> list[Sampled]:
+        """The completions of a request to the adapter `name`, or the base. Raises EngineError."""
+        attempt = 0
+        while True:
+            member = await self._until_up(self.members, self._config.recovery_timeout_s)
+            try:
+                return await self._send_to(member, name, body)
+            except ServerLost as error:
+                attempt += 1
+                if attempt == SENDS:
+                    raise EngineError(f"a request was lost {SENDS} times, the last time so: {error.message}") from error
+                log.warning("a request is sent again (%d): %s", attempt, error.message)
+                member.doubted.set()
+                await asyncio.sleep(AGAIN_S * (UNREACHABLE + attempt))  # time to see whether the server is away
+
+    async def _send_to(self, member: Member, name: str | None, body: Mapping[str, Any]) -> list[Sampled]:
+        member.running += 1
+        asking = asyncio.create_task(member.server.complete(name or member.base, body))
+        try:
+            await asyncio.wait({asking, member.lost}, return_when=asyncio.FIRST_COMPLETED)
+            if asking.done():
+                return asking.result()
+            raise ServerLost(f"{member.server.url}: {member.why}")
+        finally:
+            member.running -= 1
+            asking.cancel()
+
+    # -- versions ------------------------------------------------------------------------------------------------------
+
+    async def everywhere(self, do: Callable[[Server], Awaitable[None]]) -> None:
+        """Do it on every server, on one that is away when it is back. Raises ServerLost, EngineError."""
+
+        async def on(member: Member) -> None:
+            await self._until_up([member], self._config.recovery_timeout_s)
+            try:
+                async with asyncio.timeout(self._config.sync_timeout_s):
+                    await do(member.server)
+            except TimeoutError:
+                within = f"within {self._config.sync_timeout_s:g} s (vllm.sync_timeout_s)"
+                raise ServerLost(f"{member.server.url} did not take a version {within}", silent=True) from None
+            except ServerLost:
+                member.doubted.set()
+                raise
+
+        await asyncio.gather(*(on(member) for member in self.members))
+
+    async def forget(self, published: Published) -> None:
+        """Unload a version wherever it is; a server that is away has forgotten it."""
+        for member in self.up:
+            with suppress(EngineError):
+                await member.server.unload(published.name)
+
+    # -- up and down ---------------------------------------------------------------------------------------------------
+
+    async def _until_up(self, members: Sequence[Member], timeout: float) -> Member:
+        """The one of `members` with the least to do, once one is up. Raises EngineError."""
+
+        def ready() -> bool:
+            return self._fatal is not None or any(member.accepted for member in members)
+
+        try:
+            async with asyncio.timeout(timeout), self._changed:
+                await self._changed.wait_for(ready)
+        except TimeoutError:
+            away = "; ".join(f"{member.server.url}: {member.why}" for member in members)
+            raise EngineError(
+                f"no vLLM server was up within {timeout:g} s: {away}",
+                hint="look at its log; vllm.start_timeout_s and vllm.recovery_timeout_s are how long a run waits",
+            ) from None
+        if self._fatal is not None:
+            raise self._fatal
+        return min((member for member in members if member.accepted), key=lambda member: member.running)
+
+    async def _keep(self, member: Member) -> None:
+        """Bring a server up, watch it, and again."""
+        try:
+            while True:
+                accepted = await self._bring_up(member)
+                member.lost, member.accepted = asyncio.get_running_loop().create_future(), accepted
+                await self._tell()
+                member.why = await self._watch(member)
+                log.warning("vLLM at %s is lost: %s", member.server.url, member.why)
+                member.accepted = None
+                member.lost.set_result(None)
+                if member.process is not None:
+                    await asyncio.to_thread(member.process.stop)
+                    member.process = None
+        except Exception as error:  # the end of this task: whoever waits must hear of it
+            known = isinstance(error, GroupwiseError)
+            self._fatal = error if known else EngineError(f"{member.server.url}: {error!r}")
+            await self._tell()
+
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _bring_up(self, member: Member) -> Accepted:
+        """Raises EngineError if it is not what the run needs, or if ours does not start."""
+        starts, deadline = 0, 0.0
+        while True:
+            if member.launch is not None and member.process is None:
+                if starts == STARTS:
+                    raise EngineError(f"vLLM was started {STARTS} times and did not come up: {member.why}")
+                starts, deadline = starts + 1, time.monotonic() + self._config.start_timeout_s
+                member.process = ServerProcess(member.launch)
+            try:
+                await member.server.health()
+                return await self._prepare(member.server)
+            except ServerLost as error:
+                member.why = error.message
+            if member.process is not None and (member.process.ended or time.monotonic() > deadline):
+                member.why = member.process.ended or member.why
+                await asyncio.to_thread(member.process.stop)
+                member.process = None
+            await asyncio.sleep(AGAIN_S)
+
+    async def _watch(self, member: Member) -> str:
+        """Return why a server is lost, when it is."""
+        missed = 0
+        while True:
+            member.doubted.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(AGAIN_S if missed else self._config.health_interval_s):
+                    await member.doubted.wait()
+            if member.process is not None and member.process.ended:
+                return member.process.ended
+            try:
+                await member.server.health()
+                if member.base not in await member.server.adapters():
+                    return "it was restarted, and has forgotten what it was given"
+                missed = 0
+            except EngineError as error:
+                missed += 1
+                if missed >= (SILENT if isinstance(error, ServerLost) and error.silent else UNREACHABLE):
+                    return error.message

@@ -1,0 +1,175 @@
+"""Is this server the one that the run needs? Found out by asking it, not by what it calls itself.
+
+    tokens     a conversation through its /tokenize is what our tokenizer and chat template make of it
+    weights    log-probabilities of what it samples as the base are the trainer's (another checkpoint, another config, a
+               merged or half-updated model, untempered log-probabilities: all of them differ)
+    mixing     ... and stay so while requests for adapters are in its batch
+
+For the last one every slot is filled with a probe, an adapter that changes much; all probes sample, and meanwhile the
+base does. On CPUs vLLM 0.32 gives rows without an adapter the one in its last slot, and it shows. So the base is always
+addressed as an adapter too, one whose B is zero: y = W x + 0; a server on which that does not hold is refused. It also
+tells a server that was restarted, which does not know that name any more. What is asked while probes sample fits in
+less than a block of vLLM's prefix cache, so that no wrong keys and values stay behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from groupwise.chat import encode_prompt
+from groupwise.engine.vllm_http import EngineError, Facts, Server, sampling_body
+from groupwise.engine.vllm_sync import CANARY, FILES, Published, Reference, Shelf, gap
+from groupwise.model import LoadedModel
+from groupwise.types import Message, PolicyVersion, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ASKED: tuple[Message, ...] = ({"role": "user", "content": "27 + 15? In {3} wörds."},)
+PLAIN = "27 + 15, in wörds, is"  # where there is no chat template
+PROBE_TOKENS = (32, 128, 512)  # of each probe, until they outlast the base
+SHORT = replace(CANARY, max_tokens=8)
+SHORT_PROMPT = 6  # with that less than the 16 tokens of vLLM's smallest block
+PROBE, ZERO = PolicyVersion("groupwise-probe", 1), PolicyVersion("groupwise-base", 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accepted:
+    """A server that passed. `base` is what requests for the base model are addressed to; `mixes`: the model's own name
+    would get adapters of others."""
+
+    facts: Facts
+    base: str
+    mixes: bool
+
+
+class Handshake:
+    """What a run expects of its servers.
+
+    Args:
+        base: the trainer's model.
+        reference: scores with its weights.
+        shelf: where probes are laid.
+        targets: modules that adapters change; the probes change the last of them.
+        slots: adapters that a server holds at once.
+    """
+
+    def __init__(
+        self,
+        base: LoadedModel,
+        reference: Reference,
+        shelf: Shelf,
+        *,
+        targets: Sequence[str],
+        slots: int,
+        tolerance: float,
+        timeout: float,
+    ):
+        self._base, self._reference = base, reference
+        self._tolerance, self._timeout = tolerance, timeout
+        self._templated = base.tokenizer.chat_template is not None
+        asked = Prompt(id="handshake", messages=ASKED) if self._templated else Prompt(id="handshake", text=PLAIN)
+        self.prompt = encode_prompt(asked, base.tokenizer).token_ids
+        self._probes = _lay(base.model, shelf, PROBE, targets, strength=1.0, count=slots)
+        self.zero = _lay(base.model, shelf, ZERO, targets, strength=0.0, count=1)[0]
+
+    async def __call__(self, server: Server) -> Accepted:
+        """Raises ServerLost, EngineError if it is another or a stale server."""
+        facts = await server.facts()
+        await self._check_tokens(server, facts)
+        await self._check_weights(server, facts.name)
+        for probe in (*self._probes, self.zero):
+            await server.load(probe.name, str(probe.path), timeout=self._timeout)
+        try:
+            mixes = not await self._holds(server, facts.name, self._probes)
+            if not await self._holds(server, self.zero.name, self._probes[1:]):  # it takes a slot itself
+                raise EngineError(f"{server.url} mixes up the adapters of requests that are in flight together")
+        finally:
+            for probe in self._probes:
+                await server.unload(probe.name)
+        return Accepted(facts=facts, base=self.zero.name, mixes=mixes)
+
+    async def _check_tokens(self, server: Server, facts: Facts) -> None:
+        theirs = await server.tokenize(facts.name, ASKED if self._templated else PLAIN)
+        if theirs != self.prompt:
+            raise EngineError(
+                f"{server.url} ({facts.name}) has another tokenizer or chat template than {self._base.name}: a "
+                f"question is {list(theirs)[:12]}... there and {list(self.prompt)[:12]}... here",
+                hint="serve the model that is trained, as `groupwise vllm-serve` does",
+            )
+
+    async def _check_weights(self, server: Server, name: str) -> None:
+        off = await gap(server, name, self._reference, PolicyVersion.base(), self.prompt)
+        if not off <= self._tolerance:
+            raise EngineError(
+                f"{server.url} ({name}) is not {self._base.name} as it is trained here: its log-probabilities are off "
+                f"by {off:.3g} nats in the mean (tolerance {self._tolerance:g})",
+                hint="serve the same model and dtype, with --logprobs-mode processed_logprobs, as "
+                "`groupwise vllm-serve` does; a looser vllm.tolerance accepts more",
+            )
+
+    async def _holds(self, server: Server, name: str, probes: Sequence[Published]) -> bool:
+        """Whether `name` samples as the base while the probes sample too; False if that could not be found out."""
+        for tokens in PROBE_TOKENS:
+            params = replace(CANARY, max_tokens=min(tokens, self._base.context_length // 2))
+            body = sampling_body(self.prompt, params, n=1, max_tokens=params.max_tokens, seed=0, eos_ids=())
+            probing = [asyncio.create_task(server.complete(probe.name, body)) for probe in probes]
+            try:
+                await asyncio.sleep(0)  # they are sent first
+                short = self.prompt[:SHORT_PROMPT]
+                off = await gap(server, name, self._reference, PolicyVersion.base(), short, params=SHORT, n=4)
+                together = not any(task.done() for task in probing)
+            finally:
+                await asyncio.gather(*probing, return_exceptions=True)
+            if not off <= self._tolerance:
+                return False
+            if together:
+                return True
+        return False
+
+
+def _lay(
+    model: PreTrainedModel, shelf: Shelf, version: PolicyVersion, targets: Sequence[str], *, strength: float, count: int
+) -> list[Published]:
+    """Lay copies of an adapter of rank 1 that changes the last of the modules `targets`, much or (0) not at all."""
+    source = shelf.path / f"{version.name}-source"
+    source.mkdir()
+    name, module = last_linear(model, targets)
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(1, module.in_features, generator=generator) / module.in_features**0.5
+    b = strength * torch.randn(module.out_features, 1, generator=generator)
+    prefix = f"base_model.model.{name}"
+    tensors = {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
+    config, weights = FILES
+    save_file(tensors, source / weights, metadata={"format": "pt"})
+    described = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 1, "lora_alpha": 1.0, "bias": "none"}
+    described |= {"target_modules": [name.rpartition(".")[2]], "base_model_name_or_path": None}
+    (source / config).write_text(json.dumps(described))
+    return [shelf.put(PolicyVersion(version.name, number), Path(source)) for number in range(count)]
+
+
+def last_linear(model: PreTrainedModel, targets: Iterable[str]) -> tuple[str, nn.Linear]:
+    """The last linear module whose name ends with one of `targets`. Raises EngineError if there is none."""
+    named = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    fitting = [each for each in named if each[0].rpartition(".")[2] in set(targets)]
+    if not fitting:
+        raise EngineError(f"vLLM takes adapters of linear modules; {type(model).__name__} has none among {targets}")
+    return fitting[-1]
+
+
+def linear_names(model: PreTrainedModel, targets: str | Sequence[str]) -> tuple[str, ...]:
+    """The modules that `train.lora.targets` means, by the last part of their names, as vLLM wants them."""
+    if not isinstance(targets, str):
+        return tuple(sorted({target.rpartition(".")[2] for target in targets}))
+    head = model.get_output_embeddings()
+    named = model.named_modules()
+    return tuple(sorted({n.rpartition(".")[2] for n, m in named if isinstance(m, nn.Linear) and m is not head}))

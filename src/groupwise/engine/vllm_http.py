@@ -1,0 +1,230 @@
+"""The wire to one vLLM server: the routes of its OpenAI-compatible API that a run needs, and what their failures mean.
+
+    POST /v1/completions            token ids in; token ids and log-probabilities of the sampled tokens out
+    POST /v1/load_lora_adapter      {lora_name, lora_path}; a name that is there already is a success: see vllm_sync
+    POST /v1/unload_lora_adapter    {lora_name}
+    POST /tokenize                  a conversation through the server's tokenizer and chat template
+    GET  /v1/models, /version, /health
+
+A failure is one of two kinds, and only the first is worth another attempt elsewhere:
+
+    ServerLost      it is away, hangs, or dies: no answer, half of one, or a 5xx that is not about the request
+    EngineError     it answered, and the answer is no
+
+Every option that has an effect on what is sampled is sent, so that no default of a server matters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+
+from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.types import SamplingParams
+
+HEALTH_S = 5.0  # for an answer to /health
+CONNECT_S = 5.0
+ASK_S = 60.0  # for what samples nothing
+SAID = 300  # characters of an answer that are quoted
+
+
+class EngineError(GroupwiseError):
+    """vLLM cannot do what the run needs: it refuses, is another model, or does not come back."""
+
+    code, status, exit_code = "engine_failed", 502, 1
+
+
+class ServerLost(EngineError):
+    """A server is away, hangs (`silent`) or dies; the same request may be answered by another, or by this one when it
+    is back."""
+
+    def __init__(self, message: str, *, silent: bool = False):
+        super().__init__(message)
+        self.silent = silent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """One completion as vLLM sampled it. `logprobs` (nats) are of the tempered distribution (`processed_logprobs`)."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a server says of itself. `name` is what requests for the base model are addressed to."""
+
+    version: str
+    name: str
+    context_length: int
+
+
+def server_url(text: str) -> str:
+    """ "http://gpu:8000/v1/" -> "http://gpu:8000": clients are used to write the path. Raises ConfigError."""
+    url = text.strip().rstrip("/").removesuffix("/v1")
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"vllm.urls: {text!r} is no address; write it as in http://localhost:8000")
+    return url
+
+
+def sampling_body(
+    prompt_ids: Sequence[int], params: SamplingParams, *, n: int, max_tokens: int, seed: int, eos_ids: Sequence[int]
+) -> dict[str, Any]:
+    """The options of /v1/completions. Completion j draws from `seed` + j. Raises ConfigError for what vLLM cannot."""
+    _check_supported(params)
+    return {
+        "prompt": list(prompt_ids),
+        "n": n,
+        "max_tokens": max_tokens,
+        "temperature": params.temperature,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "seed": seed,
+        "stop": list(params.stop),
+        "stop_token_ids": [*([] if params.ignore_eos else eos_ids), *params.stop_ids],
+        "ignore_eos": params.ignore_eos,
+        "skip_special_tokens": False,
+        "add_special_tokens": False,
+        "logprobs": 0,
+        "return_token_ids": True,
+    }
+
+
+def _check_supported(params: SamplingParams) -> None:
+    narrowed = {"top_k": params.top_k > 0, "top_p": params.top_p < 1, "min_p": params.min_p > 0}
+    if params.temperature > 0 and any(narrowed.values()):
+        name = next(name for name, narrows in narrowed.items() if narrows)
+        raise ConfigError(
+            f"{name} is {getattr(params, name)}: vLLM gives the log-probabilities of what it leaves of the "
+            "distribution, and the trainer needs those of all of it",
+            hint=f"turn {name} off, or sample with engine: local",
+        )
+    if params.top_logprobs:
+        raise ConfigError(
+            f"top_logprobs is {params.top_logprobs}: the vLLM engine reports sampled tokens only",
+            hint="set it to 0, or use engine: local",
+        )
+
+
+class Server:
+    """One server by its URL. Use it in one event loop."""
+
+    def __init__(self, url: str, *, request_timeout_s: float):
+        self.url, self._request_s = server_url(url), request_timeout_s
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
+        self._client = httpx2.AsyncClient(limits=limits, trust_env=False, follow_redirects=False)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def health(self) -> None:
+        """Raises ServerLost."""
+        await self._ask("GET", "/health", timeout=HEALTH_S)
+
+    async def adapters(self) -> set[str]:
+        """The names of those that are loaded. Raises ServerLost, EngineError."""
+        return {each["id"] for each in (await self._ask("GET", "/v1/models"))["data"] if each.get("parent")}
+
+    async def facts(self) -> Facts:
+        """Raises ServerLost, EngineError."""
+        listed = (await self._ask("GET", "/v1/models"))["data"]
+        version = (await self._ask("GET", "/version"))["version"]
+        bases = [each for each in listed if not each.get("parent")]
+        if not bases or not isinstance(bases[0].get("max_model_len"), int):
+            raise EngineError(f"{self.url} names no model with a context length; is it a vLLM server?")
+        return Facts(version=version, name=bases[0]["id"], context_length=bases[0]["max_model_len"])
+
+    async def tokenize(self, model: str, asked: str | Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        """A text, or a conversation with the opening of the next turn, as the server would read it."""
+        of = {"prompt": asked} if isinstance(asked, str) else {"messages": list(asked), "add_generation_prompt": True}
+        return tuple((await self._ask("POST", "/tokenize", {"model": model, **of}))["tokens"])
+
+    async def complete(self, model: str, body: Mapping[str, Any]) -> list[Sampled]:
+        """The completions of `sampling_body`, in order. Raises ServerLost, EngineError."""
+        answer = await self._ask("POST", "/v1/completions", {"model": model, **body}, timeout=self._request_s)
+        try:
+            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+            sampled = [
+                Sampled(
+                    token_ids=tuple(choice["token_ids"]),
+                    logprobs=tuple(choice["logprobs"]["token_logprobs"]),
+                    finish_reason=choice["finish_reason"],
+                )
+                for choice in choices
+            ]
+        except (KeyError, TypeError) as error:
+            raise EngineError(
+                f"{self.url} answered without token ids or log-probabilities ({error!r})",
+                hint="it must be vLLM 0.10 or newer, which knows return_token_ids",
+            ) from None
+        if len(sampled) != body["n"] or any(not _is_whole(each) for each in sampled):
+            raise EngineError(
+                f"{self.url} answered {len(sampled)} of {body['n']} completions whole: {answer!r:.{SAID}}"
+            )
+        if any(each.finish_reason == "abort" for each in sampled):
+            raise ServerLost(f"{self.url} aborted a request")
+        return sampled
+
+    async def load(self, name: str, path: str, *, timeout: float) -> None:
+        """Make the adapter in `path` available as `name`. Raises ServerLost, EngineError."""
+        try:
+            body = {"lora_name": name, "lora_path": path}
+            await self._ask("POST", "/v1/load_lora_adapter", body, timeout=timeout)
+        except EngineError as error:
+            if "already been loaded" not in error.message:
+                raise
+
+    async def unload(self, name: str) -> None:
+        """Forget an adapter; requests that have begun go on. One that is not there is as well."""
+        try:
+            await self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+        except EngineError as error:
+            if isinstance(error, ServerLost) or "cannot be found" not in error.message:
+                raise
+
+    async def _ask(self, method: str, path: str, body: Any = None, *, timeout: float = ASK_S) -> Any:
+        """The answer's JSON, or its text."""
+        where = f"{self.url}{path}"
+        try:
+            async with asyncio.timeout(timeout):
+                answer = await self._client.request(
+                    method, where, json=body, timeout=httpx2.Timeout(timeout, pool=None)
+                )
+        except TimeoutError:
+            raise ServerLost(f"{where} did not answer within {timeout:g} s", silent=True) from None
+        except httpx2.HTTPError as error:
+            raise ServerLost(f"{where} cannot be reached: {str(error) or type(error).__name__}") from None
+        if answer.status_code >= 300:
+            self._refused(answer, where)
+        return answer.json() if answer.headers.get("content-type", "").startswith("application/json") else answer.text
+
+    def _refused(self, answer: httpx2.Response, where: str) -> None:
+        status, said = answer.status_code, " ".join(answer.text.split())[:SAID]
+        restarted = status == 404 and where.endswith("/completions")  # it does not know the adapter any more
+        if restarted or status in (502, 503, 504) or "EngineDead" in said or "EngineCore" in said:
+            raise ServerLost(f"{where} answered {status}: {said}")
+        hint = None
+        if "lora_adapter" in where and (status == 403 or '"Not Found"' in said):
+            hint = (
+                "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, as `groupwise vllm-serve` does"
+            )
+        raise EngineError(f"{where} answered {status}: {said}", hint=hint)
+
+
+def _is_whole(sampled: Sampled) -> bool:
+    """A log-probability for every token; -inf and nan are not."""
+    numbers = [logprob for logprob in sampled.logprobs if isinstance(logprob, int | float) and math.isfinite(logprob)]
+    return len(sampled.token_ids) == len(numbers) > 0

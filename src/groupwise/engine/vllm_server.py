@@ -1,0 +1,248 @@
+"""vLLM's server as a process tree of ours: its command line, its start, its end, and nothing left behind.
+
+    owner -> keeper (sandbox_keeper.py, no box) -> API server -> EngineCore -> workers
+
+vLLM's own engine processes outlive an API server that is killed. So a keeper stands between: it is the parent of every
+orphan below it (PR_SET_CHILD_SUBREAPER) and ends them all when the API server ends, when it is told to, or when the
+owner is gone, however that died. If the keeper itself is killed, the kernel kills the API server (PR_SET_PDEATHSIG) and
+the owner kills the rest, which are all in one session. Only processes of this tree are ever touched, never by name.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from groupwise.config_engine import VllmConfig
+from groupwise.errors import ConfigError
+from groupwise.sandbox import Box, SandboxError
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's kernels have
+FOR_EVER_S = 1e8
+QUICK_S, QUICK_ENDS = 60.0, 3  # so soon, so often: such a server is not started again
+CPU_BATCHED_TOKENS = 4096
+LAST_BYTES = 2000  # of the log, in messages
+NOT_PASSED_ON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # of this environment, which need not be vLLM's
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What vLLM must know of a run: its model, `targets` and `rank` of its adapters, `rows` completions at once."""
+
+    model: str
+    dtype: str
+    context_length: int
+    rank: int
+    targets: tuple[str, ...]
+    rows: int
+    cpu: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How a server is started. `log` is a file, None for this process's stderr."""
+
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    url: str
+    log: Path | None = None
+
+
+def engine_options(config: VllmConfig, shape: Shape) -> dict[str, Any]:
+    """The options of vLLM's engine, as `vllm.LLM` takes them. Raises ConfigError: the rank is too large."""
+    context = min(config.max_model_len or shape.context_length, shape.context_length)
+    options = {
+        "model": shape.model,
+        "served_model_name": "base",
+        "generation_config": "vllm",  # no sampling options of the model's own
+        "dtype": shape.dtype if config.dtype == "auto" else config.dtype,
+        "max_model_len": context,
+        "max_num_seqs": shape.rows,
+        "logprobs_mode": "processed_logprobs",
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "enable_lora": True,
+        "max_loras": config.max_loras,
+        "max_lora_rank": rank_of(shape.rank),
+        "max_cpu_loras": 2 * config.max_loras,  # a swap evicts nothing that is in flight
+        "lora_target_modules": list(shape.targets),
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "enforce_eager": config.enforce_eager,
+    }
+    if shape.cpu:  # there a seeded request whose prompt is cut into chunks ends the engine (0.32: no offset to go back)
+        options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(context, CPU_BATCHED_TOKENS)}
+    return options
+
+
+def launch_of(config: VllmConfig, shape: Shape, *, port: int | None = None) -> Launch:
+    """The server that `config` describes. Raises ConfigError: as `engine_options`, or there is no such interpreter."""
+    port = port or config.port or free_port(config.host)
+    argv = [_python(config), "-m", "vllm.entrypoints.openai.api_server", "--host", config.host, "--port", str(port)]
+    for name, value in engine_options(config, shape).items():
+        argv += _flag(name.replace("_", "-"), value)
+    environment = {name: value for name, value in os.environ.items() if name not in NOT_PASSED_ON}
+    environment |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+    environment |= {} if config.gpus is None else {"CUDA_VISIBLE_DEVICES": config.gpus}
+    return Launch(
+        argv=(*argv, *config.arguments),
+        environment=environment | config.environment,
+        url=f"http://{config.host}:{port}",
+        log=None if config.log is None else Path(config.log).absolute(),
+    )
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    return [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+
+
+def rank_of(rank: int) -> int:
+    """The smallest rank of vLLM's that holds `rank`. Raises ConfigError."""
+    fitting = [each for each in RANKS if each >= rank]
+    if not fitting:
+        raise ConfigError(f"train.lora.rank is {rank}; vLLM serves at most {RANKS[-1]}")
+    return fitting[0]
+
+
+def _python(config: VllmConfig) -> str:
+    named = config.python or sys.executable
+    path = Path(named).absolute()  # not resolved: a virtual environment's interpreter is a link
+    if not os.access(path, os.X_OK):
+        raise ConfigError(
+            f"vllm.python is {named!r}, which is no interpreter",
+            hint="name the one of vLLM's environment, as in .venv-vllm/bin/python",
+        )
+    return str(path)
+
+
+def free_port(host: str) -> int:
+    """One that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+class ServerProcess:
+    """One server, started at once. `ended` says why it is over; `stop` ends it with all its descendants."""
+
+    def __init__(self, launch: Launch):
+        self.launch = launch
+        self._ended = threading.Event()
+        self._why = ""
+        self._log_from = launch.log.stat().st_size if launch.log is not None and launch.log.exists() else 0
+        self._box = Box(_specification(launch))
+        threading.Thread(target=self._wait, name="groupwise-vllm-server", daemon=True).start()
+
+    @property
+    def ended(self) -> str | None:
+        """How it ended, with what it said last; None while it runs."""
+        return self._why if self._ended.is_set() else None
+
+    @property
+    def pid(self) -> int:
+        """Of the keeper."""
+        return self._box.pid
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether it has ended, by then."""
+        return self._ended.wait(timeout)
+
+    def stop(self) -> None:
+        """End everything and return when it has."""
+        self._box.end()
+        self._ended.wait()
+        self._box.close()
+
+    def _wait(self) -> None:
+        session = _session_below(self._box.pid)
+        try:
+            end = self._box.wait(timeout=FOR_EVER_S)
+            how = end.get("setup") or (f"signal {end['signal']}" if end.get("signal") else f"status {end.get('exit')}")
+        except SandboxError as error:  # the keeper itself was killed
+            how = error.message
+            _kill_session(session)
+        self._why = f"vLLM ended with {how}{self._last_words()}"
+        self._ended.set()
+
+    def _last_words(self) -> str:
+        log = self.launch.log
+        if log is None or not log.exists():
+            return ""
+        with log.open("rb") as file:
+            file.seek(max(self._log_from, log.stat().st_size - LAST_BYTES))
+            return f"; the end of {log}:\n{file.read().decode('utf-8', 'replace').rstrip()}"
+
+
+def keep_up(launch: Launch, *, say: Callable[[str], None]) -> None:
+    """Run a server until this process is told to end (Ctrl-C, SIGTERM), and start it again when it ends by itself.
+
+    Raises ConfigError when it ends soon after its start every time.
+    """
+
+    def ended(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before, quick = signal.signal(signal.SIGTERM, ended), 0
+    server = ServerProcess(launch)
+    try:
+        while True:
+            started = time.monotonic()
+            while not server.wait(1.0):  # in pieces: a signal is heard between two
+                pass
+            quick = quick + 1 if time.monotonic() - started < QUICK_S else 1
+            if quick == QUICK_ENDS:
+                raise ConfigError(f"vLLM ended {quick} times within {QUICK_S:g} s of its start: {server.ended}")
+            say(f"{server.ended}; starting it again")
+            server.stop()
+            server = ServerProcess(launch)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        server.stop()
+
+
+def _specification(launch: Launch) -> dict[str, Any]:
+    """For the keeper: a trusted program without limits, whose output goes to the log."""
+    log = f"/proc/{os.getpid()}/fd/2" if launch.log is None else str(launch.log.absolute())
+    return {
+        "argv": ["/bin/sh", "-c", 'log=$0; exec "$@" >>"$log" 2>&1', log, *launch.argv],
+        "env": dict(launch.environment),
+        "cwd": os.getcwd(),
+        "private": False,
+        "files": {},
+        "stdin": None,
+        "namespaces": False,
+        "own_user": False,
+        "shown": [],
+        "limits": {},
+        "output_bytes": LAST_BYTES,
+        "keep": "last",
+    }
+
+
+def _session_below(keeper: int) -> int | None:
+    """The session that the keeper's program leads, once it is there."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        with suppress(OSError):
+            for child in map(int, Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()):
+                if os.getsid(child) == child:
+                    return child
+        time.sleep(0.01)
+    return None
+
+
+def _kill_session(session: int | None) -> None:
+    for path in Path("/proc").glob("[0-9]*") if session is not None else ():
+        with suppress(OSError, ValueError):
+            if os.getsid(int(path.name)) == session:
+                os.kill(int(path.name), signal.SIGKILL)

@@ -1,0 +1,351 @@
+"""The vLLM engine against servers that speak vLLM's API and sample with a real model; faults, swaps, deaths."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from vllm_peer import Faults, Peer, serving
+
+from groupwise.config_engine import VllmConfig
+from groupwise.engine.local import LocalEngine
+from groupwise.engine.vllm import VllmEngine
+from groupwise.engine.vllm_handshake import linear_names
+from groupwise.engine.vllm_http import EngineError, server_url
+from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, ContextLengthError, ModelError
+from groupwise.model import LoadedModel
+from groupwise.types import FinishReason, PolicyVersion, SamplingParams, SamplingRequest
+
+BASE = PolicyVersion.base()
+FIRST, SECOND = PolicyVersion("math", 1), PolicyVersion("math", 2)
+QUICK = {
+    "max_loras": 3,
+    "health_interval_s": 0.1,
+    "start_timeout_s": 20.0,
+    "recovery_timeout_s": 20.0,
+    "sync_timeout_s": 20.0,
+}
+
+
+@pytest.fixture
+def peer(tiny: LoadedModel) -> Iterator[Peer]:
+    with serving(tiny) as peer:
+        yield peer
+
+
+@pytest.fixture
+def attach(tiny: LoadedModel) -> Iterator[Callable[..., VllmEngine]]:
+    """`attach(peer, ..., sync_retries=0)`: an engine over these servers; closed after the test."""
+    with ExitStack() as opened:
+
+        def make(*peers: Peer | str, base: LoadedModel = tiny, **options) -> VllmEngine:
+            urls = tuple(each if isinstance(each, str) else each.url for each in peers)
+            config = VllmConfig(urls=urls, **{**QUICK, **options})
+            targets = linear_names(base.model, "all-linear")
+            engine = VllmEngine(config, base, LocalEngine(base, max_rows=1, prefix_cache_mb=0), targets=targets)
+            opened.callback(engine.close)
+            return engine
+
+        yield make
+
+
+@pytest.fixture(scope="module")
+def adapters(tiny: LoadedModel, make_base, make_adapter) -> list[Path]:
+    """Saved adapters of the tiny model, far apart."""
+    return [make_adapter(make_base("qwen3", dtype=torch.float32, context=192), seed=seed) for seed in (1, 2, 3)]
+
+
+def request(prompt=(1, 2, 3, 4), *, n: int = 1, version=BASE, **params) -> SamplingRequest:
+    params = {"max_tokens": 8, "seed": 5, "ignore_eos": True} | params
+    return SamplingRequest(prompt_ids=tuple(prompt), n=n, version=version, params=SamplingParams(**params))
+
+
+def off(completions, prompt, engine: LocalEngine, version: PolicyVersion, *, temperature: float = 1.0) -> float:
+    """The largest difference between behaviour log-probabilities and the trainer's, in nats."""
+    return max(
+        abs(a - b)
+        for each in completions
+        for a, b in zip(
+            each.logprobs, engine.score(prompt, each.token_ids, version, temperature=temperature), strict=True
+        )
+    )
+
+
+# ---- what is sent and what comes back ----
+
+
+def test_completions_are_token_ids_with_the_trainers_logprobs(attach, peer, tiny_engine):
+    engine = attach(peer)
+    for temperature in (0.0, 0.7, 1.0):
+        (group,) = engine.generate([request(n=3, temperature=temperature)])
+        assert len(group) == 3 and all(len(each.token_ids) == len(each.logprobs) == 8 for each in group)
+        assert off(group, (1, 2, 3, 4), tiny_engine, BASE, temperature=temperature or 1.0) < 1e-4
+        assert len({each.token_ids for each in group}) == (1 if temperature == 0 else 3)
+    body = peer.seen[-1]
+    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0}
+    assert body["prompt"] == [1, 2, 3, 4] and neutral.items() <= body.items()
+
+
+def test_a_seed_fixes_the_draw_and_another_one_changes_it(attach, peer):
+    engine = attach(peer)
+    (a,), (b,), (c,), (d,) = engine.generate([request(seed=s, max_tokens=24) for s in (5, 5, 6, None)])
+    assert a.token_ids == b.token_ids != c.token_ids and d.token_ids not in (a.token_ids, c.token_ids)
+
+
+def test_stop_strings_and_ids_end_a_completion_as_in_the_local_engine(attach, peer, tiny_engine, tokenizer):
+    engine = attach(peer)
+    (free,) = engine.generate([request(max_tokens=40, temperature=0.0)])[0]
+    stop = tokenizer.decode(free.token_ids[4:6])
+    for params in ({"stop": (stop,)}, {"stop_ids": (free.token_ids[5],)}, {"ignore_eos": False}):
+        asked = request(max_tokens=40, temperature=0.0, **params)
+        (ours,), (theirs,) = engine.generate([asked])[0], tiny_engine.generate([asked])[0]
+        assert (ours.token_ids, ours.text, ours.finish_reason) == (
+            theirs.token_ids,
+            theirs.text,
+            theirs.finish_reason,
+        )
+        assert ours.finish_reason is FinishReason.STOP or not params.get("stop")
+
+
+def test_what_cannot_be_is_refused_before_it_is_sent(attach, tiny):
+    with serving(tiny, context=100) as peer:
+        engine = attach(peer)
+        assert engine.context_length == 100
+        sent = len(peer.seen)
+        for asked, error, said in (
+            (request(range(1, 101)), ContextLengthError, "100 tokens and vLLM's context is 100"),
+            (request(()), ContextLengthError, "no tokens"),
+            (request((1, 9999)), ModelError, "9999"),
+            (request(n=0), ConfigError, "at least 1"),
+            (request(version=FIRST), AdapterNotFoundError, "'math@1' is not loaded; loaded: none"),
+            (request(top_k=5), ConfigError, "top_k is 5"),
+            (request(top_p=0.5), ConfigError, "top_p is 0.5"),
+            (request(min_p=0.1), ConfigError, "min_p is 0.1"),
+            (request(top_logprobs=2), ConfigError, "top_logprobs"),
+        ):
+            with pytest.raises(error, match=said):
+                engine.submit([request(), asked])
+        assert len(peer.seen) == sent
+        (long,) = engine.generate([request(range(1, 99), max_tokens=50)])[0]
+        assert len(long.token_ids) == 2 and long.finish_reason is FinishReason.LENGTH
+
+
+def test_urls_may_have_a_v1_and_must_be_urls(attach, peer):
+    for text in (f"{peer.url}/v1", f"{peer.url}/v1/", f"{peer.url}/"):
+        assert server_url(text) == peer.url
+    with pytest.raises(ConfigError, match="'localhost:8000' is no address"):
+        server_url("localhost:8000")
+    assert attach(f"{peer.url}/v1").generate([request()])
+
+
+def test_several_servers_share_the_requests(attach, tiny):
+    with serving(tiny) as one, serving(tiny) as two:
+        for each in (one, two):
+            each.faults.slow_s = 0.05
+        engine = attach(one, two)
+        before = len(one.seen), len(two.seen)
+        engine.generate([request(seed=i) for i in range(20)])
+        assert min(len(one.seen) - before[0], len(two.seen) - before[1]) >= 5
+
+
+# ---- the handshake ----
+
+
+def test_a_stale_or_another_server_is_refused(attach, peer, make_base):
+    other = make_base("qwen3", dtype=torch.float32, context=192, seed=9)
+    cases = (
+        (other, Faults(), "is not tiny-qwen3 as it is trained here"),
+        (None, Faults(raw_logprobs=True), "is not tiny-qwen3 as it is trained here"),
+        (None, Faults(other_template=True), "another tokenizer or chat template"),
+        (None, Faults(load_status=403), "--enable-lora"),
+    )
+    for model, faults, said in cases:
+        with serving(model or peer.base, faults=faults) as wrong, pytest.raises(EngineError, match=said):
+            attach(wrong)
+    with pytest.raises(EngineError, match=r"no vLLM server was up within 0.5 s: http://127.0.0.1:9: .*reached"):
+        attach("http://127.0.0.1:9", start_timeout_s=0.5)
+
+
+def test_a_server_that_mixes_base_and_adapters_is_found_out_and_got_round(attach, tiny, adapters, tiny_engine):
+    with serving(tiny, faults=Faults(mixes=True)) as mixing, serving(tiny) as sound:
+        engine = attach(mixing, sound)
+        found = engine.servers
+        assert found[mixing.url].mixes and not found[sound.url].mixes
+        engine.load(FIRST, adapters[0])
+        groups = engine.generate([request(seed=i, version=(BASE, FIRST)[i % 2]) for i in range(20)])
+        assert off([c for g in groups[::2] for c in g], (1, 2, 3, 4), tiny_engine, BASE) < 1e-4
+
+
+# ---- versions ----
+
+
+def test_each_version_samples_as_it_was_trained_under_a_name_of_its_own(attach, peer, adapters, make_base):
+    engine = attach(peer)
+    judge = LocalEngine(peer.base, max_rows=1)
+    for number, directory in enumerate(adapters, 1):
+        version = PolicyVersion("math", number)
+        engine.load(version, directory)
+        engine.load(version, directory)  # a no-op
+        judge.load(version, directory)
+        mixed = [request(n=2, seed=i, version=(version, BASE)[i % 2]) for i in range(6)]
+        for asked, group in zip(mixed, engine.generate(mixed), strict=True):
+            assert {each.version for each in group} == {asked.version}
+            assert off(group, asked.prompt_ids, judge, asked.version) < 1e-4
+        if number > 1:
+            engine.unload(PolicyVersion("math", number - 1))
+    judge.close()
+    names = [name for name in peer.ever if name.startswith("math-v")]
+    assert [name.rpartition("-")[0] for name in names] == ["math-v1", "math-v2", "math-v3"]
+    assert becomes(lambda: [name for name in peer.loaded if name.startswith("math")] == [names[2]])
+    with pytest.raises(AdapterNotFoundError, match="'math@1' is not loaded; loaded: math@3"):
+        engine.submit([request(version=FIRST)])
+
+
+def test_the_same_version_of_another_run_has_another_name_on_the_same_server(attach, peer, adapters):
+    """So nothing needs to be restarted between runs."""
+    for directory in adapters[:2]:
+        engine = attach(peer)
+        engine.load(FIRST, directory)
+        engine.close()
+    names = [name for name in peer.ever if name.startswith("math-v1")]
+    assert len(set(names)) == 2 and not peer.loaded
+
+
+def test_a_version_is_unloaded_after_the_last_request_that_samples_from_it(attach, peer, adapters):
+    engine = attach(peer)
+    engine.load(FIRST, adapters[0])
+    (name,) = [name for name in peer.loaded if name.startswith("math")]
+    peer.faults.slow_s = 0.5
+    futures = engine.submit([request(version=FIRST)])
+    engine.unload(FIRST)
+    time.sleep(0.2)
+    assert name in peer.loaded and not futures[0].done()
+    assert futures[0].result(10)[0].version == FIRST
+    assert becomes(lambda: name not in peer.loaded)
+
+
+def test_a_swap_under_64_requests_mixes_nothing(attach, peer, adapters):
+    engine = attach(peer)
+    judge = LocalEngine(peer.base, max_rows=1)
+    for version, directory in ((FIRST, adapters[0]), (SECOND, adapters[1])):
+        judge.load(version, directory)
+    engine.load(FIRST, adapters[0])
+    old = engine.submit([request((1, 2, 3, i), seed=i, version=FIRST) for i in range(32)])
+    engine.load(SECOND, adapters[1])
+    new = engine.submit([request((1, 2, 3, i), seed=i, version=SECOND) for i in range(32)])
+    engine.unload(FIRST)
+    for version, futures in ((FIRST, old), (SECOND, new)):
+        for i, future in enumerate(futures):
+            assert off(future.result(30), (1, 2, 3, i), judge, version) < 1e-4
+    judge.close()
+
+
+def test_a_sync_that_fails_is_tried_again_and_then_ends_the_run_by_name(attach, peer, adapters, tmp_path):
+    engine = attach(peer, sync_retries=1)
+    engine.load(FIRST, adapters[0])
+    for faults, said in (
+        (Faults(load_status=500), "math@2 could not be handed to vLLM in 2 attempts.*answered 500"),
+        (Faults(stale=True), "math@2 could not .* off by .* it is not the version that was trained"),
+    ):
+        peer.faults = faults
+        with pytest.raises(EngineError, match=said):
+            engine.load(SECOND, adapters[1])
+        peer.faults = Faults()
+        assert engine.generate([request(version=FIRST)])
+        with pytest.raises(AdapterNotFoundError):
+            engine.submit([request(version=SECOND)])
+    engine.load(SECOND, adapters[1])
+    with pytest.raises(AdapterError):
+        engine.load(PolicyVersion("math", 3), tmp_path)
+    with pytest.raises(ConfigError, match="all parameters are trained"):
+        engine.adopt(PolicyVersion("math", 4))
+
+
+# ---- deaths ----
+
+
+def test_what_was_in_flight_on_a_server_that_dies_is_sampled_when_it_is_back(attach, peer, adapters, tiny_engine):
+    engine = attach(peer)
+    engine.load(FIRST, adapters[0])
+    expected = engine.generate([request(seed=i, version=(BASE, FIRST)[i % 2]) for i in range(4)])
+    peer.faults.slow_s = 1.0
+    futures = engine.submit([request(seed=i, version=(BASE, FIRST)[i % 2]) for i in range(4)])
+    time.sleep(0.3)
+    peer.die()
+    assert becomes(lambda: engine.servers[peer.url] is None)
+    peer.faults = Faults()
+    peer.start()
+    for future, (before,) in zip(futures, expected, strict=True):
+        (after,) = future.result(20)
+        assert (after.token_ids, after.version) == (before.token_ids, before.version)
+
+
+def test_another_server_takes_over_at_once(attach, tiny):
+    with serving(tiny) as one, serving(tiny) as two:
+        engine = attach(one, two)
+        for each in (one, two):
+            each.faults.slow_s = 0.5
+        futures = engine.submit([request(seed=i) for i in range(6)])
+        time.sleep(0.2)
+        one.die()
+        started = time.monotonic()
+        assert all(future.result(10) for future in futures)
+        assert time.monotonic() - started < 5
+        one.start()
+
+
+def test_an_answer_that_is_cut_and_one_that_never_comes_are_asked_for_again(attach, peer):
+    engine = attach(peer, request_timeout_s=1.0)
+    peer.faults.cut = 2
+    assert engine.generate([request()]) and not peer.faults.cut
+    peer.faults.slow_s = 1.5
+    future = engine.submit([request()])[0]
+    time.sleep(0.5)
+    peer.faults.slow_s = 0.0
+    assert future.result(10)
+
+
+def test_a_request_that_is_always_lost_fails_and_so_does_a_server_that_stays_away(attach, peer):
+    engine = attach(peer, recovery_timeout_s=0.5)
+    peer.faults.cut = 100
+    with pytest.raises(EngineError, match="lost 4 times"):
+        engine.generate([request()])
+    peer.faults.cut = 0
+    peer.die()
+    with pytest.raises(EngineError, match=r"no vLLM server was up within 0.5 s"):
+        engine.generate([request()])
+    peer.start()
+
+
+def test_a_server_that_comes_back_as_another_ends_the_run(attach, peer, make_base):
+    engine = attach(peer)
+    peer.die()
+    peer.base = make_base("qwen3", dtype=torch.float32, context=192, seed=9)
+    peer.start()
+    with pytest.raises(EngineError, match="is not tiny-qwen3 as it is trained here"):
+        engine.generate([request()])
+
+
+def test_a_cancelled_request_and_a_closed_engine(attach, peer):
+    engine = attach(peer)
+    peer.faults.slow_s = 0.5
+    first, second = engine.submit([request(), request(seed=6)])
+    assert first.cancel()
+    assert second.result(10)
+    waiting = engine.submit([request()])[0]
+    engine.close()
+    assert waiting.cancelled() or waiting.exception(1) is not None
+
+
+def becomes(true: Callable[[], object], *, within_s: float = 10) -> bool:
+    """Whether it becomes true in time."""
+    deadline = time.monotonic() + within_s
+    while not true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True

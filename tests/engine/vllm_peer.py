@@ -1,0 +1,264 @@
+"""A small HTTP server with real sockets that speaks the part of vLLM's API that `engine.vllm` uses, and samples with
+our local engine: what it answers is what a model says, under the adapters that were loaded. Faults are switched on.
+
+It counts seeds as vLLM does (completion j has seed + j), refuses what vLLM refuses, and keeps an adapter's files read
+until it is unloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from groupwise.chat import encode_prompt
+from groupwise.engine.local import LocalEngine
+from groupwise.errors import AdapterError
+from groupwise.model import LoadedModel, load_model
+from groupwise.types import PolicyVersion, Prompt, SamplingParams, SamplingRequest
+
+BASE = "base"
+
+
+@dataclass
+class Faults:
+    """What goes wrong, until it is put back."""
+
+    raw_logprobs: bool = False  # as vLLM's default: those at temperature 1
+    mixes: bool = False  # as vLLM 0.32 on CPUs: rows of the base get an adapter of the batch
+    stale: bool = False  # a version that is loaded answers as the one loaded before it
+    load_status: int | None = None  # of /v1/load_lora_adapter
+    hangs: bool = False  # /health and everything else is not answered
+    cut: int = 0  # so many completions are ended in the midst of the answer
+    other_template: bool = False
+    slow_s: float = 0.0  # before a completion is sampled
+
+
+class Refused(Exception):
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass
+class Peer:
+    """One server; `port` stays the same when it is ended and started again."""
+
+    base: LoadedModel
+    context: int | None = None
+    port: int = 0
+    faults: Faults = field(default_factory=Faults)
+    loaded: dict[str, PolicyVersion] = field(default_factory=dict)
+    ever: list[str] = field(default_factory=list)  # names of adapters, in the order in which they came
+    seen: list[dict[str, Any]] = field(default_factory=list)  # bodies of completions
+
+    def __post_init__(self) -> None:
+        self._flying: list[PolicyVersion] = []
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Listen, with no adapters: what there was died with the process."""
+        self.loaded = {}
+        self.engine = LocalEngine(self.base, max_rows=64)
+        peer = self
+
+        class Handler(_Handler):
+            pass
+
+        Handler.peer = peer
+        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
+        self._server.daemon_threads = True
+        self.port = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    def die(self) -> None:
+        """Close every connection, whatever is on it, and listen no more."""
+        self._server.shutdown()
+        self._server.server_close()
+        with self._lock:
+            for connection in list(self._open):
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+        self.engine.close()
+
+    # -- routes --------------------------------------------------------------------------------------------------------
+
+    def answer(self, path: str, body: dict[str, Any]) -> Any:
+        while self.faults.hangs:
+            time.sleep(0.05)
+        return getattr(self, "do_" + path.strip("/").replace("/", "_"))(body)
+
+    def do_health(self, body: dict[str, Any]) -> Any:
+        return {}
+
+    def do_version(self, body: dict[str, Any]) -> Any:
+        return {"version": "0.32.0"}
+
+    def do_v1_models(self, body: dict[str, Any]) -> Any:
+        context = self.context or self.base.context_length
+        base = {"id": BASE, "parent": None, "max_model_len": context}
+        return {"data": [base, *({"id": name, "parent": BASE, "max_model_len": None} for name in self.loaded)]}
+
+    def do_tokenize(self, body: dict[str, Any]) -> Any:
+        asked = (
+            Prompt(id="", messages=tuple(body["messages"]))
+            if "messages" in body
+            else Prompt(id="", text=body["prompt"])
+        )
+        ids = list(encode_prompt(asked, self.base.tokenizer).token_ids)
+        return {"tokens": ids[1:] if self.faults.other_template else ids}
+
+    def do_v1_load_lora_adapter(self, body: dict[str, Any]) -> Any:
+        name, path = body["lora_name"], Path(body["lora_path"])
+        if self.faults.load_status is not None:
+            raise Refused(self.faults.load_status, "could not load")
+        if name in self.loaded:
+            raise Refused(400, f"The lora adapter '{name}' has already been loaded.")
+        version = PolicyVersion(name, 1)
+        try:
+            self.engine.load(version, path)
+        except AdapterError as error:
+            raise Refused(404, str(error)) from None
+        last = list(self.loaded.values())[-1:] or [PolicyVersion.base()]
+        self.loaded[name] = last[0] if self.faults.stale else version
+        self.ever.append(name)
+        return f"Success: LoRA adapter '{name}' added successfully."
+
+    def do_v1_unload_lora_adapter(self, body: dict[str, Any]) -> Any:
+        if self.loaded.pop(body["lora_name"], None) is None:
+            raise Refused(404, f"The lora adapter '{body['lora_name']}' cannot be found.")
+        return "removed"
+
+    def do_v1_completions(self, body: dict[str, Any]) -> Any:
+        self.seen.append(body)
+        model, prompt, n, temperature = body["model"], tuple(body["prompt"]), body["n"], body["temperature"]
+        if model != BASE and model not in self.loaded:
+            raise Refused(404, f"The model `{model}` does not exist.")
+        if n > 1 and temperature == 0:
+            raise Refused(400, "n must be 1 when using greedy sampling")
+        if len(prompt) + body["max_tokens"] > (self.context or self.base.context_length):
+            raise Refused(400, "This model's maximum context length is less")
+        version = asked = self.loaded.get(model, PolicyVersion.base())
+        self._flying.append(asked)
+        try:
+            time.sleep(self.faults.slow_s + 0.004 * body["max_tokens"])  # so that requests overlap, as in a batch
+            if model == BASE and self.faults.mixes:
+                version = ([each for each in self._flying if not each.is_base] or [version])[-1]
+            return {"choices": self._sample(body, prompt, version)}
+        finally:
+            self._flying.remove(asked)
+
+    def _sample(self, body: dict[str, Any], prompt: tuple[int, ...], version: PolicyVersion) -> list[dict[str, Any]]:
+        eos = set(self.base.eos_ids)
+        stop_ids = tuple(token for token in body["stop_token_ids"] if token not in eos)
+        params = {"max_tokens": body["max_tokens"], "temperature": body["temperature"], "stop": tuple(body["stop"])}
+        params |= {"stop_ids": stop_ids, "ignore_eos": body["ignore_eos"]}
+        requests = [
+            SamplingRequest(
+                prompt_ids=prompt,
+                version=version,
+                params=SamplingParams(**params, seed=(body["seed"] + j) & (2**63 - 1)),
+            )
+            for j in range(body["n"])
+        ]
+        choices = []
+        for j, (completion,) in enumerate(self.engine.generate(requests)):
+            logprobs = completion.logprobs
+            if self.faults.raw_logprobs:
+                logprobs = self.engine.score(prompt, completion.token_ids, version)
+            choices.append(
+                {
+                    "index": j,
+                    "token_ids": completion.token_ids,
+                    "logprobs": {"token_logprobs": logprobs},
+                    "finish_reason": completion.finish_reason.value,
+                }
+            )
+        return choices
+
+
+class _Handler(BaseHTTPRequestHandler):
+    peer: Peer
+    protocol_version = "HTTP/1.1"
+
+    def setup(self) -> None:
+        super().setup()
+        self.peer._open.add(self.connection)
+
+    def finish(self) -> None:
+        self.peer._open.discard(self.connection)
+        with suppress(OSError):
+            super().finish()
+
+    def handle(self) -> None:
+        with suppress(OSError):  # the client has gone
+            super().handle()
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def do_POST(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        data = self.rfile.read(int(self.headers.get("content-length", 0)))
+        try:
+            status, answer = 200, self.peer.answer(self.path, json.loads(data) if data else {})
+        except Refused as refused:
+            status, answer = refused.status, {"error": {"message": str(refused), "code": refused.status}}
+        except AttributeError:
+            status, answer = 404, {"detail": "Not Found"}
+        except Exception:  # its engine was closed: it dies
+            self.close_connection = True
+            return
+        body = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        if self.path == "/v1/completions" and self.peer.faults.cut:
+            self.peer.faults.cut -= 1
+            self.wfile.write(body[: len(body) // 2])
+            self.close_connection = True
+            return
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@contextmanager
+def serving(base: LoadedModel, **options: Any) -> Iterator[Peer]:
+    """A peer, until the end of the block."""
+    peer = Peer(base, **options)
+    try:
+        yield peer
+    finally:
+        peer.faults = Faults()
+        peer.die()
+
+
+def main() -> None:
+    """As a process, with vLLM's command line: `vllm_peer.py --model DIR --host H --port P ...`."""
+    options = dict(zip(sys.argv[1:], sys.argv[2:], strict=False))
+    Peer(load_model(options["--model"], device="cpu", dtype="float32"), port=int(options["--port"]))
+    print("listening", flush=True)
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

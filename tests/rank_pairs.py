@@ -1,0 +1,89 @@
+"""Real processes that train together over gloo: forks of the test's own, which has all modules and models already."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from groupwise.errors import RankLostError
+from groupwise.train.ranks import Ranks, join
+from groupwise.world import World
+
+CPU = torch.device("cpu")
+Work = Callable[[Ranks], Any]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+class Pair:
+    """`size` processes that do `work`; `results` waits for what they return or raise."""
+
+    def __init__(self, work: Work, *, size: int = 2, deadline_s: float = 20.0):
+        context, port = multiprocessing.get_context("fork"), free_port()
+        self.processes, self._ends = [], []
+        for rank in range(size):
+            mine, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_run, args=(work, rank, size, port, deadline_s, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self._ends.append(mine)
+
+    def results(self, *, within_s: float = 60.0) -> list[Any]:
+        """By rank; an exception where one was raised, None where the process was killed."""
+        try:
+            return [self.result(rank, within_s=within_s) for rank in range(len(self.processes))]
+        finally:
+            self.kill()
+
+    def result(self, rank: int, *, within_s: float = 60.0) -> Any:
+        """What one rank returned or raised."""
+        return _received(self._ends[rank], within_s)
+
+    def kill(self) -> None:
+        """End what still runs, stopped or not."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def on_ranks(work: Work, *, size: int = 2, deadline_s: float = 20.0) -> list[Any]:
+    """What `work` returns on each of `size` ranks; what one raises is raised here, a cause before its effects."""
+    found = Pair(work, size=size, deadline_s=deadline_s).results()
+    errors = [each for each in found if isinstance(each, BaseException)]
+    for error in sorted(errors, key=lambda error: isinstance(error, RankLostError)):
+        raise error
+    return found
+
+
+def _run(work: Work, rank: int, size: int, port: int, deadline_s: float, end: Connection) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(size)}
+    try:
+        ranks = join(World(rank=rank, size=size, local_rank=rank), device=CPU, deadline_s=deadline_s)
+        result = work(ranks)
+        ranks.close()
+    except BaseException as error:
+        error.add_note("".join(traceback.format_exception(error))[-3000:])
+        result = error
+    end.send_bytes(pickle.dumps(result))  # `send` would share tensors through this process
+    end.close()
+    os._exit(0)  # nothing of the test's process is to be closed here
+
+
+def _received(end: Connection, within_s: float) -> Any:
+    try:
+        return pickle.loads(end.recv_bytes()) if end.poll(within_s) else TimeoutError(f"nothing within {within_s} s")
+    except EOFError:
+        return None

@@ -1,0 +1,117 @@
+"""Rank 0 leads: what it does with its learner, the others do with theirs; and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from learner_cases import LORA, SPECS
+from parallel_cases import MICRO_TOKENS, RATE, UNEVEN, assert_alike, everything, near_policy, start, whole
+
+from groupwise.errors import ConfigError, RankLostError, RewardError, TrainingError
+from groupwise.train.learner import Learner
+from groupwise.train.lora import LoraSpec
+from groupwise.train.orders import end, follow, learner_of
+from rank_pairs import Pair, on_ranks
+
+SHARDED = {"ddp": False, "fsdp": True}
+
+
+def opened(base, *, ranks, sharded=False, **options):
+    return learner_of(base, ranks=ranks, sharded=sharded, cpu_offload=False, **options)
+
+
+@pytest.mark.parametrize("sharded", SHARDED.values(), ids=SHARDED.keys())
+def test_only_rank_0_is_told_what_to_do(make_base, make_samples, tmp_path: Path, sharded) -> None:
+    """The learner of above, led; then saved, and read by a learner alone and by a pair."""
+    samples = near_policy(make_base(), make_samples(UNEVEN), lora=LORA)
+
+    def lead(learner) -> list:
+        learner.set_micro_tokens(MICRO_TOKENS)
+        return everything(learner, samples, steps_only=sharded)
+
+    def work(ranks):
+        learner = start(opened, make_base(), lora=LORA, ranks=ranks, sharded=sharded)
+        if not ranks.leads:
+            return follow(learner), whole(learner)
+        seen = lead(learner)
+        learner.save(tmp_path)
+        end(ranks, "the result")
+        return seen, whole(learner)
+
+    alone = lead(start(Learner, make_base(), lora=LORA))
+    (seen, mine), (result, theirs) = on_ranks(work)
+    assert_alike(seen, alone)
+    assert result == "the result"
+    assert all(map(torch.equal, mine, theirs))
+
+    def go_on(ranks):
+        learner = opened(make_base(), lora=LORA, ranks=ranks, sharded=sharded)
+        if not ranks.leads:
+            follow(learner)
+        else:
+            learner.load(tmp_path)
+            learner.step(samples, SPECS["grpo"], learning_rate=RATE)
+            end(ranks)
+        return whole(learner), learner.steps, learner.shuffle.getstate()
+
+    one = Learner(make_base(), lora=LORA)
+    one.load(tmp_path)
+    one.step(samples, SPECS["grpo"], learning_rate=RATE)
+    for weights, *counters in on_ranks(go_on):
+        assert counters == [one.steps, one.shuffle.getstate()]
+        for a, b in zip(weights, whole(one), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+def test_an_adapter_that_rank_0_starts_from_is_everybodys(make_base, make_adapter) -> None:
+    directory = make_adapter(make_base(), rank=3)
+
+    def work(ranks):
+        learner = opened(make_base(), ranks=ranks, lora=LoraSpec(rank=3, alpha=6.0))
+        if ranks.leads:
+            learner.load_adapter(directory)
+            end(ranks)
+        else:
+            follow(learner)
+        return whole(learner)
+
+    first, second = on_ranks(work)
+    assert all(map(torch.equal, first, second)) and all(bool(p.any()) for p in second)
+
+
+def test_an_error_of_rank_0_ends_the_others(make_base) -> None:
+    def work(ranks):
+        learner = opened(make_base(), lora=LORA, ranks=ranks)
+        if not ranks.leads:
+            return follow(learner)
+        with pytest.raises(ConfigError, match="forward_backward_custom cannot be sent"):
+            learner.forward_backward_custom([], lambda logprobs: (0, {}))
+        return end(ranks, error=RewardError("no completion could be scored"))
+
+    assert isinstance(error := Pair(work).results()[1], TrainingError)
+    assert "rank 0 ended: RewardError: no completion could be scored" in error.message
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_rank_0_may_take_its_time_and_not_die(make_base, how) -> None:
+    """It samples for longer than the deadline; then it is killed, or stands still."""
+
+    def work(ranks):
+        learner = opened(make_base(), lora=LORA, ranks=ranks)
+        if not ranks.leads:
+            return follow(learner)
+        time.sleep(2.5)
+        learner.zero_grad()
+        return os.kill(os.getpid(), how)
+
+    pair, started = Pair(work, deadline_s=1.0), time.monotonic()
+    error = pair.result(1)
+    pair.kill()
+    assert isinstance(error, RankLostError) and "rank 1 of 2 waited for rank 0" in error.message
+    assert "'an order'" in error.message
+    assert 2.5 < time.monotonic() - started < 8

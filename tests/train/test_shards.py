@@ -1,0 +1,133 @@
+"""FSDP2 on two real processes over gloo: the adapter, or the model, that one process makes; and checkpoints that go on
+with another number of processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from learner_cases import LORA, SPECS, parameters
+from parallel_cases import RATE, UNEVEN, assert_alike, everything, near_policy, start, whole
+from rank_pairs import Pair, on_ranks
+from torch.distributed.tensor import DTensor
+
+from groupwise.errors import ConfigError, StorageError
+from groupwise.train.learner import Learner
+from groupwise.train.shards import ShardedLearner
+
+NAMES = {"lora": LORA, "all parameters": None}
+
+
+@pytest.mark.parametrize("lora", NAMES.values(), ids=NAMES.keys())
+def test_ranks_train_what_one_process_trains(make_base, make_samples, lora) -> None:
+    samples = near_policy(make_base(), make_samples(UNEVEN), lora=lora)
+
+    def run(make, **options):
+        learner = start(make, make_base(), lora=lora, **options)
+        return everything(learner, samples), learner
+
+    def work(ranks):
+        seen, learner = run(ShardedLearner, ranks=ranks)
+        cut = [p for p in learner.model.parameters() if isinstance(p, DTensor)]
+        held = sum(p.to_local().numel() for p in cut), sum(p.numel() for p in cut)
+        return seen, held, {p.device.type for p in learner.base.model.parameters()}
+
+    alone, _ = run(Learner)
+    (first, held, base), (second, held_too, base_too) = on_ranks(work)
+    assert_alike(first, alone)
+    assert_alike(second, alone)
+    assert held[0] + held_too[0] == held[1] and 0.4 < held[0] / held[1] < 0.6
+    assert base == {"cpu"} and base_too == {"meta"}  # rank 0 samples with it
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2"])
+def test_other_architectures_checkpointing_and_dropout(make_base, make_samples, architecture) -> None:
+    """What is not the Qwen3 of the other tests: untied heads, windows, another attention; activations made twice."""
+    lora = replace(LORA, targets=["c_attn"] if architecture == "gpt2" else ["q_proj"])
+    samples = make_samples(UNEVEN)
+
+    def run(make, **options):
+        base = make_base(architecture)
+        learner = start(make, base, lora=lora, gradient_checkpointing=architecture != "gpt2", **options)
+        return [learner.step(samples, SPECS["grpo with k3"], learning_rate=RATE) for _ in range(2)], whole(learner)
+
+    (metrics, alone), found = run(Learner), on_ranks(lambda ranks: run(ShardedLearner, ranks=ranks))
+    for theirs, parameters_ in found:
+        assert theirs == [pytest.approx(each, abs=1e-6) for each in metrics]
+        for a, b in zip(parameters_, alone, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+def test_the_weights_are_gathered_for_the_engine_and_saved_as_a_model(make_base, make_samples, tmp_path: Path) -> None:
+    samples = near_policy(make_base(), make_samples(UNEVEN), lora=None)
+
+    def work(ranks):
+        learner = start(ShardedLearner, make_base(), lora=None, ranks=ranks)
+        learner.step(samples, SPECS["grpo"], learning_rate=RATE)
+        learner.gather_weights()
+        learner.save_adapter(tmp_path)
+        learner.forward(samples)  # and it goes on
+        trained = whole(learner)
+        return not ranks.leads or list(map(torch.equal, trained, learner.base.model.parameters()))
+
+    equal, _ = on_ranks(work)
+    assert len(equal) > 10 and all(equal)
+    assert (tmp_path / "model.safetensors").exists() and (tmp_path / "tokenizer.json").exists()
+
+
+def test_two_ranks_one_and_two_again_are_one_run(make_base, make_samples, tmp_path: Path) -> None:
+    """Full-parameter training, a checkpoint after each leg, read by another number of processes."""
+    samples = near_policy(make_base(), make_samples(UNEVEN), lora=None)
+
+    def leg(make, *, load: str | None, save: str, **options):
+        learner = start(make, make_base(), lora=None, **options)
+        if load is not None:
+            learner.load(tmp_path / load)
+        for _ in range(2):
+            learner.step(samples, SPECS["dapo with entropy"], learning_rate=RATE, minibatches=2)
+        learner.save(tmp_path / save)
+        return whole(learner), learner.steps, learner.shuffle.getstate()
+
+    for name in ("alone", "one", "two", "three"):
+        (tmp_path / name).mkdir()
+    leg(Learner, load=None, save="alone")
+    leg(Learner, load="alone", save="alone")
+    alone = leg(Learner, load="alone", save="alone")
+
+    on_ranks(lambda ranks: leg(ShardedLearner, load=None, save="one", ranks=ranks))
+    assert (tmp_path / "one" / "shards" / "__1_0.distcp").stat().st_size > 10_000  # of rank 1, its parts
+    assert not (tmp_path / "one" / "learner.safetensors").exists()
+    leg(Learner, load="one", save="two")
+    found = on_ranks(lambda ranks: leg(ShardedLearner, load="two", save="three", ranks=ranks))
+    for weights, *counters in found:
+        assert counters == list(alone[1:])
+        for a, b in zip(weights, alone[0], strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    wider = on_ranks(lambda ranks: leg(ShardedLearner, load="three", save="alone", ranks=ranks)[1:], size=3)
+    assert [steps for steps, _ in wider] == [alone[1] + 4] * 3
+
+
+def test_a_damaged_checkpoint_is_said_to_be_one(make_base, tmp_path: Path) -> None:
+    on_ranks(lambda ranks: start(ShardedLearner, make_base(), lora=None, ranks=ranks).save(tmp_path))
+    before = parameters(learner := Learner(make_base(), lora=None))
+    (tmp_path / "shards" / "__1_0.distcp").write_bytes(b"")
+    with pytest.raises(StorageError, match=r"the checkpoint .* cannot be read"):
+        learner.load(tmp_path)
+    (tmp_path / "shards" / ".metadata").unlink()
+    with pytest.raises(StorageError, match=r"the checkpoint .* cannot be read"):
+        learner.load(tmp_path)
+    assert [p.shape for p in before] == [p.shape for p in learner.parameters]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"lora": LORA, "cpu_offload": True}, "moves weights off a GPU"), ({"lora": None}, "frozen copy of the model")],
+)
+def test_what_cannot_be_is_refused(make_base, options, message) -> None:
+    def work(ranks):
+        ShardedLearner(make_base(), ranks=ranks, **options).keep_reference()
+
+    for error in Pair(work).results():
+        assert isinstance(error, ConfigError) and message in error.message

@@ -1,0 +1,242 @@
+"""The engine over vLLM itself, on a CPU, in float32.
+
+    make vllm                      installs vLLM in .venv-vllm (once) and runs this: about ten minutes on two cores
+    pytest -m slow tests/vllm_server      the same without the installation
+
+One server, started by `groupwise vllm-serve`, serves all tests; it is killed in the midst of one of them, and the
+command that keeps it in the last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2
+import pytest
+import torch
+
+from groupwise.config import load_config
+from groupwise.config_engine import VllmConfig
+from groupwise.engine.local import LocalEngine
+from groupwise.engine.vllm import VllmEngine
+from groupwise.engine.vllm_handshake import linear_names
+from groupwise.engine.vllm_http import EngineError
+from groupwise.engine.vllm_server import free_port
+from groupwise.loop import run
+from groupwise.model import LoadedModel, load_model, wrap_model
+from groupwise.train.learner import Learner
+from groupwise.train.lora import LoraSpec
+from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
+from processes import becomes, descendants
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+RECIPE = ROOT / "configs" / "arithmetic.yaml"
+ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+ENVIRONMENT |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count()))}
+BASE = PolicyVersion.base()
+CLOSE = 1e-4  # nats
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON.exists(), reason="there is no .venv-vllm: `make vllm` installs it"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+@dataclass(frozen=True)
+class Served:
+    url: str
+    command: subprocess.Popen[bytes]
+    log: Path
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """`groupwise vllm-serve`, up."""
+    port, log = free_port("127.0.0.1"), tmp_path_factory.mktemp("vllm") / "server.log"
+    options = [f"vllm.python={PYTHON}", f"vllm.port={port}", f"vllm.log={log}", f"vllm.environment={ENVIRONMENT}"]
+    command = subprocess.Popen(
+        [sys.executable, "-m", "groupwise", "vllm-serve", str(RECIPE), "dtype=float32", "device=cpu", *options]
+    )
+    served = Served(f"http://127.0.0.1:{port}", command, log)
+    try:
+        assert becomes(lambda: is_up(served.url), within_s=300), log.read_text()[-2000:]
+        yield served
+    finally:
+        command.terminate()
+        command.wait(60)
+
+
+def is_up(url: str) -> bool:
+    try:
+        return httpx2.get(f"{url}/health", timeout=5).status_code == 200
+    except httpx2.HTTPError:
+        return False
+
+
+@pytest.fixture
+def attach(served: Served, starter: LoadedModel) -> Iterator[Callable[..., VllmEngine]]:
+    with ExitStack() as opened:
+
+        def make(base: LoadedModel = starter) -> VllmEngine:
+            targets = linear_names(base.model, "all-linear")
+            reference = LocalEngine(base, max_rows=1, prefix_cache_mb=0)
+            engine = VllmEngine(VllmConfig(urls=(f"{served.url}/v1",)), base, reference, targets=targets)
+            opened.callback(engine.close)
+            return engine
+
+        yield make
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[PolicyVersion, Path]:
+    """Three versions of an adapter of rank 16 on every linear layer, whole nats apart."""
+    made = {}
+    for number in (1, 2, 3):
+        learner = Learner(load_model("starter", device="cpu", dtype="float32"), lora=LoraSpec(), seed=number)
+        generator = torch.Generator().manual_seed(number)
+        with torch.no_grad():
+            for parameter in learner.parameters:
+                parameter.copy_(0.07 * torch.randn(parameter.shape, generator=generator))
+        path = tmp_path_factory.mktemp("adapter")
+        learner.save_adapter(path)
+        made[PolicyVersion("math", number)] = path
+    return made
+
+
+def request(length: int, seed: int, version: PolicyVersion, *, n: int = 2) -> SamplingRequest:
+    """A prompt of so many tokens; those of one length begin alike, over several blocks of the prefix cache."""
+    prompt = (*((31 * i + 7) % 1000 for i in range(length - 1)), seed % 1000)
+    params = SamplingParams(max_tokens=24, temperature=0.8, seed=seed, ignore_eos=True)
+    return SamplingRequest(prompt_ids=prompt, n=n, version=version, params=params)
+
+
+def off(engine: VllmEngine, judge: LocalEngine, requests: list[SamplingRequest]) -> dict[PolicyVersion, float]:
+    """The largest difference between engine's and trainer's log-probabilities of a token, by version."""
+    worst: dict[PolicyVersion, float] = {}
+    for asked, group in zip(requests, engine.generate(requests), strict=True):
+        for each in group:
+            scored = judge.score(asked.prompt_ids, each.token_ids, asked.version, temperature=asked.params.temperature)
+            gap = max(abs(a - b) for a, b in zip(each.logprobs, scored, strict=True))
+            worst[asked.version] = max(worst.get(asked.version, 0.0), gap)
+    return worst
+
+
+def test_logprobs_are_the_trainers_for_the_base_and_three_versions_in_flight_together(attach, adapters, starter):
+    engine, judge = attach(), LocalEngine(starter, max_rows=1)
+    (found,) = engine.servers.values()
+    print("the server mixes up base and adapters:", found.mixes)
+    for version, path in adapters.items():
+        engine.load(version, path)
+        judge.load(version, path)
+        both = (BASE, version)
+        for _ in range(2):  # the second time from the prefix cache
+            worst = off(engine, judge, [request(length, i, both[i % 2]) for i in range(12) for length in (5, 300)])
+            print({str(each): f"{gap:.1e}" for each, gap in worst.items()})
+            assert worst.keys() == set(both) and max(worst.values()) < CLOSE
+    everything = [BASE, *adapters]
+    worst = off(engine, judge, [request(300, i, everything[i % 4]) for i in range(24)])
+    assert len(worst) == 4 and max(worst.values()) < CLOSE
+    judge.close()
+
+
+def test_a_hot_swap_under_64_concurrent_requests_mixes_nothing(attach, adapters, starter):
+    engine, judge = attach(), LocalEngine(starter, max_rows=1)
+    first, second = list(adapters)[:2]
+    for version in (first, second):
+        judge.load(version, adapters[version])
+    engine.load(first, adapters[first])
+    old = [request(140, i, first, n=1) for i in range(64)]
+    futures = engine.submit(old)
+    engine.load(second, adapters[second])
+    new = [request(140, i, second, n=1) for i in range(64)]
+    futures += engine.submit(new)
+    engine.unload(first)
+    for asked, future in zip([*old, *new], futures, strict=True):
+        (each,) = future.result(300)
+        scored = judge.score(asked.prompt_ids, each.token_ids, asked.version, temperature=asked.params.temperature)
+        assert max(abs(a - b) for a, b in zip(each.logprobs, scored, strict=True)) < CLOSE
+    judge.close()
+
+
+def test_a_stale_server_is_refused(attach):
+    changed = load_model("starter", device="cpu", dtype="float32")
+    with torch.no_grad():
+        for parameter in changed.model.parameters():
+            parameter.mul_(1.01)
+    with pytest.raises(EngineError, match="is not starter as it is trained here"):
+        attach(wrap_model(changed.model, changed.tokenizer, name="starter"))
+
+
+def test_a_server_killed_in_the_midst_is_back_within_a_minute_and_nothing_is_lost(served, attach, adapters, starter):
+    engine, judge = attach(), LocalEngine(starter, max_rows=1)
+    (version, path), *_ = adapters.items()
+    engine.load(version, path)
+    judge.load(version, path)
+    asked = [request(140, i, (BASE, version)[i % 2]) for i in range(48)]
+    futures = engine.submit(asked)
+    time.sleep(0.5)
+    (api,) = [pid for pid in descendants(served.command.pid) if b"api_server" in cmdline(pid)]
+    os.kill(api, signal.SIGKILL)
+    killed = time.monotonic()
+    assert becomes(lambda: engine.servers[served.url] is None, within_s=10)
+    for each, future in zip(asked, futures, strict=True):
+        for completion in future.result(300):
+            scored = judge.score(each.prompt_ids, completion.token_ids, each.version, temperature=0.8)
+            assert max(abs(a - b) for a, b in zip(completion.logprobs, scored, strict=True)) < CLOSE
+    print(f"all 48 requests were answered {time.monotonic() - killed:.0f} s after the kill")
+    judge.close()
+
+
+def test_the_arithmetic_recipe_learns_as_with_the_local_engine(served, tmp_path):
+    short = ["train.steps=12", "rollout.prompts_per_step=16", "train.warmup_steps=2", "eval.every=0", "dtype=float32"]
+    short += ["eval.data.args.n=64", "device=cpu", "checkpoint.every=0", f"output_dir={tmp_path}"]
+    gained = {}
+    for engine, more in (("local", []), ("vllm", [f"vllm.urls=[{served.url}]"])):
+        result = run(load_config(RECIPE, [*short, *more, f"engine={engine}", f"name={engine}"]))
+        steps = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
+        gaps = [each["mismatch/logprob_diff_max"] for each in steps if "mismatch/logprob_diff_max" in each]
+        rewards = [each["reward/mean"] for each in steps if "reward/mean" in each]
+        gained[engine] = sum(rewards[-3:]) / 3 - sum(rewards[:3]) / 3
+        print(engine, "rewards", [round(each, 3) for each in rewards], "largest mismatch", max(gaps))
+        assert max(gaps) < CLOSE
+    assert gained["vllm"] > 0.05 and abs(gained["vllm"] - gained["local"]) < 0.2, gained
+
+
+def test_nothing_is_left_when_the_command_is_killed(served):
+    below = descendants(served.command.pid)
+    assert any(b"EngineCore" in cmdline(pid) for pid in below)
+    served.command.kill()
+    served.command.wait()
+    assert becomes(lambda: not any(cmdline(pid) for pid in below), within_s=20)
+
+
+def test_a_run_with_vllm_in_its_own_process(tmp_path):
+    """By vLLM's interpreter, whose environment has Groupwise too."""
+    short = ["train.steps=2", "train.warmup_steps=1", "rollout.prompts_per_step=8", "eval=null", "dtype=float32"]
+    where = ["device=cpu", f"run_dir={tmp_path / 'run'}", "engine=vllm", "vllm.mode=colocate"]
+    words = [str(PYTHON), "-m", "groupwise", "run", str(RECIPE), *short, *where]
+    done = subprocess.run(words, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-2000:]
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    gaps = [each["mismatch/logprob_diff_max"] for each in steps if "mismatch/logprob_diff_max" in each]
+    assert len(gaps) == 2 and max(gaps) < CLOSE
+    print("colocated, largest mismatch", max(gaps))
+
+
+def cmdline(pid: int) -> bytes:
+    """Of a process; empty when it is gone or a zombie."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
