@@ -1,0 +1,214 @@
+"""A run on Ray, on a laptop or a cluster: who is an actor, what Ray reserves for each, and who replaces whom.
+
+    launcher (this process)  --  starts  -->  learners, `train.devices` actors; rank 0 runs the loop as it is, beside
+                                              its environments
+    rank 0                   --  starts  -->  `launcher.engines` engines and `scoring.workers` reward workers
+
+All are in one placement group: a bundle for each learner, each engine, and one for the reward workers together. Rank 0
+replaces engines and reward workers (`crew`). When a learner dies, so do the others and all that rank 0 started, and the
+launcher starts learners again, which go on from the last checkpoint, at most `launcher.restarts` times.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from groupwise.assemble import Elsewhere
+from groupwise.cluster.crew import WorkerLost, times
+from groupwise.cluster.ray_actors import Actor, Bundle, Place, connected, enter, placed, ray_module
+from groupwise.cluster.ray_engines import RayEngines
+from groupwise.cluster.ray_rewards import RayRewards
+from groupwise.config import RunConfig
+from groupwise.errors import ClusterError, ConfigError, RankLostError, TrainingError
+from groupwise.interrupt import StopRequest
+
+LOOK_S = 0.5  # between two looks whether Ctrl-C was pressed
+LEADS_S = 10.0  # for rank 0 to fail, after another that did because of it
+
+R_co = TypeVar("R_co", covariant=True)
+R = TypeVar("R")
+
+
+class Run(Protocol[R_co]):
+    """`loop.run`, which is above this file and therefore handed over."""
+
+    def __call__(self, config: RunConfig, *, elsewhere: Elsewhere, stop: StopRequest) -> R_co: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles:
+    """How many there are of each kind of actor, and what Ray reserves for one."""
+
+    learners: int
+    engines: int
+    each: Bundle  # of these
+    reward_workers: int
+    reward_worker: Bundle
+
+    @property
+    def bundles(self) -> list[Bundle]:
+        """Of the placement group: learners first, then engines, then the reward workers together."""
+        together = {kind: n * self.reward_workers for kind, n in self.reward_worker.items()}
+        rewards = [together] if any(together.values()) else []  # Ray has no empty bundles
+        return [*[self.each] * (self.learners + self.engines), *rewards]
+
+    def places(self, group: Any, folder: str) -> Places:
+        """Where they go in the group."""
+        first = [Place(group=group, index=i, share=self.each, folder=folder) for i in range(len(self.bundles))]
+        rewards = Place(group=group, index=len(self.bundles) - 1, share=self.reward_worker, folder=folder)
+        engines = tuple(first[self.learners : self.learners + self.engines])
+        return Places(learners=tuple(first[: self.learners]), engines=engines, rewards=rewards)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Where each actor goes; reward workers without a CPU of their own are beside the last engine."""
+
+    learners: tuple[Place, ...]
+    engines: tuple[Place, ...]
+    rewards: Place
+
+
+def roles_of(config: RunConfig, *, gpus_there: float = 0.0) -> Roles:
+    """The actors of a run, on a cluster with so many GPUs. Raises ConfigError for what does not go with Ray."""
+    launcher, device = config.launcher, config.device
+    if config.engine != "local":
+        raise ConfigError(
+            f"engine {config.engine!r} does not go with launcher.kind ray, whose engines are its own",
+            hint="set engine: local, or use groupwise run, which reaches vLLM by itself",
+        )
+    if config.train.lora is None:
+        raise ConfigError(
+            "train.lora null does not go with launcher.kind ray: engines in other processes get adapters only",
+            hint="set train.lora, or train without Ray",
+        )
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device {device!r}: Ray chooses the GPUs of its actors", hint="set device: cuda")
+    gpus = launcher.gpus
+    if gpus is None:
+        gpus = 1.0 if device == "cuda" or (device == "auto" and gpus_there) else 0.0
+    if bool(gpus) != (device == "cuda") and device != "auto":
+        raise ConfigError(
+            f"launcher.gpus = {gpus:g} does not go with device {device!r}", hint="leave launcher.gpus out"
+        )
+    gpu = {"GPU": gpus} if gpus else {}
+    return Roles(
+        learners=config.train.devices or 1,
+        engines=launcher.engines,
+        each={"CPU": launcher.cpus, **gpu},
+        reward_workers=config.scoring.workers,
+        reward_worker={"CPU": launcher.reward_cpus},
+    )
+
+
+def supervise(config: RunConfig, run: Run[R], *, say: Callable[[str], None] = lambda text: None) -> R:
+    """What `run` returns, on Ray. Ctrl-C is a clean stop, as it is of a run without.
+
+    Raises:
+        ConfigError: Ray is not installed, or the configuration does not go with it.
+        ClusterError: Ray cannot be reached or has no room; learners were lost too often.
+        GroupwiseError: as `run` does.
+    """
+    roles_of(config, gpus_there=1.0)  # what is wrong in any case is said before Ray is reached
+    with StopRequest() as stop, connected(config.launcher.address):
+        roles = roles_of(config, gpus_there=ray_module().cluster_resources().get("GPU", 0.0))
+        with placed(roles.bundles, timeout_s=config.launcher.start_timeout_s, say=say) as group:
+            places, lost = roles.places(group, os.getcwd()), 0
+            config = _named(config)
+            while True:
+                try:
+                    return _attempt(config, run, places, stop)
+                except WorkerLost as error:
+                    lost += 1
+                    if lost > config.launcher.restarts or stop.requested:
+                        raise ClusterError(
+                            f"learners were lost {times(lost)}, the last time so: {error}",
+                            hint="look at what they said last; launched again with resume=auto the run goes on",
+                        ) from error
+                    say(f"a learner was lost and the run goes on from its last checkpoint: {error}")
+                    config = config.model_copy(update={"resume": "auto"})
+
+
+def _named(config: RunConfig) -> RunConfig:
+    """With the directory of a new run, so that learners that are started again find it."""
+    if config.resume == "auto":
+        return config  # it finds the newest that is not finished
+    return config.model_copy(update={"run_dir": str(config.run_path(now=datetime.now(UTC)))})
+
+
+def _attempt(config: RunConfig, run: Run[R], places: Places, stop: StopRequest) -> R:
+    """Run with new learners. Raises WorkerLost if one dies."""
+    learners = [Actor(place.start(LearnerActor, max_concurrency=2)) for place in places.learners]
+    try:
+        worlds = _worlds(learners, config.launcher.start_timeout_s)
+        running = [
+            learner.ask("run", config, run, places, world) for learner, world in zip(learners, worlds, strict=True)
+        ]
+        return _outcome(running, partial(learners[0].ask, "stop"), stop)
+    except RankLostError as error:
+        raise WorkerLost(error.message) from error
+    finally:
+        for learner in learners:
+            learner.end()
+
+
+def _worlds(learners: Sequence[Actor], timeout_s: float) -> list[dict[str, str]]:
+    """The environment of each rank, as torchrun would make it; nothing for a single one."""
+    if len(learners) == 1:
+        return [{}]
+    try:
+        meeting = learners[0].ask("meeting").result(timeout_s)
+    except TimeoutError:
+        raise WorkerLost(f"learner 0 did not start within {timeout_s:g} s (launcher.start_timeout_s)") from None
+    # Ray shows an actor its own GPUs only: each is the first on its machine
+    world = {**meeting, "WORLD_SIZE": str(len(learners)), "LOCAL_RANK": "0"}
+    return [{**world, "RANK": str(rank)} for rank in range(len(learners))]
+
+
+def _outcome(running: Sequence[Future[Any]], ask_to_stop: Callable[[], object], stop: StopRequest) -> Any:
+    """What rank 0 returned, once all have; what the first of them raised."""
+    told, left = False, set(running)
+    while left:
+        done, left = wait(left, timeout=LOOK_S, return_when=FIRST_COMPLETED)
+        if any(isinstance(each.exception(), TrainingError) for each in done):
+            wait(running[:1], timeout=LEADS_S)  # another rank says only that rank 0 ended; that one says why
+        for each in running:
+            if each.done():
+                each.result()
+        if stop.requested and not told:
+            told, _ = True, ask_to_stop()
+    return running[0].result()
+
+
+class LearnerActor:
+    """A rank of the run in a process of its own."""
+
+    def __init__(self) -> None:
+        self._stop = StopRequest()
+
+    def meeting(self) -> dict[str, str]:
+        """Where the ranks can meet: on this machine, of rank 0."""
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = str(free.getsockname()[1])
+        return {"MASTER_ADDR": ray_module().util.get_node_ip_address(), "MASTER_PORT": port}
+
+    def run(self, config: RunConfig, run: Run[Any], places: Places, environment: dict[str, str]) -> Any:
+        """The run, as rank 0 or as another."""
+        enter(places.learners[0].folder)
+        os.environ.update(environment)
+        elsewhere = Elsewhere(
+            engine=partial(RayEngines, places=places.engines), rewards=partial(RayRewards, place=places.rewards)
+        )
+        return run(config, elsewhere=elsewhere, stop=self._stop)
+
+    def stop(self) -> None:
+        """Ask for a clean stop."""
+        self._stop.requested = True

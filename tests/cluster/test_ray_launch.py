@@ -1,0 +1,125 @@
+"""What Ray is asked for, and what is refused before it is: none of this needs Ray."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.cluster.crew import WorkerLost
+from groupwise.cluster.ray_launch import _outcome, roles_of, supervise
+from groupwise.config import RunConfig, parse_config
+from groupwise.errors import ConfigError, RewardError, TrainingError
+from groupwise.interrupt import StopRequest
+
+
+def config(launcher: Any = "ray", **keys: Any) -> RunConfig:
+    return parse_config({"data": {"source": "x.jsonl"}, "rewards": ["m:f"], "launcher": launcher, **keys})
+
+
+def test_a_bundle_for_each_learner_and_engine_and_one_for_the_reward_workers() -> None:
+    launcher = {"kind": "ray", "engines": 3, "cpus": 4, "reward_cpus": 0.5}
+    roles = roles_of(config(launcher, scoring={"workers": 6}, train={"devices": 2}))
+    assert roles.bundles == [{"CPU": 4.0}] * 5 + [{"CPU": 3.0}]
+    places = roles.places("group", "/here")
+    assert [place.index for place in places.learners] == [0, 1]
+    assert [place.index for place in places.engines] == [2, 3, 4]
+    assert (places.rewards.index, places.rewards.share) == (5, {"CPU": 0.5})
+    assert {place.folder for place in (*places.learners, *places.engines, places.rewards)} == {"/here"}
+
+
+@pytest.mark.parametrize(("workers", "reward_cpus"), [(0, 1.0), (2, 0.0)])
+def test_reward_workers_that_need_nothing_have_no_bundle(workers: int, reward_cpus: float) -> None:
+    """Ray has no empty ones; they are then beside the last engine."""
+    roles = roles_of(config({"kind": "ray", "reward_cpus": reward_cpus}, scoring={"workers": workers}))
+    assert roles.bundles == [{"CPU": 1.0}] * 2
+    assert roles.places("group", "/here").rewards.index == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "there", "gpus"),
+    [
+        ("auto", None, 0.0, 0.0),
+        ("auto", None, 8.0, 1.0),
+        ("auto", 0.0, 8.0, 0.0),
+        ("cuda", None, 0.0, 1.0),
+        ("cuda", 0.5, 1.0, 0.5),
+        ("cpu", None, 8.0, 0.0),
+    ],
+)
+def test_gpus_are_as_the_device_says(device: str, asked: float | None, there: float, gpus: float) -> None:
+    roles = roles_of(config({"kind": "ray", "gpus": asked}, device=device), gpus_there=there)
+    assert [bundle.get("GPU", 0.0) for bundle in roles.bundles] == [gpus, gpus, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"engine": "vllm"}, "engine 'vllm' does not go with launcher.kind ray"),
+        ({"train": {"lora": None}}, "train.lora null does not go with launcher.kind ray"),
+        ({"device": "cuda:1"}, "device 'cuda:1': Ray chooses the GPUs"),
+        ({"device": "cpu", "launcher": {"kind": "ray", "gpus": 1}}, "launcher.gpus = 1 does not go with device 'cpu'"),
+        (
+            {"device": "cuda", "launcher": {"kind": "ray", "gpus": 0}},
+            "launcher.gpus = 0 does not go with device 'cuda'",
+        ),
+    ],
+)
+def test_what_does_not_go_with_ray_is_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        roles_of(config(**keys))
+
+
+@pytest.mark.parametrize(
+    ("launcher", "message"),
+    [
+        ({"kind": "torchrun", "engines": 2}, "engines.*acts with kind ray only"),
+        ({"kind": "slurm", "restarts": 1}, "restarts.*acts with kind ray only"),
+        ({"kind": "ray", "partition": "gpu"}, "partition.*acts with kind slurm only"),
+        ({"kind": "ray", "nodes": 2}, "nodes.*does nothing with kind ray"),
+        ({"kind": "ray", "engines": 0}, "engines"),
+        ({"kind": "ray", "cpus": 0}, "cpus"),
+    ],
+)
+def test_every_key_acts_or_is_refused(launcher: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        config(launcher)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
+def test_without_ray_the_error_says_what_to_install() -> None:
+    with pytest.raises(ConfigError, match=r"Ray cannot be imported(.|\n)*pip install 'groupwise\[ray\]'"):
+        supervise(config(), lambda config, **options: None)
+
+
+def test_rank_0_says_why_it_ended_though_another_ended_first() -> None:
+    running: list[Future[Any]] = [Future(), Future()]
+    running[1].set_exception(TrainingError("rank 0 ended"))
+    threading.Timer(0.2, running[0].set_exception, [RewardError("every reward failed")]).start()
+    with pytest.raises(RewardError):
+        _outcome(running, lambda: None, StopRequest())
+
+
+def test_a_lost_rank_is_known_at_once_and_a_stop_is_asked_for_once() -> None:
+    running: list[Future[Any]] = [Future(), Future()]
+    stop, asked = StopRequest(), []
+    stop.requested = True
+    threading.Timer(1.2, running[1].set_exception, [WorkerLost("it died")]).start()
+    with pytest.raises(WorkerLost, match="it died"):
+        _outcome(running, lambda: asked.append("stop"), stop)
+    assert asked == ["stop"]
+
+
+def test_the_launchers_section_makes_it_no_other_run(tmp_path: Path) -> None:
+    """A run on Ray goes on without it, and the other way round."""
+    from groupwise.rundir import open_run_dir
+
+    keys = {"run_dir": str(tmp_path / "run"), "resume": "auto"}
+    assert open_run_dir(config(**keys)) == (tmp_path / "run", None)
+    assert open_run_dir(config("torchrun", **keys)) == (tmp_path / "run", None)
+    with pytest.raises(ConfigError, match="another seed"):
+        open_run_dir(config(seed=1, **keys))
