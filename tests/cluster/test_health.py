@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from rank_pairs import on_ranks
 
 from groupwise.cluster import health
 from groupwise.cluster.health import Facts, cluster_findings, host_findings
 from groupwise.finding import Finding
 from groupwise.train.ranks import Ranks
 from groupwise.world import World, world
+from rank_pairs import on_ranks
 
 
 def by_name(findings) -> dict[str, Finding]:

@@ -10,12 +10,12 @@ import pytest
 import torch
 from learner_cases import LORA, SPECS, parameters
 from parallel_cases import RATE, UNEVEN, assert_alike, everything, near_policy, start, whole
-from rank_pairs import Pair, on_ranks
 from torch.distributed.tensor import DTensor
 
 from groupwise.errors import ConfigError, StorageError
 from groupwise.train.learner import Learner
 from groupwise.train.shards import ShardedLearner
+from rank_pairs import Pair, on_ranks
 
 NAMES = {"lora": LORA, "all parameters": None}
 
