@@ -151,6 +151,7 @@ class Setting:
     def colocated(self) -> bool:
         return not self.learners
 
+    @property
     def trainers(self) -> int:
         return self.learners or self.engines * self.tensor
 
@@ -193,7 +194,7 @@ class Costs:
 
     def training(self, lengths: Sequence[int]) -> float:
         """Seconds of one optimizer step on completions of these lengths."""
-        gpus, model = self.setting.trainers(), self.model
+        gpus, model = self.setting.trainers, self.model
         prompts, tokens = len(lengths) // self.work.group * self.work.prompt, sum(lengths)
         passes = (6 if self.work.full else 4) + (2 if self.checkpointing else 0)
         pairs = sum(length * (self.work.prompt + length / 2) for length in lengths)
@@ -230,7 +231,7 @@ class Costs:
     @property
     def sharded(self) -> bool:
         """Whether a learner's GPU cannot hold the weights (and the optimizer's, training all) by itself."""
-        return self.setting.trainers() > 1 and self._states(1) > 0.5 * self.gpu.memory
+        return self.setting.trainers > 1 and self._states(1) > 0.5 * self.gpu.memory
 
     @property
     def checkpointing(self) -> bool:
@@ -239,7 +240,7 @@ class Costs:
 
     @property
     def _shards(self) -> int:
-        return self.setting.trainers() if self.sharded else 1
+        return self.setting.trainers if self.sharded else 1
 
     def _states(self, shards: int) -> float:
         weights = self.model.parameters
@@ -351,61 +352,82 @@ class Outcome:
         return "sampling" if self.learners_idle > self.engines_idle else "training"
 
 
+class Timeline:
+    """The batches of one setting as they are sampled and trained, in simulated seconds."""
+
+    def __init__(self, costs: Costs, batches: int):
+        self.costs, self.lengths = costs, [costs.work.lengths(step) for step in range(batches)]
+        self.engines = [Engine(costs) for _ in range(costs.setting.engines)]
+        self.training: list[float] = []  # seconds that each batch took to train
+        self.versions: list[float] = []  # when the version of each trained batch was there
+        self._waiting: deque[tuple[int, int, bool]] = deque()
+        self._missing = [len(each) for each in self.lengths]
+        self._last = [0.0] * batches  # when the last completion so far of each batch ended
+        self._queued = 0
+
+    def until(self, trained: int) -> None:
+        """Go on until so many batches are trained. Later ones are sampled meanwhile, as the staleness allows."""
+        while len(self.versions) < trained:
+            self._queue()
+            engine = min(self.engines, key=lambda e: e.now if e.ends or self._waiting else math.inf)
+            if not self._admitted(engine):
+                batch = engine.next_end()
+                self._missing[batch] -= 1
+                self._last[batch] = max(self._last[batch], engine.now)
+                self._train(trained)
+
+    def _queue(self) -> None:
+        """The completions of every batch that may be begun, each with whether it is the first of its group."""
+        group = self.costs.work.group
+        while self._queued < len(self.lengths) and self._version_since(self._queued) < math.inf:
+            lengths = self.lengths[self._queued]
+            self._waiting.extend((self._queued, length, i % group == 0) for i, length in enumerate(lengths))
+            self._queued += 1
+
+    def _version_since(self, batch: int) -> float:
+        """When the version that a batch may be begun with was published; infinite where it has not been yet."""
+        late = batch - self.costs.setting.staleness - 1
+        return 0.0 if late < 0 else self.versions[late] if late < len(self.versions) else math.inf
+
+    def _admitted(self, engine: Engine) -> bool:
+        if not self._waiting or len(engine.ends) >= self.costs.rows:
+            return False
+        since = self._version_since(self._waiting[0][0])
+        if engine.ends and since > engine.now:
+            return False
+        engine.now = max(engine.now, since)
+        engine.admit(*self._waiting.popleft())
+        return True
+
+    def _train(self, most: int) -> None:
+        """Every batch whose turn it is and that is complete."""
+        while (batch := len(self.versions)) < most and not self._missing[batch]:
+            begun = max(self._last[batch], self.versions[-1] if self.versions else 0.0)
+            self.training.append(self.costs.training(self.lengths[batch]))
+            self.versions.append(begun + self.training[-1] + self.costs.sync())
+
+
 def simulate(costs: Costs, steps: int = STEPS) -> Outcome:
     """`steps` steps in a steady state. Batches go on coming after the last one that is looked at."""
-    setting, sync, rows = costs.setting, costs.sync(), costs.rows
-    engines = [Engine(costs) for _ in range(setting.engines)]
-    before, steps = setting.staleness + 1, steps + setting.staleness + 1
-    every = steps + setting.staleness + 1
-    lengths = [costs.work.lengths(step) for step in range(every)]
-    trained: list[float] = []  # when each batch was trained and its version was there
-    learner_busy: list[float] = []
-    waiting: deque[tuple[int, int, bool]] = deque()
-    missing = [len(each) for each in lengths]
-    last = [0.0] * every
-    queued = 0
-
-    def version_since(step: int) -> float:
-        """When the version that a batch may be begun with was published; it may not have been yet."""
-        late = step - setting.staleness - 1
-        return 0.0 if late < 0 else trained[late] if late < len(trained) else math.inf
-
-    while len(trained) < steps:
-        while queued < every and version_since(queued) < math.inf:
-            group = costs.work.group
-            waiting.extend((queued, length, i % group == 0) for i, length in enumerate(lengths[queued]))
-            queued += 1
-        engine = min(engines, key=lambda e: e.now if e.ends or waiting else math.inf)
-        if waiting and len(engine.ends) < rows:
-            since = version_since(waiting[0][0])
-            if since <= engine.now or not engine.ends:
-                engine.now = max(engine.now, since)
-                engine.admit(*waiting.popleft())
-                continue
-        batch = engine.next_end()
-        missing[batch] -= 1
-        last[batch] = max(last[batch], engine.now)
-        while len(trained) < steps and not missing[len(trained)]:
-            step = len(trained)
-            seconds = costs.training(lengths[step])
-            begun = max(last[step], trained[-1] if trained else 0.0)
-            learner_busy.append(seconds)
-            trained.append(begun + seconds + sync)
-    span = trained[-1] - trained[before - 1]
-    seconds, training = span / (steps - before), statistics.fmean(learner_busy[before:])
-    ended = max(engine.now for engine in engines) if setting.staleness else trained[-1]
-    busy = seconds * sum(engine.busy for engine in engines) / setting.engines / ended
-    alone = training if setting.colocated else 0.0
+    setting, before = costs.setting, costs.setting.staleness + 1
+    timeline = Timeline(costs, batches=steps + 2 * before)
+    timeline.until(before + steps)
+    engines, versions = timeline.engines, timeline.versions
+    span, training = versions[-1] - versions[before - 1], statistics.fmean(timeline.training[before:])
+    seconds, decoding = span / steps, sum(engine.busy for engine in engines)
+    ended = max(engine.now for engine in engines) if setting.staleness else versions[-1]
+    busy = seconds * decoding / setting.engines / ended
+    trains, samples = (training, busy) if setting.colocated else (0.0, 0.0)  # what the same GPUs do as well
     return Outcome(
         setting=setting,
         seconds=seconds,
-        tokens_per_s=sum(map(sum, lengths[before:steps])) / span,
+        tokens_per_s=sum(map(sum, timeline.lengths[before : before + steps])) / span,
         sampling=busy,
         training=training,
-        sync=sync,
-        rows_used=sum(engine.row_seconds for engine in engines) / (rows * sum(engine.busy for engine in engines)),
-        engines_idle=max(0.0, 1 - (busy + alone) / seconds),
-        learners_idle=max(0.0, 1 - (training + (busy if setting.colocated else 0.0)) / seconds),
+        sync=costs.sync(),
+        rows_used=sum(engine.row_seconds for engine in engines) / (costs.rows * decoding),
+        engines_idle=max(0.0, 1 - (busy + trains) / seconds),
+        learners_idle=max(0.0, 1 - (training + samples) / seconds),
         sync_bytes=costs.sync_bytes,
         engine_gb=costs.engine_bytes / GIGA,
         learner_gb=costs.learner_bytes / GIGA,

@@ -260,19 +260,24 @@ def _open_parts(
 
 def open_engine(config: RunConfig, base: LoadedModel, *, threads: int) -> Sampler:
     """What samples. With vLLM the local engine is what versions are checked against."""
-    on_vllm = config.engine == "vllm"
-    local = LocalEngine(
-        base,
-        max_rows=1 if on_vllm else config.rollout.batch_rows,
-        prefix_cache_mb=0 if on_vllm else config.rollout.prefix_cache_mb,
-        draft_tokens=config.rollout.draft_tokens,
-        threads=None if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive" else threads,
-    )
-    if not on_vllm:
-        return local
+    own = None if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive" else threads
+    if config.engine == "local":
+        return local_engine(config, base, threads=own)
     from groupwise.engine.vllm import open_vllm
 
-    return open_vllm(config, base, local)
+    return open_vllm(config, base, LocalEngine(base, max_rows=1, prefix_cache_mb=0, threads=own))
+
+
+def local_engine(config: RunConfig, base: LoadedModel, *, threads: int | None = None) -> LocalEngine:
+    """The local engine, as `rollout` says."""
+    rollout = config.rollout
+    return LocalEngine(
+        base,
+        max_rows=rollout.batch_rows,
+        prefix_cache_mb=rollout.prefix_cache_mb,
+        draft_tokens=rollout.draft_tokens,
+        threads=threads,
+    )
 
 
 def _fitted(plan: Plan, base: LoadedModel, learner: Learner, play: Play) -> Load:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-from groupwise.assemble import make_plan, open_play
+from groupwise.assemble import local_engine, make_plan, open_play
 from groupwise.config import RunConfig
-from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError
 from groupwise.evaluate import Evaluation, evaluate, prepare_all
 from groupwise.locate import find_adapter
@@ -35,13 +34,7 @@ def assess(
         prompts = tuple(plan.source.all())
         note(f"no eval.data in the configuration: evaluating on all {len(prompts)} training prompts")
     base = load_model(config.model, device=config.device, dtype=config.dtype)
-    rollout = config.rollout
-    engine = LocalEngine(
-        base,
-        max_rows=rollout.batch_rows,
-        prefix_cache_mb=rollout.prefix_cache_mb,
-        draft_tokens=rollout.draft_tokens,
-    )
+    engine = local_engine(config, base)
     try:
         version, policy = PolicyVersion.base(), f"{config.model}, no adapter"
         if located is not None:

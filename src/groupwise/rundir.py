@@ -37,23 +37,25 @@ _WHERE = ("run_dir", "output_dir", "resume", "launcher")  # which do not make it
 _ON_WHAT = ("devices", "parallel", "cpu_offload", "deadline_s")  # of `train`: nor do these
 
 
+def run_dir_of(config: RunConfig) -> Path:
+    """The directory of the run that goes on (`resume: auto`), else of a new one. Raises ConfigError as `open_run_dir`."""
+    return _found(config)[0]
+
+
 def open_run_dir(config: RunConfig) -> tuple[Path, checkpoint.Standing | None]:
-    """The run's directory, and where the run stands if it is one that goes on (`resume: auto`).
+    """The run's directory, and where the run stands if it is one that goes on (`resume: auto`). The run that `run_dir`
+    names may be finished: there is nothing left to do but to conclude it again.
 
     Raises ConfigError if the directory holds another run, or this one and `resume` is never; StorageError if it cannot
     be written.
     """
-    if config.resume == "auto" and (run_dir := _unfinished(config)) is not None:
+    run_dir, begun = _found(config)
+    if begun:
         found = checkpoint.newest(run_dir)
         standing = None if found is None else checkpoint.read(found)
-        _wind_back(run_dir, config.name, standing)
+        if standing is None or not standing.finished:
+            _wind_back(run_dir, config.name, standing)
         return run_dir, standing
-    run_dir = config.run_path(now=datetime.now(UTC))
-    if (run_dir / METRICS).exists():
-        raise ConfigError(
-            f"run_dir {str(run_dir)!r} already holds a run",
-            hint="name another, remove it, or go on with it if it was not finished: resume=auto",
-        )
     with files.writing(f"making the run directory {run_dir}"):
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / CONFIG).write_text(dump_resolved(config), encoding="utf-8")
@@ -72,8 +74,23 @@ def owned(run_dir: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _unfinished(config: RunConfig) -> Path | None:
-    """The newest run of this configuration that was not finished. Raises ConfigError if `run_dir` holds another."""
+def _found(config: RunConfig) -> tuple[Path, bool]:
+    """The run's directory, and whether it holds the run already."""
+    if config.resume == "auto" and (run_dir := _begun(config)) is not None:
+        return run_dir, True
+    run_dir = config.run_path(now=datetime.now(UTC))
+    if (run_dir / METRICS).exists():
+        raise ConfigError(
+            f"run_dir {str(run_dir)!r} already holds a run",
+            hint="name another, remove it, or go on with it if it was not finished: resume=auto",
+        )
+    return run_dir, False
+
+
+def _begun(config: RunConfig) -> Path | None:
+    """The run of this configuration in `run_dir`, or the newest in `output_dir` that was not finished. Raises
+    ConfigError if `run_dir` holds another."""
+    named = config.run_dir is not None
     if config.run_dir is not None:
         candidates = [Path(config.run_dir)]
     else:
@@ -84,13 +101,13 @@ def _unfinished(config: RunConfig) -> Path | None:
         if not (run_dir / CONFIG).exists():
             continue
         changed = _changes(run_dir / CONFIG, config)
-        if changed and config.run_dir is not None:
+        if changed and named:
             raise ConfigError(
                 f"run_dir {str(run_dir)!r} holds a run with another {', '.join(changed)}",
                 hint="resume with the configuration that the run was started with, or name another directory",
             )
         at = checkpoint.newest(run_dir)
-        if not changed and not (at is not None and checkpoint.read(at).finished):
+        if not changed and (named or not (at is not None and checkpoint.read(at).finished)):
             return run_dir
     return None
 
@@ -99,9 +116,8 @@ def _changes(saved: Path, config: RunConfig) -> list[str]:
     """The keys in which a saved configuration differs from this one."""
     yaml = YAML(typ="safe")
     before, now = (dict(yaml.load(text)) for text in (saved.read_text(encoding="utf-8"), dump_resolved(config)))
-    for config_train in (before["train"], now["train"]):
-        for key in _ON_WHAT:
-            config_train.pop(key, None)
+    for data in (before, now):
+        data["train"] = {key: value for key, value in data["train"].items() if key not in _ON_WHAT}
     keys = (key for key in {**before, **now} if key not in _WHERE)
     return [key for key in keys if to_yaml({key: before.get(key)}) != to_yaml({key: now.get(key)})]
 

@@ -19,6 +19,7 @@ from groupwise.engine.vllm_http import EngineError, server_url
 from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, ContextLengthError, ModelError
 from groupwise.model import LoadedModel
 from groupwise.types import FinishReason, PolicyVersion, SamplingParams, SamplingRequest
+from processes import becomes
 
 BASE = PolicyVersion.base()
 FIRST, SECOND = PolicyVersion("math", 1), PolicyVersion("math", 2)
@@ -200,7 +201,7 @@ def test_each_version_samples_as_it_was_trained_under_a_name_of_its_own(attach, 
     judge.close()
     names = [name for name in peer.ever if name.startswith("math-v")]
     assert [name.rpartition("-")[0] for name in names] == ["math-v1", "math-v2", "math-v3"]
-    assert becomes(lambda: [name for name in peer.loaded if name.startswith("math")] == [names[2]])
+    assert becomes(lambda: [name for name in peer.loaded if name.startswith("math")] == [names[2]], within_s=10)
     with pytest.raises(AdapterNotFoundError, match="'math@1' is not loaded; loaded: math@3"):
         engine.submit([request(version=FIRST)])
 
@@ -225,7 +226,7 @@ def test_a_version_is_unloaded_after_the_last_request_that_samples_from_it(attac
     time.sleep(0.2)
     assert name in peer.loaded and not futures[0].done()
     assert futures[0].result(10)[0].version == FIRST
-    assert becomes(lambda: name not in peer.loaded)
+    assert becomes(lambda: name not in peer.loaded, within_s=10)
 
 
 def test_a_swap_under_64_requests_mixes_nothing(attach, peer, adapters):
@@ -276,7 +277,7 @@ def test_what_was_in_flight_on_a_server_that_dies_is_sampled_when_it_is_back(att
     futures = engine.submit([request(seed=i, version=(BASE, FIRST)[i % 2]) for i in range(4)])
     time.sleep(0.3)
     peer.die()
-    assert becomes(lambda: engine.servers[peer.url] is None)
+    assert becomes(lambda: engine.servers[peer.url] is None, within_s=10)
     peer.faults = Faults()
     peer.start()
     for future, (before,) in zip(futures, expected, strict=True):
@@ -339,13 +340,3 @@ def test_a_cancelled_request_and_a_closed_engine(attach, peer):
     waiting = engine.submit([request()])[0]
     engine.close()
     assert waiting.cancelled() or waiting.exception(1) is not None
-
-
-def becomes(true: Callable[[], object], *, within_s: float = 10) -> bool:
-    """Whether it becomes true in time."""
-    deadline = time.monotonic() + within_s
-    while not true():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True

@@ -20,7 +20,7 @@ from groupwise.errors import StorageError
 from groupwise.job_payload import parse_payload
 from groupwise.ledger import JobState, Ledger, RolloutRecord
 from groupwise.model import LoadedModel, load_model
-from groupwise.server import train
+from groupwise.server import events, train
 from groupwise.server.config import ServeConfig
 from groupwise.server.envelope import add_handlers
 from groupwise.server.protocol_train import SftRequest
@@ -407,7 +407,7 @@ def test_long_histories_come_whole(site: Site, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_silent_stream_pings(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "PING_S", 0.05)
+    monkeypatch.setattr(events, "PING_S", 0.05)
     monkeypatch.setattr(train, "EVENTS_POLL_S", 0.02)
     id = site.submit()["job_id"]
     with site.http.stream("GET", f"/v1/train/events/{id}") as response:

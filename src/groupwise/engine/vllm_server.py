@@ -24,7 +24,7 @@ from typing import Any
 
 from groupwise.config_engine import VllmConfig
 from groupwise.errors import ConfigError
-from groupwise.sandbox import Box, SandboxError
+from groupwise.sandbox import Box, SandboxError, trusted
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's kernels have
 FOR_EVER_S = 1e8
@@ -213,20 +213,8 @@ def keep_up(launch: Launch, *, say: Callable[[str], None]) -> None:
 def _specification(launch: Launch) -> dict[str, Any]:
     """For the keeper: a trusted program without limits, whose output goes to the log."""
     log = f"/proc/{os.getpid()}/fd/2" if launch.log is None else str(launch.log.absolute())
-    return {
-        "argv": ["/bin/sh", "-c", 'log=$0; exec "$@" >>"$log" 2>&1', log, *launch.argv],
-        "env": dict(launch.environment),
-        "cwd": os.getcwd(),
-        "private": False,
-        "files": {},
-        "stdin": None,
-        "namespaces": False,
-        "own_user": False,
-        "shown": [],
-        "limits": {},
-        "output_bytes": LAST_BYTES,
-        "keep": "last",
-    }
+    argv = ["/bin/sh", "-c", 'log=$0; exec "$@" >>"$log" 2>&1', log, *launch.argv]
+    return trusted(argv, env=launch.environment, limits={}, output_bytes=LAST_BYTES)
 
 
 def _session_below(keeper: int) -> int | None:

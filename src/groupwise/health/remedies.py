@@ -45,14 +45,14 @@ def _in_words(remedy: Remedy) -> Advice:
 def _for_this_run(remedy: Remedy, data: Mapping[str, Any], name: str) -> Advice | None:
     if any(_at(data, key) != value for key, value in remedy.only_if.items()):
         return None
-    changes = {key: _changed(_at(data, key), change, name) for key, change in remedy.overrides.items()}
+    changes = {key: changed(_at(data, key), change, name) for key, change in remedy.overrides.items()}
     if any(value is None for value in changes.values()):
         return None
     overrides = tuple(f"{key}={_yaml(value)}" for key, value in changes.items())
     return Advice(text=remedy.text, overrides=overrides) if _is_valid(data, overrides) else None
 
 
-def _changed(now: Any, change: object, name: str) -> Any:
+def changed(now: Any, change: object, name: str) -> Any:
     """The new value; None where it would be the one that is."""
     if isinstance(change, str):
         change = change.format(name=name)

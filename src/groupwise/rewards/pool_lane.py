@@ -21,7 +21,7 @@ from typing import Any
 
 from groupwise.rewards.call import Answer, Failure, FailureKind
 from groupwise.rewards.pool_worker import LONGEST_MESSAGE, Request, boot, decode_answer
-from groupwise.sandbox import Box, SandboxError
+from groupwise.sandbox import Box, SandboxError, trusted
 
 START_S = 120.0  # for a worker to import the functions
 GRACE_S = 2.0  # beyond its deadline, for an async function to be cancelled by its worker
@@ -232,20 +232,9 @@ class WorkerProcess:
             raise WorkerError(f"its worker could not load the functions: {why}")
 
     def _specification(self) -> dict[str, Any]:
-        return {
-            "argv": [sys.executable, "-u", "-c", boot(sys.path), "{channel}"],
-            "env": dict(os.environ),
-            "cwd": os.getcwd(),
-            "private": False,
-            "files": {},
-            "stdin": None,
-            "namespaces": False,
-            "own_user": False,
-            "shown": [],
-            "limits": None if self._memory_mb is None else {"memory_mb": self._memory_mb},
-            "output_bytes": KEPT_BYTES,
-            "keep": "last",
-        }
+        argv = [sys.executable, "-u", "-c", boot(sys.path), "{channel}"]
+        limits = None if self._memory_mb is None else {"memory_mb": self._memory_mb}
+        return trusted(argv, env=os.environ, limits=limits, output_bytes=KEPT_BYTES)
 
     def send(self, request: Request, *, timeout: float | None) -> None:
         """Raises OSError, TimeoutError among them."""

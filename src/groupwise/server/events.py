@@ -2,6 +2,7 @@
 
     while_connected   work that is cancelled when the client goes away
     EventStream       a response of events: pings, failures as events, and [DONE] at the end
+    following         a response that goes on for as long as there is something to look at, with pings
 
 A stream begins only when its first event is there, so what can be wrong by then still has a status code of its own;
 what fails later is an error event. Every stream ends with [DONE]: clients take one that just ends for a success.
@@ -11,12 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, aclosing, suppress
 from typing import Any, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from groupwise.errors import GroupwiseError
@@ -26,6 +28,7 @@ PING_S = 15.0  # the longest silence of a stream; proxies cut connections that s
 STALL_S = 60.0  # how long one write may wait for a client that reads nothing at all
 CUT_S = 1.0  # the same when the server ends
 
+HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 PING, DONE = b": ping\n\n", b"data: [DONE]\n\n"
 T = TypeVar("T")
 
@@ -79,6 +82,21 @@ def failure(error: GroupwiseError) -> bytes:
     return sse(body.decode())
 
 
+def following(events: AsyncGenerator[bytes, None]) -> Response:
+    """The answer as server-sent events without a last one. An empty event is a look that found nothing: where PING_S
+    passed without another, it becomes a ping."""
+    return StreamingResponse(_with_pings(events), media_type="text/event-stream", headers=HEADERS)
+
+
+async def _with_pings(events: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+    quiet_since = time.monotonic()
+    async with aclosing(events):
+        async for event in events:
+            if event or time.monotonic() - quiet_since >= PING_S:
+                quiet_since = time.monotonic()
+                yield event or PING
+
+
 class EventStream(Response):
     """The answer as server-sent events: those of `events`, which has given its `first` one already, then [DONE].
 
@@ -97,7 +115,7 @@ class EventStream(Response):
         headers: Mapping[str, str] | None = None,
         stall_s: float = STALL_S,
     ):
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
+        super().__init__(headers={**HEADERS, **(headers or {})})
         del self.headers["content-length"]
         self._first, self._events, self._resources, self._stall_s = first, events, resources, stall_s
         self._failed: BaseException | None = None

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from groupwise.errors import ConfigError
-from groupwise.health.rule import Remedy, Times
+from groupwise.health.remedies import changed
+from groupwise.health.rule import Remedy
 from groupwise.health.rules import RULES
 from groupwise.job_config import MODELS, parse_job_config
 
@@ -84,22 +85,8 @@ def _changes(remedy: Remedy, kind: str, config: Mapping[str, Any], name: str) ->
     """(field, its new value), of those that there are and that would be other ones."""
     for key, change in remedy.overrides.items():
         field = _field(key, kind)
-        now = config.get(field or "")
-        new = _times(change, now) if isinstance(change, Times) else change
-        new = new.format(name=name) if isinstance(new, str) else new
-        if field is not None and new not in (None, now):
+        if field is not None and (new := changed(config.get(field), change, name)) is not None:
             yield field, new
-
-
-def _times(change: Times, now: Any) -> float | None:
-    """None where the bounds leave nothing to change."""
-    if isinstance(now, bool) or not isinstance(now, int | float):
-        return None
-    value = min(max(now * change.factor, change.least), change.most)
-    moved = value > now if change.factor > 1 else value < now
-    if not moved:
-        return None
-    return int(value) if isinstance(now, int) else float(f"{value:.3g}")
 
 
 def _field(key: str, kind: str) -> str | None:

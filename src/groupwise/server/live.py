@@ -16,19 +16,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from pydantic import TypeAdapter
 from starlette.concurrency import run_in_threadpool
-from starlette.responses import StreamingResponse
 
 from groupwise.errors import GroupwiseError, JobNotFoundError
 from groupwise.ledger import Job
 from groupwise.server import adapters, admin, train
-from groupwise.server.events import PING, PING_S
+from groupwise.server.events import following
 from groupwise.server.state import Server, server_of
 from groupwise.server.webhooks import ACTIVE
 from groupwise.server.wire import documented
@@ -51,12 +49,11 @@ async def live(request: Request) -> Response:
     The `event` is `health`, `decode`, `requests`, `adapters` or `jobs`, and its data the answer of /v1/health,
     /v1/stats/decode, /v1/stats/recent-requests, /v1/adapters and /v1/train/status; of jobs, after the first event, only
     those that changed. Who comes back is told everything again."""
-    headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-    return StreamingResponse(_follow(request), media_type="text/event-stream", headers=headers)
+    return following(_follow(request))
 
 
-async def _follow(request: Request) -> AsyncIterator[bytes]:
-    server, told, quiet_since = server_of(request), Told(), time.monotonic()
+async def _follow(request: Request) -> AsyncGenerator[bytes, None]:
+    server, told = server_of(request), Told()
     jobs, shelf = _Jobs(request), _Shelf(request)
     sources: dict[str, Callable[[], Awaitable[Any]]] = {
         "health": lambda: admin.health_v1(request),
@@ -72,11 +69,9 @@ async def _follow(request: Request) -> AsyncIterator[bytes]:
             except GroupwiseError:  # a ledger that is busy; the next look may succeed, and health says what is wrong
                 continue
             if data is not None and told.get(name) != (steady := _steady(data)):
-                told[name], quiet_since = steady, time.monotonic()
+                told[name] = steady
                 yield f"event: {name}\ndata: {json.dumps(data, allow_nan=False)}\n\n".encode()
-        if time.monotonic() - quiet_since >= PING_S:
-            yield PING
-            quiet_since = time.monotonic()
+        yield b""
         await asyncio.sleep(POLL_S)
 
 

@@ -23,8 +23,9 @@ from groupwise.server.bodies import read_body
 from groupwise.server.chat import said_last
 from groupwise.server.events import while_connected
 from groupwise.server.generate import sendable
-from groupwise.server.protocol import as_messages, template_kwargs
+from groupwise.server.protocol import TemplateOptions, as_messages, template_kwargs
 from groupwise.server.protocol_completions import BatchAnswer, BatchCompletion, BatchRequest
+from groupwise.server.protocol_messages import Conversation, Tool
 from groupwise.server.state import server_of
 from groupwise.server.text import ReplyParser
 from groupwise.server.wire import documented
@@ -46,7 +47,14 @@ async def batch(http: Request) -> Response:
     """
     body = await read_body(http, BatchRequest)
     server = server_of(http)
-    prompts = await asyncio.to_thread(_encode, body, server.base.tokenizer)
+    prompts = await asyncio.to_thread(
+        encode_conversations,
+        body.prompts,
+        server.base.tokenizer,
+        tools=body.tools,
+        options=body.chat_template_kwargs,
+        field="prompts",
+    )
     async with AsyncExitStack() as resources:
         preview = said_last(body.prompts[0])
         asked = await admit(
@@ -59,17 +67,24 @@ async def batch(http: Request) -> Response:
         return await asyncio.to_thread(lambda: asked.answer(_answer(asked, body, groups, records)))
 
 
-def _encode(body: BatchRequest, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
-    """Token ids of each conversation. Raises RequestError where the template refuses one, with its path."""
-    tools = tuple(tool.as_dict() for tool in body.tools or ())
-    options = template_kwargs(body.chat_template_kwargs)
+def encode_conversations(
+    conversations: Sequence[Conversation],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tools: Sequence[Tool] | None,
+    options: TemplateOptions | None,
+    field: str,
+) -> list[tuple[int, ...]]:
+    """Token ids of each conversation of a body's `field`. Raises RequestError where the template refuses one, with its
+    path."""
+    offered, said = tuple(tool.as_dict() for tool in tools or ()), template_kwargs(options)
     encoded = []
-    for i, messages in enumerate(body.prompts):
-        prompt = Prompt(id=f"prompts[{i}]", messages=as_messages(messages), tools=tools)
+    for i, messages in enumerate(conversations):
+        at = f"{field}[{i}]"
+        prompt = Prompt(id=at, messages=as_messages(messages), tools=offered)
         try:
-            encoded.append(encode_prompt(prompt, tokenizer, template_kwargs=options).token_ids)
+            encoded.append(encode_prompt(prompt, tokenizer, template_kwargs=said).token_ids)
         except ChatError as error:
-            at = f"prompts[{i}]"
             raise RequestError(f"{at}: {error.message}", hint=error.hint, param=at, code=error.code) from error
     return encoded
 

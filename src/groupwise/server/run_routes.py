@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
-from starlette.responses import StreamingResponse
 
 from groupwise.errors import GroupwiseError, RequestError
 from groupwise.server import run_rollouts
-from groupwise.server.events import PING, PING_S
+from groupwise.server.events import following
 from groupwise.server.findings import told
 from groupwise.server.protocol_rollouts import MOST_ROWS, RolloutGroup, RolloutNotFoundError, RolloutPage
 from groupwise.server.protocol_runs import RunDetail, RunDiff, RunHealth, RunList, RunMetrics
@@ -142,7 +140,7 @@ async def run_rollout(request: Request, run: str, id: str) -> RolloutGroup:
 async def live(request: Request) -> Response:
     """The list of runs as server-sent events, at once and whenever it is another one: the `event` is `runs`, and its
     data the answer of /v1/runs."""
-    return _stream(_follow_all(_runs(request)))
+    return following(_follow_all(_runs(request)))
 
 
 _FOLLOWED = documented(errors=[RunNotFoundError, RequestError], streams=True)
@@ -164,12 +162,7 @@ async def follow(
     going, lines = await run_in_threadpool(_look, files, after)
     if not going and not lines.records:
         return Response(status_code=204)
-    return _stream(_follow(files, after))
-
-
-def _stream(events: AsyncIterator[bytes]) -> Response:
-    headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+    return following(_follow(files, after))
 
 
 def _look(run: RunFiles, after: str | None) -> tuple[bool, Lines]:
@@ -177,32 +170,27 @@ def _look(run: RunFiles, after: str | None) -> tuple[bool, Lines]:
     return run.is_running(), run.metrics.since(after)
 
 
-async def _follow(run: RunFiles, after: str | None) -> AsyncIterator[bytes]:
-    quiet_since = time.monotonic()
+async def _follow(run: RunFiles, after: str | None) -> AsyncGenerator[bytes, None]:
     while True:
         going, lines = await run_in_threadpool(_look, run, after)
         if lines.records or lines.next != after:
-            after, quiet_since = lines.next, time.monotonic()
+            after = lines.next
             data = {"run": run.id, "steps": lines.records, "next": lines.next, "anew": lines.anew}
             yield f"id: {lines.next}\ndata: {_json(data)}\n\n".encode()
         if not going:
             return
-        if time.monotonic() - quiet_since >= PING_S:
-            yield PING
-            quiet_since = time.monotonic()
+        yield b""
         await asyncio.sleep(POLL_S)
 
 
-async def _follow_all(runs: Mapping[str, RunFiles]) -> AsyncIterator[bytes]:
-    before, quiet_since = "", time.monotonic()
+async def _follow_all(runs: Mapping[str, RunFiles]) -> AsyncGenerator[bytes, None]:
+    before = ""
     while True:
         now = (await run_in_threadpool(_listed, runs)).model_dump_json()
         if now != before:
-            before, quiet_since = now, time.monotonic()
+            before = now
             yield f"event: runs\ndata: {now}\n\n".encode()
-        if time.monotonic() - quiet_since >= PING_S:
-            yield PING
-            quiet_since = time.monotonic()
+        yield b""
         await asyncio.sleep(POLL_S)
 
 

@@ -12,12 +12,12 @@ import json
 import re
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Header, Query, Request
 from starlette.concurrency import run_in_threadpool
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from groupwise.errors import (
     AdapterError,
@@ -32,7 +32,7 @@ from groupwise.errors import (
 from groupwise.ledger import Event, Job, JobState
 from groupwise.server.bodies import read_body
 from groupwise.server.encode import at_field
-from groupwise.server.events import PING, PING_S
+from groupwise.server.events import following
 from groupwise.server.policies import check_free_name
 from groupwise.server.protocol_train import (
     CancelAnswer,
@@ -287,8 +287,7 @@ async def events(
     job, found = await run_in_threadpool(_look, server, job_id, after)
     if job.state.is_final and not found:
         return Response(status_code=204)
-    headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-    return StreamingResponse(_follow(server, job_id, after), media_type="text/event-stream", headers=headers)
+    return following(_follow(server, job_id, after))
 
 
 def _event_id(text: str | None, *, default: int) -> int:
@@ -307,22 +306,17 @@ def _look(server: Server, job_id: str, after: int) -> tuple[Job, list[Event]]:
     return server.ledger.job(job_id), server.ledger.events(job_id, after=after, limit=PAGE)
 
 
-async def _follow(server: Server, job_id: str, after: int) -> AsyncIterator[bytes]:
-    quiet_since = time.monotonic()
+async def _follow(server: Server, job_id: str, after: int) -> AsyncGenerator[bytes, None]:
     while True:
         job, found = await run_in_threadpool(_look, server, job_id, after)
         for event in found:
             after = event.seq
             yield _sse(event)
-        if found:
-            quiet_since = time.monotonic()
         if len(found) == PAGE:
             continue
         if job.state.is_final or server.supervisor.status.state == "stopped":  # then nothing more happens here
             return
-        if time.monotonic() - quiet_since >= PING_S:
-            yield PING
-            quiet_since = time.monotonic()
+        yield b""
         await asyncio.sleep(EVENTS_POLL_S)
 
 

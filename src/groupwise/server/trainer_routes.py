@@ -25,15 +25,13 @@ from fastapi import APIRouter, Request, Response
 
 from groupwise import adapter_files as files
 from groupwise.adapter_files import Provenance
-from groupwise.chat import encode_prompt
-from groupwise.errors import AdapterError, AdapterNotFoundError, ChatError, ConflictError, RequestError, StorageError
+from groupwise.errors import AdapterError, AdapterNotFoundError, ConflictError, RequestError, StorageError
 from groupwise.server.admission import SAMPLING_ERRORS, admit
 from groupwise.server.bodies import read_body
 from groupwise.server.completions import encode_raw
 from groupwise.server.events import while_connected
 from groupwise.server.generate import sendable
 from groupwise.server.policies import AdapterInUseError, check_free_name
-from groupwise.server.protocol import as_messages, template_kwargs
 from groupwise.server.protocol_trainers import (
     ChatsRequest,
     Done,
@@ -44,9 +42,10 @@ from groupwise.server.protocol_trainers import (
     LoraPath,
     WorldSize,
 )
+from groupwise.server.rollouts import encode_conversations
 from groupwise.server.state import Server, server_of
 from groupwise.server.wire import documented
-from groupwise.types import Completion, PolicyVersion, Prompt
+from groupwise.types import Completion, PolicyVersion
 
 _LOADING = (AdapterError, AdapterNotFoundError, ConflictError, StorageError)
 
@@ -80,21 +79,15 @@ async def generate(http: Request) -> Response:
 async def chat(http: Request) -> Response:
     """`n` completions of each conversation, by the active policy."""
     body = (await read_body(http, ChatsRequest)).whole()
-    prompts = await asyncio.to_thread(_encode, body, server_of(http))
+    prompts = await asyncio.to_thread(
+        encode_conversations,
+        body.messages,
+        server_of(http).base.tokenizer,
+        tools=body.tools,
+        options=body.chat_template_kwargs,
+        field="messages",
+    )
     return await _drawn(http, body, prompts)
-
-
-def _encode(body: ChatsRequest, server: Server) -> list[tuple[int, ...]]:
-    tools = tuple(tool.as_dict() for tool in body.tools or ())
-    options, encoded = template_kwargs(body.chat_template_kwargs), []
-    for i, messages in enumerate(body.messages):
-        prompt = Prompt(id=f"messages[{i}]", messages=as_messages(messages), tools=tools)
-        try:
-            encoded.append(encode_prompt(prompt, server.base.tokenizer, template_kwargs=options).token_ids)
-        except ChatError as error:
-            at = f"messages[{i}]"
-            raise RequestError(f"{at}: {error.message}", hint=error.hint, param=at, code=error.code) from error
-    return encoded
 
 
 async def _drawn(http: Request, body: Drawn, prompts: Sequence[tuple[int, ...]]) -> Response:

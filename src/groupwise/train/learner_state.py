@@ -74,11 +74,16 @@ def save_state(learner: Learner, directory: Path) -> None:
 
 def load_state(learner: Learner, directory: Path) -> None:
     """Inverse of `save_state`, and of `sharded_state.save_shards`. Raises as `restore`."""
-    if (directory / SHARDS).is_dir():
+    if is_sharded(directory):
         from groupwise.train.sharded_state import load_shards  # torch.distributed
 
         return load_shards(learner, directory)
     restore(learner, load_file(directory / "learner.safetensors"), read_counters(directory))
+
+
+def is_sharded(directory: Path) -> bool:
+    """Whether the checkpoint in this directory was written in parts."""
+    return (directory / SHARDS).is_dir()
 
 
 def read_counters(directory: Path) -> dict[str, Any]:

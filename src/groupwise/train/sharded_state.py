@@ -33,11 +33,6 @@ if TYPE_CHECKING:
     from groupwise.train.learner import Learner
 
 
-def is_sharded(directory: Path) -> bool:
-    """Whether the checkpoint in this directory was written in parts."""
-    return (directory / SHARDS).is_dir()
-
-
 def save_shards(learner: Learner, directory: Path, *, group: Any) -> None:
     """Write this rank's parts; `group` is the process group to agree in. The directory must exist.
 

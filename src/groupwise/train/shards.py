@@ -36,10 +36,11 @@ from groupwise.algo.batch import MicroBatch, micro_batches
 from groupwise.errors import ConfigError
 from groupwise.model import LoadedModel
 from groupwise.train.learner import Listener, Metrics
+from groupwise.train.learner_state import is_sharded
 from groupwise.train.logprobs import packed_logprobs
 from groupwise.train.parallel import ParallelLearner, Term
 from groupwise.train.ranks import Ranks
-from groupwise.train.sharded_state import is_sharded, load_shards, load_whole, save_shards
+from groupwise.train.sharded_state import load_shards, load_whole, save_shards
 from groupwise.types import Sample
 
 NOTHING = Sample(prompt_ids=(0,), completion_ids=(0,), mask=(1,), advantage=0.0)
