@@ -233,6 +233,7 @@ def eval_(
     epilog=examples(
         "groupwise serve",
         "groupwise serve Qwen/Qwen3-0.6B --port 8500 --state-dir /var/lib/groupwise --set max_queued_jobs=8",
+        "groupwise serve Qwen/Qwen3-4B --engine vllm --set vllm.gpus=1",
     )
 )
 def serve(
@@ -246,6 +247,7 @@ def serve(
     dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")] = None,
     batch_rows: Annotated[int | None, typer.Option(help="Completions decoded at once.")] = None,
+    engine: Annotated[str | None, typer.Option(help="What samples: local, or vllm (docs/vllm.md).")] = None,
     worker_threads: Annotated[int | None, typer.Option(help="Threads of the training worker.")] = None,
     webhook_url: Annotated[str | None, typer.Option(metavar="URL", help="Told when a job ends.")] = None,
     tinker: Annotated[bool | None, typer.Option("--tinker", help="Speak the Tinker API too (docs/tinker.md).")] = None,
@@ -276,6 +278,7 @@ def serve(
         "dtype": dtype,
         "device": device,
         "batch_rows": batch_rows,
+        "engine": engine,
         "worker_threads": worker_threads,
         "webhook_url": webhook_url,
         "api_key": api_key,

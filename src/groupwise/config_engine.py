@@ -39,6 +39,8 @@ class VllmConfig(Section):
     max_loras: int = Field(default=4, ge=3)
     """Adapters that vLLM holds at once: the newest version, those of requests in flight, one that stands for the base.
     It must be true of servers in `urls` as well."""
+    max_lora_rank: int | None = Field(default=None, ge=1)
+    """Largest rank of an adapter; null is the run's own, 32 for `groupwise serve`. True of servers in `urls` too."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto` is the trainer's."""
     enable_prefix_caching: bool = True

@@ -83,6 +83,12 @@ class EnvError(GroupwiseError):
     code, status, exit_code = "environment_failed", 500, 1
 
 
+class EngineError(GroupwiseError):
+    """vLLM cannot do what is needed: it refuses, is another model, or does not come back."""
+
+    code, status, exit_code = "engine_failed", 502, 1
+
+
 class AdapterNotFoundError(GroupwiseError, LookupError):
     """No such adapter, version or alias; the message lists what there is."""
 

@@ -29,21 +29,22 @@ from groupwise.config_engine import VllmConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.vllm import VllmEngine
 from groupwise.engine.vllm_handshake import linear_names
-from groupwise.engine.vllm_http import EngineError
 from groupwise.engine.vllm_server import free_port
+from groupwise.errors import EngineError
 from groupwise.loop import run
 from groupwise.model import LoadedModel, load_model, wrap_model
 from groupwise.train.learner import Learner
 from groupwise.train.lora import LoraSpec
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
 from processes import becomes, descendants
+from seed_page import QUESTION, ROLLOUTS, SCORED, serving
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 RECIPE = ROOT / "configs" / "arithmetic.yaml"
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 ENVIRONMENT |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count()))}
-BASE = PolicyVersion.base()
+BASE, FIRST = PolicyVersion.base(), PolicyVersion("math-correctness", 1)
 CLOSE = 1e-4  # nats
 
 pytestmark = [
@@ -211,6 +212,32 @@ def test_the_arithmetic_recipe_learns_as_with_the_local_engine(served, tmp_path)
         print(engine, "rewards", [round(each, 3) for each in rewards], "largest mismatch", max(gaps))
         assert max(gaps) < CLOSE
     assert gained["vllm"] > 0.05 and abs(gained["vllm"] - gained["local"]) < 0.2, gained
+
+
+def test_the_live_server_goes_from_rollouts_to_a_swapped_adapter_over_vllm(served, starter, tmp_path):
+    """The guide of the feedback loop, with another engine."""
+    judge = LocalEngine(starter, max_rows=1)
+    options = ["--engine", "vllm", "--set", f"vllm.urls=[{served.url}]", "--dtype", "float32", "--device", "cpu"]
+    with serving(tmp_path, *options) as live:
+        batch = live.post("/v1/completions/batch", {**json.loads(ROLLOUTS), "return_token_ids": True, "logprobs": True})
+        assert len(batch["completions"]) == 16
+        for each in batch["completions"]:
+            scored = judge.score(each["prompt_token_ids"], each["token_ids"], BASE, temperature=0.9)
+            assert max(abs(a - b) for a, b in zip(each["logprobs"], scored, strict=True)) < CLOSE
+        job = live.ended(live.post("/v1/train/grpo", SCORED)["job_id"])
+        assert (job["state"], job["adapter_version"]) == ("completed", "math-correctness@1"), job
+        answer = live.chat(logprobs=True, return_token_ids=True, temperature=0.7, top_p=0.9)
+        assert answer["system_fingerprint"] == "math-correctness@1"
+        judge.load(FIRST, next(tmp_path.glob("**/adapters/math-correctness/*1")))
+        (choice,) = answer["choices"]
+        scored = judge.score(answer["prompt_token_ids"], choice["token_ids"], FIRST, temperature=0.7)
+        said = [each["logprob"] for each in choice["logprobs"]["content"]]
+        assert said == pytest.approx(scored, abs=CLOSE)
+        asked = {"messages": [{"role": "user", "content": QUESTION}], "stream": True, "temperature": 0}
+        with httpx2.stream("POST", f"{live.url}/v1/chat/completions", json=asked, timeout=120) as stream:
+            lines = [line for line in stream.iter_lines() if line.startswith("data: ")]
+        assert lines[-1] == "data: [DONE]" and len(lines) > 4
+    judge.close()
 
 
 def test_nothing_is_left_when_the_command_is_killed(served):

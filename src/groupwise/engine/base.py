@@ -6,12 +6,15 @@ interchangeable: nothing above this file knows which one it talks to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
 
 from groupwise.types import Completion, PolicyVersion, SamplingRequest
+
+TokenSink = Callable[[int, int, float, tuple[tuple[int, float], ...]], None]
+"""Hears of a token as it is sampled: completion, token id, log-probability, the likeliest (id, log-probability)."""
 
 
 class Sampler(Protocol):
@@ -58,4 +61,50 @@ class Sampler(Protocol):
 
     def close(self) -> None:
         """Stop; requests in flight fail."""
+        ...
+
+
+class LiveEngine(Sampler, Protocol):
+    """An engine behind a live server: it also streams, scores, and adds adapters up."""
+
+    def submit(
+        self, requests: Sequence[SamplingRequest], *, on_token: TokenSink | None = None
+    ) -> list[Future[list[Completion]]]:
+        """As `Sampler.submit`. `on_token` hears of every token, in a thread of the engine, and must return at once."""
+        ...
+
+    def score(
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        version: PolicyVersion,
+        *,
+        temperature: float = 1.0,
+    ) -> tuple[float, ...]:
+        """Log-probability (nats) of each completion token after the prompt, under `version`. Raises as `sample`."""
+        ...
+
+    def score_top(
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        version: PolicyVersion,
+        *,
+        temperature: float = 1.0,
+        top: int,
+    ) -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]:
+        """As `score`; beside each log-probability those of the `top` likeliest tokens in its place, by their ids."""
+        ...
+
+    def load_composed(self, version: PolicyVersion, parts: Sequence[tuple[Path, float]]) -> None:
+        """Make the weighted sum of saved adapters available under `version`. Raises AdapterError as `load` does."""
+        ...
+
+    def stats(self) -> Mapping[str, int]:
+        """Completions being decoded (`running`) and not yet begun (`waiting`), and `adapters` loaded."""
+        ...
+
+    @property
+    def away(self) -> str | None:
+        """Why nothing can be sampled just now; None while it can."""
         ...

@@ -35,11 +35,12 @@ from groupwise.algo.attention import Layout, SharedPrompts
 from groupwise.backbone import Backbone
 from groupwise.chat import closing_ids, decode
 from groupwise.engine.admission import Admitted, GoingOn, admitted, known_of, pieces_of, together
+from groupwise.engine.base import TokenSink
 from groupwise.engine.cache import Apart, Extend, Grid, KeyValueCache, Prefill, parts_of
 from groupwise.engine.lookup import Lookup
 from groupwise.engine.lora import AdapterBank, AdapterWeights, add_adapters, read_adapter
 from groupwise.engine.prefix_cache import Kept, PrefixCache
-from groupwise.engine.rows import Job, Rows, TokenSink
+from groupwise.engine.rows import Job, Rows
 from groupwise.engine.sampling import sample_tokens, scaled_logprobs, uniforms
 from groupwise.errors import AdapterNotFoundError, ConfigError, ContextLengthError, GroupwiseError, ModelError
 from groupwise.model import Head, LoadedModel, packed_forward_gap, packed_tolerance, share_weights
@@ -225,6 +226,11 @@ class LocalEngine:
             weights = add_adapters([(read_adapter(path, device=self._base.device), scale) for path, scale in parts])
             self._bank.prepare(weights)
             self._adapters[version] = weights
+
+    @property
+    def away(self) -> None:
+        """It is in this process."""
+        return None
 
     def stats(self) -> dict[str, int]:
         """Completions being decoded, completions waiting for a row, and adapters loaded; with `draft_tokens` also how

@@ -10,7 +10,7 @@ Shapes: B active rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,13 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from groupwise.engine.base import TokenSink
 from groupwise.engine.lora import AdapterWeights
 from groupwise.engine.ngrams import History, Ngrams, ngrams_of
 from groupwise.engine.sampling import RowParams, completion_seed
 from groupwise.types import Completion, SamplingRequest
-
-# (completion index, token id, logprob, the likeliest tokens where asked for); called in the engine's thread
-TokenSink = Callable[[int, int, float, tuple[tuple[int, float], ...]], None]
 
 
 @dataclass

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,10 +30,17 @@ from groupwise.config_engine import VllmConfig
 from groupwise.engine.sampling import completion_seed
 from groupwise.engine.vllm_fleet import Fleet
 from groupwise.engine.vllm_handshake import Accepted, Handshake, linear_names
-from groupwise.engine.vllm_http import EngineError, Sampled, Server, sampling_body
+from groupwise.engine.vllm_http import Sampled, Server, is_narrowed, sampling_body
 from groupwise.engine.vllm_server import Launch, Shape, launch_of
 from groupwise.engine.vllm_sync import Lease, Leases, Published, Reference, Shelf, publish
-from groupwise.errors import AdapterNotFoundError, ConfigError, ContextLengthError, GroupwiseError, ModelError
+from groupwise.errors import (
+    AdapterNotFoundError,
+    ConfigError,
+    ContextLengthError,
+    EngineError,
+    GroupwiseError,
+    ModelError,
+)
 from groupwise.model import STARTER, STARTER_DIR, LoadedModel, packed_tolerance, resolve_device, resolve_dtype
 from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingParams, SamplingRequest
 
@@ -44,12 +51,16 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Job:
+class Job:
     """A request that was accepted: what is sent, to whom (None: the base)."""
 
     request: SamplingRequest
     body: dict[str, Any]
     lease: Lease | None
+
+    @property
+    def name(self) -> str | None:
+        return None if self.lease is None else self.lease.published.name
 
 
 class VllmEngine:
@@ -61,6 +72,7 @@ class VllmEngine:
         targets: the modules that adapters change, by the last part of their names.
         launches: servers to start where `config.urls` names none.
         colocated: vLLM in this process, in place of servers.
+        patient: see `vllm_fleet`.
 
     Raises:
         EngineError: a server does not come up, or is not one of this model.
@@ -75,6 +87,7 @@ class VllmEngine:
         targets: Sequence[str],
         launches: Sequence[Launch] = (),
         colocated: Server | None = None,
+        patient: bool = False,
     ):
         self._config, self._base, self._reference = config, base, reference
         self._eos_ids, self._ends = base.eos_ids, closing_ids(base.tokenizer)
@@ -95,7 +108,7 @@ class VllmEngine:
         self._thread = threading.Thread(target=self._loop.run_forever, name="groupwise-vllm", daemon=True)
         self._thread.start()
         try:
-            self._fleet = self._wait(self._opened(launches, colocated))
+            self._fleet = self._wait(self._opened(launches, colocated, patient))
         except BaseException:
             self._stop()
             raise
@@ -107,14 +120,19 @@ class VllmEngine:
         return self._context
 
     def submit(self, requests: Sequence[SamplingRequest]) -> list[Future[list[Completion]]]:
+        return self._submitted(requests, self._answer)
+
+    def _submitted(
+        self, requests: Sequence[SamplingRequest], answer: Callable[[Job], Coroutine[Any, Any, list[Completion]]]
+    ) -> list[Future[list[Completion]]]:
         bodies = [self._checked(request) for request in requests]
         futures = []
         for request, body in zip(requests, bodies, strict=True):
             lease = None if request.version.is_base else self._leases.take(request.version)
             if lease is None and not request.version.is_base:
                 raise self._not_loaded(request.version)
-            job = _Job(request=request, body=body, lease=lease)
-            future = asyncio.run_coroutine_threadsafe(self._answer(job), self._loop)
+            job = Job(request=request, body=body, lease=lease)
+            future = asyncio.run_coroutine_threadsafe(answer(job), self._loop)
             if lease is not None:
                 future.add_done_callback(lambda _, lease=lease: self._give_back(lease))
             futures.append(future)
@@ -196,6 +214,7 @@ class VllmEngine:
             )
         if not request.version.is_base and request.version not in self._leases:
             raise self._not_loaded(request.version)
+        self._check_supported(params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         return sampling_body(
             prompt,
@@ -206,13 +225,24 @@ class VllmEngine:
             eos_ids=self._eos_ids,
         )
 
+    def _check_supported(self, params: SamplingParams) -> None:
+        """Raises ConfigError for what no trainer can use."""
+        if is_narrowed(params):
+            wide = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+            name = next(name for name, off in wide.items() if getattr(params, name) != off)
+            raise ConfigError(
+                f"{name} is {getattr(params, name)}: vLLM gives the log-probabilities of what it leaves of the "
+                "distribution, and the trainer needs those of all of it",
+                hint=f"turn {name} off, or sample with engine: local",
+            )
+
     def _not_loaded(self, version: PolicyVersion) -> AdapterNotFoundError:
         loaded = ", ".join(map(str, self._leases.versions)) or "none"
         return AdapterNotFoundError(f"adapter version {str(version)!r} is not loaded; loaded: {loaded}")
 
-    async def _answer(self, job: _Job) -> list[Completion]:
+    async def _answer(self, job: Job) -> list[Completion]:
         request = job.request
-        sampled = await self._fleet.send(None if job.lease is None else job.lease.published.name, job.body)
+        sampled = await self._fleet.send(job.name, lambda server, model: server.complete(model, job.body))
         sampled = sampled * request.n if len(sampled) < request.n else sampled
         return [self._completion(each, request) for each in sampled]
 
@@ -224,6 +254,7 @@ class VllmEngine:
             text=self._text(sampled.token_ids, request.params),
             finish_reason=reason,
             version=request.version,
+            top_logprobs=sampled.tops,
         )
 
     def _text(self, ids: Sequence[int], params: SamplingParams) -> str:
@@ -270,8 +301,8 @@ class VllmEngine:
 
     # -- servers -------------------------------------------------------------------------------------------------------
 
-    async def _opened(self, launches: Sequence[Launch], colocated: Server | None) -> Fleet:
-        fleet = Fleet(self._config, prepare=self._prepare, launches=launches, colocated=colocated)
+    async def _opened(self, launches: Sequence[Launch], colocated: Server | None, patient: bool) -> Fleet:
+        fleet = Fleet(self._config, prepare=self._prepare, launches=launches, colocated=colocated, patient=patient)
         try:
             await fleet.open()
         except BaseException:
@@ -324,7 +355,7 @@ class VllmEngine:
 
 def open_vllm(config: RunConfig, base: LoadedModel, reference: Reference) -> VllmEngine:
     """The engine that a run's configuration describes. Raises EngineError, ConfigError."""
-    shape = shape_of(config, base.model)
+    shape = _shape(config, base.model)
     colocated, launches = None, []
     if config.vllm.mode == "colocate":
         from groupwise.engine.vllm_colocate import InProcess
@@ -335,17 +366,32 @@ def open_vllm(config: RunConfig, base: LoadedModel, reference: Reference) -> Vll
     return VllmEngine(config.vllm, base, reference, targets=shape.targets, launches=launches, colocated=colocated)
 
 
-def shape_of(config: RunConfig, model: PreTrainedModel) -> Shape:
+def _shape(config: RunConfig, model: PreTrainedModel) -> Shape:
     """What vLLM must know of a run, whose model is like `model`."""
-    assert config.train.lora is not None  # RunConfig
+    lora = config.train.lora
+    assert lora is not None  # RunConfig
+    return shape_of(
+        config.model,
+        model,
+        rank=config.vllm.max_lora_rank or lora.rank,
+        targets=lora.targets,
+        rows=config.rollout.batch_rows,
+        device=config.device,
+    )
+
+
+def shape_of(
+    name: str, model: PreTrainedModel, *, rank: int, targets: str | Sequence[str], rows: int, device: str
+) -> Shape:
+    """What vLLM must know of the model `name`, which is like `model`, and of its adapters."""
     return Shape(
-        model=str(STARTER_DIR) if config.model == STARTER else config.model,
+        model=str(STARTER_DIR) if name == STARTER else name,
         dtype=str(model.dtype).removeprefix("torch."),
         context_length=int(getattr(model.config.get_text_config(), "max_position_embeddings", 1 << 20)),
-        rank=config.train.lora.rank,
-        targets=linear_names(model, config.train.lora.targets),
-        rows=config.rollout.batch_rows,
-        cpu=resolve_device(config.device).type == "cpu",
+        rank=rank,
+        targets=linear_names(model, targets),
+        rows=rows,
+        cpu=resolve_device(device).type == "cpu",
     )
 
 
@@ -359,4 +405,4 @@ def read_launch(config: RunConfig, *, port: int) -> Launch:
     with torch.device("meta"):
         dtype = resolve_dtype(config.dtype, resolve_device(config.device))
         model = AutoModelForCausalLM.from_config(shape, dtype=dtype)
-    return launch_of(config.vllm, shape_of(config, model), port=port)
+    return launch_of(config.vllm, _shape(config, model), port=port)

@@ -20,9 +20,9 @@ from importlib import import_module
 from typing import Any
 
 from groupwise.config_engine import VllmConfig
-from groupwise.engine.vllm_http import EngineError, Facts, Sampled, Server
+from groupwise.engine.vllm_http import Facts, Sampled, Server, likeliest
 from groupwise.engine.vllm_server import Shape, engine_options
-from groupwise.errors import ModelError
+from groupwise.errors import EngineError, ModelError
 
 IDLE_S = 1.0  # without a request, after which it sleeps
 CLOSE_S = 30.0
@@ -109,7 +109,7 @@ class InProcess(Server):
         except asyncio.CancelledError:
             await self._do(give_up)
             raise
-        return [_sampled(each) for each in sorted(output.outputs, key=lambda each: each.index)]
+        return [_sampled(each, top=body["logprobs"]) for each in sorted(output.outputs, key=lambda each: each.index)]
 
     async def load(self, name: str, path: str, *, timeout: float) -> None:
         def add() -> None:
@@ -180,7 +180,8 @@ def _answer(function: Callable[[], Any], future: Future[Any]) -> None:
         future.set_exception(error)
 
 
-def _sampled(output: Any) -> Sampled:
+def _sampled(output: Any, *, top: int) -> Sampled:
     ids = tuple(output.token_ids)
     logprobs = tuple(at[token].logprob for token, at in zip(ids, output.logprobs, strict=True))
-    return Sampled(token_ids=ids, logprobs=logprobs, finish_reason=output.finish_reason)
+    tops = tuple(likeliest(((id, each.logprob) for id, each in at.items()), top) for at in output.logprobs)
+    return Sampled(token_ids=ids, logprobs=logprobs, finish_reason=output.finish_reason, tops=tops if top else ())

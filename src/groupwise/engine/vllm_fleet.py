@@ -5,7 +5,8 @@
 
 What was in flight on a server that is lost is sent again, to another or to the same one when it is back, with the same
 seed and the same version. A server that comes back as something else fails the run, and so does one that does not come
-back: nothing waits for ever.
+back: nothing waits for ever. Behind a live server (`patient`) only what is asked fails, and a server is looked for
+again and again.
 """
 
 from __future__ import annotations
@@ -13,25 +14,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from groupwise.config_engine import VllmConfig
 from groupwise.engine.vllm_handshake import Accepted
-from groupwise.engine.vllm_http import EngineError, Sampled, Server, ServerLost
+from groupwise.engine.vllm_http import Server, ServerLost
 from groupwise.engine.vllm_server import Launch, ServerProcess
 from groupwise.engine.vllm_sync import Published
-from groupwise.errors import GroupwiseError
+from groupwise.errors import EngineError, GroupwiseError
 
 SILENT, UNREACHABLE = 3, 2  # looks in a row after which a server is given up
 AGAIN_S = 0.2  # before the next look at one that is in doubt, or away
+REFUSED_S = 10.0  # ... or that came back as something else, where that does not end everything
 STARTS = 3  # of a server of ours that ends before it is up
 SENDS = 4  # of one request that servers are lost with
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Prepare = Callable[[Server], Awaitable[Accepted]]
+Ask = Callable[[Server, str], Coroutine[Any, Any, T]]
+"""Asks a server for something under the name of a model or an adapter. It may be called again, for another server."""
 
 
 class Member:
@@ -57,9 +62,15 @@ class Fleet:
     """All servers. `prepare` accepts one and gives it what it must have. Use it in one event loop."""
 
     def __init__(
-        self, config: VllmConfig, *, prepare: Prepare, launches: Sequence[Launch], colocated: Server | None = None
+        self,
+        config: VllmConfig,
+        *,
+        prepare: Prepare,
+        launches: Sequence[Launch],
+        colocated: Server | None = None,
+        patient: bool = False,
     ):
-        self._config, self._prepare = config, prepare
+        self._config, self._prepare, self._patient = config, prepare, patient
         timeout = config.request_timeout_s
         if colocated is not None:
             self.members = [Member(colocated)]
@@ -67,6 +78,7 @@ class Fleet:
             self.members = [Member(Server(url, request_timeout_s=timeout)) for url in config.urls]
         else:
             self.members = [Member(Server(each.url, request_timeout_s=timeout), each) for each in launches]
+        self._opened = False
         self._changed = asyncio.Condition()
         self._fatal: GroupwiseError | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -76,6 +88,7 @@ class Fleet:
         self._tasks = [asyncio.create_task(self._keep(member)) for member in self.members]
         for member in self.members:
             await self._until_up([member], self._config.start_timeout_s)
+        self._opened = True
 
     async def close(self) -> None:
         """Leave servers that are not ours, end those that are."""
@@ -93,13 +106,13 @@ class Fleet:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    async def send(self, name: str | None, body: Mapping[str, Any]) -> list[Sampled]:
-        """The completions of a request to the adapter `name`, or the base. Raises EngineError."""
+    async def send(self, name: str | None, ask: Ask[T]) -> T:
+        """What a server answers who asks for the adapter `name`, or the base. Raises EngineError."""
         attempt = 0
         while True:
             member = await self._until_up(self.members, self._config.recovery_timeout_s)
             try:
-                return await self._send_to(member, name, body)
+                return await self._send_to(member, name, ask)
             except ServerLost as error:
                 attempt += 1
                 if attempt == SENDS:
@@ -108,9 +121,9 @@ class Fleet:
                 member.doubted.set()
                 await asyncio.sleep(AGAIN_S * (UNREACHABLE + attempt))  # time to see whether the server is away
 
-    async def _send_to(self, member: Member, name: str | None, body: Mapping[str, Any]) -> list[Sampled]:
+    async def _send_to(self, member: Member, name: str | None, ask: Ask[T]) -> T:
         member.running += 1
-        asking = asyncio.create_task(member.server.complete(name or member.base, body))
+        asking = asyncio.create_task(ask(member.server, name or member.base))
         try:
             await asyncio.wait({asking, member.lost}, return_when=asyncio.FIRST_COMPLETED)
             if asking.done():
@@ -168,22 +181,31 @@ class Fleet:
 
     async def _keep(self, member: Member) -> None:
         """Bring a server up, watch it, and again."""
-        try:
-            while True:
-                accepted = await self._bring_up(member)
-                member.lost, member.accepted = asyncio.get_running_loop().create_future(), accepted
-                await self._tell()
-                member.why = await self._watch(member)
-                log.warning("vLLM at %s is lost: %s", member.server.url, member.why)
-                member.accepted = None
-                member.lost.set_result(None)
-                if member.process is not None:
-                    await asyncio.to_thread(member.process.stop)
-                    member.process = None
-        except Exception as error:  # the end of this task: whoever waits must hear of it
-            known = isinstance(error, GroupwiseError)
-            self._fatal = error if known else EngineError(f"{member.server.url}: {error!r}")
-            await self._tell()
+        while self._fatal is None:
+            try:
+                await self._live(member)
+            except Exception as error:  # whoever waits must hear of it
+                known = error if isinstance(error, GroupwiseError) else EngineError(f"{member.server.url}: {error!r}")
+                if self._patient and self._opened:
+                    member.why = known.message
+                    log.error("vLLM at %s is not accepted: %s", member.server.url, member.why)
+                    await asyncio.sleep(REFUSED_S)
+                else:
+                    self._fatal = known
+                    await self._tell()
+
+    async def _live(self, member: Member) -> None:
+        """One life of a server. Raises as `_bring_up`."""
+        accepted = await self._bring_up(member)
+        member.lost, member.accepted = asyncio.get_running_loop().create_future(), accepted
+        await self._tell()
+        member.why = await self._watch(member)
+        log.warning("vLLM at %s is lost: %s", member.server.url, member.why)
+        member.accepted = None
+        member.lost.set_result(None)
+        if member.process is not None:
+            await asyncio.to_thread(member.process.stop)
+            member.process = None
 
     async def _tell(self) -> None:
         async with self._changed:

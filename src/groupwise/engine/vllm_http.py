@@ -1,6 +1,7 @@
 """The wire to one vLLM server: the routes of its OpenAI-compatible API that a run needs, and what their failures mean.
 
-    POST /v1/completions            token ids in; token ids and log-probabilities of the sampled tokens out
+    POST /v1/completions            token ids in; token ids and log-probabilities of the sampled tokens out, at once
+                                    or (`stream`) as server-sent events
     POST /v1/load_lora_adapter      {lora_name, lora_path}; a name that is there already is a success: see vllm_sync
     POST /v1/unload_lora_adapter    {lora_name}
     POST /tokenize                  a conversation through the server's tokenizer and chat template
@@ -17,27 +18,24 @@ Every option that has an effect on what is sampled is sent, so that no default o
 from __future__ import annotations
 
 import asyncio
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 import httpx2
 
-from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.errors import ConfigError, EngineError
 from groupwise.types import SamplingParams
 
 HEALTH_S = 5.0  # for an answer to /health
 CONNECT_S = 5.0
 ASK_S = 60.0  # for what samples nothing
 SAID = 300  # characters of an answer that are quoted
-
-
-class EngineError(GroupwiseError):
-    """vLLM cannot do what the run needs: it refuses, is another model, or does not come back."""
-
-    code, status, exit_code = "engine_failed", 502, 1
 
 
 class ServerLost(EngineError):
@@ -51,11 +49,16 @@ class ServerLost(EngineError):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """One completion as vLLM sampled it. `logprobs` (nats) are of the tempered distribution (`processed_logprobs`)."""
+    """One completion as vLLM sampled it, or (`finish_reason` None) the next tokens of one.
+
+    `logprobs` (nats) are of the tempered distribution, and of what top_k, top_p and min_p leave of it
+    (`processed_logprobs`); `tops[t]` the likeliest (id, log-probability) at t, as many as were asked for.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    finish_reason: str
+    finish_reason: str | None
+    tops: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,16 +82,16 @@ def server_url(text: str) -> str:
 def sampling_body(
     prompt_ids: Sequence[int], params: SamplingParams, *, n: int, max_tokens: int, seed: int, eos_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """The options of /v1/completions. Completion j draws from `seed` + j. Raises ConfigError for what vLLM cannot."""
-    _check_supported(params)
+    """The options of /v1/completions. Completion j draws from `seed` + j."""
+    narrowed = is_narrowed(params)
     return {
         "prompt": list(prompt_ids),
         "n": n,
         "max_tokens": max_tokens,
         "temperature": params.temperature,
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": 0.0,
+        "top_p": params.top_p if narrowed else 1.0,
+        "top_k": params.top_k if narrowed else 0,
+        "min_p": params.min_p if narrowed else 0.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "repetition_penalty": 1.0,
@@ -98,25 +101,15 @@ def sampling_body(
         "ignore_eos": params.ignore_eos,
         "skip_special_tokens": False,
         "add_special_tokens": False,
-        "logprobs": 0,
+        "logprobs": params.top_logprobs,
         "return_token_ids": True,
+        "return_tokens_as_token_ids": params.top_logprobs > 0,  # so that alternatives have ids, not texts
     }
 
 
-def _check_supported(params: SamplingParams) -> None:
-    narrowed = {"top_k": params.top_k > 0, "top_p": params.top_p < 1, "min_p": params.min_p > 0}
-    if params.temperature > 0 and any(narrowed.values()):
-        name = next(name for name, narrows in narrowed.items() if narrows)
-        raise ConfigError(
-            f"{name} is {getattr(params, name)}: vLLM gives the log-probabilities of what it leaves of the "
-            "distribution, and the trainer needs those of all of it",
-            hint=f"turn {name} off, or sample with engine: local",
-        )
-    if params.top_logprobs:
-        raise ConfigError(
-            f"top_logprobs is {params.top_logprobs}: the vLLM engine reports sampled tokens only",
-            hint="set it to 0, or use engine: local",
-        )
+def is_narrowed(params: SamplingParams) -> bool:
+    """Whether tokens are drawn from a part of the distribution only."""
+    return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
 
 
 class Server:
@@ -155,21 +148,7 @@ class Server:
     async def complete(self, model: str, body: Mapping[str, Any]) -> list[Sampled]:
         """The completions of `sampling_body`, in order. Raises ServerLost, EngineError."""
         answer = await self._ask("POST", "/v1/completions", {"model": model, **body}, timeout=self._request_s)
-        try:
-            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-            sampled = [
-                Sampled(
-                    token_ids=tuple(choice["token_ids"]),
-                    logprobs=tuple(choice["logprobs"]["token_logprobs"]),
-                    finish_reason=choice["finish_reason"],
-                )
-                for choice in choices
-            ]
-        except (KeyError, TypeError) as error:
-            raise EngineError(
-                f"{self.url} answered without token ids or log-probabilities ({error!r})",
-                hint="it must be vLLM 0.10 or newer, which knows return_token_ids",
-            ) from None
+        sampled = self._sampled(answer, top=body["logprobs"])
         if len(sampled) != body["n"] or any(not _is_whole(each) for each in sampled):
             raise EngineError(
                 f"{self.url} answered {len(sampled)} of {body['n']} completions whole: {answer!r:.{SAID}}"
@@ -177,6 +156,55 @@ class Server:
         if any(each.finish_reason == "abort" for each in sampled):
             raise ServerLost(f"{self.url} aborted a request")
         return sampled
+
+    async def stream(self, model: str, body: Mapping[str, Any], hear: Callable[[Sampled], None]) -> str:
+        """`hear` of the tokens of one completion (`n` is 1) as they come. -> why it ended: "stop" or "length".
+
+        Raises ServerLost, EngineError; what was heard by then was sampled.
+        """
+        where = f"{self.url}/v1/completions"
+        asked = {"model": model, **body, "stream": True}
+        timeout = httpx2.Timeout(self._request_s, pool=None)
+        async with (
+            self._reaching(where, self._request_s),
+            self._client.stream("POST", where, json=asked, timeout=timeout) as answer,
+        ):
+            if answer.status_code >= 300:
+                await answer.aread()
+                self._refused(answer.status_code, answer.text, where)
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    self._refused(int(event["error"].get("code") or 500), line, where)
+                for piece in self._sampled(event, top=body["logprobs"]):
+                    if piece.token_ids and not _is_whole(piece):
+                        raise EngineError(f"{where} sampled tokens without log-probabilities: {line:.{SAID}}")
+                    if piece.finish_reason == "abort":
+                        raise ServerLost(f"{self.url} aborted a request")
+                    hear(piece)
+                    if piece.finish_reason is not None:
+                        return piece.finish_reason
+        raise ServerLost(f"{where} broke off in the midst of a completion")
+
+    def _sampled(self, answer: Any, *, top: int) -> list[Sampled]:
+        """The choices of an answer, or of an event of a stream."""
+        try:
+            return [
+                Sampled(
+                    token_ids=tuple(choice["token_ids"]),
+                    logprobs=tuple(choice["logprobs"]["token_logprobs"]) if choice["token_ids"] else (),
+                    finish_reason=choice["finish_reason"],
+                    tops=tuple(map(partial(_named, top), choice["logprobs"]["top_logprobs"])) if top else (),
+                )
+                for choice in sorted(answer["choices"], key=lambda choice: choice["index"])
+            ]
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(
+                f"{self.url} answered without token ids or log-probabilities ({error!r})",
+                hint="it must be vLLM 0.10 or newer, which knows return_token_ids",
+            ) from None
 
     async def load(self, name: str, path: str, *, timeout: float) -> None:
         """Make the adapter in `path` available as `name`. Raises ServerLost, EngineError."""
@@ -198,21 +226,25 @@ class Server:
     async def _ask(self, method: str, path: str, body: Any = None, *, timeout: float = ASK_S) -> Any:
         """The answer's JSON, or its text."""
         where = f"{self.url}{path}"
+        async with self._reaching(where, timeout):
+            answer = await self._client.request(method, where, json=body, timeout=httpx2.Timeout(timeout, pool=None))
+        if answer.status_code >= 300:
+            self._refused(answer.status_code, answer.text, where)
+        return answer.json() if answer.headers.get("content-type", "").startswith("application/json") else answer.text
+
+    @asynccontextmanager
+    async def _reaching(self, where: str, timeout: float) -> AsyncIterator[None]:
+        """What goes wrong on the way as ServerLost."""
         try:
             async with asyncio.timeout(timeout):
-                answer = await self._client.request(
-                    method, where, json=body, timeout=httpx2.Timeout(timeout, pool=None)
-                )
+                yield
         except TimeoutError:
             raise ServerLost(f"{where} did not answer within {timeout:g} s", silent=True) from None
         except httpx2.HTTPError as error:
             raise ServerLost(f"{where} cannot be reached: {str(error) or type(error).__name__}") from None
-        if answer.status_code >= 300:
-            self._refused(answer, where)
-        return answer.json() if answer.headers.get("content-type", "").startswith("application/json") else answer.text
 
-    def _refused(self, answer: httpx2.Response, where: str) -> None:
-        status, said = answer.status_code, " ".join(answer.text.split())[:SAID]
+    def _refused(self, status: int, text: str, where: str) -> NoReturn:
+        said = " ".join(text.split())[:SAID]
         restarted = status == 404 and where.endswith("/completions")  # it does not know the adapter any more
         if restarted or status in (502, 503, 504) or "EngineDead" in said or "EngineCore" in said:
             raise ServerLost(f"{where} answered {status}: {said}")
@@ -222,6 +254,16 @@ class Server:
                 "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, as `groupwise vllm-serve` does"
             )
         raise EngineError(f"{where} answered {status}: {said}", hint=hint)
+
+
+def likeliest(alternatives: Iterable[tuple[int, float]], top: int) -> tuple[tuple[int, float], ...]:
+    """The first `top` of (id, log-probability) pairs, likeliest first; vLLM adds the sampled token to them."""
+    return tuple(sorted(alternatives, key=lambda pair: -pair[1])[:top])
+
+
+def _named(top: int, alternatives: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    """Of {"token_id:12": -0.5, ...}."""
+    return likeliest(((int(name.removeprefix("token_id:")), at) for name, at in alternatives.items()), top)
 
 
 def _is_whole(sampled: Sampled) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -23,13 +24,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from groupwise.engine.vllm_http import EngineError, Server, sampling_body
-from groupwise.errors import AdapterError
+from groupwise.engine.vllm_http import Server, sampling_body
+from groupwise.errors import AdapterError, EngineError
 from groupwise.types import PolicyVersion, SamplingParams
 
 CANARY = SamplingParams(temperature=0.5, max_tokens=12, ignore_eos=True)
 CANARY_N = 2
 FILES = ("adapter_config.json", "adapter_model.safetensors")
+LONGEST_NAME = 64  # of what a version is called there, without its number; a sum of adapters has a long name
+
+_PLAIN = re.compile(r"[^\w.-]")  # what vLLM's names and directories are not to have
 
 
 class Reference(Protocol):
@@ -71,7 +75,8 @@ class Shelf:
 
     def put(self, version: PolicyVersion, directory: Path) -> Published:
         """A copy of an adapter, hard links where they can be, under a new name. Raises AdapterError."""
-        name = f"{version.name}-v{version.number}-{secrets.token_hex(4)}"
+        called = _PLAIN.sub("-", version.name)[:LONGEST_NAME]
+        name = f"{called}-v{version.number}-{secrets.token_hex(4)}"
         path = self.path / name
         try:
             path.mkdir()

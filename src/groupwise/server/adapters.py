@@ -31,7 +31,9 @@ from groupwise.errors import (
     AdapterError,
     AdapterNotFoundError,
     ConflictError,
+    EngineError,
     MediaTypeError,
+    NotReadyError,
     RequestError,
     StorageError,
     SwapRefusedError,
@@ -59,7 +61,7 @@ from groupwise.types import BASE, PolicyVersion
 
 MERGE_NOTE = "merge.json"  # beside a merged version's weights: what it was made of
 
-_ACTIVATING = (AdapterError, AdapterNotFoundError, SwapRefusedError, StorageError)
+_ACTIVATING = (AdapterError, AdapterNotFoundError, SwapRefusedError, StorageError, EngineError, NotReadyError)
 _ADDING = (AdapterError, ConflictError, StorageError)
 _FIELDS = {
     "name": {"type": "string", "description": "The adapter's name."},

@@ -114,7 +114,7 @@ def _checks(server: Server) -> Iterator[Check]:
     worker = server.supervisor.status
     ended = None if worker.state in WORKER_LIVES else f"it ended ({worker.last_exit}) and will be started again"
     problems = {
-        "model_loaded": None,
+        "model_loaded": server.engine.away,
         "ledger": _ledger_problem(server),
         "disk_space": _disk_problem(server),
         "training_worker": ended,
@@ -159,10 +159,15 @@ class Ready(Answer):
 async def ready(request: Request) -> Ready:
     """Whether requests can be answered; 503 with the reason where not."""
     server = server_of(request)
-    for problem in await asyncio.to_thread(lambda: [_ledger_problem(server), _disk_problem(server)]):
-        if problem is not None:
-            raise NotReadyError(f"the server is not ready: {problem}", hint="see /health", retry_after=10)
+    problem = await asyncio.to_thread(_problem, server)
+    if problem is not None:
+        raise NotReadyError(f"the server is not ready: {problem}", hint="see /health", retry_after=10)
     return Ready(ready=True)
+
+
+def _problem(server: Server) -> str | None:
+    """Why requests cannot be answered."""
+    return _ledger_problem(server) or _disk_problem(server) or server.engine.away
 
 
 # ---- metrics ----
@@ -187,7 +192,7 @@ def gauges(server: Server) -> Iterator[Sample]:
     active = server.policies.active
     yield "adapter_active_info", {"name": active.name, "version": str(active.number)}, 1
     yield "disk_free_bytes", {}, shutil.disk_usage(server.config.state_dir).free
-    yield "ready", {}, float(_ledger_problem(server) is None and _disk_problem(server) is None)
+    yield "ready", {}, float(_problem(server) is None)
     yield "worker_restarts", {}, server.supervisor.status.restarts
     yield from _training_gauges(server)
 
@@ -227,7 +232,7 @@ async def model(request: Request, model: str) -> ModelCard:
 
 
 def _models(server: Server) -> list[ModelCard]:
-    length, served, active = server.base.context_length, server.config.served_name, server.policies.active
+    length, served, active = server.engine.context_length, server.config.served_name, server.policies.active
     started = int(STARTED)
 
     def card(id: str, root: str, parent: str | None, created: int = started) -> ModelCard:

@@ -24,6 +24,7 @@ from groupwise.errors import (
     ChatError,
     ContextLengthError,
     DeadlineError,
+    EngineError,
     ModelError,
     OverloadedError,
     RequestError,
@@ -46,6 +47,7 @@ SAMPLING_ERRORS = (
     AdapterError,
     OverloadedError,
     DeadlineError,
+    EngineError,
 )  # what every route that samples may answer
 
 

@@ -7,9 +7,10 @@ import time
 from transformers.utils.logging import disable_progress_bar
 
 from groupwise.adapters import AdapterStore
+from groupwise.engine.base import LiveEngine
 from groupwise.engine.local import LocalEngine
 from groupwise.ledger import Ledger
-from groupwise.model import load_model
+from groupwise.model import LoadedModel, load_model
 from groupwise.model_ipc import FILE, offer_weights
 from groupwise.model_map import map_weights
 from groupwise.server.admin import gauges
@@ -42,7 +43,8 @@ class RecordedPolicies(Policies):
 def assemble(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder: Recorder) -> Server:
     """Load the model and put the parts together; nothing runs yet. For a thread: this takes its time.
 
-    Raises ModelError if the model cannot be loaded or the engine cannot run it, ConfigError for a wrong webhook.
+    Raises ModelError if the model cannot be loaded or the engine cannot run it, ConfigError for a wrong webhook,
+    EngineError if vLLM does not come up or is not of this model.
     """
     state_dir = config.state_dir.absolute()
     webhooks = None
@@ -53,13 +55,7 @@ def assemble(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder:
     base = load_model(config.model, device=config.device, dtype=config.dtype)
     map_weights(base, state_dir)  # the worker maps the same file
     weights = state_dir / FILE  # or, on a GPU, opens the same memory
-    engine = LocalEngine(
-        base,
-        max_rows=config.batch_rows,
-        reserved_rows=config.batch_rows // RESERVED,
-        prefix_cache_mb=config.prefix_cache_mb,
-        draft_tokens=config.draft_tokens,
-    )
+    engine = open_engine(config, base)
     policies = RecordedPolicies(
         store, engine, base=base, served_name=config.served_name, max_loaded=config.max_loaded_adapters
     )
@@ -91,3 +87,20 @@ def assemble(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder:
     )
     recorder.watch(lambda: gauges(server))
     return server
+
+
+def open_engine(config: ServeConfig, base: LoadedModel) -> LiveEngine:
+    """What samples. Raises EngineError, ConfigError."""
+    if config.engine == "vllm":
+        from groupwise.engine.vllm_live import open_live
+
+        log = config.vllm.log or str(config.state_dir.absolute() / "logs" / "vllm.log")
+        vllm = config.vllm.model_copy(update={"log": log})
+        return open_live(vllm, base, model=config.model, device=config.device, rows=config.batch_rows)
+    return LocalEngine(
+        base,
+        max_rows=config.batch_rows,
+        reserved_rows=config.batch_rows // RESERVED,
+        prefix_cache_mb=config.prefix_cache_mb,
+        draft_tokens=config.draft_tokens,
+    )

@@ -18,9 +18,10 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from groupwise.config_engine import Engine, VllmConfig
 from groupwise.configfile import Document, validate
 from groupwise.errors import ConfigError
-from groupwise.section import Section, Text, Texts
+from groupwise.section import Section, Text, Texts, conflict
 
 MIB, GIB = 1 << 20, 1 << 30
 MOST_MESSAGES = 1 << 16  # of one conversation, whatever is configured
@@ -141,6 +142,10 @@ class ServeConfig(Section):
     """How long a request waits for one that was numbered before it."""
     tinker_idle_s: Seconds = 600.0
     """A Tinker session that is not heard of for this long ends, and its models with it."""
+    engine: Engine = "local"
+    """What samples: `local`, in this process over the model's own weights, or `vllm` (docs/vllm.md)."""
+    vllm: VllmConfig = VllmConfig()
+    """How vLLM is reached or run; vllm.mode is `server`."""
     batch_rows: int = Field(default=256, ge=1, le=65536)
     """Completions decoded at once."""
     prefix_cache_mb: int = Field(default=1024, ge=0)
@@ -164,6 +169,19 @@ class ServeConfig(Section):
                 f"host {self.host!r} can be reached from other machines, so an API key is needed: "
                 f"set {SECRETS['api_key']}, or listen on 127.0.0.1"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_engine(self) -> ServeConfig:
+        """Every knob of the engine that does not sample is left alone."""
+        if self.engine == "local" and self.vllm != VllmConfig():
+            raise conflict("vllm", "does nothing with engine local; set engine to vllm, or leave it out")
+        if self.engine == "vllm":
+            if self.vllm.mode != "server":
+                raise conflict("vllm", "mode", "is colocate; a live server's vLLM is in processes of its own: server")
+            for key in ("draft_tokens", "prefix_cache_mb"):
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    raise conflict(key, "is the local engine's, and engine is vllm; leave it out")
         return self
 
     @property

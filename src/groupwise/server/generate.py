@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
-from groupwise.engine.local import LocalEngine
+from groupwise.engine.base import LiveEngine
 from groupwise.errors import (
     DeadlineError,
     GroupwiseError,
@@ -61,7 +61,7 @@ class Generation:
 
     def __init__(
         self,
-        engine: LocalEngine,
+        engine: LiveEngine,
         requests: Sequence[SamplingRequest],
         *,
         timeout_s: float,

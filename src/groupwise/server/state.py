@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from groupwise.adapters import AdapterStore
-    from groupwise.engine.local import LocalEngine
+    from groupwise.engine.base import LiveEngine
     from groupwise.ledger import Ledger
     from groupwise.model import LoadedModel
     from groupwise.server.config import ServeConfig
@@ -27,7 +27,7 @@ class Server:
 
     config: ServeConfig
     base: LoadedModel
-    engine: LocalEngine
+    engine: LiveEngine
     store: AdapterStore
     ledger: Ledger
     policies: Policies

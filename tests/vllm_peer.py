@@ -1,13 +1,15 @@
 """A small HTTP server with real sockets that speaks the part of vLLM's API that `engine.vllm` uses, and samples with
 our local engine: what it answers is what a model says, under the adapters that were loaded. Faults are switched on.
 
-It counts seeds as vLLM does (completion j has seed + j), refuses what vLLM refuses, and keeps an adapter's files read
-until it is unloaded.
+It counts seeds as vLLM does (completion j has seed + j), refuses what vLLM refuses, keeps an adapter's files read until
+it is unloaded, and gives log-probabilities of what top_k leaves, as with `processed_logprobs`.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import queue
 import socket
 import sys
 import threading
@@ -38,6 +40,7 @@ class Faults:
     load_status: int | None = None  # of /v1/load_lora_adapter
     hangs: bool = False  # /health and everything else is not answered
     cut: int = 0  # so many completions are ended in the midst of the answer
+    cut_stream: int | None = None  # the next stream ends after so many tokens, without a last word
     other_template: bool = False
     slow_s: float = 0.0  # before a completion is sampled
 
@@ -154,6 +157,8 @@ class Peer:
             raise Refused(400, "This model's maximum context length is less")
         version = asked = self.loaded.get(model, PolicyVersion.base())
         self._flying.append(asked)
+        if body.get("stream"):
+            return self._stream(body, prompt, asked)
         try:
             time.sleep(self.faults.slow_s + 0.004 * body["max_tokens"])  # so that requests overlap, as in a batch
             if model == BASE and self.faults.mixes:
@@ -162,33 +167,67 @@ class Peer:
         finally:
             self._flying.remove(asked)
 
-    def _sample(self, body: dict[str, Any], prompt: tuple[int, ...], version: PolicyVersion) -> list[dict[str, Any]]:
+    def _stream(self, body: dict[str, Any], prompt: tuple[int, ...], version: PolicyVersion) -> Iterator[Any]:
+        """The events of one completion as it is sampled."""
+        heard: queue.Queue[Any] = queue.Queue()
+        request = self._request(body, prompt, version, 0)
+        (future,) = self.engine.submit([request], on_token=lambda *token: heard.put(token))
+        future.add_done_callback(lambda _: heard.put(None))
+        cut, self.faults.cut_stream = self.faults.cut_stream, None
+        try:
+            while (token := heard.get()) is not None:
+                if cut == 0:
+                    return
+                cut = None if cut is None else cut - 1
+                yield _choice(0, [token[1]], [token[2]], [token[3]], None)
+            yield _choice(0, [], [], [], future.result()[0].finish_reason.value)
+        finally:
+            future.cancel()
+            self._flying.remove(version)
+
+    def _request(
+        self, body: dict[str, Any], prompt: tuple[int, ...], version: PolicyVersion, j: int
+    ) -> SamplingRequest:
         eos = set(self.base.eos_ids)
-        stop_ids = tuple(token for token in body["stop_token_ids"] if token not in eos)
-        params = {"max_tokens": body["max_tokens"], "temperature": body["temperature"], "stop": tuple(body["stop"])}
-        params |= {"stop_ids": stop_ids, "ignore_eos": body["ignore_eos"]}
-        requests = [
-            SamplingRequest(
-                prompt_ids=prompt,
-                version=version,
-                params=SamplingParams(**params, seed=(body["seed"] + j) & (2**63 - 1)),
-            )
-            for j in range(body["n"])
-        ]
+        params = SamplingParams(
+            max_tokens=body["max_tokens"],
+            temperature=body["temperature"],
+            top_k=body["top_k"],
+            stop=tuple(body["stop"]),
+            stop_ids=tuple(token for token in body["stop_token_ids"] if token not in eos),
+            ignore_eos=body["ignore_eos"],
+            top_logprobs=body["logprobs"],
+            seed=(body["seed"] + j) & (2**63 - 1),
+        )
+        return SamplingRequest(prompt_ids=prompt, version=version, params=params)
+
+    def _sample(self, body: dict[str, Any], prompt: tuple[int, ...], version: PolicyVersion) -> list[dict[str, Any]]:
+        requests = [self._request(body, prompt, version, j) for j in range(body["n"])]
         choices = []
         for j, (completion,) in enumerate(self.engine.generate(requests)):
             logprobs = completion.logprobs
             if self.faults.raw_logprobs:
                 logprobs = self.engine.score(prompt, completion.token_ids, version)
-            choices.append(
-                {
-                    "index": j,
-                    "token_ids": completion.token_ids,
-                    "logprobs": {"token_logprobs": logprobs},
-                    "finish_reason": completion.finish_reason.value,
-                }
-            )
+            if body["top_k"]:
+                logprobs = self._narrowed(prompt, completion.token_ids, version, body)
+            reason = completion.finish_reason.value
+            tops = completion.top_logprobs
+            choices.append(_choice(j, completion.token_ids, logprobs, tops, reason)["choices"][0])
         return choices
+
+    def _narrowed(self, prompt: Any, ids: Any, version: PolicyVersion, body: dict[str, Any]) -> list[float]:
+        scored = self.engine.score_top(prompt, ids, version, temperature=body["temperature"], top=body["top_k"])
+        return [logprob - math.log(sum(math.exp(each) for _, each in top)) for logprob, top in scored]
+
+
+def _choice(index: int, ids: Any, logprobs: Any, tops: Any, reason: str | None) -> dict[str, Any]:
+    """vLLM adds the sampled token to the likeliest ones."""
+    named = [
+        {f"token_id:{each}": at for each, at in [*top, (token, logprob)]}
+        for token, logprob, top in zip(ids, logprobs, tops or [()] * len(ids), strict=True)
+    ]
+    told = {"token_logprobs": list(logprobs), "top_logprobs": named}
+    return {"choices": [{"index": index, "token_ids": list(ids), "logprobs": told, "finish_reason": reason}]}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -225,6 +264,8 @@ class _Handler(BaseHTTPRequestHandler):
         except Exception:  # its engine was closed: it dies
             self.close_connection = True
             return
+        if isinstance(answer, Iterator):
+            return self._stream(answer)
         body = json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("content-type", "application/json")
@@ -236,6 +277,16 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         self.wfile.write(body)
+
+    def _stream(self, events: Iterator[Any]) -> None:
+        """Server-sent events until they end; a connection that is just closed is how vLLM's death looks."""
+        self.close_connection = True
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header("connection", "close")
+        self.end_headers()
+        for event in events:
+            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
 
     def log_message(self, *arguments: object) -> None:
         pass
