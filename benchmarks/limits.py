@@ -25,6 +25,9 @@ once and all keys and values that its tokens look at (a group's prompt once): ov
 compared with the rate at which this run reads an array much larger than the caches, and one of the model's size, which
 may be in a cache (sums and matrix-vector products, one thread and all of them: the best). With many rows products are
 the limit: `products` is the time of the step's matrix products alone, with weights of their own for each layer.
+
+Passes, products and decode steps are measured in processes of their own: each has one team of threads, as a run has
+(docs/performance.md, "Threads"). Two in one process would slow each other down.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,6 +64,7 @@ GIGA = 1e9
 SHORT = 0.02  # seconds that a timing takes at least, of as many calls as that needs
 VERSION = PolicyVersion("bench", 1)
 Key = TypeVar("Key")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -196,6 +202,12 @@ def read_rates(size: int, *, threads: int, repeats: int) -> dict[str, float]:
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
+def trainings(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every shape; the calling thread computes alone where micro-batches run side by side."""
+    base = load(name)
+    return [training(base, shape, options) for shape in options.shapes]
+
+
 def training(base: LoadedModel, shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
     """One shape: the pass, its operations, and its products alone."""
     learner, samples, spec = Learner(base, threads=options.threads), samples_of(shape), resolve_loss("grpo")
@@ -238,10 +250,23 @@ def training(base: LoadedModel, shape: Shape, options: argparse.Namespace) -> di
 # -- decoding ----------------------------------------------------------------------------------------------------------
 
 
-def decoding(
-    base: LoadedModel, engine: LocalEngine, rows: int, rates: dict[str, float], options: Any
-) -> dict[str, Any]:
-    """A step of `rows` rows: groups of at most 16."""
+def decodings(name: str, options: argparse.Namespace) -> dict[int, list[float]]:
+    """Seconds of a step, by its rows; as in a run the engine's thread has all threads, and the calling one computes
+    alone."""
+    torch.set_num_threads(1)
+    base = load(name)
+    engine = LocalEngine(base, max_rows=max(options.rows), threads=options.threads)
+    with tempfile.TemporaryDirectory(prefix="limits-") as folder:
+        save_adapter(base, Path(folder))
+        engine.load(VERSION, Path(folder))
+    try:
+        return {rows: steps_of(engine, rows, options) for rows in options.rows}
+    finally:
+        engine.close()
+
+
+def steps_of(engine: LocalEngine, rows: int, options: argparse.Namespace) -> list[float]:
+    """Seconds of a step of `rows` rows: groups of at most 16."""
     group = min(rows, 16)
     groups, (short, long) = rows // group, options.tokens
 
@@ -257,15 +282,26 @@ def decoding(
         assert all(len(c.token_ids) == tokens for each in done for c in each)
         return seconds
 
-    products = step_products(base, rows)
-    by_threads = {count: with_threads(count, products) for count in {1, options.threads}}
-    steps, alone = [], dict.fromkeys(by_threads, math.inf)
     run(long)
-    for _ in range(options.repeats):
-        steps.append((run(long) - run(short)) / (long - short))
-        for count, each in by_turns(by_threads, repeats=1).items():
-            alone[count] = min(alone[count], each)
-    seconds, fastest = statistics.median(steps), min(alone.values())
+    return [(run(long) - run(short)) / (long - short) for _ in range(options.repeats)]
+
+
+def alone(name: str, options: argparse.Namespace) -> tuple[dict[int, float], dict[str, float]]:
+    """Seconds of a step's products by its rows, and the rates at which as much as the model is read."""
+    torch.set_num_threads(options.threads)
+    base, found = load(name), {}
+    for rows in options.rows:
+        products = step_products(base, rows)
+        by_threads = {count: with_threads(count, products) for count in {1, options.threads}}
+        found[rows] = min(by_turns(by_threads, repeats=options.repeats).values())
+    return found, read_rates(4 * parameters_of(base), threads=options.threads, repeats=options.repeats)
+
+
+def decoding(
+    base: LoadedModel, rows: int, steps: list[float], fastest: float, rates: dict[str, float], options: Any
+) -> dict[str, Any]:
+    """One line: what a step reads and computes, beside the limits."""
+    seconds, (short, long), groups = statistics.median(steps), options.tokens, rows // min(rows, 16)
     config: Any = base.model.config
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     weights = 4 * parameters_of(base)
@@ -304,19 +340,22 @@ def step_products(base: LoadedModel, rows: int) -> Callable[[], None]:
 def measure(name: str, stream: dict[str, float], options: argparse.Namespace) -> dict[str, Any]:
     """Everything about one model."""
     base = load(name)
-    result = {"model": name, "parameters": parameters_of(base)}
-    result["training"] = [training(base, shape, options) for shape in options.shapes]
-    own = read_rates(4 * parameters_of(base), threads=options.threads, repeats=options.repeats)
+    products, own = apart(alone, name, options)
     rates = {"large": max(stream.values()), "own size": max(own.values())}
-    engine = LocalEngine(base, max_rows=max(options.rows))
-    with tempfile.TemporaryDirectory(prefix="limits-") as folder:
-        save_adapter(base, Path(folder))
-        engine.load(VERSION, Path(folder))
-    try:
-        result["decoding"] = [decoding(base, engine, rows, rates, options) for rows in options.rows]
-    finally:
-        engine.close()
-    return {**result, "read_own_size": own}
+    steps = apart(decodings, name, options)
+    return {
+        "model": name,
+        "parameters": parameters_of(base),
+        "training": apart(trainings, name, options),
+        "decoding": [decoding(base, rows, each, products[rows], rates, options) for rows, each in steps.items()],
+        "read_own_size": own,
+    }
+
+
+def apart(function: Callable[[str, argparse.Namespace], T], name: str, options: argparse.Namespace) -> T:
+    """In a process of its own."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, name, options).result()
 
 
 def training_table(results: Sequence[dict[str, Any]]) -> Table:
@@ -377,7 +416,6 @@ def parse_options() -> argparse.Namespace:
 
 def main() -> None:
     options, console = parse_options(), Console(width=130)
-    torch.set_num_threads(options.threads)
     about = machine(options.threads)
     console.print("  ".join(f"{name} {value}" for name, value in about.items()), soft_wrap=True, highlight=False)
     stream = read_rates(options.stream_mib * MIB, threads=options.threads, repeats=options.repeats)

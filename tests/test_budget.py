@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 from groupwise.assemble import make_plan, open_parts
-from groupwise.budget import longest_prompt
+from groupwise.budget import device_memory, load_of, longest_prompt
 from groupwise.config import RunConfig, load_config
 from groupwise.errors import ConfigError
 from groupwise.estimate import GIB, fitting_tokens, memory
 from groupwise.play import SingleTurn
+from groupwise.train.learner import Learner
 from groupwise.types import Prompt
 
 DEMO = Path(__file__).parents[1] / "configs" / "arithmetic.yaml"
@@ -27,6 +28,23 @@ def test_the_longest_prompt_is_the_longest_that_is_not_passed_over(tiny, tiny_en
     assert longest_prompt(demo(), prompts, play, context=1000) == max(lengths)
     assert longest_prompt(demo(f"rollout.max_prompt_tokens={lengths[2]}"), prompts, play, context=1000) == lengths[2]
     assert longest_prompt(demo(), prompts, play, context=lengths[3]) == lengths[2]  # no room for a completion
+
+
+def test_vllm_in_this_process_takes_its_share_of_the_device(make_base, monkeypatch):
+    base = make_base()
+    learner = Learner(base)
+
+    def colocated(*overrides: str) -> int:
+        run = demo("engine=vllm", *overrides)
+        return load_of(run, base, learner, longest_prompt=8, reads_reference=False).colocated
+
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    there = device_memory(base.device)
+    assert there > GIB and colocated() == 0  # a server has memory of its own
+    assert colocated("vllm.mode=colocate", "vllm.gpu_memory_utilization=0.25") == int(0.25 * there)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in base.model.parameters())
+    assert colocated("vllm.mode=colocate") == 2 * GIB + weights
 
 
 def test_a_run_gets_micro_batches_that_fit():

@@ -115,7 +115,7 @@ def test_check_as_json(project):
     assert len(report["completions"]) == 16 and all(0 <= each["reward"] <= 1 for each in report["completions"])
     assert report["step"]["completions"] == 6 and report["step"]["epochs"] == 2.0
     assert report["loss"]["clip_high"] == 0.28
-    parts = ("process", "weights", "merged", "reference", "trained", "kv_cache", "activations")
+    parts = ("process", "weights", "merged", "reference", "trained", "kv_cache", "vllm", "activations")
     assert report["memory_bytes"]["total"] == sum(report["memory_bytes"][part] for part in parts)
     assert report["model"]["trained"] < report["model"]["parameters"]
 

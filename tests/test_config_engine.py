@@ -29,7 +29,6 @@ def test_the_default_is_the_local_engine_and_vllm_has_its_defaults():
     [
         ({"vllm": {"port": 8000}}, "vllm: .*does nothing with engine local"),
         ({"engine": "sglang"}, "engine"),
-        ({"engine": "vllm", "train": {"lora": None}}, "engine: .*trains all parameters"),
         ({"engine": "vllm", "rollout": {"draft_tokens": 4}}, r"rollout\.draft_tokens: .*is the local engine's"),
         ({"engine": "vllm", "rollout": {"prefix_cache_mb": 0}}, r"rollout\.prefix_cache_mb"),
         ({"engine": "vllm", "rollout": {"top_k": 50}}, r"rollout\.top_k: .*set it to 0, or engine: local"),

@@ -90,6 +90,21 @@ def test_weights_adapter_and_keys_and_values_by_hand():
     assert memory(run, replace(LOAD, gpu=True)).process == 0
 
 
+def test_with_vllm_the_trainer_keeps_no_keys_and_values_and_vllm_counts_where_it_is_in_this_process():
+    keys = {"rollout": {"max_tokens": 100, "batch_rows": 256}}
+    local, served = (memory(config(engine=engine, **keys), LOAD) for engine in ("local", "vllm"))
+    assert (served.kv_cache, served.vllm, local.vllm) == (0, 0, 0)
+    assert served.total == local.total - local.kv_cache
+    run = config(engine="vllm", vllm={"mode": "colocate"}, train={"memory_gb": 4.0}, **keys)
+    beside = replace(LOAD, colocated=3 * GIB)
+    assert memory(run, beside).total == served.total + 3 * GIB
+    with pytest.raises(ConfigError) as error:
+        fitting_tokens(run, beside)
+    assert "vllm 3.00 GiB" in str(error.value) and "kv cache" not in str(error.value)
+    hint = str(error.value.hint)
+    assert "batch_rows" not in hint and hint.endswith("or lower vllm.gpu_memory_utilization")
+
+
 def test_merged_weights_while_there_is_room_for_them():
     linear = 4 * (2 * 64 * (64 + 32) + 3 * 64 * 128)
     tiny = ModelSize(

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from groupwise.adapters import AdapterStore
 from groupwise.loop import run
+from groupwise.running import Running
 from running_jobs import Dies, adapter_bytes, config, metrics_of, rollouts_of
 
 EVALUATED = {
@@ -59,6 +61,41 @@ def test_it_dies_before_the_first_checkpoint_and_twice(tmp_path: Path) -> None:
     assert metrics_of(first) == metrics_of(whole) and adapter_bytes(first) == adapter_bytes(whole)
     again = run(config(tmp_path, resume="auto", train={"steps": 6}))  # it was finished: another run
     assert again.run_dir != first or again.steps == 6
+
+
+@pytest.mark.parametrize("sections", [EVALUATED, {"train": {"steps": 6, "lora": None}}], ids=["best", "all parameters"])
+def test_one_that_dies_after_its_last_checkpoint_is_only_concluded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict
+) -> None:
+    whole = run(config(tmp_path / "whole", **sections))
+
+    def dies(self: Running) -> None:
+        raise Dies.Now
+
+    named = {"run_dir": str(tmp_path / "here"), "resume": "auto", **sections}
+    with monkeypatch.context() as patch:
+        patch.setattr(Running, "conclude", dies)
+        with pytest.raises(Dies.Now):
+            run(config(tmp_path, **named))
+    records = (tmp_path / "here" / "metrics.jsonl").read_bytes()
+    for _ in range(2):  # and again, which changes nothing
+        result = run(config(tmp_path, **named))
+        assert (result.version, result.steps, result.interrupted) == (whole.version, 6, False)
+        assert (result.before.keys(), result.after.keys()) == (whole.before.keys(), whole.after.keys())
+        assert (tmp_path / "here" / "metrics.jsonl").read_bytes() == records
+        assert adapter_bytes(result.run_dir) == adapter_bytes(whole.run_dir)
+        if "eval" in sections:
+            assert AdapterStore(result.run_dir / "adapters").active == whole.version
+        else:
+            assert (result.run_dir / "model" / "model.safetensors").exists()
+
+
+def test_one_that_stopped_early_is_not_trained_on(tmp_path: Path) -> None:
+    """`eval.patience` ended it before `train.steps`."""
+    early = {"eval": {**EVALUATED["eval"], "every": 1, "patience": 1}, "train": {"steps": 6, "learning_rate": 0.0}}
+    named = {"run_dir": str(tmp_path / "here"), "resume": "auto", **early}
+    first, again = run(config(tmp_path, **named)), run(config(tmp_path, **named))
+    assert first.steps == again.steps < 6 and again.version == first.version
 
 
 @pytest.mark.parametrize("rollout", [{"weight_sync_interval": 3}, {"max_staleness": 2}, {"weight_sync_interval": 0}])

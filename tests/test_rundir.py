@@ -109,6 +109,13 @@ def test_a_directory_with_another_run_is_refused(tmp_path: Path, make_base) -> N
     assert open_run_dir(config(tmp_path, run_dir=str(tmp_path / "here")))[1] == STANDING
 
 
+def test_a_finished_run_that_is_named_is_as_it_was(tmp_path: Path, make_base) -> None:
+    run_dir = begun(tmp_path, make_base, finished=True, run_dir=str(tmp_path / "here"))
+    records = (run_dir / "metrics.jsonl").read_text()
+    assert open_run_dir(config(tmp_path, run_dir=str(run_dir))) == (run_dir, replace(STANDING, finished=True))
+    assert (run_dir / "metrics.jsonl").read_text() == records
+
+
 def test_two_processes_do_not_train_in_one_directory(tmp_path: Path) -> None:
     with owned(tmp_path), pytest.raises(StorageError, match="another process is training in"), owned(tmp_path):
         pass

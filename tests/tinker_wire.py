@@ -129,7 +129,7 @@ def request(
             whole = name == "target_tokens"
             tensor = one.loss_fn_inputs[name]
             tensor.dense, tensor.dtype = np.asarray(row, "<i8" if whole else "<f4").tobytes(), 2 if whole else 1
-            tensor.shape.append(len(row))
+            tensor.shape.extend(np.shape(row))
     return message
 
 
@@ -138,12 +138,14 @@ def read_output(raw: Any) -> Any:
     if isinstance(raw, dict):
         return raw
     message = ForwardBackwardOutput.FromString(raw)
-    (record,) = message.loss_fn_outputs
-    field = record.fields["logprobs"]
-    bounds = np.frombuffer(field.offsets, "<i8") // 4
-    flat = np.frombuffer(field.data, "<f4")
-    assert record.num_datums == len(bounds) - 1
-    return [flat[a:b] for a, b in pairwise(bounds)], dict(message.metrics)
+    rows: list[np.ndarray] = []
+    for record in message.loss_fn_outputs:
+        field = record.fields["logprobs"]
+        bounds = np.frombuffer(field.offsets, "<i8") // 4
+        flat = np.frombuffer(field.data, "<f4")
+        assert record.num_datums == len(bounds) - 1
+        rows += [flat[a:b].reshape(-1, *field.trailing_shape) for a, b in pairwise(bounds)]
+    return rows, dict(message.metrics)
 
 
 def read_samples(raw: bytes) -> Any:

@@ -21,6 +21,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
+
 from groupwise.chat import encode_prompt
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import AdapterError
@@ -42,6 +44,7 @@ class Faults:
     cut: int = 0  # so many completions are ended in the midst of the answer
     cut_stream: int | None = None  # the next stream ends after so many tokens, without a last word
     other_template: bool = False
+    keeps_weights: bool = False  # a checkpoint that it is told to read changes nothing
     slow_s: float = 0.0  # before a completion is sampled
 
 
@@ -62,6 +65,7 @@ class Peer:
     loaded: dict[str, PolicyVersion] = field(default_factory=dict)
     ever: list[str] = field(default_factory=list)  # names of adapters, in the order in which they came
     seen: list[dict[str, Any]] = field(default_factory=list)  # bodies of completions
+    checkpoints: list[Path] = field(default_factory=list)  # that it was told to read
 
     def __post_init__(self) -> None:
         self._flying: list[PolicyVersion] = []
@@ -75,7 +79,7 @@ class Peer:
 
     def start(self) -> None:
         """Listen, with no adapters: what there was died with the process."""
-        self.loaded = {}
+        self.loaded, self.paths = {}, dict[str, Path]()
         self.engine = LocalEngine(self.base, max_rows=64)
         peer = self
 
@@ -138,13 +142,29 @@ class Peer:
             raise Refused(404, str(error)) from None
         last = list(self.loaded.values())[-1:] or [PolicyVersion.base()]
         self.loaded[name] = last[0] if self.faults.stale else version
+        self.paths[name] = path
         self.ever.append(name)
         return f"Success: LoRA adapter '{name}' added successfully."
 
     def do_v1_unload_lora_adapter(self, body: dict[str, Any]) -> Any:
+        self.paths.pop(body["lora_name"], None)
         if self.loaded.pop(body["lora_name"], None) is None:
             raise Refused(404, f"The lora adapter '{body['lora_name']}' cannot be found.")
         return "removed"
+
+    def do_collective_rpc(self, body: dict[str, Any]) -> Any:
+        self.checkpoints.append(Path(body["kwargs"]["weights_path"]))
+        if not self.faults.keeps_weights:
+            self.base.model.load_state_dict(load_file(self.checkpoints[-1] / "model.safetensors"), strict=False)
+            self.base.model.tie_weights()
+            self.engine.adopt(PolicyVersion("read", len(self.checkpoints)))  # sums with the old ones are forgotten
+            for name, path in self.paths.items():
+                self.engine.unload(self.loaded[name])
+                self.engine.load(self.loaded[name], path)
+        return {"results": [None]}
+
+    def do_reset_prefix_cache(self, body: dict[str, Any]) -> Any:
+        return {"success": True}
 
     def do_v1_completions(self, body: dict[str, Any]) -> Any:
         self.seen.append(body)

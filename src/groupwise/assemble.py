@@ -35,7 +35,7 @@ from groupwise.estimate import Load, fitting_tokens
 from groupwise.evaluate import prepare_all
 from groupwise.legacy_play import LegacyEpisodes
 from groupwise.model import LoadedModel, load_model, load_tokenizer
-from groupwise.play import Episodes, Play, SingleTurn
+from groupwise.play import Environments, Episodes, Play, SingleTurn
 from groupwise.replay import ReplayBuffer, RerollQueue, total_reward
 from groupwise.rewards.base import RewardFunction, RewardWorkers, check_columns, load_rewards
 from groupwise.rewards.pool import RewardPool
@@ -110,8 +110,8 @@ class Parts:
         self.close()
 
     def close(self) -> None:
-        """Stop the engine, the reward workers and what agents ask."""
-        if isinstance(self.play, AgentPlay):
+        """Stop the engine, the reward workers, and what environments or agents are played with."""
+        if isinstance(self.play, AgentPlay | Episodes):
             self.play.close()
         self.engine.close()
         self.scorer.close()
@@ -121,10 +121,12 @@ class Parts:
 
 @dataclass(frozen=True, kw_only=True)
 class Elsewhere:
-    """What of a run is not in its own process: who opens its engine, and who its reward workers."""
+    """What of a run is not in its own process: who opens its engine, its reward workers and, unless they are in it, its
+    environments."""
 
     engine: Callable[[RunConfig, LoadedModel], Sampler]
     rewards: Callable[[RunConfig, Sequence[RewardConfig]], RewardWorkers]
+    envs: Callable[[RunConfig, EnvFactory], Environments] | None = None
 
 
 def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = None) -> Plan:
@@ -212,7 +214,8 @@ def open_parts(
 ) -> Parts:
     """Load the model and make engine, learner, reward workers and batches. Use it in a `with`, or close it.
 
-    With `ranks` the learner leads those of the other processes; `elsewhere` replaces the engine and the reward workers.
+    With `ranks` the learner leads those of the other processes; `elsewhere` replaces the engine, the reward workers and
+    perhaps the environments.
 
     Until it is closed the calling thread computes alone: of the threads of a process one has OpenMP's helpers, the
     engine's (`LocalEngine`).
@@ -241,7 +244,7 @@ def _open_parts(
     if plan.reads_reference:
         learner.keep_reference()
     engine = open_engine(config, base, threads=threads) if elsewhere is None else elsewhere.engine(config, base)
-    play = open_play(plan, base, engine)
+    play = open_play(plan, base, engine, elsewhere=elsewhere)
     load = None if config.train.memory_gb is None else _fitted(plan, base, learner, play)
     eval_prompts = tuple(prepare_all(plan.eval_prompts, play, context=engine.context_length))
     gc.freeze()  # what is here now stays; looking through it again and again would cost a step some percent
@@ -263,7 +266,7 @@ def open_engine(config: RunConfig, base: LoadedModel, *, threads: int) -> Sample
     own = None if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive" else threads
     if config.engine == "local":
         return local_engine(config, base, threads=own)
-    from groupwise.engine.vllm import open_vllm
+    from groupwise.engine.vllm_open import open_vllm
 
     return open_vllm(config, base, LocalEngine(base, max_rows=1, prefix_cache_mb=0, threads=own))
 
@@ -289,7 +292,7 @@ def _fitted(plan: Plan, base: LoadedModel, learner: Learner, play: Play) -> Load
     return load
 
 
-def open_play(plan: Plan, base: LoadedModel, engine: Sampler) -> Play:
+def open_play(plan: Plan, base: LoadedModel, engine: Sampler, *, elsewhere: Elsewhere | None = None) -> Play:
     """How the run's prompts become groups."""
     env, config = plan.env, plan.config.env
     if env is None or config is None:
@@ -301,7 +304,8 @@ def open_play(plan: Plan, base: LoadedModel, engine: Sampler) -> Play:
         return RolloutPlay(engine, base, env.function, config, run=run, scored=bool(plan.rewards))
     if isinstance(env, Agent):
         return AgentPlay(engine, base.tokenizer, env, config, scored=bool(plan.rewards))
-    return Episodes(engine, base.tokenizer, env, config)
+    away = None if elsewhere is None else elsewhere.envs
+    return Episodes(engine, base.tokenizer, env if away is None else away(plan.config, env), config)
 
 
 def open_learner(config: RunConfig, base: LoadedModel, *, threads: int, ranks: Ranks | None = None) -> Learner:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import heapq
 import json
+import os
 from collections.abc import Iterable, Mapping
+
+import torch
 
 from groupwise.activations import ModelSize
 from groupwise.backbone import is_lean
 from groupwise.config import RunConfig
-from groupwise.estimate import Load
+from groupwise.estimate import GIB, Load
 from groupwise.model import LoadedModel
 from groupwise.play import Play
 from groupwise.train.learner import Learner
@@ -35,7 +38,26 @@ def load_of(
         longest_prompt=longest_prompt,
         keeps_reference=config.train.lora is None and reads_reference,
         gpu=base.device.type == "cuda",
+        colocated=_colocated(config, base.device, weights=size.parameters * size.value_bytes),
     )
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes of a device's whole memory."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _colocated(config: RunConfig, device: torch.device, *, weights: int) -> int:
+    """Bytes that vLLM takes in this process: its share of the device, or on a CPU its weights and the cache that it is
+    told to have. `vllm.sleep` does not count: a step has begun to train before vLLM gives anything back."""
+    if config.engine != "vllm" or config.vllm.mode != "colocate":
+        return 0
+    cache_gib = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+    if device.type == "cpu" and cache_gib:
+        return weights + int(cache_gib) * GIB
+    return int(config.vllm.gpu_memory_utilization * device_memory(device))
 
 
 def longest_allowed(config: RunConfig, *, context: int) -> int:

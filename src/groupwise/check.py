@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from groupwise.assemble import Parts, Plan, loss_of, make_plan, open_parts
-from groupwise.budget import load_of, longest_allowed
+from groupwise.budget import device_memory, load_of, longest_allowed
 from groupwise.config import RunConfig
 from groupwise.data import open_prompts
 from groupwise.errors import ConfigError, GroupwiseError
@@ -137,7 +134,7 @@ def _report(
         config, parts.base, parts.learner, longest_prompt=max(lengths), reads_reference=plan.reads_reference
     )
     needed = memory(config, load, micro_tokens=parts.learner.micro_tokens)
-    available = _available(parts.base.device)
+    available = device_memory(parts.base.device)
     context = parts.base.context_length
     warnings = [*_of_rewards(groups), *_of_data(plan, encoded, context=context), *_of_batch(config)]
     if not parts.learner.packed:
@@ -145,7 +142,7 @@ def _report(
     if needed.total > available:
         warnings.append(
             f"the estimate of {needed.total / 2**30:.1f} GiB is more than the {available / 2**30:.1f} GiB of memory; "
-            "set train.memory_gb to what there is, or train.gradient_checkpointing; or lower rollout.batch_rows, "
+            f"set train.memory_gb to what there is, or train.gradient_checkpointing; or lower {_sampling(config)}"
             "train.micro_tokens or rollout.max_tokens"
         )
     return CheckReport(
@@ -163,6 +160,13 @@ def _report(
         template=None if plan.env is None else template_check(parts.base.tokenizer),
         warnings=tuple(warnings),
     )
+
+
+def _sampling(config: RunConfig) -> str:
+    """The key that says how much memory sampling takes here, if there is one."""
+    if config.engine == "local":
+        return "rollout.batch_rows, "
+    return "vllm.gpu_memory_utilization, " if config.vllm.mode == "colocate" else ""
 
 
 def _answer_length(rollout: Rollout) -> int:
@@ -228,10 +232,3 @@ def _of_data(plan: Plan, encoded: Sequence[Prompt], *, context: int) -> Iterator
 def _question(prompt: Prompt) -> str:
     asked = prompt.messages or dict(prompt.columns)  # an environment's case
     return prompt.text if prompt.text is not None else json.dumps(asked, sort_keys=True, default=str)
-
-
-def _available(device: torch.device) -> int:
-    """Bytes of the device's whole memory."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

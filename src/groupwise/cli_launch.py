@@ -4,7 +4,7 @@ groupwise launch my.yaml train.devices=8              # torchrun, here
 groupwise launch my.yaml --print                      # only show the command lines, or the Slurm script
 groupwise launch my.yaml --doctor                     # would it work? versions, GPUs, storage, clocks, network
 groupwise launch my.yaml launcher.kind=slurm          # hand it to sbatch
-groupwise launch my.yaml launcher.kind=ray            # learners, engines and reward workers as actors of Ray
+groupwise launch my.yaml launcher.kind=ray            # learners, engines and workers as actors of Ray
 groupwise launch my.yaml --node 1                     # of several machines without Slurm: this is the second
 """
 

@@ -38,7 +38,7 @@ def vllm_serve(
     from groupwise.frontends.importing import read_words
 
     loaded = read_words([config, "engine=vllm", *(overrides or ()), *(set_ or ())])
-    from groupwise.engine.vllm import read_launch
+    from groupwise.engine.vllm_open import read_launch
     from groupwise.engine.vllm_server import keep_up
 
     launch = read_launch(loaded.runnable(), port=loaded.config.vllm.port or DEFAULT_PORT)

@@ -341,7 +341,8 @@ class RunConfig(Section):
     run_dir: Text | None = None
     """... unless it is named here."""
     resume: Literal["never", "auto"] = "never"
-    """`auto` goes on with the run of this name and configuration that was not finished, if there is one."""
+    """`auto` goes on with the run of this name and configuration that was not finished, if there is one. One that
+    `run_dir` names may be finished: then only its result is said again."""
     folder: Annotated[Path, Field(strict=False)] = Path(".")
     """Where `data.source` and the modules of functions are looked up first; the default is the config file's folder."""
     data: DataConfig | None = None
@@ -396,9 +397,6 @@ class RunConfig(Section):
             if self.vllm != VllmConfig():
                 raise conflict("vllm", "does nothing with engine local; set engine: vllm, or remove the section")
             return
-        if self.train.lora is None:
-            message = "hands over adapters only, and train.lora null trains all parameters"
-            raise conflict("engine", f"vllm {message}; set train.lora, or engine: local")
         fields = RolloutConfig.model_fields
         for key in ("draft_tokens", "prefix_cache_mb"):
             if getattr(self.rollout, key) != fields[key].default:

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from groupwise.section import Section, Text, Texts, conflict
 
 OF_SLURM = ("partition", "account", "time", "options", "setup")
-OF_RAY = ("engines", "cpus", "gpus", "reward_cpus", "restarts", "start_timeout_s")
+OF_RAY = ("engines", "cpus", "gpus", "reward_cpus", "env_workers", "env_cpus", "restarts", "start_timeout_s")
 
 
 class LauncherConfig(Section):
@@ -18,7 +18,7 @@ class LauncherConfig(Section):
 
     kind: Literal["torchrun", "slurm", "ray"] = "torchrun"
     """`torchrun` starts processes here (and, with several nodes, on each of them by hand), `slurm` asks for machines,
-    `ray` makes learners, engines and reward workers actors of a cluster and replaces those that die."""
+    `ray` makes learners, engines, reward and environment workers actors of a cluster and replaces those that die."""
     nodes: int = Field(default=1, ge=1, le=4096)
     """Machines; each runs `train.devices` / `nodes` processes."""
     address: Text | None = None
@@ -45,8 +45,12 @@ class LauncherConfig(Section):
     """GPUs for each of them; null is one, or none with device cpu or where the cluster has none. 0.5 shares one."""
     reward_cpus: float = Field(default=1.0, ge=0)
     """CPUs that Ray reserves for each of the `scoring.workers`."""
+    env_workers: int = Field(default=1, ge=0, le=1024)
+    """Actors that hold environments (`env.environment` with reset and step); 0 leaves them in the learner."""
+    env_cpus: float = Field(default=1.0, ge=0)
+    """CPUs that Ray reserves for each of them."""
     restarts: int = Field(default=3, ge=0)
-    """How often learners that died are started again, and an engine or reward worker that has answered nothing."""
+    """How often learners that died are started again, and an engine or a worker that has answered nothing."""
     start_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds for the cluster to have room, and for an engine to load the model or a version."""
 

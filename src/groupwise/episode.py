@@ -29,7 +29,7 @@ from groupwise.config_env import EnvConfig
 from groupwise.envs.base import Episode, Observation, observation_of, reward_of, step_result_of
 from groupwise.envs.call import OwnThread
 from groupwise.envs.tool_env import ToolEnv
-from groupwise.errors import ChatError, EnvError, GroupwiseError
+from groupwise.errors import ChatError, ClusterError, EnvError, GroupwiseError
 from groupwise.rollout import priced
 from groupwise.transcript import Transcript
 from groupwise.types import Completion, FinishReason, Message, Rollout, SamplingParams
@@ -87,6 +87,8 @@ class Player:
             seen: Observation = observation_of(value, limit=self.config.max_characters)
             tools: list[dict[str, Any]] = [dict(tool) for tool in seen.tools]
             self.transcript = Transcript(seen.messages, self.tokenizer, tools=tools)
+        except ClusterError:  # there will be no environments any more
+            raise
         except GroupwiseError as error:
             self._fail(error)
 
@@ -101,6 +103,8 @@ class Player:
                 stop, reward = await self._played(first)
         except PolicyError as error:
             raise error.cause from None
+        except ClusterError:
+            raise
         except GroupwiseError as error:
             self._fail(error)
         finally:

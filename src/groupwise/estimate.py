@@ -1,7 +1,8 @@
 """How large one step is and how much memory a run takes: arithmetic on the configuration, before anything is trained.
 
     step_size       prompts, completions, tokens, decoding waves, forward passes and optimizer steps of a rollout batch
-    memory          bytes of the process, the weights, what is trained, the engine's keys and values, one micro-batch
+    memory          bytes of the process, the weights, what is trained, the engine's keys and values, one micro-batch;
+                    of vLLM nothing where it has a process of its own, and its share where it is in this one
     fitting_tokens  the largest micro-batch for which that stays within `train.memory_gb`
     longest_sample  the most tokens that a prompt and its completion may have together then
 
@@ -82,6 +83,7 @@ class Memory:
     reference: int
     trained: int
     kv_cache: int
+    vllm: int
     activations: int
 
     @property
@@ -94,6 +96,7 @@ class Load:
     """What of a run the configuration does not say: its model, how many parameters are trained, its longest prompt.
 
     `keeps_reference`: full-parameter training with a term that reads the reference holds a frozen copy.
+    `colocated`: bytes that a vLLM in this process takes.
     """
 
     model: ModelSize
@@ -101,6 +104,7 @@ class Load:
     longest_prompt: int
     keeps_reference: bool = False
     gpu: bool = False
+    colocated: int = 0
 
 
 def memory(config: RunConfig, load: Load, *, micro_tokens: int | None = None) -> Memory:
@@ -121,6 +125,7 @@ def memory(config: RunConfig, load: Load, *, micro_tokens: int | None = None) ->
         reference=weights if load.keeps_reference else 0,
         trained=trained,
         kv_cache=_keys_and_values(config, load),
+        vllm=load.colocated,
         activations=_activations(config, load, micro_tokens or config.train.micro_tokens),
     )
 
@@ -170,7 +175,7 @@ def _too_little(config: RunConfig, load: Load, needed: Memory) -> ConfigError:
         **{
             f"{section}.{key}: {value}": _with(config, **{section: {key: value}})
             for section, key, first in (
-                ("rollout", "batch_rows", config.rollout.batch_rows),
+                ("rollout", "batch_rows", config.rollout.batch_rows if config.engine == "local" else 0),
                 ("rollout", "max_tokens", config.rollout.max_tokens),
             )
             if (value := _halved(config, load, section, key, first))
@@ -183,7 +188,8 @@ def _too_little(config: RunConfig, load: Load, needed: Memory) -> ConfigError:
     return ConfigError(
         f"train.memory_gb {config.train.memory_gb:g} does not suffice for one sample of {sample}: "
         f"{_gib(needed.total)} = {listed}" + (f"; one of {longest} tokens would fit" if longest else ""),
-        hint=f"set one of: {'; '.join([*would, enough])}",
+        hint=f"set one of: {'; '.join([*would, enough])}"
+        + ("; or lower vllm.gpu_memory_utilization" if load.colocated else ""),
     )
 
 
@@ -251,8 +257,12 @@ def _merged(config: RunConfig, model: ModelSize) -> int:
 
 
 def _keys_and_values(config: RunConfig, load: Load) -> int:
-    """Of every row that decodes at once and its prompt; evaluation and sampling ahead fill all rows."""
+    """Of every row that decodes at once and its prompt; evaluation and sampling ahead fill all rows.
+
+    With vLLM the local engine only scores, and keeps none."""
     rollout, model = config.rollout, load.model
+    if config.engine != "local":
+        return 0
     rows = rollout.batch_rows
     if config.eval is None and rollout.on_policy:
         rows = min(rows, math.ceil(rollout.prompts_per_step * rollout.refill) * rollout.group_size)

@@ -62,8 +62,8 @@ def run(
     elsewhere: Elsewhere | None = None,
     stop: StopRequest | None = None,
 ) -> RunResult:
-    """Train as `config` says. `rewards` replaces the configured functions, `elsewhere` engine and reward workers, and
-    `stop` is who else may ask for a clean stop.
+    """Train as `config` says. `rewards` replaces the configured functions, `elsewhere` engine, reward workers and
+    environments, and `stop` is who else may ask for a clean stop.
 
     Ctrl-C finishes the step, publishes it and returns with `interrupted`; a second one stops at once. Under torchrun
     each process calls this, and rank 0 does it (`cluster.learners`).
@@ -103,7 +103,7 @@ async def train(running: Running, standing: Standing | None, *, stop: StopReques
     """The loop itself."""
     config, batches = running.plan.config, running.parts.batches
     step = await running.begin() if standing is None else running.resume(standing)
-    last = step == config.train.steps
+    last = step == config.train.steps or (standing is not None and standing.finished)
     try:
         while not last:
             step, started = step + 1, time.monotonic()

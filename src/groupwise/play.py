@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from groupwise.chat import encode_prompt
 from groupwise.config_env import EnvConfig
 from groupwise.engine.base import Sampler
-from groupwise.envs.load import EnvFactory
 from groupwise.episode import Player
 from groupwise.rollout import group_of
 from groupwise.seeds import seed_of
@@ -72,6 +71,20 @@ class SingleTurn:
         return [group(prompt, at) for at, prompt in enumerate(prompts)]
 
 
+class Environments(Protocol):
+    """Makes an environment for each episode; calls may take `patience_s` seconds beyond `env.step_timeout_s`."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def patience_s(self) -> float: ...
+
+    def make(self) -> Any: ...
+
+    def close(self) -> None: ...
+
+
 class Episodes:
     """Each prompt is a case of an environment, which plays `n` episodes of it."""
 
@@ -79,13 +92,17 @@ class Episodes:
         self,
         sampler: Sampler,
         tokenizer: PreTrainedTokenizerBase,
-        factory: EnvFactory,
+        factory: Environments,
         config: EnvConfig,
     ):
-        self._sampler, self._tokenizer = sampler, tokenizer
-        self._factory, self._config = factory, config
+        self._sampler, self._tokenizer, self._factory = sampler, tokenizer, factory
+        self._config = config.model_copy(update={"step_timeout_s": config.step_timeout_s + factory.patience_s})
         self._cache = config.max_turns > 1
         self._slots = Slots(config.concurrency)
+
+    def close(self) -> None:
+        """Let go of what its environments have in common."""
+        self._factory.close()
 
     def prepare(self, prompt: Prompt) -> Prompt:
         """The prompt itself: what the policy is asked, `reset` says."""

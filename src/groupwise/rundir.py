@@ -38,7 +38,7 @@ _ON_WHAT = ("devices", "parallel", "cpu_offload", "deadline_s")  # of `train`: n
 
 
 def run_dir_of(config: RunConfig) -> Path:
-    """The directory of the run that goes on (`resume: auto`), else of a new one. Raises ConfigError as `open_run_dir`."""
+    """The directory of the run that goes on (`resume: auto`), or of a new one. Raises as `open_run_dir`."""
     return _found(config)[0]
 
 
@@ -90,7 +90,6 @@ def _found(config: RunConfig) -> tuple[Path, bool]:
 def _begun(config: RunConfig) -> Path | None:
     """The run of this configuration in `run_dir`, or the newest in `output_dir` that was not finished. Raises
     ConfigError if `run_dir` holds another."""
-    named = config.run_dir is not None
     if config.run_dir is not None:
         candidates = [Path(config.run_dir)]
     else:
@@ -101,13 +100,14 @@ def _begun(config: RunConfig) -> Path | None:
         if not (run_dir / CONFIG).exists():
             continue
         changed = _changes(run_dir / CONFIG, config)
-        if changed and named:
+        if changed and config.run_dir is not None:
             raise ConfigError(
                 f"run_dir {str(run_dir)!r} holds a run with another {', '.join(changed)}",
                 hint="resume with the configuration that the run was started with, or name another directory",
             )
         at = checkpoint.newest(run_dir)
-        if not changed and (named or not (at is not None and checkpoint.read(at).finished)):
+        finished = at is not None and checkpoint.read(at).finished
+        if not changed and (config.run_dir is not None or not finished):
             return run_dir
     return None
 

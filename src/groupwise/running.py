@@ -70,7 +70,11 @@ class Running:
         self._protect()
         batches.sync(standing.sampler, step=standing.synced)
         self.health.replay(read_metrics(self.run_dir / METRICS))
-        self.display.note(f"going on after step {standing.step} in {self.run_dir}")
+        self.display.note(
+            f"the run in {self.run_dir} was finished after step {standing.step}"
+            if standing.finished
+            else f"going on after step {standing.step} in {self.run_dir}"
+        )
         return standing.step
 
     def save(self, step: int, *, finished: bool) -> None:

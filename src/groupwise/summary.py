@@ -279,6 +279,7 @@ def _memory(report: CheckReport) -> str:
         "frozen reference": needed.reference,
         "gradients and optimizer" if lora is None else "adapter and optimizer": needed.trained,
         "keys and values": needed.kv_cache,
+        "vLLM in this process": needed.vllm,
         "activations": needed.activations,
     }
     listed = ", ".join(f"{name} {_size(value)}" for name, value in parts.items() if value)

@@ -213,12 +213,20 @@ class RolloutGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """What the learner trains on. All four completion fields have length T.
+    """What the learner trains on. All five completion fields have length T.
 
     `mask[t]` is 1 where the policy chose `completion_ids[t]` and it is to be trained; tokens with mask 0 (tool results,
     user turns) are attended to and change nothing else. `behaviour_logprobs` may be None (text-only groups, supervised
     data); `advantage` weighs the whole completion, and `weights` each of its tokens besides. Samples that stand
     together and begin alike share that in the forward.
+
+    `targets[t]` is the token whose log-probability is taken where `completion_ids[t]` stands; None: that token itself.
+    What the model reads are `completion_ids` all the same. So
+
+        Sample(prompt_ids=(5, 10, 5, 11), completion_ids=(7, 2), mask=(1, 1), targets=(8, 2), advantage=1.0)
+
+    trains log p(8 | 5 10 5 11) and log p(2 | 5 10 5 11 7), as a teacher would that had said 8 instead of 7.
+    `behaviour_logprobs` are of these tokens.
     """
 
     prompt_ids: tuple[int, ...]
@@ -227,10 +235,11 @@ class Sample:
     advantage: float = 0.0
     behaviour_logprobs: tuple[float, ...] | None = None
     weights: tuple[float, ...] | None = None
+    targets: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         length = len(self.completion_ids)
-        for name in ("mask", "behaviour_logprobs", "weights"):
+        for name in ("mask", "behaviour_logprobs", "weights", "targets"):
             value = getattr(self, name)
             if value is not None and len(value) != length:
                 raise ValueError(f"{name} has {len(value)} entries for {length} completion tokens; give one per token")

@@ -218,3 +218,19 @@ def test_closed_it_ends_its_workers_and_fails_what_is_open(office: Office, crew_
     with pytest.raises(GroupwiseError, match="the clerks are closed"):
         answer.result(5)
     assert not any(clerk.alive for clerk in office.clerks)
+
+
+def test_calls_that_may_not_be_made_again_tell_of_the_loss(office: Office) -> None:
+    crew = Crew("desk", office.start, size=1, first=4, again=False, orders={}, restarts=1, timeout_s=5)
+    try:
+        asked = crew.ask("work", 1)
+        assert becomes(lambda: office.clerks and office.clerks[0].open)
+        office.of(4).end()
+        with pytest.raises(WorkerLost, match="it was killed"):
+            asked.result(5)
+        again = crew.ask("work", 2)  # another has taken its place
+        assert becomes(lambda: len(office.clerks) == 2 and office.clerks[1].open)
+        office.of(4).open[0][1].set_result("done")
+        assert again.result(5) == "done"
+    finally:
+        crew.close()

@@ -5,16 +5,22 @@ from __future__ import annotations
 import importlib.util
 import threading
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from groupwise.checkpoint import Standing
+from groupwise.cluster import ray_launch
 from groupwise.cluster.crew import WorkerLost
 from groupwise.cluster.ray_launch import _outcome, roles_of, supervise
 from groupwise.config import RunConfig, parse_config
 from groupwise.errors import ConfigError, RewardError, TrainingError
 from groupwise.interrupt import StopRequest
+from groupwise.rundir import open_run_dir
+from groupwise.types import PolicyVersion
 
 
 def config(launcher: Any = "ray", **keys: Any) -> RunConfig:
@@ -27,7 +33,7 @@ def test_a_bundle_for_each_learner_and_engine_and_one_for_the_reward_workers() -
     assert roles.bundles == [{"CPU": 4.0}] * 5 + [{"CPU": 3.0}]
     places = roles.places("group", "/here")
     assert [place.index for place in places.learners] == [0, 1]
-    assert [place.index for place in places.engines] == [2, 3, 4]
+    assert [place.index for place in places.engines] == [2, 3, 4] and places.envs is None
     assert (places.rewards.index, places.rewards.share) == (5, {"CPU": 0.5})
     assert {place.folder for place in (*places.learners, *places.engines, places.rewards)} == {"/here"}
 
@@ -38,6 +44,39 @@ def test_reward_workers_that_need_nothing_have_no_bundle(workers: int, reward_cp
     roles = roles_of(config({"kind": "ray", "reward_cpus": reward_cpus}, scoring={"workers": workers}))
     assert roles.bundles == [{"CPU": 1.0}] * 2
     assert roles.places("group", "/here").rewards.index == 1
+
+
+ENVS = """
+class Guess:
+    def reset(self, case, seed): return "Guess."
+    def step(self, message): return None
+    def score(self, episode): return 1.0
+class Hotel:
+    def build_dataset(self, tokenizer): return [{"prompt": "a", "case_idx": 0}]
+    def score_episode(self, model, tokenizer, completion, case_idx): return 1.0
+async def agent(case): return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("env", "env_cpus", "workers", "last", "indices"),
+    [
+        ({"environment": "ray_envs_here:Guess"}, 0.5, 2, [{"CPU": 1.0}], (2, 3)),  # one of rewards, one of these
+        ({"environment": "ray_envs_here:Guess"}, 0.0, 2, [], (2, 1)),
+        ({"environment": "ray_envs_here:Guess"}, 0.5, 0, [], (2, None)),
+        ({"environment": "ray_envs_here:Hotel"}, 0.5, 2, [], (2, None)),  # asks the policy itself
+        ({"agent": "ray_envs_here:agent"}, 0.5, 2, [], (2, None)),
+    ],
+)
+def test_environment_workers_have_a_bundle_where_there_are_environments(
+    tmp_path: Path, env: dict[str, Any], env_cpus: float, workers: int, last: list[dict], indices: tuple
+) -> None:
+    (tmp_path / "ray_envs_here.py").write_text(ENVS)
+    launcher = {"kind": "ray", "env_workers": workers, "env_cpus": env_cpus}
+    roles = roles_of(config(launcher, env=env, folder=str(tmp_path)))
+    assert roles.bundles == [{"CPU": 1.0}] * 2 + [{"CPU": 2.0}] + last
+    places = roles.places("group", "/here")
+    assert (places.rewards.index, places.envs and places.envs.index) == indices
 
 
 @pytest.mark.parametrize(
@@ -114,10 +153,34 @@ def test_a_lost_rank_is_known_at_once_and_a_stop_is_asked_for_once() -> None:
     assert asked == ["stop"]
 
 
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_learners_that_come_later_find_a_run_that_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: str
+) -> None:
+    """The first are lost after the last checkpoint; it is that run which the next conclude, and no new one."""
+    version = PolicyVersion("run", 2)
+    standing = Standing(step=2, version=version, sampler=version, synced=2, finished=True)
+
+    def attempt(config: RunConfig, *_: Any) -> tuple[Path, Standing | None]:
+        run_dir, found = open_run_dir(config)
+        if found is not None:
+            return run_dir, found
+        (run_dir / "metrics.jsonl").write_text("{}\n")
+        (at := run_dir / "checkpoints" / "step-000002").mkdir(parents=True)
+        (at / "run.json").write_text(standing.dump())
+        raise WorkerLost("it died")
+
+    monkeypatch.setattr(ray_launch, "_attempt", attempt)
+    monkeypatch.setattr(ray_launch, "connected", lambda address: nullcontext())
+    monkeypatch.setattr(ray_launch, "placed", lambda bundles, **options: nullcontext())
+    monkeypatch.setattr(ray_launch, "ray_module", lambda: SimpleNamespace(cluster_resources=dict))
+    result: Any = supervise(config(resume=resume, output_dir=str(tmp_path)), lambda config, **options: None)
+    run_dir, found = result
+    assert found == standing and list(tmp_path.iterdir()) == [run_dir]
+
+
 def test_the_launchers_section_makes_it_no_other_run(tmp_path: Path) -> None:
     """A run on Ray goes on without it, and the other way round."""
-    from groupwise.rundir import open_run_dir
-
     keys = {"run_dir": str(tmp_path / "run"), "resume": "auto"}
     assert open_run_dir(config(**keys)) == (tmp_path / "run", None)
     assert open_run_dir(config("torchrun", **keys)) == (tmp_path / "run", None)

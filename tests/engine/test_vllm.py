@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from groupwise.config import load_config
 from groupwise.config_engine import VllmConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.vllm import VllmEngine
 from groupwise.engine.vllm_handshake import linear_names
 from groupwise.engine.vllm_http import server_url
+from groupwise.engine.vllm_open import read_launch
 from groupwise.errors import (
     AdapterError,
     AdapterNotFoundError,
@@ -28,6 +30,7 @@ from groupwise.types import FinishReason, PolicyVersion, SamplingParams, Samplin
 from processes import becomes
 from vllm_peer import Faults, Peer, serving
 
+RECIPE = Path(__file__).parents[2] / "configs" / "arithmetic.yaml"
 BASE = PolicyVersion.base()
 FIRST, SECOND = PolicyVersion("math", 1), PolicyVersion("math", 2)
 QUICK = {
@@ -50,11 +53,12 @@ def attach(tiny: LoadedModel) -> Iterator[Callable[..., VllmEngine]]:
     """`attach(peer, ..., sync_retries=0)`: an engine over these servers; closed after the test."""
     with ExitStack() as opened:
 
-        def make(*peers: Peer | str, base: LoadedModel = tiny, **options) -> VllmEngine:
+        def make(*peers: Peer | str, base: LoadedModel = tiny, reloads: bool = False, **options) -> VllmEngine:
             urls = tuple(each if isinstance(each, str) else each.url for each in peers)
             config = VllmConfig(urls=urls, **{**QUICK, **options})
             targets = linear_names(base.model, "all-linear")
-            engine = VllmEngine(config, base, LocalEngine(base, max_rows=1, prefix_cache_mb=0), targets=targets)
+            local = LocalEngine(base, max_rows=1, prefix_cache_mb=0)
+            engine = VllmEngine(config, base, local, targets=targets, reloads=reloads)
             opened.callback(engine.close)
             return engine
 
@@ -268,8 +272,60 @@ def test_a_sync_that_fails_is_tried_again_and_then_ends_the_run_by_name(attach, 
     engine.load(SECOND, adapters[1])
     with pytest.raises(AdapterError):
         engine.load(PolicyVersion("math", 3), tmp_path)
-    with pytest.raises(ConfigError, match="all parameters are trained"):
+    with pytest.raises(ConfigError, match="math@4 is a whole model, and this engine was opened for adapters"):
         engine.adopt(PolicyVersion("math", 4))
+
+
+# ---- all parameters are trained ----
+
+
+def whole(make_base) -> LoadedModel:
+    """A model of one's own, as another process has it."""
+    return make_base("qwen3", dtype=torch.float32, context=192)
+
+
+def step(base: LoadedModel) -> None:
+    with torch.no_grad():
+        for parameter in base.model.parameters():
+            parameter.mul_(1.05)
+
+
+def test_whole_models_are_read_anew_also_by_a_server_that_was_away(attach, make_base):
+    base = whole(make_base)
+    with serving(whole(make_base)) as peer:
+        step(peer.base)  # what an earlier run has left there
+        engine = attach(peer, base=base, reloads=True)
+        for version in (FIRST, SECOND):
+            step(base)
+            engine.adopt(version)
+            (group,) = engine.generate([request(version=version, n=2)])
+            assert off(group, (1, 2, 3, 4), LocalEngine(base, max_rows=1), BASE) < 1e-4
+        with pytest.raises(AdapterNotFoundError, match="'math@1' is not loaded"):
+            engine.submit([request(version=FIRST)])
+        assert len(peer.checkpoints) == 3 and [path.exists() for path in peer.checkpoints] == [False, False, True]
+        peer.die()
+        assert becomes(lambda: engine.servers[peer.url] is None, within_s=10)
+        peer.base = whole(make_base)
+        peer.start()
+        assert engine.generate([request(version=SECOND, n=2)]) == [group]
+        assert peer.checkpoints[3] == peer.checkpoints[2]
+
+
+def test_weights_that_a_server_does_not_take_end_the_run_by_name(attach, make_base):
+    base = whole(make_base)
+    with serving(whole(make_base)) as peer:
+        engine = attach(peer, base=base, reloads=True, sync_retries=1)
+        step(base)
+        peer.faults.keeps_weights = True
+        with pytest.raises(EngineError, match=r"math@1 could not be handed to vLLM in 2 attempts.* are off by"):
+            engine.adopt(FIRST)
+        assert len(peer.checkpoints) == 3
+
+
+def test_tied_embeddings_are_refused_on_a_cpu(model_dir):
+    options = [f"model={model_dir}", "device=cpu", "dtype=float32", "engine=vllm", "train.lora=null"]
+    with pytest.raises(ConfigError, match=r"tied embeddings: on a CPU vLLM 0\.32 keeps their old output layer"):
+        read_launch(load_config(RECIPE, options), port=8000)
 
 
 # ---- deaths ----

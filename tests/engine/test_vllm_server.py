@@ -89,7 +89,7 @@ def test_the_command_line_says_all_that_the_run_needs(monkeypatch: pytest.Monkey
 
 
 def test_stop_ends_the_whole_tree(marker: str, tmp_path: Path):
-    server = ServerProcess(launch(marker, tmp_path / "log"))
+    server = ServerProcess(launch(marker, tmp_path / "logs" / "log"))
     assert becomes(lambda: len(running(marker)) == 3) and server.ended is None
     server.stop()
     assert not running(marker) and "vLLM ended" in (server.ended or "")

@@ -39,17 +39,30 @@ def test_the_sample_shares_its_prompt_and_keeps_its_values() -> None:
     sample = made.sample("advantages")
     assert (sample.prompt_ids, sample.completion_ids, sample.mask) == ((5, 6), (7, 2), (1, 1))
     assert sample.weights == (0.5, -0.5) and sample.behaviour_logprobs == (-0.1, -0.2)
+    assert sample.targets == (7, 2) and made.whole().targets == (6, 7, 2)
 
 
 def test_without_a_mask_every_target_is_trained() -> None:
     assert datum(advantages=[0.0, 1.0, 1.0]).sample("advantages").prompt_ids == (5,)
 
 
-def test_padded_targets_are_targets_of_nothing() -> None:
+def test_padded_targets_are_not_trained_without_a_mask() -> None:
     padded = Datum(model_input=(5, 6, 7), loss_fn_inputs={"target_tokens": (0, 7, 2), "advantages": (0.0, 1.0, 1.0)})
-    assert padded.mask == (0, 1, 1) and padded.tokens == TOKENS
-    with pytest.raises(DataError, match=r"target_tokens\[0\] is 0 and the next token is 6"):
-        padded.having(advantages=(1.0, 1.0, 1.0))
+    assert padded.mask == (0, 1, 1) and padded.tokens == TOKENS and padded.loss_tokens == 2
+    assert padded.having(mask=(1, 1, 0)).mask == (1, 1, 0)
+    assert padded.having(logprobs=(math.nan, -1.0, -1.0)).skipped == 1
+    alone = padded.having(advantages=None)
+    assert alone.mask == (1, 1, 1)  # nothing says that it has no weight
+
+
+def test_any_token_is_a_target() -> None:
+    made = Datum(model_input=(5, 6, 7), loss_fn_inputs={"target_tokens": (6, 9, 4), "weights": (0.0, -0.5, 1.0)})
+    assert made.mask == (1, 1, 1) and made.loss_tokens == 2
+    masked = made.having(mask=(0, 1, 1))
+    sample = masked.sample("weights")
+    assert (sample.prompt_ids, sample.completion_ids, sample.targets) == ((5, 6), (7, 4), (9, 4))
+    (built,) = build_grpo_datums([masked], [2.0], [(-0.1, -0.2)], 2)
+    assert built.targets == (6, 9, 4) and built.loss_fn_inputs["advantages"] == (0.0, 2.0, 2.0)
 
 
 @pytest.mark.parametrize(

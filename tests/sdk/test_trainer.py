@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from sdk_cases import ADAM, gradient, scored, sequences, weights
 
 from groupwise.algo.loss_spec import resolve_loss
 from groupwise.errors import ConfigError, ContextLengthError, DataError, StorageError, TrainingError
-from groupwise.model import LoadedModel
+from groupwise.model import LoadedModel, plain_attention
 from groupwise.sdk import losses
 from groupwise.sdk.datums import Datum, build_grpo_datums, datum_of
 from groupwise.sdk.losses import make_loss_fn
@@ -282,10 +283,84 @@ def test_a_datum_may_be_padded_as_recipes_pad(policy: TrainingClient) -> None:
     )
     whole = datum_of(tokens, prompt_len=prompt)
     (row,), (full,) = policy.forward([padded]).result().logprobs, policy.forward([whole]).result().logprobs
-    assert row[2:] == full[2:] and all(map(math.isnan, row[:2]))
+    assert row[2:] == full[2:] and row[:2] != full[:2] and all(map(math.isfinite, row))
     policy.forward_backward([padded], "importance_sampling").result()
     found = gradient(policy)
     policy.optim_step(AdamParams(learning_rate=0.0)).result()
     (built,) = build_grpo_datums([whole], [1.0], [(-5.0, -5.0)], prompt)
     policy.forward_backward([built], "importance_sampling").result()
     assert torch.allclose(found, gradient(policy), atol=1e-6)
+
+
+def targeted(seed: int = 0) -> list[Datum]:
+    """Sequences with targets of their own and weights of either sign, some 0; every other twice over equal tokens."""
+    rng = random.Random(seed)
+    data = []
+    for i, datum in enumerate(sequences(seed)[0]):
+        for _ in range(1 + i % 2):
+            targets = [rng.randrange(280) for _ in datum.model_input]
+            weights = [rng.choice((-1.0, 0.0, 0.5, 2.0)) for _ in targets]
+            data.append(
+                Datum(model_input=datum.model_input, loss_fn_inputs={"target_tokens": targets, "weights": weights})
+            )
+    return data
+
+
+def plain(policy: TrainingClient, data: Sequence[Datum]) -> list[torch.Tensor]:
+    """log p of every target by the policy's own module tree, with transformers' attention, and a graph."""
+    model = policy.learner.model
+    with plain_attention(model):
+        logits = [model(input_ids=torch.tensor([datum.model_input])).logits[0] for datum in data]
+    return [
+        row.log_softmax(-1).gather(1, torch.tensor(datum.targets)[:, None])[:, 0]
+        for row, datum in zip(logits, data, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("verb", ["forward_backward", "forward_backward_custom"])
+def test_targets_may_be_any_tokens(policy: TrainingClient, verb: str) -> None:
+    data = targeted()
+    rows = plain(policy, data)
+    weighed = [torch.tensor(datum.loss_fn_inputs["weights"]) for datum in data]
+    loss = -torch.stack([(w * row).sum() for w, row in zip(weighed, rows, strict=True)]).sum()
+    loss.backward()
+    expected = gradient(policy)
+    policy.learner.zero_grad()
+    for found, row in zip(policy.forward(data).result().logprobs, rows, strict=True):
+        assert found == pytest.approx(row.tolist(), abs=1e-4)
+    if verb == "forward_backward":
+        output = policy.forward_backward(data, "cross_entropy").result()
+        assert output.metrics["loss/policy"] == pytest.approx(loss.item(), rel=1e-5)
+        for row, datum, known in zip(output.logprobs, data, rows, strict=True):
+            trained = [j for j, marked in enumerate(datum.mask) if marked]
+            assert [row[j] for j in trained] == pytest.approx([known[j].item() for j in trained], abs=1e-4)
+    else:
+        output = policy.forward_backward_custom(
+            data, lambda d, rows: losses.datum_loss(d, rows, "cross_entropy")
+        ).result()
+        assert output.metrics["loss/custom"] == pytest.approx(loss.item(), rel=1e-5)
+    assert torch.allclose(gradient(policy), expected, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_a_ratio_may_be_of_any_tokens(policy: TrainingClient) -> None:
+    data = [datum.having(weights=None, advantages=datum.loss_fn_inputs["weights"]) for datum in targeted(1)]
+    rows = plain(policy, data)
+    advantages = [torch.tensor(datum.loss_fn_inputs["advantages"]) for datum in data]
+    sampler = [row.detach() + 0.1 * torch.sin(torch.arange(len(row))) for row in rows]
+    ratios = [((p - q).exp() * a).sum() for p, q, a in zip(rows, sampler, advantages, strict=True)]
+    (-torch.stack(ratios).sum()).backward()
+    expected = gradient(policy)
+    policy.learner.zero_grad()
+    data = [datum.having(logprobs=q) for datum, q in zip(data, sampler, strict=True)]
+    policy.forward_backward(data, "importance_sampling").result()
+    assert torch.allclose(gradient(policy), expected, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_a_target_that_the_model_does_not_have_is_refused(policy: TrainingClient) -> None:
+    wrong = Datum(model_input=(5, 6, 7), loss_fn_inputs={"target_tokens": (6, 280, 2), "weights": (1.0, 1.0, 1.0)})
+    for verb in (policy.forward, lambda d: policy.forward_backward(d, "cross_entropy")):
+        with pytest.raises(DataError, match="target 280 is not in the vocabulary: ids go from 0 to 279"):
+            verb([wrong])
+    unread = wrong.having(weights=(1.0, 0.0, 1.0))  # padding
+    assert policy.forward_backward([unread], "cross_entropy").result().metrics["loss/policy"] > 0
+    policy.learner.zero_grad()

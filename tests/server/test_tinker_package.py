@@ -86,6 +86,46 @@ def test_a_custom_loss_is_the_built_in_one(service: Any, model: str) -> None:
     assert ends[0] == pytest.approx(ends[1], rel=1e-4)
 
 
+def test_targets_of_a_teacher_one_a_position_and_several(service: Any, model: str) -> None:
+    """A student learns what a teacher, here a table, says after each token; a custom loss sees [N, K] as well."""
+    import torch
+
+    trainer = service.create_lora_training_client(base_model=model, rank=4, seed=3).result()
+    tokens, said = [5, 6, 7, 8], torch.tensor([[11, 12, 0], [13, 14, 0], [15, 16, 0], [17, 18, 0]])
+    weights = torch.tensor([0.7, 0.3, 0.0]).expand(4, 3)  # the third is padding
+    named = {"target_tokens": said, "weights": weights}
+    inputs = {name: types.TensorData.from_torch(values) for name, values in named.items()}
+    data = [types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)]
+    losses = []
+    for _ in range(20):
+        backward = trainer.forward_backward(data, "cross_entropy")
+        trainer.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        losses.append(backward.result().metrics["loss:sum"])
+    assert losses[-1] < 0.25 * losses[0], losses
+    p = trainer.forward(data, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_torch()
+    assert p.shape == (4, 3) and (p[:, 0] > p[:, 2]).all()
+    one = types.Datum(
+        model_input=data[0].model_input, loss_fn_inputs={"target_tokens": said[:, 1].tolist(), "weights": [1.0] * 4}
+    )
+    alone = trainer.forward([one], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_torch()
+    assert torch.allclose(alone, p[:, 1], atol=1e-5)
+
+    def loss(data: Any, logprobs: Any) -> Any:
+        assert logprobs[0].shape == (4, 3)
+        return -(weights * logprobs[0]).sum(), {}
+
+    assert types.TensorData.from_torch_sparse(said * (said == 12)).sparse_crow_indices is not None
+    first = {"target_tokens": said, "weights": weights * (said == 12)}  # the package makes sparse ones of it
+    (part,) = [types.Datum(model_input=data[0].model_input, loss_fn_inputs=first)]
+    assert trainer.forward([part], "cross_entropy").result().metrics["loss:sum"] == pytest.approx(-0.3 * float(p[0, 1]))
+    custom = trainer.forward_backward_custom(data, loss)
+    stepped = trainer.optim_step(types.AdamParams(learning_rate=0.0)).result()
+    built_in = trainer.forward_backward(data, "cross_entropy")
+    again = trainer.optim_step(types.AdamParams(learning_rate=0.0)).result()
+    assert custom.result().metrics["loss:sum"] == pytest.approx(built_in.result().metrics["loss:sum"], rel=1e-5)
+    assert stepped.metrics["grad_norm:mean"] == pytest.approx(again.metrics["grad_norm:mean"], rel=1e-3)
+
+
 def test_sampling_saving_and_going_on(service: Any, model: str) -> None:
     trainer = service.create_lora_training_client(base_model=model, rank=4).result()
     prompt = types.ModelInput.from_ints([5, 6, 7])

@@ -84,10 +84,14 @@ class Launched:
     def steps(self) -> int:
         return len(list((self.run_dir / "rollouts").glob("step_*.jsonl")))
 
+    def reaches(self, step: int) -> None:
+        """Wait until so many steps are done; the run is not over then."""
+        assert becomes(lambda: self.steps >= step or self.process.poll() is not None, within_s=MINUTES), self.said()
+        assert self.process.poll() is None, self.said()
+
     def kill_one(self, kind: str, *, after: int) -> None:
         """SIGKILL, once so many steps are done; another takes its place."""
-        assert becomes(lambda: self.steps >= after or self.process.poll() is not None, within_s=MINUTES), self.said()
-        assert self.process.poll() is None, self.said()
+        self.reaches(after)
         had = self.actors(kind)
         os.kill(victim := min(had), signal.SIGKILL)
         replaced = lambda: len(self.actors(kind).keys() - {victim}) == len(had)  # noqa: E731
@@ -116,7 +120,7 @@ def launch(cluster: Any, place: Path) -> Iterator[Callable[..., Launched]]:
         each.process.kill()
         each.process.wait()
         each.log.close()
-    for kind in ("LearnerActor", "EngineActor", "RewardActor"):
+    for kind in ("LearnerActor", "EngineActor", "RewardActor", "EnvActor"):
         assert becomes(lambda kind=kind: not begun[0].actors(kind), within_s=60), f"{kind} outlives its run"
 
 
@@ -144,8 +148,9 @@ def assert_same_run(run_dir: Path, alone: Path) -> None:
 
 def test_two_machines_make_the_run_of_one(launch: Callable[..., Launched], alone: Path) -> None:
     run = launch("plain")
-    assert becomes(lambda: run.steps >= 1, within_s=MINUTES), run.said()
-    assert len(run.actors("EngineActor")) == 2 and len(run.actors("RewardActor")) == 2
+    run.reaches(1)
+    for kind in ("EngineActor", "RewardActor"):  # a step needs one of each; the others may come later
+        assert becomes(lambda kind=kind: len(run.actors(kind)) == 2, within_s=60), run.said()
     used = {raylet for kind in ("LearnerActor", "EngineActor", "RewardActor") for raylet in run.actors(kind).values()}
     assert used == set(run.raylets())
     code, said = run.ended()
@@ -166,7 +171,7 @@ def test_whoever_is_killed_no_prompt_is_lost(launch: Callable[..., Launched], al
 
 def test_a_learner_that_is_lost_too_often_is_a_named_error(launch: Callable[..., Launched]) -> None:
     run = launch("lost", "launcher.restarts=0", "train.steps=1000")
-    assert becomes(lambda: run.steps >= 1, within_s=MINUTES), run.said()
+    run.reaches(1)
     os.kill(min(run.actors("LearnerActor")), signal.SIGKILL)
     code, said = run.ended()
     assert code == 75 and "learners were lost once" in said, said
@@ -174,7 +179,7 @@ def test_a_learner_that_is_lost_too_often_is_a_named_error(launch: Callable[...,
 
 def test_ctrl_c_is_a_clean_stop(launch: Callable[..., Launched]) -> None:
     run = launch("stopped", "train.steps=1000")
-    assert becomes(lambda: run.steps >= 1, within_s=MINUTES), run.said()
+    run.reaches(1)
     run.process.send_signal(signal.SIGINT)
     code, said = run.ended()
     assert code == 130, said
@@ -193,3 +198,36 @@ def test_no_room_is_said(launch: Callable[..., Launched]) -> None:
     code, said = launch("crowded", "launcher.engines=5", "launcher.start_timeout_s=3").ended()
     assert code == 75 and "the cluster is too small (CPU: 3.5 of 2)" in said, said
     assert "did not find room within 3 s" in said
+
+
+ENVS = """
+class Adds:
+    def cases(self):
+        return [{"a": a, "b": b} for a in range(2, 10) for b in range(2, 10)]
+    def reset(self, case, seed):
+        self.answer, self.left = str(case["a"] + case["b"]), 2
+        return f"{case['a']} + {case['b']} ="
+    def step(self, message):
+        self.left -= 1
+        found = self.answer in message["content"]
+        return [{"role": "user", "content": "Once more."}], float(found), not self.left
+"""
+PLAYS = ("data=null", "eval=null", "rewards=[]", "env={environment: adds:Adds, stop_at_cut: false}", "train.steps=40")
+AWAY = ("launcher.cpus=0.4", "launcher.reward_cpus=0", "launcher.env_workers=2", "launcher.env_cpus=0.25")
+
+
+def test_environments_are_actors_and_one_of_them_is_killed(launch: Callable[..., Launched], place: Path) -> None:
+    (place / "adds.py").write_text(ENVS)
+    words = [sys.executable, "-m", "groupwise", "run", "config.yaml", "run_dir=alone_with_env", *PLAYS]
+    subprocess.run(words, cwd=place, check=True, capture_output=True, timeout=MINUTES)
+    run = launch("with_env", *PLAYS, *AWAY)
+    run.kill_one("EnvActor", after=5)
+    code, said = run.ended()
+    assert code == 0 and "environment worker" in said and "is lost and replaced" in said, said
+    mine, theirs = metrics_of(run.run_dir), metrics_of(place / "alone_with_env")
+    assert [line["step"] for line in mine] == [line["step"] for line in theirs] == [*range(1, 41)]
+    first = [[line["reward/mean"] for line in lines[:5]] for lines in (mine, theirs)]
+    assert first[0] == pytest.approx(first[1], abs=0.1)
+    assert all(line["env/failed_frac"] == 0 for line in theirs)
+    failed = [line["env/failed_frac"] for line in mine]
+    assert sum(failed) <= 1.0 and failed[:5] == [0.0] * 5, failed  # those that it had, and no more

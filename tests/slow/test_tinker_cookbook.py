@@ -144,6 +144,33 @@ def test_sl_loop_then_rl_loop_from_its_state(recipe: Recipe, tmp_path: Path) -> 
     assert ended["name"] == "final" and {"state_path", "sampler_path"} <= ended.keys()
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_sdft_of_the_tokens_that_the_teacher_holds_likely(recipe: Recipe, tmp_path: Path, reverse: bool) -> None:
+    """Several targets a position; the reverse KL is a loss of the client's. The teacher is the starter that has been
+    shown an answer; the recipe leaves out what it says to the first three tokens, so that answers have to be longer.
+    """
+    rows = [
+        {"instruction": f"What is {n} + {n + 1234}?", "output": f"It is {2 * n + 1234}."} for n in range(5000, 5064)
+    ]
+    write(tmp_path / "tangqiaoyu" / "ToolAlpaca" / "train.jsonl", rows)
+    metrics = recipe(
+        "sdft.train",
+        "sdft",
+        renderer_name="qwen3_disable_thinking",
+        dataset="toolalpaca",
+        topk=5,
+        reverse=reverse,
+        groups_per_batch=16,
+        max_tokens=32,
+        learning_rate=1e-3,
+        max_steps=3,
+        eval_every=0,
+        save_every=0,
+    )
+    assert len(metrics) == 3 and min(column(metrics, "grad_norm:mean")) > 0
+    assert max(column(metrics, "refused:sum")) == 0 and column(metrics, "sdft/topk") == [5] * 3
+
+
 def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 

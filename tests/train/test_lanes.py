@@ -37,6 +37,17 @@ def test_results_are_in_order_and_few_are_begun():
     assert list(lanes.map(lambda _: threading.get_ident(), range(2), lanes=1)) == [here, here]
 
 
+def test_one_at_a_time_has_one_of_torchs_threads_where_there_could_be_more_at_a_time():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for most, expected in ((2, 1), (1, 3)):
+            assert list(Lanes(most).map(lambda _: torch.get_num_threads(), range(2), lanes=1)) == [expected] * 2
+            assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_an_error_is_raised_and_nothing_more_is_begun():
     begun = []
 

@@ -12,6 +12,7 @@ Worked example. Three samples, the first two of one group (equal `prompt_ids`, a
     row_N         0 0   | 1   | 2 2
 
 Masked tokens are attended to and do not exist anywhere after `source_N`: no loss, statistic or count can read them.
+Of a sample with `targets` those stand in target_N, and its completion in input_ids_S all the same.
 
 Samples that begin alike in more than an equal prompt, as segments of an episode whose history was rewritten do, are
 packed as a prefix tree where that is worth it (`algo.prefixes`). Then a packed token may stand in the completions of
@@ -181,7 +182,7 @@ def pack(samples: Sequence[Sample], groups: Sequence[Sequence[int]], *, device: 
     row_of: list[int] = []
     for b, (row, p) in enumerate(zip(rows, prompt_of_row, strict=True)):
         sample, begin, prompt_length = samples[row], len(ids), len(prompts[p])
-        for i, (token, trained) in enumerate(zip(sample.completion_ids, sample.mask, strict=True)):
+        for i, (token, trained) in enumerate(zip(sample.targets or sample.completion_ids, sample.mask, strict=True)):
             if trained:
                 source.append(begin + i - 1 if i else starts[p + 1] - 1)
                 target.append(token)
@@ -210,7 +211,7 @@ def pack_tree(samples: Sequence[Sample], rows: Sequence[int], *, device: torch.d
     row_of: list[int] = []
     for b, row in enumerate(rows):
         sample, before = samples[row], len(samples[row].prompt_ids) - 1
-        for i, (token, trained) in enumerate(zip(sample.completion_ids, sample.mask, strict=True)):
+        for i, (token, trained) in enumerate(zip(sample.targets or sample.completion_ids, sample.mask, strict=True)):
             if trained:
                 source.append(paths[row][before + i])
                 target.append(token)

@@ -1,5 +1,5 @@
 """Workers in other processes that share calls: the least busy gets the next; one that dies is replaced, and what it had
-not answered is asked again.
+not answered is asked again, if it may be.
 
     away  ->  started  ->  has obeyed every standing order  ->  up  ->  lost  ->  away
 
@@ -73,6 +73,8 @@ class Crew:
 
     Args:
         what: what to call one in messages: "engine".
+        first: the number of the first seat.
+        again: whether a call that its worker did not live to answer is made again; else it raises WorkerLost.
         orders: what each must obey before it gets calls, by a key, in order.
         restarts: how often in a row the worker of a seat may be lost without having answered anything.
         timeout_s: seconds to obey an order, the first of which waits for the worker's start.
@@ -84,15 +86,17 @@ class Crew:
         start: Callable[[int], Worker],
         *,
         size: int,
+        first: int = 0,
+        again: bool = True,
         orders: Mapping[str, Order],
         restarts: int,
         timeout_s: float,
     ):
         self._what, self._start, self._restarts, self._timeout_s = what, start, restarts, timeout_s
-        self._orders = dict(orders)
+        self._again, self._orders = again, dict(orders)
         self._needed: Counter[str] = Counter()  # calls that need an order, by its key
         self._leaving: dict[str, Order] = {}  # what undoes an order, once nobody needs it
-        self._seats = [Seat(number) for number in range(size)]
+        self._seats = [Seat(number) for number in range(first, first + size)]
         self._waiting: deque[Call] = deque()  # for any worker at all
         self._end: GroupwiseError | None = None  # why there will be no more answers
         self._lock = threading.Lock()
@@ -101,7 +105,8 @@ class Crew:
             self._threads.submit(self._fill, seat)
 
     def ask(self, method: str, *arguments: Any, weight: float = 1.0, needs: str | None = None) -> Future[Any]:
-        """What one of the workers answers or raises; ClusterError where they were lost too often, or do not start.
+        """What one of the workers answers or raises; ClusterError where they were lost too often, or do not start, and
+        WorkerLost where calls are not made again.
 
         The order with the key `needs` is not undone before that: the call may have to be made again.
         """
@@ -191,6 +196,8 @@ class Crew:
         if not isinstance(error, WorkerLost):
             return None if answer.cancelled() else call.settle(error or answer.result())
         self._lose(seat, worker, str(error))
+        if not self._again:
+            return call.settle(error)
         if call.sends == SENDS:
             message = f"a call ({call.order[0]}) was lost with {SENDS} {self._what}s, the last one so: {error}"
             return call.settle(ClusterError(message))

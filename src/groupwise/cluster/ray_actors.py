@@ -72,7 +72,7 @@ def placed(bundles: Sequence[Bundle], *, timeout_s: float, say: Callable[[str], 
             raise ClusterError(
                 f"Ray did not find room within {timeout_s:g} s (launcher.start_timeout_s) for {_said(wanted)} in "
                 f"{len(bundles)} bundles; the cluster has {_said({kind: there.get(kind, 0.0) for kind in wanted})}",
-                hint="lower launcher.engines, cpus, gpus or reward_cpus, or scoring.workers, or free the cluster",
+                hint="lower launcher.engines, cpus, gpus, reward_cpus, env_cpus or the workers, or free the cluster",
             )
         yield group
     finally:

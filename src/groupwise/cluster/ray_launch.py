@@ -1,12 +1,14 @@
 """A run on Ray, on a laptop or a cluster: who is an actor, what Ray reserves for each, and who replaces whom.
 
     launcher (this process)  --  starts  -->  learners, `train.devices` actors; rank 0 runs the loop as it is, beside
-                                              its environments
-    rank 0                   --  starts  -->  `launcher.engines` engines and `scoring.workers` reward workers
+                                              agents
+    rank 0                   --  starts  -->  `launcher.engines` engines, `scoring.workers` reward workers and
+                                              `launcher.env_workers` environment workers
 
-All are in one placement group: a bundle for each learner, each engine, and one for the reward workers together. Rank 0
-replaces engines and reward workers (`crew`). When a learner dies, so do the others and all that rank 0 started, and the
-launcher starts learners again, which go on from the last checkpoint, at most `launcher.restarts` times.
+All are in one placement group: a bundle for each learner, each engine, one for the reward workers together and one for
+the environment workers together. Rank 0 replaces these (`crew`). When a learner dies, so do the others and all that
+rank 0 started, and the launcher starts learners again, which go on from the last checkpoint, at most
+`launcher.restarts` times.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -24,10 +25,13 @@ from groupwise.assemble import Elsewhere
 from groupwise.cluster.crew import WorkerLost, times
 from groupwise.cluster.ray_actors import Actor, Bundle, Place, connected, enter, placed, ray_module
 from groupwise.cluster.ray_engines import RayEngines
+from groupwise.cluster.ray_envs import RayEnvs
 from groupwise.cluster.ray_rewards import RayRewards
 from groupwise.config import RunConfig
+from groupwise.envs.load import load_env
 from groupwise.errors import ClusterError, ConfigError, RankLostError, TrainingError
 from groupwise.interrupt import StopRequest
+from groupwise.rundir import run_dir_of
 
 LOOK_S = 0.5  # between two looks whether Ctrl-C was pressed
 LEADS_S = 10.0  # for rank 0 to fail, after another that did because of it
@@ -51,33 +55,59 @@ class Roles:
     each: Bundle  # of these
     reward_workers: int
     reward_worker: Bundle
+    env_workers: int
+    env_worker: Bundle
 
     @property
     def bundles(self) -> list[Bundle]:
-        """Of the placement group: learners first, then engines, then the reward workers together."""
-        together = {kind: n * self.reward_workers for kind, n in self.reward_worker.items()}
-        rewards = [together] if any(together.values()) else []  # Ray has no empty bundles
-        return [*[self.each] * (self.learners + self.engines), *rewards]
+        """Of the placement group: learners, engines, the reward workers together, the environment workers together."""
+        together = [each for each in (self._rewards, self._envs) if each]  # Ray has no empty bundles
+        return [*[self.each] * (self.learners + self.engines), *together]
 
     def places(self, group: Any, folder: str) -> Places:
         """Where they go in the group."""
-        first = [Place(group=group, index=i, share=self.each, folder=folder) for i in range(len(self.bundles))]
-        rewards = Place(group=group, index=len(self.bundles) - 1, share=self.reward_worker, folder=folder)
-        engines = tuple(first[self.learners : self.learners + self.engines])
-        return Places(learners=tuple(first[: self.learners]), engines=engines, rewards=rewards)
+        place, alone = partial(Place, group=group, folder=folder), self.learners + self.engines
+        first = [place(index=index, share=self.each) for index in range(alone)]
+        last_engine = alone - 1
+        with_rewards = alone if self._rewards else last_engine
+        with_envs = len(self.bundles) - 1 if self._envs else last_engine
+        return Places(
+            learners=tuple(first[: self.learners]),
+            engines=tuple(first[self.learners :]),
+            rewards=place(index=with_rewards, share=self.reward_worker),
+            envs=place(index=with_envs, share=self.env_worker) if self.env_workers else None,
+        )
+
+    @property
+    def _rewards(self) -> Bundle:
+        return _together(self.reward_worker, self.reward_workers)
+
+    @property
+    def _envs(self) -> Bundle:
+        return _together(self.env_worker, self.env_workers)
+
+
+def _together(worker: Bundle, count: int) -> Bundle:
+    """What so many workers need; empty if that is nothing."""
+    return {kind: n * count for kind, n in worker.items() if n * count}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Where each actor goes; reward workers without a CPU of their own are beside the last engine."""
+    """Where each actor goes; workers without a CPU of their own are beside the last engine. `envs` is None where
+    environments are in the learner."""
 
     learners: tuple[Place, ...]
     engines: tuple[Place, ...]
     rewards: Place
+    envs: Place | None
 
 
 def roles_of(config: RunConfig, *, gpus_there: float = 0.0) -> Roles:
-    """The actors of a run, on a cluster with so many GPUs. Raises ConfigError for what does not go with Ray."""
+    """The actors of a run, on a cluster with so many GPUs.
+
+    Raises ConfigError for what does not go with Ray, LoadError for an environment that cannot be imported here.
+    """
     launcher, device = config.launcher, config.device
     if config.engine != "local":
         raise ConfigError(
@@ -105,7 +135,17 @@ def roles_of(config: RunConfig, *, gpus_there: float = 0.0) -> Roles:
         each={"CPU": launcher.cpus, **gpu},
         reward_workers=config.scoring.workers,
         reward_worker={"CPU": launcher.reward_cpus},
+        env_workers=launcher.env_workers if _has_environments(config) else 0,
+        env_worker={"CPU": launcher.env_cpus},
     )
+
+
+def _has_environments(config: RunConfig) -> bool:
+    """Whether there is something for environment workers to do: agents and `score_episode` ask the policy themselves,
+    and are where that is. Raises LoadError, ConfigError."""
+    if config.env is None or config.env.environment is None or not config.launcher.env_workers:
+        return False
+    return not load_env(config.env, folder=config.folder).legacy
 
 
 def supervise(config: RunConfig, run: Run[R], *, say: Callable[[str], None] = lambda text: None) -> R:
@@ -121,7 +161,7 @@ def supervise(config: RunConfig, run: Run[R], *, say: Callable[[str], None] = la
         roles = roles_of(config, gpus_there=ray_module().cluster_resources().get("GPU", 0.0))
         with placed(roles.bundles, timeout_s=config.launcher.start_timeout_s, say=say) as group:
             places, lost = roles.places(group, os.getcwd()), 0
-            config = _named(config)
+            config = config.model_copy(update={"run_dir": str(run_dir_of(config))})  # learners that come later find it
             while True:
                 try:
                     return _attempt(config, run, places, stop)
@@ -134,13 +174,6 @@ def supervise(config: RunConfig, run: Run[R], *, say: Callable[[str], None] = la
                         ) from error
                     say(f"a learner was lost and the run goes on from its last checkpoint: {error}")
                     config = config.model_copy(update={"resume": "auto"})
-
-
-def _named(config: RunConfig) -> RunConfig:
-    """With the directory of a new run, so that learners that are started again find it."""
-    if config.resume == "auto":
-        return config  # it finds the newest that is not finished
-    return config.model_copy(update={"run_dir": str(config.run_path(now=datetime.now(UTC)))})
 
 
 def _attempt(config: RunConfig, run: Run[R], places: Places, stop: StopRequest) -> R:
@@ -205,7 +238,9 @@ class LearnerActor:
         enter(places.learners[0].folder)
         os.environ.update(environment)
         elsewhere = Elsewhere(
-            engine=partial(RayEngines, places=places.engines), rewards=partial(RayRewards, place=places.rewards)
+            engine=partial(RayEngines, places=places.engines),
+            rewards=partial(RayRewards, place=places.rewards),
+            envs=None if places.envs is None else partial(RayEnvs, place=places.envs),
         )
         return run(config, elsewhere=elsewhere, stop=self._stop)
 

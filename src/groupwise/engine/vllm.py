@@ -21,18 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-
 from groupwise.chat import closing_ids, decode
-from groupwise.config import RunConfig
 from groupwise.config_engine import VllmConfig
 from groupwise.engine.sampling import completion_seed
 from groupwise.engine.vllm_fleet import Fleet
-from groupwise.engine.vllm_handshake import Accepted, Handshake, linear_names
+from groupwise.engine.vllm_handshake import Accepted, Handshake
 from groupwise.engine.vllm_http import Sampled, Server, is_narrowed, sampling_body
-from groupwise.engine.vllm_server import Launch, Shape, launch_of
-from groupwise.engine.vllm_sync import Lease, Leases, Published, Reference, Shelf, publish
+from groupwise.engine.vllm_server import Launch
+from groupwise.engine.vllm_sync import Lease, Leases, Published, Reference, Shelf, publish, reload
 from groupwise.errors import (
     AdapterNotFoundError,
     ConfigError,
@@ -41,7 +37,7 @@ from groupwise.errors import (
     GroupwiseError,
     ModelError,
 )
-from groupwise.model import STARTER, STARTER_DIR, LoadedModel, packed_tolerance, resolve_device, resolve_dtype
+from groupwise.model import LoadedModel, packed_tolerance
 from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingParams, SamplingRequest
 
 SEEDS = (1 << 62) - 1  # vLLM's are 63 bits wide, and completion j adds j
@@ -72,6 +68,7 @@ class VllmEngine:
         targets: the modules that adapters change, by the last part of their names.
         launches: servers to start where `config.urls` names none.
         colocated: vLLM in this process, in place of servers.
+        reloads: all parameters are trained, and `adopt` hands over whole models.
         patient: see `vllm_fleet`.
 
     Raises:
@@ -87,6 +84,7 @@ class VllmEngine:
         targets: Sequence[str],
         launches: Sequence[Launch] = (),
         colocated: Server | None = None,
+        reloads: bool = False,
         patient: bool = False,
     ):
         self._config, self._base, self._reference = config, base, reference
@@ -94,6 +92,7 @@ class VllmEngine:
         self._tolerance = config.tolerance or packed_tolerance(base.model)
         self._shelf = Shelf(None if config.adapter_dir is None else Path(config.adapter_dir))
         self._leases = Leases()
+        self._weights: Published | None = None  # those that servers must have, where they change
         self._handshake = Handshake(
             base,
             reference,
@@ -108,6 +107,8 @@ class VllmEngine:
         self._thread = threading.Thread(target=self._loop.run_forever, name="groupwise-vllm", daemon=True)
         self._thread.start()
         try:
+            if reloads:  # a server may have those of an earlier run
+                self._weights = self._shelf.put_model(PolicyVersion.base(), base.model)
             self._fleet = self._wait(self._opened(launches, colocated, patient))
         except BaseException:
             self._stop()
@@ -128,8 +129,9 @@ class VllmEngine:
         bodies = [self._checked(request) for request in requests]
         futures = []
         for request, body in zip(requests, bodies, strict=True):
-            lease = None if request.version.is_base else self._leases.take(request.version)
-            if lease is None and not request.version.is_base:
+            whole = self._is_whole(request.version)
+            lease = None if whole else self._leases.take(request.version)
+            if lease is None and not whole:
                 raise self._not_loaded(request.version)
             job = Job(request=request, body=body, lease=lease)
             future = asyncio.run_coroutine_threadsafe(answer(job), self._loop)
@@ -157,19 +159,34 @@ class VllmEngine:
             self._leases.retire(version)
             self._forget(published)
         self._reference.unload(version)
-        raise EngineError(
+        raise self._not_handed_over(version, cause)
+
+    def _not_handed_over(self, version: PolicyVersion, cause: str) -> EngineError:
+        return EngineError(
             f"version {version} could not be handed to vLLM in {1 + self._config.sync_retries} attempts; the last one: "
             f"{cause}",
-            hint="what samples is still the version before it; see to the server and go on with resume=auto",
+            hint="see to the server and go on with resume=auto",
         )
 
     def adopt(self, version: PolicyVersion) -> None:
-        raise ConfigError(
-            f"{version}: all parameters are trained, and the vLLM engine hands over adapters only",
-            hint="set train.lora, or engine: local",
-        )
+        """As `Sampler.adopt`. Raises EngineError when a server does not take the weights, every time."""
+        if self._weights is None:
+            raise ConfigError(f"{version} is a whole model, and this engine was opened for adapters")
+        self._reference.adopt(version)
+        before, self._weights = self._weights, self._shelf.put_model(version, self._base.model)
+        cause = ""
+        for _ in range(1 + self._config.sync_retries):
+            try:
+                self._wait(self._fleet.everywhere(self._reload))
+            except EngineError as error:
+                cause = error.message
+            else:
+                return self._shelf.remove(before)
+        raise self._not_handed_over(version, cause)
 
     def unload(self, version: PolicyVersion) -> None:
+        if self._weights is not None:
+            return self._reference.unload(version)
         lease = self._leases.retire(version)
         if lease is not None:
             self._let_go(lease)
@@ -212,7 +229,7 @@ class VllmEngine:
                 f"the prompt has {length} tokens and vLLM's context is {self._context}: no room for a single new token",
                 hint="shorten the prompt, or raise vllm.max_model_len",
             )
-        if not request.version.is_base and request.version not in self._leases:
+        if not self._is_whole(request.version) and request.version not in self._leases:
             raise self._not_loaded(request.version)
         self._check_supported(params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
@@ -235,6 +252,10 @@ class VllmEngine:
                 "distribution, and the trainer needs those of all of it",
                 hint=f"turn {name} off, or sample with engine: local",
             )
+
+    def _is_whole(self, version: PolicyVersion) -> bool:
+        """Whether it is the servers' own weights, without an adapter."""
+        return version.is_base or (self._weights is not None and self._weights.version == version)
 
     def _not_loaded(self, version: PolicyVersion) -> AdapterNotFoundError:
         loaded = ", ".join(map(str, self._leases.versions)) or "none"
@@ -279,6 +300,18 @@ class VllmEngine:
             timeout=self._config.sync_timeout_s,
         )
 
+    async def _reload(self, server: Server) -> None:
+        assert self._weights is not None
+        await reload(
+            server,
+            self._weights,
+            self._reference,
+            self._handshake.prompt,
+            zero=self._handshake.zero.name,
+            tolerance=self._tolerance,
+            timeout=self._config.sync_timeout_s,
+        )
+
     def _give_back(self, lease: Lease) -> None:
         if self._leases.give_back(lease):
             self._let_go(lease)
@@ -314,6 +347,8 @@ class VllmEngine:
 
     async def _prepare(self, server: Server) -> Accepted:
         """Accept a server and give it all versions in use. Raises ServerLost, EngineError."""
+        if self._weights is not None:
+            await self._reload(server)
         accepted = await self._handshake(server)
         for published in self._leases.alive:
             await self._prove(server, published)
@@ -351,58 +386,3 @@ class VllmEngine:
         self._loop.close()
         self._reference.close()
         self._shelf.close()
-
-
-def open_vllm(config: RunConfig, base: LoadedModel, reference: Reference) -> VllmEngine:
-    """The engine that a run's configuration describes. Raises EngineError, ConfigError."""
-    shape = _shape(config, base.model)
-    colocated, launches = None, []
-    if config.vllm.mode == "colocate":
-        from groupwise.engine.vllm_colocate import InProcess
-
-        colocated = InProcess(config.vllm, shape)
-    elif not config.vllm.urls:
-        launches = [launch_of(config.vllm, shape)]
-    return VllmEngine(config.vllm, base, reference, targets=shape.targets, launches=launches, colocated=colocated)
-
-
-def _shape(config: RunConfig, model: PreTrainedModel) -> Shape:
-    """What vLLM must know of a run, whose model is like `model`."""
-    lora = config.train.lora
-    assert lora is not None  # RunConfig
-    return shape_of(
-        config.model,
-        model,
-        rank=config.vllm.max_lora_rank or lora.rank,
-        targets=lora.targets,
-        rows=config.rollout.batch_rows,
-        device=config.device,
-    )
-
-
-def shape_of(
-    name: str, model: PreTrainedModel, *, rank: int, targets: str | Sequence[str], rows: int, device: str
-) -> Shape:
-    """What vLLM must know of the model `name`, which is like `model`, and of its adapters."""
-    return Shape(
-        model=str(STARTER_DIR) if name == STARTER else name,
-        dtype=str(model.dtype).removeprefix("torch."),
-        context_length=int(getattr(model.config.get_text_config(), "max_position_embeddings", 1 << 20)),
-        rank=rank,
-        targets=linear_names(model, targets),
-        rows=rows,
-        cpu=resolve_device(device).type == "cpu",
-    )
-
-
-def read_launch(config: RunConfig, *, port: int) -> Launch:
-    """The server of a run, without loading weights. Raises ConfigError, ModelError."""
-    path = str(STARTER_DIR) if config.model == STARTER else config.model
-    try:
-        shape = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model {config.model!r} cannot be read: {error}") from error
-    with torch.device("meta"):
-        dtype = resolve_dtype(config.dtype, resolve_device(config.device))
-        model = AutoModelForCausalLM.from_config(shape, dtype=dtype)
-    return launch_of(config.vllm, _shape(config, model), port=port)

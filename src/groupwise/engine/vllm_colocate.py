@@ -125,6 +125,13 @@ class InProcess(Server):
         if adapter is not None:
             await self._do(lambda: self._llm.llm_engine.remove_lora(adapter.lora_int_id))
 
+    async def reload(self, path: str, *, timeout: float) -> None:
+        def read() -> None:
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+            self._llm.reset_prefix_cache()
+
+        await self._do(read)
+
     # -- the thread ----------------------------------------------------------------------------------------------------
 
     async def _do(self, function: Callable[[], Any]) -> Any:

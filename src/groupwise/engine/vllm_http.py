@@ -4,6 +4,8 @@
                                     or (`stream`) as server-sent events
     POST /v1/load_lora_adapter      {lora_name, lora_path}; a name that is there already is a success: see vllm_sync
     POST /v1/unload_lora_adapter    {lora_name}
+    POST /collective_rpc            reload_weights {weights_path}: all weights anew, with VLLM_SERVER_DEV_MODE only
+    POST /reset_prefix_cache        ... after which no prompt may be known any more
     POST /tokenize                  a conversation through the server's tokenizer and chat template
     GET  /v1/models, /version, /health
 
@@ -223,6 +225,12 @@ class Server:
             if isinstance(error, ServerLost) or "cannot be found" not in error.message:
                 raise
 
+    async def reload(self, path: str, *, timeout: float) -> None:
+        """Read all weights from the checkpoint in `path`. Nothing may be in flight. Raises ServerLost, EngineError."""
+        body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        await self._ask("POST", "/collective_rpc", body, timeout=timeout)
+        await self._ask("POST", "/reset_prefix_cache")
+
     async def _ask(self, method: str, path: str, body: Any = None, *, timeout: float = ASK_S) -> Any:
         """The answer's JSON, or its text."""
         where = f"{self.url}{path}"
@@ -253,6 +261,8 @@ class Server:
             hint = (
                 "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, as `groupwise vllm-serve` does"
             )
+        if status == 404 and where.endswith("/collective_rpc"):
+            hint = "start it with VLLM_SERVER_DEV_MODE=1, as `groupwise vllm-serve` does where train.lora is null"
         raise EngineError(f"{where} answered {status}: {said}", hint=hint)
 
 

@@ -31,8 +31,9 @@ from groupwise.adapter_merge import MergeMode, MergeSource, merge_adapters
 from groupwise.config_engine import VllmConfig
 from groupwise.engine.base import TokenSink
 from groupwise.engine.local import LocalEngine
-from groupwise.engine.vllm import SEEDS, Job, VllmEngine, shape_of
+from groupwise.engine.vllm import SEEDS, Job, VllmEngine
 from groupwise.engine.vllm_http import Sampled, Server, is_narrowed
+from groupwise.engine.vllm_open import shape_of
 from groupwise.engine.vllm_server import launch_of, rank_of
 from groupwise.engine.vllm_sync import FILES
 from groupwise.errors import AdapterError, EngineError, NotReadyError

@@ -45,6 +45,7 @@ class Shape:
     targets: tuple[str, ...]
     rows: int
     cpu: bool = False
+    reloads: bool = False  # all parameters are trained: the server must read them again and again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +92,7 @@ def launch_of(config: VllmConfig, shape: Shape, *, port: int | None = None) -> L
         argv += _flag(name.replace("_", "-"), value)
     environment = {name: value for name, value in os.environ.items() if name not in NOT_PASSED_ON}
     environment |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+    environment |= {"VLLM_SERVER_DEV_MODE": "1"} if shape.reloads else {}
     environment |= {} if config.gpus is None else {"CUDA_VISIBLE_DEVICES": config.gpus}
     return Launch(
         argv=(*argv, *config.arguments),
@@ -139,7 +141,10 @@ class ServerProcess:
         self.launch = launch
         self._ended = threading.Event()
         self._why = ""
-        self._log_from = launch.log.stat().st_size if launch.log is not None and launch.log.exists() else 0
+        self._log_from = 0
+        if launch.log is not None:
+            launch.log.parent.mkdir(parents=True, exist_ok=True)
+            self._log_from = launch.log.stat().st_size if launch.log.exists() else 0
         self._box = Box(_specification(launch))
         threading.Thread(target=self._wait, name="groupwise-vllm-server", daemon=True).start()
 

@@ -3,6 +3,8 @@
     publish   the files are laid in a directory of their own, under a name that never was before (`name-v12-1f3a`):
               vLLM keeps prompts it has computed by an adapter's name and path, so one that is used again serves the old
     canary    some tokens are sampled under that name; their log-probabilities must be those of the same files here
+    weights   where all parameters are trained a version is a whole checkpoint, which every server reads in place of
+              what it has; prompts that it knows are forgotten, and the canary follows. Nothing samples meanwhile
     lease     a version is unloaded, and its copy removed, when the last request that samples from it is done: an
               adapter that vLLM has pushed out of its memory is read again, and a missing directory ends its engine
 
@@ -22,11 +24,14 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from groupwise.engine.vllm_http import Server, sampling_body
-from groupwise.errors import AdapterError, EngineError
+from groupwise.errors import AdapterError, EngineError, StorageError
 from groupwise.types import PolicyVersion, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 CANARY = SamplingParams(temperature=0.5, max_tokens=12, ignore_eos=True)
 CANARY_N = 2
@@ -40,6 +45,8 @@ class Reference(Protocol):
     """What the trainer thinks of a completion: the local engine over the same base weights."""
 
     def load(self, version: PolicyVersion, directory: Path) -> None: ...
+
+    def adopt(self, version: PolicyVersion) -> None: ...
 
     def unload(self, version: PolicyVersion) -> None: ...
 
@@ -75,16 +82,29 @@ class Shelf:
 
     def put(self, version: PolicyVersion, directory: Path) -> Published:
         """A copy of an adapter, hard links where they can be, under a new name. Raises AdapterError."""
-        called = _PLAIN.sub("-", version.name)[:LONGEST_NAME]
-        name = f"{called}-v{version.number}-{secrets.token_hex(4)}"
-        path = self.path / name
+        published = self._named(version)
         try:
-            path.mkdir()
+            published.path.mkdir()
             for file in FILES:
-                _link(directory / file, path / file)
+                _link(directory / file, published.path / file)
         except OSError as error:
             raise AdapterError(f"the adapter in {directory} cannot be laid out for vLLM: {error}") from error
-        return Published(version=version, name=name, path=path)
+        return published
+
+    def put_model(self, version: PolicyVersion, model: PreTrainedModel) -> Published:
+        """A checkpoint of all weights as they are now. Raises StorageError."""
+        published = self._named(version)
+        try:
+            model.save_pretrained(published.path)
+        except OSError as error:
+            self.remove(published)
+            raise StorageError(f"the weights of {version} cannot be written for vLLM: {error}") from error
+        return published
+
+    def _named(self, version: PolicyVersion) -> Published:
+        called = _PLAIN.sub("-", version.name)[:LONGEST_NAME]
+        name = f"{called}-v{version.number}-{secrets.token_hex(4)}"
+        return Published(version=version, name=name, path=self.path / name)
 
     def remove(self, published: Published) -> None:
         shutil.rmtree(published.path, ignore_errors=True)
@@ -203,4 +223,28 @@ async def publish(
             f"{server.url} serves {published.name} with log-probabilities that are off by {off:.3g} nats in the mean "
             f"(tolerance {tolerance:g}): it is not the version that was trained",
             hint="are its vLLM, dtype and --logprobs-mode processed_logprobs as `groupwise vllm-serve` sets them?",
+        )
+
+
+async def reload(
+    server: Server,
+    published: Published,
+    reference: Reference,
+    prompt_ids: Sequence[int],
+    *,
+    zero: str,
+    tolerance: float,
+    timeout: float,
+) -> None:
+    """Let a server read all weights of a version and prove it, under the model's name and, where it has that, as the
+    adapter `zero`, which changes nothing. Raises ServerLost, EngineError."""
+    await server.reload(str(published.path), timeout=timeout)
+    names = [(await server.facts()).name, *({zero} & await server.adapters())]
+    off = max([await gap(server, name, reference, published.version, prompt_ids) for name in names])
+    if not off <= tolerance:
+        raise EngineError(
+            f"{server.url} has read the weights of {published.name}, and its log-probabilities are off by {off:.3g} "
+            f"nats in the mean (tolerance {tolerance:g})",
+            hint="on a CPU vLLM 0.32 keeps the old output layer of a model whose embeddings are tied: there untied "
+            "models only",
         )

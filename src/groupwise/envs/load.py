@@ -24,12 +24,16 @@ MODERN, THREE_METHODS = ("reset", "step"), ("build_dataset", "score_episode")
 
 @dataclass(frozen=True, kw_only=True)
 class EnvFactory:
-    """A class of environments and the arguments of its instances."""
+    """A class of environments and the arguments of its instances; `play.Environments`."""
 
     name: str
     make_one: Callable[..., Any]
     args: Mapping[str, Any]
     legacy: bool = False
+    patience_s: float = 0.0
+
+    def close(self) -> None:
+        """Nothing: its instances have nothing in common."""
 
     def make(self) -> Any:
         """An instance, for one episode. Raises EnvError."""

@@ -3,15 +3,16 @@
     tokens (5, 6, 7, 2), the first two the prompt
 
     model_input        5    6    7        tokens[:-1]
-    target_tokens      6    7    2        tokens[1:]; entry j is predicted from the tokens up to j
-    mask               0    1    1        1 where the target is trained; without a mask every target is
+    target_tokens      6    7    2        tokens[1:], or others; entry j is predicted from the inputs up to j
+    mask               0    1    1        1 where the target is trained; without a mask all are but padding
     weights            0    1    1        of cross_entropy: the loss is -sum weights x log p
     advantages         0   .7   .7        of policy losses
     logprobs           -  -.1   -1        log p under the policy that sampled
     old_logprobs, reference_logprobs      under the trainer's snapshot, under the reference
 
-A target that is not the next token, as the zeros with which some pad the prompt's part, is a target of nothing: such a
-position must not be trained. No torch here.
+A target may be any token, such as what a teacher would have said there: targets (6, 9, 2) train log p(9 | 5 6) and the
+model reads 5 6 7 all the same. Without a mask one that is not the next token and has weight or advantage 0 is padding,
+as the zeros with which some fill the prompt's part, and is not trained. No torch here.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 from groupwise.algo.advantage import AdvantageSpec, advantages
@@ -40,8 +40,8 @@ class Datum:
     Lists, tuples, tensors and arrays are taken.
 
     Raises:
-        DataError: empty, of different lengths, an unknown name, a token id that is none, a value that is not finite
-            where a token is trained, or a weight on a target that is not the next token.
+        DataError: empty, of different lengths, an unknown name, a token id that is none, or a value that is not finite
+            where a token is trained.
     """
 
     model_input: Sequence[int]
@@ -74,13 +74,6 @@ class Datum:
                 always = name in ("mask", "weights", "advantages")  # these say what is trained
                 every = (1,) * len(self.model_input)
                 check_known(self.loss_fn_inputs[name], every if always else self.mask, what=name)
-        follows = pairwise((*self.model_input, self.targets[-1]))
-        for j, ((_, after), target) in enumerate(zip(follows, self.targets, strict=True)):
-            if after != target and any(self.loss_fn_inputs.get(name, (0.0,) * (j + 1))[j] for name in VALUES[:3]):
-                raise DataError(
-                    f"{TARGETS}[{j}] is {target} and the next token is {after}: it cannot be trained",
-                    hint="give tokens[1:] as targets; where they are padded, mask, weights and advantages must be 0",
-                )
 
     @property
     def targets(self) -> tuple[int, ...]:
@@ -89,14 +82,20 @@ class Datum:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The sequence [N]."""
+        """The sequence [N]: what the model reads, and the last target."""
         return (*self.model_input, self.targets[-1])
 
     @cached_property
     def mask(self) -> tuple[int, ...]:
-        """1 where the target is trained [N - 1]: the `mask`, without one every target that is the next token."""
-        given = self.loss_fn_inputs.get("mask", (1.0,) * len(self.model_input))
-        return tuple(int(m > TRAINED and t == n) for m, t, n in zip(given, self.targets, self.tokens[1:], strict=True))
+        """1 where the target is trained [N - 1]: the `mask`, without one every target that is not padding."""
+        inputs = self.loss_fn_inputs
+        if "mask" in inputs:
+            return tuple(int(mark > TRAINED) for mark in inputs["mask"])
+        weighing = [inputs[name] for name in ("weights", "advantages") if name in inputs]
+        is_next = (target == after for target, after in zip(self.targets, self.tokens[1:], strict=True))
+        return tuple(
+            int(expected or not weighing or any(values[j] for values in weighing)) for j, expected in enumerate(is_next)
+        )
 
     @property
     def loss_tokens(self) -> int:
@@ -126,12 +125,13 @@ class Datum:
             advantage=1.0,
             weights=tuple(inputs[weights][first:]),
             behaviour_logprobs=None if behaviour is None else tuple(behaviour[first:]),
+            targets=self.targets[first:],
         )
 
     def whole(self) -> Sample:
         """A sample of which every token but the first is a completion: log-probabilities of all N - 1 targets."""
         ids = self.tokens
-        return Sample(prompt_ids=ids[:1], completion_ids=ids[1:], mask=(1,) * (len(ids) - 1))
+        return Sample(prompt_ids=ids[:1], completion_ids=ids[1:], mask=(1,) * (len(ids) - 1), targets=self.targets)
 
 
 def datum_of(tokens: Sequence[int], *, prompt_len: int) -> Datum:

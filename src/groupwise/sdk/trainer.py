@@ -73,8 +73,8 @@ class AdamParams:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardBackwardOutput:
-    """`loss_fn_outputs[i]["logprobs"]` [N - 1] are datum i's, under the policy before any step; NaN where the target is
-    not the next token or, of `forward_backward`, not trained."""
+    """`loss_fn_outputs[i]["logprobs"]` [N - 1] are those of datum i's targets, under the policy before any step; of
+    `forward_backward` NaN where the target is not trained."""
 
     loss_fn_outputs: tuple[Mapping[str, tuple[float, ...]], ...]
     metrics: Metrics = field(default_factory=dict)
@@ -187,20 +187,16 @@ class TrainingClient:
                 f"an entropy bonus does not add up over calls with reduction {spec.reduction!r}", hint=hint
             )
         samples = [datum.sample(weights) for datum in data]
-        check_readable(samples, self.learner.base)
+        _check_readable(samples, self.learner.base)
         return self.service.submit(lambda: self._accumulate(data, samples, spec))
 
     def forward_backward_custom(self, data: Sequence[Datum], loss_fn: LossFn) -> Pending[ForwardBackwardOutput]:
         """Accumulate the gradient of `loss_fn(data, logprobs) -> (scalar, metrics)`, any differentiable function of the
         log-probabilities, a float tensor [N - 1] for each datum. Two forwards and a backward.
 
-        A datum whose targets are not its next tokens cannot be here. Raises as `forward_backward`, and what `loss_fn`
-        raises; a loss that is not finite is a TrainingError.
+        Raises as `forward_backward`, and what `loss_fn` raises; a loss that is not finite is a TrainingError.
         """
         samples = _whole(self.learner, data)
-        for i, datum in enumerate(data):
-            if datum.targets != datum.tokens[1:]:
-                raise DataError(f"data[{i}] has targets that are not its next tokens", hint="give tokens[1:]")
         return self.service.submit(lambda: self._accumulate_custom(data, samples, loss_fn))
 
     def optim_step(
@@ -358,8 +354,17 @@ def _whole(learner: Learner, data: Sequence[Datum]) -> list[Sample]:
     if not data:
         raise DataError("there are no datums", hint="skip the call")
     samples = [datum.whole() for datum in data]
-    check_readable(samples, learner.base)
+    _check_readable(samples, learner.base)
     return samples
+
+
+def _check_readable(samples: Sequence[Sample], base: LoadedModel) -> None:
+    """`check_readable`, and of the targets that are read."""
+    check_readable(samples, base)
+    for sample in samples:
+        read = itertools.compress(sample.targets or sample.completion_ids, sample.mask)
+        if (largest := max(read, default=0)) >= base.vocabulary:
+            raise DataError(f"target {largest} is not in the vocabulary: ids go from 0 to {base.vocabulary - 1}")
 
 
 def _forward(
@@ -371,13 +376,6 @@ def _forward(
 
     def run() -> ForwardBackwardOutput:
         rows = learner.forward(samples, temperature=temperature, reference=reference)
-        known = [
-            tuple(
-                value if target == after else UNKNOWN
-                for value, target, after in zip(row, datum.targets, datum.tokens[1:], strict=True)
-            )
-            for row, datum in zip(rows, data, strict=True)
-        ]
-        return ForwardBackwardOutput(loss_fn_outputs=tuple({"logprobs": row} for row in known))
+        return ForwardBackwardOutput(loss_fn_outputs=tuple({"logprobs": row} for row in rows))
 
     return run

@@ -1,15 +1,19 @@
 """Datums of the Tinker wire -> datums of the SDK, and log-probabilities back.
 
     tokens      model_input's chunks of text, one after the other; the last target closes the sequence
-    targets     target_tokens; where they are padding (zeros before the completion), what follows, with weight 0
+    targets     target_tokens [N], any tokens; of cross_entropy also [N, K], and its weights as many
     values      weights of cross_entropy; logprobs and advantages of the other losses; sequence_ratio_mask of gspo
+
+A datum with K targets a position becomes K of the SDK, one a column, whose tokens the learner packs once.
 
 Losses are those of `sdk.losses`, sums over all positions. What is not supported is refused with what to do instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -22,6 +26,7 @@ from groupwise.server.tinker_proto import BFLOAT16, FLOAT32, INT32, INT64, Forwa
 
 SEQUENCE_MASK = "sequence_ratio_mask"
 ANCHORED = ("dro", "gspo")  # these read the log-probabilities of every position, so that padding is left out
+MOST_TARGETS = 32  # a position: the LM head runs once for each
 COUNTED = ("mismatch/dropped_tokens",)
 MOST_TOKENS = 1 << 22  # of one sequence, before anybody looks at the model's context
 
@@ -45,26 +50,43 @@ def loss_config(message: Any) -> dict[str, float]:
 
 
 def datums_of(message: Any) -> list[Datum]:
-    """The datums of a ForwardBackwardRequest, as its loss reads them.
+    """The datums of a ForwardBackwardRequest, as its loss reads them; those of one with K targets a position in a row.
 
     Raises:
-        RequestError: images, sparse or two-dimensional tensors, a value that this loss does not have.
+        RequestError: images, several targets with a policy loss, a value that this loss does not have.
         DataError: as `Datum`.
     """
-    return [_datum(each, message.loss_fn, where=f"data[{i}]") for i, each in enumerate(message.data)]
+    return [
+        datum for i, each in enumerate(message.data) for datum in _columns(each, message.loss_fn, where=f"data[{i}]")
+    ]
 
 
-def weights_of_wire(message: Any) -> list[tuple[float, ...]]:
-    """The weights of every datum, for a forward that reports its loss; none are zeros."""
-    found = []
-    for i, each in enumerate(message.data):
-        values = _array(each.loss_fn_inputs["weights"], f"data[{i}]") if "weights" in each.loss_fn_inputs else []
-        found.append(tuple(values))
-    return found
+def widths_of(message: Any) -> list[int | None]:
+    """K of every datum whose targets are [N, K], None where they are [N]; of a message that `datums_of` took."""
+    shapes = [list(each.loss_fn_inputs[TARGETS].shape) for each in message.data]
+    return [shape[1] if len(shape) == 2 else None for shape in shapes]
 
 
-def _datum(message: Any, loss: str, *, where: str) -> Datum:
-    tokens = _tokens(message.model_input, where)
+def _columns(message: Any, loss: str, *, where: str) -> Iterator[Datum]:
+    """A datum of the SDK for each target of a position."""
+    tokens, inputs = _tokens(message.model_input, where), _inputs(message, loss, where=where)
+    if loss not in ANCHORED:
+        inputs["mask"] = np.ones(len(tokens))  # every target has a log-probability, whatever its weight
+    if all(values.ndim == 1 for values in inputs.values()):
+        yield Datum(model_input=tokens, loss_fn_inputs=inputs)
+        return
+    targets, weights = inputs[TARGETS], inputs["weights"]
+    if targets.shape != weights.shape or not 1 <= targets.shape[1] <= MOST_TARGETS:
+        raise RequestError(
+            f"{where} has {TARGETS} of shape {list(targets.shape)} and weights of shape {list(weights.shape)}",
+            hint=f"give both [N, K], with K from 1 to {MOST_TARGETS}",
+        )
+    for k in range(targets.shape[1]):
+        yield Datum(model_input=tokens, loss_fn_inputs=inputs | {TARGETS: targets[:, k], "weights": weights[:, k]})
+
+
+def _inputs(message: Any, loss: str, *, where: str) -> dict[str, Any]:
+    """The values of a datum that this loss reads, as arrays."""
     inputs = {name: _array(tensor, f"{where}.{name}") for name, tensor in message.loss_fn_inputs.items()}
     wanted = _wanted(loss)
     if unknown := sorted(set(inputs) - set(wanted)):
@@ -72,15 +94,20 @@ def _datum(message: Any, loss: str, *, where: str) -> Datum:
             f"{where} has {echo(unknown[0])}, which {loss} does not read here; it reads {', '.join(wanted)}",
             hint="leave it out; thresholds go into loss_fn_config, per-token ones into forward_backward_custom",
         )
-    if TARGETS in inputs and any(isinstance(target, float) for target in inputs[TARGETS]):
+    if TARGETS not in inputs:
+        raise RequestError(f"{where} has no {TARGETS}", hint="N tokens of model_input have N targets")
+    if inputs[TARGETS].dtype.kind == "f":
         raise RequestError(f"{where}.{TARGETS} is of a float type", hint="targets are int64")
     if loss == CROSS_ENTROPY:
-        inputs.setdefault("weights", [0.0] * len(tokens))
+        inputs.setdefault("weights", np.zeros(inputs[TARGETS].shape))
+    elif wide := [name for name, values in inputs.items() if values.ndim == 2]:
+        raise RequestError(
+            f"{where}.{wide[0]} is of 2 dimensions; {loss} has one target and one value a position",
+            hint="several targets a position are for cross_entropy",
+        )
     if loss == "gspo":
         inputs["mask"] = _ratio_mask(inputs, where)
-    elif loss not in ANCHORED:
-        _replace_padding(tokens, inputs, "weights" if loss == CROSS_ENTROPY else "advantages")
-    return Datum(model_input=tokens, loss_fn_inputs=inputs)
+    return inputs
 
 
 def _wanted(loss: str) -> tuple[str, ...]:
@@ -89,25 +116,15 @@ def _wanted(loss: str) -> tuple[str, ...]:
     return (TARGETS, "logprobs", "advantages", *((SEQUENCE_MASK,) if loss == "gspo" else ()))
 
 
-def _ratio_mask(inputs: dict[str, list[Any]], where: str) -> list[float]:
+def _ratio_mask(inputs: dict[str, Any], where: str) -> Any:
     """gspo's mask. An advantage outside it would be trained by a ratio that it is not a part of."""
     if SEQUENCE_MASK not in inputs:
         raise RequestError(f"{where} has no {SEQUENCE_MASK}, which gspo reads", hint="1 where the policy spoke")
-    mask = [float(value != 0) for value in inputs.pop(SEQUENCE_MASK)]
+    mask = (inputs.pop(SEQUENCE_MASK) != 0).astype(float)
     outside = zip(inputs.get("advantages", ()), mask, strict=False)
     if any(advantage and not inside for advantage, inside in outside):
         raise RequestError(f"{where} has an advantage outside its {SEQUENCE_MASK}", hint="set it to 0 there")
     return mask
-
-
-def _replace_padding(tokens: Sequence[int], inputs: dict[str, list[Any]], weights: str) -> None:
-    """Targets that are padding -> what follows: weight 0 there, and so the same loss, and a log-probability of what
-    was said. A target that is neither is left to `Datum` to refuse."""
-    targets, weight = inputs.get(TARGETS, []), inputs.get(weights, [])
-    if len(targets) == len(weight) == len(tokens):
-        for j in range(len(tokens) - 1):
-            if weight[j] == 0:
-                targets[j] = tokens[j + 1]
 
 
 def _tokens(chunks: Sequence[Any], where: str) -> list[int]:
@@ -126,33 +143,55 @@ def _tokens(chunks: Sequence[Any], where: str) -> list[int]:
     return tokens
 
 
-def _array(tensor: Any, where: str) -> list[Any]:
-    """A dense tensor of one dimension."""
-    if tensor.HasField("sparse_csr") or len(tensor.shape) > 1:
-        raise RequestError(
-            f"{where} is {'sparse' if tensor.HasField('sparse_csr') else f'of {len(tensor.shape)} dimensions'}; "
-            "here each position has one target and one value",
-            hint="give dense tensors of one dimension; several targets a position are not supported",
-        )
-    kind, raw = _TYPES.get(tensor.dtype), tensor.dense
+def _array(tensor: Any, where: str) -> Any:
+    """A tensor of one dimension, or of two, dense or sparse."""
+    kind, shape = _TYPES.get(tensor.dtype), list(tensor.shape)
     if kind is None:
         name = "bfloat16" if tensor.dtype == BFLOAT16 else str(tensor.dtype)
         raise RequestError(f"{where} is of type {name}; float32 and int64 are read", hint="convert it")
-    if len(raw) % kind.itemsize or (tensor.shape and tensor.shape[0] * kind.itemsize != len(raw)):
-        shape = list(tensor.shape)
+    if len(shape) > 2:
+        raise RequestError(f"{where} is of {len(shape)} dimensions", hint="give tensors [N] or [N, K]")
+    if tensor.HasField("sparse_csr"):
+        return _from_csr(tensor.sparse_csr, kind, shape, where)
+    raw = tensor.dense
+    if len(raw) % kind.itemsize or min(shape, default=0) < 0 or (shape and prod(shape) * kind.itemsize != len(raw)):
         raise RequestError(f"{where} has {len(raw)} bytes for shape {shape} of {kind.itemsize} bytes each")
-    return np.frombuffer(raw, kind).tolist()
+    return np.frombuffer(raw, kind).reshape(shape or -1)
+
+
+def _from_csr(csr: Any, kind: np.dtype, shape: list[int], where: str) -> Any:
+    """A compressed sparse row tensor [N, K], whose gaps are 0; checked before anything of its size is made."""
+    parts = ((csr.values, kind), (csr.crow_indices, np.dtype("<i8")), (csr.col_indices, np.dtype("<i8")))
+    if len(shape) == 2 and min(shape) >= 0 and not any(len(raw) % each.itemsize for raw, each in parts):
+        values, ends, columns = (np.frombuffer(raw, each) for raw, each in parts)
+        lengths, small = np.diff(ends), prod(shape) <= MOST_TOKENS
+        counted = len(lengths) == shape[0] and len(values) == len(columns) == lengths.sum() and not ends[:1].any()
+        if small and counted and (lengths >= 0).all() and ((columns >= 0) & (columns < shape[1])).all():
+            dense = np.zeros(shape, kind)
+            dense[np.repeat(np.arange(shape[0]), lengths), columns] = values
+            return dense
+    raise RequestError(
+        f"{where} is not a sparse tensor of shape {shape}",
+        hint=f"give CSR [N, K] of at most {MOST_TOKENS} entries with their gaps, or a dense tensor",
+    )
 
 
 # ---- and back ----
-def encode_output(logprobs: Sequence[Sequence[float]], metrics: Mapping[str, float]) -> bytes:
-    """Log-probabilities [N - 1] of every datum, and metrics as `name:reduction`, as a ForwardBackwardOutput."""
+def encode_output(
+    logprobs: Sequence[Sequence[float]], metrics: Mapping[str, float], widths: Sequence[int | None]
+) -> bytes:
+    """Log-probabilities [N] or [N, K] of every datum of the wire, whose K are `widths`, and metrics as
+    `name:reduction`, as a ForwardBackwardOutput. A record has datums of one K."""
     message = ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
-    record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(logprobs))
-    lengths = np.array([0, *(len(row) for row in logprobs)], "<i8")
-    field = record.fields["logprobs"]
-    field.data = b"".join(np.asarray(row, "<f4").tobytes() for row in logprobs)
-    field.offsets, field.dtype = (4 * lengths.cumsum()).astype("<i8").tobytes(), FLOAT32
+    rows = (np.asarray(row, "<f4") for row in logprobs)
+    arrays = [next(rows) if k is None else np.stack([next(rows) for _ in range(k)], -1) for k in widths]
+    for trailing, alike in groupby(arrays, key=lambda array: array.shape[1:]):
+        several = list(alike)
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(several))
+        field = record.fields["logprobs"]
+        field.data, field.dtype = b"".join(array.tobytes() for array in several), FLOAT32
+        field.offsets = np.cumsum([0, *(array.nbytes for array in several)]).astype("<i8").tobytes()
+        field.trailing_shape.extend(trailing)
     for name, value in metrics.items():
         message.metrics[name] = float(value)
     return message.SerializeToString()

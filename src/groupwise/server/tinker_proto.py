@@ -5,7 +5,7 @@
     SampleResponse             completions, and log-probabilities of the prompt
 
 A line of the table is `number name type`; `*` is repeated, `{type}` a map from strings. Numbers and types are those of
-the wire. Arrays are little-endian bytes: tokens int32, log-probabilities float32, offsets int64.
+the wire. Arrays are little-endian bytes: tokens int32, log-probabilities float32, offsets and indices int64.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _MESSAGES = {
     "Chunk": "1 encoded_text EncodedTextChunk, 2 image Other, 3 dmel Other",
     "EncodedTextChunk": "1 tokens bytes",
     "Other": "",
-    "Tensor": "1 dense bytes, 2 sparse_csr Other, 3 dtype int32, 4 shape *int64",
+    "Tensor": "1 dense bytes, 2 sparse_csr SparseCsr, 3 dtype int32, 4 shape *int64",
+    "SparseCsr": "1 values bytes, 2 crow_indices bytes, 3 col_indices bytes",
     "ForwardBackwardOutput": "1 loss_fn_output_type string, 2 loss_fn_outputs *ArrayRecord, 3 metrics {double}",
     "ArrayRecord": "1 type_tag string, 2 fields {BatchedTensor}, 3 num_datums int64",
     "BatchedTensor": "1 data bytes, 2 offsets bytes, 3 dtype int32, 4 trailing_shape *int64",

@@ -29,7 +29,7 @@ from groupwise.server import tinker_bodies as bodies
 from groupwise.server.config import ServeConfig
 from groupwise.server.envelope import echo
 from groupwise.server.tinker_checkpoints import WEIGHTS, Checkpoint, Checkpoints, check_checkpoint_name
-from groupwise.server.tinker_datums import datums_of, encode_output, loss_config, weights_of_wire, wire_metrics
+from groupwise.server.tinker_datums import datums_of, encode_output, loss_config, widths_of, wire_metrics
 from groupwise.server.tinker_futures import Answer, Futures, Sequence, answer
 from groupwise.server.tinker_sessions import GO_ON, SessionGoneError
 from groupwise.train.lora import LoraSpec
@@ -237,19 +237,17 @@ class Models:
         config, data = loss_config(message), datums_of(message)
         rows = trainer.forward(data).result().logprobs
         if message.loss_fn == CROSS_ENTROPY:
-            weights = weights_of_wire(message)
-            loss = -sum(
-                w * p for row, ws in zip(rows, weights, strict=True) for p, w in zip(row, ws, strict=False) if w
-            )
+            weights = [datum.loss_fn_inputs["weights"] for datum in data]
+            loss = -sum(w * p for row, ws in zip(rows, weights, strict=True) for p, w in zip(row, ws, strict=True) if w)
         else:
             loss = float(datum_loss(data, [torch.tensor(row) for row in rows], message.loss_fn, config)[0])
-        return encode_output(rows, wire_metrics({}, loss=loss))
+        return encode_output(rows, wire_metrics({}, loss=loss), widths_of(message))
 
     def _backward(self, trainer: TrainingClient, message: Any) -> bytes:
         config = loss_config(message)
         output = trainer.forward_backward(datums_of(message), message.loss_fn, config).result()
-        metrics = output.metrics
-        return encode_output(output.logprobs, wire_metrics(metrics, loss=metrics.get("loss/policy", 0.0)))
+        metrics = wire_metrics(output.metrics, loss=output.metrics.get("loss/policy", 0.0))
+        return encode_output(output.logprobs, metrics, widths_of(message))
 
 
 def _load_state(trainer: TrainingClient, directory: Path, *, optimizer: bool) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -27,9 +28,11 @@ class Lanes:
         self._pool: ThreadPoolExecutor | None = None
 
     def map(self, function: Callable[[Item], Result], items: Iterable[Item], *, lanes: int) -> Iterator[Result]:
-        """`function` of each item, in order, `lanes` at a time; with one, in the calling thread as it is."""
+        """`function` of each item, in order, `lanes` at a time; with one, in the calling thread, and where there could be
+        more with one of torch's threads as well."""
         if lanes < 2:
-            yield from map(function, items)
+            with _threads(1 if self.most > 1 else torch.get_num_threads()):
+                yield from map(function, items)
             return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.most, "lane", initializer=torch.set_num_threads, initargs=(1,))
@@ -44,3 +47,14 @@ class Lanes:
         finally:
             for future in begun:
                 future.cancel()
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """So many of torch's for the calling thread, until the end of the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

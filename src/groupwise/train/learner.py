@@ -155,7 +155,8 @@ class Learner:
     def forward(
         self, samples: Sequence[Sample], *, temperature: float = 1.0, reference: bool = False
     ) -> list[tuple[float, ...]]:
-        """Log-probability (nats) of every completion token of each sample, trained or not; in the order given.
+        """Log-probability (nats) of every completion token of each sample, trained or not, or of its target where the
+        sample has targets; in the order given.
 
         The first token of a completion without a prompt is predicted by nothing: its entry is NaN. `reference`: under
         the reference, not the policy; at the same temperature the two can be compared.

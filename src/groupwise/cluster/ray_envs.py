@@ -1,0 +1,163 @@
+"""Environments as Ray actors: `launcher.env_workers` of them, each with the episodes that began there.
+
+    learner:  the episode asks the policy,  RemoteEnv.reset, step, score, close  ->  the environment itself  :actor
+
+An episode stays where it began. One whose actor is lost is an episode in which the environment failed, as without Ray
+one whose database is gone: `env.on_error` says what that is worth. The actor is replaced, and plays what begins then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from groupwise.cluster.crew import Crew, WorkerLost
+from groupwise.cluster.ray_actors import Actor, Place, enter
+from groupwise.config import RunConfig
+from groupwise.config_env import EnvConfig
+from groupwise.envs.base import Episode, Observation, StepResult, observation_of, reward_of, step_result_of
+from groupwise.envs.call import OwnThread
+from groupwise.envs.load import EnvFactory, load_env
+from groupwise.envs.tool_env import ToolEnv
+from groupwise.errors import EnvError, GroupwiseError
+from groupwise.types import Message
+
+
+class EnvActor:
+    """Environments on some machine, one for each episode, by its number; `open` it first."""
+
+    def open(self, env: EnvConfig, env_folder: Path, folder: str) -> None:
+        """Load the class, whose module is looked for in `env_folder`. Raises LoadError, ConfigError."""
+        enter(folder)
+        self._config, self._factory = env, load_env(env, folder=env_folder)
+        self._played: dict[int, _Played] = {}
+
+    async def reset(self, episode: int, case: Mapping[str, Any], seed: int) -> Observation:
+        """Make the environment of a new episode, and begin it. Raises EnvError, as the others do."""
+        self._played[episode] = played = _Played(self._factory.name, self._config)
+        await played.make(self._factory)
+        return observation_of(await played.call("reset", case, seed), limit=self._config.max_characters)
+
+    async def step(self, episode: int, message: Message) -> StepResult:
+        """The answer to what the policy said."""
+        value = await self._of(episode).call("step", message)
+        return step_result_of(value, limit=self._config.max_characters)
+
+    async def score(self, episode: int, said: Episode) -> float | None:
+        """What `score` returns; None where there is no such method."""
+        value = await self._of(episode).call("score", said)
+        return None if value is None else reward_of(value, f"{self._factory.name}.score")
+
+    async def close(self, episode: int) -> None:
+        """Let go of an episode, if it is here."""
+        if (played := self._played.pop(episode, None)) is not None:
+            await played.close()
+
+    def _of(self, episode: int) -> _Played:
+        if (played := self._played.get(episode)) is None:
+            raise EnvError("the environment worker that had this episode was lost")
+        return played
+
+
+class _Played:
+    """An environment and the thread in which its methods are called."""
+
+    def __init__(self, name: str, config: EnvConfig):
+        self._name, self._limit_s = name, config.step_timeout_s
+        self._env: Any = None
+        self._thread = OwnThread()
+
+    async def make(self, factory: EnvFactory) -> None:
+        self._env = await self._thread.call(factory.make, timeout_s=self._limit_s, what=f"{self._name}()")
+        if isinstance(self._env, ToolEnv):
+            self._env.thread = self._thread
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """What a method returns; None for one that is not there."""
+        what, function = f"{self._name}.{method}", getattr(self._env, method, None)
+        if not callable(function):
+            return None
+        try:
+            return await self._thread.call(function, *args, timeout_s=self._limit_s, what=what)
+        except GroupwiseError:
+            raise
+        except Exception as error:
+            raise EnvError(f"{what} raised {type(error).__name__}: {error}") from error
+
+    async def close(self) -> None:
+        try:
+            await self.call("close")
+        finally:
+            self._thread.close()
+
+
+class RayEnvs:
+    """`Environments` in actors, all in one `place`, of which each takes its share."""
+
+    def __init__(self, config: RunConfig, factory: EnvFactory, *, place: Place):
+        launcher, env = config.launcher, config.env
+        assert env is not None
+        options = {"max_concurrency": 2 * env.concurrency}  # a call of each episode, and its end while that hangs
+        self.name, self.patience_s = factory.name, launcher.start_timeout_s
+        self._numbers, self._lock = itertools.count(), threading.Lock()
+        self._crews = {
+            number: Crew(
+                "environment worker",
+                lambda number: Actor(place.start(EnvActor, **options)),
+                size=1,
+                first=number,
+                again=False,
+                orders={"open": ("open", (env, config.folder, place.folder))},
+                restarts=launcher.restarts,
+                timeout_s=launcher.start_timeout_s,
+            )
+            for number in range(launcher.env_workers)
+        }
+        self._held = dict.fromkeys(self._crews, 0)  # episodes
+
+    def make(self) -> RemoteEnv:
+        """An environment, in the actor with the fewest episodes."""
+        with self._lock:
+            number = min(self._held, key=self._held.__getitem__)
+            self._held[number] += 1
+        return RemoteEnv(self._crews[number], next(self._numbers), closed=partial(self._closed, number))
+
+    def close(self) -> None:
+        """End the actors."""
+        for crew in self._crews.values():
+            crew.close()
+
+    def _closed(self, number: int) -> None:
+        with self._lock:
+            self._held[number] -= 1
+
+
+class RemoteEnv:
+    """An environment in an actor, as the episode that plays it sees it. Raises EnvError, ClusterError."""
+
+    def __init__(self, crew: Crew, episode: int, *, closed: Callable[[], None]):
+        self._crew, self._episode, self._closed = crew, episode, closed
+
+    async def reset(self, case: Mapping[str, Any], seed: int) -> Observation:
+        return await self._ask("reset", case, seed)
+
+    async def step(self, message: Message) -> StepResult:
+        return await self._ask("step", message)
+
+    async def score(self, said: Episode) -> float | None:
+        return await self._ask("score", said)
+
+    async def close(self) -> None:
+        self._closed()
+        await self._ask("close")
+
+    async def _ask(self, method: str, *args: Any) -> Any:
+        try:
+            return await asyncio.wrap_future(self._crew.ask(method, self._episode, *args))
+        except WorkerLost as error:
+            raise EnvError(f"the environment worker that had this episode was lost: {error}") from error
