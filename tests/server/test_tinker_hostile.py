@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("google.protobuf")
 
+from processes import becomes
 from tinker_wire import PROTOBUF, Wire, datum, read_output, request, sample, snapshot, supervised, tinker_site
 from whole_server import Whole, whole
 
@@ -129,7 +130,7 @@ def test_models_are_bounded_and_a_silent_session_ends(model_dir: Path, tmp_path:
         while wire.post("get_info", model_id=model).status_code == 200:
             assert time.monotonic() < end
             time.sleep(0.05)
-        assert wire.tinker.samplers.of(wire.session) == [] and len(wire.tinker.futures) == 0
+        assert becomes(lambda: wire.tinker.samplers.of(wire.session) == [] and len(wire.tinker.futures) == 0)
         assert not list((tmp_path / "tinker" / "snapshots").glob("*/v*"))
 
 

@@ -51,7 +51,7 @@ def _shape(config: RunConfig, model: PreTrainedModel) -> Shape:
     )
     if lora is None and shape.cpu and model.config.get_text_config().tie_word_embeddings:
         raise ConfigError(
-            f"train.lora is null and {config.model} has tied embeddings: on a CPU vLLM 0.32 keeps their old output layer",
+            f"train.lora is null; {config.model} has tied embeddings: on a CPU vLLM 0.32 keeps their old output layer",
             hint="set train.lora, use engine: local, or sample on a GPU",
         )
     return replace(shape, reloads=lora is None)

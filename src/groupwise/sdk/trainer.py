@@ -124,9 +124,9 @@ class TrainingService:
         """Run `work` where the verbs run, after those that were called before."""
         return Pending(self._thread.submit(work))
 
-    def close(self) -> None:
-        """Finish what was called, and end the thread."""
-        self._thread.shutdown()
+    def close(self, *, wait: bool = True) -> None:
+        """Finish what was called, and end the thread; without `wait` some time later."""
+        self._thread.shutdown(wait=wait)
 
     def _learner(self, lora: LoraSpec | None, seed: int) -> Learner:
         with BUILDING:

@@ -3,7 +3,8 @@
     Models      makes, finds and drops them; their requests run in the order of their numbers
     Model       one of them: forward_backward, optim_step, save_weights, load_weights
 
-All train in one thread of the server's process, one call at a time, at a lower priority than what is served.
+They train in threads of the server's process, at a lower priority than what is served: each in one of its own where the
+base is small, so that a micro-batch leaves room for others, else all in one, one call at a time.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Models:
         self._threads = config.worker_threads
         self._futures, self._checkpoints = futures, checkpoints
         self._by_id: dict[str, Model] = {}
-        self._service: TrainingService | None = None
+        self._shared: TrainingService | None = None
         self._lock = threading.Lock()
 
     # -- which -----------------------------------------------------------------------------------------------------
@@ -117,13 +118,16 @@ class Models:
         for model in self.of(session):
             model.sequence.close()
             del self._by_id[model.id]
+            if model.client is not None and model.client.service is not self._shared:
+                model.client.service.close(wait=False)
 
     def close(self) -> None:
-        """Finish what runs, and end the thread."""
+        """Finish what runs, and end the threads."""
+        services = {model.client.service for model in self.of() if model.client is not None}
         for session in {model.session for model in self.of()}:
             self.drop(session)
-        if self._service is not None:
-            self._service.close()
+        for service in services | ({self._shared} if self._shared else set()):
+            service.close()
 
     def check_base(self, name: str | None) -> None:
         """Raise RequestError unless `name` is the model that is served."""
@@ -221,12 +225,21 @@ class Models:
     # -- in threads ------------------------------------------------------------------------------------------------
 
     def _client(self, model: Model, seed: int) -> TrainingClient:
-        with self._lock:
-            if self._service is None:
-                self._service = TrainingService(self.base, threads=self._threads)
-                self._service.submit(_lower_priority).result()
         spec = LoraSpec(rank=model.lora["rank"], alpha=ALPHA, targets=model.lora["targets"])
-        return self._service.create_training_client(name=model.id, lora=spec, seed=seed)
+        with self._lock:
+            service = self._shared
+            if service is None:
+                service = TrainingService(self.base, threads=self._threads)
+                service.submit(_lower_priority).result()
+            try:
+                client = service.create_training_client(name=model.id, lora=spec, seed=seed)
+            except BaseException:
+                if service is not self._shared:
+                    service.close()
+                raise
+            if not client.learner.computes_alone:
+                self._shared = service
+        return client
 
     async def _load(self, model: Model, *, saved: Checkpoint, optimizer: bool) -> Answer:
         directory = self._checkpoints.directory(saved)

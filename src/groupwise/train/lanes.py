@@ -28,8 +28,8 @@ class Lanes:
         self._pool: ThreadPoolExecutor | None = None
 
     def map(self, function: Callable[[Item], Result], items: Iterable[Item], *, lanes: int) -> Iterator[Result]:
-        """`function` of each item, in order, `lanes` at a time; with one, in the calling thread, and where there could be
-        more with one of torch's threads as well."""
+        """`function` of each item, in order, `lanes` at a time; with one, in the calling thread, and where there could
+        be more with one of torch's threads as well."""
         if lanes < 2:
             with _threads(1 if self.most > 1 else torch.get_num_threads()):
                 yield from map(function, items)

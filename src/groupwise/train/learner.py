@@ -150,6 +150,11 @@ class Learner:
     def device(self) -> torch.device:
         return self.base.device
 
+    @property
+    def computes_alone(self) -> bool:
+        """Whether a micro-batch has one of torch's threads, so that others, also another learner's, run beside it."""
+        return self._lanes.most > 1
+
     # -- the verbs ----------------------------------------------------------------------------------------------------
 
     def forward(
