@@ -1,6 +1,6 @@
 # make demo    everything a fresh machine needs, then the main job: the starter model learns arithmetic
 # make test    everything a fresh machine needs, then lint, types, layers and the test suite
-# make vllm    vLLM's CPU build in .venv-vllm (2.5 GB), and its engine against ours (ten minutes and more)
+# make vllm    vLLM's CPU build in .venv-vllm (2.5 GB), and its engine against ours (six minutes)
 # make ui      the web interface from its sources in ui/ (needs Node; what is built is in the repository)
 # make bench   the step benchmark against TRL and the learning curves (minutes; not part of `make test`)
 

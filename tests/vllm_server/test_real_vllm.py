@@ -1,6 +1,6 @@
 """The engine over vLLM itself, on a CPU, in float32.
 
-    make vllm                      installs vLLM in .venv-vllm (once) and runs this: about ten minutes on two cores
+    make vllm                      installs vLLM in .venv-vllm (once) and runs this: about six minutes on two cores
     pytest -m slow tests/vllm_server      the same without the installation
 
 One server, started by `groupwise vllm-serve`, serves all tests; it is killed in the midst of one of them, and the
@@ -270,7 +270,7 @@ def test_a_run_with_vllm_in_its_own_process(tmp_path):
 def test_a_run_that_trains_all_parameters(tmp_path, starter):
     """With a server of its own, which reads every version whole. The embeddings are not tied: this is a CPU."""
     torch.manual_seed(0)
-    config = starter.model.config.to_dict() | {"tie_word_embeddings": False, "num_hidden_layers": 2}
+    config = starter.model.config.to_dict() | {"tie_word_embeddings": False}
     AutoModelForCausalLM.from_config(type(starter.model.config)(**config)).save_pretrained(tmp_path / "model")
     starter.tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "vowels.py").write_text(VOWELS)
