@@ -16,7 +16,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby
+from itertools import accumulate, compress, groupby
 
 from groupwise.algo.advantage import AdvantageSpec, has_signal, with_advantages
 from groupwise.algo.batch import count_loss_tokens
@@ -213,7 +213,7 @@ def _packed(samples: Sequence[Sample]) -> int:
 
 
 def check_readable(samples: Sequence[Sample], base: LoadedModel) -> None:
-    """On a GPU an id or a position out of range would kill the process."""
+    """On a GPU an id, also of a target that is read, or a position out of range would kill the process."""
     for sample in samples:
         length = len(sample.prompt_ids) + len(sample.completion_ids)
         if length > base.context_length:
@@ -224,6 +224,8 @@ def check_readable(samples: Sequence[Sample], base: LoadedModel) -> None:
             )
         if (largest := max((*sample.prompt_ids, *sample.completion_ids))) >= base.vocabulary:
             raise DataError(f"token id {largest} is not in the vocabulary: ids go from 0 to {base.vocabulary - 1}")
+        if (largest := max(compress(sample.targets or (), sample.mask), default=0)) >= base.vocabulary:
+            raise DataError(f"target {largest} is not in the vocabulary: ids go from 0 to {base.vocabulary - 1}")
 
 
 def _known(recorded: float, start: float) -> float:

@@ -64,14 +64,8 @@ class Sampler(Protocol):
         ...
 
 
-class LiveEngine(Sampler, Protocol):
-    """An engine behind a live server: it also streams, scores, and adds adapters up."""
-
-    def submit(
-        self, requests: Sequence[SamplingRequest], *, on_token: TokenSink | None = None
-    ) -> list[Future[list[Completion]]]:
-        """As `Sampler.submit`. `on_token` hears of every token, in a thread of the engine, and must return at once."""
-        ...
+class Scores(Protocol):
+    """What says how likely a completion is."""
 
     def score(
         self,
@@ -82,6 +76,16 @@ class LiveEngine(Sampler, Protocol):
         temperature: float = 1.0,
     ) -> tuple[float, ...]:
         """Log-probability (nats) of each completion token after the prompt, under `version`. Raises as `sample`."""
+        ...
+
+
+class LiveEngine(Sampler, Scores, Protocol):
+    """An engine behind a live server: it also streams, scores, and adds adapters up."""
+
+    def submit(
+        self, requests: Sequence[SamplingRequest], *, on_token: TokenSink | None = None
+    ) -> list[Future[list[Completion]]]:
+        """As `Sampler.submit`. `on_token` hears of every token, in a thread of the engine, and must return at once."""
         ...
 
     def score_top(

@@ -148,25 +148,11 @@ class VllmEngine:
         if version.is_base or version in self._leases:
             return
         self._reference.load(version, directory)
-        cause = ""
-        for _ in range(1 + self._config.sync_retries):
-            published = self._shelf.put(version, directory)
-            self._leases.add(published)
-            try:
-                return self._wait(self._publish(published))
-            except EngineError as error:
-                cause = error.message
-            self._leases.retire(version)
-            self._forget(published)
-        self._reference.unload(version)
-        raise self._not_handed_over(version, cause)
-
-    def _not_handed_over(self, version: PolicyVersion, cause: str) -> EngineError:
-        return EngineError(
-            f"version {version} could not be handed to vLLM in {1 + self._config.sync_retries} attempts; the last one: "
-            f"{cause}",
-            hint="see to the server and go on with resume=auto",
-        )
+        try:
+            self._hand_over(version, lambda: self._publish_copy(version, directory))
+        except EngineError:
+            self._reference.unload(version)
+            raise
 
     def adopt(self, version: PolicyVersion) -> None:
         """As `Sampler.adopt`. Raises EngineError when a server does not take the weights, every time."""
@@ -174,15 +160,8 @@ class VllmEngine:
             raise ConfigError(f"{version} is a whole model, and this engine was opened for adapters")
         self._reference.adopt(version)
         before, self._weights = self._weights, self._shelf.put_model(version, self._base.model)
-        cause = ""
-        for _ in range(1 + self._config.sync_retries):
-            try:
-                self._wait(self._fleet.everywhere(self._reload))
-            except EngineError as error:
-                cause = error.message
-            else:
-                return self._shelf.remove(before)
-        raise self._not_handed_over(version, cause)
+        self._hand_over(version, lambda: self._wait(self._fleet.everywhere(self._reload)))
+        self._shelf.remove(before)
 
     def unload(self, version: PolicyVersion) -> None:
         if self._weights is not None:
@@ -286,6 +265,31 @@ class VllmEngine:
         return text[: min(found, default=len(text))]
 
     # -- versions ------------------------------------------------------------------------------------------------------
+
+    def _hand_over(self, version: PolicyVersion, attempt: Callable[[], None]) -> None:
+        """As often as `sync_retries` allow. Raises EngineError with the last cause."""
+        cause = ""
+        for _ in range(1 + self._config.sync_retries):
+            try:
+                return attempt()
+            except EngineError as error:
+                cause = error.message
+        raise EngineError(
+            f"version {version} could not be handed to vLLM in {1 + self._config.sync_retries} attempts; the last one: "
+            f"{cause}",
+            hint="see to the server and go on with resume=auto",
+        )
+
+    def _publish_copy(self, version: PolicyVersion, directory: Path) -> None:
+        """Under a name of its own, which nobody knows any more if it fails."""
+        published = self._shelf.put(version, directory)
+        self._leases.add(published)
+        try:
+            self._wait(self._publish(published))
+        except EngineError:
+            self._leases.retire(version)
+            self._forget(published)
+            raise
 
     async def _publish(self, published: Published) -> None:
         await self._fleet.everywhere(lambda server: self._prove(server, published))

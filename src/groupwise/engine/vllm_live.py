@@ -22,6 +22,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -78,14 +79,7 @@ class LiveVllm(VllmEngine):
         params, ids = request.params, completion.token_ids
         score = partial(self._local.score_top, temperature=params.temperature, top=params.top_logprobs)
         logprobs, tops = zip(*score(request.prompt_ids, ids, request.version), strict=True)
-        return Completion(
-            token_ids=ids,
-            logprobs=logprobs,
-            text=completion.text,
-            finish_reason=completion.finish_reason,
-            version=completion.version,
-            top_logprobs=tops if params.top_logprobs else (),
-        )
+        return replace(completion, logprobs=logprobs, top_logprobs=tops if params.top_logprobs else ())
 
     async def _streamed(self, on_token: TokenSink, job: Job) -> list[Completion]:
         request = job.request

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from groupwise.engine.base import Scores
 from groupwise.engine.vllm_http import Server, sampling_body
 from groupwise.errors import AdapterError, EngineError, StorageError
 from groupwise.types import PolicyVersion, SamplingParams
@@ -41,7 +42,7 @@ LONGEST_NAME = 64  # of what a version is called there, without its number; a su
 _PLAIN = re.compile(r"[^\w.-]")  # what vLLM's names and directories are not to have
 
 
-class Reference(Protocol):
+class Reference(Scores, Protocol):
     """What the trainer thinks of a completion: the local engine over the same base weights."""
 
     def load(self, version: PolicyVersion, directory: Path) -> None: ...
@@ -49,15 +50,6 @@ class Reference(Protocol):
     def adopt(self, version: PolicyVersion) -> None: ...
 
     def unload(self, version: PolicyVersion) -> None: ...
-
-    def score(
-        self,
-        prompt_ids: Sequence[int],
-        completion_ids: Sequence[int],
-        version: PolicyVersion,
-        *,
-        temperature: float = 1.0,
-    ) -> tuple[float, ...]: ...
 
     def close(self) -> None: ...
 

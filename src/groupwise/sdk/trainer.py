@@ -187,7 +187,7 @@ class TrainingClient:
                 f"an entropy bonus does not add up over calls with reduction {spec.reduction!r}", hint=hint
             )
         samples = [datum.sample(weights) for datum in data]
-        _check_readable(samples, self.learner.base)
+        check_readable(samples, self.learner.base)
         return self.service.submit(lambda: self._accumulate(data, samples, spec))
 
     def forward_backward_custom(self, data: Sequence[Datum], loss_fn: LossFn) -> Pending[ForwardBackwardOutput]:
@@ -354,17 +354,8 @@ def _whole(learner: Learner, data: Sequence[Datum]) -> list[Sample]:
     if not data:
         raise DataError("there are no datums", hint="skip the call")
     samples = [datum.whole() for datum in data]
-    _check_readable(samples, learner.base)
+    check_readable(samples, learner.base)
     return samples
-
-
-def _check_readable(samples: Sequence[Sample], base: LoadedModel) -> None:
-    """`check_readable`, and of the targets that are read."""
-    check_readable(samples, base)
-    for sample in samples:
-        read = itertools.compress(sample.targets or sample.completion_ids, sample.mask)
-        if (largest := max(read, default=0)) >= base.vocabulary:
-            raise DataError(f"target {largest} is not in the vocabulary: ids go from 0 to {base.vocabulary - 1}")
 
 
 def _forward(

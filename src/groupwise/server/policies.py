@@ -28,6 +28,7 @@ import torch
 
 from groupwise import faults
 from groupwise.adapters import AdapterStore
+from groupwise.engine.base import LiveEngine
 from groupwise.errors import (
     AdapterError,
     AdapterNotFoundError,
@@ -58,20 +59,6 @@ def check_free_name(name: str, *, served_name: str) -> None:
             f"{name!r} is what requests call the served model, so that no `model` could mean this adapter",
             hint="choose another name, or start the server with another --served-model-name",
         )
-
-
-class Engine(Protocol):
-    """The part of an engine that is needed here."""
-
-    def load(self, version: PolicyVersion, directory: Path) -> None: ...
-
-    def load_composed(self, version: PolicyVersion, parts: Sequence[tuple[Path, float]]) -> None: ...
-
-    def unload(self, version: PolicyVersion) -> None: ...
-
-    def score(
-        self, prompt_ids: Sequence[int], completion_ids: Sequence[int], version: PolicyVersion
-    ) -> tuple[float, ...]: ...
 
 
 class Part(Protocol):
@@ -112,7 +99,7 @@ class Policies:
     """
 
     def __init__(
-        self, store: AdapterStore, engine: Engine, *, base: LoadedModel, served_name: str, max_loaded: int = 8
+        self, store: AdapterStore, engine: LiveEngine, *, base: LoadedModel, served_name: str, max_loaded: int = 8
     ):
         self.served_name = served_name
         self.warnings: list[str] = []
