@@ -40,6 +40,8 @@ class Case:
     model: str
     prompts_file: str
     natural: bool = False  # the demo's own prompts, and completions that end where they end
+    kl: float = 0.0  # weight of the KL to the base model in the loss (k3); 0 has no reference pass
+    defaults: bool = False  # TRL with its own sizes of micro-batches and checkpointing, as they are if nobody sets them
 
     @property
     def rows(self) -> int:
@@ -192,6 +194,7 @@ def _groupwise_config(case: Case, folder: Path) -> dict[str, Any]:
             "refill": 1.0,
             "batch_rows": max(256, case.rows),
         },
+        "algo": {"kl": "k3", "kl_coeff": case.kl} if case.kl else {},
         "train": {
             "steps": case.warmup + case.steps,
             "learning_rate": LEARNING_RATE,
@@ -293,19 +296,23 @@ def _trl_config(case: Case, folder: Path, *, continuous: bool) -> Any:
             "transformers_continuous_batching_config": cache,
             "generation_kwargs": {} if case.natural else {"eos_token_id": None},
         }
+    at_once = GRPOConfig.per_device_train_batch_size if case.defaults else case.rows
+    passes, rest = divmod(case.rows, at_once)
+    if rest:
+        sys.exit(f"{case.rows} completions do not divide into micro-batches of {at_once}, TRL's default")
     return GRPOConfig(
         output_dir=str(folder),
         use_cpu=True,
         bf16=False,
         fp16=False,
-        gradient_checkpointing=False,
-        per_device_train_batch_size=case.rows,
-        gradient_accumulation_steps=1,
-        steps_per_generation=1,
+        gradient_checkpointing=case.defaults,
+        per_device_train_batch_size=at_once,
+        gradient_accumulation_steps=passes,
+        steps_per_generation=passes,
         num_generations=case.group,
         max_completion_length=case.completion,
         temperature=1.0,
-        beta=0.0,
+        beta=case.kl,
         loss_type="grpo",
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",

@@ -3,6 +3,8 @@
     python benchmarks/step_vs_trl.py                       both default shapes
     python benchmarks/step_vs_trl.py --shape 128,64,8      prompts of 128 tokens, completions of 64, groups of 8
     python benchmarks/step_vs_trl.py --demo                what a step of configs/arithmetic.yaml does
+    python benchmarks/step_vs_trl.py --kl 0.04             with a KL term, and so a pass of the reference model
+    python benchmarks/step_vs_trl.py --defaults            TRL with its own micro-batches (8) and gradient checkpointing
     python benchmarks/step_vs_trl.py --quick               a smoke run
 
 Every measurement is a process of its own, and the two sides take turns, so that neither inherits the other's memory or
@@ -13,8 +15,9 @@ of them x 8 completions, which end where they end, after 40 tokens at the latest
 does.
 
     generation  token ids in, token ids out
-    training    forward, backward, clipping, AdamW
-    other       the rest: tokenising, decoding, rewards, advantages, data loading, tracking and `publish`
+    training    forward, backward, clipping, AdamW; on Groupwise's side also the reference's pass, where there is one
+    other       the rest: tokenising, decoding, rewards, advantages, data loading, tracking and `publish`; the peer's
+                reference pass
     publish     of that: making the adapter the next version on disk, and the policy that samples
 
 Peak memory is the highest resident size of the process from the moment its imports are done and its model is loaded,
@@ -93,7 +96,8 @@ def compare(case: Case, args: argparse.Namespace, console: Console) -> dict[str,
 
 def shape_of(case: Case) -> str:
     """A case in a few words."""
-    sizes = f"G={case.group}, {case.prompts} prompts"
+    sizes = f"G={case.group}, {case.prompts} prompts" + (f", KL {case.kl:g}" if case.kl else "")
+    sizes += ", TRL's defaults" if case.defaults else ""
     return f"demo C<={case.completion} {sizes}" if case.natural else f"P={case.prompt} C={case.completion} {sizes}"
 
 
@@ -140,6 +144,8 @@ def arguments() -> argparse.Namespace:
     shape = "prompt tokens, completion tokens, group size and, if not the default, prompts a step; can be repeated"
     parser.add_argument("--shape", action="append", metavar="P,C,G[,PROMPTS]", help=shape)
     parser.add_argument("--demo", action="store_true", help="the demo's prompts, model and sizes; lengths as they come")
+    parser.add_argument("--kl", type=float, default=0.0, help="weight of a KL term (k3) to the base model")
+    parser.add_argument("--defaults", action="store_true", help="TRL with its own micro-batches and checkpointing")
     parser.add_argument("--model", help="a model directory; without it, a new Qwen3 of the starter's architecture")
     parser.add_argument("--hidden", type=int, default=192, help="of the new model: hidden size, a multiple of 64")
     parser.add_argument("--layers", type=int, default=4, help="of the new model")
@@ -173,6 +179,8 @@ def case_of(shape: str, args: argparse.Namespace, folder: Path) -> Case:
         warmup=args.warmup,
         steps=args.steps,
         threads=args.threads,
+        kl=args.kl,
+        defaults=args.defaults,
         model=args.model or str(folder / "model"),
         prompts_file=str(folder / "prompts.jsonl"),
     )

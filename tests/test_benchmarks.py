@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -19,8 +20,10 @@ from torch.utils.flop_counter import FlopCounterMode, mm_flop
 
 from groupwise.algo.loss import resolve_loss
 from groupwise.engine.local import LocalEngine
+from groupwise.engine.vllm_server import Launch
 from groupwise.model import LoadedModel
 from groupwise.train.learner import Learner
+from processes import becomes, descendants
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 
@@ -108,6 +111,58 @@ def test_both_sides_of_a_rollout_do_the_same(script: Any, make_base: Any, tmp_pa
         other = [((249 - first, *rest), ()), *theirs[1:]]
         with pytest.raises(SystemExit, match="greedy tokens of row 0 differ at 0"):
             rollouts.check_greedy(model, greedy, other, theirs)
+
+
+def test_vllm_is_measured_by_turns_on_prompts_that_nobody_has_seen(script: Any, make_base: Any, tmp_path: Path) -> None:
+    """With a second local engine for vLLM, whose `generate` takes and gives the same."""
+    vllm_rollouts, rollouts, subjects = script("vllm_rollouts"), script("rollouts"), script("subjects")
+    base: LoadedModel = make_base(dtype=torch.float32)
+    subject = script("vllm_modes").subject_of(base, tmp_path, rows=6, context=15)
+    assert "q_proj" in subject.shape.targets and subject.cache_gib(32) == 2
+    prompts = [subjects.random_ids(6, seed=seed, below=250) for seed in range(2)]
+    work = rollouts.Work(name="tailed", prompts=prompts, group=3, lengths=[4, 1, 9, 2, 2, 5], temperature=0.7)
+    assert vllm_rollouts.ending(work).lengths == [1, 2, 3, 5, 6, 9]
+    with closing(LocalEngine(base, max_rows=8)) as engine, closing(LocalEngine(base, max_rows=8)) as peer:
+        engine.load(rollouts.VERSION, subject.adapter)
+        peer.load(rollouts.VERSION, subject.adapter)
+        asked: list[tuple[int, ...]] = []
+        generate = peer.generate
+        peer.generate = lambda requests: asked.extend(each.prompt_ids for each in requests) or generate(requests)  # pyright: ignore[reportAttributeAccessIssue]
+        model: Any = PeftModel.from_pretrained(base.model, subject.adapter).eval()
+        result = vllm_rollouts.compare(engine, peer, model, work, 2)
+        assert {side: len(each) for side, each in result["seconds"].items()} == dict.fromkeys(
+            ("requests", "groups", "vllm"), 2
+        )
+        assert len(asked) == 3 * 6 and len(set(asked)) == 3 * 2 and max(result["logprob_gap"].values()) < 1e-4
+    lines = [
+        {"model": "tiny", "mode": mode, **result, "tokens_per_s": {**result["tokens_per_s"], "vllm": rate}}
+        for mode, rate in (("single", 10.0), ("server", 20.0), ("merged", 30.0))
+    ]
+    assert [line["mode"] for line in vllm_rollouts.fastest_of(lines)] == ["server"]
+    assert vllm_rollouts.table_of(lines).row_count == 3
+
+
+def test_vllm_takes_no_time_of_a_core_while_it_is_not_asked(script: Any) -> None:
+    spin = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'while True: pass']).wait()"
+    launch = Launch(argv=(sys.executable, "-c", spin), environment={}, url="")
+    tree = script("vllm_modes").Tree("spinning", launch)
+    try:
+        assert becomes(lambda: ticks(tree) > 5)
+        tree.hold()
+        time.sleep(0.05)
+        held = ticks(tree)
+        time.sleep(0.2)
+        assert ticks(tree) == held
+        with tree.awake():
+            assert becomes(lambda: ticks(tree) > held + 5)
+    finally:
+        tree.end()
+
+
+def ticks(tree: Any) -> int:
+    """Hundredths of a second of a core that processes below the keeper have taken."""
+    stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in descendants(tree._process.pid)]
+    return sum(int(stat[11]) + int(stat[12]) for stat in stats)
 
 
 def test_an_axis_doubles_one_size(script: Any) -> None:
