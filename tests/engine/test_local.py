@@ -184,8 +184,47 @@ def test_the_prompt_is_prefilled_once_for_its_group(open_engine, monkeypatch: py
     assert seen == [20, 8, 8, 8]
     seen.clear()
     monkeypatch.setattr(local, "PREFILL_TOKENS", 40)  # with padding: a prompt of 20 and one of 3 are 40
-    engine.generate([request(tuple(range(20)), max_tokens=1), request(max_tokens=1), request(max_tokens=1)])
-    assert seen == [23, 3]
+    engine.generate(
+        [request(tuple(range(20)), max_tokens=1), request((1, 2, 3), max_tokens=1), request((4,), max_tokens=1)]
+    )
+    assert seen == [23, 1]
+
+
+def test_requests_with_the_same_prompt_share_it(open_engine, make_base, make_adapter):
+    """Together or while another is being sampled, under the same weights only; each gets what it gets alone."""
+    engine, seen = open_engine(max_rows=2), []
+    engine.load(FIRST, make_adapter(make_base()))
+    prompt, lengths = tuple(range(20)), (9, 3, 3, 3)
+    asked = [request(prompt, max_tokens=n, seed=n + i, temperature=1.0) for i, n in enumerate(lengths)]
+    asked.append(replace(asked[1], version=FIRST))
+    alone = [engine.generate([each])[0][0] for each in asked]
+    engine._model.get_input_embeddings().register_forward_hook(
+        lambda module, args, output: seen.append(args[0].numel())
+    )
+    together = [completions[0] for completions in engine.generate(asked)]
+    assert seen.count(20) == 2 and max(seen) == 20  # once for four requests in two rows, once for the adapter
+    for mine, other in zip(together, alone, strict=True):
+        assert mine.token_ids == other.token_ids and mine.logprobs == pytest.approx(other.logprobs, abs=1e-9)
+    assert together[1].logprobs != together[4].logprobs
+
+
+def test_weights_that_changed_share_no_prompt(open_engine):
+    """A request after `adopt` runs its prompt again, although a row from before still has it."""
+    engine, reached, proceed = open_engine(max_rows=2), threading.Event(), threading.Event()
+
+    def sampled(*_: object) -> None:
+        reached.set()
+        assert proceed.wait(30)
+
+    (long,) = engine.submit([request(max_tokens=40)], on_token=sampled)
+    assert reached.wait(30)
+    with torch.no_grad():
+        engine._model.get_input_embeddings().weight.mul_(1.5)
+    engine.adopt(PolicyVersion("full", 1))
+    (short,) = engine.submit([request(max_tokens=2, version=PolicyVersion("full", 1))])
+    proceed.set()
+    ((changed,), _) = short.result(timeout=30), long.result(timeout=30)
+    assert changed.logprobs == pytest.approx(engine.generate([request(max_tokens=2)])[0][0].logprobs, abs=1e-9)
 
 
 def test_a_request_waits_for_enough_rows(open_engine):
@@ -194,7 +233,8 @@ def test_a_request_waits_for_enough_rows(open_engine):
     engine._model.get_input_embeddings().register_forward_hook(
         lambda module, args, output: seen.append(args[0].numel())
     )
-    engine.generate([*(request(max_tokens=2 + i) for i in range(15)), request((9,) * 30, n=4, max_tokens=2)])
+    shorter = [request((i, 1, 2), max_tokens=2 + i) for i in range(15)]
+    engine.generate([*shorter, request((9,) * 30, n=4, max_tokens=2)])
     assert seen[0] == 15 * 3 and seen.count(30) == 2
 
 

@@ -75,24 +75,35 @@ class KeyValueCache:
         self.prompts, self.rows = _Store(most_rows), _Store(most_rows)
         self.lengths: list[int] = []  # tokens of the prompt in each slot
         self.openings: list[Opening | None] = []  # and the copy of it, where there is one
+        self.prefilled: list[Prefilled | None] = []  # and whose prompt it is, from the first token to the last
 
     def add_prompts(self, lengths: Sequence[int]) -> range:
         """New slots behind the last, for prompts that are about to be prefilled."""
         start = len(self.lengths)
         self.lengths += lengths
         self.openings += [None] * len(lengths)
-        self.prompts.reserve(len(self.lengths), max(self.lengths))
+        self.prefilled += [None] * len(lengths)
+        if lengths:
+            self.prompts.reserve(len(self.lengths), max(self.lengths))
         return range(start, len(self.lengths))
 
     def drop_prompt(self, slot: int) -> int | None:
         """Free a slot; the last one moves into its place. -> the slot that moved, if one did."""
         last = len(self.lengths) - 1
-        length, opening = self.lengths.pop(), self.openings.pop()
+        length, opening, prefilled = self.lengths.pop(), self.openings.pop(), self.prefilled.pop()
         if slot == last:
             return None
         self.prompts.move(last, slot, length)
-        self.lengths[slot], self.openings[slot] = length, opening
+        self.lengths[slot], self.openings[slot], self.prefilled[slot] = length, opening, prefilled
         return last
+
+    def whole(self) -> dict[PromptKey, int]:
+        """The slots that have whole prompts, which any request for one of them may use."""
+        return {(id(it.owner), it.ids): slot for slot, it in enumerate(self.prefilled) if it is not None}
+
+    def forget(self, owner: object) -> None:
+        """Nobody else may have a slot that was computed under `owner`, whose weights have changed or are gone."""
+        self.prefilled = [None if there and there.owner is owner else there for there in self.prefilled]
 
     def opening(self, slot: int) -> Opening:
         """A copy of a slot, made once."""
@@ -130,9 +141,22 @@ class KeyValueCache:
         """Free all slots."""
         self.lengths.clear()
         self.openings.clear()
+        self.prefilled.clear()
 
 
 Layers = dict[int, tuple[Tensor, Tensor]]  # by layer, keys and values [K, n, D]
+
+
+PromptKey = tuple[int, tuple[int, ...]]  # the weights' id and the token ids: equal prompts of one policy
+
+
+@dataclass(frozen=True, eq=False)
+class Prefilled:
+    """A prompt under the weights `owner` (None: the base), and the hidden state that predicts what comes after it."""
+
+    owner: object
+    ids: tuple[int, ...]
+    hidden_H: Tensor
 
 
 @dataclass(eq=False)

@@ -36,7 +36,7 @@ from groupwise.backbone import Backbone
 from groupwise.chat import closing_ids, decode
 from groupwise.engine.admission import Admitted, GoingOn, admitted, known_of, pieces_of, together
 from groupwise.engine.base import TokenSink
-from groupwise.engine.cache import Apart, Extend, Grid, KeyValueCache, Prefill, parts_of
+from groupwise.engine.cache import Apart, Extend, Grid, KeyValueCache, Prefill, Prefilled, PromptKey, parts_of
 from groupwise.engine.lookup import Lookup
 from groupwise.engine.lora import AdapterBank, AdapterWeights, add_adapters, read_adapter
 from groupwise.engine.prefix_cache import Kept, PrefixCache
@@ -273,20 +273,26 @@ class LocalEngine:
     def _admit(self) -> None:
         """Give waiting completions the free rows, in order, and prefill their prompts."""
         self._admitted = []
-        longest, free = 0, self.max_rows - self._rows.active
+        free, prompts = self.max_rows - self._rows.active, set[PromptKey]()
+        computed, longest = 0, 0  # prompts in this forward
         for queue, kept in ((self._urgent, 0), (self._waiting, self.reserved_rows)):
             while queue:
                 job, most = queue[0], self.max_rows - kept
                 missing = job.request.n - job.started
                 if free - kept < min(missing, max(1, most // 8)):
                     break
+                prompts = prompts or set(self._cache.whole())
                 past = known_of(job, self._past)
-                longest = max(longest, len(job.request.prompt_ids) - (past[1] if past else 0))
-                if self._admitted and (len(self._admitted) + 1) * longest > PREFILL_TOKENS:
-                    break
+                if past or job.prompt not in prompts:
+                    longest = max(longest, len(job.request.prompt_ids) - (past[1] if past else 0))
+                    if self._admitted and (computed + 1) * longest > PREFILL_TOKENS:
+                        break
+                    computed += 1
                 n = min(missing, free - kept)
                 free -= n
                 self._admitted.append(admitted(job, n, past))
+                if not past:
+                    prompts.add(job.prompt)
                 if n == missing:
                     queue.popleft()
                 else:
@@ -298,23 +304,36 @@ class LocalEngine:
         self._admitted = []
 
     def _prefill(self, anew: Sequence[Admitted]) -> None:
-        """Run prompts and sample their first tokens."""
-        prompts = [each.job.request.prompt_ids for each in anew]
-        lengths = [len(prompt) for prompt in prompts]
-        slots = self._cache.add_prompts(lengths)
-        first = self._rows.active
-        for slot, length, each in zip(slots, lengths, anew, strict=True):
-            self._rows.add(each.job, each.n, slot=slot, shared=length)
+        """Run the prompts that are in no slot yet, and sample the first token of every completion."""
+        rows, cache, first = self._rows, self._cache, self._rows.active
+        slots = cache.whole()
+        jobs = [job for key, job in {each.job.prompt: each.job for each in anew}.items() if key not in slots]
+        new = cache.add_prompts([len(job.request.prompt_ids) for job in jobs])
+        slots |= dict(zip((job.prompt for job in jobs), new, strict=True))
+        for each in anew:
+            rows.add(each.job, each.n, slot=slots[each.job.prompt], shared=len(each.job.request.prompt_ids))
         self._grid = None
-        self._cache.rows.reserve(self._rows.active, 1)
-        self._rows.reserve(max(each.job.max_tokens for each in anew))
+        cache.rows.reserve(rows.active, 1)
+        rows.reserve(max(each.job.max_tokens for each in anew))
+        if jobs:
+            self._run_prompts(jobs, new)
+        at = slice(first, rows.active)
+        used = {row.slot: cache.prefilled[row.slot] for row in rows.owners[at]}
+        hidden_PH = torch.stack([there.hidden_H for there in used.values() if there is not None])
+        place = {slot: p for p, slot in enumerate(used)}
+        per_row = torch.tensor([place[row.slot] for row in rows.owners[at]], device=hidden_PH.device)
+        self._advance(at, self._head.logits(hidden_PH)[per_row])
+
+    def _run_prompts(self, jobs: Sequence[Job], slots: range) -> None:
+        """Fill the slots, and note whose prompts are there and what predicts their next tokens."""
+        prompts = [job.request.prompt_ids for job in jobs]
+        owners = [job.weights for job in jobs for _ in job.request.prompt_ids]
+        positions = [position for prompt in prompts for position in range(len(prompt))]
         layout = Prefill(self._cache, slots, self._base.device)
-        owners = [each.job.weights for each, length in zip(anew, lengths, strict=True) for _ in range(length)]
-        positions = chain.from_iterable(range(n) for n in lengths)
-        hidden_SH = self._forward(list(chain(*prompts)), list(positions), layout, owners)
-        last = torch.tensor(lengths, device=hidden_SH.device).cumsum(0) - 1
-        per_row = torch.tensor([p for p, each in enumerate(anew) for _ in range(each.n)], device=hidden_SH.device)
-        self._advance(slice(first, self._rows.active), self._head.logits(hidden_SH[last])[per_row])
+        hidden_SH = self._forward(list(chain(*prompts)), positions, layout, owners)
+        last = torch.tensor([len(prompt) for prompt in prompts], device=hidden_SH.device).cumsum(0) - 1
+        for slot, job, hidden_H in zip(slots, jobs, hidden_SH[last], strict=True):
+            self._cache.prefilled[slot] = Prefilled(job.weights, job.prompt[1], hidden_H)
 
     def _extend(self, going: Sequence[GoingOn]) -> None:
         """Give conversations back what was kept of them, run what is new and sample its next tokens."""
@@ -511,6 +530,7 @@ class LocalEngine:
         """Drop what was made from weights that are unloaded, or from base weights that have changed."""
         self._bank.forget(weights)
         self._past.forget(weights)
+        self._cache.forget(weights)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from groupwise.engine.base import TokenSink
+from groupwise.engine.cache import PromptKey
 from groupwise.engine.lora import AdapterWeights
 from groupwise.engine.ngrams import History, Ngrams, ngrams_of
 from groupwise.engine.sampling import RowParams, completion_seed
@@ -38,6 +39,11 @@ class Job:
     future: Future[list[Completion]] = field(default_factory=Future)
     done: dict[int, Completion] = field(default_factory=dict)
     started: int = 0  # completions that have been given a row
+
+    @cached_property
+    def prompt(self) -> PromptKey:
+        """Whose prompt it is, and which."""
+        return id(self.weights), tuple(self.request.prompt_ids)
 
     @cached_property
     def ngrams(self) -> Ngrams:
