@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import flex_attention as torch_flex
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerBase, Qwen3Config
 
 from groupwise.activations import ModelSize, PackedShape, Training, activation_bytes, kept_bytes
@@ -143,6 +144,20 @@ def test_a_prefix_tree_keeps_no_scores(make, make_samples):
     assert isinstance(batch.layout, PrefixTree)
     learner = make()
     packed = PackedShape(tokens=len(batch.input_ids_S), loss_tokens=len(batch.target_N), tree=True)
+    assert kept_bytes(size_of(learner), packed, Training(rank=4)) == pytest.approx(kept(learner, samples), rel=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}])
+def test_flex_attention_keeps_no_scores(make, make_samples, monkeypatch, options):
+    """Its kernels keep what the uncompiled function does: queries, keys, values, output and the logarithms of sums."""
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *inputs: None)
+    monkeypatch.setattr("groupwise.train.learner.why_not_flex", lambda model, checkpointing: None)
+    samples = make_samples([(100, [80] * 5)], holes=False)  # 500 tokens in 512
+    learner = make(attention="flex", **options)
+    packed = PackedShape(tokens=500, loss_tokens=400, flex=True)
+    learner.forward_backward(samples[:1], LOSS)
     assert kept_bytes(size_of(learner), packed, Training(rank=4)) == pytest.approx(kept(learner, samples), rel=0.1)
 
 

@@ -1,5 +1,6 @@
 """`train.memory_gb` in a run: what its longest prompt is, and the micro-batches that its learner gets."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,16 @@ def test_a_run_gets_micro_batches_that_fit():
         assert memory(plan.config, parts.load, micro_tokens=tokens).total <= budget * GIB
     with open_parts(make_plan(demo())) as parts:
         assert (parts.load, parts.learner.micro_tokens) == (None, 8192)
+
+
+def test_flex_attention_takes_no_scores_where_it_is_used():
+    run = demo("train.attention=flex", "train.memory_gb=2")
+    with pytest.warns(UserWarning, match="it needs a CUDA GPU"):
+        parts = open_parts(make_plan(run))
+    with parts:
+        assert parts.load is not None and not parts.load.flex
+        merged, flex = (memory(run, replace(parts.load, flex=flex)).activations for flex in (False, True))
+        assert flex < merged
 
 
 def test_a_budget_that_is_too_small_ends_the_run_before_it_begins():

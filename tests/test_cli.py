@@ -127,6 +127,15 @@ def test_check_warns_of_a_reward_that_says_nothing(project):
     assert "reward 'constant' is 0.5 for everything it scored" in both["warnings"]
 
 
+@pytest.mark.filterwarnings("always:train.attention flex cannot be used")
+def test_check_warns_of_attention_that_cannot_be_used(project):
+    result = cli("check", project.config, "train.attention=flex", "--json")
+    why = "it needs a CUDA GPU, and the model is on 'cpu'"
+    assert f"train.attention is flex, and merged is used: {why}" in json.loads(result.stdout)["warnings"]
+    said = " ".join(result.stderr.split())
+    assert "warning: train.attention flex cannot be used" in said and "training uses merged instead" in said
+
+
 def test_check_warns_of_prompts_that_are_too_long_or_not_held_out(project):
     long = {"prompt": [{"role": "user", "content": "7 " * 300}], "answer": "7", "kind": "odd"}
     write_rows(project.folder / "prompts.jsonl", [row(0), long])

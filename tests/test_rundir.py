@@ -146,6 +146,9 @@ def test_evaluations_come_back(tmp_path: Path) -> None:
 def test_another_number_of_processes_is_the_same_run(tmp_path: Path, make_base) -> None:
     run_dir = begun(tmp_path, make_base)
     run_dir = run_dir.rename(run_dir.with_name("run-20200101T000000Z"))  # not begun in this very second
-    elsewhere = {"train": {"devices": 4, "parallel": "fsdp", "deadline_s": 5.0}, "launcher": "slurm"}
+    elsewhere = {
+        "train": {"devices": 4, "parallel": "fsdp", "deadline_s": 5.0, "attention": "flex"},
+        "launcher": "slurm",
+    }
     assert open_run_dir(config(tmp_path, **elsewhere))[0] == run_dir
     assert open_run_dir(config(tmp_path, train={"learning_rate": 0.5}))[0] != run_dir

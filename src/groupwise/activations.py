@@ -14,6 +14,7 @@ and in attention (`algo.attention`), on the padded grids of prompts (P x L cells
     completions 2 Q + 2 V + heads (L + C + 1) a cell: queries, keys, values, output; all scores' exponentials, their sum
     prompts     2 Q + 2 V a cell with a fused kernel, Q + 2 V + heads L without
     prefix tree Q + V a token (and q, k, v, unless a norm has kept them); scores are computed again (`algo.tree`)
+    flex        2 Q + 3 V + heads a token, of either kind; scores are computed again, in the kernel (`algo.flex`)
 
 What forward kept is all there when the last layer's backward begins; the largest of what that adds comes on top:
 gradients around the gated MLP (H + 4 F a token), or around the scores (as many again, and up to 5 Q + 2 V a cell) less
@@ -83,7 +84,8 @@ class PackedShape:
     """The shape of a micro-batch: `tokens` in its packed row, of them `loss_tokens`; and the grids of its attention.
 
     Each prompt is a line of `longest_prompt` cells, each completion one of `longest_completion`; there are as many
-    lines for every prompt as the largest group has completions. A prefix tree has no grids.
+    lines for every prompt as the largest group has completions. A prefix tree has no grids, and with FlexAttention
+    nothing has.
     """
 
     tokens: int
@@ -95,6 +97,7 @@ class PackedShape:
     longest_completion: int = 0
     completion_cells: int = 0
     tree: bool = False
+    flex: bool = False
 
     @classmethod
     def even(cls, *, prompts: int, prompt: int, group: int, completion: int) -> PackedShape:
@@ -158,7 +161,7 @@ def kept_bytes(model: ModelSize, shape: PackedShape, training: Training) -> int:
 
 def _places(model: ModelSize, shape: PackedShape) -> int:
     """Of each head of each cell, where in the packed row it stands, and the other way round; once for all layers."""
-    cells = 0 if shape.tree else shape.prompt_cells + shape.completion_cells + shape.tokens
+    cells = 0 if shape.tree or shape.flex else shape.prompt_cells + shape.completion_cells + shape.tokens
     return 8 * cells * (model.heads + model.kv_heads)
 
 
@@ -215,6 +218,8 @@ def _input(model: ModelSize, training: Training, width: int, modules: int) -> in
 def _attention(model: ModelSize, shape: PackedShape, training: Training) -> tuple[int, int]:
     """Bytes kept, and bytes on top in the backward pass."""
     S, Q, V, value, exact = shape.tokens, model.query, model.key_value, model.value_bytes, max(4, model.value_bytes)
+    if shape.flex:  # padded copies, and what belongs to them; the logarithms of sums
+        return S * ((2 * Q + 3 * V) * value + 4 * model.heads), S * (3 * Q * value + 2 * V * exact)
     if shape.tree:  # looks at q, k and v in the packed row
         in_place = (2 * Q + 3 * V if value < 4 or not model.query_norms else Q + V) * value
         return S * in_place, S * (3 * Q * value + 2 * V * exact)

@@ -328,6 +328,7 @@ def open_learner(config: RunConfig, base: LoadedModel, *, threads: int, ranks: R
         ),
         micro_tokens=train.micro_tokens,
         gradient_checkpointing=train.gradient_checkpointing,
+        attention=train.attention,
         reference=ReferenceSpec(kind=algo.reference, decay=algo.reference_decay, every=algo.reference_every),
         seed=config.seed,
         threads=threads,

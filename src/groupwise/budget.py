@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from groupwise.activations import ModelSize
+from groupwise.algo.layouts import FLEX
 from groupwise.backbone import is_lean
 from groupwise.config import RunConfig
 from groupwise.estimate import GIB, Load
@@ -39,6 +40,7 @@ def load_of(
         keeps_reference=config.train.lora is None and reads_reference,
         gpu=base.device.type == "cuda",
         colocated=_colocated(config, base.device, weights=size.parameters * size.value_bytes),
+        flex=learner.layouts is FLEX,
     )
 
 

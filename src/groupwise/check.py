@@ -139,6 +139,8 @@ def _report(
     warnings = [*_of_rewards(groups), *_of_data(plan, encoded, context=context), *_of_batch(config)]
     if not parts.learner.packed:
         warnings.append(f"{type(model).__name__} cannot be trained packed; padded rows are several times slower")
+    if parts.learner.why_not_flex is not None:
+        warnings.append(f"train.attention is flex, and merged is used: {parts.learner.why_not_flex}")
     if needed.total > available:
         warnings.append(
             f"the estimate of {needed.total / 2**30:.1f} GiB is more than the {available / 2**30:.1f} GiB of memory; "

@@ -178,6 +178,10 @@ class TrainConfig(Section):
     takes `micro_tokens`."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+    attention: Literal["merged", "flex"] = "merged"
+    """How training computes attention over packed rows: merged, by matrix products over padded grids, on any device;
+    flex, by FlexAttention's compiled kernels, on a CUDA GPU. Where flex cannot be used, a warning says why, and merged
+    is: the results are the same."""
     lora: LoraConfig | None = LoraConfig()
     """null trains all parameters."""
     devices: int | None = Field(default=None, ge=1, le=65536)

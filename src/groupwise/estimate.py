@@ -96,7 +96,7 @@ class Load:
     """What of a run the configuration does not say: its model, how many parameters are trained, its longest prompt.
 
     `keeps_reference`: full-parameter training with a term that reads the reference holds a frozen copy.
-    `colocated`: bytes that a vLLM in this process takes.
+    `colocated`: bytes that a vLLM in this process takes. `flex`: FlexAttention is used.
     """
 
     model: ModelSize
@@ -105,6 +105,7 @@ class Load:
     keeps_reference: bool = False
     gpu: bool = False
     colocated: int = 0
+    flex: bool = False
 
 
 def memory(config: RunConfig, load: Load, *, micro_tokens: int | None = None) -> Memory:
@@ -280,7 +281,8 @@ def _activations(config: RunConfig, load: Load, micro_tokens: int) -> int:
         gpu=load.gpu,
     )
     model = replace(load.model, lean=load.model.lean and not _is_sharded(config))
-    most = max(activation_bytes(model, shape, training) for shape in _worst(config, load, micro_tokens))
+    shapes = (replace(shape, flex=load.flex) for shape in _worst(config, load, micro_tokens))
+    most = max(activation_bytes(model, shape, training) for shape in shapes)
     held_back = HELD_BACK_CHECKPOINTED if training.checkpointing else HELD_BACK
     return most if load.gpu else math.ceil(most * held_back)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from groupwise.algo.attention import ATTENTION, SharedPrompts
+from groupwise.algo.attention import ATTENTION, Layout, SharedPrompts
 from groupwise.backbone import Backbone
 from groupwise.chat import stop_ids
 from groupwise.errors import ModelError
@@ -31,6 +31,7 @@ from groupwise.errors import ModelError
 STARTER = "starter"
 STARTER_DIR = Path(__file__).parent / "starter" / "model"
 _UNREADABLE = (OSError, ValueError, KeyError, SafetensorError)
+_UNPACKED = (NotImplementedError, TypeError, ValueError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -193,13 +194,21 @@ def plain_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 @torch.no_grad()
-def packed_forward_gap(model: PreTrainedModel) -> float:
+def packed_forward_gap(
+    model: PreTrainedModel,
+    *,
+    layout_of: Callable[..., Layout] = SharedPrompts,
+    failures: tuple[type[Exception], ...] = _UNPACKED,
+) -> float:
     """The mean difference in log-probability between the packed forward and the model's own, on a small tree.
 
     The check that decides whether this architecture may be packed at all: two prompts, four completions of uneven
     lengths, against each completion with its prompt alone in a row. At each position tokens weigh by their probability:
-    the largest difference of a whole vocabulary is mostly 16-bit rounding of tokens that nothing ever samples. `inf`
-    when the packed forward raises.
+    the largest difference of a whole vocabulary is mostly 16-bit rounding of tokens that nothing ever samples.
+
+    Args:
+        layout_of: makes the layout that attention is computed by, called as `SharedPrompts` is.
+        failures: what the packed forward may raise; then the difference is `inf`.
     """
     vocabulary = int(model.config.get_text_config().vocab_size)
     prompts, completions = (5, 3), ((0, 4), (0, 2), (0, 3), (1, 6))
@@ -209,12 +218,12 @@ def packed_forward_gap(model: PreTrainedModel) -> float:
 
     rows = [ids(n, p) for p, n in enumerate(prompts)] + [ids(n, 50 + b) for b, (_, n) in enumerate(completions)]
     positions = [list(range(n)) for n in prompts] + [list(range(prompts[p], prompts[p] + n)) for p, n in completions]
-    layout = SharedPrompts(prompts, [n for _, n in completions], [p for p, _ in completions], device=model.device)
+    layout = layout_of(prompts, [n for _, n in completions], [p for p, _ in completions], device=model.device)
     flat, where = (torch.tensor(list(chain(*x)), device=model.device) for x in (rows, positions))
     head = Head.of(model)
     try:
         packed_SV = head.logits(Backbone(model)(flat, where, layout)).log_softmax(-1)
-    except (NotImplementedError, TypeError, ValueError, RuntimeError):
+    except failures:
         return math.inf
     gaps: list[Tensor] = []
     start = sum(prompts)

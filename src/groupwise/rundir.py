@@ -34,7 +34,7 @@ from groupwise.types import PolicyVersion
 
 CONFIG, METRICS, ROLLOUTS, EVALUATIONS, ADAPTERS = "config.yaml", "metrics.jsonl", "rollouts", "evaluations", "adapters"
 _WHERE = ("run_dir", "output_dir", "resume", "launcher")  # which do not make it another run
-_ON_WHAT = ("devices", "parallel", "cpu_offload", "deadline_s")  # of `train`: nor do these
+_ON_WHAT = ("devices", "parallel", "cpu_offload", "deadline_s", "attention")  # of `train`: nor do these
 
 
 def run_dir_of(config: RunConfig) -> Path:

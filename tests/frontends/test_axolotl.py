@@ -197,6 +197,14 @@ def test_yes_and_no_are_what_yaml_1_1_takes_them_for(read):
     assert not read(text.replace("use_vllm: true", "use_vllm: off")).runnable().train.gradient_checkpointing
 
 
+@pytest.mark.parametrize("override", ["flex_attention=true", "attn_implementation=flex_attention"])
+def test_flex_attention_is_ours(read, override: str):
+    loaded = read(QUICK_START, *LOCAL, override)
+    assert loaded.runnable().train.attention == "flex"
+    assert not any("flex" in note.place for note in loaded.idle)
+    assert read(QUICK_START, *LOCAL, "flex_attention=false").runnable().train.attention == "merged"
+
+
 # ---- what is refused ----
 
 

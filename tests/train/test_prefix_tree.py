@@ -107,8 +107,8 @@ def test_where_the_budget_cuts_changes_nothing(make_base, architecture: str):
 def apart(monkeypatch: pytest.MonkeyPatch):
     """After `apart()` every sample is a micro-batch of its own: nothing is shared."""
 
-    def alone(samples, *, token_budget, device):
-        return (pack(samples, [[row]], device=device) for row in range(len(samples)))
+    def alone(samples, *, token_budget, device, layouts):
+        return (pack(samples, [[row]], device=device, layouts=layouts) for row in range(len(samples)))
 
     return lambda: monkeypatch.setattr("groupwise.train.learner.micro_batches", alone)
 

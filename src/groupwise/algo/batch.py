@@ -38,9 +38,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from groupwise.algo.attention import SharedPrompts
+from groupwise.algo.attention import Layout
+from groupwise.algo.layouts import MERGED, Layouts
 from groupwise.algo.prefixes import Line, cut, families, tree_of
-from groupwise.algo.tree import PrefixTree
 from groupwise.types import Sample
 
 Family = tuple[list[int], list[Line] | None]  # rows, and their tree where they are packed as one
@@ -57,7 +57,7 @@ class MicroBatch:
     rows: tuple[int, ...]
     input_ids_S: Tensor
     positions_S: Tensor
-    layout: SharedPrompts | PrefixTree
+    layout: Layout
     source_N: Tensor
     target_N: Tensor
     row_N: Tensor
@@ -103,7 +103,7 @@ def count_loss_rows(samples: Sequence[Sample]) -> int:
 
 
 def micro_batches(
-    samples: Sequence[Sample], *, token_budget: int, device: torch.device | str = "cpu"
+    samples: Sequence[Sample], *, token_budget: int, device: torch.device | str = "cpu", layouts: Layouts = MERGED
 ) -> Iterator[MicroBatch]:
     """Cut samples into packed micro-batches of at most `token_budget` tokens, each shared one counted once.
 
@@ -112,11 +112,16 @@ def micro_batches(
     groups of very different shapes are kept apart; so are groups and trees, which are packed in different ways. The
     result does not depend on the cut (split invariance) but for rounding.
     """
-    return _cut(samples, families(samples), token_budget, device)
+    return _cut(samples, families(samples), token_budget, device, layouts)
 
 
 def side_by_side(
-    samples: Sequence[Sample], *, token_budget: int, lanes: int, device: torch.device | str = "cpu"
+    samples: Sequence[Sample],
+    *,
+    token_budget: int,
+    lanes: int,
+    device: torch.device | str = "cpu",
+    layouts: Layouts = MERGED,
 ) -> tuple[int, Iterator[MicroBatch]]:
     """How many micro-batches, up to `lanes`, are to be run at once, and micro-batches of like sizes that together stay
     within the budget then. Groups and trees stay whole: where one of them needs much of the budget, and where there is
@@ -125,11 +130,11 @@ def side_by_side(
     costs = [cost for family in every for cost in _costs(samples, family)]
     lanes = min([lanes, len(costs), sum(costs) // LANE_TOKENS, *(token_budget // cost for cost in costs)])
     if lanes < 2:
-        return 1, _cut(samples, every, token_budget, device)
+        return 1, _cut(samples, every, token_budget, device, layouts)
     each, rounds = token_budget // lanes, -(-sum(costs) // token_budget)
     while (budget := _even_budget(costs, lanes * rounds)) > each:
         rounds += 1
-    return lanes, _cut(samples, every, budget, device)
+    return lanes, _cut(samples, every, budget, device, layouts)
 
 
 def _even_budget(costs: Sequence[int], batches: int) -> int:
@@ -152,7 +157,11 @@ def _costs(samples: Sequence[Sample], family: Family) -> list[int]:
 
 
 def _cut(
-    samples: Sequence[Sample], every: Iterable[Family], token_budget: int, device: torch.device | str
+    samples: Sequence[Sample],
+    every: Iterable[Family],
+    token_budget: int,
+    device: torch.device | str,
+    layouts: Layouts,
 ) -> Iterator[MicroBatch]:
     rows: list[int] = []
     parts: list[tuple[list[int], int]] = []
@@ -162,12 +171,18 @@ def _cut(
         else:
             parts.extend(cut(tree, token_budget))
     for groups in _batches_of_groups(samples, rows, token_budget):
-        yield pack(samples, groups, device=device)
+        yield pack(samples, groups, device=device, layouts=layouts)
     for rows in _batches_of_trees(parts, token_budget):
-        yield pack_tree(samples, rows, device=device)
+        yield pack_tree(samples, rows, device=device, layouts=layouts)
 
 
-def pack(samples: Sequence[Sample], groups: Sequence[Sequence[int]], *, device: torch.device | str) -> MicroBatch:
+def pack(
+    samples: Sequence[Sample],
+    groups: Sequence[Sequence[int]],
+    *,
+    device: torch.device | str,
+    layouts: Layouts = MERGED,
+) -> MicroBatch:
     """One micro-batch of these groups of row indices; the rows of a group must have equal prompts."""
     prompts = [samples[group[0]].prompt_ids for group in groups]
     rows = [row for group in groups for row in group]
@@ -190,11 +205,13 @@ def pack(samples: Sequence[Sample], groups: Sequence[Sequence[int]], *, device: 
         ids.extend(sample.completion_ids)
         positions.extend(range(prompt_length, prompt_length + len(sample.completion_ids)))
     lengths = [len(samples[row].completion_ids) for row in rows]
-    layout = SharedPrompts([len(p) for p in prompts], lengths, prompt_of_row, device=device)
+    layout = layouts.of_groups([len(p) for p in prompts], lengths, prompt_of_row, device=device)
     return _micro_batch(samples, rows, layout, (ids, positions, source, target, row_of), device)
 
 
-def pack_tree(samples: Sequence[Sample], rows: Sequence[int], *, device: torch.device | str) -> MicroBatch:
+def pack_tree(
+    samples: Sequence[Sample], rows: Sequence[int], *, device: torch.device | str, layouts: Layouts = MERGED
+) -> MicroBatch:
     """One micro-batch of these rows as prefix trees: every token that any of them have in common stands in it once."""
     lines = tree_of(samples, rows)
     ids: list[int] = []
@@ -216,14 +233,14 @@ def pack_tree(samples: Sequence[Sample], rows: Sequence[int], *, device: torch.d
                 source.append(paths[row][before + i])
                 target.append(token)
                 row_of.append(b)
-    layout = PrefixTree([paths[line.row] for line in lines], [line.own for line in lines], device=device)
+    layout = layouts.of_tree([paths[line.row] for line in lines], [line.own for line in lines], device=device)
     return _micro_batch(samples, rows, layout, (ids, positions, source, target, row_of), device)
 
 
 def _micro_batch(
     samples: Sequence[Sample],
     rows: Sequence[int],
-    layout: SharedPrompts | PrefixTree,
+    layout: Layout,
     columns: Sequence[list[int]],
     device: torch.device | str,
 ) -> MicroBatch:

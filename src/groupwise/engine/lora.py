@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -96,8 +96,10 @@ class AdapterBank:
         size = sum(weight.numel() * weight.itemsize for weight in linear)
         exact = all(weight.dtype in (torch.float32, torch.float64) for weight in linear)
         self._most_merged = MERGED_BYTES // max(size, 1) if self._lean and exact else 0
-        self._merged: OrderedDict[int, tuple[AdapterWeights | None, _Products]] = OrderedDict()  # by id, oldest first
-        self._alone: _Products | None = None
+        self._merged: OrderedDict[int, tuple[AdapterWeights | None, Products]] = OrderedDict()  # by id, oldest first
+        self._alone: Products | None = None
+        self._sole: Sequence[AdapterWeights | None] = ()  # whose the batch is where it is one policy's
+        self._unmerged: Products | None = None
 
     def prepare(self, weights: AdapterWeights) -> None:
         """Make sure that every module `weights` targets is heard. Raises AdapterError if one is missing or unfit."""
@@ -116,12 +118,13 @@ class AdapterBank:
     def forget(self, weights: AdapterWeights | None) -> None:
         """Drop what was merged for an adapter that is unloaded, or for base weights that have changed."""
         self._merged.pop(id(weights), None)
+        self._unmerged = None
 
     def select(self, owners: Sequence[AdapterWeights | None]) -> None:
         """Set the adapters of the next forwards: one for each token of the packed row, None where it is the base."""
         distinct = {id(weights): weights for weights in owners}
-        self._batch, self._alone = [], None
-        if len(distinct) == 1 and self._most_merged:
+        self._batch, self._alone, self._sole = [], None, owners[:1] if len(distinct) == 1 else ()
+        if self._sole and self._most_merged:
             self._alone = self._products(owners[0])
             return
         for key, weights in distinct.items():
@@ -138,12 +141,20 @@ class AdapterBank:
         outputs = [self._adapted(self._names[id(module)], x, module(x)) for module in modules]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
-    def _products(self, weights: AdapterWeights | None) -> _Products:
+    def alone(self) -> Products | None:
+        """What the policy that has the whole batch multiplies with, merged or not; None where several share it."""
+        if self._alone is not None or not self._sole:
+            return self._alone
+        if self._unmerged is None or self._unmerged.weights is not self._sole[0]:
+            self._unmerged = Products(self._names, self._sole[0], merged=False)
+        return self._unmerged
+
+    def _products(self, weights: AdapterWeights | None) -> Products:
         """The merged weights of a policy, made when it first has a batch to itself and kept while there is room."""
         if id(weights) not in self._merged:
             while len(self._merged) >= self._most_merged:
                 self._merged.popitem(last=False)
-            self._merged[id(weights)] = weights, _Products(self._names, weights)
+            self._merged[id(weights)] = weights, Products(self._names, weights)
         self._merged.move_to_end(id(weights))
         return self._merged[id(weights)][1]
 
@@ -164,22 +175,50 @@ class AdapterBank:
         return lambda module, args, output: self._adapted(name, args[0], output)
 
 
-class _Products:
-    """Merged weights W^T + A B of the modules that share an input, one matrix [in, sum of out] for all of them. It has
-    the inputs first: on a CPU the product is up to a third faster so."""
+class Product(NamedTuple):
+    """What linear modules with the same input [S, in] do to it: x W^T + bias, and (x A) B where that is not in W."""
 
-    def __init__(self, names: Mapping[int, str], weights: AdapterWeights | None):
-        self._names, self._pairs = names, {} if weights is None else weights.pairs
-        self._made: dict[int, tuple[Tensor, Tensor | None]] = {}  # by the first module's id
+    matrix: Tensor  # [in, out]
+    bias: Tensor | None
+    pair: tuple[Tensor, Tensor] | None  # A [in, r] and B [r, out]
+
+
+def multiply(products: Sequence[Product], x: Tensor) -> Tensor:
+    """-> [S, sum of out]."""
+    outputs = []
+    for matrix, bias, pair in products:
+        output = x @ matrix if bias is None else torch.addmm(bias, x, matrix)
+        if pair is not None:
+            output = (output + (x.to(pair[0].dtype) @ pair[0]) @ pair[1]).to(output.dtype)
+        outputs.append(output)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+
+
+class Products:
+    """What one policy's linear modules multiply with. Merged: W^T + A B of the modules that share an input, one matrix
+    [in, sum of out] for all of them. It has the inputs first: on a CPU the product is up to a third faster so."""
+
+    def __init__(self, names: Mapping[int, str], weights: AdapterWeights | None, *, merged: bool = True):
+        self.weights, self._names, self._merged = weights, names, merged
+        self._pairs = {} if weights is None else weights.pairs
+        self._made: dict[int, tuple[Product, ...]] = {}  # by the first module's id
 
     def project(self, modules: Sequence[nn.Module], x: Tensor) -> Tensor:
+        """`backbone.Project`."""
+        return multiply(self.of(modules), x)
+
+    def of(self, modules: Sequence[Any]) -> tuple[Product, ...]:
+        """The products of modules that share an input; the same tensors each time."""
         made = self._made.get(id(modules[0]))
         if made is None:
-            made = self._made[id(modules[0])] = self._merge(modules)
-        matrix, bias = made
-        return x @ matrix if bias is None else torch.addmm(bias, x, matrix)
+            made = (self._merge(modules),) if self._merged else tuple(self._apart(module) for module in modules)
+            self._made[id(modules[0])] = made
+        return made
 
-    def _merge(self, modules: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
+    def _apart(self, module: Any) -> Product:
+        return Product(module.weight.T, module.bias, self._pairs.get(self._names[id(module)]))
+
+    def _merge(self, modules: Sequence[Any]) -> Product:
         matrices = []
         for module in modules:
             pair = self._pairs.get(self._names[id(module)])
@@ -189,7 +228,7 @@ class _Products:
         if any(bias is not None for bias in biases):
             columns = zip(biases, matrices, strict=True)
             whole = torch.cat([m.new_zeros(m.shape[1]) if b is None else b for b, m in columns])
-        return torch.cat(matrices, 1).contiguous(), whole
+        return Product(torch.cat(matrices, 1).contiguous(), whole, None)
 
 
 def _in_out(module: nn.Module) -> tuple[int, int] | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.configfile import Document
-from groupwise.frontends.axolotl_keys import ASYNC_ONLY, KEYS, NAMES
+from groupwise.frontends.axolotl_keys import ASYNC_ONLY, ATTENTION, KEYS, NAMES
 from groupwise.frontends.batch_sizes import Names, put_batch
 from groupwise.frontends.grpo_args import put_algorithm, put_rewards, put_sampling
 from groupwise.frontends.optimizer_args import Length, length_of, put_optimizer
@@ -201,6 +201,10 @@ def _put_machine(t: Translation) -> None:
     checkpointing = t["gradient_checkpointing"]
     if checkpointing is not None:
         t.put("train.gradient_checkpointing", bool(checkpointing), "gradient_checkpointing")
+    if t["flex_attention"] or t["attn_implementation"] == "flex_attention":
+        t.put("train.attention", "flex", "flex_attention", "attn_implementation")
+    elif t.given("attn_implementation"):
+        t.note_idle("attn_implementation", ATTENTION)
 
 
 def _put_run(t: Translation, length: Length) -> None:

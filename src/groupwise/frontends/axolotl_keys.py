@@ -46,7 +46,7 @@ _GRPO_DEFAULTS = DEFAULTS_1_8 | {
     "vllm_importance_sampling_mode": None,  # sequence_mask, or token_truncate in the asynchronous trainer
 }
 _ONE_PROCESS = "one process trains in this version; num_processes keeps the batch of several"
-_ATTENTION = "attention is chosen by the model and the device"
+ATTENTION = "attention is chosen by the model and the device"
 _PACKED = "micro-batches are always packed, without padding"
 _TRACKER_ENV = "the tracker reads its own environment variable for it"
 
@@ -291,13 +291,13 @@ MACHINE_KEYS = (
         what="offload and offload_disk are true too",
     ),
     idle("gradient_checkpointing_kwargs", "it is always the variant that re-enters nothing"),
+    made("flex_attention", boolean, "train.attention", what="true is flex"),
+    made("attn_implementation", text, "train.attention", what="flex_attention is flex; others change nothing"),
     *all_idle(
-        _ATTENTION,
-        "attn_implementation",
+        ATTENTION,
         "flash_attention",
         "sdp_attention",
         "xformers_attention",
-        "flex_attention",
         "eager_attention",
         "flash_attn_cross_entropy",
         "flash_attn_rms_norm",

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -31,12 +32,14 @@ from transformers import PreTrainedModel
 
 from groupwise.algo.batch import MicroBatch, count_loss_rows, count_loss_tokens, micro_batches, side_by_side
 from groupwise.algo.kl import kl_metrics, measured_rows
+from groupwise.algo.layouts import FLEX, MERGED, Layouts
 from groupwise.algo.loss import LossInputs, LossSpec, policy_loss
 from groupwise.algo.loss_metrics import combined
 from groupwise.backbone import is_lean
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.model import LoadedModel, packed_forward_gap, packed_tolerance, plain_implementation, share_weights
 from groupwise.train.batch_step import train_on_batch
+from groupwise.train.flex_trial import why_not_flex
 from groupwise.train.lanes import Lanes
 from groupwise.train.learner_state import load_state, save_state
 from groupwise.train.logprobs import packed_logprobs, plain_logprobs
@@ -86,6 +89,7 @@ class Learner:
         base: the loaded model. An adapter goes into a module tree of the learner's own; `base` is not touched.
         lora: the adapter, or None to train every parameter of `base` itself.
         micro_tokens: token budget of a micro-batch (packed tokens, those that samples share counted once).
+        attention: how it is computed over packed rows, `merged` or `flex` (`algo.layouts`).
         autocast: run the forward in this type over float32 weights (mixed precision); None: in the weights' own.
         reference: what KLs are measured against.
         seed: of the adapter's random half, of dropout and of the minibatch shuffle.
@@ -102,6 +106,7 @@ class Learner:
         optimizer: OptimizerSpec = OptimizerSpec(),
         micro_tokens: int = 8192,
         gradient_checkpointing: bool = False,
+        attention: Literal["merged", "flex"] = "merged",
         autocast: torch.dtype | None = None,
         reference: ReferenceSpec = ReferenceSpec(),
         seed: int = 0,
@@ -117,6 +122,10 @@ class Learner:
                 hint="set dtype: float32, or train an adapter (train.lora)",
             )
         self.packed = self._verify_packed()
+        self.why_not_flex: str | None = None  # where it was asked for and is not used
+        self.layouts = MERGED
+        if attention == "flex" and self.packed:
+            self.layouts = self._try_flex(checkpointing=gradient_checkpointing)
         self.lora = None if lora is None else add_lora(self.model, lora, seed=seed)
         if lora is None:
             self.model.requires_grad_(True)
@@ -413,11 +422,25 @@ class Learner:
         self.model.set_attn_implementation(plain_implementation(self.model))
         return False
 
+    def _try_flex(self, *, checkpointing: bool) -> Layouts:
+        """Ranks decide each for itself: it is a matter of rounding, and nothing inside attention is exchanged."""
+        self.why_not_flex = why_not_flex(self.model, checkpointing=checkpointing)
+        if self.why_not_flex is None:
+            return FLEX
+        warnings.warn(
+            f"train.attention flex cannot be used for {type(self.model).__name__}: {self.why_not_flex}; training uses "
+            "merged instead, which computes the same",
+            stacklevel=3,
+        )
+        return MERGED
+
     def _cut(self, samples: Sequence[Sample]) -> tuple[int, Iterator[MicroBatch]]:
         """How many micro-batches to run at once, and all of them."""
+        budget, device, layouts = self.micro_tokens, self.device, self.layouts
         if self._lanes.most == 1:
-            return 1, micro_batches(samples, token_budget=self.micro_tokens, device=self.device)
-        return side_by_side(samples, token_budget=self.micro_tokens, lanes=self._lanes.most, device=self.device)
+            return 1, micro_batches(samples, token_budget=budget, device=device, layouts=layouts)
+        lanes = self._lanes.most
+        return side_by_side(samples, token_budget=budget, lanes=lanes, device=device, layouts=layouts)
 
     def _logprobs(
         self, batch: MicroBatch, temperature: float, *, model: PreTrainedModel | None = None
