@@ -1,12 +1,14 @@
 """Does it learn, and only when it should? The main job for several seeds, and its controls.
 
     python benchmarks/learning.py [--config configs/arithmetic.yaml] [--seeds 0 1 2] [--out docs/learning] [a.b=c ...]
+    python benchmarks/learning.py --before earlier.json        with the curves of an earlier version beside
 
     seeds      the job as it is; held-out accuracy before and after, wall time
     shuffled   rewards shuffled within each group: the same distribution of rewards, no information. Must not gain.
     lr 0       learning rate 0. The logits after training must equal those before, bit for bit.
 
-Prints a table, writes OUT.json with everything and OUT.png with the curves. Exits 1 if a control fails.
+Prints a table, writes OUT.json with everything and OUT.png with the curves. Exits 1 if a control fails. The OUT.json of
+an earlier version shows whether what was done since, for speed say, changed the curves by more than seeds do.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def main() -> int:
     frozen = config_of(options, "name=learning-lr-0", "train.learning_rate=0", "train.steps=5", "train.warmup_steps=0")
     runs["learning rate 0"] = job(frozen)
     runs["learning rate 0"]["bit_identical"] = is_bit_identical(frozen, runs["learning rate 0"])
-    report(runs, options.out, steps=config_of(options).train.steps)
+    report(runs, options.out, steps=config_of(options).train.steps, before=seeds_of(options.before))
     return verdict(runs)
 
 
@@ -58,12 +60,19 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--config", default="configs/arithmetic.yaml")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path("docs/learning"))
+    parser.add_argument("--before", type=Path, metavar="FILE", help="OUT.json of an earlier version")
     parser.add_argument("overrides", nargs="*", help="dotted overrides of the configuration")
     return parser.parse_args()
 
 
 def config_of(options: argparse.Namespace, *overrides: str) -> RunConfig:
     return load_config(options.config, ["output_dir=runs/learning", *options.overrides, *overrides])
+
+
+def seeds_of(path: Path | None) -> dict[str, dict[str, Any]]:
+    """The seeds that an earlier version wrote, by name."""
+    runs = {} if path is None else json.loads(path.read_text())["runs"]
+    return {f"{name}, before": outcome for name, outcome in runs.items() if name.startswith("seed")}
 
 
 def job(config: RunConfig, *, rewards: list[RewardFunction] | None = None) -> dict[str, Any]:
@@ -109,11 +118,11 @@ def is_bit_identical(config: RunConfig, outcome: dict[str, Any]) -> bool:
     return [c.logprobs for c in one] == [c.logprobs for c in other]
 
 
-def report(runs: dict[str, dict[str, Any]], out: Path, *, steps: int) -> None:
+def report(runs: dict[str, dict[str, Any]], out: Path, *, steps: int, before: dict[str, dict[str, Any]]) -> None:
     """The table on stdout, OUT.json and OUT.png."""
     keys = list(runs[next(iter(runs))]["before"])
     table = Table("run", *(key.removeprefix("eval/").removesuffix("/reward") for key in keys), "wall s")
-    for name, outcome in runs.items():
+    for name, outcome in (runs | before).items():
         cells = [f"{outcome['before'][key]:.1%} -> {outcome['after'][key]:.1%}" for key in keys]
         table.add_row(name, *cells, f"{outcome['wall_s']:.0f}")
     Console(width=160).print(table)
@@ -121,14 +130,16 @@ def report(runs: dict[str, dict[str, Any]], out: Path, *, steps: int) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     written = {name: {k: v for k, v in r.items() if k != "run_dir"} for name, r in runs.items()}
     out.with_suffix(".json").write_text(json.dumps({"machine": machine, "torch": torch.__version__, "runs": written}))
-    plot(runs, out.with_suffix(".png"), steps=steps)
+    plot(runs | before, out.with_suffix(".png"), steps=steps)
 
 
 def plot(runs: dict[str, dict[str, Any]], path: Path, *, steps: int) -> None:
     """Mean training reward, and held-out accuracy, over steps; a line per run."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
     for name, outcome in runs.items():
-        style = {"linestyle": "-" if name.startswith("seed") else "--", "label": name}
+        style: dict[str, Any] = {"linestyle": "-" if name.startswith("seed") else "--", "label": name}
+        if name.endswith("before"):
+            style |= {"color": "0.6", "linewidth": 0.8, "zorder": 0}
         training = [(m["step"], m["reward/mean"]) for m in outcome["metrics"] if "reward/mean" in m]
         left.plot(*zip(*training, strict=True), **style)
         evaluation = [(m["step"], m["eval/sampled/reward"]) for m in outcome["metrics"] if "eval/sampled/reward" in m]
