@@ -41,7 +41,8 @@ class Case:
     prompts_file: str
     natural: bool = False  # the demo's own prompts, and completions that end where they end
     kl: float = 0.0  # weight of the KL to the base model in the loss (k3); 0 has no reference pass
-    defaults: bool = False  # TRL with its own sizes of micro-batches and checkpointing, as they are if nobody sets them
+    at_once: int | None = None  # completions in one forward of TRL's, at most; None: all
+    checkpointing: bool = False  # TRL's
 
     @property
     def rows(self) -> int:
@@ -296,17 +297,14 @@ def _trl_config(case: Case, folder: Path, *, continuous: bool) -> Any:
             "transformers_continuous_batching_config": cache,
             "generation_kwargs": {} if case.natural else {"eos_token_id": None},
         }
-    at_once = GRPOConfig.per_device_train_batch_size if case.defaults else case.rows
-    passes, rest = divmod(case.rows, at_once)
-    if rest:
-        sys.exit(f"{case.rows} completions do not divide into micro-batches of {at_once}, TRL's default")
+    passes = next(n for n in range(case.rows // (case.at_once or case.rows), case.rows + 1) if case.rows % n == 0)
     return GRPOConfig(
         output_dir=str(folder),
         use_cpu=True,
         bf16=False,
         fp16=False,
-        gradient_checkpointing=case.defaults,
-        per_device_train_batch_size=at_once,
+        gradient_checkpointing=case.checkpointing,
+        per_device_train_batch_size=case.rows // passes,
         gradient_accumulation_steps=passes,
         steps_per_generation=passes,
         num_generations=case.group,

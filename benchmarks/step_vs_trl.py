@@ -10,9 +10,10 @@
 Every measurement is a process of its own, and the two sides take turns, so that neither inherits the other's memory or
 the machine's mood. Both load the same weights from the same directory and get the same prompts, group size, reward,
 LoRA, AdamW, learning rate, float32, temperature, number of threads, and one optimizer step per batch of completions
-that all have the same length. Each checks that it did that work. `--demo` is the starter on the demo's own prompts, 32
-of them x 8 completions, which end where they end, after 40 tokens at the latest. `step_sides.py` is what such a process
-does.
+that all have the same length. TRL may generate in either of its ways and take the batch in one forward or in parts,
+whose gradients add up: short runs find out what is fastest. Each side checks that it did that work. `--demo` is the
+starter on the demo's own prompts, 32 of them x 8 completions, which end where they end, after 40 tokens at the latest.
+`step_sides.py` is what such a process does.
 
     generation  token ids in, token ids out
     training    forward, backward, clipping, AdamW; on Groupwise's side also the reference's pass, where there is one
@@ -45,6 +46,8 @@ from rich.table import Table
 from step_sides import GROUPWISE, PREPARE, TRL_CONTINUOUS, TRL_GENERATE, Case
 
 PADDED_TOKENS = 20_480  # about as many tokens as a default step has when every prompt is repeated for its group
+TRL = (TRL_GENERATE, TRL_CONTINUOUS)
+DEFAULT_AT_ONCE, MOST_AT_ONCE = 8, 32  # completions: TRL's default, and what is tried first
 PHASES = ("step", "generation", "training", "other", "publish")
 SIDES = Path(__file__).with_name("step_sides.py")
 
@@ -70,18 +73,9 @@ def spawn(role: str, case: Case, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare(case: Case, args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Both sides by turns. TRL generates in the way that is faster here, which two short runs find out."""
+    """Both sides by turns, TRL in the way that is fastest here (`fastest`) or, with --defaults, as it is by default."""
     spawn(PREPARE, case, args)
-    trials, errors = {}, {}
-    for role in (TRL_GENERATE, TRL_CONTINUOUS):
-        console.print(f"  trying {role}", style="dim")
-        try:
-            trials[role] = statistics.median(spawn(role, replace(case, warmup=1, steps=2), args)["step"])
-        except RuntimeError as error:
-            errors[role] = str(error)
-    if not trials:
-        raise RuntimeError("\n".join(errors.values()))
-    best = min(trials, key=lambda role: trials[role])
+    best, case, trials, errors = fastest(case, args, console)
     runs: dict[str, list[dict[str, Any]]] = {GROUPWISE: [], best: []}
     for repeat in range(args.repeats):
         for role in (GROUPWISE, best) if repeat % 2 == 0 else (best, GROUPWISE):
@@ -94,10 +88,41 @@ def compare(case: Case, args: argparse.Namespace, console: Console) -> dict[str,
     return {"case": asdict(case), "trl": best, "trl_trials_s": trials, "trl_errors": errors, "runs": runs}
 
 
+def fastest(
+    case: Case, args: argparse.Namespace, console: Console
+) -> tuple[str, Case, dict[str, float], dict[str, str]]:
+    """TRL's way to generate and the case with its completions in one forward, by short runs; what each took."""
+    at_once = DEFAULT_AT_ONCE if args.defaults else min(MOST_AT_ONCE, case.rows)
+    ways = [(role, replace(case, at_once=at_once, checkpointing=args.defaults)) for role in TRL]
+    trials: dict[str, float] = {}
+    errors: dict[str, str] = {}
+    found: dict[str, tuple[str, Case]] = {}
+
+    def attempt(role: str, way: Case) -> None:
+        name = f"{role}, {way.at_once} at once"
+        console.print(f"  trying {name}", style="dim")
+        try:
+            trials[name] = statistics.median(spawn(role, replace(way, warmup=1, steps=args.trial_steps), args)["step"])
+            found[name] = role, way
+        except RuntimeError as error:
+            errors[name] = str(error)
+
+    for role, way in ways:
+        attempt(role, way)
+    if not trials:
+        raise RuntimeError("\n".join(errors.values()))
+    if not args.defaults:
+        role, way = found[min(trials, key=lambda name: trials[name])]
+        for rows in sorted({min(DEFAULT_AT_ONCE, case.rows), case.rows} - {at_once}):
+            attempt(role, replace(way, at_once=rows))
+    role, way = found[min(trials, key=lambda name: trials[name])]
+    return role, way, trials, errors
+
+
 def shape_of(case: Case) -> str:
     """A case in a few words."""
     sizes = f"G={case.group}, {case.prompts} prompts" + (f", KL {case.kl:g}" if case.kl else "")
-    sizes += ", TRL's defaults" if case.defaults else ""
+    sizes += ", TRL's defaults" if case.checkpointing else ""
     return f"demo C<={case.completion} {sizes}" if case.natural else f"P={case.prompt} C={case.completion} {sizes}"
 
 
@@ -115,7 +140,7 @@ def table_of(results: Sequence[Mapping[str, Any]]) -> Table:
         table.add_column(heading, justify="right")
     for result in results:
         case, sides = result["case"], {role: summary(runs) for role, runs in result["runs"].items()}
-        shape = shape_of(Case(**case))
+        shape = shape_of(Case(**case)) + f", TRL {case['at_once']} at once"
         for role, values in sides.items():
             numbers = [f"{values[name]:.3f}" if name in values else "-" for name in PHASES]
             table.add_row(shape if role == GROUPWISE else "", role, *numbers, f"{values['peak_mib']:.0f}")
@@ -154,6 +179,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="processes of each side")
     parser.add_argument("--warmup", type=int, default=2, help="steps of a process that do not count, at least 1")
     parser.add_argument("--steps", type=int, default=5, help="steps of a process that count")
+    parser.add_argument("--trial-steps", type=int, default=2, help="steps of a trial that count")
     parser.add_argument("--quick", action="store_true", help="a smoke run: one small shape, one repeat, two steps")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
     args = parser.parse_args()
@@ -180,7 +206,6 @@ def case_of(shape: str, args: argparse.Namespace, folder: Path) -> Case:
         steps=args.steps,
         threads=args.threads,
         kl=args.kl,
-        defaults=args.defaults,
         model=args.model or str(folder / "model"),
         prompts_file=str(folder / "prompts.jsonl"),
     )
