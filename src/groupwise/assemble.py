@@ -279,6 +279,7 @@ def local_engine(config: RunConfig, base: LoadedModel, *, threads: int | None = 
         max_rows=rollout.batch_rows,
         prefix_cache_mb=rollout.prefix_cache_mb,
         draft_tokens=rollout.draft_tokens,
+        compile=rollout.compile,
         threads=threads,
     )
 

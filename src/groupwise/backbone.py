@@ -18,7 +18,7 @@ Shapes: S packed tokens, H query heads, K key-value heads, D head size, F interm
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ class Backbone:
     """`Backbone(model)(ids_S, positions_S, layout)` -> the last hidden states [S, hidden]."""
 
     def __init__(self, model: PreTrainedModel, project: Project = project_plainly):
+        self.model = model
         self._own: Any = getattr(model, model.base_model_prefix)
         self._project = project
         self.lean = is_lean(model)
@@ -52,32 +53,84 @@ class Backbone:
         if not self.lean:
             out = own(input_ids=ids_S[None], position_ids=positions_S[None], layout=layout, use_cache=False)
             return out.last_hidden_state[0]
-        h = own.embed_tokens(ids_S)
-        cos, sin = (x[0, :, None] for x in own.rotary_emb(h, positions_S[None]))  # [S, 1, D]
-        half = sin.shape[-1] // 2
-        sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)
+        h, cos, sin = self.opening(ids_S, positions_S)
         saving = own.gradient_checkpointing and own.training and torch.is_grad_enabled()
         for layer in own.layers:
             if saving:
                 h = checkpoint(self._layer, layer, h, cos, sin, layout, use_reentrant=False)
             else:
                 h = self._layer(layer, h, cos, sin, layout)
-        return _norm(own.norm, h)
+        return norm(own.norm, h)
+
+    def opening(self, ids_S: Tensor, positions_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the first layer gets: embeddings [S, hidden], cosines and sines [S, 1, D] as `_rotate` takes them."""
+        h = self._own.embed_tokens(ids_S)
+        cos, sin = (x[0, :, None] for x in self._own.rotary_emb(h, positions_S[None]))
+        half = sin.shape[-1] // 2
+        return h, cos, torch.cat([-sin[..., :half], sin[..., half:]], -1)
 
     def _layer(self, layer: Any, h: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
-        attention, mlp = layer.self_attn, layer.mlp
-        S, D = h.shape[0], attention.head_dim
-        HD, KD = attention.o_proj.in_features, attention.k_proj.out_features
-        qkv = self._project((attention.q_proj, attention.k_proj, attention.v_proj), _norm(layer.input_layernorm, h))
-        q_SHD, k_SKD, v_SKD = (x.view(S, -1, D) for x in qkv.split((HD, KD, KD), -1))
-        if hasattr(attention, "q_norm"):
-            q_SHD, k_SKD = _norm(attention.q_norm, q_SHD), _norm(attention.k_norm, k_SKD)
-        q_SHD, k_SKD = _rotate(q_SHD, cos, sin), _rotate(k_SKD, cos, sin)
-        scoring = Scoring(attention.scaling, getattr(attention, "sliding_window", None))
-        mixed_SHD = layout.attend(attention.layer_idx, q_SHD, k_SKD, v_SKD, scoring)
-        h = h + self._project((attention.o_proj,), mixed_SHD.reshape(S, HD))
-        gate_up = self._project((mlp.gate_proj, mlp.up_proj), _norm(layer.post_attention_layernorm, h))
-        return h + self._project((mlp.down_proj,), _gated(gate_up))
+        query_SHD, key_SKD, value_SKD = Before.of(layer).run(h, cos, sin, self._project)
+        scoring = scoring_of(layer)
+        mixed_SHD = layout.attend(layer.self_attn.layer_idx, query_SHD, key_SKD, value_SKD, scoring)
+        return After.of(layer).run(h, mixed_SHD, self._project)
+
+
+class Before(NamedTuple):
+    """A layer up to its attention. Its parts are modules, or what stands for them: `project` takes `qkv` as it is."""
+
+    norm: Any
+    qkv: Any
+    q_norm: Any  # None: the architecture has none
+    k_norm: Any
+    widths: tuple[int, int]  # of queries, and of keys and of values
+
+    @classmethod
+    def of(cls, layer: Any) -> Before:
+        """The modules of one of transformers' layers."""
+        attention = layer.self_attn
+        return cls(
+            layer.input_layernorm,
+            (attention.q_proj, attention.k_proj, attention.v_proj),
+            getattr(attention, "q_norm", None),
+            getattr(attention, "k_norm", None),
+            (attention.o_proj.in_features, attention.k_proj.out_features),
+        )
+
+    def run(self, h: Tensor, cos: Tensor, sin: Tensor, project: Callable[..., Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """-> queries [S, H, D], keys and values [S, K, D]."""
+        HD, KD = self.widths
+        qkv = project(self.qkv, norm(self.norm, h))
+        q_SHD, k_SKD, v_SKD = (x.view(len(h), -1, cos.shape[-1]) for x in qkv.split((HD, KD, KD), -1))
+        if self.q_norm is not None:
+            q_SHD, k_SKD = norm(self.q_norm, q_SHD), norm(self.k_norm, k_SKD)
+        return _rotate(q_SHD, cos, sin), _rotate(k_SKD, cos, sin), v_SKD
+
+
+class After(NamedTuple):
+    """A layer from its attention on, likewise."""
+
+    o: Any
+    norm: Any
+    gate_up: Any
+    down: Any
+
+    @classmethod
+    def of(cls, layer: Any) -> After:
+        """The modules of one of transformers' layers."""
+        mlp = layer.mlp
+        o = (layer.self_attn.o_proj,)
+        return cls(o, layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,))
+
+    def run(self, h: Tensor, mixed_SHD: Tensor, project: Callable[..., Tensor]) -> Tensor:
+        """-> the next layer's h [S, hidden]."""
+        h = h + project(self.o, mixed_SHD.reshape(len(h), -1))
+        return h + project(self.down, _gated(project(self.gate_up, norm(self.norm, h))))
+
+
+def scoring_of(layer: Any) -> Scoring:
+    """How one of transformers' layers scores."""
+    return Scoring(layer.self_attn.scaling, getattr(layer.self_attn, "sliding_window", None))
 
 
 def is_lean(model: PreTrainedModel) -> bool:
@@ -95,13 +148,24 @@ def _recorded(x: Tensor) -> bool:
 # -- RMS norm (Zhang & Sennrich 2019, arXiv 1910.07467) ----------------------------------------------------------------
 
 
-def _norm(module: Any, x: Tensor) -> Tensor:
+def norm(module: Any, x: Tensor) -> Tensor:
     """x / rms(x) * weight over the last dimension, in float32 whatever x is in, as the family's models have it."""
     if _recorded(module.weight) or x.dtype != torch.float32:
         return module(x)
     if _recorded(x):
         return _RmsNorm.apply(x, module.weight, module.variance_epsilon)  # type: ignore[return-value]
     return (x * _inverse_rms(x, module.variance_epsilon)).mul_(module.weight)
+
+
+class RmsNorm(NamedTuple):
+    """What `norm` needs of the family's module: for compiled code, which takes tensors."""
+
+    weight: Tensor
+    variance_epsilon: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide = x if x.dtype == torch.float64 else x.float()
+        return (wide * _inverse_rms(wide, self.variance_epsilon)).to(x.dtype) * self.weight
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
@@ -134,7 +198,15 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x cos + (x with its halves swapped) sin; sin carries the minus of the first half."""
     if _recorded(x):
         return _Rotate.apply(x, cos, sin)  # type: ignore[return-value]
-    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
+    return (x * cos).addcmul_(_swapped(x), sin)
+
+
+def _swapped(x: Tensor) -> Tensor:
+    """The halves of the last dimension, each in the other's place."""
+    half = x.shape[-1] // 2
+    if torch.compiler.is_compiling():  # to which `roll` is a gather, element by element
+        return torch.cat((x[..., half:], x[..., :half]), -1)
+    return x.roll(half, -1)
 
 
 class _Rotate(torch.autograd.Function):

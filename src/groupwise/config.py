@@ -241,6 +241,10 @@ class RolloutConfig(Section):
     """Most tokens of a completion that the local engine guesses from earlier text and checks in one step, while few
     completions are decoded (prompt-lookup decoding). What is sampled stays the same; it takes less time where
     completions repeat their prompts or themselves. 0 guesses none."""
+    compile: bool = False
+    """Compile what the local engine computes in a step between attentions (torch.compile), on a GPU with CUDA graphs.
+    It is meant for GPUs; on a CPU it brings nothing (docs/performance.md). The first steps wait for the compiler. Where
+    it cannot be done a warning says why, and sampling goes on without."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Longer prompts are passed over and counted; null is what the model's context holds."""
     weight_sync_interval: int = Field(default=1, ge=0)
@@ -398,7 +402,7 @@ class RunConfig(Section):
                 raise conflict("vllm", "does nothing with engine local; set engine: vllm, or remove the section")
             return
         fields = RolloutConfig.model_fields
-        for key in ("draft_tokens", "prefix_cache_mb"):
+        for key in ("draft_tokens", "prefix_cache_mb", "compile"):
             if getattr(self.rollout, key) != fields[key].default:
                 raise conflict("rollout", key, "is the local engine's, and engine is vllm; leave it out")
         for key, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):

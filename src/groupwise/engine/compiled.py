@@ -1,42 +1,45 @@
 """The dense parts of a decode step, compiled by `torch.compile`, and on a CUDA GPU captured as CUDA graphs (`graphs`).
 
-    opening                 embeddings and rotary angles
-    before[0]               -> q, k, v               \\  between two attentions all is one piece, as in vLLM's piecewise
-    attend(q, k, v)         eager, `cache.Extend`     > graphs: the only size that changes from step to step is the
-    after[0], before[1]     -> h, q, k, v            /  number of rows, and attention's many sizes stay out of it
+    opening               embeddings and rotary angles
+    before[0]             -> q, k, v
+    attend(q, k, v)       eager (`cache.Extend`): its sizes change at every step
+    after[0], before[1]   -> h, q, k, v; one piece, in which only the number of rows varies
+    attend(q, k, v)
     ...
-    after[last], norm       -> hidden states
+    after[last], norm     -> hidden states
 
-Three functions of tensors are compiled, not a model: weights are arguments, so all layers and all versions of an adapter
-use the same code, and rows that finish compile nothing anew. They are the functions that `Backbone` runs, over what one
-policy's modules multiply with (`lora.Products`). What is not of this kind runs as without: several policies in a batch,
+Three functions of tensors are compiled, not a model: weights are arguments, so all layers and all versions of an
+adapter use the same code, and rows that finish compile nothing anew. They are the functions that `Backbone` runs, over
+what one policy's modules multiply with (`lora.Products`). All else runs as without: several policies in a batch,
 prefills, drafts, models that are not of the Llama family.
 
-The first step with weights of new shapes is computed both ways and compared. Whatever the compiler raises then or later,
-or a difference beyond rounding, is said in a warning; the step and all that follow run uncompiled, and no row is lost:
-a step writes only the keys and values of its own tokens, so computing it again is harmless.
+The first step with weights of new shapes (on a GPU also: of a new number of rows) is computed both ways and compared.
+Whatever the compiler raises, then or later, or a difference beyond rounding, is said in a warning; this step and all
+that follow run uncompiled. No row is lost: a step writes the keys and values of its own tokens, and can do so again.
 
-On a CPU the compiled loops use as many OpenMP threads as torch did when they were compiled, whatever it is told later,
-unless `threads_vary`. They are libgomp's that torch loads, so the process has no second team.
+Compiled loops use as many OpenMP threads as they were compiled for, whatever torch is told later, unless
+`threads_vary`: then as many as the thread that runs them has. They use the OpenMP that torch has loaded, so there is no
+second team.
 
-Shapes: B rows, R rows with padding (2 at least: a size of 1 would be compiled by itself), H query heads, D head size.
+Shapes: B rows, R rows with padding, H query heads, D head size.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from groupwise.algo.attention import Layout
 from groupwise.backbone import After, Backbone, Before, RmsNorm, norm, scoring_of
-from groupwise.engine.graphs import Graphs
+from groupwise.engine.graphs import Carry, Graphs, Heads, Recorder, Step, bucket_of, cuda_recorder, mapped
 from groupwise.engine.lora import AdapterBank, Products, multiply
-
-FEWEST_ROWS = 2
+from groupwise.model import Head, packed_tolerance
 
 
 class Weights(NamedTuple):
@@ -48,114 +51,188 @@ class Weights(NamedTuple):
 
 
 def weights_of(model: Any, products: Products) -> Weights:
-    """What one policy's layers compute with, as tensors. `model` is without its LM head."""
+    """What one policy's layers compute with. `model` is transformers' without its LM head."""
 
     def tensors(part: Any) -> Any:
-        names = {"qkv", "o", "gate_up", "down"} & set(part._fields)
-        norms = {name: getattr(part, name) for name in part._fields if "norm" in name}
-        alone = {name: None if module is None else _tensors(module) for name, module in norms.items()}
-        return part._replace(**alone, **{name: products.of(getattr(part, name)) for name in names})
+        made = {}
+        for name, modules in part._asdict().items():
+            if isinstance(modules, nn.Module):
+                made[name] = _norm_of(modules)
+            elif isinstance(modules, tuple) and isinstance(modules[0], nn.Module):
+                made[name] = products.of(modules)
+        return part._replace(**made)
 
     before, after = (tuple(tensors(kind.of(layer)) for layer in model.layers) for kind in (Before, After))
-    return Weights(before, after, _tensors(model.norm))
+    return Weights(before, after, _norm_of(model.norm))
 
 
-def _tensors(module: Any) -> RmsNorm:
+def _norm_of(module: Any) -> RmsNorm:
     return RmsNorm(module.weight, module.variance_epsilon)
 
 
 # -- the pieces --------------------------------------------------------------------------------------------------------
 
 
-def _first(before: Before, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _first(before: Before, h: Tensor, cos: Tensor, sin: Tensor) -> Heads:
     return before.run(h, cos, sin, multiply)
 
 
 def _between(
-    after: After, before: Before, h: Tensor, mixed_RHD: Tensor, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    after: After, before: Before, h: Tensor, cos: Tensor, sin: Tensor, mixed_RHD: Tensor
+) -> tuple[Tensor, Heads]:
     h = after.run(h, mixed_RHD, multiply)
-    return h, *before.run(h, cos, sin, multiply)
+    return h, before.run(h, cos, sin, multiply)
 
 
 def _last(after: After, last: RmsNorm, h: Tensor, mixed_RHD: Tensor) -> Tensor:
     return norm(last, after.run(h, mixed_RHD, multiply))
 
 
-class Pieces:
-    """The compiled functions. `dynamic` marks rows as what varies: it is for calls that may compile."""
+class Functions:
+    """The compiled functions. While `may_compile`, rows are marked as what varies."""
 
-    def __init__(self, threads: int, *, threads_vary: bool):
+    def __init__(self, threads: int, threads_vary: bool):
         options: dict[str, Any] = {"cpp.threads": threads, "cpp.dynamic_threads": threads_vary}
-        self._compiled = [torch.compile(f, fullgraph=True, options=options) for f in (_first, _between, _last)]
-        self.dynamic = True
+        made = partial(torch.compile, fullgraph=True, dynamic=False, options=options)  # dynamic where it is marked
+        self._compiled = {function: made(function) for function in (_first, _between, _last)}
+        self.may_compile = True
 
-    def first(self, before: Before, *rows: Tensor) -> Any:
-        return self._call(0, (before,), rows)
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        if self.may_compile:
+            for x in arguments:
+                if isinstance(x, Tensor):
+                    torch._dynamo.mark_dynamic(x, 0)
+        return self._compiled[function](*arguments)
 
-    def between(self, after: After, before: Before, *rows: Tensor) -> Any:
-        return self._call(1, (after, before), rows)
 
-    def last(self, after: After, last: RmsNorm, *rows: Tensor) -> Any:
-        return self._call(2, (after, last), rows)
+class Pieces:
+    """A `graphs.Step` of compiled functions over the weights of one policy."""
 
-    def _call(self, which: int, weights: tuple[Any, ...], rows: tuple[Tensor, ...]) -> Any:
-        if self.dynamic:
-            for x in rows:
-                torch._dynamo.mark_dynamic(x, 0)
-        return self._compiled[which](*weights, *rows)
+    def __init__(self, functions: Functions, opening: Callable[[Tensor, Tensor], Carry], weights: Weights):
+        self._call, self._opening, self._weights = functions, opening, weights
+
+    def open(self, ids: Tensor, positions: Tensor) -> tuple[Carry, Heads]:
+        carry = self._opening(ids, positions)
+        return carry, self._call(_first, self._weights.before[0], *carry)
+
+    def between(self, layer: int, carry: Carry, mixed: Tensor) -> tuple[Carry, Heads]:
+        after, before = self._weights.after[layer], self._weights.before[layer + 1]
+        h, heads = self._call(_between, after, before, *carry, mixed)
+        return (h, *carry[1:]), heads
+
+    def close(self, carry: Carry, mixed: Tensor) -> Tensor:
+        return self._call(_last, self._weights.after[-1], self._weights.norm, carry[0], mixed)
 
 
 # -- a decode step -----------------------------------------------------------------------------------------------------
 
 
-class CompiledBackbone:
-    """Called as a `Backbone`, for decode steps. `why_not` says why it runs uncompiled, where it does.
+class Compiled:
+    """Called as a `Backbone`, for decode steps. `why_not` says why they run uncompiled, where they do.
 
     Args:
+        backbone: it runs what is not compiled.
         bank: whose batch is selected.
-        logits: of hidden states; what both ways are compared by.
-        tolerance: most nats by which log-probabilities may differ (`model.packed_tolerance`).
         threads: of torch, in a step.
-        threads_vary: whether some steps run on fewer.
+        vary: whether some steps have fewer.
+        record: what records steps; None: on a GPU CUDA graphs, else nothing.
     """
 
     def __init__(
         self,
-        model: Any,
         backbone: Backbone,
         bank: AdapterBank,
-        *,
-        logits: Callable[[Tensor], Tensor],
-        tolerance: float,
         threads: int,
-        threads_vary: bool,
+        vary: bool,
+        *,
+        record: Recorder | None = None,
     ):
+        model = backbone.model
+        self._own: Any
         self._own, self._name = getattr(model, model.base_model_prefix), type(model).__name__
-        self._backbone, self._bank, self._logits, self._tolerance = backbone, bank, logits, tolerance
-        self._pieces = Pieces(threads, threads_vary=threads_vary)
-        self._scorings = [(layer.self_attn.layer_idx, scoring_of(layer)) for layer in self._own.layers]
-        self._weights: tuple[Products, Weights, Any] | None = None  # the last policy's, and their shapes
-        self._seen: set[Any] = set()  # shapes that were compared
-        parameters = {parameter.data_ptr() for parameter in model.parameters()}
-        self._graphs = Graphs(self._opening, self._pieces, parameters) if model.device.type == "cuda" else None
+        self._backbone, self._bank, self._functions = backbone, bank, Functions(threads, vary)
+        self._head, self._tolerance = Head.of(model), packed_tolerance(model)
+        if record is None and model.device.type == "cuda":
+            record = cuda_recorder(model.device)
+        self._graphs = None if record is None else Graphs(model.parameters(), record)
+        self._policy: _Policy | None = None  # of the last step
+        self._seen: set[Any] = set()  # kinds of steps that were compared
         self.why_not: str | None = None
-        if not backbone.lean:
-            self._stop("only models of the Llama family (RMS norms, rotary positions, a gated MLP) can be")
+        if backbone.lean:
+            self._attentions = [(layer.self_attn.layer_idx, scoring_of(layer)) for layer in self._own.layers]
+        else:
+            self._stop("only models of the Llama family (RMS norms, rotary positions, gated MLPs) can be compiled")
 
     def __call__(self, ids_B: Tensor, positions_B: Tensor, layout: Layout) -> Tensor:
         products = self._bank.alone() if self.why_not is None else None
         if products is None:
             return self._backbone(ids_B, positions_B, layout)
         try:
-            weights, shapes = self._of(products)
-            new = shapes not in self._seen
-            self._pieces.dynamic = new
-            hidden = self._run(weights, shapes, ids_B, positions_B, layout)
-            if not new:
-                return hidden
+            step, kind = self._step(products, len(ids_B))
+            hidden_BH = self._run(step, ids_B, positions_B, layout)
         except Exception as error:  # compilers raise all kinds
             self._stop(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
             return self._backbone(ids_B, positions_B, layout)
-        self._seen.add(shapes)
-        return self._compared(hidden, self._backbone(ids_B, positions_B, layout))
+        if kind in self._seen:
+            return hidden_BH
+        self._seen.add(kind)
+        return self._compared(hidden_BH, self._backbone(ids_B, positions_B, layout))
+
+    def _step(self, products: Products, rows: int) -> tuple[Step, Any]:
+        """What computes a step of this policy, and its kind: steps of one kind compile, or record, once."""
+        if self._policy is None or self._policy.products is not products:
+            weights = weights_of(self._own, products)
+            pieces = Pieces(self._functions, self._backbone.opening, weights)
+            shapes = mapped(weights, lambda x: (x.shape, x.dtype))
+            self._policy = _Policy(products=products, weights=weights, shapes=shapes, pieces=pieces)
+        policy, bucket = self._policy, None if self._graphs is None else bucket_of(rows)
+        kind = (policy.shapes, bucket)
+        self._functions.may_compile = kind not in self._seen
+        if self._graphs is None or bucket is None:
+            return policy.pieces, kind
+        over = partial(Pieces, self._functions, self._backbone.opening)
+        return self._graphs.step(over, policy.weights, policy.shapes, bucket), kind
+
+    def _run(self, step: Step, ids_B: Tensor, positions_B: Tensor, layout: Layout) -> Tensor:
+        """-> the last hidden states [B, hidden]."""
+        B = len(ids_B)
+
+        def mixed(layer: int, heads: Heads) -> Tensor:
+            index, scoring = self._attentions[layer]
+            query, key, value = (x[:B] for x in heads)
+            return _two(layout.attend(index, query, key, value, scoring).contiguous())
+
+        carry, heads = step.open(_two(ids_B), _two(positions_B))
+        for layer in range(len(self._attentions) - 1):
+            carry, heads = step.between(layer, carry, mixed(layer, heads))
+        return step.close(carry, mixed(-1, heads))[:B]
+
+    def _compared(self, hidden_BH: Tensor, uncompiled_BH: Tensor) -> Tensor:
+        mine, theirs = (self._head.logits(x).log_softmax(-1) for x in (hidden_BH, uncompiled_BH))
+        gap = float((theirs.exp() * (theirs - mine).abs()).sum(-1).mean())
+        if not gap <= self._tolerance:
+            self._stop(f"the first step differed by {gap:.3g} nats (tolerance {self._tolerance:g})")
+        return uncompiled_BH
+
+    def _stop(self, why: str) -> None:
+        self.why_not, self._policy, self._graphs = why, None, None
+        warnings.warn(
+            f"rollout.compile cannot be used for {self._name}: {why}; decoding goes on uncompiled, which computes the "
+            "same",
+            stacklevel=3,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Policy:
+    """What was made for the policy of the last step."""
+
+    products: Products
+    weights: Weights
+    shapes: Any
+    pieces: Pieces
+
+
+def _two(x: Tensor) -> Tensor:
+    """A single row twice: a size of 1 would be compiled by itself."""
+    return x if len(x) > 1 else torch.cat([x, x])

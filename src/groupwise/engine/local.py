@@ -37,6 +37,7 @@ from groupwise.chat import closing_ids, decode
 from groupwise.engine.admission import Admitted, GoingOn, admitted, known_of, pieces_of, together
 from groupwise.engine.base import TokenSink
 from groupwise.engine.cache import Apart, Extend, Grid, KeyValueCache, Prefill, Prefilled, PromptKey, parts_of
+from groupwise.engine.compiled import Compiled
 from groupwise.engine.lookup import Lookup
 from groupwise.engine.lora import AdapterBank, AdapterWeights, add_adapters, read_adapter
 from groupwise.engine.prefix_cache import Kept, PrefixCache
@@ -63,6 +64,7 @@ class LocalEngine:
         reserved_rows: how many of them only interactive requests may use.
         prefix_cache_mb: MiB of keys and values kept after requests that asked for it (`SamplingRequest.cache`).
         draft_tokens: most tokens of a row that are guessed and checked in one step (`lookup`); 0 guesses none.
+        compile: compile the dense parts of decode steps (`compiled`). A warning says where that cannot be.
         threads: of torch. None: as many as torch has here, but one for the steps of a small model. Its operations take
             less time than it takes to wake OpenMP's helpers, which go to sleep between any two where several threads of
             a process have some, or OMP_WAIT_POLICY is passive. A number is for where nobody else has any.
@@ -80,6 +82,7 @@ class LocalEngine:
         reserved_rows: int = 0,
         prefix_cache_mb: int = 1024,
         draft_tokens: int = 0,
+        compile: bool = False,
         threads: int | None = None,
     ):
         self._base, self._model = base, share_weights(base.model)
@@ -110,6 +113,7 @@ class LocalEngine:
         self._flops = 2 * sum(weight.numel() for weight in weights)  # of a token
         size = sum(weight.numel() * weight.itemsize for weight in weights)
         self._small = threads is None and size <= CACHED_BYTES and base.device.type == "cpu"
+        self._steps = Compiled(self._backbone, self._bank, self._threads, self._small) if compile else self._backbone
         self._urgent: deque[Job] = deque()
         self._waiting: deque[Job] = deque()
         self._admitted: list[Admitted] = []  # in the midst of being given rows
@@ -391,7 +395,7 @@ class LocalEngine:
             layout = Extend(self._cache, self._grid, every, held_B, [1 + len(draft) for draft in drafts])
             return self._check_drafts(drafts, layout)
         layout = Extend(self._cache, self._grid, every, held_B)
-        hidden_BH = self._forward(rows.token[every], rows.position[every], layout, rows.weights)
+        hidden_BH = self._forward(rows.token[every], rows.position[every], layout, rows.weights, self._steps)
         rows.position[every] += 1
         self._advance(every, self._head.logits(hidden_BH))
 
@@ -422,6 +426,7 @@ class LocalEngine:
         position_S: Tensor | Sequence[int],
         layout: Layout,
         owners: Sequence[AdapterWeights | None],
+        run: Callable[[Tensor, Tensor, Layout], Tensor] | None = None,
     ) -> Tensor:
         """Last hidden states [S, hidden] of one packed row, each token under its owner's adapter."""
         device = self._base.device
@@ -430,7 +435,7 @@ class LocalEngine:
             alone = len(owners) * self._flops < ONE_THREAD_FLOPS
             torch.set_num_threads(1 if alone else self._threads)  # of this thread of Python's
         self._bank.select(owners)
-        return self._backbone(token_S, position_S, layout)
+        return (run or self._backbone)(token_S, position_S, layout)
 
     def _advance(self, at: slice, logits_BV: Tensor) -> None:
         """Sample the next token of the rows `at`, record it, and retire the rows it finishes."""
