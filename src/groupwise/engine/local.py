@@ -285,8 +285,8 @@ class LocalEngine:
                 missing = job.request.n - job.started
                 if free - kept < min(missing, max(1, most // 8)):
                     break
-                prompts = prompts or set(self._cache.whole())
                 past = known_of(job, self._past)
+                prompts = prompts or (set() if past else set(self._cache.whole()))
                 if past or job.prompt not in prompts:
                     longest = max(longest, len(job.request.prompt_ids) - (past[1] if past else 0))
                     if self._admitted and (computed + 1) * longest > PREFILL_TOKENS:
