@@ -1,4 +1,4 @@
-"""Samples that fork off one another, and how many tokens they have, written from the definition."""
+"""Samples that fork off one another, how many tokens they have, and the lines of their tree, from the definition."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
+from groupwise.algo.prefixes import tree_of
 from groupwise.types import Sample
 
 
@@ -32,6 +33,17 @@ def forked_samples(draw, *, most: int = 7, longest: int = 12, vocab: int = 4) ->
             )
         )
     return samples
+
+
+def lines(samples: Sequence[Sample]) -> tuple[list[list[int]], list[int]]:
+    """Paths and own tokens, a line at a time."""
+    paths, own, path, start = [], [], [], 0
+    for line in tree_of(samples, range(len(samples))):
+        path = path[: line.known] + list(range(start, start + line.own))
+        start += line.own
+        paths.append(path)
+        own.append(line.own)
+    return paths, own
 
 
 def distinct_tokens(samples: Sequence[Sample]) -> int:

@@ -215,13 +215,12 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
+        return (x * cos).addcmul_(_swapped(x), sin)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
         cos, sin = ctx.saved_tensors
-        half = grads[0].shape[-1] // 2
-        return (grads[0] * cos).add_((grads[0] * sin).roll(half, -1)), None, None
+        return (grads[0] * cos).add_(_swapped(grads[0] * sin)), None, None
 
 
 # -- the gated MLP (Shazeer 2020, arXiv 2002.05202) --------------------------------------------------------------------

@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention as torch_flex
 
-from forked_samples import forked_samples
+from forked_samples import forked_samples, lines
 from groupwise.algo import flex
 from groupwise.algo.attention import Scoring, SharedPrompts
 from groupwise.algo.batch import micro_batches, pack, pack_tree
 from groupwise.algo.flex import BLOCK, LEAST, Forest
 from groupwise.algo.layouts import FLEX
-from groupwise.algo.prefixes import tree_of
 from groupwise.algo.tree import PrefixTree
 from groupwise.types import Sample
 
@@ -46,17 +45,6 @@ pytestmark = [
 @pytest.fixture
 def dense(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *inputs: None)
-
-
-def lines(samples: list[Sample]) -> tuple[list[list[int]], list[int]]:
-    """Paths and own tokens, a line at a time."""
-    paths, own, path, start = [], [], [], 0
-    for line in tree_of(samples, range(len(samples))):
-        path = path[: line.known] + list(range(start, start + line.own))
-        start += line.own
-        paths.append(path)
-        own.append(line.own)
-    return paths, own
 
 
 def seen_in_groups(prompts, completions, owners, window: int | None) -> torch.Tensor:

@@ -7,26 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forked_samples import forked_samples
+from forked_samples import forked_samples, lines
 from groupwise.algo import tree as module
 from groupwise.algo.attention import Scoring, SharedPrompts
 from groupwise.algo.batch import pack_tree
-from groupwise.algo.prefixes import tree_of
 from groupwise.algo.tree import PrefixTree
 
 few = settings(derandomize=True, deadline=None, max_examples=60)
 H, K, D = 4, 2, 3
-
-
-def lines(samples) -> tuple[list[list[int]], list[int]]:
-    """Paths and own tokens, a line at a time."""
-    paths, own, path, start = [], [], [], 0
-    for line in tree_of(samples, range(len(samples))):
-        path = path[: line.known] + list(range(start, start + line.own))
-        start += line.own
-        paths.append(path)
-        own.append(line.own)
-    return paths, own
 
 
 def naive(query_SHD, key_SKD, value_SKD, paths: list[list[int]], scoring: Scoring):

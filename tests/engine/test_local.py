@@ -675,7 +675,7 @@ def test_an_error_between_new_prompts_and_conversations_reaches_both(open_engine
     again = replace(request((*opening.prompt_ids, *said, 7)), cache=True)
     prefill = engine._prefill
 
-    def broken(admitted):
+    def broken(*admitted):
         raise MemoryError("no room")
 
     monkeypatch.setattr(engine, "_prefill", broken)

@@ -83,8 +83,7 @@ class KeyValueCache:
         self.lengths += lengths
         self.openings += [None] * len(lengths)
         self.prefilled += [None] * len(lengths)
-        if lengths:
-            self.prompts.reserve(len(self.lengths), max(self.lengths))
+        self.prompts.reserve(len(self.lengths), max(self.lengths))
         return range(start, len(self.lengths))
 
     def drop_prompt(self, slot: int) -> int | None:

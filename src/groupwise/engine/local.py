@@ -277,8 +277,8 @@ class LocalEngine:
     def _admit(self) -> None:
         """Give waiting completions the free rows, in order, and prefill their prompts."""
         self._admitted = []
-        free, prompts = self.max_rows - self._rows.active, set[PromptKey]()
-        computed, longest = 0, 0  # prompts in this forward
+        free, computed, longest = self.max_rows - self._rows.active, 0, 0  # rows; prompts in this forward
+        slots, new = dict[PromptKey, int](), set[PromptKey]()  # of prompts that are there; prompts that are not yet
         for queue, kept in ((self._urgent, 0), (self._waiting, self.reserved_rows)):
             while queue:
                 job, most = queue[0], self.max_rows - kept
@@ -286,34 +286,32 @@ class LocalEngine:
                 if free - kept < min(missing, max(1, most // 8)):
                     break
                 past = known_of(job, self._past)
-                prompts = prompts or (set() if past else set(self._cache.whole()))
-                if past or job.prompt not in prompts:
+                slots = slots or self._cache.whole()
+                if past or not (job.prompt in slots or job.prompt in new):
                     longest = max(longest, len(job.request.prompt_ids) - (past[1] if past else 0))
                     if self._admitted and (computed + 1) * longest > PREFILL_TOKENS:
                         break
                     computed += 1
+                    new |= set() if past else {job.prompt}
                 n = min(missing, free - kept)
                 free -= n
                 self._admitted.append(admitted(job, n, past))
-                if not past:
-                    prompts.add(job.prompt)
                 if n == missing:
                     queue.popleft()
                 else:
                     break  # its next completions follow when these rows are taken
         if anew := [each for each in self._admitted if not isinstance(each, GoingOn)]:
-            self._prefill(anew)
+            self._prefill(anew, slots)
         for going in together([each for each in self._admitted if isinstance(each, GoingOn)]):
             self._extend(going)
         self._admitted = []
 
-    def _prefill(self, anew: Sequence[Admitted]) -> None:
-        """Run the prompts that are in no slot yet, and sample the first token of every completion."""
+    def _prefill(self, anew: Sequence[Admitted], slots: dict[PromptKey, int]) -> None:
+        """Run the prompts that are in none of the slots yet, and sample the first token of every completion."""
         rows, cache, first = self._rows, self._cache, self._rows.active
-        slots = cache.whole()
         jobs = [job for key, job in {each.job.prompt: each.job for each in anew}.items() if key not in slots]
         new = cache.add_prompts([len(job.request.prompt_ids) for job in jobs])
-        slots |= dict(zip((job.prompt for job in jobs), new, strict=True))
+        slots = slots | dict(zip((job.prompt for job in jobs), new, strict=True))
         for each in anew:
             rows.add(each.job, each.n, slot=slots[each.job.prompt], shared=len(each.job.request.prompt_ids))
         self._grid = None

@@ -163,8 +163,7 @@ class AdapterBank:
             pair = weights.pairs.get(name)
             if pair is None:
                 continue
-            mine = x if rows is None else x.index_select(-2, rows)
-            delta = (mine.to(pair[0].dtype) @ pair[0]) @ pair[1]
+            delta = _delta(pair, x if rows is None else x.index_select(-2, rows))
             if rows is None:
                 output = (output + delta).to(output.dtype)
             else:
@@ -189,9 +188,14 @@ def multiply(products: Sequence[Product], x: Tensor) -> Tensor:
     for matrix, bias, pair in products:
         output = x @ matrix if bias is None else torch.addmm(bias, x, matrix)
         if pair is not None:
-            output = (output + (x.to(pair[0].dtype) @ pair[0]) @ pair[1]).to(output.dtype)
+            output = (output + _delta(pair, x)).to(output.dtype)
         outputs.append(output)
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+
+
+def _delta(pair: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
+    """(x A) B, in the adapter's type."""
+    return (x.to(pair[0].dtype) @ pair[0]) @ pair[1]
 
 
 class Products:
