@@ -35,7 +35,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -296,15 +296,20 @@ def compare(base: LoadedModel, engine: LocalEngine, model: PeftModel, work: Work
             seconds[name].append(took)
             if not repeat:
                 gaps[name] = check_logprobs(model, work, rows, name)
+    about = {"peer": str(best), "trials_tokens_per_s": {str(peer): rate for peer, rate in tried.items()}}
+    return measured(work, seconds, gaps) | about
+
+
+def measured(work: Work, seconds: Mapping[str, Sequence[float]], gaps: Mapping[str, float]) -> dict[str, Any]:
+    """A case as it is printed and written: by side its seconds, useful tokens a second, and how far log-probabilities
+    are from a forward."""
     useful = sum(work.lengths)
     return {
         "case": work.name,
         "tokens": useful,
         "longest": max(work.lengths),
-        "peer": str(best),
-        "trials_tokens_per_s": {str(peer): rate for peer, rate in tried.items()},
         "seconds": seconds,
-        "tokens_per_s": {name: useful / statistics.median(took) for name, took in seconds.items()},
+        "tokens_per_s": {side: useful / statistics.median(took) for side, took in seconds.items()},
         "logprob_gap": gaps,
     }
 

@@ -93,7 +93,6 @@ def fastest(
 ) -> tuple[str, Case, dict[str, float], dict[str, str]]:
     """TRL's way to generate and the case with its completions in one forward, by short runs; what each took."""
     at_once = DEFAULT_AT_ONCE if args.defaults else min(MOST_AT_ONCE, case.rows)
-    ways = [(role, replace(case, at_once=at_once, checkpointing=args.defaults)) for role in TRL]
     trials: dict[str, float] = {}
     errors: dict[str, str] = {}
     found: dict[str, tuple[str, Case]] = {}
@@ -107,16 +106,18 @@ def fastest(
         except RuntimeError as error:
             errors[name] = str(error)
 
-    for role, way in ways:
-        attempt(role, way)
+    def best() -> tuple[str, Case]:
+        return found[min(trials, key=lambda name: trials[name])]
+
+    for role in TRL:
+        attempt(role, replace(case, at_once=at_once, checkpointing=args.defaults))
     if not trials:
         raise RuntimeError("\n".join(errors.values()))
     if not args.defaults:
-        role, way = found[min(trials, key=lambda name: trials[name])]
+        role, way = best()
         for rows in sorted({min(DEFAULT_AT_ONCE, case.rows), case.rows} - {at_once}):
             attempt(role, replace(way, at_once=rows))
-    role, way = found[min(trials, key=lambda name: trials[name])]
-    return role, way, trials, errors
+    return *best(), trials, errors
 
 
 def shape_of(case: Case) -> str:
@@ -232,7 +233,7 @@ def main() -> None:
     for result in results:
         trials = ", ".join(f"{role} {seconds:.3f} s" for role, seconds in result["trl_trials_s"].items())
         failed = "".join(f"; {role} does not run here" for role in result["trl_errors"])
-        console.print(f"TRL's ways to generate, a step: {trials}{failed}", highlight=False)
+        console.print(f"TRL's ways, a step: {trials}{failed}", highlight=False)
     console.print(table_of(results))
     if args.json:
         args.json.write_text(json.dumps({"machine": about, "results": results}, indent=1) + "\n")

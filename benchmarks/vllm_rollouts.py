@@ -32,7 +32,6 @@ import argparse
 import json
 import os
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -48,7 +47,7 @@ import torch
 from peft import PeftModel
 from rich.console import Console
 from rich.table import Table
-from rollouts import VERSION, Work, by_groups, by_requests, cases, check_greedy, check_logprobs, seconds_of
+from rollouts import VERSION, Work, by_groups, by_requests, cases, check_greedy, check_logprobs, measured, seconds_of
 from step_vs_trl import machine
 from subjects import load, parameters_of
 from vllm_modes import MERGED, MODES, WITH_ADAPTER, Vllm, started, subject_of
@@ -89,15 +88,7 @@ def compare(engine: LocalEngine, peer: Any, model: Any, work: Work, repeats: int
                 seconds[side].append(took)
             else:
                 gaps[side] = check_logprobs(model, asked, rows, side)
-    useful = sum(work.lengths)
-    return {
-        "case": work.name,
-        "tokens": useful,
-        "longest": max(work.lengths),
-        "seconds": seconds,
-        "tokens_per_s": {side: useful / statistics.median(took) for side, took in seconds.items()},
-        "logprob_gap": gaps,
-    }
+    return measured(work, seconds, gaps)
 
 
 def measure(name: str, options: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
