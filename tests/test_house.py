@@ -16,12 +16,12 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_a_file_has_600_lines_at_most_and_a_function_80(path: Path) -> None:
+def test_a_file_has_800_lines_at_most_and_a_function_100(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    assert text.count("\n") <= 600
+    assert text.count("\n") <= 800
     functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     too_long = {
-        f.name: f.end_lineno - f.lineno + 1 for f in functions if f.end_lineno and f.end_lineno - f.lineno >= 80
+        f.name: f.end_lineno - f.lineno + 1 for f in functions if f.end_lineno and f.end_lineno - f.lineno >= 100
     }
     assert not too_long
 
