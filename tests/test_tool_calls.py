@@ -167,9 +167,69 @@ def test_no_reply_is_an_error_and_nothing_of_it_is_lost(text: str, form: ToolCal
         json.dumps(call, allow_nan=False, ensure_ascii=False)
     for one in parsed.malformed:
         assert one.reason.endswith(".") and "\n" not in one.reason
-    if not parsed.calls and not (parsed.malformed and form is MISTRAL):
+    if not parsed.calls:
         assert parsed.content == text.strip()
-    assert "".join(piece for piece in pieces("no markers", form) if isinstance(piece, str)) == "no markers"
+    found = list(pieces(text, form))
+    said = [piece if isinstance(piece, str) else piece.text for piece in found if not isinstance(piece, Call)]
+    if len(said) == len(found):
+        assert "".join(said) == text
+    position = 0
+    for each in said:  # word for word and in order, also between calls
+        position = text.index(each, position) + len(each)
+
+
+def written(form: ToolCallFormat, value: Any) -> str:
+    """A call as a reply has it, around any JSON value."""
+    text = json.dumps(value)
+    around = {HERMES: f"<tool_call>{text}</tool_call>", QWEN_XML: "<tool_call><function=f></function></tool_call>"}
+    return around.get(form, f"{form.start}{text}")
+
+
+@pytest.mark.parametrize("form", [HERMES, QWEN_XML])
+@given(st.lists(WORDS, min_size=1, max_size=4))
+def test_text_between_calls_stays_as_it_is(form: ToolCallFormat, said: list[str]) -> None:
+    text = written(form, {"name": "f", "arguments": {}}).join(said)
+    assert [piece for piece in pieces(text, form) if isinstance(piece, str)] == said
+
+
+JUNK = st.none() | st.booleans() | st.integers() | st.just([]) | st.just({}) | st.just({"name": 3, "parameters": {}})
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL])
+@given(st.lists(JUNK, min_size=1, max_size=3), st.sampled_from(["", " ", "\n", ";", " ; "]))
+def test_a_value_that_is_no_call_keeps_its_marker(form: ToolCallFormat, values: list[Any], between: str) -> None:
+    text = between.join(written(form, value) for value in values) + between
+    parsed = parse(text, form)
+    assert not parsed.calls and parsed.content == text.strip()
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "content", "malformed"),
+    [
+        (LLAMA, "<|python_tag|>0", "<|python_tag|>0", ["<|python_tag|>0"]),
+        (LLAMA, "<|python_tag|> 0 ; So.", "<|python_tag|> 0 ; So.", ["<|python_tag|> 0"]),
+        (
+            LLAMA,
+            '<|python_tag|>{"name": 1}; {"name": 2};',
+            '<|python_tag|>{"name": 1}; {"name": 2};',
+            ['<|python_tag|>{"name": 1}', '{"name": 2}'],
+        ),
+        (LLAMA, '<|python_tag|>{"name": "f"}; {"name": 2};', '{"name": 2};', ['{"name": 2}']),
+        (LLAMA, '<|python_tag|>0; {"name": "f"};', "0", ["0"]),
+        (LLAMA, '{"name": "f", "parameters": {}}; {"name": "Ada"}', '{"name": "Ada"}', []),
+        (MISTRAL, "[TOOL_CALLS] [3,  4 ]", "[TOOL_CALLS] [3,  4 ]", ["[TOOL_CALLS] [3", "4 ]"]),
+        (MISTRAL, '[TOOL_CALLS] [{"name": "f"}, 3.0]', "3.0", ["3.0"]),
+        (MISTRAL, '[TOOL_CALLS] [3.0, {"name": "f"}]', "3.0", ["3.0"]),
+        (MISTRAL, "[TOOL_CALLS] [] So.", "[TOOL_CALLS] [] So.", ["[TOOL_CALLS] []"]),
+        (MISTRAL, "[TOOL_CALLS]3 [TOOL_CALLS]4", "[TOOL_CALLS]3 [TOOL_CALLS]4", ["[TOOL_CALLS]3 ", "[TOOL_CALLS]4"]),
+        (MISTRAL_ARGS, "[TOOL_CALLS]f[ARGS]3\n[TOOL_CALLS]g[ARGS]{}", "[TOOL_CALLS]f[ARGS]3", ["[TOOL_CALLS]f[ARGS]3"]),
+    ],
+)
+def test_what_is_no_call_stays_word_for_word(
+    form: ToolCallFormat, text: str, content: str, malformed: list[str]
+) -> None:
+    parsed = parse(text, form)
+    assert (parsed.content, [each.text for each in parsed.malformed]) == (content, malformed)
 
 
 @pytest.mark.parametrize("form", ToolCallFormat)

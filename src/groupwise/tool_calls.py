@@ -176,41 +176,72 @@ def parse(
 def pieces(
     text: str, form: ToolCallFormat, *, tools: Sequence[Mapping[str, Any]] = ()
 ) -> Iterator[str | Call | MalformedCall]:
-    """A reply without thoughts, piece by piece: what is said, calls, and calls that cannot be used."""
+    """A reply without thoughts, piece by piece: what is said, calls, and calls that cannot be used. Where there is no
+    `Call`, the pieces' texts are the reply; markers and separators are left out only beside a call that they belong to.
+    """
     grammar, position = _GRAMMARS[form], 0
     while (begin := grammar.begin.search(text, position)) is not None:
         yield text[position : begin.start()]
         found, position = grammar.read(text, begin, tools)
-        yield from found
+        yield from _in_full(text, begin.start(), found, position)
     yield text[position:]
 
 
+@dataclass(frozen=True)
+class _Span:
+    """What was read from text[start:end]: a call, the reason why it is none (a str), or None for text that began like
+    one."""
+
+    what: Call | str | None
+    start: int
+    end: int
+
+    def piece(self, text: str, start: int, end: int) -> str | Call | MalformedCall:
+        if isinstance(self.what, Call):
+            return self.what
+        return text[start:end] if self.what is None else MalformedCall(text[start:end], self.what)
+
+
+def _in_full(text: str, start: int, spans: list[_Span], end: int) -> Iterator[str | Call | MalformedCall]:
+    """The spans of text[start:end] as pieces. What lies around them is a call's own syntax and goes with it; with no
+    call there, it stays: at either end as part of the malformed call, in between as text."""
+    called = any(isinstance(span.what, Call) for span in spans)
+    for i, span in enumerate(spans):
+        before = spans[i - 1] if i else None
+        if before is not None and not isinstance(before.what, Call) and not isinstance(span.what, Call):
+            yield text[before.end : span.start]
+        first, last = before is None and not called, i == len(spans) - 1 and not called
+        yield span.piece(text, start if first else span.start, end if last else span.end)
+
+
 # ---- one reader a format: the text and where a call begins in it -> what was found, and where it ends ----
-Found = list[Call | MalformedCall | str]
+Found = list[_Span]
 
 
 def _read_hermes(text: str, begin: re.Match[str], _: Sequence[Mapping[str, Any]]) -> tuple[Found, int]:
-    inside, whole = _enclosed(text, begin)
+    inside, end = _enclosed(text, begin)
     if inside is None:
-        return [_not_closed(whole)], len(text)
-    value, end = _json(inside)
+        return [_Span(_NOT_CLOSED, begin.start(), end)], end
+    value, stop = _json(inside)
     if isinstance(value, ValueError):
-        found = MalformedCall(whole, f"The call is not JSON: {value}.")
-    elif inside[end:].strip():
-        found = MalformedCall(whole, f"The call's JSON ends at character {end} and more text follows.")
+        what = f"The call is not JSON: {value}."
+    elif inside[stop:].strip():
+        what = f"The call's JSON ends at character {stop} and more text follows."
     else:
-        found = _call(value, whole)
-    return [found], begin.start() + len(whole)
+        what = _call(value)
+    return [_Span(what, begin.start(), end)], end
 
 
 def _read_xml(text: str, begin: re.Match[str], tools: Sequence[Mapping[str, Any]]) -> tuple[Found, int]:
-    inside, whole = _enclosed(text, begin)
-    if inside is None:
-        return [_not_closed(whole)], len(text)
-    after = begin.start() + len(whole)
+    inside, end = _enclosed(text, begin)
+    what = _NOT_CLOSED if inside is None else _xml_call(inside, tools)
+    return [_Span(what, begin.start(), end)], end
+
+
+def _xml_call(inside: str, tools: Sequence[Mapping[str, Any]]) -> Call | str:
     function = _FUNCTION.fullmatch(inside)
     if function is None:
-        return [MalformedCall(whole, "The call is not of the form <function=NAME> ... </function>.")], after
+        return "The call is not of the form <function=NAME> ... </function>."
     name, body, position = function[1].strip(), function[2], 0
     arguments, types = {}, _types(name, tools)
     while (parameter := _PARAMETER.match(body, position)) is not None:
@@ -218,25 +249,22 @@ def _read_xml(text: str, begin: re.Match[str], tools: Sequence[Mapping[str, Any]
         arguments[key] = _typed(parameter[2], types.get(key))
         position = parameter.end()
     if body[position:].strip():
-        return [MalformedCall(whole, "The call has text outside <parameter=NAME> ... </parameter>.")], after
-    return [_call({"name": name, "arguments": arguments}, whole)], after
+        return "The call has text outside <parameter=NAME> ... </parameter>."
+    return _call({"name": name, "arguments": arguments})
 
 
 def _read_llama(text: str, begin: re.Match[str], _: Sequence[Mapping[str, Any]]) -> tuple[Found, int]:
-    found, position, bare = Found(), begin.end(), not begin[0].endswith(PYTHON_TAG)
+    found, end, bare = Found(), begin.end(), not begin[0].endswith(PYTHON_TAG)
     while True:
-        position = _end(_BETWEEN, text, position)
-        if not text.startswith("{", position) and found:
-            return found, position
-        value, end = _json(text, position)
+        start = _end(_BETWEEN, text, end)
+        if not text.startswith("{", start) and found:
+            return found, start if isinstance(found[-1].what, Call) else end
+        value, end = _json(text, start)
         if isinstance(value, ValueError):
-            rest = text[position if found else begin.start() :]
-            return [*found, MalformedCall(rest, f"The call is not JSON: {value}.")], len(text)
-        whole = text[position:end]
+            return [*found, _Span(f"The call is not JSON: {value}.", start, len(text))], len(text)
         if bare and not (isinstance(value, dict) and value.keys() & {"parameters", "arguments"}):
-            return [*found, begin[0] * (not found) + whole], end  # an answer that is JSON
-        found.append(_call(value, whole))
-        position = end
+            return [*found, _Span(None, start, end)], end  # an answer that is JSON
+        found.append(_Span(_call(value), start, end))
 
 
 def _read_mistral(text: str, begin: re.Match[str], _: Sequence[Mapping[str, Any]]) -> tuple[Found, int]:
@@ -249,43 +277,56 @@ def _read_mistral(text: str, begin: re.Match[str], _: Sequence[Mapping[str, Any]
     if isinstance(value, ValueError):
         following = text.find(TOOL_CALLS, begin.end())
         end = len(text) if following < 0 else following
-        return [MalformedCall(text[begin.start() : end], f"The call is not JSON: {value}.")], end
-    whole = text[begin.start() : end]
+        return [_Span(f"The call is not JSON: {value}.", begin.start(), end)], end
     if name is not None:
-        found = [_call({"name": name, "arguments": value}, whole)]
+        found = [_Span(_call({"name": name, "arguments": value}), start, end)]
+    elif isinstance(value, list):
+        found = _listed(text, start) or [_Span("The list of calls is empty.", start, end)]
     else:
-        listed = value if isinstance(value, list) else [value]
-        found = [_call(one, whole if len(listed) == 1 else json.dumps(one)) for one in listed]
-    return [*found], _end(_SPACE, text, end) if text.startswith(TOOL_CALLS, _end(_SPACE, text, end)) else end
+        found = [_Span(_call(value), start, end)]
+    after = _end(_SPACE, text, end)
+    called = any(isinstance(span.what, Call) for span in found)
+    return found, after if called and text.startswith(TOOL_CALLS, after) else end
+
+
+def _listed(text: str, start: int) -> Found:
+    """The entries of a JSON array that has been read once."""
+    found, position = Found(), _end(_SPACE, text, start)
+    while text[position] != "]":
+        position = _end(_SPACE, text, position + 1)  # behind "[" or ","
+        if text[position] != "]":
+            value, end = _json(text, position)
+            found.append(_Span(_call(value), position, end))
+            position = _end(_SPACE, text, end)
+    return found
 
 
 # ---- what the readers share ----
-def _enclosed(text: str, begin: re.Match[str]) -> tuple[str | None, str]:
-    """What stands between a <tool_call> and its end (None without one), and the whole of it."""
+_NOT_CLOSED = f"The call is not closed: {CALL_END} is missing."
+
+
+def _enclosed(text: str, begin: re.Match[str]) -> tuple[str | None, int]:
+    """What stands between a <tool_call> and its end (None without one), and where the whole of it ends."""
     close = text.find(CALL_END, begin.end())
     if close < 0:
-        return None, text[begin.start() :]
-    return text[begin.end() : close], text[begin.start() : close + len(CALL_END)]
+        return None, len(text)
+    return text[begin.end() : close], close + len(CALL_END)
 
 
-def _not_closed(whole: str) -> MalformedCall:
-    return MalformedCall(whole, f"The call is not closed: {CALL_END} is missing.")
-
-
-def _call(value: Any, text: str) -> Call | MalformedCall:
-    """The call in a decoded {"name": ..., "arguments" or "parameters": {...}}."""
+def _call(value: Any) -> Call | str:
+    """The call in a decoded {"name": ..., "arguments" or "parameters": {...}}, or why there is none."""
     if not isinstance(value, dict):
-        return MalformedCall(text, f"The call is JSON of type {type(value).__name__}; it must be an object.")
+        return f"The call is JSON of type {type(value).__name__}; it must be an object."
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
     if not isinstance(name, str) or not name:
-        return MalformedCall(text, "The call has no name.")
+        return "The call has no name."
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
-        return MalformedCall(text, f"The call's arguments are of type {type(arguments).__name__}; give an object.")
+        return f"The call's arguments are of type {type(arguments).__name__}; give an object."
     try:
         f"{name}{json.dumps(arguments, ensure_ascii=False, allow_nan=False)}".encode()
     except (ValueError, RecursionError):  # a number without bounds, or half a surrogate pair
-        return MalformedCall(text, "The call has numbers or characters that JSON cannot carry.")
+        return "The call has numbers or characters that JSON cannot carry."
     return Call(name, arguments)
 
 

@@ -254,8 +254,16 @@ FRAGMENTS = {
         "</function>",
         "</tool_call>",
     ],
-    ToolCallFormat.LLAMA: ["<|python_tag|>", '{"name": "f", "parameters": {}}', ";", "{", "}", '{"a": 1}'],
-    ToolCallFormat.MISTRAL: ["[TOOL_CALLS]", '[{"name": "f"}]', "[", "]", '{"name": "g", "arguments": {"x": 1}}'],
+    ToolCallFormat.LLAMA: ["<|python_tag|>", '{"name": "f", "parameters": {}}', ";", "{", "}", '{"a": 1}', "0"],
+    ToolCallFormat.MISTRAL: [
+        "[TOOL_CALLS]",
+        '[{"name": "f"}]',
+        "[",
+        "]",
+        ",",
+        "0",
+        '{"name": "g", "arguments": {"x": 1}}',
+    ],
     ToolCallFormat.MISTRAL_ARGS: [
         "[TOOL_CALLS]",
         "f",
