@@ -29,6 +29,7 @@ import itertools
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -43,9 +44,8 @@ from typing import Any, Literal
 
 from groupwise.errors import GroupwiseError
 
-Status = Literal["ok", "error", "timeout", "memory", "output", "killed"]
+Status = Literal["ok", "error", "timeout", "memory", "output", "killed", "lost"]
 KEEPER = Path(__file__).with_name("sandbox_keeper.py")
-SIGXCPU = 24
 GRACE_S = 15.0  # for the keeper to kill, and to say so
 PROBE_S = 60.0
 LONGEST_LENGTH = 8  # bytes of a frame's head
@@ -82,7 +82,9 @@ class Outcome:
     """What a program did.
 
     `status`: "ok" (exit code 0), "error" (another), "timeout" (wall clock or CPU), "memory" (it ended with a
-    MemoryError), "output" (it printed too much), "killed" (by a signal). Output is what was printed before that.
+    MemoryError), "output" (it printed too much), "killed" (by a signal, or for too many processes), "lost" (by SIGKILL
+    at none of its limits: somebody else's doing, such as the kernel's where memory is short). Output is what was
+    printed before that.
     """
 
     status: Status
@@ -275,8 +277,10 @@ def outcome_of(end: Mapping[str, Any], limits: Limits, level: Isolation) -> Outc
     status: Status = "ok" if end["exit"] == 0 else "error"
     if end["reason"] == "output":
         status = "output"
-    elif end["reason"] == "wall" or number == SIGXCPU or (number is not None and end["cpu_s"] >= limits.cpu_s):
+    elif end["reason"] == "wall" or number == signal.SIGXCPU or (number is not None and end["cpu_s"] >= limits.cpu_s):
         status = "timeout"
+    elif number == signal.SIGKILL and end["reason"] is None:
+        status = "lost"
     elif number is not None:
         status = "killed"
     elif status == "error" and lines and lines[-1].startswith("MemoryError"):

@@ -6,8 +6,14 @@ import doctest
 import json
 import math
 import os
+import re
+import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -15,9 +21,18 @@ from hypothesis import strategies as st
 
 from groupwise import sandbox
 from groupwise.rewards import code, code_harness
-from groupwise.rewards.code import blocks_of, code_block_format, code_execution, no_syntax_error, program_of, same
+from groupwise.rewards.code import (
+    BadTestCase,
+    blocks_of,
+    code_block_format,
+    code_execution,
+    no_syntax_error,
+    program_of,
+    same,
+)
 from groupwise.rewards.code_harness import decode, encode
 from groupwise.sandbox import Isolation, SandboxError
+from processes import descendants
 
 DOUBLE = [{"input": 1, "output": 2}, {"input": 5, "expected": 10}, {"input": "ab", "output": "abab"}]
 ASSERTS = ["assert solution(1) == 2", "assert solution(5) == 10", "assert solution('ab') == 'abab'"]
@@ -166,8 +181,9 @@ def test_several_arguments_keywords_and_another_name():
 
 def test_values_are_compared_as_test_data():
     program = "def solution(x): return {1: (1, 2.0000000001), 'b': [None, True]}"
-    assert execute(program, cases=[{"input": 0, "output": {"1": [1, 2], "b": [None, True]}}]) == [1.0]
+    assert execute(program, cases=[{"input": 0, "output": {"1": [1, 2.0], "b": [None, True]}}]) == [1.0]
     assert execute(program, cases=[{"input": 0, "output": {"1": [1, 2.1], "b": [None, True]}}]) == [0.0]
+    assert execute(program, cases=[{"input": 0, "output": {"1": [1, 2], "b": [None, True]}}]) == [0.0]
     numpy = "import numpy\ndef solution(x): return numpy.arange(x)"
     assert execute(numpy, cases=[{"input": 3, "output": [0, 1, 2]}]) == [1.0]
 
@@ -238,6 +254,94 @@ def solution(x): return None""",
 @pytest.mark.parametrize("cases", [DOUBLE, ASSERTS], ids=["values", "asserts"])
 def test_a_pass_cannot_be_faked(program, cases):
     assert execute(program, cases=cases, timeout_s=8.0) == [0.0]
+
+
+# Tests that Python's own protocols would cut short, were the program's exception raised in them as it is.
+PROTOCOLS = {
+    "map": "for got, wanted in zip(map(solution, [1, 5]), [2, 10]):\n    assert got == wanted",
+    "list of a map": "assert all(got == wanted for got, wanted in zip(list(map(solution, [1, 5])), [2, 10]))",
+    "iter": "for got in iter(lambda: solution(1), 2):\n    assert False",
+    "next": "assert next(map(solution, [1]), 2) == 2",
+    "hasattr": "class A:\n    b = property(lambda self: solution(1))\nassert not hasattr(A(), 'b') or A().b == 2",
+    "getattr": "class A:\n    b = property(lambda self: solution(1))\nassert getattr(A(), 'b', 2) == 2",
+    "index": (
+        "class A:\n    def __getitem__(self, i):\n        return solution(i)\n"
+        "for i, got in enumerate(A()):\n    assert got == 2 * i\n    if i == 3: break"
+    ),
+    "missing key": (
+        "class A(dict):\n    def __missing__(self, key):\n        return solution(key)\n"
+        "assert A().get(1) or '{x}'.format_map(A()) == '{0}'.format(2 * 'x')"
+    ),
+    "caught": (
+        "try:\n    got = list(map(solution, [1, 5]))\nexcept ValueError:\n    assert False\nassert got in ([2, 10], [])"
+    ),
+}
+SIGNALS = ("StopIteration", "StopAsyncIteration", "GeneratorExit", "AttributeError", "IndexError", "KeyError")
+
+
+@pytest.mark.parametrize("signal", [*SIGNALS, "SystemExit", "KeyboardInterrupt"])
+def test_an_exception_of_the_program_ends_no_loop_of_the_tests(signal):
+    tests = list(PROTOCOLS.values())
+    assert execute(f"def solution(x): raise {signal}", cases=tests, partial=True) == [0.0]
+    assert execute(f"class A({signal}): pass\ndef solution(x): raise A", cases=tests, partial=True) == [0.0]
+
+
+def test_the_same_tests_pass_a_program_that_is_right():
+    assert execute("def solution(x): return 2 * x", cases=list(PROTOCOLS.values()), partial=True) == [1.0]
+
+
+EXPECTS = "try:\n    solution(-1)\nexcept {}:\n    pass\nelse:\n    assert False"
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected", "score"),
+    [
+        ("ValueError('x')", "ValueError", 1.0),
+        ("ValueError('x')", "Exception as error:\n    assert str(error) == 'x'\nexcept TypeError", 1.0),
+        ("ValueError('x')", "TypeError", 0.0),
+        ("type('Own', (ValueError,), {})('x')", "ValueError", 1.0),  # Python would have caught it
+        ("type('Own', (Exception,), {})('x')", "RuntimeError", 0.0),
+        ("type('Own', (Exception,), {})('x')", "Exception", 1.0),
+        ("AttributeError('x')", "AttributeError", 1.0),  # a test that names it expects it
+        ("StopIteration", "StopIteration", 1.0),
+        ("StopIteration", "Exception", 1.0),
+        ("KeyboardInterrupt", "KeyboardInterrupt", 0.0),
+        ("UnicodeDecodeError('utf-8', b'x', 0, 1, 'y')", "ValueError", 1.0),
+    ],
+)
+def test_a_test_may_expect_an_exception(raised, expected, score):
+    assert execute(f"def solution(x): raise {raised}", cases=[EXPECTS.format(expected)]) == [score]
+
+
+def test_other_ways_to_expect_an_exception():
+    raises = "from unittest import TestCase\nTestCase().assertRaises(ValueError, solution, -1)"
+    inside = "import contextlib\nwith contextlib.suppress(ValueError):\n    solution(-1)\n    assert False"
+    right = "def solution(x):\n    if x < 0: raise ValueError"
+    assert execute(right, "def solution(x): return x", cases=[raises, inside], partial=True) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "def solution(x) return x",
+        "raise ValueError",
+        "def other(x): return x",
+        "def solution(x): return object()",  # which is no plain data: a TypeError, but not the program's
+        "def solution(x):\n    a = []\n    a.append(a)\n    return a",
+    ],
+)
+def test_a_program_that_cannot_answer_does_not_raise_what_a_test_expects(program):
+    assert execute(program, cases=[EXPECTS.format("BaseException"), EXPECTS.format("Exception")]) == [0.0]
+
+
+def test_an_answer_that_is_none_does_not_spoil_the_next_test():
+    forged = """
+import os, sys
+def solution(x):
+    if x == 1:
+        os.write(int(sys.argv[2]), (3).to_bytes(8, "big") + b"[[[")
+    return 2 * x"""
+    assert execute(forged, cases=ASSERTS, partial=True) == [pytest.approx(2 / 3)]
 
 
 SEARCH = """
@@ -319,6 +423,74 @@ def test_what_is_no_plain_data_passes_no_test():
 
 
 @pytest.mark.parametrize(
+    ("test", "message"),
+    [
+        ("assert len([1]) == 1", "it calls nothing of the program"),
+        ("assert isclose(solution(1), 2)", "it names isclose, which neither it nor Python defines"),
+        ("assert Counter(solution('ab')) == Counter('ab')", "it names Counter, which"),
+        ("assert isclose(double(1), 2)", "it names double and isclose, which"),
+        ("assert solution(1) == math.floor(2.5)", "it names math, which"),
+        ("def check(candidate):\n    assert candidate(1) == other(2)\ncheck(solution)", "it names other, which"),
+        ("return solution(1)", "SyntaxError: 'return' outside function"),
+    ],
+)
+def test_a_test_names_nothing_that_only_the_program_could_define(test, message):
+    with pytest.raises(BadTestCase, match=re.escape(message)):
+        execute(RIGHT + "\ndef isclose(*_): return True\ndef Counter(_): return 1", cases=[test])
+
+
+@pytest.mark.parametrize(
+    ("test", "message"),
+    [
+        ("assert solution", "it passes without having called the program"),
+        ("assert callable(solution) and solution != 3", "it passes without"),
+        ("def check(candidate):\n    assert candidate(1) == 2\nsolution", "it passes without"),
+        ("if False:\n    solution(1)", "it passes without"),
+        ("assert False, solution", "it fails without having called the program: AssertionError"),
+        ("import no_such_module\nassert solution(1) == 2", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("assert solution(lambda: 1) == 2", "TypeError: a function is no plain data"),
+        ("import os\nos._exit(0)\nsolution(1)", "its process ended: exit status 0"),
+    ],
+)
+def test_a_test_that_does_not_ask_the_program_is_a_mistake_of_the_dataset(test, message):
+    with pytest.raises(BadTestCase, match=re.escape(message)):
+        execute(RIGHT, cases=[test])
+
+
+def test_a_row_can_say_what_its_program_defines():
+    def scores(test, entry_point, program="def add(a, b): return a + b\ndef one(): return 1"):
+        return code_execution([fenced(program)], [[test]], [entry_point], require_isolation=False)
+
+    two = "assert add(one(), one()) == 2"
+    assert scores(two, ["add", "one"]) == [1.0]
+    assert scores("assert add(1, 1) == 2", "add") == scores({"args": [1, 1], "output": 2}, "add") == [1.0]
+    for entry_point, message in (
+        (None, "it names add and one, which"),
+        ("add", "it names one, which"),
+        ("other", "it calls nothing of the program, which is to define other"),
+        (3, "entry_point is 3; it must be a name, or a list of names"),
+    ):
+        with pytest.raises(BadTestCase, match=message):
+            scores(two, entry_point)
+    with pytest.raises(BadTestCase, match=r"entry_point is \['add', 'one'\]; these test cases call one function"):
+        scores({"args": [1, 1], "output": 2}, ["add", "one"])
+
+
+def test_names_that_a_test_defines_are_its_own():
+    program = RIGHT + "\ndef isclose(*_): return True\nab = c = d = e = f = g = h = k = Error = lambda *_: 0"
+    tests = [
+        "from math import *\nassert isclose(solution(1), 3)",
+        "ab, (c, *d) = 1, (2, 3)\nassert solution(ab) == c + sum(d) - 2",
+        "def f(e, *g, h=1, **k):\n    global z\n    z = e\n    return [e for e in g] or (c := h)\n"
+        "assert solution(f(1)) < z",
+        "import math as m\nfor i in range(3):\n    assert m.isclose(solution(i), i + 1)",
+        "class A:\n    x = 1\n    def y(self): return self.x\nassert solution(A().y()) == 1",
+        "try:\n    solution(None)\nexcept TypeError as error:\n    assert not error.args",
+    ]
+    assert execute(program, cases=tests, partial=True) == [0.0]
+
+
+@pytest.mark.parametrize(
     ("cases", "message"),
     [
         ("assert 1", "test_cases of a row is a str; it must be a list"),
@@ -332,6 +504,70 @@ def test_what_is_no_plain_data_passes_no_test():
 def test_test_cases_that_are_none_are_a_mistake_of_the_dataset(cases, message):
     with pytest.raises(ValueError, match=message.replace("(", r"\(").replace("{", r"\{")):
         execute(RIGHT, cases=cases)
+
+
+# ---- what is nobody's mistake ----
+
+
+@contextmanager
+def killed_from_outside(*names: str) -> Iterator[None]:
+    """SIGKILL for the first process that has these arguments, and descends from this one."""
+    done = threading.Event()
+
+    def kill() -> None:
+        while not done.wait(0.01):
+            for pid in descendants(os.getpid()):
+                with suppress(OSError):
+                    arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+                    if {*names} <= {*arguments}:
+                        os.kill(pid, signal.SIGKILL)
+                        return
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+SLOW = "import time\ntime.sleep(1)\n"
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
+
+
+@ON_LINUX
+@pytest.mark.parametrize(
+    ("names", "options"),
+    [
+        (("harness.py", "serve"), {"cases": DOUBLE}),
+        (("harness.py", "serve"), {"cases": ASSERTS}),
+        (("harness.py", "check"), {"cases": ["import time; time.sleep(1)\nassert solution(1) == 2"]}),
+        (("main.py",), {"cases": [{"input": "", "output": "2"}], "form": "stdin"}),
+    ],
+    ids=["serve", "serve, asserts", "check", "stdin"],
+)
+def test_a_program_that_was_killed_from_outside_is_not_wrong(names, options, caplog):
+    right = SLOW + ("print(2)" if options.get("form") else RIGHT)
+    with killed_from_outside(*names):
+        lost, scored = execute(right, right, parallel=1, **options)
+    assert lost is not None and math.isnan(lost) and scored == 1.0
+    assert "1 of 2 programs could not be scored: a program was killed from outside of its box" in caplog.text
+    with killed_from_outside(*names), pytest.raises(SandboxError, match="killed from outside of its box"):
+        execute(right, **options)
+
+
+@ON_LINUX
+def test_a_keeper_that_was_killed_is_not_the_programs_mistake():
+    with killed_from_outside(str(sandbox.KEEPER)), pytest.raises(SandboxError, match="ended with status -9"):
+        execute(SLOW + RIGHT)
+
+
+def test_a_program_that_only_falls_silent_is_wrong(monkeypatch):
+    silent = (
+        "import os, time\nfor descriptor in range(3, 64):\n    try: os.close(descriptor)\n    except OSError: pass\n"
+    )
+    assert execute(silent + "time.sleep(60)\n" + RIGHT, timeout_s=20.0) == [0.0]
 
 
 def test_scripts_take_text():
@@ -373,6 +609,7 @@ PLAIN = st.recursive(
         st.lists(inner, max_size=3)
         | st.tuples(inner, inner)
         | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3)
+        | st.frozensets(st.integers() | st.frozensets(st.booleans()), max_size=3)
         | st.sets(st.integers(), max_size=3)
     ),
     max_leaves=10,
@@ -393,12 +630,75 @@ def test_junk_is_refused(junk):
         decode(junk)
 
 
-def test_numbers_are_compared_with_a_tolerance():
-    assert same(0.1 + 0.2, 0.3, tolerance=1e-9) and not same(0.31, 0.3, tolerance=1e-9)
-    assert same(1e20 + 1e5, 1e20, tolerance=1e-9)
-    assert same(math.nan, math.nan, tolerance=0) and same(math.inf, math.inf, tolerance=0)
-    assert not same(math.inf, 1.0, tolerance=1) and not same(10**400, 1.0, tolerance=1)
-    assert same(3, 3.0, tolerance=0) and not same("3", 3, tolerance=1)
+@pytest.mark.parametrize(
+    ("got", "expected", "tolerance", "equal"),
+    [
+        (0.1 + 0.2, 0.3, 1e-9, True),
+        (0.31, 0.3, 1e-9, False),
+        (1e20 + 1e5, 1e20, 1e-9, True),
+        (math.nan, math.nan, 0, True),
+        (math.inf, math.inf, 0, True),
+        (math.inf, 1.0, 1, False),
+        (5.0, math.inf, 1e-9, False),  # every tolerance of infinity is infinite
+        (-math.inf, math.inf, 1e-9, False),
+        (10**400, 1.0, 1, False),
+        (10**400, math.inf, 1, False),
+        # integers: exactly, whichever way they are written
+        (3, 3.0, 0, True),
+        (3.0, 3, 0, True),
+        (2, 2.0000000001, 1e-9, True),  # a float was expected
+        (2.0000000001, 2, 1e-9, False),
+        (101.0, 100, 0.5, False),
+        (12345678901234567.0, 12345678901234567, 1e-9, False),
+        (12345678901234568, 12345678901234567, 1e-9, False),
+        (12345678901234567, 12345678901234567, 0, True),
+        # true and false are no numbers
+        (True, 1, 1e-9, False),
+        (1, True, 1e-9, False),
+        (1.0, True, 1e-9, False),
+        (False, 0.0, 1e-9, False),
+        (True, True, 0, True),
+        ([True, 0], [1, False], 1, False),
+        ({True}, {1}, 0, False),
+        ({(1, False)}, {(1, 0)}, 0, False),
+        ({1.0, 2}, {1, 2.0}, 0, True),
+        ({True: "a"}, {1: "a"}, 0, False),
+        # a tolerance is for each float, and for floats only
+        ([1.0, 1.0], [1.05, 1.0], 0.1, True),
+        ([1.0, 1.0], [1.05, 1.5], 0.1, False),
+        ([1.4, 2.4], [1, 2], 0.5, False),
+        ([1.0], [1.0, 0.0], 1, False),
+        ({"a": [1.1]}, {"a": [1.0]}, 0.5, True),
+        (1 + 1e-12j, 1 + 0j, 1e-9, True),
+        (1 + 1j, 1 + 0j, 1e-9, False),
+        ("3", 3, 1, False),
+        (None, 0, 1, False),
+        (b"a", "a", 1, False),
+        # keys, which JSON has as text
+        ({1: "a"}, {"1": "a"}, 0, True),
+        ({1.0: "a"}, {1: "a"}, 0, True),
+        ({None: 1, False: 2}, {"null": 1, "false": 2}, 0, True),
+        ({1: "wrong", "1": "a"}, {"1": "a"}, 0, False),
+        ({"1": "a", 1: "wrong"}, {"1": "a"}, 0, False),
+        ({1: "a"}, {1: "a", "1": "b"}, 0, False),
+        ({1: "a", "1": "b"}, {1: "a", "1": "b"}, 0, True),
+        ({1: "a", "1": "b"}, {1: "b", "1": "a"}, 0, False),
+        ({'{"tuple": [1, 2]}': 0}, {(1, 2): 0}, 0, False),
+        ({(1, 2): 0}, {(1, 2): 0}, 0, True),
+    ],
+)
+def test_values_are_the_same(got, expected, tolerance, equal):
+    assert same(got, expected, tolerance=tolerance) is equal
+
+
+def test_what_is_not_the_same_is_not_paid():
+    """From end to end, through the box and its channel."""
+    cases = [{"input": 0, "output": 1}, {"input": 0, "output": 12345678901234567}, {"input": 0, "output": {"1": 2}}]
+    wrong = ["True", "12345678901234567.0", "{1: 3, '1': 2}"]
+    right = ["1.0", "12345678901234567", "{1: 2}"]
+    for case, bad, good in zip(cases, wrong, right, strict=True):
+        programs = [f"def solution(x): return {value}" for value in (bad, good)]
+        assert execute(*programs, cases=[case]) == [0.0, 1.0]
 
 
 def test_doctests():

@@ -1,15 +1,22 @@
 """What `code` puts into its boxes, as a script; it imports nothing but the standard library.
 
     harness.py serve FD    load program.py, then answer calls of its functions
-    harness.py check FD    run tests; whatever name they do not define themselves is a function of the program
+    harness.py check FD    run tests, in which the `asked` names are functions of the program
 
 Messages on the channel FD are JSON, each with 8 bytes of length before it:
 
-    serve   {"id", "call", "args", "kwargs"}  ->  {"id", "value"} or {"id", "raised": [type, message]}
-    check   {"test": code}                    ->  {"passed"}, and before that any number of
-            {"call", "args", "kwargs"}        <-  {"value"} or {"raised"}
+    serve   {"id", "call", "args", "kwargs"}  ->  {"id", ANSWER}
+    check   {"test": code, "asked": [name]}   ->  {"passed", "calls", "cause"}, and before that any number of
+            {"call", "args", "kwargs"}        <-  {ANSWER}
+
+    ANSWER  "value": an encoded value, "raised": [[the exception's type and its bases], message], or
+            "absent": why there is neither: no such function, no plain data
 
 Values are encoded, so that what is decoded is plain data of Python's own types, whose equality is Python's.
+
+The tests' process gets nothing of the program but such values and, in a test that expects exceptions, builtin ones made
+here of their names. Where a test expects none, one exception of the program fails it, whatever becomes of that on its
+way up: many a loop of Python's ends at a StopIteration, and hasattr() takes an AttributeError for an answer.
 """
 
 from __future__ import annotations
@@ -43,7 +50,7 @@ def encode(value: Any) -> Any:
     if isinstance(value, tuple):
         return {"tuple": [encode(each) for each in value]}
     if isinstance(value, set | frozenset):
-        return {"set": [encode(each) for each in value]}
+        return {"set" if isinstance(value, set) else "frozenset": [encode(each) for each in value]}
     if isinstance(value, dict):
         return {"dict": [[encode(key), encode(each)] for key, each in value.items()]}
     if isinstance(value, bytes):
@@ -64,8 +71,8 @@ def decode(value: Any) -> Any:
     [(kind, inside)] = value.items()
     if kind == "tuple":
         return tuple(decode(each) for each in inside)
-    if kind == "set":
-        return {decode(each) for each in inside}
+    if kind in ("set", "frozenset"):
+        return (set if kind == "set" else frozenset)(decode(each) for each in inside)
     if kind == "dict":
         return {decode(key): decode(each) for key, each in inside}
     if kind == "bytes":
@@ -98,76 +105,119 @@ class Pipe:
         return data
 
 
-def raised(error: BaseException) -> list[str]:
-    return [type(error).__name__, str(error)[:500]]
+def raised(error: BaseException) -> list[Any]:
+    """An exception as a message: the names of those of its types that are Python's own, and its text."""
+    names = [kind.__name__ for kind in type(error).__mro__ if getattr(builtins, kind.__name__, None) is kind]
+    return [names, str(error)[:500]]
 
 
 def serve(pipe: Pipe, source: str) -> None:
     """Load the program and answer calls of what it defines."""
     namespace: dict[str, Any] = {"__name__": "program"}
-    broken: list[str] | None = None
+    broken: str | None = None
     try:
         exec(compile(source, "program.py", "exec"), namespace)
     except SystemExit:
         pass  # what it had defined by then is there
     except BaseException as error:
-        broken = raised(error)
+        broken = f"the program does not load: {type(error).__name__}"
     while True:
         request = json.loads(pipe.receive())
-        reply: dict[str, Any] = {"id": request["id"]}
         try:
-            if broken is not None:
-                reply["raised"] = broken
-            elif request["call"] not in namespace:
-                raise NameError(f"the program defines no {request['call']}")
-            else:
-                function = namespace[request["call"]]
-                reply["value"] = encode(function(*decode(request["args"]), **decode(request["kwargs"])))
-            message = json.dumps(reply).encode()
-        except BaseException as error:
-            message = json.dumps({"id": request["id"], "raised": raised(error)}).encode()
-        pipe.send(message)
+            message = json.dumps({"id": request["id"], **answer(request, namespace, broken)})
+        except BaseException as error:  # of encode, of json
+            message = json.dumps(
+                {"id": request["id"], "absent": f"its answer is no plain data: {type(error).__name__}"}
+            )
+        pipe.send(message.encode())
+
+
+def answer(request: dict[str, Any], namespace: dict[str, Any], broken: str | None) -> dict[str, Any]:
+    if broken is not None:
+        return {"absent": broken}
+    if not callable(function := namespace.get(request["call"])):
+        return {"absent": f"the program defines no function {request['call']}"}
+    args, kwargs = decode(request["args"]), decode(request["kwargs"])
+    try:
+        value = function(*args, **kwargs)
+    except BaseException as error:
+        return {"raised": raised(error)}
+    return {"value": encode(value)}
+
+
+class Test:
+    """A test that runs: what it expects, and what the program has answered so far."""
+
+    def __init__(self, code: str):
+        import ast
+
+        self.tree = ast.parse(code)
+        nodes = list(ast.walk(self.tree))
+        self.names = {node.id for node in nodes if isinstance(node, ast.Name)}
+        methods = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        self.expects = any(isinstance(node, ast.ExceptHandler | ast.With | ast.AsyncWith) for node in nodes) or any(
+            "raises" in name.lower() for name in self.names | methods
+        )
+        self.calls = 0
+        self.failed = False
 
 
 class Remote:
-    """A function of the program, seen from the tests."""
+    """A function of the program, seen from a test."""
 
-    def __init__(self, pipe: Pipe, name: str):
+    def __init__(self, pipe: Pipe, name: str, test: Test):
         self._pipe = pipe
         self._name = name
+        self._test = test
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = {"call": self._name, "args": encode(list(args)), "kwargs": encode(kwargs)}
+        self._test.calls += 1
         self._pipe.send(json.dumps(call).encode())
         reply = json.loads(self._pipe.receive())
-        if "raised" not in reply:
-            return decode(reply["value"])
-        name, message = reply["raised"]
-        kind = getattr(builtins, name, None)
-        if not (isinstance(kind, type) and issubclass(kind, Exception)):
-            kind, message = RuntimeError, f"{name}: {message}"
         try:
-            error = kind(message)
-        except TypeError:  # UnicodeDecodeError and the like take more
-            error = RuntimeError(f"{name}: {message}")
+            if "value" in reply:
+                return decode(reply["value"])
+            error = self._exception(*reply["raised"]) if self._test.expects and "raised" in reply else None
+        except Exception:  # forged
+            error = None
+        if error is None:
+            self._test.failed = True
+            error = RuntimeError(f"the program answers {str(reply)[:500]}")
         raise error
+
+    def _exception(self, names: list[str], message: str) -> Exception:
+        """The exception of the first of the types that can be made. One by which Python's own loops and look-ups are
+        ended is raised only in a test that names it; elsewhere it is a RuntimeError, as in a generator (PEP 479)."""
+        for name in names:
+            kind = getattr(builtins, name, None)
+            if not (isinstance(kind, type) and issubclass(kind, Exception)):
+                break
+            if name in SIGNALS and name not in self._test.names:
+                break
+            try:
+                return kind(message)
+            except TypeError:  # UnicodeDecodeError takes more
+                continue
+        return RuntimeError(f"{names[0]}: {message}")
+
+
+SIGNALS = ("StopIteration", "StopAsyncIteration", "AttributeError")
 
 
 def check(pipe: Pipe) -> None:
     """Run one test after another, each in a namespace of its own."""
-    import ast
-
     while True:
-        test = json.loads(pipe.receive())["test"]
-        tree = ast.parse(test)
-        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - set(dir(builtins))
-        namespace: dict[str, Any] = {name: Remote(pipe, name) for name in names}
+        request = json.loads(pipe.receive())
+        test = Test(request["test"])
+        namespace: dict[str, Any] = {name: Remote(pipe, name, test) for name in request["asked"]}
+        cause = ""
         try:
-            exec(compile(tree, "test.py", "exec"), namespace | {"__name__": "tests"})
-            passed = True
-        except BaseException:
-            passed = False
-        pipe.send(json.dumps({"passed": passed}).encode())
+            exec(compile(test.tree, "test.py", "exec"), namespace | {"__name__": "tests"})
+        except BaseException as error:
+            cause = f"{type(error).__name__}: {error}"[:500]
+        passed = not cause and not test.failed
+        pipe.send(json.dumps({"passed": passed, "calls": test.calls, "cause": cause}).encode())
 
 
 if __name__ == "__main__":
