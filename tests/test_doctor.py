@@ -7,8 +7,17 @@ import pytest
 import torch
 
 from cli_project import cli, save_model
-from groupwise import doctor, model
-from groupwise.doctor import Finding, check_disk, check_optional, check_python, check_torch, examine
+from groupwise import doctor, model, sandbox
+from groupwise.doctor import (
+    Finding,
+    check_disk,
+    check_optional,
+    check_python,
+    check_sandbox,
+    check_torch,
+    examine,
+)
+from groupwise.sandbox import Isolation
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +69,22 @@ def test_disk(monkeypatch, tmp_path, warn, fail, status):
     monkeypatch.setattr(doctor, "DISK_WARN_GIB", warn)
     monkeypatch.setattr(doctor, "DISK_FAIL_GIB", fail)
     assert check_disk(tmp_path).status == status
+
+
+@pytest.mark.parametrize(
+    ("namespaces", "filtered", "status", "remedy"),
+    [
+        (False, True, "warn", "allow user namespaces"),
+        (True, False, "warn", "use a kernel with seccomp filters"),
+        (True, True, "ok", ""),
+    ],
+)
+def test_sandbox(monkeypatch, namespaces, filtered, status, remedy):
+    level = Isolation(namespaces=namespaces, own_user=False, filtered=filtered, reason="a test")
+    monkeypatch.setattr(sandbox, "isolation", lambda: level)
+    found = check_sandbox()
+    assert found.status == status and found.remedy.startswith(remedy)
+    assert "memory is limited for each process" in found.detail and "a test" in found.detail
 
 
 def test_optional_packages_are_no_problem():

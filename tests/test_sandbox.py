@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
+import struct
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from groupwise import sandbox
+from groupwise import sandbox, sandbox_keeper
 from groupwise.sandbox import (
     Isolation,
     Limits,
     SandboxError,
+    control_groups,
     isolation,
     run,
     run_async,
@@ -41,8 +46,15 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Is
     """Each kind of box; the one that cannot be made here is left out."""
     if request.param == "namespaces" and not isolation().namespaces:
         pytest.skip(f"no namespaces here: {isolation().reason}")
-    monkeypatch.setattr(sandbox, "isolation", lambda: LEVELS[request.param])
-    return LEVELS[request.param]
+    level = replace(LEVELS[request.param], filtered=isolation().filtered)
+    monkeypatch.setattr(sandbox, "isolation", lambda: level)
+    return level
+
+
+@pytest.fixture
+def filtered(level: Isolation) -> None:
+    if not level.filtered:
+        pytest.skip(f"no filter of system calls here: {isolation().reason}")
 
 
 @pytest.fixture
@@ -266,15 +278,12 @@ def test_no_descriptor_and_no_process_is_left(level):
 class TestNamespaces:
     def test_no_network(self):
         code = """
-        import socket
-        for address in (("127.0.0.1", 9), ("169.254.169.254", 80), ("10.0.0.1", 80)):
-            try:
-                socket.create_connection(address, 1)
-            except OSError as error:
-                print(error.errno)
+        for line in open("/proc/self/net/dev").readlines()[2:]:
+            print(line.split()[0], *line.split()[1:3])
+        print(open("/proc/self/net/route").readlines()[1:], open("/proc/self/net/if_inet6").read())
         """
         outcome = run_python(textwrap.dedent(code), limits=QUICK)
-        assert outcome.stdout == "101\n" * 3  # unreachable: there is no interface, not even loopback
+        assert outcome.stdout == "lo: 0 0\n[] \n"  # loopback is down, and there are no routes
 
     def test_a_server_of_this_process_cannot_be_reached(self):
         import socket
@@ -329,21 +338,326 @@ class TestNamespaces:
             print(type(error).__name__)
         """
         lines = run_python(textwrap.dedent(code), limits=QUICK).stdout.split()
-        assert lines == ["False", "0000000000000000", "PermissionError"]
+        assert lines[:2] == ["False", "0000000000000000"] and lines[2].endswith("Error")
 
-    def test_all_files_together_are_limited(self):
-        code = "for i in range(8): open(f'f{i}', 'wb').write(b'x' * (1 << 20))"
+    @pytest.mark.parametrize("where", ["('/tmp',)", "('/tmp', '/dev/shm')"])
+    def test_all_files_together_are_limited(self, where):
+        code = f"for i in range(4):\n for d in {where}: open(f'{{d}}/f{{i}}', 'wb').write(b'x' * (1 << 20))"
+        outcome = run_python(code, limits=Limits(disk_mb=3))
+        assert outcome.status == "error" and "No space left" in outcome.stderr
+
+    def test_empty_files_are_limited_too(self):
+        code = "import os\nfor i in range(2000): open(f'/dev/shm/{i}', 'w').close(); os.mkdir(str(i))"
         outcome = run_python(code, limits=Limits(disk_mb=4))
         assert outcome.status == "error" and "No space left" in outcome.stderr
+        assert run_python(code, limits=Limits(disk_mb=64)).status == "ok"
+
+
+# ---- what the kernel is not asked for ----
+
+
+@pytest.mark.usefixtures("filtered")
+class TestFilter:
+    """None of these sockets is ever connected: some lead out of the machine."""
+
+    def test_no_socket_but_unix(self):
+        code = """
+        import asyncio, socket
+        AF_ALG, AF_VSOCK = 38, 40
+        for family in (socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK, socket.AF_PACKET, AF_ALG, AF_VSOCK):
+            for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_RAW):
+                try:
+                    socket.socket(family, kind)
+                except OSError as error:
+                    print(error.errno, end=" ")
+        socket.socket(socket.AF_UNIX).close()
+        asyncio.run(asyncio.sleep(0))
+        print("done")
+        """
+        outcome = run_python(textwrap.dedent(code), limits=QUICK)
+        assert outcome.stdout == f"{errno.EAFNOSUPPORT} " * 18 + "done\n"
+
+    def test_no_namespaces_of_its_own(self):
+        numbers = {"x86_64": (56, 435), "aarch64": (220, 435)}[os.uname().machine]
+        code = f"""
+        import ctypes, os
+        libc, (clone, clone3) = ctypes.CDLL(None, use_errno=True), {numbers}
+        here = os.open("/proc/self/ns/user", os.O_RDONLY)
+        for flag in (0x20000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000):
+            for result in (libc.unshare(flag), libc.setns(here, flag), libc.syscall(clone, flag | 17, 0, 0, 0, 0)):
+                assert result == -1, flag
+                print(ctypes.get_errno(), end=" ")
+        print(libc.syscall(clone3, 0, 0), ctypes.get_errno())
+        print(open("/proc/self/status").read().split("CapEff:")[1].split()[0])
+        """
+        outcome = run_python(textwrap.dedent(code), limits=QUICK)
+        assert outcome.stdout == "1 " * 21 + f"-1 {errno.ENOSYS}\n0000000000000000\n", outcome
+
+    def test_no_memory_beside_its_address_space(self):
+        code = """
+        import ctypes, os
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.memfd_create(b"x", 0) == -1 and print(ctypes.get_errno())
+        libc.shmget(0, 4096, 0o1600) == -1 and print(ctypes.get_errno())
+        libc.msgget(0, 0o1600) == -1 and print(ctypes.get_errno())
+        libc.semget(0, 1, 0o1600) == -1 and print(ctypes.get_errno())
+        libc.vmsplice(1, None, 0, 0) == -1 and print(ctypes.get_errno())
+        for way in (lambda: os.write(0, b"x" * 100), lambda: os.truncate("/proc/self/fd/0", 1 << 20)):
+            try:
+                way()
+            except OSError as error:
+                print(type(error).__name__)
+        """
+        outcome = run_python(textwrap.dedent(code), stdin="text", limits=QUICK)
+        assert outcome.stdout == f"{errno.ENOSYS}\n" * 5 + "PermissionError\n" * 2
+
+    @pytest.mark.parametrize(
+        "way",
+        [
+            "os.kill(os.getpid(), 9)",
+            "os.kill(0, 9)",
+            "os.killpg(os.getpgrp(), 9)",
+            "signal.pthread_kill(threading.get_ident(), 9)",
+            "signal.pidfd_send_signal(os.pidfd_open(os.getpid()), 9)",
+            "ctypes.CDLL(None).sigqueue(os.getpid(), 9, 0)",
+        ],
+    )
+    def test_a_program_cannot_pass_for_one_that_was_killed(self, way):
+        outcome = run_python(f"import ctypes, os, signal, threading, time; {way}; time.sleep(9)", limits=QUICK)
+        assert (outcome.status, outcome.signal) == ("killed", signal.SIGSYS)
+
+    def test_nor_by_a_child(self):
+        code = """
+        import os
+        for target in (os.getpid(), 0, -1, -os.getpid()):
+            child = os.fork()
+            if child == 0:
+                os.kill(target, 9)
+                os._exit(0)
+            print(os.WTERMSIG(os.waitpid(child, 0)[1]), end=" ")
+        """
+        outcome = run_python(textwrap.dedent(code), limits=QUICK)
+        assert outcome.stdout == f"{signal.SIGSYS:d} " * 4
+
+    def test_what_programs_do_still_works(self):
+        code = """
+        import asyncio, concurrent.futures, multiprocessing, numpy, subprocess, sys, tempfile
+        from multiprocessing import shared_memory
+
+        def double(x): return 2 * x
+
+        async def talk():
+            code = "print(input() * 2)"
+            child = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdin=-1, stdout=-1)
+            return (await child.communicate(b"ab"))[0].decode().strip()
+
+        if __name__ == "__main__":
+            with concurrent.futures.ThreadPoolExecutor(4) as threads:
+                print(*threads.map(double, range(4)))
+            with multiprocessing.get_context("fork").Pool(2) as pool:
+                print(*pool.map(double, range(4)))
+            print(subprocess.run(["/bin/sh", "-c", "echo $((6 * 7))"], capture_output=True, text=True).stdout.strip())
+            sleeping = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"], start_new_session=True)
+            sleeping.kill()
+            print(sleeping.wait(), asyncio.run(talk()))
+            block = shared_memory.SharedMemory(create=True, size=1 << 16)
+            block.buf[:2] = b"ok"
+            print(bytes(block.buf[:2]).decode(), int((numpy.eye(64) @ numpy.ones((64, 64))).sum()))
+            block.close(), block.unlink()
+            with tempfile.TemporaryFile() as file:
+                print(file.write(b"x" * 1000))
+        """
+        outcome = run_python(textwrap.dedent(code), limits=Limits(wall_s=60, cpu_s=60, memory_mb=4096))
+        assert outcome.stdout == "0 2 4 6\n0 2 4 6\n42\n-9 abab\nok 4096\n1000\n", outcome
+
+
+NUMBERS = {
+    "x86_64": {"read": 0, "socket": 41, "socketpair": 53, "clone": 56, "kill": 62, "tgkill": 234, "unshare": 272}
+    | {"memfd_create": 319, "io_uring_setup": 425, "clone3": 435},
+    "aarch64": {"read": 63, "socket": 198, "socketpair": 199, "clone": 220, "kill": 129, "tgkill": 131, "unshare": 97}
+    | {"memfd_create": 279, "io_uring_setup": 425, "clone3": 435},
+}
+NAMES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+
+
+def verdict(code: sandbox_keeper.Instructions, *, name: int, number: int, arguments: tuple[int, ...]) -> int:
+    """What the kernel makes of a filter, for the instructions that ours has."""
+    data = struct.pack("=IIQ6Q", number, name, 0, *(each % (1 << 64) for each in (*arguments, *[0] * 6)[:6]))
+    loaded = at = 0
+    while True:
+        operation, true, false, value = code[at]
+        if operation == sandbox_keeper.RETURN:
+            return value
+        if operation == sandbox_keeper.LOAD:
+            loaded, jump = int.from_bytes(data[value : value + 4], sys.byteorder), 0
+        else:
+            tests = {
+                sandbox_keeper.EQUAL: loaded == value,
+                sandbox_keeper.AT_LEAST: loaded >= value,
+                sandbox_keeper.ANY_BIT: loaded & value,
+            }
+            jump = true if tests[operation] else false
+        at += 1 + jump
+
+
+@pytest.mark.parametrize("machine", NUMBERS)
+def test_the_filter_of_each_machine(machine):
+    code = sandbox_keeper.filter_of(machine, program=7)
+    allow, kill = sandbox_keeper.ALLOW, sandbox_keeper.KILL_PROCESS
+    assert len(code) < 4096  # the kernel's limit
+
+    def asked(call: str, *arguments: int) -> int:
+        return verdict(code, name=NAMES[machine], number=NUMBERS[machine][call], arguments=arguments)
+
+    def refused(number: int) -> int:
+        return sandbox_keeper.ERRNO | number
+
+    assert asked("read", 9, 9) == asked("socket", 1, 1) == asked("socketpair", 1) == asked("clone", 0x1200011) == allow
+    assert asked("socket", 1 | 1 << 32) == allow  # an int's upper half is ignored by the kernel too
+    for family in (0, 2, 10, 16, 17, 38, 40):
+        assert asked("socket", family) == asked("socketpair", family) == refused(errno.EAFNOSUPPORT)
+    assert asked("clone", 0x10000000 | 17) == asked("clone", 0x02000000) == refused(errno.EPERM)
+    assert asked("unshare", 0) == refused(errno.EPERM)
+    assert asked("memfd_create") == asked("io_uring_setup") == asked("clone3") == refused(errno.ENOSYS)
+    assert [asked("kill", pid, 9) for pid in (7, -7, 0, -1)] == [kill] * 4
+    assert asked("kill", 7, 15) == asked("kill", 8, 9) == asked("kill", -8, 9) == asked("tgkill", 7, 7, 15) == allow
+    assert asked("tgkill", 7, 7, 9) == kill
+    other = NAMES["aarch64" if machine == "x86_64" else "x86_64"]
+    assert verdict(code, name=other, number=NUMBERS[machine]["read"], arguments=()) == kill
+    if machine == "x86_64":
+        assert verdict(code, name=NAMES[machine], number=1 << 30, arguments=()) == refused(errno.ENOSYS)
+
+
+def test_no_filter_for_other_machines():
+    with pytest.raises(OSError, match="no filter of system calls for riscv64"):
+        sandbox_keeper.filter_of("riscv64", program=7)
+
+
+# ---- all of a box together ----
+
+
+def process_in(folder: Path, *, group: str, mounts: str) -> Path:
+    (folder / "process").mkdir()
+    (folder / "process" / "cgroup").write_text(f"4:memory:/old\n0::{group}\n")
+    (folder / "process" / "mountinfo").write_text(mounts.replace("MOUNT", str(folder / "mount")))
+    return folder / "process"
+
+
+def group_at(path: Path, *, has: str = "cpu memory pids", shares: str = "memory pids") -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "cgroup.controllers").write_text(f"{has}\n")
+    (path / "cgroup.subtree_control").write_text(f"{shares}\n")
+    return path
+
+
+MOUNTED = "22 1 0:21 / /proc rw - proc proc rw\n35 24 0:30 ROOT MOUNT rw,nosuid shared:9 - cgroup2 cgroup2 rw\n"
+
+
+@pytest.mark.parametrize(("root", "group"), [("/", "/a.slice/b.scope"), ("/docker", "/docker/a.slice/b.scope")])
+def test_where_control_groups_may_be_made(tmp_path, root, group):
+    above = group_at(tmp_path / "mount" / "a.slice")
+    own = group_at(above / "b.scope", shares="")
+    process = process_in(tmp_path, group=group, mounts=MOUNTED.replace("ROOT", root))
+    assert control_groups(process) == [above]  # its own has processes, and prepares nothing
+    group_at(own, shares="cpu memory pids")
+    assert control_groups(process) == [own]
+
+
+def test_where_there_are_no_control_groups(tmp_path):
+    group_at(tmp_path / "mount" / "a", has="hugetlb", shares="")
+    process = process_in(tmp_path, group="/a", mounts=MOUNTED.replace("ROOT", "/"))
+    with pytest.raises(OSError, match="mount/a has not the controllers memory and pids"):
+        control_groups(process)
+    group_at(tmp_path / "mount" / "a", shares="cpu")
+    with pytest.raises(OSError, match=r"mount/a/cgroup\.subtree_control has not memory and pids"):
+        control_groups(process)
+    (process / "mountinfo").write_text("22 1 0:21 / /proc rw - proc proc rw\n")
+    with pytest.raises(OSError, match="version 2 is not mounted"):
+        control_groups(process)
+
+
+@pytest.mark.skipif(sys.platform != "linux" or isolation().group is None, reason="no control group to be had here")
+class TestGroups:
+    @pytest.fixture(params=LEVELS)
+    def grouped(self, request, monkeypatch):
+        level = replace(LEVELS[request.param], filtered=isolation().filtered, group=isolation().group)
+        monkeypatch.setattr(sandbox, "isolation", lambda: level)
+        before = {*Path(str(level.group)).iterdir()}
+        yield
+        assert {*Path(str(level.group)).iterdir()} == before
+
+    def test_a_group_that_a_killed_keeper_left_is_removed(self, grouped):
+        left = Path(str(sandbox.isolation().group), f"{sandbox.GROUP}999999999")
+        left.mkdir()
+        sandbox._grouped(sandbox.isolation(), [])
+
+    def test_memory_of_all_processes_together(self, grouped):
+        code = """
+        import os, time
+        for _ in range(8):
+            if os.fork() == 0:
+                held = bytearray(os.urandom(1)) * (60 << 20)
+                time.sleep(60)
+        time.sleep(60)
+        """
+        outcome = run_python(textwrap.dedent(code), limits=Limits(wall_s=50, memory_mb=128, disk_mb=16))
+        assert (outcome.status, outcome.signal) == ("memory", signal.SIGKILL)
+
+    def test_what_stays_within_is_left_alone(self, grouped):
+        code = "import os\nfor i in range(3): os.fork() == 0 and os._exit(len(bytearray(50 << 20)) == 0)"
+        assert run_python(code, limits=Limits(wall_s=50, memory_mb=512)).status == "ok"
+
+    def test_processes_of_all_users_together(self, grouped):
+        code = """
+        import os, time
+        try:
+            for _ in range(50):
+                os.fork() or time.sleep(60)
+        except OSError as error:
+            print(type(error).__name__)
+        """
+        outcome = run_python(textwrap.dedent(code), limits=Limits(wall_s=20, processes=5))
+        assert outcome.stdout == "BlockingIOError\n"
 
 
 # ---- the rest ----
 
 
+def test_a_program_that_is_killed_from_outside_is_lost(level):
+    marker = f"lost-{os.getpid()}-{time.monotonic_ns()}"
+
+    def kill() -> None:
+        becomes(lambda: running(marker))
+        for pid in running(marker):
+            os.kill(pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    argv = [sys.executable, "-c", "import time; time.sleep(1000)", marker]
+    outcome = run(argv, limits=Limits(wall_s=60))
+    killer.join()
+    assert (outcome.status, outcome.signal) == ("lost", signal.SIGKILL)
+
+
 def test_isolation_says_what_there_is(monkeypatch):
     level = isolation()
     assert str(level).startswith("namespaces" if level.namespaces else "limits only, no isolation")
-    assert level.namespaces or level.reason
+    assert (level.namespaces and level.filtered and level.group) or level.reason
+
+
+@pytest.mark.parametrize(
+    ("level", "says", "says_not"),
+    [
+        ({}, "limits only, no isolation: network and files are open", "no network"),
+        ({"filtered": True}, "no isolation: no network, but this user's files and processes are open", "network and"),
+        ({"namespaces": True}, "no filter of system calls: AF_VSOCK sockets, memfd memory and new user", "filtered"),
+        ({"namespaces": True, "filtered": True}, "memory is limited for each process, not for all", "AF_VSOCK"),
+        ({"namespaces": True, "filtered": True, "group": "/a"}, "system calls filtered (why)", "memory is limited"),
+    ],
+)
+def test_what_does_not_hold_is_said(level, says, says_not):
+    text = str(Isolation(**{"namespaces": False, "own_user": False, "reason": "why", **level}))
+    assert says in text and says_not not in text and text.endswith("(why)")
 
 
 def test_isolation_can_be_required(monkeypatch):

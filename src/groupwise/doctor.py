@@ -165,8 +165,13 @@ def check_sandbox() -> Finding:
     from groupwise.sandbox import isolation
 
     level = isolation()
-    advice = "" if level.namespaces else "allow user namespaces, or run code rewards with require_isolation: false"
-    return Finding("sandbox", "ok" if level.namespaces else "warn", str(level), advice)
+    if not level.namespaces:
+        advice = "allow user namespaces, or run code rewards with require_isolation: false"
+    elif not level.filtered:
+        advice = "use a kernel with seccomp filters, on x86_64 or aarch64, or run nothing that may be malicious"
+    else:
+        advice = ""
+    return Finding("sandbox", "warn" if advice else "ok", str(level), advice)
 
 
 def _version(module: str) -> str:

@@ -8,15 +8,24 @@ Everywhere a box has: CPU seconds, address space, size of a file, processes and 
 more than a bound is never held; no privilege to be gained (no_new_privs); and an end in which every descendant is
 killed, also one in a session of its own, also when the owner is killed with SIGKILL.
 
-With Linux namespaces (`isolation().namespaces`) it has besides: no network, not even loopback; no sight of other
-processes; and of the files only Python, /usr and the like, read-only. Datasets, home directories, credentials and the
-sockets of other programs are not there. Where the owner is root, the program is a user that nobody else is.
+`isolation()` says which of the following this machine has besides, and `groupwise doctor` shows it:
 
-It does NOT protect from: errors of the kernel, whose system calls are all there (no seccomp, no virtual machine); side
-channels; what the limits allow, each process for itself (`processes` times `memory_mb`); what stands world-readable
-in /usr and in the Python installation. Without namespaces it does not protect from malice at all: the program has the
-network, reads and writes files as the user who runs it, and can stop that user's processes. `isolation()` says which it
-is, `Outcome.isolated` which it was, and `require_isolation` refuses to run without.
+namespaces  no network, not even loopback; no sight of other processes; and of the files only Python, /usr and the like,
+            read-only. Datasets, home directories, credentials and the sockets of other programs are not there. Files
+            that it writes are in memory, `disk_mb` and a file a page in all. Where the owner is root, the program is a
+            user that nobody else is.
+filtered    system calls that a program does without are refused (seccomp): sockets of another family than AF_UNIX, of
+            which some lead out of a network namespace (AF_VSOCK, to the machine's host); new namespaces, in which it
+            would have every capability; memory beside its address space (memfd, System V); io_uring, BPF, keys
+group       a control group (cgroup version 2) for each box: memory, its files included, and processes are limited for
+            all its processes together. Without, memory is limited for each: `processes` times `memory_mb` is the most
+
+It does NOT protect from: errors of the kernel, most of whose system calls are there (no virtual machine); side
+channels; what stands world-readable in /usr and in the Python installation; CPU seconds of several processes (up to
+`processes` times `cpu_s`, within the wall clock). Without namespaces it does not protect from malice at all: the
+program reads and writes files as the user who runs it, and can stop that user's processes; without the filter it also
+has the network.
+`Outcome.isolated` says which it was, and `require_isolation` refuses to run without namespaces.
 
 POSIX only. A box costs two starts of Python, about 50 ms. Code in it sees the installed packages, not what lies beside.
 """
@@ -38,7 +47,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,6 +58,7 @@ KEEPER = Path(__file__).with_name("sandbox_keeper.py")
 GRACE_S = 15.0  # for the keeper to kill, and to say so
 PROBE_S = 60.0
 LONGEST_LENGTH = 8  # bytes of a frame's head
+GROUP = "groupwise-box-"  # and the keeper's process id: a box's control group
 
 
 class SandboxError(GroupwiseError):
@@ -59,13 +69,14 @@ class SandboxError(GroupwiseError):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a program may use. Seconds; MiB; counts. CPU, memory and open files are those of each process."""
+    """What a program may use. Seconds; MiB; counts. CPU, memory and open files are those of each process; in a control
+    group memory and disk are besides, together, those of the box."""
 
     wall_s: float = 10.0
     cpu_s: int = 10
     memory_mb: int = 1024
     disk_mb: int = 64
-    """Largest file; with namespaces all files together, which are in memory."""
+    """Largest file; with namespaces all files together, which are in memory, and at most one of them for each 4 KiB."""
     processes: int = 32
     open_files: int = 64
     output_bytes: int = 1 << 20
@@ -82,9 +93,10 @@ class Outcome:
     """What a program did.
 
     `status`: "ok" (exit code 0), "error" (another), "timeout" (wall clock or CPU), "memory" (it ended with a
-    MemoryError), "output" (it printed too much), "killed" (by a signal, or for too many processes), "lost" (by SIGKILL
-    at none of its limits: somebody else's doing, such as the kernel's where memory is short). Output is what was
-    printed before that.
+    MemoryError, or with its box, which had used all that it may), "output" (it printed too much), "killed" (by a
+    signal, or for too many processes), "lost" (by SIGKILL at none of its limits: somebody else's doing, such as the
+    kernel's where memory is short; its own only where system calls are not filtered). Output is what was printed before
+    that.
     """
 
     status: Status
@@ -105,33 +117,120 @@ class Isolation:
     """No network, files read-only and few, other processes out of sight."""
     own_user: bool
     """The program is another user than the owner (who is root)."""
+    filtered: bool = False
+    """No sockets but Unix', no new namespaces, no memory beside the address space."""
+    group: str | None = None
+    """The control group in which each box has one of its own; None where there is none to be had."""
     reason: str = ""
     """Why it is not more."""
 
     def __str__(self) -> str:
+        files = "no files but Python's and the system's, read-only"
         if self.namespaces:
-            return "namespaces: no network, no other processes, no files but Python's and the system's, read-only"
-        return f"limits only, no isolation: network and files are open ({self.reason})"
+            has = f"namespaces: no network, no other processes, {files}" + "; system calls filtered" * self.filtered
+        elif self.filtered:
+            has = "limits only, no isolation: no network, but this user's files and processes are open"
+        else:
+            has = "limits only, no isolation: network and files are open"
+        lacks = []
+        if self.namespaces and not self.filtered:
+            lacks.append("no filter of system calls: AF_VSOCK sockets, memfd memory and new user namespaces are open")
+        if self.group is None:
+            lacks.append("memory is limited for each process, not for all of a box together")
+        return "; ".join([has, *lacks]) + (f" ({self.reason})" if self.reason else "")
 
 
 @functools.cache
 def isolation() -> Isolation:
-    """The best separation that works here, found by trying it; takes a tenth of a second the first time.
+    """The best separation that works here, found by trying it; takes a tenth of a second or two the first time.
 
     Raises SandboxError where not even a box without isolation runs.
     """
     users = (True, False) if os.geteuid() == 0 else (False,)
     reasons: list[str] = []
-    for namespaces, own_user in itertools.product((True, False), users):
-        level = Isolation(namespaces=namespaces, own_user=own_user, reason="; ".join(dict.fromkeys(reasons)))
-        with Box(untrusted([sys.executable, "-c", ""], limits=Limits(wall_s=PROBE_S), level=level)) as box:
-            end = box.wait(timeout=PROBE_S + GRACE_S)
-        if end.get("exit") == 0:
-            return level
-        if end.get("reason"):
-            break
-        reasons.append(end.get("setup") or f"the interpreter does not start: {end.get('stderr', '').strip()[-200:]}")
+    for namespaces, own_user, filtered in itertools.product((True, False), users, (True, False)):
+        level = Isolation(namespaces=namespaces, own_user=own_user, filtered=filtered)
+        why = _why_not(level)
+        if why is None:
+            return _grouped(level, reasons)
+        reasons.append(why)
     raise SandboxError(f"no program can be run in a box here: {'; '.join(dict.fromkeys(reasons))}")
+
+
+def _grouped(level: Isolation, reasons: list[str]) -> Isolation:
+    """The level with a control group, if one can be had."""
+    try:
+        candidates = control_groups(Path("/proc/self"))
+    except OSError as error:
+        candidates, reasons = [], [*reasons, f"no control group: {error}"]
+    for parent in candidates:
+        _remove_left_groups(parent)
+        better = replace(level, group=str(parent))
+        if (why := _why_not(better)) is None:
+            return replace(better, reason="; ".join(dict.fromkeys(reasons)))
+        reasons.append(why)
+    return replace(level, reason="; ".join(dict.fromkeys(reasons)))
+
+
+def _why_not(level: Isolation) -> str | None:
+    """What keeps a box from being so separated; None if nothing does. Raises SandboxError where time runs out."""
+    with Box(untrusted([sys.executable, "-c", ""], limits=Limits(wall_s=PROBE_S), level=level)) as box:
+        end = box.wait(timeout=PROBE_S + GRACE_S)
+    if end.get("exit") == 0:
+        return None
+    if end.get("reason") == "wall":
+        raise SandboxError(f"no program can be run in a box here: one that does nothing takes more than {PROBE_S:g} s")
+    return end.get("setup") or f"the interpreter does not start: {end.get('stderr', '').strip()[-200:]}"
+
+
+def control_groups(process: Path) -> list[Path]:
+    """Where a process, given as its directory in /proc, may make control groups that count memory and processes: in its
+    own or in the one above. That has to be prepared (`cgroup.subtree_control`), or delegated to it by systemd, when
+    this prepares it. Raises OSError, with the reason, where there are none.
+    """
+    own = _own_group(process)
+    refused = []
+    for group in (own, own.parent) if (own.parent / "cgroup.controllers").exists() else (own,):
+        wanted = {"memory", "pids"}
+        if not wanted <= {*(group / "cgroup.controllers").read_text().split()}:
+            refused.append(f"{group} has not the controllers memory and pids")
+        elif not wanted <= {*(group / "cgroup.subtree_control").read_text().split()} and not _prepared(group):
+            refused.append(f"{group}/cgroup.subtree_control has not memory and pids")
+        elif not os.access(group, os.W_OK):
+            refused.append(f"{group} cannot be written")
+        else:
+            return [group]
+    raise OSError("; ".join(refused))
+
+
+def _own_group(process: Path) -> Path:
+    """The directory of a process's group in the hierarchy of version 2. Raises OSError where that is not mounted."""
+    lines = (process / "cgroup").read_text().splitlines()
+    inside = next((line.partition("0::")[2] for line in lines if line.startswith("0::")), None)
+    for line in (process / "mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        if inside is not None and after.split()[0] == "cgroup2":
+            root, mounted = before.split()[3:5]
+            if root == "/" or f"{inside}/".startswith(f"{root}/"):
+                return Path(mounted, inside[len(root) if root != "/" else 0 :].strip("/"))
+    raise OSError("cgroup version 2 is not mounted")
+
+
+def _remove_left_groups(parent: Path) -> None:
+    """Those of keepers that were killed. One that has processes cannot be removed."""
+    for left in parent.glob(f"{GROUP}*"):
+        if not Path("/proc", left.name.removeprefix(GROUP)).exists():
+            with suppress(OSError):
+                left.rmdir()
+
+
+def _prepared(group: Path) -> bool:
+    """Have children of a group that systemd has delegated to us count what is counted here."""
+    with suppress(OSError):
+        if os.getxattr(group, "user.delegate") == b"1":
+            (group / "cgroup.subtree_control").write_text("+memory +pids")
+            return True
+    return False
 
 
 # ---- running ----
@@ -205,8 +304,9 @@ def checked_isolation(required: bool) -> Isolation:
     """`isolation()`. Raises SandboxError if it is `required` and there is none."""
     level = isolation()
     if required and not level.namespaces:
+        what = "files" if level.filtered else "files and network"
         raise SandboxError(
-            f"untrusted code would run with this user's files and network: {level.reason}",
+            f"untrusted code would run with this user's {what}: {level.reason}",
             hint="allow user namespaces, or accept it with require_isolation: false",
         )
     return level
@@ -234,6 +334,8 @@ def untrusted(
         "stdin": stdin,
         "namespaces": level.namespaces,
         "own_user": level.own_user,
+        "filtered": level.filtered,
+        "group": level.group and f"{level.group}/{GROUP}",
         "shown": sorted(installed),
         "limits": {
             "wall_s": limits.wall_s,
@@ -262,6 +364,8 @@ def trusted(
         "stdin": None,
         "namespaces": False,
         "own_user": False,
+        "filtered": False,
+        "group": None,
         "shown": [],
         "limits": None if limits is None else dict(limits),
         "output_bytes": output_bytes,
@@ -279,6 +383,8 @@ def outcome_of(end: Mapping[str, Any], limits: Limits, level: Isolation) -> Outc
         status = "output"
     elif end["reason"] == "wall" or number == signal.SIGXCPU or (number is not None and end["cpu_s"] >= limits.cpu_s):
         status = "timeout"
+    elif end["reason"] == "memory":
+        status = "memory"
     elif number == signal.SIGKILL and end["reason"] is None:
         status = "lost"
     elif number is not None:

@@ -10,36 +10,42 @@ process 1 of a process namespace, and when that one goes, all go. Without, orpha
 (PR_SET_CHILD_SUBREAPER) and are looked up in /proc.
 
 Specification: argv, env, cwd; files {name: text} for a private directory; stdin (text or null); channel (a descriptor
-that the program inherits, or null); namespaces, own_user, shown (directories that are visible); limits {wall_s, cpu_s,
+that the program inherits, or null); namespaces, own_user, shown (directories that are visible); filtered (system calls,
+see `filter_of`); group (the path of a control group to be made, less its last part, or null); limits {wall_s, cpu_s,
 memory_mb, disk_mb, processes, open_files}, null for none; output_bytes, keep ("first": more than that ends the program;
-"last": what was before is dropped). `end`: setup (why it could not be started), reason ("wall", "output",
-"processes", "closed"), exit, signal, seconds, cpu_s, stdout, stderr.
+"last": what was before is dropped). `end`: setup (why it could not be started), reason ("wall", "output", "processes",
+"memory", "closed"), exit, signal, seconds, cpu_s, stdout, stderr.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import fcntl
+import itertools
 import json
 import os
-import platform
 import resource
 import select
 import signal
+import struct
 import sys
 import time
 from typing import Any, NoReturn
 
-LINUX = platform.system() == "Linux"
+LINUX = sys.platform == "linux"
 TICK_S = 0.02  # between looks at the child where the kernel has no pidfd
 SWEEP_S = 10.0  # for killing descendants that cannot be killed
 COUNT_S = 0.05  # between counts of processes where the kernel does not count them for this box alone
 MANY_USERS = 1_900_000_000
+BYTES_A_FILE = 4096  # of `disk_mb`, for the kernel's own memory of each file
 
-PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 24, 36, 38
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 22, 24, 36, 38
 NEWNS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 4096, 16384, 1 << 18, 2
+SECCOMP_MODE_FILTER = 2
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000  # a system call of Linux 5.12
 DEVICES = ("null", "zero", "full", "random", "urandom")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
@@ -115,12 +121,23 @@ class Keeper:
         self.captures = [Capture(limit=spec["output_bytes"], last=spec["keep"] == "last") for _ in range(2)]
         self.told = False  # to end, by a signal
         self.ended = 0, 0.0  # the program's status and CPU seconds
+        self.group: Group | None = None
         # Whether the kernel's count of a user's processes is of those in this box alone.
         self.counted = self.user is not None or (spec["namespaces"] and os.geteuid() != 0)
 
     def run(self) -> dict[str, Any]:
         """Start the program, wait for its end, end everything else; the `end` message."""
         self._listen()
+        if self.spec["group"] is not None:
+            members = self.limits["processes"] + (1 if self.spec["namespaces"] else 0)  # with process 1
+            self.group = Group(f"{self.spec['group']}{os.getpid()}", self.limits, processes=members)
+        try:
+            return self._run()
+        finally:
+            if self.group is not None:
+                self.group.remove()
+
+    def _run(self) -> dict[str, Any]:
         if self.spec["namespaces"]:
             enter_namespaces(users=not self.spec["own_user"])
         self._follow_owner()  # after the namespaces: a change of credentials forgets it
@@ -139,6 +156,8 @@ class Keeper:
         for capture in self.captures:
             while capture.take() and not capture.excess:
                 pass
+        if reason is None and self.group is not None and self.group.out_of_memory():
+            reason = "memory"
         end = {"reason": reason, "exit": None, "signal": None, "cpu_s": cpu_s} | _of_status(status)
         with open(report_reading, "rb") as report:  # all its writers are dead
             for line in report.read().splitlines():
@@ -172,7 +191,7 @@ class Keeper:
         """Until the program ends (None), or has to: "wall", "output", "processes" or "closed"."""
         pidfd = os.pidfd_open(child) if hasattr(os, "pidfd_open") else None
         wall_s = self.limits.get("wall_s")
-        processes = None if self.counted or not LINUX else self.limits.get("processes")
+        processes = None if self.counted or self.group or not LINUX else self.limits.get("processes")
         tick_s = TICK_S if pidfd is None else COUNT_S if processes else None
         open_captures = list(self.captures)
         while True:
@@ -225,6 +244,8 @@ class Keeper:
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGPIPE, signal.SIGXFSZ):
                 signal.signal(number, signal.SIG_DFL)
+            if self.group is not None:
+                self.group.enter()
             if self.spec["namespaces"]:
                 die_with_parent()
                 make_root(self.spec["shown"], disk_mb=self.limits["disk_mb"])
@@ -275,6 +296,8 @@ class Keeper:
         lower_limits(limits)
         if spec["channel"] is not None:
             os.set_inheritable(spec["channel"], True)
+        if spec["filtered"]:
+            install(filter_of(os.uname().machine, program=os.getpid()))
         os.execve(spec["argv"][0], spec["argv"], spec["env"])
 
     def _directory(self) -> str:
@@ -291,8 +314,9 @@ def stdin_of(text: str | None) -> int:
     """A descriptor from which the program reads `text`, then the end."""
     if text is None:
         return os.open("/dev/null", os.O_RDONLY)
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("stdin")
+    sealed = hasattr(os, "memfd_create")
+    if sealed:
+        descriptor = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     else:
         import tempfile
 
@@ -302,6 +326,8 @@ def stdin_of(text: str | None) -> int:
     while data:
         data = data[os.write(descriptor, data) :]
     os.lseek(descriptor, 0, os.SEEK_SET)
+    if sealed:  # it is memory, and would be more than the program may have
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL)
     return descriptor
 
 
@@ -404,6 +430,138 @@ def lower_limits(limits: dict[str, Any]) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
+# ---- control groups ----
+
+
+class Group:
+    """A control group (version 2) of the box: its memory, files in memory included, and its processes are counted
+    together. Raises OSError where it cannot be made."""
+
+    def __init__(self, path: str, limits: dict[str, Any], *, processes: int):
+        self.path = path
+        os.mkdir(self.path)
+        try:
+            memory = (limits["memory_mb"] + limits["disk_mb"]) << 20
+            self._write("memory.max", memory)
+            with contextlib.suppress(OSError):  # kernels that count no swap, or have none
+                self._write("memory.swap.max", 0)
+            self._write("memory.oom.group", 1)  # what is short of memory ends as a whole
+            self._write("pids.max", processes)
+            self._door = os.open(f"{self.path}/cgroup.procs", os.O_WRONLY)  # with the rights of now
+        except OSError:
+            os.rmdir(self.path)
+            raise
+
+    def _write(self, name: str, value: int) -> None:
+        with open(f"{self.path}/{name}", "w", encoding="ascii") as file:
+            file.write(str(value))
+
+    def enter(self) -> None:
+        """This process goes in, and its children will be born there."""
+        os.write(self._door, b"0")
+        os.close(self._door)
+
+    def out_of_memory(self) -> bool:
+        with open(f"{self.path}/memory.events", encoding="ascii") as file:
+            return any(line.startswith("oom_kill ") and int(line.split()[1]) > 0 for line in file)
+
+    def remove(self) -> None:
+        """Once all its processes are dead, which takes the kernel a moment."""
+        deadline = time.monotonic() + SWEEP_S
+        while time.monotonic() < deadline:
+            try:
+                os.rmdir(self.path)
+            except OSError:
+                time.sleep(0.001)
+            else:
+                return
+
+
+# ---- a filter of system calls ----
+# What a program that is not trusted may not ask the kernel for, as a program for seccomp (BPF). Calls are numbers: here
+# those of x86_64 and of aarch64.
+
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # which of the numbers, and the kernel's own name
+X32 = 0x40000000  # and more: the numbers of another ABI of x86_64
+ABSENT = (  # "not implemented": who would like to have them goes on without
+    *((319, 279), (447, 447)),  # memfd_create, memfd_secret: memory in nobody's address space, as in the next lines
+    *((29, 194), (68, 186), (64, 190)),  # shmget, msgget, semget
+    (278, 75),  # vmsplice: pages given to a pipe
+    *((425, 425), (426, 426), (427, 427)),  # io_uring, by which filters are got round
+    *((321, 280), (323, 282), (298, 241)),  # bpf, userfaultfd, perf_event_open
+    *((248, 217), (249, 218), (250, 219)),  # keys
+    (435, 435),  # clone3, whose flags cannot be looked at; glibc goes on to clone
+)
+REFUSED = ((272, 97), (308, 268))  # unshare, setns: in a namespace of users of its own it would have every capability
+SOCKETS = ((41, 198), (53, 199))  # socket, socketpair: families such as AF_VSOCK lead out of a network namespace
+CLONE, KILL = (56, 220), (62, 129)
+SIGNALS = (  # and which argument is the signal: tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_send_signal
+    *(((200, 130), 1), ((234, 131), 2), ((129, 138), 1), ((297, 240), 2), ((424, 424), 1)),
+)
+NEW_NAMESPACES = 0x7E020000  # flags of clone
+AF_UNIX = 1
+
+LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions
+ALLOW, KILL_PROCESS, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000  # verdicts
+NUMBER_AT, MACHINE_AT, ARGUMENTS_AT = 0, 4, 16  # in struct seccomp_data
+
+Instructions = list[tuple[int, int, int, int]]  # struct sock_filter: code, jump if true, jump if false, value
+
+
+def filter_of(machine: str, *, program: int) -> Instructions:
+    """The filter for a program whose process is `program`. That one cannot have itself killed: who asks for a SIGKILL
+    for it, for its group or for everybody, is ended by SIGSYS. A SIGKILL that arrives is then from outside (but for
+    far-fetched ways: timers, a thread's number). Raises OSError for machines whose numbers are not known here."""
+    if machine not in MACHINES:
+        raise OSError(f"no filter of system calls for {machine}")
+    which, name = MACHINES[machine]
+    code: Instructions = [(LOAD, 0, 0, MACHINE_AT), (EQUAL, 1, 0, name), (RETURN, 0, 0, KILL_PROCESS)]
+    code.append((LOAD, 0, 0, NUMBER_AT))
+    if machine == "x86_64":
+        code += _where(AT_LEAST, X32, _error(errno.ENOSYS))
+    rules = [(call, _return(_error(errno.ENOSYS))) for call in ABSENT]
+    rules += [(call, _return(_error(errno.EPERM))) for call in REFUSED]
+    unix_only = [*_argument(0), *_where(EQUAL, AF_UNIX, ALLOW), *_return(_error(errno.EAFNOSUPPORT))]
+    rules += [(call, unix_only) for call in SOCKETS]
+    rules.append((CLONE, [*_argument(0), *_where(ANY_BIT, NEW_NAMESPACES, _error(errno.EPERM)), *_return(ALLOW)]))
+    for call, argument in SIGNALS:
+        rules.append((call, [*_argument(argument), *_where(EQUAL, signal.SIGKILL, KILL_PROCESS), *_return(ALLOW)]))
+    aims = [_where(EQUAL, pid % (1 << 32), KILL_PROCESS) for pid in (program, -program, 0, -1)]
+    deadly = [*_argument(0), *itertools.chain(*aims), *_return(ALLOW)]
+    rules.append((KILL, [*_argument(1), (EQUAL, 1, 0, signal.SIGKILL), *_return(ALLOW), *deadly]))
+    for call, decision in rules:
+        code += [(EQUAL, 0, len(decision), call[which]), *decision]
+    return [*code, *_return(ALLOW)]
+
+
+def _argument(index: int) -> Instructions:
+    """Its lower half: what the kernel takes of an int."""
+    return [(LOAD, 0, 0, ARGUMENTS_AT + 8 * index)]
+
+
+def _where(test: int, value: int, verdict: int) -> Instructions:
+    return [(test, 0, 1, value), *_return(verdict)]
+
+
+def _return(verdict: int) -> Instructions:
+    return [(RETURN, 0, 0, verdict)]
+
+
+def _error(number: int) -> int:
+    return ERRNO | number
+
+
+def install(code: Instructions) -> None:
+    """For this process and what it becomes. Raises OSError where the kernel has no seccomp."""
+    data = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *each) for each in code))
+
+    class Program(ctypes.Structure):  # struct sock_fprog
+        _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
+
+    program = Program(len(code), ctypes.addressof(data))
+    call("prctl", PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0)
+
+
 # ---- namespaces ----
 
 
@@ -411,7 +569,7 @@ def enter_namespaces(*, users: bool) -> None:
     """Processes (of children), network and IPC of its own; with `users` through a namespace of users, which needs no
     privilege. Raises OSError where the kernel or a container does not allow it."""
     if not LINUX:
-        raise OSError(f"{platform.system()} has no namespaces")
+        raise OSError(f"{sys.platform} has no namespaces")
     user, group = os.geteuid(), os.getegid()
     call("unshare", NEWPID | NEWNET | NEWIPC | (NEWUSER if users else 0))
     if users:
@@ -431,20 +589,31 @@ def make_root(shown: list[str], *, disk_mb: int) -> None:
     os.mkdir("/tmp/old")
     call("pivot_root", b"/tmp", b"/tmp/old")
     os.chdir("/")
-    os.mkdir("/tmp")
-    mount("tmpfs", "/tmp", kind="tmpfs", flags=MS_NOSUID | MS_NODEV, options=f"size={disk_mb}m,mode=1777")
+    make_writable("/tmp", "/dev/shm", disk_mb=disk_mb)
     for path in outermost([*SYSTEM, *CONFIGURATION, *shown]):
         show(path)
     for name in DEVICES:
         bind(f"/old/dev/{name}", f"/dev/{name}")
-    os.makedirs("/dev/shm")
-    mount("tmpfs", "/dev/shm", kind="tmpfs", flags=MS_NOSUID | MS_NODEV, options=f"size={disk_mb}m,mode=1777")
     os.mkdir("/proc")
     with contextlib.suppress(OSError):  # some containers do not allow it; programs manage without
         mount("proc", "/proc", kind="proc", flags=MS_NOSUID | MS_NODEV | MS_NOEXEC)
     call("umount2", b"/old", MNT_DETACH)
     os.rmdir("/old")
     mount("none", "/", flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
+
+
+def make_writable(*paths: str, disk_mb: int) -> None:
+    """Empty directories in memory, which have `disk_mb`, and as many files as that is pages, together."""
+    options = f"size={disk_mb}m,nr_inodes={(disk_mb << 20) // BYTES_A_FILE},mode=755"
+    os.mkdir("/own")
+    mount("tmpfs", "/own", kind="tmpfs", flags=MS_NOSUID | MS_NODEV, options=options)
+    for number, path in enumerate(paths):
+        part = f"/own/{number}"
+        os.mkdir(part)
+        os.chmod(part, 0o1777)
+        bind(part, path)
+    call("umount2", b"/own", MNT_DETACH)
+    os.rmdir("/own")
 
 
 def outermost(paths: list[str]) -> list[str]:

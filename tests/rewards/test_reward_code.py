@@ -179,6 +179,14 @@ def test_several_arguments_keywords_and_another_name():
     assert execute("def power(a, b=2): return a ** b", cases=cases, entry="power") == [1.0]
 
 
+def test_what_a_table_fills_in_is_not_there():
+    """Arrow has every key of a column in each of its entries, null where there was none."""
+    case = {"input": 2, "args": None, "kwargs": None, "output": 4, "expected": None}
+    assert execute(RIGHT, cases=[case]) == [1.0]
+    assert execute(RIGHT, cases=[{**case, "input": None, "args": [2]}]) == [1.0]
+    assert execute("def solution(x): pass", cases=[{**case, "output": None}]) == [1.0]
+
+
 def test_values_are_compared_as_test_data():
     program = "def solution(x): return {1: (1, 2.0000000001), 'b': [None, True]}"
     assert execute(program, cases=[{"input": 0, "output": {"1": [1, 2.0], "b": [None, True]}}]) == [1.0]
@@ -334,6 +342,14 @@ def test_a_program_that_cannot_answer_does_not_raise_what_a_test_expects(program
     assert execute(program, cases=[EXPECTS.format("BaseException"), EXPECTS.format("Exception")]) == [0.0]
 
 
+@pytest.mark.parametrize("when", ["", "def solution(x): "], ids=["at once", "in the call"])
+@pytest.mark.parametrize("cases", [DOUBLE, ASSERTS], ids=["values", "asserts"])
+def test_a_program_that_kills_itself_is_wrong_and_not_lost(when, cases):
+    if not sandbox.isolation().filtered:
+        pytest.skip(f"no filter of system calls here: {sandbox.isolation().reason}")
+    assert execute(f"import os\n{when}os.kill(os.getpid(), 9)", cases=cases) == [0.0]
+
+
 def test_an_answer_that_is_none_does_not_spoil_the_next_test():
     forged = """
 import os, sys
@@ -388,11 +404,11 @@ def test_what_is_sent_to_the_program_is_its_input(monkeypatch):
         tell(self, box, message)
 
     monkeypatch.setattr(code._Examiner, "_tell", recorded)
-    cases = [{"input": 11, "output": 777}, "assert solution(12) != 888"]
-    assert execute("def solution(x): return 777", cases=cases) == [1.0]
+    cases = [{"input": 11, "output": 777777777777777777}, "assert solution(12) != 888888888888888888"]
+    assert execute("def solution(x): return 777777777777777777", cases=cases) == [1.0]
     to_program = " ".join(text for to_it, text in sent if to_it)
-    assert "11" in to_program and "12" in to_program
-    assert "777" not in to_program and "888" not in to_program
+    assert "[11]" in to_program and "[12]" in to_program
+    assert "777777777777777777" not in to_program and "888888888888888888" not in to_program
 
 
 # ---- tests as code ----
@@ -497,6 +513,7 @@ def test_names_that_a_test_defines_are_its_own():
         ([{"input": 1}], "the test case {'input': 1} is none: KeyError: 'output'"),
         ([{"output": 1}], "is none: KeyError: 'input'"),
         ([3], "is none"),
+        ([{"input": 1, "output": 2, "expected": 3}], "it has both 'expected' and 'output'"),
         (["assert (1"], "is none: SyntaxError"),
         ([{"input": object(), "output": 1}], "a object is no plain data"),
     ],

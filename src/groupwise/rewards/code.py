@@ -297,12 +297,12 @@ def _case(case: Any, *, form: str, entry: _Entry) -> _Case:
     try:
         if form == "call" and isinstance(case, str):
             return _Case(tests=case, asked=entry.asked(case))
-        expected = case["expected"] if "expected" in case else case["output"]
+        expected = case[_given(case, "expected", "output")]
         if form == "stdin":
             if not isinstance(expected, str) or not isinstance(case["input"], str):
                 raise TypeError("input and output must be text")
             return _Case(stdin=case["input"], expected=expected)
-        args = list(case["args"]) if "args" in case else [case["input"]]
+        args = list(case["args"]) if _given(case, "args", "input") == "args" else [case["input"]]
         question = {"call": entry.single(), "args": encode(args), "kwargs": encode(dict(case.get("kwargs") or {}))}
         return _Case(question=question, expected=decode(encode(expected)))
     except BadTestCase as error:
@@ -311,6 +311,15 @@ def _case(case: Any, *, form: str, entry: _Entry) -> _Case:
         cause = f"the test case {case!r:.200} is none: {type(error).__name__}: {error}"
         like = '{"input": text, "output": text}' if form == "stdin" else '{"input": x, "output": y}, or tests as text'
         raise BadTestCase(f"{cause}; write {like}") from None
+
+
+def _given(case: Mapping[str, Any], first: str, second: str) -> str:
+    """Which of two keys a case has. Tables (Arrow's) have both, and null in the one that their row had not."""
+    there = [name for name in (first, second) if name in case]
+    filled = [name for name in there if case[name] is not None]
+    if len(filled) > 1 and case[first] != case[second]:
+        raise ValueError(f"it has both {first!r} and {second!r}")
+    return (filled or there or [second])[0]
 
 
 def _cases(cases: Any, *, form: str, entry: _Entry) -> list[_Case]:
