@@ -290,8 +290,8 @@ SIGNALS = ("StopIteration", "StopAsyncIteration", "GeneratorExit", "AttributeErr
 @pytest.mark.parametrize("signal", [*SIGNALS, "SystemExit", "KeyboardInterrupt"])
 def test_an_exception_of_the_program_ends_no_loop_of_the_tests(signal):
     tests = list(PROTOCOLS.values())
-    assert execute(f"def solution(x): raise {signal}", cases=tests, partial=True) == [0.0]
-    assert execute(f"class A({signal}): pass\ndef solution(x): raise A", cases=tests, partial=True) == [0.0]
+    plain, of_its_own = f"def solution(x): raise {signal}", f"class A({signal}): pass\ndef solution(x): raise A"
+    assert execute(plain, of_its_own, cases=tests, partial=True) == [0.0, 0.0]
 
 
 def test_the_same_tests_pass_a_program_that_is_right():
@@ -581,6 +581,7 @@ def test_a_keeper_that_was_killed_is_not_the_programs_mistake():
 
 
 def test_a_program_that_only_falls_silent_is_wrong(monkeypatch):
+    monkeypatch.setattr(code, "_DYING_S", 0.5)
     silent = (
         "import os, time\nfor descriptor in range(3, 64):\n    try: os.close(descriptor)\n    except OSError: pass\n"
     )
