@@ -26,6 +26,7 @@ from groupwise.model import LoadedModel, load_model, wrap_model
 from groupwise.starter.tasks import supervised_conversations
 from groupwise.starter.tokenizer import build_tokenizer, render
 from groupwise.types import Sample
+from model_families import MIXTURES, OTHERS, family_config
 
 torch.set_num_threads(1)
 
@@ -41,8 +42,10 @@ def starter_tokenizer() -> PreTrainedTokenizerBase:
     return build_tokenizer(texts, vocab_size=280)
 
 
-def tiny_config(architecture: str, context: int):
+def tiny_config(architecture: str, context: int, **options):
     vocab, eos = len(starter_tokenizer()), starter_tokenizer().eos_token_id
+    if architecture in MIXTURES | OTHERS:
+        return family_config(architecture, vocab=vocab, eos=eos, context=context, **options)
     common = {"vocab_size": vocab, "eos_token_id": eos, "pad_token_id": None, "bos_token_id": None}
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": context}
     grouped = common | sizes | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -59,19 +62,22 @@ def tiny_config(architecture: str, context: int):
     return GPT2Config(**common, n_positions=context, n_embd=32, n_layer=2, n_head=4, n_inner=48)
 
 
-@functools.lru_cache
-def _weights(architecture: str, context: int, seed: int):
+def tiny_weights(architecture: str, context: int, seed: int, **options):
+    """A random model in float64; `options` are of the configuration."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(tiny_config(architecture, context)).double()
+        model = AutoModelForCausalLM.from_config(tiny_config(architecture, context, **options)).double()
         for parameter in model.parameters():
-            if parameter.ndim == 2:  # large enough that who attends to whom changes every logit
-                parameter.data.normal_(0.0, 2.0 * min(parameter.shape) ** -0.5)
+            if parameter.ndim >= 2:  # large enough that who attends to whom changes every logit
+                parameter.data.normal_(0.0, 2.0 * min(parameter.shape[-2:]) ** -0.5)
             else:
                 parameter.data.add_(0.2 * torch.randn_like(parameter))
         if "gemma" in architecture:  # which scales its embeddings up: without this a token predicts itself
             model.get_input_embeddings().weight.data.mul_(0.4)
     return _with_exact_norms(model)
+
+
+_weights = functools.lru_cache(tiny_weights)
 
 
 def _with_exact_norms(model):
@@ -103,12 +109,21 @@ def architecture(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def make_base() -> MakeBase:
-    """`make_base("qwen3", dtype=torch.float32, context=64)`: a fresh copy of the same random model each time."""
+    """`make_base("qwen3", dtype=torch.float32, context=64)`: a fresh copy of the same random model each time. The
+    families of `model_families` also take options of their configuration."""
 
     def make(
-        architecture: str = "qwen3", *, dtype: torch.dtype = torch.float64, context: int = 64, seed: int = 0
+        architecture: str = "qwen3",
+        *,
+        dtype: torch.dtype = torch.float64,
+        context: int = 64,
+        seed: int = 0,
+        **options,
     ) -> LoadedModel:
-        model = copy.deepcopy(_weights(architecture, context, seed)).to(dtype)
+        model = (
+            tiny_weights(architecture, context, seed, **options) if options else _weights(architecture, context, seed)
+        )
+        model = copy.deepcopy(model).to(dtype)
         return wrap_model(model, starter_tokenizer(), name=f"tiny-{architecture}")
 
     return make

@@ -310,3 +310,27 @@ def test_the_same_merge_has_the_same_bytes(sources, merge, tmp_path: Path):
         merge(sources, [1.0, 2.0, 3.0], "ties", rank=4)
         made.append((tmp_path / "merged" / WEIGHTS).read_bytes())
     assert made[0] == made[1]
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be trained in packed rows:UserWarning")
+def test_layers_that_peft_must_find_by_their_weights_are_named_so(make_base, make_adapter, merge, tmp_path: Path):
+    """In a mixture where PEFT takes `down_proj` for the routed experts, and the adapters are of the shared one."""
+    base = make_base("qwen3_next")
+    one, other = (make_adapter(base, seed=seed) for seed in (1, 2))
+    merge([one, other], [1.0, 0.5], "concat")
+    config = json.loads((tmp_path / "merged" / CONFIG).read_text())
+    assert len(config["target_parameters"]) == 6 and all(
+        name.endswith("_proj.weight") and "shared_expert." in name for name in config["target_parameters"]
+    )
+    ids = torch.arange(3, 12)[None]
+    model = peft.PeftModel.from_pretrained(make_base("qwen3_next").model, str(one), "one", autocast_adapter_dtype=False)
+    model.load_adapter(str(other), "other", autocast_adapter_dtype=False)
+    for module in model.modules():
+        if isinstance(module, peft.tuners.lora.LoraLayer) and "other" in module.scaling:
+            module.scaling["other"] *= 0.5
+    model.base_model.set_adapter(["one", "other"])
+    merged = peft.PeftModel.from_pretrained(
+        make_base("qwen3_next").model, str(tmp_path / "merged"), autocast_adapter_dtype=False
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(merged(input_ids=ids).logits, model(input_ids=ids).logits, atol=1e-6, rtol=1e-6)

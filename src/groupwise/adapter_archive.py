@@ -50,7 +50,8 @@ _HARMLESS = {
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config", "exclude_modules",
     "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config",
     "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size",
-    "r", "rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
+    "r", "rank_pattern", "revision", "runtime_config", "target_modules", "target_parameters",
+    "task_type", "use_rslora",
 }  # fmt: skip
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")  # the others change the base weights too
 _MODULE = re.compile(r"\^?[\w.]+")
@@ -99,6 +100,12 @@ def _check_options(config: dict[str, Any]) -> None:
     for key, value in config.items():
         if value and key not in _HARMLESS:
             raise AdapterError(f"{CONFIG}: {key[:80]!r} is set; it is not served", hint="train a plain LoRA adapter")
+    weights: Any = config.get("target_parameters") or []
+    if not isinstance(weights, list) or not all(str(name).endswith(".weight") for name in weights):
+        raise AdapterError(
+            f"{CONFIG}: target_parameters is {str(weights)[:80]!r}; only the weights of linear layers can be adapted",
+            hint="train an adapter without the experts that are fused into one tensor",
+        )
     start = config.get("init_lora_weights")
     if start not in _PLAIN_STARTS:
         raise AdapterError(

@@ -176,6 +176,14 @@ def _read_header(path: Path) -> dict[str, dict[str, Any]]:
     return header
 
 
+def adapted_names(directory: Path) -> list[str]:
+    """The modules that a checked adapter changes: the names of its tensors say which, whatever patterns its
+    configuration has."""
+    before, after = "base_model.model.", ".lora_A.weight"
+    keys = _read_header(directory / WEIGHTS)
+    return [key.removeprefix(before).removesuffix(after) for key in keys if key.endswith(after)]
+
+
 def _check_ranks(tensors: Mapping[str, dict[str, Any]], *, rank: int, ranks: Mapping[str, int]) -> None:
     down = {key: tensor["shape"] for key, tensor in tensors.items() if ".lora_A." in key}
     if not down:

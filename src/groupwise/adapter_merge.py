@@ -111,7 +111,7 @@ def merge_adapters(
             tensors[f"{_PREFIX}{module}.lora_B.weight"] = merged.b
             lost, norm = lost + merged.lost, norm + merged.norm
     save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
-    config = json.dumps(_config(adapters[0].config, modules, rank), indent=2, sort_keys=True)
+    config = json.dumps(_config([adapter.config for adapter in adapters], modules, rank), indent=2, sort_keys=True)
     (target / CONFIG).write_text(config + "\n", encoding="utf-8")
     return MergeReport(tensors=len(tensors), rank=rank, relative_error=math.sqrt(lost / norm) if norm else 0.0)
 
@@ -270,16 +270,20 @@ def _check_result(adapters: Sequence[_Adapter], modules: Sequence[str], *, rank:
         )
 
 
-def _config(first: dict[str, Any], modules: Sequence[str], rank: int) -> dict[str, Any]:
+def _config(sources: Sequence[dict[str, Any]], modules: Sequence[str], rank: int) -> dict[str, Any]:
     """The scale is 1 (alpha = r): each source's own is in its B. Targets are the modules' full names, which say exactly
-    what is there whatever patterns the sources used."""
+    what is there whatever patterns the sources used; of a module that a source names by its weight, the weight's."""
+    first = sources[0]
+    named = tuple(f".{name}" for source in sources for name in source.get("target_parameters") or ())
+    by_weight = [module for module in modules if f".{module}.weight".endswith(named)]
     return {
         "peft_type": "LORA",
         "task_type": first.get("task_type") or "CAUSAL_LM",
         "base_model_name_or_path": first.get("base_model_name_or_path"),
         "r": rank,
         "lora_alpha": rank,
-        "target_modules": list(modules),
+        "target_modules": [module for module in modules if module not in by_weight],
+        "target_parameters": [f"{module}.weight" for module in by_weight] or None,
         "fan_in_fan_out": bool(first.get("fan_in_fan_out")),
         "lora_dropout": 0.0,
         "bias": "none",

@@ -142,7 +142,8 @@ class LoraConfig(Section):
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the adapter's input while training."""
     targets: Targets = "all-linear"
-    """`all-linear`, or the names of the modules to adapt."""
+    """Names of linear modules to adapt, or `all-linear`: the projections of attention and of dense MLPs, shared experts
+    included; no router, no routed expert, not the LM head."""
 
 
 class TrainConfig(Section):

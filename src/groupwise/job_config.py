@@ -75,7 +75,8 @@ class JobConfig(NullIsAbsent, Section):
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the adapter's input while training."""
     target_modules: Targets | None = None
-    """`all-linear` or names of modules; null is those of the adapter that is continued, all-linear for a fresh one."""
+    """`all-linear` (the projections of attention and of dense MLPs; no router, no routed expert) or names of linear
+    modules; null is those of the adapter that is continued, all-linear for a fresh one."""
     checkpoint_interval: int | None = Field(default=None, ge=1)
     """Steps between checkpoints, from which the job goes on if its worker dies; null is 10."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -22,12 +22,14 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
 
 from groupwise.algo.attention import ATTENTION, Layout, SharedPrompts
 from groupwise.backbone import Backbone
 from groupwise.chat import stop_ids
-from groupwise.errors import ModelError
+from groupwise.errors import ConfigError, ModelError
 
+ALL_LINEAR = "all-linear"
 STARTER = "starter"
 STARTER_DIR = Path(__file__).parent / "starter" / "model"
 _UNREADABLE = (OSError, ValueError, KeyError, SafetensorError)
@@ -129,6 +131,8 @@ def wrap_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, na
             if "dropout" in attribute and isinstance(value, float):
                 setattr(module, attribute, 0.0)
     model.config.use_cache = False
+    if model.dtype == torch.float64 and model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # torch has no grouped product in float64
     return LoadedModel(name=name, model=model, tokenizer=tokenizer, hash=weights_hash(model))
 
 
@@ -148,6 +152,88 @@ def weights_hash(model: nn.Module) -> str:
         probe = flat[:: max(1, flat.numel() // 1024)].to("cpu", torch.float64).numpy().tobytes()
         digest.update(f"{name} {tuple(tensor.shape)}".encode() + probe)
     return digest.hexdigest()
+
+
+# -- what an adapter changes -------------------------------------------------------------------------------------------
+
+
+def adapted_modules(model: PreTrainedModel, targets: str | Sequence[str]) -> list[str]:
+    """The linear modules that an adapter with these targets changes: their full names, in the model's order.
+
+    `all-linear` is every linear layer of the text decoder but the LM head: the projections of attention and of dense
+    MLPs, shared experts included. It is neither a router nor a routed expert. Names mean the modules that have them, or
+    whose last parts they are, and may name a router that is a linear layer.
+
+    Raises:
+        ConfigError: a target names no module of the model, the LM head, or something that is not a linear layer, such
+            as an embedding or experts that are fused into one tensor.
+    """
+    every, head = dict(model.named_modules()), model.get_output_embeddings()
+    config: Any = model.config
+    text: Any = model if config.get_text_config() is config else model.get_decoder()  # without a vision tower
+    ours = {id(module) for module in text.modules()}
+    modules = {name: module for name, module in every.items() if id(module) in ours or module is head}
+    if targets == ALL_LINEAR:
+        chosen = [n for n, m in modules.items() if is_linear(m) and m is not head and not _is_routed(n, every)]
+        if not chosen:
+            raise ConfigError(f"train.lora.targets: {type(model).__name__} has no linear layer that {ALL_LINEAR} means")
+        return chosen
+    if isinstance(targets, str):
+        raise ConfigError(f"train.lora.targets is {targets!r}", hint=_TARGETS_HINT)
+    wanted: set[str] = set()
+    for target in targets:
+        found = [name for name in modules if _names(target, name)]
+        if not found:
+            raise _not_found(model, target)
+        for name in found:
+            if modules[name] is head or not is_linear(modules[name]):
+                raise _not_adapted(model, target, name, modules[name])
+        wanted.update(found)
+    return [name for name in modules if name in wanted]
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is x W^T + b and nothing else; transformers' Conv1D is too, with its weight transposed."""
+    plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return plain or isinstance(module, Conv1D) or type(module).__name__ == "FalconLinear"
+
+
+_EXPERTS = ": adapters of experts that are fused into one tensor are not supported"
+_TARGETS_HINT = f'use "{ALL_LINEAR}" or names of linear modules, such as [q_proj, v_proj]'
+
+
+def _names(target: str, name: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _is_routed(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether a module is, or is inside, a router of a mixture of experts or an expert that tokens are routed to."""
+    parts = name.split(".")
+    for i, part in enumerate(parts):
+        if part in ("experts", "router") or "Router" in type(modules[".".join(parts[: i + 1])]).__name__:
+            return True
+        if part in ("gate", "shared_expert_gate") and hasattr(modules[".".join(parts[:i])], "experts"):
+            return True
+    return False
+
+
+def _not_found(model: PreTrainedModel, target: str) -> ConfigError:
+    tensor = next((name for name, _ in model.named_parameters() if _names(target, name)), None)
+    if tensor is None:
+        message = f"train.lora.targets: {type(model).__name__} has no module {target[:64]!r}"
+    else:
+        experts = _EXPERTS if "experts" in tensor.split(".") else ""
+        message = f"train.lora.targets: {target[:64]!r} is the tensor {tensor}, not a linear layer{experts}"
+    return ConfigError(message, hint=_TARGETS_HINT)
+
+
+def _not_adapted(model: PreTrainedModel, target: str, name: str, module: nn.Module) -> ConfigError:
+    if module is model.get_output_embeddings():
+        why = "is the LM head, which takes no adapter here"
+    else:
+        experts = _EXPERTS if "experts" in name.split(".") else ""
+        why = f"is {name}, which is of type {type(module).__name__} and not a linear layer{experts}"
+    return ConfigError(f"train.lora.targets: {target[:64]!r} {why}", hint=_TARGETS_HINT)
 
 
 @dataclass(frozen=True)

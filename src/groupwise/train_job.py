@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from groupwise import adapter_files as files
 from groupwise import faults
@@ -182,17 +182,8 @@ def _lora_of_parent(config: JobConfig, parent: PolicyVersion, directory: Path) -
     saved = json.loads((directory / files.CONFIG).read_text(encoding="utf-8"))
     for key, given, own in config.differences(saved):
         raise _differs(key, given, own, parent)
-    targets = config.target_modules or saved.get("target_modules")
-    if isinstance(targets, str) and targets != LORA_TARGETS:  # a pattern of names
-        targets = _adapted_modules(directory / files.WEIGHTS)
+    targets = config.target_modules or files.adapted_names(directory)
     return LoraSpec(rank=saved["r"], alpha=saved["lora_alpha"], dropout=config.lora_dropout, targets=targets)
-
-
-def _adapted_modules(weights: Path) -> list[str]:
-    before, after = "base_model.model.", ".lora_A.weight"
-    with safe_open(weights, framework="np") as file:
-        keys = list(file.keys())
-    return [key.removeprefix(before).removesuffix(after) for key in keys if key.endswith(after)]
 
 
 def _differs(key: str, given: object, own: object, parent: PolicyVersion) -> ConfigError:

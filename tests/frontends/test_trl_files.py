@@ -201,7 +201,7 @@ def test_peft_data_and_overrides():
 
 
 def test_differences_are_warnings():
-    with pytest.warns(UserWarning, match="every linear layer is adapted"):
+    with pytest.warns(UserWarning, match="all-linear is adapted"):
         from_trl({"max_steps": 5}, model="starter", rewards=score, data="p.jsonl", peft={"r": 4})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import peft
@@ -111,12 +112,89 @@ def test_adapter_off(make_base):
         (["q_proj", "qproj"], "has no module 'qproj'"),
         (["lm_head"], "LM head"),
         ("q_proj", "all-linear"),
-        (["input_layernorm"], "does not fit"),
+        (["input_layernorm"], "input_layernorm, which is of type Qwen3RMSNorm and not a linear layer"),
+        (["embed_tokens"], "embed_tokens, which is of type Embedding and not a linear layer"),
+        (["q_proj", "mlp"], "mlp, which is of type Qwen3MLP and not a linear layer"),
+        (["q_proj.weight"], "q_proj.weight, not a linear layer"),
     ],
 )
 def test_targets_that_cannot_be_adapted(make_base, targets, message: str):
     with pytest.raises(ConfigError, match=message):
         add_lora(share_weights(make_base().model), LoraSpec(targets=targets), seed=0)
+
+
+# ---- mixtures of experts ----
+
+ATTENTION, DENSE = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
+DEFAULT = {
+    "qwen3_moe": ATTENTION,
+    "qwen2_moe": ATTENTION | DENSE,  # of its shared expert
+    "mixtral": ATTENTION,
+    "olmoe": ATTENTION,
+    "minimax_m2": ATTENTION,
+    "qwen3_next": ATTENTION | DENSE | {"in_proj_qkvz", "in_proj_ba", "out_proj"},
+    "deepseek_v3": {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"} | DENSE,
+    "gpt_oss": ATTENTION,
+    "llama4_text": ATTENTION | DENSE,
+}
+PADDED = pytest.mark.filterwarnings("ignore:.*cannot be trained in packed rows:UserWarning")
+
+
+@PADDED
+@pytest.mark.parametrize("family", DEFAULT)
+@pytest.mark.parametrize("targets", ["all-linear", ["o_proj"], None])
+def test_peft_loads_an_adapter_of_a_mixture(make_base, make_samples, tmp_path: Path, family: str, targets):
+    """What it adapts, that `PeftModel.from_pretrained` adapts the same, and that log-probabilities are the learner's.
+    `None`: all of the default, by name."""
+    base = make_base(family)
+    targets = sorted(DEFAULT[family]) if targets is None else targets
+    learner = Learner(base, lora=LoraSpec(rank=3, alpha=6.0, targets=targets, dropout=0.1))
+    names = {name.rpartition(".lora_")[0] for name in lora_tensors(learner.model)}
+    assert {name.rpartition(".")[2] for name in names} == (set(targets) if targets == ["o_proj"] else DEFAULT[family])
+    assert not any({"experts", "router", "gate", "shared_expert_gate"} & set(name.split(".")) for name in names)
+    g = torch.Generator().manual_seed(0)
+    for parameter in learner.parameters:
+        parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=g))
+    learner.save_adapter(tmp_path)
+    check_adapter(tmp_path)
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    for key in ("target_modules", "target_parameters"):
+        assert saved[key] is None or saved[key] == sorted(set(saved[key]))
+    theirs = peft.PeftModel.from_pretrained(make_base(family).model, str(tmp_path), autocast_adapter_dtype=False)
+    adapted = {name.rpartition(".lora_")[0] for name, _ in theirs.named_parameters() if ".lora_A." in name}
+    assert adapted == names
+    samples = make_samples(((4, (6, 9)), (3, (5,))), holes=False)
+    for sample, mine in zip(samples, learner.forward(samples), strict=True):
+        ids = torch.tensor([(*sample.prompt_ids, *sample.completion_ids)])
+        with torch.no_grad():
+            logp = theirs(input_ids=ids).logits[0].log_softmax(-1)
+        expected = [float(logp[t - 1, ids[0, t]]) for t in range(len(sample.prompt_ids), ids.shape[1])]
+        assert mine == pytest.approx(expected, abs=1e-5)
+    assert learner.forward(samples, reference=True)[0] != pytest.approx(learner.forward(samples)[0], abs=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "message"),
+    [
+        ("qwen3_moe", ["q_proj", "down_proj"], "'down_proj' is the tensor model.layers.0.mlp.experts.down_proj, not"),
+        ("qwen3_moe", ["gate_up_proj"], "experts that are fused into one tensor are not supported"),
+        ("mixtral", ["experts"], "of type MixtralExperts and not a linear layer: adapters of experts that are fused"),
+        ("qwen3_moe", ["gate"], "gate, which is of type Qwen3MoeTopKRouter and not a linear layer"),
+        ("llama4_text", ["lm_head"], "is the LM head"),
+    ],
+)
+def test_experts_and_routers_that_cannot_be_adapted(make_base, family: str, targets, message: str):
+    model = share_weights(make_base(family).model)
+    before = [name for name, _ in model.named_parameters()]
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        add_lora(model, LoraSpec(targets=targets), seed=0)
+    assert [name for name, _ in model.named_parameters()] == before
+
+
+def test_a_router_that_is_a_linear_layer_is_adapted_where_it_is_named(make_base):
+    model = share_weights(make_base("qwen2_moe").model)
+    add_lora(model, LoraSpec(targets=["shared_expert_gate"]), seed=0)
+    assert {name.split(".")[-3] for name in lora_tensors(model)} == {"shared_expert_gate"}
 
 
 @pytest.mark.parametrize("spec", [LoraSpec(rank=4, alpha=7.0), LoraSpec(rank=3, alpha=7.0, targets=["q_proj"])])

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from groupwise.backbone import is_lean
 from groupwise.errors import AdapterError
+from groupwise.model import is_linear
 
 MERGED_BYTES = 1 << 30
 
@@ -105,11 +106,12 @@ class AdapterBank:
         """Make sure that every module `weights` targets is heard. Raises AdapterError if one is missing or unfit."""
         for name, (a, b) in weights.pairs.items():
             module: Any = self._modules.get(name)
-            shape = None if module is None else _in_out(module)
-            if module is None or shape != (a.shape[0], b.shape[1]):
+            shape = _in_out(module)
+            if shape != (a.shape[0], b.shape[1]):
+                has = "no linear layer of that name" if shape is None else f"{shape}"
                 raise AdapterError(
-                    f"the adapter targets {name!r} with shape {(a.shape[0], b.shape[1])}; this model has {shape}",
-                    hint="the adapter was trained on another base model",
+                    f"the adapter targets {name!r} with shape {(a.shape[0], b.shape[1])}; this model has {has}",
+                    hint="the adapter was trained on another base model, or changes more than linear layers",
                 )
             if not self._lean and name not in self._hooked:
                 module.register_forward_hook(self._hook(name))
@@ -235,10 +237,10 @@ class Products:
         return Product(torch.cat(matrices, 1).contiguous(), whole, None)
 
 
-def _in_out(module: nn.Module) -> tuple[int, int] | None:
-    """(inputs, outputs) of a linear module; transformers' Conv1D keeps its weight transposed."""
-    weight = getattr(module, "weight", None)
-    if weight is None or weight.ndim != 2:
+def _in_out(module: nn.Module | None) -> tuple[int, int] | None:
+    """(inputs, outputs) of a linear module; transformers' Conv1D keeps its weight transposed. None: it is none."""
+    if module is None or not is_linear(module):
         return None
+    weight: Any = module.weight
     rows, columns = weight.shape
     return (columns, rows) if isinstance(module, nn.Linear) else (rows, columns)

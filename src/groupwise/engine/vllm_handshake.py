@@ -29,7 +29,7 @@ from groupwise.chat import encode_prompt
 from groupwise.engine.vllm_http import Facts, Server, sampling_body
 from groupwise.engine.vllm_sync import CANARY, FILES, Published, Reference, Shelf, gap
 from groupwise.errors import EngineError
-from groupwise.model import LoadedModel
+from groupwise.model import LoadedModel, adapted_modules
 from groupwise.types import Message, PolicyVersion, Prompt
 
 if TYPE_CHECKING:
@@ -169,8 +169,4 @@ def last_linear(model: PreTrainedModel, targets: Iterable[str]) -> tuple[str, nn
 
 def linear_names(model: PreTrainedModel, targets: str | Sequence[str]) -> tuple[str, ...]:
     """The modules that `train.lora.targets` means, by the last part of their names, as vLLM wants them."""
-    if not isinstance(targets, str):
-        return tuple(sorted({target.rpartition(".")[2] for target in targets}))
-    head = model.get_output_embeddings()
-    named = model.named_modules()
-    return tuple(sorted({n.rpartition(".")[2] for n, m in named if isinstance(m, nn.Linear) and m is not head}))
+    return tuple(sorted({name.rpartition(".")[2] for name in adapted_modules(model, targets)}))

@@ -191,7 +191,7 @@ def _put_adapter(t: Translation) -> None:
     elif modules:
         t.put("train.lora.targets", modules, "lora_target_modules")
     else:
-        t.note_difference("lora_target_linear", "not set: every linear layer is adapted; there PEFT chooses")
+        t.note_difference("lora_target_linear", "not set: all-linear is adapted; there PEFT chooses")
     t.put("adapters.start", t["lora_model_dir"], "lora_model_dir")
 
 

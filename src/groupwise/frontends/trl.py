@@ -136,7 +136,10 @@ def _put_model(t: Translation) -> None:
     t.put("train.lora.dropout", 0.0 if t["disable_dropout"] else t["lora_dropout"], "lora_dropout", "disable_dropout")
     modules = t["lora_target_modules"]
     if modules is None:
-        t.note_difference("lora_target_modules", "not set: every linear layer is adapted; there PEFT chooses")
+        t.note_difference(
+            "lora_target_modules",
+            "not set: all-linear is adapted; there PEFT chooses",
+        )
     every = modules is None or modules in ("all-linear", ["all-linear"])
     t.put("train.lora.targets", "all-linear" if every else modules, "lora_target_modules")
 

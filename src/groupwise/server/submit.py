@@ -22,10 +22,11 @@ from uuid import uuid4
 from groupwise import adapter_files
 from groupwise.adapters import AdapterStore
 from groupwise.algo.advantage import differ
-from groupwise.errors import AdapterError, AdapterNotFoundError, RequestError
+from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, RequestError
 from groupwise.job_config import GrpoJobConfig, JobConfig
 from groupwise.job_payload import GrpoPayload, SftPayload, dump_payload
 from groupwise.ledger import RolloutRecord
+from groupwise.model import adapted_modules
 from groupwise.server.encode import at_field, encode_example, encode_group
 from groupwise.server.protocol_train import GrpoRequest, ScoredCompletion, ScoredGroup, SftRequest
 from groupwise.types import BASE, PolicyVersion
@@ -213,7 +214,7 @@ def _continued(
     A bare name is left as it is: it means the newest version when the job runs, so that queued rounds add up.
     """
     asked = config.base_adapter
-    _check_targets(config, base)
+    targets = _targeted(config, base)
     if (asked or config.output_name) in pending:
         return None
     try:
@@ -221,39 +222,34 @@ def _continued(
         if version.is_base:
             return version
         store.check_base(version, base.hash)
-        saved = json.loads((store.path(version) / adapter_files.CONFIG).read_bytes())
+        directory = store.path(version)
+        saved = json.loads((directory / adapter_files.CONFIG).read_bytes())
+        adapted = adapter_files.adapted_names(directory)
     except (AdapterNotFoundError, AdapterError) as error:
         field = "output_name" if asked is None else "base_adapter"
         raise at_field(error, f"config.{field}") from error
-    _check_shape(config, version, saved)
-    return version
-
-
-def _check_shape(config: JobConfig, version: PolicyVersion, saved: Mapping[str, Any]) -> None:
-    """An adapter that is continued keeps its rank, scale and targets."""
     differences = config.differences(saved)
-    if isinstance(config.target_modules, tuple) and isinstance(saved.get("target_modules"), list):
-        given, has = sorted(config.target_modules), sorted(saved["target_modules"])
-        differences += [("target_modules", given, has)] if given != has else []
+    if targets is not None and set(targets) != set(adapted):
+        differences += [("target_modules", config.target_modules, saved.get("target_modules"))]
     for field, given, has in differences:
         raise RequestError(
             f"config.{field} is {given}; the job continues {version}, which has {has}",
             hint=f"leave {field} out, or start a fresh adapter with base_adapter: {BASE!r}",
             param=f"config.{field}",
         )
+    return version
 
 
-def _check_targets(config: JobConfig, base: LoadedModel) -> None:
-    if not isinstance(config.target_modules, tuple):
-        return
-    names = [name for name, _ in base.model.named_modules()]
-    for i, target in enumerate(config.target_modules):
-        if not any(name == target or name.endswith(f".{target}") for name in names):
-            raise RequestError(
-                f"config.target_modules[{i}] is {target[:64]!r}, which is no module of {base.name}",
-                hint="use 'all-linear', or names of linear modules such as ['q_proj', 'v_proj']",
-                param=f"config.target_modules[{i}]",
-            )
+def _targeted(config: JobConfig, base: LoadedModel) -> list[str] | None:
+    """The modules that `target_modules` means; None where it is left out and those of an adapter may be meant."""
+    given = config.target_modules
+    for i, target in enumerate(given if isinstance(given, tuple) else ()):
+        try:
+            adapted_modules(base.model, [target])
+        except ConfigError as error:
+            message = error.message.replace("train.lora.targets", f"config.target_modules[{i}]")
+            raise RequestError(message, hint=error.hint, param=f"config.target_modules[{i}]") from error
+    return None if given is None else adapted_modules(base.model, given)
 
 
 # ---- rollouts ----

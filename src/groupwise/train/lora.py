@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
+from peft import LoraConfig
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError
@@ -24,7 +24,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from groupwise.backbone import project_plainly
-from groupwise.errors import AdapterError, ConfigError
+from groupwise.errors import AdapterError
+from groupwise.model import ALL_LINEAR, adapted_modules
 
 _PEFT_PREFIX = "base_model.model."
 _ADAPTER = "default"
@@ -32,59 +33,98 @@ _ADAPTER = "default"
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSpec:
-    """Which adapter to train. `targets` are module names, or "all-linear": every linear layer but the LM head."""
+    """Which adapter to train. `targets` are names of linear modules, or "all-linear" (`model.adapted_modules`)."""
 
     rank: int = 16
     alpha: float = 32.0
     dropout: float = 0.0
-    targets: str | Sequence[str] = "all-linear"
+    targets: str | Sequence[str] = ALL_LINEAR
 
 
 def add_lora(model: PreTrainedModel, spec: LoraSpec, *, seed: int) -> LoraConfig:
     """Insert a fresh adapter into `model` in place; only its parameters require gradients.
 
+    The layers are PEFT's. Which modules get one is decided here and not by PEFT, which reads names differently in
+    mixtures of experts: there it takes `down_proj` for the routed experts, even where a dense layer is called so.
+
+    Returns:
+        What `peft.PeftModel.from_pretrained` must read to adapt the same modules.
+
     Raises:
         ConfigError: a target is the name of no module of the model, or of one that cannot be adapted.
     """
-    targets = spec.targets if isinstance(spec.targets, str) else list(spec.targets)
-    _check_targets(model, targets)
+    names, every = adapted_modules(model, spec.targets), dict(model.named_modules())
+    modules, parameters = _as_peft_reads(model, names)
     config = LoraConfig(
         r=spec.rank,
         lora_alpha=spec.alpha,  # pyright: ignore[reportArgumentType]  PEFT takes fractions too
         lora_dropout=spec.dropout,
-        target_modules=targets,
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2's transposed linear
+        target_modules=modules,
+        target_parameters=parameters or None,
+        fan_in_fan_out=any(isinstance(every[name], Conv1D) for name in names),  # GPT-2's transposed linear
         task_type="CAUSAL_LM",
     )
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
-    except ValueError as error:
-        raise ConfigError(
-            f"train.lora.targets {targets!r} does not fit {type(model).__name__}: {error}",
-            hint='use "all-linear" or names of linear modules, such as [q_proj, v_proj]',
-        ) from error
-    for name, parameter in model.named_parameters():
-        if "lora_" in name and parameter.dtype in (torch.float16, torch.bfloat16):
+    model.requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for name in names:
+            base: Any = every[name]
+            layer = LoraLinear(
+                base,
+                _ADAPTER,
+                config=config,
+                r=spec.rank,
+                lora_alpha=spec.alpha,  # pyright: ignore[reportArgumentType]
+                is_target_conv_1d_layer=isinstance(base, Conv1D),
+            )
+            layer.fan_in_fan_out = isinstance(base, Conv1D)
+            setattr(every[name.rpartition(".")[0]], _last(name), layer)
+    for parameter in lora_tensors(model).values():
+        if parameter.dtype in (torch.float16, torch.bfloat16):
             parameter.data = parameter.data.float()
     return config
 
 
-def _check_targets(model: PreTrainedModel, targets: str | list[str]) -> None:
-    if targets == "all-linear":
-        return
-    names = [name for name, _ in model.named_modules()]
-    head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), "")
-    hint = 'use "all-linear" or names of linear modules, such as [q_proj, v_proj]'
-    if isinstance(targets, str):
-        raise ConfigError(f"train.lora.targets is {targets!r}", hint=hint)
-    for target in targets:
-        matches = [name for name in names if name == target or name.endswith(f".{target}")]
-        if not matches:
-            raise ConfigError(f"train.lora.targets: {type(model).__name__} has no module {target!r}", hint=hint)
-        if head in matches:
-            raise ConfigError(f"train.lora.targets: {target!r} is the LM head, which takes no adapter here", hint=hint)
+def _as_peft_reads(model: PreTrainedModel, names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """`target_modules` and `target_parameters` with which PEFT adapts just these modules.
+
+    For some model types PEFT rewrites `target_modules` that were names of experts in older versions of transformers.
+    Dense layers of such names have to be named by their weights instead, which PEFT takes as they are.
+    """
+    every = [name for name, _ in model.named_modules()]
+    taken = {last for last in {_last(name) for name in names} if _rewritten(model, last)}
+    by_name = [name for name in names if _last(name) not in taken]
+    by_weight = [f"{name}.weight" for name in names if _last(name) in taken]
+    return _shortest(by_name, every), _shortest(by_weight, [f"{name}.weight" for name in every])
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _rewritten(model: PreTrainedModel, name: str) -> bool:
+    """Whether PEFT takes a module's name for something else in this model."""
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # before PEFT 0.19
+        return False
+    probe = LoraConfig(target_modules=[name])
+    try:
+        convert_peft_config_for_transformers(probe, model, None)
+    except ValueError:  # one of several that were fused
+        return True
+    return name not in (probe.target_modules or ())
+
+
+def _shortest(names: Sequence[str], every: Sequence[str]) -> list[str]:
+    """The shortest dotted suffixes that mean these of `every` name and no other, sorted."""
+    others = {suffix for name in set(every).difference(names) for suffix in _suffixes(name)}
+    return sorted({next((s for s in _suffixes(name) if s not in others), name) for name in names})
+
+
+def _suffixes(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    return (".".join(parts[at:]) for at in range(len(parts) - 1, -1, -1))
 
 
 @contextmanager
@@ -113,11 +153,12 @@ def save_lora(model: PreTrainedModel, config: LoraConfig, directory: Path, *, ba
     """Write `adapter_config.json` and `adapter_model.safetensors` into an existing directory."""
     tensors = {name: p.detach().to("cpu", copy=True).contiguous() for name, p in lora_tensors(model).items()}
     save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-    plain = config.to_dict()
+    plain = {key: sorted(x) if isinstance(x, set) else x for key, x in config.to_dict().items()}
     plain["base_model_name_or_path"] = base_name
     plain["inference_mode"] = True
-    plain["target_modules"] = sorted(config.target_modules or ())
-    text = json.dumps(plain, indent=2, sort_keys=True, default=str)
+    if plain["target_parameters"]:
+        plain["lora_dropout"] = 0.0  # of training only, and PEFT has none for layers named by their weights
+    text = json.dumps(plain, indent=2, sort_keys=True)
     (directory / "adapter_config.json").write_text(text + "\n")
 
 
