@@ -66,6 +66,25 @@ def test_a_step_by_hand():
     assert (step.forwards, step.optimizer_steps) == (12, 6)
 
 
+def test_a_step_in_padded_rows_has_every_prompt_in_every_row():
+    run = config(rollout={"prompts_per_step": 32, "group_size": 8}, train={"micro_tokens": 1000})
+    sizes = {"prompt_tokens": 20.0, "completion_tokens": 10.0, "rows": 400}
+    assert step_size(run, **sizes).tokens == 32 * 20 + 256 * 10
+    padded = step_size(run, **sizes, packed=False)
+    assert (padded.tokens, padded.forwards) == (256 * 30, 8)
+
+
+def test_padded_rows_take_what_their_attention_takes():
+    """Their grid is the budget; eager attention keeps all scores, which a fused kernel does not."""
+    run = config(rollout={"max_tokens": 500}, train={"micro_tokens": 4096})
+    load = replace(LOAD, model=replace(QWEN, lean=False), packed=False)
+    padded, eager = memory(run, load), memory(run, replace(load, eager=True))
+    scores = 4096 * (28 + 500) * QWEN.heads * QWEN.layers
+    assert eager.activations - padded.activations > 6 * scores  # in float32, and as they are multiplied in bfloat16
+    more = memory(run, load, micro_tokens=8192)
+    assert 1.8 < more.activations / padded.activations < 2.2
+
+
 def test_the_size_of_a_model_from_its_config():
     grouped = Qwen3Config(
         hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=50

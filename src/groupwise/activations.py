@@ -15,6 +15,8 @@ and in attention (`algo.attention`), on the padded grids of prompts (P x L cells
     prompts     2 Q + 2 V a cell with a fused kernel, Q + 2 V + heads L without
     prefix tree Q + V a token (and q, k, v, unless a norm has kept them); scores are computed again (`algo.tree`)
     flex        2 Q + 3 V + heads a token, of either kind; scores are computed again, in the kernel (`algo.flex`)
+    padded      as prompts, of rows with prompt and completion, where a model cannot run packed; without a fused kernel
+                where it has only its own
 
 What forward kept is all there when the last layer's backward begins; the largest of what that adds comes on top:
 gradients around the gated MLP (H + 4 F a token), or around the scores (as many again, and up to 5 Q + 2 V a cell) less
@@ -98,6 +100,8 @@ class PackedShape:
     completion_cells: int = 0
     tree: bool = False
     flex: bool = False
+    padded: bool = False  # rows for the model's own attention: all are `completion_cells`
+    eager: bool = False  # which is written out, without a fused kernel
 
     @classmethod
     def even(cls, *, prompts: int, prompt: int, group: int, completion: int) -> PackedShape:
@@ -161,7 +165,9 @@ def kept_bytes(model: ModelSize, shape: PackedShape, training: Training) -> int:
 
 def _places(model: ModelSize, shape: PackedShape) -> int:
     """Of each head of each cell, where in the packed row it stands, and the other way round; once for all layers."""
-    cells = 0 if shape.tree or shape.flex else shape.prompt_cells + shape.completion_cells + shape.tokens
+    cells = (
+        0 if shape.tree or shape.flex or shape.padded else shape.prompt_cells + shape.completion_cells + shape.tokens
+    )
     return 8 * cells * (model.heads + model.kv_heads)
 
 
@@ -225,7 +231,7 @@ def _attention(model: ModelSize, shape: PackedShape, training: Training) -> tupl
         return S * in_place, S * (3 * Q * value + 2 * V * exact)
     heads, prompt, completion = model.heads, shape.longest_prompt, shape.longest_completion
     causal, length = (shape.prompt_cells, prompt) if prompt else (shape.completion_cells, completion)
-    fused = training.gpu or length > FUSED_FROM
+    fused = (training.gpu or length > FUSED_FROM) and not shape.eager
     weights = heads * length * (value if value >= 4 else 4 + value)  # and as they are multiplied
     kept = causal * ((Q + 2 * V) * value + (Q * value if fused else weights))
     above = causal * (4 * Q * value + (0 if fused else 2 * heads * length * exact))

@@ -10,7 +10,7 @@ MLP) has a second way here, over the same parameters, in about half as many oper
 small model's decode step spends more time starting operations than computing, and training spends as much on passes
 over [S, intermediate] tensors as on matrix products. Backward passes are written out for the same reason; what they
 need again they compute again. Which product `project` is (merged weights, base and adapter, several adapters) is the
-affair of engine and learner. `model.packed_forward_gap` compares all this with the model's own forward before any use.
+affair of engine and learner. `packed_check` compares all this with the model's own forward before any use.
 
 Shapes: S packed tokens, H query heads, K key-value heads, D head size, F intermediate size.
 """
@@ -39,12 +39,20 @@ def project_plainly(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
 
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The model without its LM head. Raises NotImplementedError where it cannot be told."""
+    for name in (model.base_model_prefix, "model"):  # Llama 4's prefix is that of its vision model
+        if isinstance(own := getattr(model, name, None), nn.Module):
+            return own
+    raise NotImplementedError(f"{type(model).__name__} has no module {model.base_model_prefix!r}")
+
+
 class Backbone:
     """`Backbone(model)(ids_S, positions_S, layout)` -> the last hidden states [S, hidden]."""
 
     def __init__(self, model: PreTrainedModel, project: Project = project_plainly):
         self.model = model
-        self._own: Any = getattr(model, model.base_model_prefix)
+        self._own: Any = decoder_of(model)
         self._project = project
         self.lean = is_lean(model)
 

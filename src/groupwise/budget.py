@@ -14,7 +14,7 @@ from groupwise.algo.layouts import FLEX
 from groupwise.backbone import is_lean
 from groupwise.config import RunConfig
 from groupwise.estimate import GIB, Load
-from groupwise.model import LoadedModel
+from groupwise.model import LoadedModel, plain_implementation
 from groupwise.play import Play
 from groupwise.train.learner import Learner
 from groupwise.types import Prompt
@@ -31,7 +31,7 @@ def load_of(
         model.config.get_text_config(),
         parameters=sum(parameter.numel() for parameter in weights),
         value_bytes=weights[0].element_size(),
-        lean=is_lean(model),
+        lean=is_lean(model) and learner.packed,
     )
     return Load(
         model=size,
@@ -41,6 +41,8 @@ def load_of(
         gpu=base.device.type == "cuda",
         colocated=_colocated(config, base.device, weights=size.parameters * size.value_bytes),
         flex=learner.layouts is FLEX,
+        packed=learner.packed,
+        eager=plain_implementation(model) == "eager",
     )
 
 

@@ -129,6 +129,7 @@ def _report(
         completion_tokens=sum(completions) / len(completions),
         rows=len(plan.source),
         micro_tokens=parts.learner.micro_tokens,
+        packed=parts.learner.packed,
     )
     load = parts.load or load_of(
         config, parts.base, parts.learner, longest_prompt=max(lengths), reads_reference=plan.reads_reference

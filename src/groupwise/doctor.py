@@ -128,11 +128,17 @@ def check_disk(directory: Path) -> Finding:
 
 def check_starter() -> Finding:
     """The embedded model is there, and the packed forward agrees with its own."""
-    from groupwise.model import STARTER, load_model, packed_forward_gap, packed_tolerance, share_weights
+    from groupwise.model import STARTER, load_model, share_weights
+    from groupwise.packed_check import packed_forward_gap, packed_tolerance
 
     model = share_weights(load_model(STARTER).model)
-    gap, tolerance = packed_forward_gap(model), packed_tolerance(model)
-    detail = f"{sum(p.numel() for p in model.parameters()):,} parameters; packed forward within {gap:.1g} nats"
+    parameters = f"{sum(p.numel() for p in model.parameters()):,} parameters"
+    try:
+        gap, tolerance = packed_forward_gap(model), packed_tolerance(model)
+    except Exception as error:  # of another torch or transformers
+        fails = f"{parameters}; packed forward fails: {type(error).__name__}: {error}"
+        return Finding("starter", "fail", fails, "try another torch or transformers")
+    detail = f"{parameters}; packed forward within {gap:.1g} nats"
     if not gap <= tolerance:
         return Finding("starter", "fail", detail, f"the tolerance is {tolerance:g}: try another torch or transformers")
     return Finding("starter", "ok", detail)

@@ -41,7 +41,7 @@ class StepSize:
     prompts: int
     completions: int
     tokens: int
-    """About so many, from mean lengths; prompts count once per group."""
+    """About so many, from mean lengths; prompts count once per group where groups are packed."""
     max_tokens: int
     """Completion tokens at most."""
     decode_waves: int
@@ -53,13 +53,19 @@ class StepSize:
 
 
 def step_size(
-    config: RunConfig, *, prompt_tokens: float, completion_tokens: float, rows: int, micro_tokens: int | None = None
+    config: RunConfig,
+    *,
+    prompt_tokens: float,
+    completion_tokens: float,
+    rows: int,
+    micro_tokens: int | None = None,
+    packed: bool = True,
 ) -> StepSize:
     """`prompt_tokens` and `completion_tokens` are means; `rows` is the size of the dataset; `micro_tokens` are those of
-    the configuration where None."""
+    the configuration where None; without `packed` every completion has its prompt in its row."""
     prompts, minibatches, passes = config.rollout.prompts_per_step, config.train.minibatches, config.train.passes
     completions = prompts * config.rollout.group_size
-    tokens = round(prompts * prompt_tokens + completions * completion_tokens)
+    tokens = round((prompts if packed else completions) * prompt_tokens + completions * completion_tokens)
     return StepSize(
         prompts=prompts,
         completions=completions,
@@ -96,7 +102,8 @@ class Load:
     """What of a run the configuration does not say: its model, how many parameters are trained, its longest prompt.
 
     `keeps_reference`: full-parameter training with a term that reads the reference holds a frozen copy.
-    `colocated`: bytes that a vLLM in this process takes. `flex`: FlexAttention is used.
+    `colocated`: bytes that a vLLM in this process takes. `flex`: FlexAttention is used. `packed`: whether the model
+    runs packed; else in padded rows, with scores kept whole where it has no fused attention (`eager`).
     """
 
     model: ModelSize
@@ -106,6 +113,8 @@ class Load:
     gpu: bool = False
     colocated: int = 0
     flex: bool = False
+    packed: bool = True
+    eager: bool = False
 
 
 def memory(config: RunConfig, load: Load, *, micro_tokens: int | None = None) -> Memory:
@@ -287,12 +296,23 @@ def _activations(config: RunConfig, load: Load, micro_tokens: int) -> int:
     return most if load.gpu else math.ceil(most * held_back)
 
 
-def _worst(config: RunConfig, load: Load, micro_tokens: int) -> tuple[PackedShape, PackedShape]:
+def _worst(config: RunConfig, load: Load, micro_tokens: int) -> tuple[PackedShape, ...]:
     """The largest micro-batches: all completions as long as they may be, and lengths so uneven that grids are full of
-    holes."""
+    holes. Padded rows: every completion with its prompt, which may be of one token."""
     prompt, completion, size = load.longest_prompt, config.rollout.max_tokens, config.rollout.group_size
     group = prompt + size * completion
     groups = math.ceil(config.rollout.prompts_per_step / config.train.minibatches)
+    if not load.packed:
+        cells = min(max(micro_tokens, _longest(config, load)), groups * size * _longest(config, load))
+        padded = PackedShape(
+            tokens=cells,
+            loss_tokens=cells,
+            longest_completion=_longest(config, load),
+            completion_cells=cells,
+            padded=True,
+            eager=load.eager,
+        )
+        return (padded,)
     tokens = min(max(micro_tokens, _longest(config, load)), groups * group)
     prompts = math.ceil(tokens / group)
     prompt_tokens = max(prompt, tokens * prompt // group)

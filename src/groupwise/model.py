@@ -10,22 +10,26 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.pytorch_utils import Conv1D
 
-from groupwise.algo.attention import ATTENTION, Layout, SharedPrompts
-from groupwise.backbone import Backbone
+from groupwise.algo.attention import ATTENTION
 from groupwise.chat import stop_ids
 from groupwise.errors import ConfigError, ModelError
 
@@ -33,7 +37,6 @@ ALL_LINEAR = "all-linear"
 STARTER = "starter"
 STARTER_DIR = Path(__file__).parent / "starter" / "model"
 _UNREADABLE = (OSError, ValueError, KeyError, SafetensorError)
-_UNPACKED = (NotImplementedError, TypeError, ValueError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ class LoadedModel:
 
     @property
     def context_length(self) -> int:
-        return int(getattr(self.model.config.get_text_config(), "max_position_embeddings", 1 << 20))
+        """Tokens that a prompt and its completion may have together."""
+        return context_length(self.model.config)
 
     @property
     def vocabulary(self) -> int:
@@ -63,6 +67,33 @@ class LoadedModel:
         """Ids that end a completion: the generation config's, the tokenizer's and the chat template's."""
         generation: Any = self.model.generation_config
         return stop_ids(self.tokenizer, getattr(generation, "eos_token_id", None))
+
+
+def context_length(config: PreTrainedConfig) -> int:
+    """Tokens of the longest row: those that the model has positions for, of these as many as `longest_row` admits."""
+    text: Any = config.get_text_config()
+    positions = int(getattr(text, "max_position_embeddings", 1 << 20))
+    return min(positions, longest_row(text) or positions)
+
+
+def longest_row(config: PreTrainedConfig) -> int | None:
+    """Tokens up to which the rotary positions of a text configuration are the same in every row; None: of any length.
+
+    Long rope (Phi-3, arXiv 2402.13753) has other frequencies for all tokens of a row that is longer, dynamic rope other
+    ones for each length. There a token has no one log-probability: what was sampled in a row that was still short
+    would be trained as another token, and rows computed together would change each other.
+    """
+    settings: Any = config
+    ropes: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    longest = []
+    for rope in (ropes, *(part for part in ropes.values() if isinstance(part, dict))):
+        kind, trained = str(rope.get("rope_type")), rope.get("original_max_position_embeddings")
+        if kind == "longrope":
+            trained = getattr(config, "original_max_position_embeddings", None) or trained  # Phi-3 has it outside
+            longest.append(int(trained or settings.max_position_embeddings))
+        elif "dynamic" in kind:
+            longest.append(int(settings.max_position_embeddings))
+    return min(longest, default=None)
 
 
 def resolve_device(device: str = "auto") -> torch.device:
@@ -249,10 +280,10 @@ class Head:
     def of(cls, model: PreTrainedModel) -> Head:
         linear: Any = model.get_output_embeddings()
         config = model.config.get_text_config()
-        scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
-            getattr(config, "logits_scaling", None) or 1.0
-        )
-        softcap = getattr(config, "final_logit_softcapping", None)
+        scale = _number(config, "logit_scale") * _number(config, "lm_head_multiplier")
+        scale /= _number(config, "logits_scaling") * _number(config, "logits_mup_width_multiplier")
+        caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+        softcap = next((cap for name in caps if (cap := getattr(config, name, None))), None)
         return cls(linear.weight, getattr(linear, "bias", None), scale, softcap)
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
@@ -261,6 +292,12 @@ class Head:
         logits = logits if logits.dtype == torch.float64 else logits.float()
         logits = logits if self.scale == 1.0 else logits * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+def _number(config: Any, name: str) -> float:
+    """A factor; 1 where the configuration has none."""
+    value = getattr(config, name, None)
+    return float(value) if isinstance(value, int | float) and value else 1.0
 
 
 def plain_implementation(model: PreTrainedModel) -> str:
@@ -277,54 +314,3 @@ def plain_attention(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(before)
-
-
-@torch.no_grad()
-def packed_forward_gap(
-    model: PreTrainedModel,
-    *,
-    layout_of: Callable[..., Layout] = SharedPrompts,
-    failures: tuple[type[Exception], ...] = _UNPACKED,
-) -> float:
-    """The mean difference in log-probability between the packed forward and the model's own, on a small tree.
-
-    The check that decides whether this architecture may be packed at all: two prompts, four completions of uneven
-    lengths, against each completion with its prompt alone in a row. At each position tokens weigh by their probability:
-    the largest difference of a whole vocabulary is mostly 16-bit rounding of tokens that nothing ever samples.
-
-    Args:
-        layout_of: makes the layout that attention is computed by, called as `SharedPrompts` is.
-        failures: what the packed forward may raise; then the difference is `inf`.
-    """
-    vocabulary = int(model.config.get_text_config().vocab_size)
-    prompts, completions = (5, 3), ((0, 4), (0, 2), (0, 3), (1, 6))
-
-    def ids(count: int, offset: int) -> list[int]:
-        return [(37 * (i + offset) + 11) % vocabulary for i in range(count)]
-
-    rows = [ids(n, p) for p, n in enumerate(prompts)] + [ids(n, 50 + b) for b, (_, n) in enumerate(completions)]
-    positions = [list(range(n)) for n in prompts] + [list(range(prompts[p], prompts[p] + n)) for p, n in completions]
-    layout = layout_of(prompts, [n for _, n in completions], [p for p, _ in completions], device=model.device)
-    flat, where = (torch.tensor(list(chain(*x)), device=model.device) for x in (rows, positions))
-    head = Head.of(model)
-    try:
-        packed_SV = head.logits(Backbone(model)(flat, where, layout)).log_softmax(-1)
-    except failures:
-        return math.inf
-    gaps: list[Tensor] = []
-    start = sum(prompts)
-    with plain_attention(model):
-        for b, (p, n) in enumerate(completions):
-            row = torch.tensor([rows[p] + rows[len(prompts) + b]], device=model.device)
-            plain = model(input_ids=row, use_cache=False).logits[0, prompts[p] :]
-            plain = plain if plain.dtype == torch.float64 else plain.float()
-            plain_NV = plain.log_softmax(-1)
-            gaps.append((plain_NV.exp() * (plain_NV - packed_SV[start : start + n]).abs()).sum(-1))
-            start += n
-    gap = float(torch.cat(gaps).mean())
-    return gap if math.isfinite(gap) else math.inf
-
-
-def packed_tolerance(model: PreTrainedModel) -> float:
-    """The largest `packed_forward_gap` that rounding explains in the model's dtype (norms are float32 in any)."""
-    return {torch.float64: 1e-5, torch.float32: 1e-4}.get(model.dtype, 0.1)

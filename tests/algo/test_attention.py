@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import masking_utils
 
 from groupwise.algo import attention as module
-from groupwise.algo.attention import Lines, Scoring, SharedPrompts, attention
+from groupwise.algo.attention import ATTENTION, Lines, Scoring, SharedPrompts, Window, attention
 
 few = settings(derandomize=True, deadline=None, max_examples=60)
 H, K, D = 4, 2, 3
@@ -132,5 +133,57 @@ def test_what_the_model_passes_on():
     assert torch.equal(out, same)
     with pytest.raises(ValueError, match="needs layout"):
         attention(layer, row, key, key, None)
-    with pytest.raises(NotImplementedError, match="sinks"):
-        attention(layer, row, key, key, None, layout=layout, s_aux=torch.zeros(H))
+    narrow, _ = attention(layer, row, key, key, Window(2), layout=layout, sliding_window=2, position_ids=row)
+    assert torch.equal(narrow[:, :2], out[:, :2]) and not torch.allclose(narrow[:, 2:], out[:, 2:])
+    unnamed, _ = attention(layer, row, key, key, Window(2), layout=layout)  # Qwen2-MoE names it in its mask alone
+    assert torch.equal(unnamed, narrow)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"s_aux": torch.zeros(H)}, "sinks"),
+        ({"attention_mask": torch.zeros(1, 1, 5, 5)}, "a mask that the model makes itself"),
+        ({"sliding_window": 3}, "a sliding window of 3 with a mask of None"),
+        ({"sliding_window": 3, "attention_mask": Window(2)}, "a sliding window of 3 with a mask of 2"),
+        ({"is_causal": False}, "not causal"),
+        ({"dropout": 0.1}, "dropout"),
+        ({"value": torch.zeros(1, K, 5, D + 1)}, "values of another size"),
+        ({"position_bias": torch.zeros(1, H, 5, 5)}, "the attention argument 'position_bias' is not supported"),
+        ({"head_mask": torch.zeros(H)}, "the attention argument 'head_mask' is not supported"),
+        ({"something_new": 1}, "the attention argument 'something_new' is not supported"),
+    ],
+)
+def test_what_a_layout_does_not_compute_is_refused(options: dict, message: str):
+    layer, key = torch.nn.Module(), torch.randn(1, K, 5, D)
+    layer.layer_idx = 0
+    given = {"key": key, "value": key, "attention_mask": None, "layout": SharedPrompts([5]), **options}
+    with pytest.raises(NotImplementedError, match=message):
+        attention(layer, torch.randn(1, H, 5, D), **given)
+
+
+class Config:
+    """What transformers' functions look at."""
+
+    _attn_implementation, sliding_window, attention_chunk_size, is_causal = ATTENTION, 7, 4, True
+
+
+def test_masks_as_transformers_asks_for_them():
+    """By its own functions, packed positions or not."""
+    for positions in (torch.arange(6)[None], torch.tensor([[0, 1, 2, 0, 1, 2]])):
+        rest = {"inputs_embeds": torch.zeros(1, 6, 8), "attention_mask": None, "past_key_values": None}
+        rest |= {"config": Config(), "position_ids": positions}
+        assert masking_utils.create_causal_mask(**rest) is None
+        assert masking_utils.create_causal_mask(**rest | {"attention_mask": torch.ones(1, 6)}) is None
+        assert masking_utils.create_sliding_window_causal_mask(**rest) == Window(7)
+        with pytest.raises(NotImplementedError, match="chunks of 4 tokens"):
+            masking_utils.create_chunked_causal_mask(**rest)
+        for changed in (
+            {"attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0]])},
+            {"or_mask_function": lambda batch, head, query, key: key < 2},
+        ):
+            with pytest.raises(NotImplementedError, match="neither causal nor a sliding window"):
+                masking_utils.create_causal_mask(**rest | changed)
+        both_ways = rest | {"config": type("Encoder", (Config,), {"is_causal": False})()}
+        with pytest.raises(NotImplementedError, match="neither causal nor a sliding window"):
+            masking_utils.create_causal_mask(**both_ways)

@@ -7,7 +7,17 @@ from hypothesis import strategies as st
 
 from forked_samples import distinct_tokens, forked_samples
 from groupwise.algo.attention import SharedPrompts
-from groupwise.algo.batch import MAX_PADDING, MicroBatch, count_loss_tokens, micro_batches, pack, pack_tree
+from groupwise.algo.batch import (
+    MAX_PADDING,
+    MicroBatch,
+    Padded,
+    count_loss_tokens,
+    micro_batches,
+    pack,
+    pack_tree,
+    pad,
+    padded_batches,
+)
 from groupwise.algo.tree import PrefixTree
 from groupwise.types import Sample
 
@@ -53,6 +63,50 @@ def test_the_worked_example():
 def test_behaviour_is_none_unless_all_have_it():
     plain = Sample(prompt_ids=(8,), completion_ids=(9,), mask=(1,))
     assert pack([EXAMPLE[0], plain], [[0], [1]], device="cpu").behaviour_N is None
+
+
+# ---- padded rows ----
+
+
+def test_the_worked_example_in_padded_rows():
+    batch = pad(EXAMPLE, [0, 1, 2], device="cpu")
+    assert batch.layout == Padded(4)
+    assert batch.input_ids_S.tolist() == [5, 6, 7, 2, 5, 6, 3, 0, 8, 9, 4, 2]
+    assert batch.positions_S.tolist() == [0, 1, 2, 3] * 3
+    assert batch.source_N.tolist() == [1, 2, 5, 8, 10]
+    assert batch.target_N.tolist() == [7, 2, 3, 9, 2]
+    assert batch.row_N.tolist() == [0, 0, 1, 2, 2]
+
+
+@few
+@given(samples=batches_of_samples(), budget=st.integers(1, 60))
+def test_padded_batches(samples: list[Sample], budget: int):
+    """Every row once, the padding within the budget, and each loss token predicted by the token before it."""
+    batches = list(padded_batches(samples, token_budget=budget))
+    assert sorted(row for batch in batches for row in batch.rows) == list(range(len(samples)))
+    for batch in batches:
+        assert isinstance(batch.layout, Padded)
+        width, ids = batch.layout.width, batch.input_ids_S.tolist()
+        assert len(ids) == width * len(batch.rows) and (len(ids) <= budget or len(batch.rows) == 1)
+        tokens = iter(zip(batch.source_N.tolist(), batch.target_N.tolist(), batch.row_N.tolist(), strict=True))
+        for b, row in enumerate(batch.rows):
+            sample = samples[row]
+            assert batch.samples[b] is sample
+            whole = [*sample.prompt_ids, *sample.completion_ids]
+            assert ids[b * width :][: len(whole)] == whole
+            for t, trained in enumerate(sample.mask):
+                if trained:
+                    at = b * width + len(sample.prompt_ids) + t
+                    assert next(tokens) == (at - 1, ids[at], b)
+        assert next(tokens, None) is None
+
+
+def test_a_shared_prompt_counts_in_every_padded_row():
+    """32 completions of 2 tokens with a prompt of 100: 164 packed tokens, 3,264 padded ones."""
+    samples = [Sample(prompt_ids=(5,) * 100, completion_ids=(6, 7), mask=(1, 1)) for _ in range(32)]
+    assert len(list(micro_batches(samples, token_budget=300))) == 1
+    sizes = [len(batch.input_ids_S) for batch in padded_batches(samples, token_budget=300)]
+    assert sizes == [204] * 16
 
 
 @few

@@ -498,7 +498,7 @@ def test_a_timeout_in_a_task_cancels_its_request(open_engine):
 
 def test_a_model_that_cannot_be_packed(make_base, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("groupwise.algo.attention._hidden", lambda gap, window: gap < -1)
-    with pytest.raises(ModelError, match="another engine") as caught:
+    with pytest.raises(ModelError, match="cannot run in the local engine") as caught:
         LocalEngine(make_base())
     assert "packed forward" in caught.value.message
 

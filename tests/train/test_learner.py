@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from learner_cases import GROUPS, LORA, SPECS, assert_same, gradients, on_policy, parameters
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from groupwise.algo.loss import resolve_loss
 from groupwise.errors import AdapterError, ConfigError, TrainingError
@@ -286,14 +288,53 @@ def test_a_wrong_packed_forward_falls_back(make_learner, make_samples, monkeypat
 
 def test_a_model_that_cannot_be_packed_falls_back(make_learner, make_samples, monkeypatch):
     def raises(*args, **options):
-        raise NotImplementedError
+        raise NotImplementedError("it is not known how")
 
     expected = make_learner().forward(make_samples(GROUPS))
     monkeypatch.setattr("groupwise.algo.attention.SharedPrompts.attend", raises)
-    with pytest.warns(UserWarning, match="by inf nats"):
+    with pytest.warns(UserWarning, match="its packed forward fails: it is not known how; .* padded rows"):
         fallen = make_learner()
     for row, own in zip(fallen.forward(make_samples(GROUPS)), expected, strict=True):
         assert row == pytest.approx(own, abs=1e-9, nan_ok=True)
+
+
+class Sizes(TorchDispatchMode):
+    """Tokens of each forward that is run within, and rows of the largest tensor with an entry for each token id."""
+
+    def __init__(self, vocabulary: int):
+        super().__init__()
+        self.vocabulary, self.forwards, self.logits = vocabulary, list[int](), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and x.ndim and x.shape[-1] == self.vocabulary:
+                self.logits = max(self.logits, x.numel() // self.vocabulary)
+        if func is torch.ops.aten.embedding.default:
+            self.forwards.append(args[1].numel())
+        return out
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3"])
+def test_padded_rows_keep_to_the_budget_and_all_logits_never_exist(make_base, family: str):
+    """32 completions that share a prompt of 100 tokens, whose packed tokens are 164."""
+    V = 280
+    with pytest.warns(UserWarning, match="padded rows"):
+        learner = Learner(make_base(family, context=128), lora=LoraSpec(rank=2), micro_tokens=300)
+    sample = Sample(
+        prompt_ids=(5,) * 100, completion_ids=(6, 7), mask=(1, 1), advantage=1.0, behaviour_logprobs=(-5.0,) * 2
+    )
+    samples = [replace(sample, completion_ids=(6, 7 + i), advantage=(-1.0) ** i) for i in range(32)]
+    with Sizes(V) as sizes:
+        learner.forward_backward(samples, resolve_loss("grpo"))
+    assert sizes.forwards == [2 * 102] * 16
+    assert sizes.logits == 32  # the head's weight, transposed; logits are of the 4 loss tokens of two rows
+    norm = float(sum(p.grad.norm() ** 2 for p in learner.parameters if p.grad is not None) ** 0.5)
+    learner.zero_grad()
+    learner.set_micro_tokens(100_000)
+    learner.forward_backward(samples, resolve_loss("grpo"))
+    whole = float(sum(p.grad.norm() ** 2 for p in learner.parameters if p.grad is not None) ** 0.5)
+    assert norm == pytest.approx(whole, rel=1e-6) and norm > 0
 
 
 def test_the_base_is_not_touched(make_base, make_samples):

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from groupwise.algo.batch import MicroBatch, micro_batches
-from groupwise.model import Head, LoadedModel, packed_forward_gap, share_weights
+from groupwise.algo.batch import MicroBatch, micro_batches, padded_batches
+from groupwise.model import Head, LoadedModel, share_weights
+from groupwise.packed_check import packed_forward_gap
 from groupwise.train import logprobs
 from groupwise.train.logprobs import fused_logprobs, packed_logprobs, plain_logprobs
 
@@ -47,7 +48,8 @@ def test_packed_equals_the_models_own_forward(base: LoadedModel, make_samples, t
     batches = list(micro_batches(make_samples(GROUPS), token_budget=1000))
     assert len(batches) == 1
     packed, grads = run(model, packed_logprobs, batches, temperature=temperature)
-    plain, plain_grads = run(model, plain_logprobs, batches, temperature=temperature)
+    padded = padded_batches(make_samples(GROUPS), token_budget=40)
+    plain, plain_grads = run(model, plain_logprobs, padded, temperature=temperature)
     assert len(packed) == sum(sum(s.mask) for s in make_samples(GROUPS))
     torch.testing.assert_close(packed, plain, **tolerance(base))
     assert grads.keys() == plain_grads.keys() and len(grads) > 10
@@ -111,7 +113,7 @@ def test_gap_of_a_wrong_attention_is_seen(base: LoadedModel, monkeypatch: pytest
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
 def test_16_bits_pass_the_check(make_base, architecture: str):
-    from groupwise.model import packed_tolerance
+    from groupwise.packed_check import packed_tolerance
 
     for seed in range(3):
         model = share_weights(make_base(architecture, dtype=torch.bfloat16, seed=seed).model)

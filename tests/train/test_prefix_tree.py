@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from learner_cases import SPECS, assert_same, gradients, on_policy
 
 from forked_samples import forked_samples
-from groupwise.algo.batch import MicroBatch, micro_batches, pack, pack_tree
+from groupwise.algo.batch import MicroBatch, micro_batches, pack, pack_tree, pad
 from groupwise.algo.loss import resolve_loss
 from groupwise.algo.prefixes import groups_of
 from groupwise.algo.tree import PrefixTree
@@ -58,7 +58,8 @@ def test_random_forks_are_as_each_alone(make_base, architecture: str):
             bound = 1e-10 * max(1.0, float(grad.abs().max()))
             torch.testing.assert_close(grads[name], grad, rtol=1e-8, atol=bound)
         with torch.no_grad():
-            plain = [plain_logprobs(model, batch) for batch in alone if len(batch.target_N)]
+            padded = [pad(samples, [row], device="cpu") for row in range(len(samples))]
+            plain = [plain_logprobs(model, batch) for batch in padded if len(batch.target_N)]
         torch.testing.assert_close(values, torch.cat([torch.stack(pair, -1) for pair in plain]), **own)
 
     check()

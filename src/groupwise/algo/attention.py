@@ -16,8 +16,9 @@ which is softmax over the concatenation. The online-softmax identity: Milakov & 
 sharing a prefix in the forward: arXiv 2402.05099 (Hydragen).
 
 `attention` is registered with transformers under the name `ATTENTION`; a model whose config names it calls it in every
-layer and passes on the `layout` keyword given to the model's forward. Sliding windows (Gemma, Mistral) and score
-soft-capping (Gemma 2) are honoured; attention sinks are not and raise.
+layer and passes on the `layout` keyword given to the model's forward. `mask` is registered beside it: there the model
+says what each layer's mask is like. Sliding windows (Gemma, Mistral) and score soft-capping (Gemma 2) are honoured.
+Whatever else a layer asks for, such as sinks, chunks or a mask of its own, raises NotImplementedError.
 
 For that, heads come before tokens and groups before both: queries are gathered into [P, K, G, R, C, D], so that a
 prompt's [G*R*C, D] and a completion's [R*C, D] are views of the same memory.
@@ -36,6 +37,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
 
 ATTENTION = "groupwise"
 CPU_FUSED_FROM = 256  # tokens from which the fused CPU kernel's backward beats two matrix products and a softmax
@@ -67,27 +69,80 @@ class Layout(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Window:
+    """The mask of a layer with a sliding window: a token sees itself and the `length - 1` tokens before it."""
+
+    length: int
+
+
+def mask(
+    *,
+    config: Any,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Window | None:
+    """What transformers calls to make a kind of layer's mask: which tokens stand where is the layout's affair, so that
+    only the kind is left. None: causal.
+
+    transformers gives `local_size` for windows and for chunks, which it reads from the configuration, and has
+    `use_vmap` set where a model changes the rule with a function of its own.
+    """
+    padded = attention_mask is not None and not bool(attention_mask.all())
+    if use_vmap or padded or "allow_is_bidirectional_skip" in kwargs:
+        raise NotImplementedError("a mask that is neither causal nor a sliding window is not supported")
+    if local_size is None:
+        return None
+    if local_size in (getattr(config, "attention_chunk_size", None), None):
+        raise NotImplementedError(f"attention within chunks of {local_size} tokens is not supported")
+    return Window(local_size)
+
+
+NO_MATTER = ("position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states")
+
+
 def attention(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Window | Tensor | None,
     *,
     scaling: float | None = None,
     layout: Layout | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The function transformers calls in each layer: query [1, H, S, D], key and value [1, K, S, D] -> [1, S, H, D]."""
+    """The function transformers calls in each layer: query [1, H, S, D], key and value [1, K, S, D] -> [1, S, H, D].
+
+    Raises:
+        NotImplementedError: the layer asks for something that a layout does not compute.
+    """
     if layout is None:
         raise ValueError(
             f"attention '{ATTENTION}' needs layout=...; call the model through train.logprobs or an engine"
         )
+    if not (attention_mask is None or isinstance(attention_mask, Window)):
+        raise NotImplementedError("a mask that the model makes itself is not supported")
+    window = None if attention_mask is None else attention_mask.length
+    if sliding_window not in (None, window):
+        raise NotImplementedError(f"a sliding window of {sliding_window} with a mask of {window} is not supported")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise NotImplementedError("attention that is not causal is not supported")
+    if dropout:
+        raise NotImplementedError("dropout of attention weights is not supported")
     if kwargs.get("s_aux") is not None:
-        raise NotImplementedError("attention sinks are not supported by the packed forward")
-    scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
+        raise NotImplementedError("attention sinks are not supported")
+    if unknown := [name for name, x in kwargs.items() if x is not None and name not in NO_MATTER]:
+        raise NotImplementedError(f"the attention argument {unknown[0]!r} is not supported")
+    if value.shape[-1] != query.shape[-1]:
+        raise NotImplementedError("values of another size than queries and keys are not supported")
+    scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap)
     layer: Any = module.layer_idx
     query_SHD, key_SKD, value_SKD = (x[0].transpose(0, 1) for x in (query, key, value))
     out_SHD = layout.attend(layer, query_SHD, key_SKD, value_SKD, scoring)
@@ -95,6 +150,7 @@ def attention(
 
 
 AttentionInterface.register(ATTENTION, attention)
+AttentionMaskInterface.register(ATTENTION, mask)
 
 
 class Lines:

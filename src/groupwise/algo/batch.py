@@ -25,7 +25,10 @@ several rows, and is a loss token of each that marks it. The first two samples o
     source_N      1 3   | 1   | 5                  rows as they came
     target_N      7 2   | 3   | 9
 
-Shapes: S packed tokens, N loss tokens, B rows (completions) of the micro-batch.
+A model that cannot run packed gets padded rows instead (`padded_batches`): every prompt with its completion in a row of
+its own, the rows of a micro-batch as wide as its longest, one after the other in `input_ids_S`.
+
+Shapes: S packed tokens (or padded ones), N loss tokens, B rows (completions) of the micro-batch.
 """
 
 from __future__ import annotations
@@ -50,6 +53,13 @@ MAX_PADDING = 4  # a micro-batch's grid of prompts and completions, as attention
 
 
 @dataclass(frozen=True)
+class Padded:
+    """Instead of a layout: rows of `width` tokens each, padded on the right, for the model's own attention."""
+
+    width: int
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """What one forward and backward pass works on. `rows` are indices into the list of samples it was cut from."""
 
@@ -57,7 +67,7 @@ class MicroBatch:
     rows: tuple[int, ...]
     input_ids_S: Tensor
     positions_S: Tensor
-    layout: Layout
+    layout: Layout | Padded
     source_N: Tensor
     target_N: Tensor
     row_N: Tensor
@@ -240,7 +250,7 @@ def pack_tree(
 def _micro_batch(
     samples: Sequence[Sample],
     rows: Sequence[int],
-    layout: Layout,
+    layout: Layout | Padded,
     columns: Sequence[list[int]],
     device: torch.device | str,
 ) -> MicroBatch:
@@ -256,6 +266,44 @@ def _micro_batch(
         target_N=target_N,
         row_N=row_N,
     )
+
+
+def padded_batches(
+    samples: Sequence[Sample], *, token_budget: int, device: torch.device | str = "cpu"
+) -> Iterator[MicroBatch]:
+    """Cut samples into micro-batches of padded rows, of at most `token_budget` tokens with the padding.
+
+    A single sample that is longer is still one micro-batch. Rows are taken in order of length, so that there is little
+    padding.
+    """
+    lengths = [len(sample.prompt_ids) + len(sample.completion_ids) for sample in samples]
+    batch: list[int] = []
+    for row in sorted(range(len(samples)), key=lengths.__getitem__):
+        if batch and (len(batch) + 1) * lengths[row] > token_budget:
+            yield pad(samples, batch, device=device)
+            batch = []
+        batch.append(row)
+    if batch:
+        yield pad(samples, batch, device=device)
+
+
+def pad(samples: Sequence[Sample], rows: Sequence[int], *, device: torch.device | str) -> MicroBatch:
+    """One micro-batch of these rows, each padded to the longest of them."""
+    whole = [(*samples[row].prompt_ids, *samples[row].completion_ids) for row in rows]
+    width = max(map(len, whole))
+    ids = [token for line in whole for token in (*line, *(0 for _ in range(width - len(line))))]
+    source: list[int] = []
+    target: list[int] = []
+    row_of: list[int] = []
+    for b, row in enumerate(rows):
+        sample, before = samples[row], b * width + len(samples[row].prompt_ids) - 1
+        for i, (token, trained) in enumerate(zip(sample.targets or sample.completion_ids, sample.mask, strict=True)):
+            if trained:
+                source.append(before + i)
+                target.append(token)
+                row_of.append(b)
+    positions = [*range(width)] * len(rows)
+    return _micro_batch(samples, rows, Padded(width), (ids, positions, source, target, row_of), device)
 
 
 def _batches_of_groups(samples: Sequence[Sample], rows: Sequence[int], token_budget: int) -> Iterator[list[list[int]]]:

@@ -39,7 +39,8 @@ from groupwise.algo.attention import Layout
 from groupwise.backbone import After, Backbone, Before, RmsNorm, norm, scoring_of
 from groupwise.engine.graphs import Carry, Graphs, Heads, Recorder, Step, bucket_of, cuda_recorder, mapped
 from groupwise.engine.lora import AdapterBank, Products, multiply
-from groupwise.model import Head, packed_tolerance
+from groupwise.model import Head
+from groupwise.packed_check import packed_tolerance
 
 
 class Weights(NamedTuple):

@@ -44,7 +44,8 @@ from groupwise.engine.prefix_cache import Kept, PrefixCache
 from groupwise.engine.rows import Job, Rows
 from groupwise.engine.sampling import sample_tokens, scaled_logprobs, uniforms
 from groupwise.errors import AdapterNotFoundError, ConfigError, ContextLengthError, GroupwiseError, ModelError
-from groupwise.model import Head, LoadedModel, packed_forward_gap, packed_tolerance, share_weights
+from groupwise.model import Head, LoadedModel, share_weights
+from groupwise.packed_check import why_not_packed
 from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingRequest
 
 PREFILL_TOKENS = 8192  # prompt tokens prefilled in one forward, counting the padding to the longest of them
@@ -71,7 +72,7 @@ class LocalEngine:
 
     Raises:
         ConfigError: reserved_rows or draft_tokens is out of range.
-        ModelError: this architecture cannot run packed (the check of `model.packed_forward_gap` failed).
+        ModelError: this architecture cannot run packed (`packed_check.why_not_packed`).
     """
 
     def __init__(
@@ -86,12 +87,10 @@ class LocalEngine:
         threads: int | None = None,
     ):
         self._base, self._model = base, share_weights(base.model)
-        gap, tolerance = packed_forward_gap(self._model), packed_tolerance(self._model)
-        if not gap <= tolerance:
+        if why := why_not_packed(self._model):
             raise ModelError(
-                f"{type(self._model).__name__} cannot run in the local engine: its packed forward differs from its own "
-                f"by {gap:.3g} nats (tolerance {tolerance:g})",
-                hint="sample it with another engine",
+                f"{type(self._model).__name__} cannot run in the local engine: {why}",
+                hint="use a model whose layers attend to all earlier tokens or to a sliding window",
             )
         if not 0 <= reserved_rows < max_rows:
             raise ConfigError(f"reserved_rows is {reserved_rows}; it must be at least 0 and less than {max_rows}")

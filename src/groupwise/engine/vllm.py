@@ -37,7 +37,8 @@ from groupwise.errors import (
     GroupwiseError,
     ModelError,
 )
-from groupwise.model import LoadedModel, packed_tolerance
+from groupwise.model import LoadedModel
+from groupwise.packed_check import packed_tolerance
 from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingParams, SamplingRequest
 
 SEEDS = (1 << 62) - 1  # vLLM's are 63 bits wide, and completion j adds j

@@ -14,7 +14,7 @@ from groupwise.engine.vllm_handshake import linear_names
 from groupwise.engine.vllm_server import Launch, Shape, launch_of
 from groupwise.engine.vllm_sync import Reference
 from groupwise.errors import ConfigError, ModelError
-from groupwise.model import STARTER, STARTER_DIR, LoadedModel, resolve_device, resolve_dtype
+from groupwise.model import STARTER, STARTER_DIR, LoadedModel, context_length, resolve_device, resolve_dtype
 
 
 def open_vllm(config: RunConfig, base: LoadedModel, reference: Reference) -> VllmEngine:
@@ -64,7 +64,7 @@ def shape_of(
     return Shape(
         model=str(STARTER_DIR) if name == STARTER else name,
         dtype=str(model.dtype).removeprefix("torch."),
-        context_length=int(getattr(model.config.get_text_config(), "max_position_embeddings", 1 << 20)),
+        context_length=context_length(model.config),
         rank=rank,
         targets=linear_names(model, targets),
         rows=rows,

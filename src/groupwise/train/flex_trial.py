@@ -3,7 +3,7 @@
 What the kernels support (head sizes, types, GPUs, versions of Triton) changes with each torch, so nothing of it is
 written down here. On the model's first use
 
-    the packed forward with it is compared with the model's own, as every packed forward is (`model.packed_forward_gap`)
+    the packed forward with it is compared with the model's own, as every packed forward is (`packed_check`)
     each kind of layer that this meets is compared with `SharedPrompts`, output and gradients, on random rows of two
     lengths: for the first torch compiles kernels of their own, for the second those for rows of any length
 
@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from groupwise.algo.attention import Layout, Scoring, SharedPrompts
 from groupwise.algo.flex import Forest
-from groupwise.model import packed_forward_gap, packed_tolerance
+from groupwise.packed_check import packed_forward_gap, packed_tolerance
 
 PROMPTS, COMPLETIONS, OWNERS = (300, 150), (130, 0, 90, 160), (0, 0, 0, 1)  # tokens: tiles of every kind
 LENGTHS = (1, 2)  # times these
@@ -46,7 +46,7 @@ def trouble(model: PreTrainedModel, *, checkpointing: bool) -> str | None:
     """What goes wrong when it is tried; None if nothing does."""
     layout_of, tolerance = partial(_Compared, checkpointing=checkpointing), packed_tolerance(model)
     try:
-        gap = packed_forward_gap(model, layout_of=layout_of, failures=())
+        gap = packed_forward_gap(model, layout_of=layout_of)
     except Exception as error:  # compilers raise all kinds
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     if gap <= tolerance:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -30,14 +31,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from groupwise.algo.batch import MicroBatch, count_loss_rows, count_loss_tokens, micro_batches, side_by_side
+from groupwise.algo.batch import (
+    MicroBatch,
+    count_loss_rows,
+    count_loss_tokens,
+    micro_batches,
+    padded_batches,
+    side_by_side,
+)
 from groupwise.algo.kl import kl_metrics, measured_rows
 from groupwise.algo.layouts import FLEX, MERGED, Layouts
 from groupwise.algo.loss import LossInputs, LossSpec, policy_loss
 from groupwise.algo.loss_metrics import combined
 from groupwise.backbone import is_lean
-from groupwise.errors import ConfigError, TrainingError
-from groupwise.model import LoadedModel, packed_forward_gap, packed_tolerance, plain_implementation, share_weights
+from groupwise.errors import ConfigError, ContextLengthError, ModelError, TrainingError
+from groupwise.model import LoadedModel, longest_row, plain_implementation, share_weights
+from groupwise.packed_check import head_gap, packed_tolerance, why_not_packed
 from groupwise.train.batch_step import train_on_batch
 from groupwise.train.flex_trial import why_not_flex
 from groupwise.train.lanes import Lanes
@@ -88,7 +97,8 @@ class Learner:
     Args:
         base: the loaded model. An adapter goes into a module tree of the learner's own; `base` is not touched.
         lora: the adapter, or None to train every parameter of `base` itself.
-        micro_tokens: token budget of a micro-batch (packed tokens, those that samples share counted once).
+        micro_tokens: token budget of a micro-batch: packed tokens, those that samples share counted once; where the
+            model cannot run packed, tokens of padded rows.
         attention: how it is computed over packed rows, `merged` or `flex` (`algo.layouts`).
         autocast: run the forward in this type over float32 weights (mixed precision); None: in the weights' own.
         reference: what KLs are measured against.
@@ -96,6 +106,7 @@ class Learner:
 
     Raises:
         ConfigError: the adapter does not fit the model, or all parameters are to be trained in 16 bits.
+        ModelError: the model's logits are not what its LM head makes of its last hidden states.
     """
 
     def __init__(
@@ -411,15 +422,21 @@ class Learner:
         return self.packed and is_lean(self.model)
 
     def _verify_packed(self) -> bool:
-        gap, tolerance = packed_forward_gap(self.model), packed_tolerance(self.model)
-        if gap <= tolerance:
+        why = why_not_packed(self.model)
+        if why is None:
             return True
         warnings.warn(
-            f"{type(self.model).__name__}: the packed forward differs from the model's own by {gap:.3g} nats "
-            f"(tolerance {tolerance:g}); training uses padded rows instead, which is correct and several times slower",
+            f"{type(self.model).__name__} cannot be trained in packed rows: {why}; training uses padded rows instead, "
+            "which is correct and several times slower",
             stacklevel=3,
         )
         self.model.set_attn_implementation(plain_implementation(self.model))
+        if (gap := head_gap(self.model)) > packed_tolerance(self.model):
+            raise ModelError(
+                f"{type(self.model).__name__} cannot be trained: its logits differ by {gap:.3g} nats from those of its "
+                "LM head on its last hidden states",
+                hint="use another model: this one does something between the two that is not known here",
+            )
         return False
 
     def _try_flex(self, *, checkpointing: bool) -> Layouts:
@@ -437,10 +454,23 @@ class Learner:
     def _cut(self, samples: Sequence[Sample]) -> tuple[int, Iterator[MicroBatch]]:
         """How many micro-batches to run at once, and all of them."""
         budget, device, layouts = self.micro_tokens, self.device, self.layouts
+        self._check_lengths(samples)
+        if not self.packed:
+            return 1, padded_batches(samples, token_budget=budget, device=device)
         if self._lanes.most == 1:
             return 1, micro_batches(samples, token_budget=budget, device=device, layouts=layouts)
         lanes = self._lanes.most
         return side_by_side(samples, token_budget=budget, lanes=lanes, device=device, layouts=layouts)
+
+    def _check_lengths(self, samples: Sequence[Sample]) -> None:
+        longest = longest_row(self.model.config.get_text_config()) or sys.maxsize
+        for sample in samples:
+            if (length := len(sample.prompt_ids) + len(sample.completion_ids)) > longest:
+                raise ContextLengthError(
+                    f"a sample has {length} tokens; beyond {longest} the rotary positions of {self.base.name} depend "
+                    "on the length of the row, so that its tokens have no log-probability of their own",
+                    hint=f"train on samples of {longest} tokens at most, prompt and completion together",
+                )
 
     def _logprobs(
         self, batch: MicroBatch, temperature: float, *, model: PreTrainedModel | None = None

@@ -12,8 +12,8 @@ Forward keeps h, logsumexp and entropy, N numbers each; backward computes the ti
 
 so a [N, V] tensor exists for one tile at a time only. (The idea: Liger kernel, arXiv 2410.10989.)
 
-`plain_logprobs` is the same quantity by the model's own forward on padded rows: the reference that the fast path is
-checked against when a model is first used, and what runs, loudly, where that check fails.
+`plain_logprobs` is the same quantity by the model's own attention on padded rows: what runs, loudly, where a model
+cannot run packed (`packed_check`).
 
 Shapes: S packed tokens, N loss tokens, H hidden size, V vocabulary.
 """
@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from groupwise.algo.batch import MicroBatch
-from groupwise.backbone import Backbone
+from groupwise.algo.batch import MicroBatch, Padded
+from groupwise.backbone import Backbone, decoder_of
 from groupwise.model import Head, plain_attention
 from groupwise.train.lora import project_with_lora
 
@@ -112,27 +112,17 @@ def fused_logprobs(
 
 def packed_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """The one forward. -> (logprobs_N, entropy_N), float32 (float64 for a float64 model)."""
+    assert not isinstance(batch.layout, Padded)
     hidden_SH = Backbone(model, project_with_lora)(batch.input_ids_S, batch.positions_S, batch.layout)
     hidden_NH = hidden_SH.index_select(0, batch.source_N)
     return fused_logprobs(hidden_NH, Head.of(model), batch.target_N, temperature=temperature)
 
 
 def plain_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """The same by padded rows, the prompt repeated for each completion, and the whole [B, T, V] of logits."""
-    rows = [(*s.prompt_ids, *s.completion_ids) for s in batch.samples]
-    width = max(len(row) for row in rows)
-    device = batch.input_ids_S.device
-    ids_BT = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
-    at = [
-        (b, len(s.prompt_ids) + t - 1)
-        for b, s in enumerate(batch.samples)
-        for t, trained in enumerate(s.mask)
-        if trained
-    ]
-    at_N2 = torch.tensor(at, dtype=torch.long, device=device).view(-1, 2)
-    with plain_attention(model):
-        logits_BTV = model(input_ids=ids_BT, use_cache=False).logits  # causal: nothing looks at the padding
-    logits = logits_BTV[at_N2[:, 0], at_N2[:, 1]]
-    z = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
-    logp = z.log_softmax(-1)
-    return logp.gather(-1, batch.target_N[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    """The same for a micro-batch of padded rows, by the model's own forward up to the LM head."""
+    assert isinstance(batch.layout, Padded)
+    ids_BT = batch.input_ids_S.view(-1, batch.layout.width)
+    with plain_attention(model):  # causal: nothing looks at the padding
+        hidden_BTH = decoder_of(model)(input_ids=ids_BT, use_cache=False).last_hidden_state
+    hidden_NH = hidden_BTH.flatten(0, 1).index_select(0, batch.source_N)
+    return fused_logprobs(hidden_NH, Head.of(model), batch.target_N, temperature=temperature)

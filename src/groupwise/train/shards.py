@@ -32,12 +32,12 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from groupwise.algo.batch import MicroBatch, micro_batches
+from groupwise.algo.batch import MicroBatch, pack, pad
 from groupwise.errors import ConfigError
 from groupwise.model import LoadedModel
 from groupwise.train.learner import Listener, Metrics
 from groupwise.train.learner_state import is_sharded
-from groupwise.train.logprobs import packed_logprobs
+from groupwise.train.logprobs import packed_logprobs, plain_logprobs
 from groupwise.train.parallel import ParallelLearner, Term
 from groupwise.train.ranks import Ranks
 from groupwise.train.sharded_state import load_shards, load_whole, save_shards
@@ -137,19 +137,16 @@ class ShardedLearner(ParallelLearner):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         self._run: Any = self.model
-        if self.packed:
-            self._run.packed_logprobs = MethodType(packed_logprobs, self.model)
-            register_fsdp_forward_method(self.model, "packed_logprobs")
+        self._run.logprobs = MethodType(packed_logprobs if self.packed else plain_logprobs, self.model)
+        register_fsdp_forward_method(self.model, "logprobs")
         if not self.ranks.leads:
             self.base.model.to("meta")  # pyright: ignore[reportArgumentType]
 
     def _logprobs(
         self, batch: MicroBatch, temperature: float, *, model: PreTrainedModel | None = None
     ) -> tuple[Tensor, Tensor]:
-        if not self.packed:
-            return super()._logprobs(batch, temperature, model=model)
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            return self._run.packed_logprobs(batch, temperature=temperature)
+            return self._run.logprobs(batch, temperature=temperature)
 
     def _cut(self, samples: Sequence[Sample]) -> tuple[int, Iterator[MicroBatch]]:
         """One at a time, and as many with something to predict as any rank has."""
@@ -157,7 +154,8 @@ class ShardedLearner(ParallelLearner):
         batches = list(cut)
         passes = self.ranks.gather(sum(bool(len(b.target_N)) for b in batches), phase="counting micro-batches")
         missing = max(passes) - passes[self.ranks.rank]
-        (nothing,) = micro_batches([NOTHING], token_budget=1, device=self.device)
+        device = self.device
+        nothing = pack([NOTHING], [[0]], device=device) if self.packed else pad([NOTHING], [0], device=device)
         return lanes, iter([*batches, *[_unnamed(nothing)] * missing])
 
     def _frozen(

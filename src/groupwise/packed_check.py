@@ -1,0 +1,217 @@
+"""Whether a model may run packed: found out by comparing the packed forward with the model's own, before any use.
+
+    why_not_packed(model)     None, or the reason in words
+
+Two comparisons. The model itself, on a few short rows: its weights, its type, its device. And where its configuration
+names lengths at which its attention changes (a sliding window, a chunk, a scale that grows with the position), a small
+random model of the same configuration in which these lengths are a few tokens and all rows are longer. What a length
+does is the same code whatever the number is, so this says at once what rows of 8,192 tokens would say in minutes.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from groupwise.algo.attention import Layout, SharedPrompts
+from groupwise.backbone import Backbone, decoder_of
+from groupwise.model import Head, longest_row, plain_attention, share_weights
+
+Lines = Sequence[tuple[int, int]]  # of completions: whose prompt, and how many tokens
+
+SHORT: tuple[Sequence[int], Lines] = ((5, 3), ((0, 4), (0, 2), (0, 3), (1, 6)))  # tokens of prompts, completions
+LONG: tuple[Sequence[int], Lines] = ((13, 8), ((0, 9), (0, 1), (0, 14), (1, 17)))
+LENGTH = 5  # tokens that every length of the small model is: less than any row of LONG
+
+# Settings of transformers' configurations that are lengths or positions.
+_LENGTHS = re.compile(
+    r"(.*_)?(window|window_size|window_len|chunk_size|chunk_length|local_attention|floor|floor_scale|extent|"
+    r"max_distance|block_size|index_topk|topk_blocks|original_max_position_embeddings)"
+)
+_MOST_LAYERS = 8
+_HEADS = 2  # key-value heads, and queries of each, at most
+_WIDTH = 32  # features of an MLP
+_VOCABULARY = 101
+
+
+def packed_tolerance(model: PreTrainedModel) -> float:
+    """The largest `packed_forward_gap` that rounding explains in the model's dtype (norms are float32 in any)."""
+    return {torch.float64: 1e-5, torch.float32: 1e-4}.get(model.dtype, 0.1)
+
+
+def why_not_packed(model: PreTrainedModel) -> str | None:
+    """Why this model, made by `model.share_weights`, cannot run packed; None if it can."""
+    why = _difference(model, SHORT)
+    unsure = why is not None and _may_choose_other_experts(model)
+    if why is not None and not unsure:
+        return why
+    if not unsure and not list(_lengths(model.config.get_text_config())):
+        return None
+    try:
+        twin = small_twin(model)
+    except Exception as error:  # an architecture that is not made of what its configuration says, as others are
+        return why or f"what it does at the lengths that its configuration names cannot be tried ({_said(error)})"
+    beyond = _difference(twin, LONG)
+    return beyond and (why or f"{beyond}, in rows beyond the lengths that its configuration names")
+
+
+def _may_choose_other_experts(model: PreTrainedModel) -> bool:
+    """Whether rounding alone can make a large difference: it chooses other experts for a token whose router hesitates.
+    Then the small model decides, in float32."""
+    return model.dtype.itemsize == 2 and any(name.endswith(".experts") for name, _ in model.named_modules())
+
+
+def _difference(model: PreTrainedModel, rows: tuple[Sequence[int], Lines]) -> str | None:
+    try:
+        gap, tolerance = packed_forward_gap(model, rows=rows), packed_tolerance(model)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of a model's code, which knows nothing of packed rows
+        return f"its packed forward fails: {_said(error)}"
+    if gap <= tolerance:
+        return None
+    return f"its packed forward differs from its own by {gap:.3g} nats (tolerance {tolerance:g})"
+
+
+def _said(error: Exception) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return text if isinstance(error, NotImplementedError) and text else f"{type(error).__name__}: {text}"
+
+
+@torch.no_grad()
+def packed_forward_gap(
+    model: PreTrainedModel,
+    *,
+    rows: tuple[Sequence[int], Lines] = SHORT,
+    layout_of: Callable[..., Layout] = SharedPrompts,
+) -> float:
+    """The mean difference in log-probability between the packed forward and the model's own, on a small tree.
+
+    Prompts with completions of uneven lengths, against each completion with its prompt alone in a row. At each position
+    tokens weigh by their probability: the largest difference of a whole vocabulary is mostly 16-bit rounding of tokens
+    that nothing ever samples.
+
+    Args:
+        rows: tokens of each prompt, and of each completion with the index of its prompt.
+        layout_of: makes the layout that attention is computed by, called as `SharedPrompts` is.
+
+    Raises:
+        NotImplementedError: attention asks for something that no layout computes. Or what the model raises.
+    """
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    prompts, completions = rows
+
+    def ids(count: int, offset: int) -> list[int]:
+        return [(37 * (i + offset) + 11) % vocabulary for i in range(count)]
+
+    lines = [ids(n, p) for p, n in enumerate(prompts)] + [ids(n, 50 + b) for b, (_, n) in enumerate(completions)]
+    positions = [list(range(n)) for n in prompts] + [list(range(prompts[p], prompts[p] + n)) for p, n in completions]
+    layout = layout_of(prompts, [n for _, n in completions], [p for p, _ in completions], device=model.device)
+    flat, where = (torch.tensor(list(chain(*x)), device=model.device) for x in (lines, positions))
+    packed_SV = Head.of(model).logits(Backbone(model)(flat, where, layout)).log_softmax(-1)
+    gaps: list[Tensor] = []
+    start = sum(prompts)
+    with plain_attention(model):
+        for b, (p, n) in enumerate(completions):
+            row = torch.tensor([lines[p] + lines[len(prompts) + b]], device=model.device)
+            plain = model(input_ids=row, use_cache=False).logits[0, prompts[p] :]
+            plain = plain if plain.dtype == torch.float64 else plain.float()
+            plain_NV = plain.log_softmax(-1)
+            gaps.append((plain_NV.exp() * (plain_NV - packed_SV[start : start + n]).abs()).sum(-1))
+            start += n
+    gap = float(torch.cat(gaps).mean())
+    return gap if math.isfinite(gap) else math.inf
+
+
+@torch.no_grad()
+def head_gap(model: PreTrainedModel) -> float:
+    """The mean difference between the log-probabilities of a model and those of its `Head` on a short row, weighed as
+    above."""
+    ids = torch.arange(1, 9, device=model.device)[None]
+    with plain_attention(model):
+        hidden_TH = decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state[0]
+        own_TV = model(input_ids=ids, use_cache=False).logits[0]
+    logits_TV = Head.of(model).logits(hidden_TH)
+    if logits_TV.shape != own_TV.shape:
+        return math.inf
+    own_TV = own_TV.to(logits_TV.dtype).log_softmax(-1)
+    gap = float((own_TV.exp() * (own_TV - logits_TV.log_softmax(-1)).abs()).sum(-1).mean())
+    return gap if math.isfinite(gap) else math.inf
+
+
+# -- the small model ---------------------------------------------------------------------------------------------------
+
+
+def small_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """A random float32 model of the class and configuration of `model`, one layer of each kind, narrow, in which every
+    length is `LENGTH` tokens."""
+    config = copy.deepcopy(model.config)
+    text = config.get_text_config()
+    for part in (getattr(config, name, None) for name in config.sub_configs):
+        if part is not None and part is not text and getattr(part, "num_hidden_layers", 0):
+            part.num_hidden_layers = 1
+    _cut_layers(text)
+    _narrow(text)
+    for settings, name in list(_lengths(text)):
+        settings[name] = 2 if "topk" in name else LENGTH  # of the best, which may be blocks
+    forked = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(forked), torch.device(model.device):
+        torch.manual_seed(0)
+        twin = type(model)(config).float().eval().requires_grad_(False)
+        for parameter in twin.parameters():
+            if parameter.ndim > 1:  # large enough that who attends to whom changes every logit
+                parameter.normal_(0.0, 2.0 * min(parameter.shape[-2:]) ** -0.5)
+    return share_weights(twin)
+
+
+def _lengths(config: Any) -> Iterator[tuple[MutableMapping[str, Any], str]]:
+    """The lengths at which attention changes, each as (the settings that have it, its name)."""
+    parts: list[MutableMapping[str, Any]] = [vars(config)]
+    grows = longest_row(config) is not None
+    for settings in parts:
+        parts.extend(value for value in settings.values() if isinstance(value, dict))
+        for name, value in settings.items():
+            kept = grows and name == "original_max_position_embeddings"  # no row is longer
+            if isinstance(value, int) and value > 1 and _LENGTHS.fullmatch(name) and not kept:
+                yield settings, name
+
+
+def _cut_layers(config: Any) -> None:
+    """Leave one layer of each kind that the lists of the configuration, an entry a layer, tell apart."""
+    count = int(config.num_hidden_layers)
+    lists = {k: v for k, v in vars(config).items() if isinstance(v, list | tuple) and len(v) == count}
+    kinds: dict[str, int] = {}
+    for layer in range(count):
+        kinds.setdefault(repr([values[layer] for values in lists.values()]), layer)
+    kept = list(kinds.values())[:_MOST_LAYERS] if lists else list(range(min(count, _MOST_LAYERS)))
+    kept = kept if len(kept) > 1 else [*kept, *range(kept[0] + 1, min(kept[0] + 2, count))]
+    for name, values in lists.items():
+        setattr(config, name, type(values)(values[layer] for layer in kept))
+    config.num_hidden_layers = len(kept)
+
+
+def _narrow(config: Any) -> None:
+    """Fewer heads of the same size, narrow MLPs, a small vocabulary."""
+    heads, given = int(config.num_attention_heads), vars(config)
+    shared = int(given.get("num_key_value_heads") or heads)
+    keys = min(shared, _HEADS)
+    queries = keys * min(heads // shared, _HEADS)
+    config.hidden_size = queries * int(given.get("head_dim") or config.hidden_size // heads)
+    config.num_attention_heads = queries
+    if given.get("num_key_value_heads"):
+        config.num_key_value_heads = keys
+    for name, value in given.items():
+        if name.endswith(("intermediate_size", "ffn_dim", "n_inner")) and isinstance(value, int):
+            setattr(config, name, _WIDTH)
+        if name.startswith("vocab_size") and value:
+            setattr(config, name, _VOCABULARY)
+    if getattr(config, "pad_token_id", None) is not None:
+        config.pad_token_id = 0
