@@ -63,6 +63,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "no_rope_layers": [1, 0],
         "moe_layers": [],
     },
+    "mamba": {"state_size": 4},
     "phi3": {},
     "qwen2": {},
     "mistral": {"head_dim": 8},

@@ -205,7 +205,8 @@ def adapted_modules(model: PreTrainedModel, targets: str | Sequence[str]) -> lis
     ours = {id(module) for module in text.modules()}
     modules = {name: module for name, module in every.items() if id(module) in ours or module is head}
     if targets == ALL_LINEAR:
-        chosen = [n for n, m in modules.items() if is_linear(m) and m is not head and not _is_routed(n, every)]
+        chosen = [name for name, module in modules.items() if is_linear(module) and module is not head]
+        chosen = [name for name in chosen if not (_is_routed(name, every) or _is_passed_over(model, name))]
         if not chosen:
             raise ConfigError(f"train.lora.targets: {type(model).__name__} has no linear layer that {ALL_LINEAR} means")
         return chosen
@@ -217,7 +218,7 @@ def adapted_modules(model: PreTrainedModel, targets: str | Sequence[str]) -> lis
         if not found:
             raise _not_found(model, target)
         for name in found:
-            if modules[name] is head or not is_linear(modules[name]):
+            if modules[name] is head or not is_linear(modules[name]) or _is_passed_over(model, name):
                 raise _not_adapted(model, target, name, modules[name])
         wanted.update(found)
     return [name for name in modules if name in wanted]
@@ -248,6 +249,13 @@ def _is_routed(name: str, modules: Mapping[str, nn.Module]) -> bool:
     return False
 
 
+def _is_passed_over(model: PreTrainedModel, name: str) -> bool:
+    """Whether the kernels of a state-space layer take this module's weight without calling it, and so without its
+    adapter. PEFT refuses it too."""
+    kernels = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
+    return model.config.model_type in kernels and _names("out_proj", name)
+
+
 def _not_found(model: PreTrainedModel, target: str) -> ConfigError:
     tensor = next((name for name, _ in model.named_parameters() if _names(target, name)), None)
     if tensor is None:
@@ -261,6 +269,8 @@ def _not_found(model: PreTrainedModel, target: str) -> ConfigError:
 def _not_adapted(model: PreTrainedModel, target: str, name: str, module: nn.Module) -> ConfigError:
     if module is model.get_output_embeddings():
         why = "is the LM head, which takes no adapter here"
+    elif is_linear(module):
+        why = f"is {name}, whose weight the kernels of {model.config.model_type} take without its adapter"
     else:
         experts = _EXPERTS if "experts" in name.split(".") else ""
         why = f"is {name}, which is of type {type(module).__name__} and not a linear layer{experts}"

@@ -191,6 +191,22 @@ def test_experts_and_routers_that_cannot_be_adapted(make_base, family: str, targ
     assert [name for name, _ in model.named_parameters()] == before
 
 
+@PADDED
+def test_what_kernels_take_without_its_adapter_has_none(make_base, tmp_path: Path):
+    """As PEFT has it."""
+    base = make_base("mamba")
+    learner = Learner(base, lora=LoraSpec(rank=2))
+    assert {name.rpartition(".lora_")[0].rpartition(".")[2] for name in lora_tensors(learner.model)} == {
+        "in_proj",
+        "x_proj",
+        "dt_proj",
+    }
+    learner.save_adapter(tmp_path)
+    peft.PeftModel.from_pretrained(make_base("mamba").model, str(tmp_path))
+    with pytest.raises(ConfigError, match="whose weight the kernels of mamba take without its adapter"):
+        add_lora(share_weights(base.model), LoraSpec(targets=["in_proj", "out_proj"]), seed=0)
+
+
 def test_a_router_that_is_a_linear_layer_is_adapted_where_it_is_named(make_base):
     model = share_weights(make_base("qwen2_moe").model)
     add_lora(model, LoraSpec(targets=["shared_expert_gate"]), seed=0)
