@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from groupwise.algo.advantage import AdvantageSpec, has_signal, with_advantages
 from groupwise.batches import Batches, Pace
@@ -17,7 +20,7 @@ from groupwise.errors import DataError, RewardError
 from groupwise.play import SingleTurn
 from groupwise.replay import ReplayBuffer, RerollQueue
 from groupwise.rollout import Collected, samples_of
-from groupwise.types import PolicyVersion, Prompt, RolloutGroup, SamplingParams
+from groupwise.types import PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams
 
 BASE = PolicyVersion.base()
 
@@ -53,9 +56,9 @@ def prompts(kinds: Sequence[str], *, length: int = 5) -> list[Prompt]:
 def batches(
     engine: LocalEngine, kinds: Sequence[str] | Sequence[Prompt], pace: dict | None = None, **options
 ) -> Batches:
-    given = [p for p in kinds if isinstance(p, Prompt)] or prompts([str(k) for k in kinds])
-    settings = {
-        "source": PromptSource(given, shuffle=False),
+    listed = [p for p in kinds if isinstance(p, Prompt)] or prompts([str(k) for k in kinds])
+    arguments = {
+        "source": PromptSource(listed, shuffle=False),
         "play": SingleTurn(engine, engine._base.tokenizer),
         "score": by_kind,
         "context_length": engine.context_length,
@@ -64,7 +67,7 @@ def batches(
         "pace": Pace(**{"prompts_per_step": 3, "steps": 100, "refill": 2.0, **(pace or {})}),
         "seed": 0,
     }
-    return Batches(**{**settings, **options})
+    return Batches(**{**arguments, **options})
 
 
 async def one_step(chosen: Batches, *, chunk: int = 0) -> list[list[RolloutGroup]]:
@@ -247,13 +250,116 @@ def test_without_syncs_the_policy_stays_and_sampling_is_bounded(engine):
     assert all(len(collected.groups) == 2 and flying <= 6 for collected, flying in steps)
 
 
-def test_a_group_that_became_too_old_is_sampled_again(engine):
+def test_a_step_waits_for_the_group_that_would_be_too_old_for_the_next(engine):
+    """Two steps may use the slow group. The first takes one that is there instead, the second waits for it."""
     pace = {"prompts_per_step": 1, "steps": 8, "staleness": 1, "in_rounds": False}
-    chosen = batches(engine, ["slow", *["mixed"] * 7], pace)
-    steps = overlapped(chosen, 8, interval=1)
-    trained = [n for collected, _ in steps for n in numbers(collected.groups)]
-    assert sum(collected.stale for collected, _ in steps) >= 1
-    assert len(trained) == len(set(trained)) and all(age <= 1 for collected, _ in steps for age in collected.ages)
+    ended = asyncio.Event()
+
+    async def slow_first(group: RolloutGroup) -> RolloutGroup:
+        if group.prompt.columns["number"] == 0:
+            await ended.wait()
+        return await by_kind(group)
+
+    chosen = batches(engine, ["mixed"] * 8, pace, score=slow_first)
+
+    async def run() -> list[Collected]:
+        await one_step(chosen)
+        found = [chosen.collected]
+        chosen.sync(BASE, step=1)
+        waiting = asyncio.create_task(one_step(chosen))
+        while any(flight.group is None for flight in chosen._flights[1:]):
+            await asyncio.sleep(0.01)
+        assert not waiting.done()
+        ended.set()
+        await waiting
+        found.append(chosen.collected)
+        for step in range(3, 9):
+            chosen.sync(BASE, step=step - 1)
+            await one_step(chosen)
+            found.append(chosen.collected)
+        return found
+
+    steps = asyncio.run(run())
+    assert [numbers(collected.groups) for collected in steps[:2]] == [[1], [0]]
+    assert sorted(n for collected in steps for n in numbers(collected.groups)) == list(range(8))
+    assert [collected.ages for collected in steps[:2]] == [(0,), (1,)]
+
+
+class Delayed:
+    """A `Play` without a policy: a group is there after as many turns of the event loop as its prompt says."""
+
+    def __init__(self):
+        self.begun: list[str] = []
+
+    def prepare(self, prompt: Prompt) -> Prompt:
+        return replace(prompt, token_ids=(5,))
+
+    def begin(self, prompts: Sequence[Prompt], *, n: int, **options) -> list:
+        self.begun += [prompt.id for prompt in prompts]
+        return [self._group(prompt, n) for prompt in prompts]
+
+    async def _group(self, prompt: Prompt, n: int) -> RolloutGroup:
+        for _ in range(prompt.columns["delay"]):
+            await asyncio.sleep(0)
+        return RolloutGroup(prompt=prompt, rollouts=tuple(Rollout(turns=()) for _ in range(n)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    prompts_per_step=st.integers(1, 4),
+    staleness=st.integers(0, 4),
+    interval=st.integers(1, 3),
+    flat=st.sampled_from([0.0, 0.3, 0.8]),
+    refill=st.sampled_from([1.0, 1.5, 3.0]),
+    chunk=st.integers(0, 2),
+    concurrency=st.sampled_from([None, 2, 5]),
+)
+def test_whatever_takes_long_is_trained_in_time(
+    seed, prompts_per_step, staleness, interval, flat, refill, chunk, concurrency
+):
+    """No group becomes older than it may, and none that was begun is left out: not to be late decides who is used."""
+    random, steps = Random(seed), 9
+    listed = [
+        Prompt(id=f"p{i}", text="=", columns={"kind": kind, "delay": random.choice([0, 1, 5, 40]), "number": i})
+        for i in range(400)
+        for kind in random.choices(["flat", "mixed"], [flat, 1 - flat])
+    ]
+    staleness, play = max(staleness, interval - 1, 1), Delayed()
+    pace = Pace(
+        prompts_per_step=prompts_per_step,
+        steps=steps,
+        staleness=staleness,
+        in_rounds=False,
+        refill=refill,
+        concurrency=concurrency,
+    )
+    chosen = Batches(
+        source=PromptSource(listed, shuffle=False),
+        play=play,
+        score=by_kind,
+        context_length=64,
+        params=SamplingParams(),
+        group_size=2,
+        pace=pace,
+    )
+    found = []
+
+    async def run() -> None:
+        chosen.sync(BASE, step=0)
+        for step in range(1, steps + 1):
+            await one_step(chosen, chunk=chunk)
+            found.append(chosen.collected)
+            if step % interval == 0:
+                chosen.sync(BASE, step=step)
+        await chosen.close()
+
+    asyncio.run(run())
+    assert all(age <= staleness for collected in found for age in collected.ages)
+    used = sorted(group.prompt.id for collected in found for group in collected.sampled)
+    assert used == sorted(play.begun) and len(set(used)) == len(used)
+    if not flat:
+        assert all(len(collected.groups) == prompts_per_step for collected in found)
 
 
 def test_concurrency_bounds_what_is_sampled_at_once(engine):

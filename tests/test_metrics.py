@@ -203,13 +203,12 @@ def test_counts():
         trained=[groups[0], groups[2], of(1, 0)],
         batch_groups=4,
         staleness=(0, 3),
-        stale=1,
         replayed=1,
         rerolled=2,
         too_long=1,
     )
     assert (metrics["rollout/groups"], metrics["rollout/groups_trained"]) == (3, 3)
-    assert metrics["rollout/batch_fill"] == 0.75 and metrics["rollout/stale"] == 1
+    assert metrics["rollout/batch_fill"] == 0.75
     assert (metrics["rollout/staleness_mean"], metrics["rollout/staleness_max"]) == (1.5, 3.0)
     assert (metrics["replay/groups"], metrics["reroll/groups"]) == (1, 2)
     assert (metrics["data/too_long"], metrics["data/too_long_frac"]) == (1, 0.25)
@@ -222,7 +221,6 @@ def test_of_nothing_there_is_no_metric():
         "rollout/groups_trained": 0.0,
         "rollout/tokens": 0.0,
         "rollout/total_tokens": 0.0,
-        "rollout/stale": 0.0,
         "replay/groups": 0.0,
         "reroll/groups": 0.0,
         "data/too_long": 0.0,

@@ -1,10 +1,10 @@
 """Which groups a step trains on, and how far sampling may run ahead of training.
 
-A step takes P groups. `done` steps have been given theirs, and the sampler has the policy of step `synced`. The group
-at place q of those under way is trained in step done + 1 + q // P; it is at most `staleness` steps older than the
-policy that it trains if it is begun only while there is
+A step takes P groups. `done` steps have been given theirs, and the sampler has the policy of step `synced`. A group
+that is begun now may be trained in the steps done + 1 to synced + staleness + 1; later it would be more than
+`staleness` steps older than the policy that it trains. As many are begun as can be trained in time: while there is
 
-    room = (synced + staleness + 1 - done) P - (kept for this step + under way)  > 0
+    room = (synced + staleness - done) P + (what this step can still take) - (under way)  > 0
 
 and this one rule is every way to run:
 
@@ -16,20 +16,20 @@ and this one rule is every way to run:
 
 A group is scored as soon as its completions are there. One that teaches nothing (rewards all equal, or too few that
 could be scored) is replaced by another prompt, within a budget of `refill` x P a step (dynamic sampling, DAPO, arXiv
-2503.14476), and what is missing then by groups of the replay buffer. One that has become too old is dropped, its prompt
-sampled again.
+2503.14476), and what is missing then by groups of the replay buffer.
 
 On-policy, what a step lacks is sampled in rounds and used in the order of the prompts, so that a seeded run is
-reproducible bit for bit. Otherwise groups are used in the order in which they began, as they come.
+reproducible bit for bit. Otherwise a step uses the oldest of the groups that are there, and waits for those that would
+be too old for the next step. So every group that is begun is used. If late ones were dropped instead, the policy would
+be trained on what ends early: short completions.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from groupwise.algo.advantage import AdvantageSpec, has_signal
@@ -88,10 +88,12 @@ class _Drawn:
 
 @dataclass(kw_only=True, eq=False)
 class _Flight:
-    """A group under way. `synced` is the step whose policy samples it; `group` is there once it is scored."""
+    """A group under way. `synced` is the step whose policy samples it; `group` is there once it is scored. The step
+    after `due` steps is the last that may train it."""
 
     drawn: _Drawn
     synced: int
+    due: int
     group: RolloutGroup | None = None
     played: asyncio.Future[RolloutGroup] | None = None
     task: asyncio.Task[None] | None = None
@@ -132,7 +134,6 @@ class Batches:
         self._reroll = RerollQueue(0) if reroll is None else reroll
         self._version, self.synced, self.done = PolicyVersion.base(), 0, 0
         self._flights: list[_Flight] = []
-        self._again: deque[_Drawn] = deque()  # whose groups became too old
         self._kept = self._used = self._too_long = self._rerolled = 0  # in the present step
         self._news, self._hope = asyncio.Event(), _Hope(pace.prompts_per_step)
         self.collected = Collected(groups=(), sampled=())
@@ -150,9 +151,8 @@ class Batches:
             DataError: no prompt of the dataset fits.
             RewardError: nothing can be scored.
         """
-        taken = _Taken()
-        given = self._kept = self._used = self._too_long = self._rerolled = 0
-        while self._kept < self._pace.prompts_per_step and self._used < self._pace.budget:
+        taken, given = _Taken(), 0
+        while self._places > 0:
             self._hope.check()
             self._admit()
             if (flight := self._next_done()) is not None:
@@ -168,10 +168,11 @@ class Batches:
         missing = min(self._pace.prompts_per_step - self._kept, self._replay.quota(self._kept))
         for replayed in self._replay.draw(missing, self.done):
             taken.keep(replayed)
+        self.collected = taken.collected(too_long=self._too_long, rerolled=self._rerolled)
+        self.done += 1
+        self._kept = self._used = self._too_long = self._rerolled = 0
         if taken.kept[given:]:
             yield taken.kept[given:]
-        self.collected = taken.collected(too_long=self._too_long, rerolled=self._rerolled)
-        self.done, self._kept = self.done + 1, 0
 
     def trained(self, groups: Sequence[RolloutGroup]) -> None:
         """Groups, with their advantages, that the last step trained on."""
@@ -209,22 +210,34 @@ class Batches:
 
     # -- what is under way ---------------------------------------------------------------------------------------------
 
+    @property
+    def _places(self) -> int:
+        """How many groups the present step can still take: those that it lacks, within its budget."""
+        return min(self._pace.prompts_per_step - self._kept, self._pace.budget - self._used)
+
+    @property
+    def _due(self) -> int:
+        """The last count of steps done at which a group that is begun now may be given to a step."""
+        newest = self.done if self._pace.never_synced else self.synced
+        return min(newest + self._pace.staleness, self._pace.steps - 1)
+
+    def _places_until(self, due: int) -> int:
+        """How many groups this step and those after it, up to the one after `due` steps, can still take."""
+        return self._places + (due - self.done) * self._pace.prompts_per_step
+
     def _room(self) -> int:
         """How many prompts may be begun now."""
-        pace, under_way = self._pace, self._kept + len(self._flights)
-        newest = self.done if pace.never_synced else self.synced
-        ahead = min(newest + pace.staleness + 1, pace.steps) - self.done
-        room = ahead * pace.prompts_per_step - under_way
-        if pace.in_rounds:
-            return 0 if self._flights else min(room, pace.budget - self._used)
+        room, concurrency = self._places_until(self._due) - len(self._flights), self._pace.concurrency
+        if self._pace.in_rounds:
+            return 0 if self._flights else room
         flying = sum(flight.group is None for flight in self._flights)
-        return room if pace.concurrency is None else min(room, pace.concurrency - flying)
+        return room if concurrency is None else min(room, concurrency - flying)
 
     def _admit(self) -> None:
         """Begin as many prompts as there is room for, together."""
         if (room := self._room()) <= 0:
             return
-        flights = [_Flight(drawn=drawn, synced=self.synced) for drawn in self._draw(room)]
+        flights = [_Flight(drawn=drawn, synced=self.synced, due=self._due) for drawn in self._draw(room)]
         self._flights += flights
         begun = self._play.begin(
             [flight.drawn.prompt for flight in flights],
@@ -252,21 +265,19 @@ class Batches:
             self._admit()
 
     def _next_done(self) -> _Flight | None:
-        """The next group to use, if it is there."""
-        waiting = self._flights[:1] if self._pace.in_rounds else self._flights
-        flight = next((flight for flight in waiting if flight.group is not None), None)
-        if flight is not None:
-            self._flights.remove(flight)
-        return flight
+        """The next group to use, if it is there: the oldest that is, whose use makes no older one too late."""
+        flights = self._flights[:1] if self._pace.in_rounds else self._flights
+        for older, flight in enumerate(flights):
+            if older and flight.due > (due := flights[older - 1].due) and older >= self._places_until(due):
+                return None  # each place up to `due` is for one of those
+            if flight.group is not None:
+                return self._flights.pop(older)
+        return None
 
     def _use(self, flight: _Flight, taken: _Taken) -> None:
         """Keep the group for this step, or replace it."""
         group, age = flight.group, self.done - flight.synced
         assert group is not None
-        if age > self._pace.staleness and not self._pace.never_synced:
-            taken.stale += 1
-            self._again.append(replace(flight.drawn, seed=seed_of(flight.drawn.seed, self.done)))
-            return
         self._used += 1
         taken.sampled.append(group)
         if flight.drawn.issued is not None:
@@ -280,9 +291,9 @@ class Batches:
     # -- prompts -------------------------------------------------------------------------------------------------------
 
     def _draw(self, count: int) -> list[_Drawn]:
-        """The next `count` prompts: those whose groups became too old, those to be tried again, new ones."""
-        drawn = [self._again.popleft() for _ in range(min(count, len(self._again)))]
-        most = min(count - len(drawn), self._reroll.max_groups - self._rerolled)
+        """The next `count` prompts: those to be tried again, new ones."""
+        drawn: list[_Drawn] = []
+        most = min(count, self._reroll.max_groups - self._rerolled)
         for id in self._reroll.pop(self.done / self._pace.steps, most=most):
             prompt = self._play.prepare(self._source.prompt(id))
             drawn.append(_Drawn(prompt=prompt, issued=None, seed=seed_of(self._seed, id, self.done)))
@@ -312,7 +323,6 @@ class _Taken:
     kept: list[RolloutGroup] = field(default_factory=list)
     sampled: list[RolloutGroup] = field(default_factory=list)
     ages: list[int] = field(default_factory=list)
-    stale: int = 0
     replayed: int = 0
 
     def keep(self, group: RolloutGroup, *, age: int | None = None) -> None:
@@ -329,7 +339,6 @@ class _Taken:
             sampled=tuple(self.sampled),
             too_long=too_long,
             ages=tuple(self.ages),
-            stale=self.stale,
             replayed=self.replayed,
             rerolled=rerolled,
         )

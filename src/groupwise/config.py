@@ -252,7 +252,7 @@ class RolloutConfig(Section):
     prompts of N steps are sampled by one version and trained as they arrive. 0 never syncs (for ablations)."""
     max_staleness: int = Field(default=0, ge=0)
     """Sampling goes on while training does; a group may train at most this many steps after the version that sampled
-    it. 0 waits for each sync."""
+    it, and a step waits for groups that would be too old for the next. 0 waits for each sync."""
     concurrency: int | None = Field(default=None, ge=1)
     """Groups sampled or scored at once; null is all that may be."""
     stream_groups: int = Field(default=0, ge=0)

@@ -68,7 +68,6 @@ _ROLLOUTS = {
     "rollout/staleness_mean": "Steps between the version that sampled a group and the step that trains it, mean over "
     "the fresh groups of the batch. 0 is on-policy.",
     "rollout/staleness_max": "The same of the oldest.",
-    "rollout/stale": "Groups that were dropped because they became too old to train.",
     "replay/groups": "Groups of the batch that were trained before.",
     "replay/size": "Groups kept to be trained again.",
     "replay/age_mean": "Mean number of steps since those were first trained.",
@@ -127,7 +126,6 @@ def rollout_metrics(
     weights: Mapping[str, float] | None = None,
     batch_groups: int | None = None,
     staleness: Sequence[int] = (),
-    stale: int = 0,
     replayed: int = 0,
     rerolled: int = 0,
     too_long: int = 0,
@@ -141,7 +139,6 @@ def rollout_metrics(
         weights: of the reward functions, by name; 1 each if it is None. Those of weight 0 are only watched.
         batch_groups: how many groups a full batch has.
         staleness: of the fresh groups of the batch: steps since the version that sampled them.
-        stale: groups that became too old and were dropped.
         replayed: how many groups of the batch were trained before.
         rerolled: how many of `sampled` are of prompts that were tried again.
         too_long: prompts that were passed over.
@@ -153,7 +150,6 @@ def rollout_metrics(
         "rollout/count": float(len(rollouts)),
         "rollout/groups": float(len(sampled)),
         "rollout/groups_trained": float(len(trained)),
-        "rollout/stale": float(stale),
         "replay/groups": float(replayed),
         "reroll/groups": float(rerolled),
         "data/too_long": float(too_long),

@@ -21,7 +21,6 @@ class Collected:
     sampled: tuple[RolloutGroup, ...]
     too_long: int = 0  # prompts passed over because of their length
     ages: tuple[int, ...] = ()  # of the fresh groups: steps since the policy that sampled them
-    stale: int = 0  # groups dropped because they were too old
     replayed: int = 0  # of `groups`: those trained again
     rerolled: int = 0  # prompts tried again
 

@@ -164,7 +164,6 @@ class Update:
             weights=self._plan.reward_weights,
             batch_groups=self._plan.config.rollout.prompts_per_step,
             staleness=collected.ages,
-            stale=collected.stale,
             replayed=collected.replayed,
             rerolled=collected.rerolled,
             too_long=collected.too_long,

@@ -167,7 +167,6 @@ SPECS = (
             ("rollout/groups_trained", "all"),
             ("replay/groups", "replayed"),
             ("reroll/groups", "tried again"),
-            ("rollout/stale", "dropped as too old"),
         ),
     ),
     Spec(
