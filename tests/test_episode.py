@@ -160,6 +160,7 @@ BREAKS = {
     "hangs": ("step", hang, "Bad.step took longer than 0.3 s"),
     "hangs in reset": ("reset", hang, "Bad.reset took longer than 0.3 s"),
     "nan": ("score", lambda: math.nan, "returned nan; a reward is a finite number"),
+    "huge": ("score", lambda: 1e200, "returned 1e+200; a reward is a finite number within 1e+100 of 0"),
     "a string": ("score", lambda: "good", "returned 'good'; a reward is a finite number"),
     "a reward that is a string": ("step", lambda: ([], "1", True), "returned '1'; a reward is a finite number"),
     "an unknown role": ("step", lambda: [{"role": "wizard", "content": "x"}], "role 'wizard'; the roles are"),

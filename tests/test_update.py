@@ -1,10 +1,38 @@
-"""One step's update: the thread it runs in."""
+"""One step's update: the thread it runs in, and what its advantages are relative to."""
 
+import io
+import statistics
 import threading
+from pathlib import Path
 
+import pytest
 import torch
 
+from groupwise.algo.advantage import has_signal
+from groupwise.display import LineDisplay
+from groupwise.group_json import group_from_json
+from groupwise.loop import run
 from groupwise.update import learner_thread
+from running_jobs import config, rollouts_of
+
+
+def test_batch_std_is_the_deviation_of_all_that_was_sampled(tmp_path: Path):
+    """Groups of equal rewards are not trained, and are in the batch all the same (Lite-PPO, and TRL)."""
+    given = config(
+        tmp_path,
+        rollout={"prompts_per_step": 8, "group_size": 4, "max_tokens": 8, "refill": 1.0},
+        train={"steps": 1},
+        algo={"advantage": "batch_std"},
+    )
+    result = run(given, display=LineDisplay(1, stream=io.StringIO()))
+    groups = [group_from_json(line) for line in rollouts_of(result.run_dir)]
+    trained = [group for group in groups if has_signal(group)]
+    assert 0 < len(trained) < len(groups)
+    std = statistics.stdev(rollout.reward for group in groups for rollout in group.rollouts)
+    for group in trained:
+        mean = statistics.fmean(rollout.reward for rollout in group.rollouts)
+        for rollout in group.rollouts:
+            assert rollout.advantage == pytest.approx((rollout.reward - mean) / (std + 1e-4))
 
 
 def test_training_keeps_its_threads_when_the_engine_decodes_on_one():

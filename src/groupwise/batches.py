@@ -106,6 +106,7 @@ class Batches:
         source: the prompts; each is resolved once it was trained on or given up.
         play: makes a group of each.
         score: a group with its rewards; failures are in it, not raised.
+        weights: of the reward functions, by name; 1 each if it is None.
         keep_flat: groups of equal rewards have a gradient too, through another term of the loss.
     """
 
@@ -121,6 +122,7 @@ class Batches:
         pace: Pace,
         seed: int = 0,
         advantage: AdvantageSpec | None = None,
+        weights: Mapping[str, float] | None = None,
         keep_flat: bool = False,
         max_prompt_tokens: int | None = None,
         replay: ReplayBuffer | None = None,
@@ -128,7 +130,7 @@ class Batches:
     ):
         self._source, self._play, self._score = source, play, score
         self.params, self._group_size, self._pace, self._seed = params, group_size, pace, seed
-        self._advantage, self.keep_flat = advantage or AdvantageSpec(), keep_flat
+        self._advantage, self._weights, self.keep_flat = advantage or AdvantageSpec(), weights, keep_flat
         self._longest = min(context_length - 1, max_prompt_tokens or context_length)
         self._replay = ReplayBuffer(0) if replay is None else replay
         self._reroll = RerollQueue(0) if reroll is None else reroll
@@ -284,7 +286,7 @@ class Batches:
             self._source.resolve(flight.drawn.issued.ticket)
         self._source.observe([group])
         self._reroll.push([group])
-        if self.keep_flat or has_signal(group, self._advantage):
+        if self.keep_flat or has_signal(group, self._advantage, weights=self._weights):
             taken.keep(group, age=age)
         self._kept = len(taken.kept)
 

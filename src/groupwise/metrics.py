@@ -37,7 +37,7 @@ _ROLLOUTS = {
     "reward/min": "Smallest reward of the step.",
     "reward/max": "Largest reward of the step.",
     "reward/frac_zero_std": "Share of the groups that teach nothing: fewer than two completions could be scored, or "
-    "all their rewards are equal (with `normalize_then_sum`: equal in every function).",
+    "all their rewards are equal (with `normalize_then_sum`: equal in every function that has a weight).",
     "reward/<name>/mean": "Mean value of one reward function, without its weight, where it gave one.",
     "reward/<name>/std": "Mean over groups of that value's standard deviation inside the group.",
     "reward/<name>/share": "How loud a function is where it has something to say: its share of the weighted standard "
@@ -143,7 +143,7 @@ def rollout_metrics(
         rerolled: how many of `sampled` are of prompts that were tried again.
         too_long: prompts that were passed over.
     """
-    metrics = _rewards(sampled, advantage) | _by_function(sampled, advantage, weights) | _lengths(sampled)
+    metrics = _rewards(sampled, advantage, weights) | _by_function(sampled, advantage, weights) | _lengths(sampled)
     metrics |= _episodes(sampled)
     rollouts = [rollout for group in sampled for rollout in group.rollouts]
     metrics |= {
@@ -193,7 +193,9 @@ def time_metrics(metrics: Mapping[str, float], seconds: Mapping[str, float]) -> 
     }
 
 
-def _rewards(groups: Sequence[RolloutGroup], advantage: AdvantageSpec | None) -> Metrics:
+def _rewards(
+    groups: Sequence[RolloutGroup], advantage: AdvantageSpec | None, weights: Mapping[str, float] | None
+) -> Metrics:
     by_group = [_scored(rollout.reward for rollout in group.rollouts) for group in groups]
     rewards = [reward for values in by_group for reward in values]
     metrics = {}
@@ -202,7 +204,7 @@ def _rewards(groups: Sequence[RolloutGroup], advantage: AdvantageSpec | None) ->
     if spreads := _spreads(by_group):
         metrics["reward/std"] = fmean(spreads)
     if groups:
-        metrics["reward/frac_zero_std"] = fmean(not has_signal(group, advantage) for group in groups)
+        metrics["reward/frac_zero_std"] = fmean(not has_signal(group, advantage, weights=weights) for group in groups)
     return metrics
 
 

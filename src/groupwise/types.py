@@ -29,6 +29,7 @@ from enum import StrEnum
 from typing import Any, NotRequired, TypedDict
 
 BASE = "base"  # the name of the policy without an adapter
+MAX_REWARD = 1e100  # of either sign; the variance of much larger ones is no float64
 
 
 class Message(TypedDict):

@@ -63,7 +63,8 @@ class Update:
         async for groups in batches.step(chunk=size):
             seconds["rollout"] += (now := time.monotonic()) - mark
             on_phase("training")
-            parts.append(await self._in_thread(lambda groups=groups: self._prepare(groups)))
+            beside = self._left_out(groups, batches.collected) if stream is None else ()
+            parts.append(await self._in_thread(lambda groups=groups, beside=beside: self._prepare(groups, beside)))
             if stream is not None:
                 await self._in_thread(lambda: stream.accumulate(parts[-1].samples))
             on_phase("sampling")
@@ -94,10 +95,16 @@ class Update:
 
     # -- in the learner's thread ---------------------------------------------------------------------------------------
 
-    def _prepare(self, groups: Sequence[RolloutGroup]) -> _Part:
+    @staticmethod
+    def _left_out(groups: Sequence[RolloutGroup], collected: Collected) -> list[RolloutGroup]:
+        """Groups that were sampled for the step and are not trained; they count in statistics of the whole batch."""
+        trained = set(map(id, groups))
+        return [group for group in collected.sampled if id(group) not in trained]
+
+    def _prepare(self, groups: Sequence[RolloutGroup], beside: Sequence[RolloutGroup]) -> _Part:
         """Groups -> the same with advantages, and what the learner gets of them."""
         plan, algo = self._plan, self._plan.config.algo
-        weighed = with_advantages(groups, plan.advantage, weights=plan.reward_weights)
+        weighed = with_advantages(groups, plan.advantage, weights=plan.reward_weights, beside=beside)
         samples = samples_of(weighed)
         if plan.kl_coeff is None or not samples:
             return _Part(groups=weighed, samples=samples_of(weighed, mask_truncated=algo.mask_truncated))

@@ -57,6 +57,43 @@ def test_batch_std_shares_one_scale_over_all_groups():
     assert got[1] == pytest.approx([2 / scale, -2 / scale])
 
 
+@pytest.mark.parametrize(
+    ("spec", "alone"),
+    [
+        (AdvantageSpec(kind="batch_std"), False),
+        (GDPO, False),
+        (AdvantageSpec(), True),
+        (AdvantageSpec(kind="mean"), True),
+    ],
+    ids=["batch_std", "gdpo", "group_std", "mean"],
+)
+def test_groups_that_are_left_out_count_in_the_statistics_of_the_batch(spec: AdvantageSpec, alone: bool):
+    """Solved and hopeless prompts have equal rewards and are not trained; the batch they are in is the same."""
+
+    def of(values: list[float]) -> RolloutGroup:
+        return group(*(rollout(value, exact=value) for value in values))
+
+    trained = [of([1.0, 0.0, 0.0, 3.0]), of([2.0, 5.0])]
+    flat = [of([4.0, 4.0, 4.0]), of([0.0, 0.0])]
+    whole = with_advantages([*trained, *flat], spec)
+    assert with_advantages(trained, spec, beside=flat) == whole[:2]
+    assert (with_advantages(trained, spec) == whole[:2]) == alone
+    if spec.kind == "batch_std":
+        std = statistics.stdev([1, 0, 0, 3, 2, 5, 4, 4, 4, 0, 0])
+        assert whole[1].rollouts[0].advantage == pytest.approx(-1.5 / (std + 1e-4))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("huge", [1e200, -1e101, 1e308])
+def test_a_reward_that_no_statistic_can_hold_counts_as_failed(kind: str, huge: float):
+    spec = AdvantageSpec(kind=kind)
+    with_huge = advantages([[1.0, huge, 0.0], [2.0, 4.0]], spec)
+    assert [a for a in with_huge[0] if a is not None] == advantages([[1.0, 0.0], [2.0, 4.0]], spec)[0]
+    assert with_huge[0][1] is None
+    assert all(math.isfinite(a) for a in advantages([[1e100, -1e100]], spec)[0] if a is not None)
+    assert weighted_rewards([{"a": 1e99, "b": 1.0}, {"a": 1.0, "b": 1.0}], {"a": 1e10}) == [None, 1e10 + 1.0]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @few
 @given(groups=st.lists(rewards, min_size=1, max_size=4))
@@ -177,6 +214,9 @@ def test_has_signal():
     mixed = group(rollout(1.0, a=1.0, b=0.0), rollout(1.0, a=0.0, b=1.0))
     assert not has_signal(mixed)
     assert has_signal(mixed, GDPO)
+    watched = group(rollout(1.0, a=1.0, b=0.0), rollout(1.0, a=1.0, b=1.0))
+    assert has_signal(watched, GDPO) and not has_signal(watched, GDPO, weights={"b": 0.0})
+    assert not any(r.advantage for r in with_advantages([watched], GDPO, weights={"b": 0.0})[0].rollouts)
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,7 @@ def test_numbers_of_other_kinds_are_converted(values, expected):
         (np.array([1.0, 2.0]), "(ndarray)"),
         (torch.tensor([1.0, 2.0]), "(Tensor)"),
         (torch.tensor(math.nan), "(Tensor)"),
+        (1e200, "1e+200 (float)"),
         (10**400, "(int)"),
         (1j, "(complex)"),
     ],
@@ -181,6 +182,13 @@ def test_a_value_that_is_no_number_fails_that_completion_only(value, shown):
     assert (failed.reward, failed.rewards) == (None, {"f": None})
     assert shown in failed.error and "reward 'f'" in failed.error and "'p/1'" in failed.error
     assert (fine.reward, fine.error) == (0.5, None)
+
+
+def test_a_weighted_sum_that_nothing_can_be_compared_with_excludes_its_completion():
+    (result,) = scored(group("a", "b", kind="bad"), reward(constant([1e90, 1.0]), weight=1e15))
+    huge, fine = result.rollouts
+    assert huge.reward is None and "weighted sum of the rewards is 1e+105" in huge.error
+    assert (fine.reward, fine.error) == (1e15, None)
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,19 @@ For the rewards r_1..r_n of one group's *scorable* rollouts (G of them were samp
     batch_std       A_i = (r_i - mean) / (std_batch + eps)    Lite-PPO  arXiv 2508.08221
     leave_one_out   A_i =  r_i - mean_{j != i} r_j            RLOO      arXiv 2402.14740
 
-`std` has n - 1 in its denominator; `std_batch` is over the rewards of all usable groups. Several reward functions are
-either summed with their weights first and treated as above (`sum_then_normalize`), or normalised one by one (GDPO,
-arXiv 2601.05242, `normalize_then_sum`), so that a function with a large spread does not drown the others:
+`std` has n - 1 in its denominator; `std_batch` and `mean_batch` are over all usable groups of the batch, also those of
+equal rewards, which may be left out of training. Several reward functions are either summed with their weights first
+and treated as above (`sum_then_normalize`), or normalised one by one (GDPO, arXiv 2601.05242, `normalize_then_sum`), so
+that a function with a large spread does not drown the others:
 
     z_fi = (r_fi - mean_f) / (std_f + eps)
     s_i = sum_f w_f z_fi
     A_i = (s_i - mean_batch s) / (std_batch s + eps)
 
-A reward that failed is None (or not finite) and is never counted as zero: the rollout gets advantage None and enters no
-statistic. A group with fewer than two scorable rollouts has nothing to compare and is unusable: all its advantages are
-None. A group whose rewards are all equal is usable but teaches nothing: its advantages are exactly 0.0.
+A reward that failed is None (or not finite, or beyond +-1e100) and is never counted as zero: the rollout gets advantage
+None and enters no statistic. A group with fewer than two scorable rollouts has nothing to compare and is unusable: all
+its advantages are None. A group whose rewards are all equal is usable but teaches nothing: its advantages are exactly
+0.0.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from groupwise.errors import ConfigError
-from groupwise.types import RolloutGroup
+from groupwise.types import MAX_REWARD, RolloutGroup
 
 Reward = float | None
 Kind = Literal["group_std", "mean", "batch_std", "leave_one_out"]
@@ -121,13 +123,20 @@ def gdpo_advantages(
 
 
 def with_advantages(
-    groups: Sequence[RolloutGroup], spec: AdvantageSpec, *, weights: Mapping[str, float] | None = None
+    groups: Sequence[RolloutGroup],
+    spec: AdvantageSpec,
+    *,
+    weights: Mapping[str, float] | None = None,
+    beside: Sequence[RolloutGroup] = (),
 ) -> list[RolloutGroup]:
     """The same groups with `advantage` set on every rollout, None where it has none.
 
     `sum_then_normalize` reads `Rollout.reward`, which already is the weighted sum. `normalize_then_sum` reads
-    `Rollout.rewards` and `weights`, of the rollouts whose `reward` is not None.
+    `Rollout.rewards` and `weights`, of the rollouts whose `reward` is not None. `beside` are groups that are not
+    trained and count in the statistics of the batch.
     """
+    if beside:
+        return with_advantages([*groups, *beside], spec, weights=weights)[: len(groups)]
     if spec.aggregation == "normalize_then_sum":
         named = [[r.rewards if _valid(r.reward) else {} for r in group.rollouts] for group in groups]
         values = gdpo_advantages(named, spec, weights=weights)
@@ -163,20 +172,24 @@ def weighted_rewards(group: Sequence[Mapping[str, Reward]], weights: Mapping[str
     result: list[Reward] = []
     for rewards in group:
         terms = [(_weight(weights, name), rewards.get(name)) for name in names]
-        known = [weight * value for weight, value in terms if value is not None and math.isfinite(value)]
-        result.append(math.fsum(known) if names and len(known) == len(names) else None)
+        known = [weight * value for weight, value in terms if value is not None and _valid(value)]
+        total = math.fsum(known) if names and len(known) == len(names) else None
+        result.append(total if _valid(total) else None)
     return result
 
 
-def has_signal(group: RolloutGroup, spec: AdvantageSpec | None = None) -> bool:
+def has_signal(
+    group: RolloutGroup, spec: AdvantageSpec | None = None, *, weights: Mapping[str, float] | None = None
+) -> bool:
     """Whether the group can teach anything: two or more scorable rollouts whose rewards differ.
 
-    With `normalize_then_sum` it is enough that any one function's rewards differ, even if the sums are equal.
+    With `normalize_then_sum` it is enough that any one function's rewards differ, even if the sums are equal, but for
+    functions whose weight is 0.
     """
     rollouts = [r for r in group.rollouts if _valid(r.reward)]
     if spec is not None and spec.aggregation == "normalize_then_sum":
         rewards = [r.rewards for r in rollouts]
-        return any(differ([r.get(name) for r in rewards]) for name in _functions(rewards))
+        return any(differ([r.get(name) for r in rewards]) for name in _functions(rewards, weights))
     return differ([r.reward for r in rollouts])
 
 
@@ -188,7 +201,7 @@ def differ(rewards: Sequence[Reward]) -> bool:
 
 def _scorable(group: Sequence[Reward]) -> dict[int, float]:
     """Index -> reward of the scorable rollouts; empty if there are fewer than two."""
-    found = {i: float(reward) for i, reward in enumerate(group) if reward is not None and math.isfinite(reward)}
+    found = {i: float(reward) for i, reward in enumerate(group) if reward is not None and _valid(reward)}
     return found if len(found) > 1 else {}
 
 
@@ -210,7 +223,7 @@ def _scale(values: Sequence[float], batch_std: float, spec: AdvantageSpec) -> fl
 
 
 def _valid(reward: Reward) -> bool:
-    return reward is not None and math.isfinite(reward)
+    return reward is not None and abs(reward) <= MAX_REWARD
 
 
 def _weight(weights: Mapping[str, float] | None, name: str) -> float:

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from groupwise.errors import EnvError
-from groupwise.types import Message
+from groupwise.types import MAX_REWARD, Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SAYING = ("system", "developer", "user", "tool")  # the assistant's turns are the policy's
@@ -147,13 +147,13 @@ def messages_of(value: Any, method: str, *, limit: int, roles: Sequence[str]) ->
 
 
 def reward_of(value: Any, method: str) -> float:
-    """A finite float. Raises EnvError."""
+    """A float of a size that can be compared. Raises EnvError."""
     try:
         number = float(value) if not isinstance(value, str | bytes) else math.nan
     except (TypeError, ValueError):
         number = math.nan
-    if not math.isfinite(number):
-        raise EnvError(f"{method} returned {_short(value)}; a reward is a finite number")
+    if not abs(number) <= MAX_REWARD:
+        raise EnvError(f"{method} returned {_short(value)}; a reward is a finite number within {MAX_REWARD:g} of 0")
     return number
 
 

@@ -54,7 +54,7 @@ from groupwise.rewards.call import (
     Value,
     call_here,
 )
-from groupwise.types import Prompt, Rollout, RolloutGroup
+from groupwise.types import MAX_REWARD, Prompt, Rollout, RolloutGroup
 
 
 class RewardWorkers(Protocol):
@@ -330,5 +330,8 @@ def _combine(rollout: Rollout, functions: Sequence[RewardFunction], values: Sequ
             excluded |= function.weight != 0  # one that is only recorded cannot spoil the sum
         elif number is not None and function.weight != 0:
             total, counted = total + function.weight * number, True
+    if not abs(total) <= MAX_REWARD:
+        causes.append(f"the weighted sum of the rewards is {total:g}; it must be within {MAX_REWARD:g} of 0")
+        excluded = True
     reward = total if counted and not excluded else None
     return replace(rollout, rewards=rewards, reward=reward, error="; ".join(causes) or None)

@@ -21,6 +21,7 @@ from functools import cached_property
 from typing import Any
 
 from groupwise.config import RewardConfig
+from groupwise.types import MAX_REWARD
 
 OFFERED = ("completions", "prompts", "completion_ids")  # besides the dataset's columns
 EXTRAS = ("log_metric", "trainer_state")  # given only to a function whose signature names them
@@ -178,13 +179,13 @@ class Call:
         try:
             if not isinstance(number, int | float) and callable(getattr(number, "item", None)):
                 number = number.item()  # a NumPy scalar or a tensor of one element
-            if isinstance(number, int | float) and math.isfinite(number):
+            if isinstance(number, int | float) and abs(number) <= MAX_REWARD:
                 return float(number)
         except Exception:
             pass  # a tensor of several elements, an int too large for a float
         shown = f"{_shown(returned)[:60]} ({type(returned).__name__})"
         cause = f"reward {self.function.name!r} returned {shown} on prompt {self.prompt_id!r}"
-        hint = "return a finite number, or None where it does not apply."
+        hint = f"return a finite number within {MAX_REWARD:g} of 0, or None where it does not apply."
         return Failure(f"{cause}; {hint}", FailureKind.WRONG_TYPE)
 
     def _log_metric(self, name: str, value: float) -> None:
