@@ -75,8 +75,14 @@ class Plan:
     def keep_flat(self) -> bool:
         """Whether groups of equal rewards still have a gradient, through another term of the loss."""
         train = self.config.train
-        stale = not self.config.rollout.on_policy
+        stale = self.config.rollout.may_be_stale
         return self.kl_coeff is not None or self.loss.needs_flat(train.minibatches * train.passes, stale=stale)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is accepted and biases what is learned."""
+        train = self.config.train
+        return self.loss.off_policy_warnings(train.minibatches * train.passes, stale=self.config.rollout.may_be_stale)
 
     @property
     def reads_reference(self) -> bool:
@@ -139,7 +145,11 @@ def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = N
         check_columns(functions, [*prompts, *held_out])
     _check_reroll(config, functions)
     without_kl = config.algo.model_copy(update={"kl": None, "kl_coeff": None})
-    loss = loss_of(config.algo if config.algo.kl_in == "loss" else without_kl, max_tokens=config.rollout.max_tokens)
+    loss = loss_of(
+        config.algo if config.algo.kl_in == "loss" else without_kl,
+        max_tokens=config.rollout.max_tokens,
+        stale=config.rollout.may_be_stale,
+    )
     if config.rollout.stream_groups and not loss.streams:
         raise ConfigError(
             f"rollout.stream_groups does not go with an entropy bonus and reduction {loss.reduction!r}",
@@ -371,6 +381,7 @@ def _batches(plan: Plan, engine: Sampler, play: Play, scorer: Scorer) -> Batches
         pace=Pace.of(rollout, steps=config.train.steps),
         seed=config.seed,
         advantage=plan.advantage,
+        weights=plan.reward_weights,
         keep_flat=plan.keep_flat,
         max_prompt_tokens=rollout.max_prompt_tokens,
         replay=ReplayBuffer(replay.size, share=replay.share, max_age=replay.max_age, seed=config.seed),

@@ -137,7 +137,7 @@ def _report(
     needed = memory(config, load, micro_tokens=parts.learner.micro_tokens)
     available = device_memory(parts.base.device)
     context = parts.base.context_length
-    warnings = [*_of_rewards(groups), *_of_data(plan, encoded, context=context), *_of_batch(config)]
+    warnings = [*_of_rewards(groups), *_of_data(plan, encoded, context=context), *_of_batch(config), *plan.warnings]
     if not parts.learner.packed:
         warnings.append(f"{type(model).__name__} cannot be trained packed; padded rows are several times slower")
     if parts.learner.why_not_flex is not None:

@@ -281,8 +281,13 @@ class RolloutConfig(Section):
 
     @property
     def on_policy(self) -> bool:
-        """Whether every group is trained by the version that sampled it."""
+        """Whether every group that is sampled is trained by the version that sampled it."""
         return self.weight_sync_interval == 1 and self.max_staleness == 0
+
+    @property
+    def may_be_stale(self) -> bool:
+        """Whether a group may be trained that an older policy sampled: ahead of training, or to be replayed."""
+        return not self.on_policy or self.replay.size > 0
 
     def sampling(self) -> SamplingParams:
         """The training rollouts' sampling parameters (without a seed)."""

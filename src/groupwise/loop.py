@@ -95,6 +95,8 @@ def _run(
     ):
         if plan.env is not None:
             shown.note(str(template_check(parts.base.tokenizer)))
+        for warning in plan.warnings:
+            shown.note(f"warning: {warning}")
         running = Running(plan, parts, run_dir, tracking=tracking, display=shown)
         return asyncio.run(train(running, standing, stop=stop))
 

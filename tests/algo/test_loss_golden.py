@@ -34,8 +34,8 @@ CASES = {
     "cispo": ("cispo", DECOUPLED | {"clip_low": 0.2, "clip_high": 0.28}),
     "ppo behaviour": ("grpo", SUM),
     "cispo behaviour": ("cispo", SUM | {"clip_low": 0.2, "clip_high": 0.2}),
-    "gspo behaviour": ("gspo", SUM | {"clip_low": 0.2, "clip_high": 0.2}),
-    "gspo behaviour narrow": ("gspo", SUM),
+    "gspo behaviour": ("gspo", SUM | {"anchor": "behaviour", "clip_low": 0.2, "clip_high": 0.2}),
+    "gspo behaviour narrow": ("gspo", SUM | {"anchor": "behaviour"}),
 }
 
 

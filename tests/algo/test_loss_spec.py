@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from loss_batches import Padded, random_batch
 
 from groupwise.algo.loss import LossInputs, policy_loss
-from groupwise.algo.loss_spec import PRESETS, LossSpec, resolve_loss
+from groupwise.algo.loss_spec import PRESETS, LossSpec, loss_of, resolve_loss
+from groupwise.config_train import AlgoConfig
 from groupwise.errors import ConfigError
 
 # knob -> another value that a loss which reads it must notice
@@ -104,7 +106,7 @@ def test_a_name_alone_is_the_published_loss():
         surrogate="clip", ratio="token", clip_low=0.2, clip_high=0.28, reduction="token_mean"
     )
     assert resolve_loss("gspo") == LossSpec(
-        surrogate="clip", ratio="sequence", clip_low=3e-4, clip_high=4e-4, reduction="sequence_mean"
+        surrogate="clip", ratio="sequence", anchor="old", clip_low=3e-4, clip_high=4e-4, reduction="sequence_mean"
     )
     assert resolve_loss("reinforce") == LossSpec(surrogate="reinforce")
 
@@ -116,6 +118,45 @@ def test_a_factor_brings_its_usual_numbers_and_takes_the_old_ones_away():
     assert resolve_loss("gspo", surrogate="reinforce", reduction="token_mean") == resolve_loss("reinforce")
     assert resolve_loss("grpo", surrogate="dro").dro_beta == 0.05
     assert resolve_loss("cispo", clip_low=None) == resolve_loss("cispo")
+
+
+def test_a_sequence_ratio_is_against_the_trainers_own_snapshot():
+    """Unless told otherwise; and where samples may be of an older policy, that gap is corrected for."""
+    for preset, overrides in (("gspo", {}), ("luspo", {}), ("grpo", {"ratio": "sequence"})):
+        assert resolve_loss(preset, **overrides).anchor == "old"
+        assert resolve_loss(preset, **overrides, anchor="behaviour").anchor == "behaviour"
+        algo = AlgoConfig(policy_loss=preset, **overrides)
+        assert loss_of(algo, max_tokens=8) == resolve_loss(preset, **overrides)
+        assert loss_of(algo, max_tokens=8, stale=True) == resolve_loss(preset, **overrides, correction="tis_sequence")
+        for chosen in ({"anchor": "old"}, {"anchor": "behaviour"}, {"correction": "none"}, {"correction": "tis_token"}):
+            given = AlgoConfig(policy_loss=preset, **overrides, **chosen)
+            assert loss_of(given, max_tokens=8, stale=True) == resolve_loss(preset, **overrides, **chosen)
+    assert loss_of(AlgoConfig(policy_loss="dapo"), max_tokens=8, stale=True) == resolve_loss("dapo")
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides", "steps", "stale", "said"),
+    [
+        ("reinforce", {}, 1, False, []),
+        ("reinforce", {}, 4, False, ["no ratio.*all but the first of 4 optimizer steps"]),
+        ("reinforce", {}, 1, True, ["no ratio.*an older policy"]),
+        ("reinforce", {}, 2, True, ["first of 2 optimizer steps on a batch and samples that may be"]),
+        ("reinforce", {"correction": "tis_token"}, 4, True, []),
+        ("importance_sampling", {}, 1, True, []),
+        ("importance_sampling", {}, 2, False, ["bounds nothing: in 2 optimizer steps"]),
+        ("grpo", {}, 8, True, []),
+        ("grpo", {"anchor": "old"}, 8, False, []),
+        ("grpo", {"anchor": "old"}, 1, True, ["anchor old.*not corrected; set algo.correction"]),
+        ("grpo", {"anchor": "old", "correction": "tis_token"}, 1, True, []),
+        ("gspo", {}, 8, False, []),
+        ("gspo", {}, 1, True, ["anchor old"]),
+        ("importance_sampling", {"anchor": "old"}, 2, True, ["bounds nothing", "anchor old"]),
+    ],
+)
+def test_what_no_loss_accounts_for_is_said(preset: str, overrides: dict, steps: int, stale: bool, said: list[str]):
+    warnings = resolve_loss(preset, **overrides).off_policy_warnings(steps, stale=stale)
+    assert len(warnings) == len(said)
+    assert all(re.search(expected, warning) for expected, warning in zip(said, warnings, strict=True))
 
 
 def test_what_a_loss_reads():

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from learner_cases import GROUPS, SPECS, assert_same, gradients, on_policy, parameters
+from learner_cases import GROUPS, LORA, SPECS, assert_same, gradients, on_policy, parameters
 
 from groupwise.algo.loss import resolve_loss
+from groupwise.engine.local import LocalEngine
+from groupwise.model import LoadedModel
 from groupwise.train.learner import Learner
 from groupwise.train.reference import Reference
-from groupwise.types import Sample
+from groupwise.types import Sample, SamplingParams, SamplingRequest
 from trl_peer import MAX_LENGTH, trl_loss
 
 
@@ -37,6 +40,43 @@ def test_minibatches(make_learner, make_samples, monkeypatch: pytest.MonkeyPatch
         assert old == pytest.approx(start[place[id(sample)]], abs=1e-12, nan_ok=True)
     assert metrics["loss/ratio_mean"] != pytest.approx(1.0, abs=1e-6)  # the later steps are off-policy
     assert make_learner().step(samples[:3], spec, learning_rate=0.0, minibatches=8)["optim/refused"] == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("preset", ["gspo", "luspo"])
+def test_rounding_clips_nothing_on_policy(make_base, preset: str, dtype: torch.dtype):
+    """What the engine samples from the very policy that is trained. Its 16-bit log-probabilities are off by more than
+    these losses bound the ratio by: against them a fifth of the tokens and more would be clipped."""
+    base = make_base(dtype=dtype)
+    samples = sampled_by_the_engine(base)
+    learner = Learner(base, lora=LORA, micro_tokens=40)  # several micro-batches
+    for options in ({}, {"minibatches": 2}, {"passes": 2}, {"minibatches": 4, "passes": 3}):
+        metrics = learner.step(samples, resolve_loss(preset), learning_rate=0.0, **options)
+        assert metrics["loss/clip_frac"] == 0.0, options
+        assert metrics["loss/ratio_min"] == pytest.approx(1.0, abs=1e-5) == metrics["loss/ratio_max"]
+    against_the_sampler = learner.step(samples, resolve_loss(preset, anchor="behaviour"), learning_rate=0.0)
+    assert (against_the_sampler["loss/clip_frac"] > 0.2) == (dtype == torch.bfloat16)
+
+
+def sampled_by_the_engine(base: LoadedModel) -> list[Sample]:
+    """Eight groups of four completions of different lengths, one of two with advantage 1, the other with -1."""
+    requests = [
+        SamplingRequest(prompt_ids=(5, 6, 7 + i, 9), params=SamplingParams(max_tokens=8 + 4 * i, seed=i), n=4)
+        for i in range(8)
+    ]
+    samples = []
+    with closing(LocalEngine(base)) as engine:
+        for request, future in zip(requests, engine.submit(requests), strict=True):
+            for i, said in enumerate(future.result()):
+                sample = Sample(
+                    prompt_ids=request.prompt_ids,
+                    completion_ids=said.token_ids,
+                    mask=(1,) * len(said.token_ids),
+                    advantage=(1.0, -1.0)[i % 2],
+                    behaviour_logprobs=said.logprobs,
+                )
+                samples.append(sample)
+    return samples
 
 
 def test_a_minibatch_without_loss_tokens(make_learner):

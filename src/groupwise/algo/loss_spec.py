@@ -3,6 +3,9 @@
 `resolve_loss("dapo")` alone is the published loss. Every knob acts or is refused: `resolve_loss("reinforce",
 clip_low=0.1)` is an error, because REINFORCE has no ratio to clip. No torch here.
 
+A sequence's ratio is bounded by a few 1e-4, less than the sampler's 16-bit log-probabilities are off by rounding. So it
+is taken against the trainer's own snapshot (`anchor: old`) unless told otherwise: on-policy nothing is clipped then.
+
     preset               surrogate  ratio     numbers                 reduction      paper
     grpo                 clip       token     0.2 / 0.2               sequence_mean  arXiv 2402.03300
     dapo                 clip       token     0.2 / 0.28              token_mean     arXiv 2503.14476
@@ -152,6 +155,32 @@ class LossSpec:
         """
         moved = steps_per_batch > 1 or (stale and self.anchor == "behaviour")
         return self.reads_reference or self.reads_entropy or (self.surrogate == "dro" and moved)
+
+    def off_policy_warnings(self, steps_per_batch: int, *, stale: bool) -> list[str]:
+        """What this loss does not account for where samples are not of the policy that is trained: in the optimizer
+        steps on a batch after the first, and in all of them where samples may be `stale`, of an older policy."""
+        warnings: list[str] = []
+        weigh = "set algo.correction (tis_token, say), or take a loss with a bounded ratio (grpo, dapo, cispo)"
+        if self.surrogate == "reinforce" and self.correction == "none":
+            where = [f"all but the first of {steps_per_batch} optimizer steps on a batch"] * (steps_per_batch > 1)
+            where += ["samples that may be of an older policy"] * stale
+            if where:
+                warnings.append(
+                    "the surrogate reinforce has no ratio: what another policy sampled is trained as if the present "
+                    f"one had, in {' and '.join(where)}; {weigh}"
+                )
+        if self.surrogate == "unclipped" and steps_per_batch > 1:
+            warnings.append(
+                f"the surrogate unclipped bounds nothing: in {steps_per_batch} optimizer steps on a batch the policy "
+                "may move as far as it likes; take a loss with a bounded ratio (grpo, dapo, cispo), or one step"
+            )
+        if stale and self.anchor == "old" and self.reads_anchor and self.correction == "none":
+            warnings.append(
+                "anchor old compares with the trainer's snapshot, and samples may be of an older policy: that gap is "
+                "not corrected; set algo.correction (tis_token, or tis_sequence with a sequence's ratio), or "
+                "algo.anchor: behaviour"
+            )
+        return warnings
 
     def reads(self, knob: str) -> bool:
         """Whether the loss depends on this field, given the others."""
@@ -315,7 +344,8 @@ def resolve_loss(policy_loss: str, **overrides: Any) -> LossSpec:
         elif not read and name not in overrides:
             values.pop(name, None)
     contained = values["surrogate"] in (*_RATIO_SURROGATES, "vespo")  # in the ratio, once it is against the sampler
-    values.setdefault("anchor", "old" if correction in _WEIGHTS and contained else "behaviour")
+    own = values.get("ratio") == "sequence" or (correction in _WEIGHTS and contained)
+    values.setdefault("anchor", "old" if own else "behaviour")
     spec = LossSpec(**values)
     for name, value in overrides.items():  # also those that equal the field's default
         if value not in (None, "none") and not spec.reads(name):
@@ -323,8 +353,13 @@ def resolve_loss(policy_loss: str, **overrides: Any) -> LossSpec:
     return spec
 
 
-def loss_of(algo: AlgoConfig, *, max_tokens: int) -> LossSpec:
-    """The loss that the configuration names; a constant reduction divides by `max_tokens` unless told otherwise.
+def loss_of(algo: AlgoConfig, *, max_tokens: int, stale: bool = False) -> LossSpec:
+    """The loss that the configuration names.
+
+    Args:
+        max_tokens: what a constant reduction divides by unless told otherwise.
+        stale: samples may be of an older policy than the one that is trained. Then a sequence's ratio, whose anchor is
+            the trainer's snapshot, comes with the correction tis_sequence unless told otherwise.
 
     Raises ConfigError as `resolve_loss` does.
     """
@@ -332,7 +367,10 @@ def loss_of(algo: AlgoConfig, *, max_tokens: int) -> LossSpec:
     preset = PRESETS.get(algo.policy_loss, {})
     if overrides.get("reduction", preset.get("reduction")) == "constant":
         overrides.setdefault("reduction_length", float(max_tokens))
-    return resolve_loss(algo.policy_loss, **overrides)
+    spec = resolve_loss(algo.policy_loss, **overrides)
+    if stale and spec.ratio == "sequence" and not overrides.keys() & {"anchor", "correction"}:
+        return resolve_loss(algo.policy_loss, **overrides, correction="tis_sequence")
+    return spec
 
 
 def _unknown(what: str, given: object, valid: tuple[str, ...], *, hint: str | None = None) -> ConfigError:

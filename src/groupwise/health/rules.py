@@ -451,8 +451,14 @@ _POLICY = (
         op=">",
         warn=0.3,
         says="the gradient of {value:.0%} of the tokens is clipped away",
-        cause="the policy moves far within one batch, or the samples are of a much older policy",
+        cause="the policy moves far within one batch, the samples are of a much older policy, or the bounds are "
+        "narrower than sampler and trainer round",
         remedies=(
+            Remedy(
+                text="take the ratio against the trainer's own log-probabilities",
+                overrides={"algo.anchor": "old"},
+                only_if={"algo.anchor": "behaviour"},
+            ),
             Remedy(text="go over a batch less often", overrides={"train.passes": Times(0.5, least=1)}),
             Remedy(text="cut a batch into fewer steps", overrides={"train.minibatches": Times(0.5, least=1)}),
             _SYNC,

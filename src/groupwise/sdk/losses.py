@@ -62,6 +62,8 @@ def built_in(name: str, config: Mapping[str, float] | None = None) -> LossSpec:
         raise ConfigError(f"{unknown[0]!r} is no knob of {name}; valid: {valid}")
     knobs = {**BUILT_IN[name], **(config or {})}
     overrides: dict[str, Any] = {"reduction": "sum"}
+    if name == "gspo":
+        overrides["anchor"] = "behaviour"
     if "clip_low_threshold" in knobs:
         overrides["clip_low"] = 1 - knobs["clip_low_threshold"]
         overrides["clip_high"] = knobs["clip_high_threshold"] - 1

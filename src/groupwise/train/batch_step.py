@@ -9,7 +9,7 @@ the behaviour policy, or a snapshot from before the first of these steps; the re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from random import Random
 from typing import TYPE_CHECKING
@@ -34,12 +34,13 @@ def train_on_batch(
     temperature: float,
 ) -> dict[str, float]:
     """`Learner.step`. Metrics are means over the optimizer steps, extremes of all of them."""
+    every = [list(_minibatches(samples, minibatches, shuffle=learner.shuffle)) for _ in range(passes)]
     several = passes * minibatches > 1
-    old = learner.forward(samples, temperature=temperature) if several and spec.reads_old else None
+    old = snapshot(learner, samples, every[0], temperature=temperature) if several and spec.reads_old else None
     reused = passes > 1 and spec.reads_reference  # else every sample's is computed once anyway
     reference = learner.forward(samples, temperature=temperature, reference=True) if reused else None
     collected: list[dict[str, float]] = []
-    for rows in (part for _ in range(passes) for part in _minibatches(samples, minibatches, shuffle=learner.shuffle)):
+    for rows in (part for parts in every for part in parts):
         metrics = learner.forward_backward(
             [samples[row] for row in rows],
             spec,
@@ -51,6 +52,20 @@ def train_on_batch(
         collected.append({**metrics, **result.metrics()})
     learner.end_batch()
     return averaged(collected)
+
+
+def snapshot(
+    learner: Learner, samples: Sequence[Sample], minibatches: Iterable[Sequence[int]], *, temperature: float
+) -> list[tuple[float, ...]]:
+    """Log-probabilities of the samples under the policy as it is, computed in the minibatches (row indices) that are
+    trained: what is packed together decides how 16-bit numbers are rounded, and the same packing gives a ratio of
+    exactly 1 where the policy has not moved."""
+    old: list[tuple[float, ...]] = [()] * len(samples)
+    for rows in minibatches:
+        logprobs = learner.forward([samples[row] for row in rows], temperature=temperature)
+        for row, values in zip(rows, logprobs, strict=True):
+            old[row] = values
+    return old
 
 
 def _minibatches(samples: Sequence[Sample], count: int, *, shuffle: Random) -> Iterator[list[int]]:
