@@ -35,22 +35,30 @@ def test_nothing_given_is_a_whole_request():
     for each in (config, sft):
         assert each.lora_rank is each.lora_alpha is each.base_adapter is each.output_name is None
         assert each.checkpoint_interval is None
-    assert config.loss(max_tokens=9) == resolve_loss("grpo", clip_low=0.2, clip_high=0.2, kl="k3", kl_coeff=0.1)
+    assert config.loss(recorded=False) == resolve_loss("grpo", clip_low=0.2, clip_high=0.2, kl="k3", kl_coeff=0.1)
 
 
 def test_the_request_of_the_seed_page_is_the_default_with_a_name():
     config = grpo(**SEED_EXAMPLE)
-    assert config.loss(max_tokens=1) == grpo().loss(max_tokens=1)
+    assert config.loss(recorded=False) == grpo().loss(recorded=False)
     assert config.output_name == "math-correctness" and config.lora_rank == 16
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_alone_is_the_published_loss(preset):
     """The defaults of clip_epsilon and kl_coeff are GRPO's and spoil no other algorithm."""
-    expected = {"reduction_length": 7.0} if PRESETS[preset]["reduction"] == "constant" else {}
+    expected = {"reduction_length": 256.0} if preset == "dr_grpo" else {}
     if preset == "grpo":
         expected |= {"kl": "k3", "kl_coeff": 0.1}
-    assert grpo(policy_loss=preset).loss(max_tokens=7) == resolve_loss(preset, **expected)
+    config = grpo(policy_loss=preset)
+    assert config.loss(recorded=False) == resolve_loss(preset, **expected)
+    assert config.advantage == ("mean" if preset == "dr_grpo" else "group_std")
+
+
+def test_of_recorded_completions_a_sequence_ratio_is_corrected():
+    """Nobody says that it was the job's own policy that sampled them."""
+    assert grpo(policy_loss="gspo").loss(recorded=True) == resolve_loss("gspo", correction="tis_sequence")
+    assert grpo(policy_loss="dapo").loss(recorded=True) == resolve_loss("dapo")
 
 
 @pytest.mark.parametrize(
@@ -74,12 +82,12 @@ def test_a_preset_alone_is_the_published_loss(preset):
 def test_options_of_the_loss(options, expected):
     wanted = {"kl": "k3", "kl_coeff": 0.1} | expected
     wanted = {key: value for key, value in wanted.items() if value is not None}
-    assert grpo(**options).loss(max_tokens=1) == resolve_loss("grpo", **wanted)
+    assert grpo(**options).loss(recorded=False) == resolve_loss("grpo", **wanted)
 
 
 def test_another_presets_clipping_and_divergence_can_be_asked_for():
     config = grpo(policy_loss="dapo", clip_epsilon=0.1, kl_coeff=0.05)
-    assert config.loss(max_tokens=1) == resolve_loss("dapo", clip_low=0.1, clip_high=0.1, kl="k3", kl_coeff=0.05)
+    assert config.loss(recorded=False) == resolve_loss("dapo", clip_low=0.1, clip_high=0.1, kl="k3", kl_coeff=0.05)
     assert grpo(policy_loss="dapo", kl="k2").kl_coeff == 0.1
 
 

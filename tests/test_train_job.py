@@ -142,7 +142,7 @@ def test_the_temperature_of_the_samples_is_trained_at(place, monkeypatch):
 # --- what teaches nothing ---
 
 
-def test_groups_of_equal_rewards_never_reach_the_model(place, monkeypatch):
+def test_without_another_term_groups_of_equal_rewards_never_reach_the_model(place, monkeypatch):
     seen: list[Sample] = []
     for verb in ("forward", "forward_backward"):
         plain = getattr(Learner, verb)
@@ -150,11 +150,18 @@ def test_groups_of_equal_rewards_never_reach_the_model(place, monkeypatch):
     mixed = groups(PROMPTS[:2])
     mixed["groups"] += groups(PROMPTS[2:], rewards=(0.5,) * 4)["groups"]
     mixed["groups"] += groups(((1, 2),), rewards=(0.1 + 0.2, 0.3, 0.3, 0.3))["groups"]
-    with_flat = place.do(mixed)
+    with_flat = place.do(mixed, kl_coeff=0.0)
     assert {sample.prompt_ids for sample in seen} == set(PROMPTS[:2])
-    without = place.do(groups(PROMPTS[:2]), adapter="other")
+    without = place.do(groups(PROMPTS[:2]), adapter="other", kl_coeff=0.0)
     assert place.weights(with_flat) == place.weights(without)
     assert with_flat.metrics["reward/frac_zero_std"] == 0.5 and with_flat.metrics["rollout/groups_trained"] == 2
+
+
+def test_with_a_kl_groups_of_equal_rewards_are_trained(place):
+    mixed = groups(PROMPTS[:2])
+    mixed["groups"] += groups(PROMPTS[2:], rewards=(0.5,) * 4)["groups"]
+    job = place.do(mixed, minibatches=3)
+    assert job.metrics["rollout/groups_trained"] == 3 and job.step == 3
 
 
 def test_nothing_to_learn_is_a_failure(place):

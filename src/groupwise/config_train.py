@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -9,6 +10,12 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from groupwise.section import Section, Text, conflict
 
 ADVANTAGE_EPS = 1e-4
+
+
+def _published_advantage(given: Mapping[str, Any]) -> Literal["group_std", "mean"]:
+    """Dr. GRPO is a loss and a mean without a deviation (arXiv 2503.20783); GDPO has scales of its own."""
+    mean = given.get("policy_loss") == "dr_grpo" and given.get("aggregation") != "normalize_then_sum"
+    return "mean" if mean else "group_std"
 
 
 class AlgoConfig(Section):
@@ -53,12 +60,12 @@ class AlgoConfig(Section):
     """Tokens that `constant` divides by."""
     entropy_coeff: float | None = None
     """Weight of the entropy bonus."""
-    advantage: Literal["group_std", "mean", "batch_std", "leave_one_out"] = "group_std"
-    """Baseline and scale of the rewards in a group."""
-    advantage_eps: float = Field(default=ADVANTAGE_EPS, gt=0, le=1)
-    """Added to the standard deviation that `group_std` and `batch_std` divide by."""
     aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Several rewards: add them and normalise the sum, or normalise each and add (GDPO)."""
+    advantage: Literal["group_std", "mean", "batch_std", "leave_one_out"] = Field(default_factory=_published_advantage)
+    """Baseline and scale of the rewards in a group; the default is group_std, and mean with dr_grpo."""
+    advantage_eps: float = Field(default=ADVANTAGE_EPS, gt=0, le=1)
+    """Added to the standard deviation that `group_std` and `batch_std` divide by."""
 
     def loss_overrides(self) -> dict[str, Any]:
         """The loss options that are not null, for `resolve_loss(policy_loss, **overrides)`."""

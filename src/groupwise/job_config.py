@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from groupwise.algo.loss_spec import LossSpec, loss_of
-from groupwise.config import OTHER_NAMES
+from groupwise.config import OTHER_NAMES, RolloutConfig
 from groupwise.config_train import AlgoConfig, Betas, Targets
 from groupwise.configfile import Document, validate
 from groupwise.errors import ConfigError
@@ -35,6 +35,8 @@ Kind = Literal["grpo", "sft"]
 
 LORA_RANK, LORA_ALPHA, LORA_TARGETS = 16, 32.0, "all-linear"  # of a fresh adapter, unless the request says otherwise
 CHECKPOINT_INTERVAL = 10
+
+MAX_TOKENS = RolloutConfig.model_fields["max_tokens"].default  # what a constant reduction divides by
 
 _CLIP_EPSILON, _KL_COEFF, _KL = 0.2, 0.1, "k3"
 _ADAPTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}(@[0-9]{1,12})?")
@@ -124,6 +126,9 @@ class GrpoJobConfig(AlgoConfig, JobConfig):
     clip_epsilon: float | None = Field(default_factory=_default_clip_epsilon, ge=0)
     """How far the ratio may go from 1: `clip_low` and `clip_high`, where these are not given. The default is 0.2, and
     null (the preset's own) with another `policy_loss` than grpo."""
+    reduction_length: float | None = None
+    """Tokens that `constant` (dr_grpo) divides by, whatever the job's completions have; null is 256, as in a run that
+    does not set `rollout.max_tokens`."""
     iterations: int = Field(default=1, ge=1, le=10_000)
     """Passes over the groups."""
     minibatches: int = Field(default=1, ge=1, le=10_000)
@@ -142,12 +147,17 @@ class GrpoJobConfig(AlgoConfig, JobConfig):
             overrides.setdefault("kl", _KL)
         return overrides
 
-    def loss(self, *, max_tokens: int) -> LossSpec:
-        """The loss, for a job whose longest completion has `max_tokens` tokens."""
-        return loss_of(self, max_tokens=max_tokens)
+    def loss(self, *, recorded: bool) -> LossSpec:
+        """The loss of a job. `recorded`: log-probabilities come with the completions, of whatever policy sampled them;
+        without any, the policy that the job starts from counts as the one that did."""
+        return loss_of(self, max_tokens=MAX_TOKENS, stale=recorded)
+
+    def trains_flat(self, *, recorded: bool) -> bool:
+        """Whether groups of equal rewards are trained too, because another term of the loss has a gradient there."""
+        return self.loss(recorded=recorded).needs_flat(self.iterations * self.minibatches, stale=recorded)
 
     def steps(self, *, groups: int) -> int:
-        """Optimizer steps of a job with this many groups whose rewards differ."""
+        """Optimizer steps of a job that trains on this many groups."""
         return self.iterations * min(self.minibatches, groups)
 
     @model_validator(mode="after")
@@ -157,7 +167,7 @@ class GrpoJobConfig(AlgoConfig, JobConfig):
         if self.clip_epsilon is not None and None not in (self.clip_low, self.clip_high):
             raise conflict("clip_epsilon", f"{self.clip_epsilon} has no effect beside clip_low and clip_high")
         try:
-            self.loss(max_tokens=1)  # no check depends on it
+            self.loss(recorded=False)
         except ConfigError as error:
             raise self._in_request_terms(error) from error
         return self

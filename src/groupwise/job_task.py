@@ -4,7 +4,8 @@
     sft    `epochs` passes over the examples, each cut into steps of `batch_size`
 
 Step k's batch follows from the configuration and k alone, so that a job that goes on from a checkpoint does what it
-would have done. Groups whose rewards are all equal teach nothing and are left out before anything is computed.
+would have done. Groups whose rewards are all equal are left out before anything is computed, unless another term of the
+loss has a gradient there (a KL, an entropy bonus), as in a run.
 
 What was posted as text has no behaviour logprobs; nobody knows what sampled it. It gets those of the policy that the
 job starts from, so that every loss works with its own anchor: the first step is then an on-policy one.
@@ -27,6 +28,7 @@ from groupwise.job_payload import GrpoPayload, ScoredGroup, SftPayload
 from groupwise.metrics import rollout_metrics
 from groupwise.model import LoadedModel
 from groupwise.rollout import samples_of
+from groupwise.train.batch_step import snapshot
 from groupwise.train.learner import Learner, Metrics
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Sample, Turn
 
@@ -62,6 +64,11 @@ class Task:
         """The task, given its `start`."""
         return replace(self, start=start)
 
+    def started(self, learner: Learner) -> Task:
+        """The task, with its `start` under the learner's policy as it is."""
+        first_pass = [self.batch(step) for step in range(self.parts)]
+        return self.with_start(snapshot(learner, self.samples, first_pass, temperature=self.temperature))
+
     def batch(self, step: int) -> list[int]:
         """The samples that step `step` (from 0) trains on."""
         return self._portion(len(self.samples), step)
@@ -73,8 +80,7 @@ class Task:
     @property
     def largest(self) -> int:
         """Tokens of the largest batch that goes through the model at once, a prompt counted once for its group."""
-        passes = [[self.samples[row] for row in self.batch(step)] for step in range(self.parts)]
-        return max(map(_packed, [*passes, *([self.samples] if self.reads_start else [])]))
+        return max(_packed([self.samples[row] for row in self.batch(step)]) for step in range(self.parts))
 
     @property
     def longest(self) -> int:
@@ -157,20 +163,24 @@ def make_task(config: GrpoJobConfig | SftJobConfig, payload: GrpoPayload | SftPa
 def _grpo_task(config: GrpoJobConfig, payload: GrpoPayload) -> GrpoTask:
     advantage = AdvantageSpec(kind=config.advantage, eps=config.advantage_eps, aggregation=config.aggregation)
     groups = [_rollouts(i, group) for i, group in enumerate(payload.groups)]
-    kept = [group for group in groups if has_signal(group, advantage)]
-    if not kept:
+    differ = [has_signal(group, advantage) for group in groups]
+    if not any(differ):
         raise TrainingError(
             f"none of the {len(groups)} groups has completions whose rewards differ, so there is nothing to learn",
             hint="sample more completions per prompt, or use a finer reward",
         )
-    per_group = [samples_of([group]) for group in with_advantages(kept, advantage)]
+    recorded = any(each.logprobs is not None for group in payload.groups for each in group.completions)
+    flat_too = config.trains_flat(recorded=recorded)
+    weighed = with_advantages(groups, advantage)
+    kept = [group for group, differs in zip(weighed, differ, strict=True) if differs or flat_too]
+    per_group = [samples_of([group]) for group in kept]
     ends = list(accumulate(map(len, per_group)))
     samples = [sample for group in per_group for sample in group]
     measured = rollout_metrics(groups, trained=kept, advantage=advantage)
     return GrpoTask(
         samples=samples,
         groups=[range(end - len(group), end) for end, group in zip(ends, per_group, strict=True)],
-        loss=config.loss(max_tokens=max(1, *(len(sample.completion_ids) for sample in samples))),
+        loss=config.loss(recorded=recorded),
         temperature=config.temperature or payload.temperature,
         passes=config.iterations,
         parts=min(config.minibatches, len(kept)),

@@ -171,7 +171,7 @@ def _begun(lease: Lease, place: Workplace, config: JobConfig, task: Task) -> _Ru
         moments = "with its optimizer's moments" if has_moments else "with a fresh optimizer"
         message = f"continues {parent} (rank {lora.rank}) {moments}"
     if task.reads_start:
-        task = task.with_start(learner.forward(task.samples, temperature=task.temperature))
+        task = task.started(learner)
     run = _Run(place, lease, config, task, learner, Standing(parent=parent, lora=lora), {})
     run.say(message)
     return run

@@ -197,10 +197,45 @@ def test_tools_and_template_options_reach_the_prompt(grpo: Grpo) -> None:
 
 def test_groups_with_equal_rewards_beside_others_are_a_warning(grpo: Grpo) -> None:
     submission = grpo(group(GOOD, BAD), group(GOOD, GOOD), group(GOOD, BAD), config={"minibatches": 3})
-    assert any("groups[1]" in warning for warning in submission.warnings)
-    assert submission.steps == 2 and any("minibatches is 3" in warning for warning in submission.warnings)
+    (warning,) = submission.warnings
+    assert warning == (
+        "1 of 3 groups have equal rewards; only terms that read no reward (a KL, say) train them: groups[1]"
+    )
+    assert submission.steps == 3
     (warning,) = grpo(group(GOOD, BAD), config={"minibatches": 2}).warnings
-    assert warning == "config.minibatches is 2; steps a pass: 1, one per group whose rewards differ"
+    assert warning == "config.minibatches is 2; steps a pass: 1, one per group that is trained"
+
+
+def test_without_another_term_groups_with_equal_rewards_are_left_out(grpo: Grpo) -> None:
+    groups = [group(GOOD, BAD), group(GOOD, GOOD), group(GOOD, BAD)]
+    submission = grpo(*groups, config={"minibatches": 3, "kl_coeff": 0})
+    first, second = submission.warnings
+    assert first == "1 of 3 groups have equal rewards; they teach nothing and are left out: groups[1]"
+    assert submission.steps == 2 and "minibatches is 3; steps a pass: 2" in second
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"policy_loss": "reinforce", "iterations": 3}, ["reinforce has no ratio", "config.correction"]),
+        ({"policy_loss": "importance_sampling", "iterations": 2}, ["bounds nothing: in 2 optimizer steps"]),
+        ({"anchor": "old", "iterations": 4}, []),
+        ({"policy_loss": "gspo", "iterations": 4}, []),
+    ],
+)
+def test_what_the_loss_does_not_account_for_is_a_warning(grpo: Grpo, config: dict[str, Any], said: list[str]) -> None:
+    warnings = grpo(group(GOOD, BAD), config=config).warnings
+    assert len(warnings) == bool(said)
+    assert all(part in warning for warning in warnings for part in said)
+
+
+def test_rollouts_of_another_version_need_a_correction_where_the_anchor_is_the_trainers_own(grpo: Grpo) -> None:
+    grpo.record("a", "185", version="math@1")
+    grpo.record("b", "184", version="math@1")
+    rollouts = {"completions": [{"rollout_id": "a", "reward": 1}, {"rollout_id": "b", "reward": 0}]}
+    _, warning = grpo(rollouts, config={"output_name": "math", "anchor": "old"}).warnings
+    assert warning.startswith("anchor old compares with the trainer's snapshot") and "config.correction" in warning
+    assert len(grpo(rollouts, config={"output_name": "math", "policy_loss": "gspo"}).warnings) == 1  # the versions
 
 
 def test_rollouts_of_another_version_than_the_one_trained_are_a_warning(grpo: Grpo) -> None:

@@ -28,6 +28,7 @@ from groupwise.job_payload import GrpoPayload, SftPayload, dump_payload
 from groupwise.ledger import RolloutRecord
 from groupwise.model import adapted_modules
 from groupwise.server.encode import at_field, encode_example, encode_group
+from groupwise.server.job_remedies import in_job_words
 from groupwise.server.protocol_train import GrpoRequest, ScoredCompletion, ScoredGroup, SftRequest
 from groupwise.types import BASE, PolicyVersion
 
@@ -79,7 +80,9 @@ def prepare_grpo(
     records = _found(groups, rollouts)
     temperature = _temperature(config, groups, records)
     encoded = [encode_group(group, f"groups[{i}]", records, base) for i, group in enumerate(groups)]
-    steps = config.steps(groups=len(groups) - len(flat))
+    recorded = any(each.logprobs is not None for group in encoded for each in group.completions)
+    trained = len(groups) if config.trains_flat(recorded=recorded) else len(groups) - len(flat)
+    steps = config.steps(groups=trained)
     _check_warmup(config, steps)
     name = config.output_name or f"grpo-{uuid4().hex[:8]}"
     rewards = [completion.reward for group in groups for completion in group.completions]
@@ -94,7 +97,9 @@ def prepare_grpo(
             "completion_tokens": sum(len(c.ids) for group in encoded for c in group.completions),
             "rollouts": len(records),
             "reward_mean": math.fsum(rewards) / len(rewards),
-            "warnings": list(_warnings(config, groups, flat=flat, records=records, start=start)),
+            "warnings": list(
+                _warnings(config, groups, flat=flat, trained=trained, recorded=recorded, records=records, start=start)
+            ),
         },
         payload=dump_payload(GrpoPayload(groups=tuple(encoded), temperature=temperature)),
         steps=steps,
@@ -304,15 +309,20 @@ def _warnings(
     groups: Sequence[ScoredGroup],
     *,
     flat: Sequence[int],
+    trained: int,
+    recorded: bool,
     records: Mapping[str, RolloutRecord],
     start: PolicyVersion | None,
 ) -> Iterator[str]:
     if flat:
         shown = ", ".join(f"groups[{i}]" for i in flat[:SHOWN]) + (", ..." if len(flat) > SHOWN else "")
-        yield f"{len(flat)} of {len(groups)} groups have equal rewards and teach nothing: {shown}"
-    usable = len(groups) - len(flat)
-    if config.minibatches > usable:
-        yield f"config.minibatches is {config.minibatches}; steps a pass: {usable}, one per group whose rewards differ"
+        kept = trained == len(groups)
+        what = (
+            "only terms that read no reward (a KL, say) train them" if kept else "they teach nothing and are left out"
+        )
+        yield f"{len(flat)} of {len(groups)} groups have equal rewards; {what}: {shown}"
+    if config.minibatches > trained:
+        yield f"config.minibatches is {config.minibatches}; steps a pass: {trained}, one per group that is trained"
     stale = sorted({record.version for record in records.values()} - {str(start)})
     if start is not None and stale:
         count = sum(record.version != str(start) for record in records.values())
@@ -320,3 +330,5 @@ def _warnings(
         one = start.is_base and len(stale) == 1 and "*" not in versions  # and no composition: that is not stored
         meant = f"; config.base_adapter: {versions!r} continues it" if one else ""
         yield f"{count} of {len(records)} rollouts were sampled by {versions}; training starts from {start}{meant}"
+    loss = config.loss(recorded=recorded)
+    yield from map(in_job_words, loss.off_policy_warnings(config.steps(groups=trained), stale=bool(stale)))

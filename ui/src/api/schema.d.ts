@@ -2028,7 +2028,8 @@ export interface components {
             reduction?: string | null;
             /**
              * Reduction Length
-             * @description Tokens that `constant` divides by.
+             * @description Tokens that `constant` (dr_grpo) divides by, whatever the job's completions have; null is 256, as in a run that
+             *     does not set `rollout.max_tokens`.
              */
             reduction_length?: number | null;
             /**
@@ -2037,23 +2038,22 @@ export interface components {
              */
             entropy_coeff?: number | null;
             /**
-             * Advantage
-             * @description Baseline and scale of the rewards in a group.
-             * @default group_std
+             * Aggregation
+             * @description Several rewards: add them and normalise the sum, or normalise each and add (GDPO).
+             * @default sum_then_normalize
              */
-            advantage: ("group_std" | "mean" | "batch_std" | "leave_one_out") | null;
+            aggregation: ("sum_then_normalize" | "normalize_then_sum") | null;
+            /**
+             * Advantage
+             * @description Baseline and scale of the rewards in a group; the default is group_std, and mean with dr_grpo.
+             */
+            advantage?: ("group_std" | "mean" | "batch_std" | "leave_one_out") | null;
             /**
              * Advantage Eps
              * @description Added to the standard deviation that `group_std` and `batch_std` divide by.
              * @default 0.0001
              */
             advantage_eps: number | null;
-            /**
-             * Aggregation
-             * @description Several rewards: add them and normalise the sum, or normalise each and add (GDPO).
-             * @default sum_then_normalize
-             */
-            aggregation: ("sum_then_normalize" | "normalize_then_sum") | null;
             /**
              * Clip Epsilon
              * @description How far the ratio may go from 1: `clip_low` and `clip_high`, where these are not given. The default is 0.2, and
@@ -2103,9 +2103,9 @@ export interface components {
              *       "seed": 0,
              *       "policy_loss": "grpo",
              *       "kl_coeff": 0.1,
+             *       "aggregation": "sum_then_normalize",
              *       "advantage": "group_std",
              *       "advantage_eps": 0.0001,
-             *       "aggregation": "sum_then_normalize",
              *       "clip_epsilon": 0.2,
              *       "iterations": 1,
              *       "minibatches": 1

@@ -1,0 +1,86 @@
+"""What a job trains on: the very batch that a run would train on, given the same groups."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from groupwise.adapter_files import WEIGHTS, Provenance
+from groupwise.algo.advantage import has_signal
+from groupwise.display import LineDisplay
+from groupwise.group_json import group_from_json
+from groupwise.loop import run
+from groupwise.model import LoadedModel
+from groupwise.types import RolloutGroup
+from job_place import Place, groups
+from running_jobs import config, metrics_of, rollouts_of
+
+LORA = {"rank": 4, "alpha": 8.0, "targets": ["q_proj", "down_proj"]}
+OF_A_JOB = {"lora_rank": 4, "lora_alpha": 8.0, "target_modules": ["q_proj", "down_proj"], "learning_rate": 1e-3}
+
+
+def moved_adapter(directory: Path, starter: LoadedModel) -> Path:
+    """An adapter that is no longer the base: there a KL has a gradient."""
+    place = Place(directory, starter)
+    return place.store.path(place.version(place.do(groups(), iterations=3, **OF_A_JOB)))
+
+
+def one_step(tmp_path: Path, start: Path, algo: dict[str, Any]) -> tuple[list[RolloutGroup], Path, float]:
+    """A run's only step: all groups that it sampled, the adapter that it made, the norm of its gradient."""
+    given = config(
+        tmp_path,
+        rollout={"prompts_per_step": 8, "group_size": 4, "max_tokens": 8, "refill": 1.0},
+        train={"steps": 1, "warmup_steps": 0, "learning_rate": 1e-3, "lora": LORA},
+        adapters={"start": str(start)},
+        algo=algo,
+        checkpoint={"every": 0},
+    )
+    result = run(given, display=LineDisplay(1, stream=io.StringIO()))
+    sampled = [group_from_json(line) for line in rollouts_of(result.run_dir)]
+    weights = next((result.run_dir / "adapters").rglob(WEIGHTS))
+    return sampled, weights, metrics_of(result.run_dir)[-1]["optim/grad_norm"]
+
+
+def posted(sampled: Sequence[RolloutGroup]) -> dict[str, Any]:
+    """Groups that a run sampled as a job gets them."""
+
+    def completion(rollout: Any) -> dict[str, Any]:
+        said = rollout.completion
+        return {"ids": list(said.token_ids), "logprobs": list(said.logprobs), "reward": rollout.reward}
+
+    return {
+        "groups": [
+            {"prompt_ids": list(group.prompt.token_ids), "completions": list(map(completion, group.rollouts))}
+            for group in sampled
+        ]
+    }
+
+
+@pytest.mark.parametrize(
+    ("of_the_run", "of_the_job"),
+    [
+        ({"policy_loss": "grpo", "kl": "k3", "kl_coeff": 0.1}, {}),  # a job's defaults
+        ({"policy_loss": "grpo"}, {"kl_coeff": 0.0}),
+        ({"policy_loss": "dapo", "entropy_coeff": 0.05}, {"policy_loss": "dapo", "entropy_coeff": 0.05}),
+    ],
+    ids=["kl", "no kl", "entropy"],
+)
+def test_a_posted_job_makes_the_step_of_a_run_with_the_same_groups(starter, tmp_path, of_the_run, of_the_job):
+    """Also where groups have equal rewards: another term of the loss may have a gradient there."""
+    start = moved_adapter(tmp_path / "start", starter)
+    sampled, weights, norm = one_step(tmp_path, start, of_the_run)
+    assert 0 < sum(map(has_signal, sampled)) < len(sampled)
+    place = Place(tmp_path / "place", starter)
+    origin = Provenance(base_model=starter.name, base_hash=starter.hash)
+    place.store.import_(start, "math", info=origin)  # without the moments that its job left
+    job = place.do(posted(sampled), **OF_A_JOB, **of_the_job)
+    assert job.metrics["optim/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    ours, theirs = load_file(place.store.path(place.version(job)) / WEIGHTS), load_file(weights)
+    for key, value in theirs.items():
+        torch.testing.assert_close(ours[key], value, rtol=1e-4, atol=1e-6)
