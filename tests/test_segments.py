@@ -84,15 +84,6 @@ def test_the_oracle(turns, expected):
     assert segments_of(turns) == expected
 
 
-def test_cut_turns_are_masked_where_that_is_asked_for():
-    turns = [turn([1], [2, 3], end=LENGTH), turn([1, 2, 3, 7], [4])]
-    [kept] = segments_of(turns)
-    [masked] = segments_of(turns, mask_truncated=True)
-    assert kept.mask == (1, 1, 0, 1) and masked.mask == (0, 0, 0, 1)
-    assert masked == replace(kept, mask=masked.mask)  # it is seen all the same
-    assert segments_of(turns[:1], mask_truncated=True)[0].mask == (0, 0)
-
-
 # ---- whatever the turns are ----
 TOKENS = st.lists(st.integers(0, 3), max_size=3)  # few tokens, so that prompts resemble each other by chance
 TURNS = st.lists(
@@ -128,18 +119,18 @@ def played(steps) -> list[Turn]:
 
 
 @settings(derandomize=True, deadline=None, max_examples=400)
-@given(TURNS, st.booleans())
-def test_each_token_is_trained_once_in_the_context_in_which_it_was_sampled(steps, mask_truncated):
+@given(TURNS)
+def test_each_token_is_trained_once_in_the_context_in_which_it_was_sampled(steps):
     turns = played(steps)
     sampled = {
         logprob: (turn.prompt_ids + turn.completion.token_ids[:i], turn.completion.token_ids[i])
         for turn in turns
-        if turn.trained and not (mask_truncated and turn.completion.finish_reason is LENGTH)
+        if turn.trained
         for i, logprob in enumerate(turn.completion.logprobs)
     }
     said = {logprob for turn in turns for logprob in turn.completion.logprobs}
     trained = {}
-    for each in segments_of(turns, mask_truncated=mask_truncated):
+    for each in segments_of(turns):
         assert len(each.completion_ids) == len(each.mask) == len(each.logprobs)
         for t, (token, mask, logprob) in enumerate(zip(each.completion_ids, each.mask, each.logprobs, strict=True)):
             if mask:
@@ -165,3 +156,30 @@ def test_the_samples_of_an_episode_have_its_advantage():
         ((10, 20), -0.5),
     ]
     assert [sample.behaviour_logprobs for sample in samples] == [(-0.1, -0.2), (-0.1,), (-0.1, -0.2)]
+    assert [sample.continues for sample in samples] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("turns", "stop", "cut"),
+    [
+        ([turn([1], [2, 3]), turn([1, 2, 3, 7], [4])], "done", False),
+        ([turn([1], [2, 3], end=LENGTH), turn([1, 2, 3, 7], [4])], "done", True),  # env.stop_at_cut: false
+        ([turn([1], [2, 3]), turn([1, 2, 3, 7], [4], end=LENGTH)], "max_tokens", True),
+        ([turn([1], [2, 3]), turn([9], [4], end=LENGTH)], "max_tokens", True),  # forked: two segments
+        ([turn([1], [2, 3]), turn([1, 2, 3, 7], [4])], "context", True),
+        ([turn([1], [2, 3]), turn([1, 2, 3, 7], [4])], "max_turns", False),
+        ([turn([1], [2, 3], end=LENGTH)], None, True),
+    ],
+    ids=["whole", "cut in the middle", "cut at its end", "cut after a fork", "no room left", "turns", "completion"],
+)
+def test_of_an_episode_that_was_cut_no_turn_is_trained_where_that_is_asked_for(turns, stop, cut):
+    """As TRL's `mask_truncated_completions`, whose completion is the whole episode. Its reward counts all the same."""
+    whole = Rollout(turns=(turn([1], [5]),), reward=0.0, advantage=-1.0)
+    group = RolloutGroup(
+        prompt=Prompt(id="p"), rollouts=(Rollout(turns=tuple(turns), stop=stop, reward=1.0, advantage=1.0), whole)
+    )
+    plain, masked = samples_of([group]), samples_of([group], mask_truncated=True)
+    assert masked[-1] == plain[-1] and all(any(sample.mask) for sample in plain)
+    assert [any(sample.mask) for sample in masked[:-1]] == [not cut] * (len(plain) - 1)
+    for kept, hidden in zip(plain[:-1], masked[:-1], strict=True):
+        assert hidden == (replace(kept, mask=(0,) * len(kept.mask)) if cut else kept)  # it is seen all the same

@@ -100,7 +100,8 @@ class RunAlgoConfig(AlgoConfig):
     reference_every: int = Field(default=64, ge=1)
     """Steps between refreshes."""
     mask_truncated: bool = False
-    """Leave completions that were cut at their longest out of the loss."""
+    """Leave completions that were cut at their longest out of the loss, of an episode all turns: if one was cut, or
+    there was no room for another. Their rewards count in the group as before."""
 
     @model_validator(mode="after")
     def _acts_in_a_run(self) -> RunAlgoConfig:

@@ -60,7 +60,7 @@ _ROLLOUTS = {
     "rollout/len_terminated_min": "Shortest of those.",
     "rollout/len_terminated_max": "Longest of those.",
     "rollout/truncated_frac": "Share of the completions that were cut at `rollout.max_tokens` or a full context; an "
-    "episode is, if one of its turns was.",
+    "episode is, if one of its turns was, or if there was no room for another.",
     "rollout/error_frac": "Share of the completions with an error: a reward function failed on them, or their "
     "environment did (`env.on_error: exclude`).",
     "rollout/excluded_frac": "Share of the completions without a reward: those that failed and those to which no "
@@ -254,7 +254,7 @@ def _lengths(groups: Sequence[RolloutGroup]) -> Metrics:
             metrics[f"rollout/{name}_mean"] = fmean(values)
             metrics |= {f"rollout/{name}_min": float(min(values)), f"rollout/{name}_max": float(max(values))}
     if rollouts:
-        metrics["rollout/truncated_frac"] = fmean(FinishReason.LENGTH in why for why in reasons)
+        metrics["rollout/truncated_frac"] = fmean(rollout.truncated for rollout in rollouts)
     return metrics
 
 

@@ -59,18 +59,19 @@ def samples_of(groups: Sequence[RolloutGroup], *, mask_truncated: bool = False) 
     """The samples of groups that have advantages, one per segment; rollouts without one (unscorable) are left out.
 
     Token ids and behaviour logprobs are those of the engine, untouched. With `mask_truncated`, no token of a completion
-    that was cut at its longest is trained.
+    that was cut at its longest is trained, of an episode none of any turn.
     """
     return [
         Sample(
             prompt_ids=segment.prompt_ids,
             completion_ids=segment.completion_ids,
-            mask=segment.mask,
+            mask=(0,) * len(segment.mask) if mask_truncated and rollout.truncated else segment.mask,
             advantage=rollout.advantage,
             behaviour_logprobs=segment.logprobs,
+            continues=number > 0,
         )
         for group in groups
         for rollout in group.rollouts
         if rollout.advantage is not None
-        for segment in segments_of(rollout.turns, mask_truncated=mask_truncated)
+        for number, segment in enumerate(segments_of(rollout.turns))
     ]

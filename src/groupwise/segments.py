@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from groupwise.types import FinishReason, Turn
+from groupwise.types import Turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +29,9 @@ class Segment:
     logprobs: tuple[float, ...]
 
 
-def segments_of(turns: Sequence[Turn], *, mask_truncated: bool = False) -> list[Segment]:
-    """The segments of an episode in which any turn is trained. With `mask_truncated` turns that were cut are in them
-    and are not trained."""
-    segments = [_segment(run, mask_truncated=mask_truncated) for run in _runs(turns)]
+def segments_of(turns: Sequence[Turn]) -> list[Segment]:
+    """The segments of an episode in which any turn is trained."""
+    segments = [_segment(run) for run in _runs(turns)]
     return [segment for segment in segments if segment is not None]
 
 
@@ -49,7 +48,7 @@ def _runs(turns: Sequence[Turn]) -> list[list[Turn]]:
     return runs
 
 
-def _segment(run: Sequence[Turn], *, mask_truncated: bool) -> Segment | None:
+def _segment(run: Sequence[Turn]) -> Segment | None:
     if not any(turn.trained for turn in run):
         return None
     while not run[-1].trained:  # nothing after the last trained token is worth a forward
@@ -61,8 +60,7 @@ def _segment(run: Sequence[Turn], *, mask_truncated: bool) -> Segment | None:
     for turn in run:
         between = turn.prompt_ids[start + len(ids) :]
         said = turn.completion
-        trained = turn.trained and not (mask_truncated and said.finish_reason is FinishReason.LENGTH)
         ids += [*between, *said.token_ids]
-        mask += [0] * len(between) + [int(trained)] * len(said.token_ids)
+        mask += [0] * len(between) + [int(turn.trained)] * len(said.token_ids)
         logprobs += [0.0] * len(between) + list(said.logprobs)
     return Segment(prompt_ids=run[0].prompt_ids, completion_ids=tuple(ids), mask=tuple(mask), logprobs=tuple(logprobs))

@@ -203,6 +203,12 @@ class Rollout:
         """The last turn's completion (of a single-turn rollout: the only one)."""
         return self.turns[-1].completion
 
+    @property
+    def truncated(self) -> bool:
+        """Whether it was cut at its longest: one of its turns was, or an episode had no room for another turn."""
+        cut = any(turn.completion.finish_reason is FinishReason.LENGTH for turn in self.turns)
+        return cut or self.stop in ("max_tokens", "context")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutGroup:
@@ -228,6 +234,9 @@ class Sample:
 
     trains log p(8 | 5 10 5 11) and log p(2 | 5 10 5 11 7), as a teacher would that had said 8 instead of 7.
     `behaviour_logprobs` are of these tokens.
+
+    `continues` marks a further segment of the episode that the sample before it is of: where a loss counts sequences,
+    or averages over one, all segments of an episode are one sequence.
     """
 
     prompt_ids: tuple[int, ...]
@@ -237,6 +246,7 @@ class Sample:
     behaviour_logprobs: tuple[float, ...] | None = None
     weights: tuple[float, ...] | None = None
     targets: tuple[int, ...] | None = None
+    continues: bool = False
 
     def __post_init__(self) -> None:
         length = len(self.completion_ids)

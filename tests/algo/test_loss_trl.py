@@ -6,6 +6,7 @@ Where the two differ on purpose (docs/losses.md has the list) the test says how 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,19 @@ import torch
 from loss_batches import Padded, random_batch
 
 from groupwise.algo.loss import resolve_loss
+from groupwise.algo.loss_spec import loss_of
+from groupwise.errors import ConfigError
+from groupwise.frontends.spelling import read_run
 from trl_peer import MAX_LENGTH, trl_loss
 
+TRL_FILE = """\
+model_name_or_path: starter
+dataset_name: prompts.jsonl
+reward_funcs: [my_rewards.exact]
+num_generations: 4
+per_device_train_batch_size: 8
+max_steps: 10
+"""
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "trl_1_16.json").read_text())
 
 # name -> (TRL's settings, our preset and overrides). `eps`: TRL's epsilon and epsilon_high, 0.2 / 0.28 unless said.
@@ -113,6 +125,28 @@ def test_loss_and_gradient_equal_trl(name: str):
         torch.testing.assert_close(grad, their_grad, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("delta", [1.0, 1.05, 1.1, 1.27, 1.28, 1.29, 1.5, 4.0])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_an_imported_delta_is_trls(tmp_path: Path, loss_type: str, delta: float):
+    """Also below 1 + epsilon_high, where it bounds what has a positive advantage."""
+    file = tmp_path / "trl.yaml"
+    file.write_text(f"{TRL_FILE}loss_type: {loss_type}\nepsilon: 0.2\nepsilon_high: 0.28\ndelta: {delta}\n")
+    config = read_run(file, ()).runnable()
+    spec = replace(loss_of(config.algo, max_tokens=MAX_LENGTH), anchor="old")
+    for batch in batches():
+        loss, grad, _ = batch.run(spec)
+        their_loss, their_grad, _ = trl_loss(batch, {"loss_type": loss_type, "delta": delta})
+        torch.testing.assert_close(loss, their_loss, rtol=0, atol=1e-9)
+        torch.testing.assert_close(grad, their_grad, rtol=0, atol=1e-9)
+
+
+def test_a_delta_below_1_is_refused(tmp_path: Path):
+    file = tmp_path / "trl.yaml"
+    file.write_text(TRL_FILE + "delta: 0.9\n")
+    with pytest.raises(ConfigError, match=r"delta.*0\.9 is not valid.*write 1 or more"):
+        read_run(file, ()).runnable()
+
+
 @pytest.mark.parametrize("name", ["grpo", "dapo", "kl_k3", "kl_unbiased", "entropy"])
 def test_metrics_equal_trl(name: str):
     names = {
@@ -147,6 +181,27 @@ def test_gradient_accumulation_is_in_the_totals(loss_type: str):
     loss, grad, _ = ours(loss_type, batch, total_tokens=2 * tokens, total_rows=2 * rows)
     torch.testing.assert_close(loss, their_loss, rtol=0, atol=1e-9)
     torch.testing.assert_close(grad, their_grad, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask"])
+def test_a_tokens_correction_of_a_sequence_ratio_differs_from_trl(mode: str):
+    """The loss is TRL's. Its gradient (and Liger's) spreads a row's corrections over all of its tokens; here, as
+    GSPO-token has it, each token has its own. With a correction of the row the two agree."""
+    correction = {"token_truncate": "tis_token", "token_mask": "mask_token"}[mode]
+    bounds = {"correction_cap": 1.02, "correction_floor": None}
+    sequence = {"loss_type": "grpo", "level": "sequence", "eps": (0.2, 0.28), "cap": 1.02}
+    differs = 0.0
+    for batch in batches():
+        loss, grad, _ = batch.run(resolve_loss("gspo", **WIDE, **OLD, correction=correction, **bounds))
+        their_loss, their_grad, _ = trl_loss(batch, sequence | {"vllm": mode})
+        torch.testing.assert_close(loss, their_loss, rtol=0, atol=1e-9)
+        mean = (grad.sum(-1) / batch.mask.sum(-1).clamp(min=1))[:, None] * batch.mask
+        torch.testing.assert_close(mean, their_grad, rtol=0, atol=1e-9)
+        differs = max(differs, float((grad - their_grad).abs().max()))
+        _, grad, _ = batch.run(resolve_loss("gspo", **WIDE, **OLD, correction="tis_sequence", correction_cap=1.02))
+        their_grad = trl_loss(batch, sequence | {"vllm": "sequence_truncate"})[1]
+        torch.testing.assert_close(grad, their_grad, rtol=0, atol=1e-9)
+    assert differs > 1e-3
 
 
 def test_bnpo_differs_from_trl_when_micro_batches_are_uneven():

@@ -112,6 +112,15 @@ def test_the_full_async_file_in_our_words(read):
     assert loss.opsm_threshold == 0.5
 
 
+def test_a_tokens_correction_of_a_sequence_ratio_is_said_to_differ(read):
+    token, sequence = (
+        [str(note) for note in read(FULL_ASYNC, *LOCAL, f"trl.importance_sampling_level={level}").differs]
+        for level in ("token", "sequence")
+    )
+    assert any("each token has its own correction" in note for note in sequence)
+    assert not any("its own correction" in note for note in token)
+
+
 def test_dora_is_refused_at_run_and_runs_as_lora_if_told_so(read):
     loaded = read(DORA)
     message = refusal(loaded)

@@ -79,6 +79,89 @@ def sampled_by_the_engine(base: LoadedModel) -> list[Sample]:
     return samples
 
 
+EPISODES = [  # (prompt, completion, mask, continues): a forked episode, a plain one, one forked twice, a cut one
+    ((1, 2), (3, 4, 5), (1, 1, 1), False),
+    ((1, 2, 9, 6), (7,), (1,), True),
+    ((1, 2), (8, 2), (1, 1), False),
+    ((5, 6), (3, 4), (1, 1), False),
+    ((5, 6, 9), (7, 8, 3, 1), (0, 1, 1, 1), True),
+    ((5, 9), (4,), (1,), True),
+    ((5, 6), (4, 4), (0, 0), False),
+    ((5, 9, 9), (7, 7), (0, 0), True),
+]
+LENGTHS = [4, 4, 2, 6, 6, 6, 0, 0]  # trained tokens of the whole episode
+
+
+def forked_episodes() -> list[Sample]:
+    advantages = iter([1.0, -0.5, 0.25, 2.0])
+    samples: list[Sample] = []
+    for prompt, completion, mask, continues in EPISODES:
+        advantage = samples[-1].advantage if continues else next(advantages)
+        samples.append(
+            Sample(prompt_ids=prompt, completion_ids=completion, mask=mask, advantage=advantage, continues=continues)
+        )
+    return samples
+
+
+@pytest.mark.parametrize(
+    ("reduction", "weight"),
+    [
+        ("sequence_mean", lambda length: 1 / (length * 3)),
+        ("sequence_sum", lambda length: 1 / 3),
+        ("constant", lambda length: 1 / (3 * 8.0)),
+        ("token_mean", lambda length: 1 / 12),
+    ],
+)
+@pytest.mark.parametrize("micro_tokens", [1, 8192])
+def test_an_episode_counts_once_however_often_it_was_forked(make_learner, reduction, weight, micro_tokens):
+    """Three episodes with trained tokens, in six segments, which may be in different micro-batches."""
+    samples = forked_episodes()
+    length = {"reduction_length": 8.0} if reduction == "constant" else {}
+    spec = resolve_loss("reinforce", reduction=reduction, **length)
+
+    def by_hand(rows: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        losses = [
+            -weight(length) * sample.advantage * (row * torch.tensor(sample.mask)).sum()
+            for sample, row, length in zip(samples, rows, LENGTHS, strict=True)
+            if length
+        ]
+        return torch.stack(losses).sum(), {}
+
+    learner = make_learner(micro_tokens=micro_tokens)
+    metrics = learner.forward_backward(samples, spec)
+    ours = gradients(learner)
+    expected = learner.forward_backward_custom(samples, by_hand)
+    assert metrics["loss/policy"] == pytest.approx(expected["loss/custom"], rel=1e-6)
+    assert_same(ours, gradients(learner), atol=1e-7)
+    if reduction != "token_mean":
+        stream = learner.begin_step(spec)
+        for part in (samples[:3], samples[3:]):
+            stream.accumulate(part)
+        learner.divide_gradients(spec.denominator(tokens=stream.tokens, rows=stream.rows))
+        assert_same(ours, gradients(learner), atol=1e-7)
+
+
+def test_no_episode_is_cut_in_two_by_minibatches(make_learner, monkeypatch):
+    learner, samples = make_learner(), forked_episodes()
+    parts: list[list[Sample]] = []
+    original = Learner.forward_backward
+
+    def spy(self, part, spec, **options):
+        parts.append(part)
+        return original(self, part, spec, **options)
+
+    monkeypatch.setattr(Learner, "forward_backward", spy)
+    for minibatches in (2, 3, 4, 8):
+        parts.clear()
+        learner.step(samples, resolve_loss("reinforce"), learning_rate=0.0, minibatches=minibatches)
+        assert len(parts) == min(minibatches, 4) and all(parts)
+        assert not any(part[0].continues for part in parts)
+        rows = [samples.index(sample) for part in parts for sample in part]
+        assert sorted(rows) == list(range(8)) and all(
+            rows[i] == rows[i - 1] + 1 for i in range(8) if rows[i] in (1, 4, 5, 7)
+        )
+
+
 def test_a_minibatch_without_loss_tokens(make_learner):
     masked = Sample(prompt_ids=(1, 2), completion_ids=(3, 4), mask=(0, 0), advantage=1.0)
     trained = Sample(prompt_ids=(5,), completion_ids=(3, 4), mask=(1, 1), advantage=1.0)

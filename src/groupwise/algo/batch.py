@@ -81,6 +81,10 @@ class MicroBatch:
             flat.extend(value for value, trained in zip(values, sample.mask, strict=True) if trained)
         return torch.tensor(flat, dtype=torch.float64, device=self.row_N.device)
 
+    def per_row(self, values_B: Sequence[float]) -> Tensor:
+        """One value per row -> those of loss tokens [N] (float64)."""
+        return torch.tensor(values_B, dtype=torch.float64, device=self.row_N.device)[self.row_N]
+
     def of_rows(self, values: Sequence[Sequence[float]] | None) -> Tensor | None:
         """The same of values for every sample of the list that this was cut from."""
         return None if values is None else self.per_token([values[row] for row in self.rows])
@@ -107,9 +111,26 @@ def count_loss_tokens(samples: Sequence[Sample]) -> int:
     return sum(sum(sample.mask) for sample in samples)
 
 
-def count_loss_rows(samples: Sequence[Sample]) -> int:
-    """Samples with loss tokens: the denominator of row means. One that is masked whole is not in the batch."""
-    return sum(any(sample.mask) for sample in samples)
+def count_sequences(samples: Sequence[Sample]) -> int:
+    """Sequences with loss tokens: the denominator of their means. One that is masked whole is not in the batch."""
+    return sum(any(any(sample.mask) for sample in sequence) for sequence in _sequences(samples))
+
+
+def sequence_lengths(samples: Sequence[Sample]) -> list[int]:
+    """For each sample the loss tokens of its sequence: its own, and those of the other segments of its episode."""
+    return [count_loss_tokens(sequence) for sequence in _sequences(samples) for _ in sequence]
+
+
+def _sequences(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
+    """Samples one by one, the segments of an episode together."""
+    sequence: list[Sample] = []
+    for sample in samples:
+        if sequence and not sample.continues:
+            yield sequence
+            sequence = []
+        sequence.append(sample)
+    if sequence:
+        yield sequence
 
 
 def micro_batches(

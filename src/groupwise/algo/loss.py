@@ -174,7 +174,7 @@ def _scale(t: Tokens, inputs: LossInputs, spec: LossSpec) -> Tensor:
     """s_t: what a token's loss is multiplied by before everything is summed.
 
     token_mean      1 / total_tokens                                      DAPO
-    sequence_mean   1 / (tokens of its row * total_rows)                  GRPO
+    sequence_mean   1 / (tokens of its sequence * total_rows)             GRPO
     constant        1 / (total_rows * reduction_length)                   Dr. GRPO
     sequence_sum    1 / total_rows                                        LUSPO
     sum             1

@@ -1,7 +1,8 @@
 """What a policy loss is computed from: the loss tokens of one micro-batch and the counts of the batch it belongs to.
 
 A batch is cut into micro-batches, and its loss must not depend on the cut. So the totals that a loss divides by are
-those of the whole batch: they come with the inputs and are never counted from the tokens at hand.
+those of the whole batch: they come with the inputs and are never counted from the tokens at hand. A row is a completion
+or a segment of an episode; a sequence is a completion or a whole episode, whose rows may be in several micro-batches.
 
 Log-probabilities are in nats. Shapes: N loss tokens of the micro-batch, flat; B its rows (completions).
 """
@@ -30,11 +31,12 @@ class LossInputs:
     behaviour_N: Tensor | None = None  # logprobs under the policy that sampled, from the engine
     old_N: Tensor | None = None  # logprobs under the trainer's snapshot; None: the current policy is the snapshot
     reference_N: Tensor | None = None  # logprobs under the reference
+    length_N: Tensor | None = None  # loss tokens of the token's sequence; None: of its row
     total_tokens: float  # loss tokens of the whole global batch: all micro-batches, all ranks
-    total_rows: float  # rows with loss tokens of the whole global batch
+    total_rows: float  # sequences with loss tokens of the whole global batch
 
     def __post_init__(self) -> None:
-        for name in ("advantages_N", "behaviour_N", "old_N", "reference_N"):
+        for name in ("advantages_N", "behaviour_N", "old_N", "reference_N", "length_N"):
             value = getattr(self, name)
             if value is not None and value.shape != self.row_N.shape:
                 raise ValueError(
@@ -48,7 +50,7 @@ class Tokens:
 
     row_N: Tensor
     num_rows: int
-    length_N: Tensor  # loss tokens of the token's row, dropped ones included
+    length_N: Tensor  # loss tokens of the token's sequence, dropped ones included
     kept_B: Tensor  # loss tokens of each row, dropped ones not included
     dropped: int
     advantages_N: Tensor
@@ -82,11 +84,14 @@ def select_tokens(logprobs_N: Tensor, inputs: LossInputs, entropy_N: Tensor | No
         return None if x_N is None else kept(x_N).to(dtype)
 
     row_N, logprobs = kept(inputs.row_N), kept(logprobs_N).to(dtype)
+    length = kept_or_none(inputs.length_N)
+    if length is None:
+        length = torch.bincount(inputs.row_N, minlength=inputs.num_rows)[row_N].to(dtype)
     old = kept_or_none(inputs.old_N) if old_is_anchor else None
     return Tokens(
         row_N=row_N,
         num_rows=inputs.num_rows,
-        length_N=torch.bincount(inputs.row_N, minlength=inputs.num_rows)[row_N].to(dtype),
+        length_N=length,
         kept_B=torch.bincount(row_N, minlength=inputs.num_rows).to(dtype),
         dropped=len(inputs.row_N) - len(row_N),
         advantages_N=kept(inputs.advantages_N).to(dtype),

@@ -66,9 +66,17 @@ def groups_of(samples: Sequence[Sample]) -> list[list[Sample]]:
     """Runs of adjacent samples that belong to one group: their prompts are equal or a history forked from the prompt.
 
     Nothing says which group a sample is of. A forked history goes on where the group's prompt ends, or `TAIL` tokens
-    before that; prompts of two groups differ before and are about as long as each other.
+    before that; prompts of two groups differ before and are about as long as each other. What continues an episode is
+    of its group in any case.
     """
-    return [[samples[row] for row in run] for run in _runs(samples, range(len(samples)), _forked)]
+    groups: list[list[Sample]] = []
+    for run in _runs(samples, range(len(samples)), _forked):
+        mine = [samples[row] for row in run]
+        if groups and mine[0].continues:
+            groups[-1] += mine
+        else:
+            groups.append(mine)
+    return groups
 
 
 def families(samples: Sequence[Sample]) -> Iterator[tuple[list[int], list[Line] | None]]:

@@ -107,7 +107,14 @@ KEYS = (
         "algo.clip_high",
         what="default: `epsilon`; with cispo it is the largest ratio, so clip_high is one less",
     ),
-    made("delta", number, "algo.dual_clip", what="the largest ratio; it acts where the advantage is negative"),
+    made(
+        "delta",
+        number,
+        "algo.dual_clip",
+        "algo.clip_high",
+        what="a second bound on the ratio: dual_clip = max(delta, 1 + epsilon_high), where the advantage is negative; "
+        "where it is positive, clip_high = min(epsilon_high, delta - 1)",
+    ),
     made("sapo_temperature_pos", number, "algo.sapo_tau_positive", default=1.0, what="read by sapo"),
     made("sapo_temperature_neg", number, "algo.sapo_tau_negative", default=1.05, what="read by sapo"),
     *(absent(name, "VESPO's shape is the paper's here", off=(value,), kind=number) for name, value in VESPO.items()),
@@ -236,17 +243,30 @@ def _put_bounds(t: Translation, p: str, loss: str) -> None:
                 t.note_idle(name, f"{loss} does not clip")
     else:
         t.put("algo.clip_low", t[low], low)
-        t.put("algo.clip_high", t[upper], upper)
-    if loss in ("cispo", "sapo", "vespo"):
-        if t.given(delta):
-            t.note_idle(delta, f"{loss} has no clipped objective that it could bound")
-    else:
-        t.put("algo.dual_clip", t[delta], delta)
+        _put_upper_bound(t, upper, delta)
+    if loss in ("cispo", "sapo", "vespo") and t.given(delta):
+        t.note_idle(delta, f"{loss} has no clipped objective that it could bound")
     for ours, name in (("positive", f"{p}sapo_temperature_pos"), ("negative", f"{p}sapo_temperature_neg")):
         if loss == "sapo":
             t.put(f"algo.sapo_tau_{ours}", t[name], name)
         elif t.given(name):
             t.note_idle(name, f"{loss} does not read it")
+
+
+def _put_upper_bound(t: Translation, upper: str, delta: str) -> None:
+    """TRL has -min(min(w, delta) A, clip(w, 1 - low, 1 + high) A): where A > 0 the smaller of the two bounds cuts the
+    gradient, where A < 0 the larger."""
+    high, bound = t[upper], t[delta]
+    if bound is None or bound >= 1 + high:
+        t.put("algo.clip_high", high, upper)
+        t.put("algo.dual_clip", bound, delta)
+    elif bound < 1:
+        t.problem(
+            delta, f"{bound:g} is not valid: below 1 nothing with a positive advantage is learned; write 1 or more"
+        )
+    else:
+        t.put("algo.clip_high", bound - 1, delta)
+        t.put("algo.dual_clip", 1 + high, delta, upper)
 
 
 def _put_kl(t: Translation, p: str) -> None:
@@ -281,6 +301,9 @@ def _put_correction(t: Translation, p: str, *, off_policy: bool) -> None:
         t.put("algo.correction", CORRECTIONS[t[mode]], mode, on)
         t.put("algo.correction_cap", t[old_cap if t.given(old_cap) else cap], old_cap, cap)
         t.put("algo.correction_floor", t[floor], floor)
+        if t[mode].startswith("token") and t[f"{p}importance_sampling_level"] == "sequence":
+            what = "in the gradient each token has its own correction; there a row's are spread over its tokens"
+            t.note_difference(mode, what)
         return
     if off_policy and t[f"{p}loss_type"] != "vespo":
         t.put("algo.anchor", "old", on, origin="the ratio starts at 1, as there")

@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from groupwise.algo.batch import MicroBatch, count_loss_rows
+from groupwise.algo.batch import MicroBatch, count_sequences
 from groupwise.algo.loss import LossSpec
 from groupwise.algo.loss_metrics import rescaled
 from groupwise.errors import ConfigError, DataError, TrainingError
@@ -246,7 +246,7 @@ class TrainingClient:
             for row, sample in zip(batch.rows, batch.samples, strict=True):
                 rows[row] = [next(values) if trained else UNKNOWN for trained in sample.mask]
 
-        tokens, loss_rows = sum(datum.loss_tokens for datum in data), count_loss_rows(samples)
+        tokens, loss_rows = sum(datum.loss_tokens for datum in data), count_sequences(samples)
         metrics = self.learner.forward_backward(
             samples,
             spec,

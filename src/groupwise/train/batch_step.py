@@ -77,6 +77,8 @@ def _minibatches(samples: Sequence[Sample], count: int, *, shuffle: Random) -> I
         groups = [[next(rows) for _ in group] for group in groups_of(samples)]
         shuffle.shuffle(groups)
         order = [row for group in groups for row in group]
-    parts = min(count, len(samples))
-    for start, stop in pairwise([len(samples) * part // parts for part in range(parts + 1)]):
+    starts = [place for place, row in enumerate(order) if place == 0 or not samples[row].continues]  # of episodes
+    parts = min(count, len(starts))
+    cuts = [starts[len(starts) * part // parts] for part in range(parts)]
+    for start, stop in pairwise([*cuts, len(samples)]):
         yield order[start:stop]

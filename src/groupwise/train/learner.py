@@ -33,10 +33,11 @@ from transformers import PreTrainedModel
 
 from groupwise.algo.batch import (
     MicroBatch,
-    count_loss_rows,
     count_loss_tokens,
+    count_sequences,
     micro_batches,
     padded_batches,
+    sequence_lengths,
     side_by_side,
 )
 from groupwise.algo.kl import kl_metrics, measured_rows
@@ -218,7 +219,8 @@ class Learner:
             totals: loss tokens and rows of the batch that `samples` are a part of; None: they are all of it.
             on_logprobs: is shown each micro-batch and the log-probabilities of its loss tokens.
         """
-        total_tokens, total_rows = totals or (float(count_loss_tokens(samples)), float(count_loss_rows(samples)))
+        total_tokens, total_rows = totals or (float(count_loss_tokens(samples)), float(count_sequences(samples)))
+        lengths = sequence_lengths(samples) if any(sample.continues for sample in samples) else None
 
         def term(batch: MicroBatch, reference_N: Tensor | None) -> TokenLoss:
             inputs = LossInputs(
@@ -228,6 +230,7 @@ class Learner:
                 behaviour_N=batch.behaviour_N,
                 old_N=batch.of_rows(old_logprobs),
                 reference_N=batch.of_rows(reference_logprobs) if reference_N is None else reference_N,
+                length_N=None if lengths is None else batch.per_row([lengths[row] for row in batch.rows]),
                 total_tokens=total_tokens,
                 total_rows=total_rows,
             )

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from groupwise.algo.batch import count_loss_rows, count_loss_tokens
+from groupwise.algo.batch import count_loss_tokens, count_sequences
 from groupwise.algo.loss_metrics import combined, rescaled
 from groupwise.algo.loss_spec import LossSpec
 from groupwise.errors import ConfigError
@@ -57,7 +57,7 @@ class StreamedStep:
         metrics = self._learner.forward_backward(samples, self._spec, temperature=self._temperature, totals=SUMS)
         self._parts.append(metrics)
         self.tokens += count_loss_tokens(samples)
-        self.rows += count_loss_rows(samples)
+        self.rows += count_sequences(samples)
 
     def finish(self, *, learning_rate: float) -> dict[str, float]:
         """The optimizer step -> the metrics of the whole; nothing is done, and none returned, without any loss token.
