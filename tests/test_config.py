@@ -73,8 +73,19 @@ def test_defaults_of_the_recipe():
 
 
 def test_the_sampling_parameters_are_the_rollouts():
-    sampling = parse_config(MINIMAL | {"rollout": {"temperature": 0.7, "top_k": 5, "stop": ["x"]}}).rollout.sampling()
-    assert (sampling.temperature, sampling.top_k, sampling.stop, sampling.max_tokens) == (0.7, 5, ("x",), 256)
+    sampling = parse_config(MINIMAL | {"rollout": {"temperature": 0.7, "stop": ["x"]}}).rollout.sampling()
+    assert (sampling.temperature, sampling.stop, sampling.max_tokens) == (0.7, ("x",), 256)
+
+
+@pytest.mark.parametrize("engine", ["local", "vllm"])
+@pytest.mark.parametrize(("key", "value", "off"), [("top_p", 0.9, "1"), ("top_k", 20, "0"), ("min_p", 0.05, "0")])
+def test_a_part_of_the_distribution_is_not_trained(engine, key, value, off):
+    """The loss would compare log-probabilities of all of it: the ratio would read 1 and the bias would not show."""
+    with pytest.raises(ConfigError, match=rf"rollout\.{key}: {value} draws from a part.*Set it to {off} \(off\)"):
+        parse_config(MINIMAL | {"engine": engine, "rollout": {key: value}})
+    assert (
+        not parse_config(MINIMAL | {"rollout": {key: float(off) if key != "top_k" else 0}}).rollout.sampling().narrowed
+    )
 
 
 def test_unknown_keys_are_named_with_line_and_suggestion(write):

@@ -524,10 +524,15 @@ def rollout(id: str, *, text: str = "4") -> RolloutRecord:
 def test_rollouts_come_back_exactly(book):
     records = [rollout(f"r{i}", text="\u00e9\U0001f600" * i) for i in range(2500)]
     book.save_rollouts(records)
-    book.save_rollouts([RolloutRecord("empty", (), (), (), "base", 0.0, "length", "")])
+    book.save_rollouts([RolloutRecord("empty", (), (), (), "base", 0.0, "length", "", narrowed="top_p=0.9")])
     found = book.rollouts([*(record.id for record in records), "unknown", "empty"])
     assert [found[record.id] for record in records] == records
-    assert found["empty"].completion_ids == () and "unknown" not in found and len(found) == 2501
+    assert (
+        found["empty"].completion_ids == ()
+        and found["empty"].narrowed == "top_p=0.9"
+        and "unknown" not in found
+        and len(found) == 2501
+    )
     book.save_rollouts([rollout("r0", text="again")])
     assert book.rollouts(["r0"])["r0"].text == "again"
     assert book.rollouts([]) == {}

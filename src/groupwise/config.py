@@ -32,7 +32,7 @@ from groupwise.config_train import RunAlgoConfig, TrainConfig
 from groupwise.configfile import Document, to_yaml, validate
 from groupwise.errors import ConfigError
 from groupwise.section import AdapterName, Name, Section, Text, Texts, conflict
-from groupwise.types import SamplingParams
+from groupwise.types import NARROWING, SamplingParams
 
 Mode = Literal["greedy", "sampled"]
 
@@ -222,11 +222,12 @@ class RolloutConfig(Section):
     temperature: float = Field(default=1.0, gt=0, le=10)
     """Sampling temperature. Not 0, at which the completions of a group would all be the same."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling; 1 is off."""
+    """Nucleus sampling. Only 1, which is off, can be trained: the loss compares log-probabilities of the whole
+    distribution, and what is drawn from a part of it would bias what is learned."""
     top_k: int = Field(default=0, ge=0)
-    """Sample among this many likeliest tokens; 0 is off."""
+    """Sample among this many likeliest tokens. Only 0, which is off, can be trained."""
     min_p: float = Field(default=0.0, ge=0, le=1)
-    """Drop tokens less likely than this fraction of the likeliest; 0 is off."""
+    """Drop tokens less likely than this fraction of the likeliest. Only 0, which is off, can be trained."""
     stop: Texts = ()
     """Strings that end a completion; they are cut from its text."""
     refill: float = Field(default=2.0, ge=1, le=64)
@@ -271,6 +272,13 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _acts(self) -> RolloutConfig:
+        for key, off in NARROWING.items():
+            if (value := getattr(self, key)) != off:
+                message = (
+                    f"{value:g} draws from a part of the distribution, and the loss compares log-probabilities of all"
+                )
+                hint = f"what is learned would be biased. Set it to {off:g} (off); a lower temperature can be trained"
+                raise conflict(key, f"{message}: {hint}")
         interval, staleness = self.weight_sync_interval, self.max_staleness
         if staleness and not interval:
             raise conflict("max_staleness", f"{staleness} has no effect with weight_sync_interval 0, which never syncs")
@@ -291,14 +299,7 @@ class RolloutConfig(Section):
 
     def sampling(self) -> SamplingParams:
         """The training rollouts' sampling parameters (without a seed)."""
-        return SamplingParams(
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            stop=self.stop,
-        )
+        return SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature, stop=self.stop)
 
 
 class AdaptersConfig(Section):
@@ -410,10 +411,6 @@ class RunConfig(Section):
         for key in ("draft_tokens", "prefix_cache_mb", "compile"):
             if getattr(self.rollout, key) != fields[key].default:
                 raise conflict("rollout", key, "is the local engine's, and engine is vllm; leave it out")
-        for key, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
-            if getattr(self.rollout, key) != off:
-                message = "vLLM then gives the log-probabilities of a narrowed distribution, which the trainer has not"
-                raise conflict("rollout", key, f"{message}; set it to {off}, or engine: local")
 
     def _check_sources(self) -> None:
         """Without an environment there must be prompts and rewards."""

@@ -98,6 +98,10 @@ MIGRATIONS = (
     ALTER TABLE job ADD COLUMN pass_tokens INTEGER;
     ALTER TABLE job ADD COLUMN least_tokens INTEGER
     """,
+    """
+    -- the options by which only a part of the distribution was drawn from, as top_p=0.9
+    ALTER TABLE rollout ADD COLUMN narrowed TEXT NOT NULL DEFAULT ''
+    """,
 )
 
 JOBS = """
@@ -105,7 +109,7 @@ JOBS = """
         (SELECT count(*) FROM job AS other WHERE other.state = 'queued' AND other.seq <= job.seq) END AS position
     FROM job
 """
-_ROLLOUT_COLUMNS = "id, prompt_ids, completion_ids, logprobs, version, temperature, finish_reason, text"
+_ROLLOUT_COLUMNS = "id, prompt_ids, completion_ids, logprobs, version, temperature, finish_reason, text, narrowed"
 
 _DISK = (
     sqlite3.SQLITE_FULL,
@@ -195,7 +199,8 @@ class Event:
 
 @dataclass(frozen=True)
 class RolloutRecord:
-    """A completion that was sampled over HTTP, so that a reward for its id is enough to train on it."""
+    """A completion that was sampled over HTTP, so that a reward for its id is enough to train on it. `narrowed` names
+    the options by which only a part of the distribution was drawn from (`SamplingParams.narrowed`)."""
 
     id: str
     prompt_ids: tuple[int, ...]
@@ -205,6 +210,7 @@ class RolloutRecord:
     temperature: float
     finish_reason: str
     text: str
+    narrowed: str = ""
 
 
 class Database:
@@ -371,12 +377,12 @@ def update_job(db: sqlite3.Connection, seq: int, **columns: Any) -> None:
 
 def write_rollouts(db: sqlite3.Connection, records: Iterable[RolloutRecord]) -> None:
     """Add rollouts; one with a known id replaces it."""
-    statement = f"INSERT OR REPLACE INTO rollout ({_ROLLOUT_COLUMNS}, created_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    statement = f"INSERT OR REPLACE INTO rollout ({_ROLLOUT_COLUMNS}, created_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
     now = time.time()
     for record in records:
         prompt, completion = (array("i", ids).tobytes() for ids in (record.prompt_ids, record.completion_ids))
         logprobs = array("d", record.logprobs).tobytes()
-        rest = (record.version, record.temperature, record.finish_reason, record.text, now)
+        rest = (record.version, record.temperature, record.finish_reason, record.text, record.narrowed, now)
         db.execute(statement, (record.id, prompt, completion, logprobs, *rest))
 
 

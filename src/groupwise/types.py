@@ -29,6 +29,7 @@ from enum import StrEnum
 from typing import Any, NotRequired, TypedDict
 
 BASE = "base"  # the name of the policy without an adapter
+NARROWING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # sampling options, and where they are off
 MAX_REWARD = 1e100  # of either sign; the variance of much larger ones is no float64
 
 
@@ -117,6 +118,16 @@ class SamplingParams:
         for valid, message in checks:
             if not valid:
                 raise ValueError(message)
+
+    @property
+    def narrowed(self) -> str:
+        """The options by which only a part of the distribution is drawn from, as "top_p=0.9, top_k=20"; "" if none is.
+
+        Log-probabilities are of the whole distribution, so that what was drawn from a part of it is not trained.
+        """
+        return ", ".join(
+            f"{name}={getattr(self, name):g}" for name, off in NARROWING.items() if getattr(self, name) != off
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,11 +76,22 @@ def test_what_is_refused_is_a_400(play_group):
 
 
 def test_the_run_decides_how_it_samples_and_says_so(ask):
-    answer, rollout = ask(raw=True, temperature=0.1, top_p=1, seed=7, presence_penalty=0.5)
+    with pytest.warns(UserWarning, match="agent asks with presence_penalty, seed, temperature, which change nothing"):
+        answer, rollout = ask(raw=True, temperature=0.1, top_p=1, seed=7, presence_penalty=0.5)
     assert answer.headers["x-ignored"] == "temperature, seed, presence_penalty"
     assert rollout.info["ignored_parameters"] == 1
     answer, rollout = ask(raw=True, temperature=1, top_p=1.0)
     assert "x-ignored" not in answer.headers and rollout.info["ignored_parameters"] == 0
+
+
+def test_a_client_that_narrows_its_draws_is_answered_from_what_is_trained(ask):
+    """Harnesses send top_p 0.95 and cannot be told otherwise. The same tokens as without, and it is said."""
+    how = SamplingParams(max_tokens=48)
+    plain, _ = ask(params=how)
+    with pytest.warns(UserWarning, match="agent asks with min_p, top_k, top_p, which change nothing"):
+        narrowed, rollout = ask(params=how, top_p=0.01, extra_body={"top_k": 1, "min_p": 0.9})
+    assert narrowed.choices[0].message.content == plain.choices[0].message.content
+    assert rollout.info["ignored_parameters"] == 1 and rollout.turns[0].trained
 
 
 def test_lengths_and_stop_strings(ask):

@@ -36,7 +36,7 @@ def test_the_documented_command_with_its_defaults():
     config = loaded.config
     assert (config.name, config.model) == ("hotel", "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B")
     assert (config.rollout.group_size, config.rollout.prompts_per_step, config.rollout.max_tokens) == (4, 2, 256)
-    assert (config.rollout.top_k, config.algo.kl, config.algo.kl_coeff) == (50, "k3", 0.1)
+    assert (config.rollout.top_k, config.algo.kl, config.algo.kl_coeff) == (0, "k3", 0.1)
     assert (config.algo.policy_loss, config.algo.clip_low, config.algo.clip_high) == ("grpo", 0.2, 0.2)
     assert (config.train.learning_rate, config.train.schedule) == (3e-5, "linear")
     assert config.train.lora is not None and (config.train.lora.rank, config.train.lora.dropout) == (16, 0.05)
@@ -53,9 +53,10 @@ def test_which_turns_are_trained_is_said_unless_it_was_chosen():
     loaded = imported(*HOTEL, "--max-steps", "3")
     assert loaded.config.env is not None and loaded.config.env.train_turns == "all"
     assert [str(note) for note in loaded.differs] == [
-        "rl_env_module: every turn that the environment generates is trained; train_turns=first is as there"
+        "rl_env_module: every turn that the environment generates is trained; train_turns=first is as there",
+        "rl_top_k: completions are drawn from all tokens, as the loss has it; there from the 50 likeliest",
     ]
-    chosen = imported(*HOTEL, "--max-steps", "3", "--train-turns", "first")
+    chosen = imported(*HOTEL, "--max-steps", "3", "--train-turns", "first", "--rl-top-k", "0")
     assert chosen.config.env is not None and chosen.config.env.train_turns == "first" and not chosen.differs
 
 
@@ -160,7 +161,7 @@ def test_vllm_is_the_engine():
     loaded = imported(*HOTEL, *said)
     config = loaded.runnable()
     assert (config.engine, config.vllm.mode, config.vllm.urls) == ("vllm", "server", ("http://gpu:8000/v1",))
-    assert config.rollout.top_k == 0 and any("50 likeliest" in note.text for note in loaded.differs)
+    assert not config.rollout.sampling().narrowed
     colocated = imported(*HOTEL, "--use-vllm", "--vllm-gpu-memory-utilization", "0.25").runnable()
     assert (colocated.vllm.mode, colocated.vllm.gpu_memory_utilization) == ("colocate", 0.25)
     loaded = imported(*HOTEL, "--vllm-gpu-memory-utilization", "0.3", "--vllm-tensor-parallel-size", "1")
@@ -239,6 +240,7 @@ def test_python_takes_the_parameters(folder, model_dir, monkeypatch):
         rl_env_config='{"letters": "ae"}',
         rl_num_generations=4,
         rl_max_new_tokens=6,
+        rl_top_k=0,
         peft=True,
         lr=1e-5,
         max_steps=1,

@@ -386,6 +386,9 @@ def test_generation_kwargs_act(read):
     kwargs = "trl.generation_kwargs={stop: END, top_k: -1, max_new_tokens: 64, temperature: 0.5}"
     rollout = read(QUICK_START, *LOCAL, kwargs).runnable().rollout
     assert (rollout.stop, rollout.top_k, rollout.max_tokens, rollout.temperature) == (("END",), 0, 64, 0.5)
+    narrowed = read(QUICK_START, *LOCAL, "trl.generation_kwargs={top_p: 0.9, min_p: 0.0}")
+    with pytest.raises(ConfigError, match="'top_p' is not here; the loss compares log-probabilities of the whole"):
+        narrowed.runnable()
 
 
 def test_without_a_longest_completion_there_is_one_and_it_is_said(read):

@@ -86,8 +86,6 @@ SAMPLES = {
     "data.shuffle": False,
     "algo.aggregation": "normalize_then_sum",
     "algo.mask_truncated": True,
-    "rollout.top_p": 0.5,
-    "rollout.min_p": 0.25,
     "train.weight_decay": 0.25,
     "tracking.tensorboard": True,
 }

@@ -16,6 +16,7 @@ from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError, DataError
 from groupwise.model import LoadedModel
 from groupwise.sdk.concurrency import AdaptiveConcurrency
+from groupwise.sdk.datums import build_grpo_datums
 from groupwise.sdk.deployment import Deployment
 from groupwise.sdk.sampler import DeploymentSampler, SampledCompletion, Status
 from groupwise.types import Completion, Message, PolicyVersion, Prompt, SamplingRequest
@@ -79,6 +80,18 @@ def test_inference_gives_n_logprobs_the_first_none(sampler: DeploymentSampler, s
     ids = echoed.full_tokens
     scored = starter_engine.score(ids[:1], ids[1:], PolicyVersion.base())
     assert echoed.inference_logprobs[1:] == pytest.approx(scored, abs=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"top_p": 0.5}, {"top_k": 3}])
+def test_what_is_drawn_from_a_part_of_the_distribution_is_not_for_policy_losses(
+    sampler: DeploymentSampler, options: dict[str, float]
+) -> None:
+    """Its log-probabilities would be of the whole distribution, and the ratio 1 although it was drawn otherwise."""
+    (entry,) = sample(sampler, n=1, **options)
+    assert entry.sampled and entry.text and set(entry.inference_logprobs) == {None}
+    assert entry.datum().loss_tokens == entry.completion_len  # cross-entropy needs none
+    with pytest.raises(DataError, match="what was sampled with top_p or top_k has no log-probability"):
+        build_grpo_datums([entry.datum()], [1.0], [entry.inference_logprobs], entry.prompt_len)
 
 
 def test_the_same_seed_draws_the_same_and_each_of_n_its_own(sampler: DeploymentSampler) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from groupwise.algo.advantage import AdvantageSpec, advantages, gdpo_advantages
 from groupwise.job_payload import GrpoPayload, ScoredCompletion, ScoredGroup, dump_payload
 from groupwise.ledger import RolloutRecord
 from whole_server import Whole, whole
@@ -29,15 +30,19 @@ def sampled(site: Whole) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def job(site: Whole) -> str:
+    return submitted(site, advantage="mean")
+
+
+def submitted(site: Whole, **config: Any) -> str:
     def group(prompt: int, rewards: list[float]) -> ScoredGroup:
         done = tuple(ScoredCompletion(ids=(5 + i, 6), logprobs=(-1.0, -0.5), reward=r) for i, r in enumerate(rewards))
         return ScoredGroup(prompt_ids=(prompt, 3), completions=done)
 
     payload = dump_payload(GrpoPayload(groups=(group(1, [0.0, 1.0]), group(2, [0.5, 0.5, 0.5]), group(3, [2.0, 3.0]))))
-    submitted, _ = site.server.ledger.submit(
-        kind="grpo", adapter="x", config={"advantage": "mean"}, summary={}, payload=payload, steps=1, auto_load=True
+    made, _ = site.server.ledger.submit(
+        kind="grpo", adapter="x", config=config, summary={}, payload=payload, steps=1, auto_load=True
     )
-    return submitted.id
+    return made.id
 
 
 def listed(site: Whole, **query: Any) -> dict[str, Any]:
@@ -94,6 +99,20 @@ def test_what_a_job_was_posted_has_rewards_and_advantages(site: Whole, job: str)
     group = site.http.get(f"/v1/rollouts/{job}.2.0").json()
     assert [each["reward"] for each in group["rollouts"]] == [3.0, 2.0]
     assert group["rollouts"][0]["logprobs"] == [-1.0, -0.5]
+
+
+def test_its_advantages_are_those_that_it_is_trained_with(site: Whole) -> None:
+    rewards = [[0.0, 1.0], [0.5, 0.5, 0.5], [2.0, 3.0]]
+    gdpo = AdvantageSpec(aggregation="normalize_then_sum")
+    for config, expected in (
+        ({"advantage": "batch_std"}, advantages(rewards, AdvantageSpec(kind="batch_std"))),
+        (
+            {"aggregation": "normalize_then_sum"},
+            gdpo_advantages([[{"reward": reward} for reward in group] for group in rewards], gdpo),
+        ),
+    ):
+        rows = listed(site, job=submitted(site, **config))["rows"]
+        assert [row["advantage"] for row in rows] == pytest.approx([a for group in expected for a in group])
 
 
 def test_what_is_not_kept_is_not_found(site: Whole, job: str) -> None:

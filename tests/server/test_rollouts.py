@@ -104,6 +104,15 @@ def test_what_was_sampled_is_kept_under_its_id(api: Served) -> None:
         assert record.finish_reason == one["finish_reason"]
 
 
+def test_what_was_drawn_from_a_part_of_the_distribution_is_marked(api: Served) -> None:
+    """So that a job can refuse it."""
+    asked = [{}, {"top_p": 0.9}, {"top_k": 4, "min_p": 0.05}, {"top_p": 1, "top_k": 0}]
+    answers = [batch(api, {"prompts": [THINK], "n": 1, **options}) for options in asked]
+    ids = [answer["completions"][0]["rollout_id"] for answer in answers]
+    kept = api.server.ledger.rollouts(ids)
+    assert [kept[id].narrowed for id in ids] == ["", "top_p=0.9", "top_k=4, min_p=0.05", ""]
+
+
 def test_the_text_alone_is_enough_to_train_on_what_was_sampled(api: Served) -> None:
     """Posted back as text, a completion that ended by itself has the ids that were sampled."""
     answer = batch(api, {"prompts": [THINK], "n": 8, "temperature": 0.5, "seed": 1, "return_token_ids": True})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from groupwise.agents.load import Agent
 from groupwise.agents.session import Session
 from groupwise.config_env import EnvConfig
 from groupwise.engine.base import Sampler
+from groupwise.envs.legacy import warn
 from groupwise.play import Slots, case_of, together
 from groupwise.types import PolicyVersion, Prompt, RolloutGroup, SamplingParams
 
@@ -26,13 +27,22 @@ class AgentPlay:
 
     Args:
         scored: reward functions score the episodes too, so that an agent need not.
+        note: is told once of each parameter that agents send and that changes nothing.
     """
 
     def __init__(
-        self, sampler: Sampler, tokenizer: PreTrainedTokenizerBase, agent: Agent, config: EnvConfig, *, scored: bool
+        self,
+        sampler: Sampler,
+        tokenizer: PreTrainedTokenizerBase,
+        agent: Agent,
+        config: EnvConfig,
+        *,
+        scored: bool,
+        note: Callable[[str], None] = warn,
     ):
         self._sampler, self._tokenizer = sampler, tokenizer
-        self._agent, self._config, self._scored = agent, config, scored
+        self._agent, self._config, self._scored, self._tell = agent, config, scored, note
+        self._noted: set[str] = set()
         self._slots = Slots(config.concurrency)
         self._endpoint: Endpoint | None = None
 
@@ -77,10 +87,19 @@ class AgentPlay:
         ]
         async with self._slots.take(n):
             played = await together([self._episode(prompt, session, endpoint).play() for session in sessions])
+        self._say_ignored({name for session in sessions for name in session.ignored_names})
         if (opening := next((opening for _, opening in played if opening is not None), None)) is not None:
             messages, tools, token_ids = opening
             prompt = replace(prompt, messages=messages, tools=tools, token_ids=token_ids)
         return RolloutGroup(prompt=prompt, rollouts=tuple(rollout for rollout, _ in played))
+
+    def _say_ignored(self, names: set[str]) -> None:
+        if new := sorted(names - self._noted):
+            self._noted |= names
+            self._tell(
+                f"{self._agent.name} asks with {', '.join(new)}, which change nothing: how the policy samples is the "
+                "run's, whose distribution is trained (env/ignored_parameters counts such requests)"
+            )
 
     def _episode(self, prompt: Prompt, session: Session, endpoint: Endpoint) -> AgentEpisode:
         return AgentEpisode(

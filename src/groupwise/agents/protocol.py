@@ -1,7 +1,8 @@
 """The part of OpenAI's chat completions that a training run answers: bodies in, answers and events out.
 
 What the policy samples with is the run's. `temperature`, `top_p`, `seed` and the penalties of a request change nothing;
-the answer's header `x-ignored` and the metric `env/ignored_parameters` say that they were there. What cannot be ignored
+the answer's header `x-ignored`, the metric `env/ignored_parameters` and a note say that they were there. Answering as
+they ask would draw from another distribution than the one that is trained. What cannot be ignored
 without a lie is refused: `n` above 1, a required tool call (its first tokens would not be the policy's), a response
 format, content that is no text, and a last message of the assistant's that is to be continued.
 

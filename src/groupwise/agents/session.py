@@ -67,6 +67,7 @@ class Session:
     number: int
     stop: str | None = None
     ignored: int = 0  # requests with parameters that change nothing here
+    ignored_names: set[str] = field(default_factory=set)  # of those parameters
     failed: Future[None] = field(default_factory=Future)
     under_way: int = 0
     over: bool = False
@@ -91,6 +92,7 @@ class Session:
         asked = self._ask(messages, request)
         params = self._params(asked, request)
         self.ignored += bool(request.ignored)
+        self.ignored_names.update(request.ignored)
         completion = await self._sample(asked, params)
         if self.over:
             raise _over()

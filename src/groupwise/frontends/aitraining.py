@@ -89,7 +89,11 @@ def translate(document: Document, *, folder: Path, count: Count) -> Translation:
     put_optimizer(t, NAMES, length, warmup=None)
     _put_loss(t)
     _put_model(t)
-    _put_vllm(t)
+    put_vllm(t, "", lora=t["peft"])
+    if not t.given("rl_top_k"):
+        t.note_difference(
+            "rl_top_k", "completions are drawn from all tokens, as the loss has it; there from the 50 likeliest"
+        )
     if t["log"] == "wandb":
         t.put("tracking.wandb", t.draft.data["name"], "log", "project_name")
     elif t["log"] == "tensorboard":
@@ -137,13 +141,6 @@ def _put_loss(t: Translation) -> None:
     if t["rl_kl_coef"]:
         t.put("algo.kl", "k3", "rl_kl_coef")
         t.put("algo.kl_coeff", t["rl_kl_coef"], "rl_kl_coef")
-
-
-def _put_vllm(t: Translation) -> None:
-    put_vllm(t, "", lora=t["peft"])
-    if t["use_vllm"] and not t.given("rl_top_k"):
-        t.put("rollout.top_k", 0, origin="vLLM's log-probabilities are then of what is trained")
-        t.note_difference("use_vllm", "all tokens may be sampled; there the 50 likeliest, of which vLLM measures them")
 
 
 def _put_model(t: Translation) -> None:

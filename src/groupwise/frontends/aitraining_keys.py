@@ -5,6 +5,7 @@ Its `training_params.json` holds the parameters of all its trainers; those that 
 
 from __future__ import annotations
 
+from groupwise.frontends.grpo_args import NARROWED, NARROWING_OFF
 from groupwise.frontends.keys import (
     absent,
     all_idle,
@@ -64,8 +65,8 @@ GRPO_KEYS = (
     plain("rl_num_generations", integer, "rollout.group_size", 4),
     plain("rl_max_new_tokens", integer, "rollout.max_tokens", 128),
     plain("rl_temperature", number, "rollout.temperature", 1.0),
-    plain("rl_top_p", number, "rollout.top_p", 1.0),
-    plain("rl_top_k", integer, "rollout.top_k", 50, what="50 truncates: the ratio is then of other distributions"),
+    absent("rl_top_p", NARROWED, off=NARROWING_OFF["top_p"], kind=number),
+    absent("rl_top_k", NARROWED, off=NARROWING_OFF["top_k"], kind=integer),
     made("rl_kl_coef", number, "algo.kl_coeff", "algo.kl", default=0.1, what="0 is without; otherwise k3 in the loss"),
     made(
         "rl_clip_range",

@@ -44,11 +44,13 @@ REWARD_MODEL = "groupwise.rewards.classifier:reward_model"
 DEFAULTS_1_8 = {"max_completion_length": 256, "use_bias_correction_kl": False}
 """Where TRL 1.8.0's defaults are not 1.16.0's."""
 
+NARROWED = "the loss compares log-probabilities of the whole distribution; drawing from a part of it would bias it"
+"""Why `top_p`, `top_k` and `min_p` are not here."""
+
+NARROWING_OFF: Mapping[str, tuple[float, ...]] = {"top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,)}
+
 GENERATION_KWARGS = {
     "temperature": "rollout.temperature",
-    "top_p": "rollout.top_p",
-    "top_k": "rollout.top_k",
-    "min_p": "rollout.min_p",
     "max_tokens": "rollout.max_tokens",
     "max_new_tokens": "rollout.max_tokens",
     "stop": "rollout.stop",
@@ -62,15 +64,16 @@ KEYS = (
     plain("max_completion_length", integer, "rollout.max_tokens", 512),
     plain("max_prompt_length", integer, "rollout.max_prompt_tokens", what="of older TRL; longer ones are passed over"),
     plain("temperature", number, "rollout.temperature", 1.0),
-    plain("top_p", number, "rollout.top_p", 1.0),
-    made("top_k", integer, "rollout.top_k", default=0, what="0 and -1 are off"),
-    plain("min_p", number, "rollout.min_p"),
+    absent("top_p", NARROWED, off=NARROWING_OFF["top_p"], kind=number),
+    absent("top_k", NARROWED, off=NARROWING_OFF["top_k"], kind=integer),
+    absent("min_p", NARROWED, off=NARROWING_OFF["min_p"], kind=number),
     absent("repetition_penalty", "the engine samples from the policy itself", off=(1.0,), kind=number),
     made(
         "generation_kwargs",
         mapping,
         *dict.fromkeys(GENERATION_KWARGS.values()),
-        what=f"{', '.join(GENERATION_KWARGS)} win over the keys of their own; others are not here",
+        what=f"{', '.join(GENERATION_KWARGS)} win over the keys of their own; others are not here, but for "
+        f"{', '.join(NARROWING_OFF)} where they are off",
     ),
     absent("chat_template_kwargs", "prompts are rendered with the template's defaults", off=({},)),
     made("num_generations_eval", integer, "eval.k", what="default: `num_generations`"),
@@ -180,18 +183,19 @@ KEYS = (
 
 
 def put_sampling(t: Translation, p: str) -> None:
-    """`top_k` and `generation_kwargs`; `p` is the prefix of the keys' names."""
-    t.put("rollout.top_k", max(t[f"{p}top_k"], 0), f"{p}top_k")
+    """`generation_kwargs`; `p` is the prefix of the keys' names."""
     if t[f"{p}max_completion_length"] is None:
         what = "not set: completions have at most 256 tokens; there they go on to the engine's limit"
         t.note_difference(f"{p}max_completion_length", what)
     name = f"{p}generation_kwargs"
     for key, value in (t[name] or {}).items():
+        if value in NARROWING_OFF.get(key, ()):
+            continue
         if key not in GENERATION_KWARGS:
-            t.refuse(name, f"{key!r} is not here; it knows {', '.join(GENERATION_KWARGS)}")
+            why = NARROWED if key in NARROWING_OFF else f"it knows {', '.join(GENERATION_KWARGS)}"
+            t.refuse(name, f"{key!r} is not here; {why}")
         else:
-            stop = [value] if key == "stop" and isinstance(value, str) else value
-            t.put(GENERATION_KWARGS[key], max(value, 0) if key == "top_k" else stop, name)
+            t.put(GENERATION_KWARGS[key], [value] if key == "stop" and isinstance(value, str) else value, name)
 
 
 def put_algorithm(t: Translation, p: str, *, off_policy: bool) -> None:

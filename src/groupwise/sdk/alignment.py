@@ -59,5 +59,6 @@ def check_known(values: Sequence[float], mask: Sequence[int], *, what: str) -> N
         if trained and not math.isfinite(value):
             raise DataError(
                 f"{what}[{position}] is {value}, and the token after it is trained",
-                hint="every trained token needs a finite value; leave the token out with a mask of 0",
+                hint="every trained token needs a finite value (what was sampled with top_p or top_k has no "
+                "log-probability); leave the token out with a mask of 0",
             )

@@ -143,7 +143,7 @@ def datum_of(tokens: Sequence[int], *, prompt_len: int) -> Datum:
 
 def compute_advantages(rewards: Sequence[float | None], *, eps: float = 1e-8) -> list[float | None]:
     """The rewards of one group -> (r - mean) / (std + eps) each; std has n - 1 in its denominator. A reward that is
-    None could not be had: it enters no statistic and its advantage is None."""
+    None, or beyond 1e100, could not be had: it enters no statistic and its advantage is None."""
     return advantages([list(rewards)], AdvantageSpec(eps=eps))[0]
 
 

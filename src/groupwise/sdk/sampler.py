@@ -48,6 +48,8 @@ class SampledCompletion:
 
     `inference_logprobs` (nats, at the sampling temperature) has an entry for each of the N `full_tokens`: None for the
     first, which nothing predicts, and, unless `echo` asked for them, for the prompt's others. `[1:]` are the trainer's.
+    Of a completion that was drawn with top_p or top_k all are None: the trainer has no log-probabilities of a part of
+    the distribution, and a policy loss refuses the completion.
     """
 
     status: Status
@@ -148,6 +150,8 @@ class DeploymentSampler:
         """`n` completions of a prompt's tokens, in order, all by one version.
 
         Args:
+            top_p, top_k: draw from a part of the distribution, for evaluation; such completions have no
+                log-probabilities, and are not for policy losses.
             seed: of this call; None: the sampler's, and the number of the call.
             echo: with the log-probabilities of the prompt too, which costs a forward.
             version: one that is loaded; None: the one that is served now.
@@ -203,10 +207,12 @@ class DeploymentSampler:
             return _empty(Status.FAILED, request.prompt_ids, request.version, f"no answer in {self.timeout_s:g} s")
         except Exception as error:  # costs this entry, whatever it is
             return _empty(Status.FAILED, request.prompt_ids, request.version, f"{type(error).__name__}: {error}")
-        return _entry(request.prompt_ids, completion, before)
+        return _entry(request, completion, before)
 
 
-def _entry(prompt_ids: tuple[int, ...], completion: Completion, before: tuple[float | None, ...]) -> SampledCompletion:
+def _entry(request: SamplingRequest, completion: Completion, before: tuple[float | None, ...]) -> SampledCompletion:
+    prompt_ids = request.prompt_ids
+    own = (None,) * len(completion.logprobs) if request.params.narrowed else completion.logprobs
     statuses = {FinishReason.STOP: Status.OK, FinishReason.LENGTH: Status.TRUNCATED}
     status = statuses.get(completion.finish_reason, Status.FAILED)
     return SampledCompletion(
@@ -214,7 +220,7 @@ def _entry(prompt_ids: tuple[int, ...], completion: Completion, before: tuple[fl
         full_tokens=(*prompt_ids, *completion.token_ids),
         prompt_len=len(prompt_ids),
         text=completion.text,
-        inference_logprobs=(*before, *completion.logprobs),
+        inference_logprobs=(*before, *own),
         finish_reason=str(completion.finish_reason),
         version=completion.version,
         error="it was cancelled" if status is Status.FAILED else None,

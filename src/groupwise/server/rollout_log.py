@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.concurrency import run_in_threadpool
 
-from groupwise.algo.advantage import DEFAULT_EPS, AdvantageSpec, advantages
+from groupwise.algo.advantage import DEFAULT_EPS, AdvantageSpec, advantages, gdpo_advantages
 from groupwise.chat import decode, stop_ids
 from groupwise.errors import JobNotFoundError, RequestError
 from groupwise.job_payload import GrpoPayload, ScoredGroup, parse_payload
@@ -218,13 +218,21 @@ def _posted(ledger: Ledger, job_id: str) -> _Posted:
     if not isinstance(payload, GrpoPayload):
         hint = "only jobs of /v1/train/grpo have groups of completions"
         raise RequestError(f"job {job_id} is of kind {job.kind}, and has no rollouts", hint=hint, param="job")
-    kind, eps = job.config.get("advantage", "group_std"), job.config.get("advantage_eps", DEFAULT_EPS)
+    spec = AdvantageSpec(
+        kind=job.config.get("advantage", "group_std"),
+        eps=job.config.get("advantage_eps", DEFAULT_EPS),
+        aggregation=job.config.get("aggregation", "sum_then_normalize"),
+    )
     rewards = [[each.reward for each in group.completions] for group in payload.groups]
+    if spec.aggregation == "normalize_then_sum":
+        weighed = gdpo_advantages([[{"reward": reward} for reward in group] for group in rewards], spec)
+    else:
+        weighed = advantages(rewards, spec)
     return _Posted(
         job=job,
         groups=payload.groups,
         temperature=payload.temperature,
-        advantages=advantages(rewards, AdvantageSpec(kind=kind, eps=eps)),
+        advantages=weighed,
         places=[(i, j) for i, group in enumerate(payload.groups) for j in range(len(group.completions))],
     )
 

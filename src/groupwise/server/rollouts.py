@@ -101,6 +101,7 @@ def _records(asked: Admission, groups: Sequence[Sequence[Completion]]) -> list[R
             temperature=request.params.temperature,
             finish_reason=completion.finish_reason.value,
             text=completion.text,
+            narrowed=request.params.narrowed,
         )
         for request, group in zip(asked.requests, groups, strict=True)
         for completion in group

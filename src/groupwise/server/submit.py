@@ -287,7 +287,12 @@ def _temperature(config: GrpoJobConfig, groups: Sequence[ScoredGroup], records: 
     for at, completion in _completions(groups):
         if completion.rollout_id is None:
             continue
-        temperature = records[completion.rollout_id].temperature
+        record = records[completion.rollout_id]
+        if record.narrowed:
+            hint = "sample rollouts without top_p, top_k and min_p; a lower temperature can be trained"
+            message = f"{at} was sampled with {record.narrowed}, from a part of the distribution that would be trained"
+            raise RequestError(message, hint=hint, param=f"{at}.rollout_id")
+        temperature = record.temperature
         if temperature <= 0:
             hint = "sample at a temperature above 0, or post the text instead of the rollout_id"
             message = f"{at} was sampled greedily (temperature 0), so its tokens have no probabilities to train"
