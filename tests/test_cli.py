@@ -163,6 +163,24 @@ def test_check_says_how_sampling_and_training_go_together(project):
     assert "at most 2 steps old" in cli("check", project.config, "rollout.max_staleness=2").stdout
 
 
+def test_what_the_loss_does_not_account_for_is_said_by_check_and_before_a_run(project):
+    cases = {
+        ("algo.policy_loss=reinforce", "train.passes=2"): "the surrogate reinforce has no ratio",
+        ("algo.policy_loss=importance_sampling", "train.passes=2"): "the surrogate unclipped bounds nothing",
+        ("algo.anchor=old", "rollout.max_staleness=1"): "anchor old compares with the trainer's snapshot",
+        ("algo.anchor=old", "rollout.replay.size=4"): "anchor old compares with the trainer's snapshot",
+    }
+    for overrides, said in cases.items():
+        warnings = json.loads(cli("check", project.config, *overrides, "--json").stdout)["warnings"]
+        assert sum(warning.startswith(said) for warning in warnings) == 1, overrides
+    plain = ("algo.policy_loss=gspo", "rollout.max_staleness=1")  # corrected by default
+    assert not any(
+        "anchor" in each for each in json.loads(cli("check", project.config, *plain, "--json").stdout)["warnings"]
+    )
+    ran = cli("run", project.config, "algo.policy_loss=reinforce", "train.passes=2", "train.steps=1")
+    assert "warning: the surrogate reinforce has no ratio" in " ".join((ran.stdout + ran.stderr).split())
+
+
 def test_check_names_all_problems_at_once(project):
     result = cli("check", project.config, "rewards[0]=my_rewards:vowel", "data.source=promts.jsonl", "algo.clip_low=-1")
     assert result.exit_code == 2

@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -70,6 +71,28 @@ def test_defaults_of_the_recipe():
     assert config.algo.loss_overrides() == {}
     assert config.eval is None
     assert RunConfig.model_validate(MINIMAL) == config
+
+
+@pytest.mark.parametrize(
+    ("algo", "advantage"),
+    [
+        ({}, "group_std"),
+        ({"policy_loss": "dapo"}, "group_std"),
+        ({"policy_loss": "dr_grpo"}, "mean"),
+        ({"policy_loss": "dr_grpo", "advantage": "group_std"}, "group_std"),
+        ({"policy_loss": "dr_grpo", "aggregation": "normalize_then_sum"}, "group_std"),  # which has its own scales
+    ],
+)
+def test_a_preset_brings_the_advantage_of_its_paper(algo, advantage):
+    config = parse_config(MINIMAL | {"algo": algo})
+    assert config.algo.advantage == advantage
+    assert parse_config(yaml.safe_load(dump_resolved(config))).algo == config.algo
+
+
+def test_samples_may_be_stale_ahead_of_training_and_where_they_are_replayed():
+    stale = [{"max_staleness": 1}, {"weight_sync_interval": 2}, {"weight_sync_interval": 0}, {"replay": {"size": 4}}]
+    assert all(parse_config(MINIMAL | {"rollout": rollout}).rollout.may_be_stale for rollout in stale)
+    assert not parse_config(MINIMAL).rollout.may_be_stale
 
 
 def test_the_sampling_parameters_are_the_rollouts():

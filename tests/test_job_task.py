@@ -68,8 +68,11 @@ def posted(sampled: Sequence[RolloutGroup]) -> dict[str, Any]:
         ({"policy_loss": "grpo", "kl": "k3", "kl_coeff": 0.1}, {}),  # a job's defaults
         ({"policy_loss": "grpo"}, {"kl_coeff": 0.0}),
         ({"policy_loss": "dapo", "entropy_coeff": 0.05}, {"policy_loss": "dapo", "entropy_coeff": 0.05}),
+        ({"policy_loss": "dr_grpo"}, {"policy_loss": "dr_grpo", "reduction_length": 8.0}),  # rollout.max_tokens
+        ({"policy_loss": "gspo"}, {"policy_loss": "gspo"}),
+        ({"advantage": "batch_std"}, {"advantage": "batch_std", "kl_coeff": 0.0}),
     ],
-    ids=["kl", "no kl", "entropy"],
+    ids=["kl", "no kl", "entropy", "dr_grpo", "gspo", "batch_std"],
 )
 def test_a_posted_job_makes_the_step_of_a_run_with_the_same_groups(starter, tmp_path, of_the_run, of_the_job):
     """Also where groups have equal rewards: another term of the loss may have a gradient there."""

@@ -282,6 +282,7 @@ def test_losses_are_our_presets_with_trls_epsilon(read, loss):
     assert algo(loaded) == {"clip_low": 0.2, "clip_high": 0.28}
     spec = loss_of(loaded.config.algo, max_tokens=512)
     assert spec.reduction_length == (512 if loss == "dr_grpo" else None)
+    assert loaded.config.algo.advantage == "group_std"  # there scale_rewards decides, whatever the loss
 
 
 def test_epsilon_high_is_the_largest_ratio_with_cispo(read):
