@@ -10,12 +10,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from groupwise import chat
 from groupwise.chat import (
+    CompletionEncoder,
     check_length,
     decode,
     encode_completion,
     encode_prompt,
     encode_supervised,
+    least_tokens,
     split_thinking,
     stop_ids,
 )
@@ -359,6 +362,167 @@ def test_length_is_checked_against_the_context():
         check_length([1] * 100, max_tokens=29, context=128)
     with pytest.raises(ContextLengthError, match=r"128 tokens[\s\S]*> shorten the prompt"):
         check_length([1] * 128, max_tokens=1, context=128)
+
+
+# ---- long conversations ----
+NUMBERED = CHATML.replace("{{ m.role }}", "{{ m.role }} {{ loop.index }}").replace(
+    "assistant\n", "assistant {{ messages|length + 1 }}\n"
+)
+COUNTED = CHATML.replace("{{ m.role }}", "{{ m.role }} {{ messages|length if loop.last else '' }}")
+LLAMA = (  # the system message inside the first user's; a beginning and an end for each pair
+    "{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}<|im_start|>[INST] "
+    "{% if loop.first and messages[0].role == 'system' %}<<SYS>>{{ messages[0].content }}<</SYS>>{% endif %}"
+    "{{ m.content | trim }} [/INST]{% elif m.role == 'assistant' %} {{ m.content | trim }} <|im_end|>"
+    "{% else %}({{ m.content }}){% endif %}{% endfor %}"
+)
+PLAIN_ROLES = (  # no special token before the end
+    "{% for m in messages %}{{ m.role }}:\n{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:\n{% endif %}"
+)
+LONG = {**TEMPLATES, "llama": LLAMA, "plain roles": PLAIN_ROLES, "numbered": NUMBERED}
+words = st.text("ab 1\n<|>", min_size=1, max_size=8)
+
+
+@st.composite
+def long_conversations(draw):
+    """A system message perhaps, then questions, each with an answer, perhaps after rounds of tool calls."""
+    messages = [{"role": "system", "content": draw(words)}] if draw(st.booleans()) else []
+    for rounds in draw(st.lists(st.integers(0, 3), min_size=5, max_size=9)):
+        messages.append(user(draw(words)))
+        for _ in range(rounds):
+            messages += [assistant(draw(words)), {"role": "tool", "content": draw(words)}]
+        messages.append(assistant(draw(words)))
+    return messages
+
+
+def outcome(messages, tokenizer):
+    """The sample, or why there is none."""
+    try:
+        return encode_supervised(messages, tokenizer)
+    except ChatError as error:
+        return error.message
+
+
+@pytest.mark.parametrize("name", LONG)
+@settings(derandomize=True, deadline=None, max_examples=15)
+@given(long_conversations())
+def test_a_long_conversation_is_what_each_of_its_prefixes_says(name, messages):
+    """The definition: every prefix rendered, every prefix tokenised."""
+    tokenizer = with_template(LONG[name])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat, "FEW_MESSAGES", 10**9)
+        patch.setattr(chat, "_encode_by_tails", lambda pieces, tokenizer: None)
+        expected = outcome(messages, tokenizer)
+    assert outcome(messages, tokenizer) == expected
+
+
+def test_a_long_conversation_whose_history_is_rewritten_is_refused():
+    messages = [message for i in range(8) for message in (user(f"{i}+1="), assistant(f"{i + 1}"))]
+    assert trained_runs(encode_supervised(messages, TOKENIZERS["forgets thoughts"]))[-1] == "8<|im_end|>"
+    messages[9] = assistant("<think>hm</think>5")
+    with pytest.raises(ChatError, match=r"rewrites history: message 9 \(assistant\)"):
+        encode_supervised(messages, TOKENIZERS["forgets thoughts"])
+    with pytest.raises(ChatError, match=r"rewrites history: message 1 \(assistant\)"):
+        encode_supervised(messages, with_template(COUNTED))
+
+
+def work_of(tokenizer, messages, monkeypatch) -> tuple[int, int]:
+    """Characters rendered and tokenised to encode a conversation."""
+    rendered, encoded, encode, render = [0], [0], tokenizer.encode, chat._render
+
+    def counted_encode(text, **options):
+        encoded[0] += len(text)
+        return encode(text, **options)
+
+    def counted_render(*args, **options):
+        text, spans = render(*args, **options)
+        rendered[0] += len(text)
+        return text, spans
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizer, "encode", counted_encode)
+        patch.setattr(chat, "_render", counted_render)
+        encode_supervised(messages, tokenizer)
+    return rendered[0], encoded[0]
+
+
+@pytest.mark.parametrize("name", ["starter", "chatml", "end outside the mark", "llama"])
+def test_the_work_grows_with_a_conversation_and_not_with_its_square(name, monkeypatch):
+    tokenizer = with_template(LONG[name])
+    work = {}
+    for turns in (50, 200):
+        messages = [message for i in range(turns) for message in (user("x"), assistant("y"))]
+        work[turns] = work_of(tokenizer, messages, monkeypatch)
+    for few, many in zip(work[50], work[200], strict=True):
+        assert many < 5 * few
+
+
+def test_where_only_prefixes_tell_a_long_conversation_is_refused_in_time(monkeypatch):
+    monkeypatch.setattr(chat, "MOST_AGAIN", 20_000)
+    messages = [message for i in range(300) for message in (user("x"), assistant("y"))]
+    for template in (NUMBERED, PLAIN_ROLES):
+        with pytest.raises(
+            ChatError, match=r"cannot be found with this chat template in reasonable time[\s\S]*mark it"
+        ):
+            encode_supervised(messages, with_template(template))
+
+
+def test_many_completions_cost_one_prompt(monkeypatch):
+    prompt, texts = chat_prompt(user("2+2=" * 500)), [f"it is {i}" for i in range(50)]
+    expected = [encode_completion(prompt, text, STARTER) for text in texts]
+    characters, encode = [], STARTER.encode
+
+    def counted(text, **options):
+        characters.append(len(text))
+        return encode(text, **options)
+
+    monkeypatch.setattr(STARTER, "encode", counted)
+    encoder = CompletionEncoder(prompt, STARTER)
+    assert [encoder.encode(text) for text in texts] == expected
+    assert sum(characters) < 2 * len("2+2=" * 500) + 100 * len(texts)
+
+
+# ---- texts that are far too long ----
+def test_no_token_stands_for_more_characters_than_the_longest():
+    for text in ("a" * 100, " " * 100, "é" * 100, "日本" * 50, "".join(STARTER.get_vocab())):
+        assert least_tokens(len(text), STARTER) <= len(STARTER.encode(text))
+    assert least_tokens(0, STARTER) == 0 and least_tokens(1, STARTER) == 1
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_rendered_or_tokenised(monkeypatch):
+    longest = max(map(len, STARTER.get_vocab()))
+
+    def untouched(*args, **options):
+        raise AssertionError("this was not to be looked at")
+
+    monkeypatch.setattr(STARTER, "encode", untouched)
+    monkeypatch.setattr(chat, "_render", untouched)
+    text = "x" * (64 * longest + 1)
+    for prompt in (
+        chat_prompt(user(text)),
+        chat_prompt(user("a"), user([{"type": "text", "text": text}])),
+        Prompt(id="p", text=text),
+    ):
+        with pytest.raises(ContextLengthError, match=rf"is 64 tokens, and the text has {len(text)}|{len(text) + 1}"):
+            encode_prompt(prompt, STARTER, context=64)
+    with pytest.raises(ContextLengthError, match="at least 65 tokens"):
+        encode_supervised([user(text), assistant("a")], STARTER, context=64)
+
+
+def test_a_text_that_may_fit_is_counted_in_pieces_and_no_further_than_needed(monkeypatch):
+    context, text = 4096, "7" * 60_000  # 16 characters would fit into a token, and each is one
+    sizes, encode = [], STARTER.encode
+
+    def counted(part, **options):
+        sizes.append(len(part))
+        return encode(part, **options)
+
+    monkeypatch.setattr(STARTER, "encode", counted)
+    with pytest.raises(ContextLengthError, match="the first 16384 are about"):
+        encode_prompt(Prompt(id="p", text=text), STARTER, context=context)
+    assert sizes == [chat.PIECE]
+    spaces = " " * 33_000
+    assert encode_prompt(Prompt(id="p", text=spaces), STARTER, context=1 << 20).token_ids == tuple(encode(spaces))
 
 
 def test_a_tokenizer_that_marks_the_first_word_sees_no_second_first_word():

@@ -9,6 +9,7 @@
     split_thinking      a reply without its <think> block, and that
     opens_thought       whether a reply begins inside a thought
     stop_ids            the ids that end a turn;  special_ids  all special ones;  check_length  whether all fits
+    least_tokens        how many tokens a text has at least, from its length alone
 
 Text is rendered first and tokenised afterwards, piece by piece: a piece ends where the policy begins or stops to
 speak. A piece is what the longer text adds to the ids of the shorter one; where a token would straddle the edge the
@@ -43,6 +44,12 @@ Span = tuple[int, int]  # characters of the rendered text, [start, end)
 CODE_START, CODE_END = "\ue000", "\ue001"  # a quoted special token is CODE_START, its number in `_quotable`, CODE_END
 RENDERING = Lock()  # transformers keeps one compiled template, whose record of assistant spans two threads would share
 THINK_START, THINK_END = "<think>", "</think>"
+PIECE = 1 << 14  # characters that are tokenised at once while a long text is only counted
+EXPECTED = (
+    8  # characters a token; a text that has fewer for each token of the context is tokenised without counting first
+)
+FEW_MESSAGES = 8  # of a conversation whose every prefix may be rendered
+MOST_AGAIN = 1 << 25  # characters rendered or tokenised again to find where the assistant speaks in one conversation
 KEEP_HISTORY = (
     "set a chat template that keeps earlier turns as they were, or give each assistant turn its own conversation"
 )
@@ -50,22 +57,33 @@ KEEP_HISTORY = (
 
 # ---- encoding ----
 def encode_prompt(
-    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, *, template_kwargs: Mapping[str, Any] | None = None
+    prompt: Prompt,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    template_kwargs: Mapping[str, Any] | None = None,
+    context: int | None = None,
 ) -> Prompt:
     """`prompt` with its `token_ids`; a prompt that has them already is returned as it is.
 
     Messages are rendered with the generation prompt; when the assistant spoke last, its message is left open and the
     completion continues it. `template_kwargs` reach the template (`enable_thinking=False`). Plain text gets the special
-    tokens that the tokenizer puts in front by itself, once, and none behind.
+    tokens that the tokenizer puts in front by itself, once, and none behind. With `context`, a text that is far longer
+    than that many tokens is refused before it is rendered or tokenised whole.
 
-    Raises ChatError when the template is missing or refuses the messages, or when the prompt comes to no tokens.
+    Raises:
+        ChatError: the template is missing or refuses the messages, or the prompt comes to no tokens.
+        ContextLengthError: it has more than `context` tokens, as its length or its first part shows. One that is a
+            little longer than `context` may be returned.
     """
     if prompt.token_ids:
         return prompt
     if prompt.messages is not None:
+        _check_messages(prompt.messages, tokenizer, context)
         text = render_prompt(prompt.messages, tokenizer, tools=prompt.tools, template_kwargs=template_kwargs)
+        _count(text, tokenizer, context)
         ids = _encode(text, tokenizer)
     elif prompt.text is not None:
+        _count(prompt.text, tokenizer, context)
         ids = _encode_plain(prompt.text, tokenizer)
     else:
         raise ChatError(f"prompt {prompt.id!r} has neither messages nor text", hint="give it one of the two")
@@ -194,13 +212,37 @@ def encode_completion(
     The text follows the prompt as it is, because that is how it was sampled: the template's rendering of a *finished*
     assistant message may trim it or add to it. Raises ChatError as `encode_prompt` does.
     """
-    if prompt.messages is None:
-        before = prompt.text or ""
-    else:
-        before = render_prompt(prompt.messages, tokenizer, tools=prompt.tools, template_kwargs=template_kwargs)
-    _, ids = _encode_pieces([before, _quote(text, _quotable(tokenizer))], tokenizer)
-    end = _eos_id(tokenizer) if prompt.messages is None else _turn_end_id(tokenizer)
-    return tuple(ids) if end is None else (*ids, end)
+    return CompletionEncoder(prompt, tokenizer, template_kwargs=template_kwargs).encode(text)
+
+
+class CompletionEncoder:
+    """`encode_completion` for many completions of one prompt, which is rendered and tokenised once.
+
+    Raises ChatError as `encode_prompt` does.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ):
+        self._tokenizer = tokenizer
+        if prompt.messages is None:
+            before = prompt.text or ""
+        else:
+            before = render_prompt(prompt.messages, tokenizer, tools=prompt.tools, template_kwargs=template_kwargs)
+        self._end = _eos_id(tokenizer) if prompt.messages is None else _turn_end_id(tokenizer)
+        self._tail = _tail(before, _encode(before, tokenizer), tokenizer)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """The ids of a completion, and the end-of-turn token after it."""
+        piece = _quote(text, _quotable(self._tokenizer))
+        whole = _encode(self._tail.text + piece, self._tokenizer)
+        before = len(self._tail.ids)
+        ids = whole[before:] if whole[:before] == self._tail.ids else _encode(piece, self._tokenizer)
+        return tuple(ids) if self._end is None else (*ids, self._end)
 
 
 def encode_supervised(
@@ -209,21 +251,27 @@ def encode_supervised(
     *,
     tools: Sequence[dict[str, Any]] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    context: int | None = None,
 ) -> Sample:
     """A conversation as a Sample: `prompt_ids` up to the assistant's first word, `completion_ids` from there to the end
     of its last turn, `mask` 1 on its own tokens, each turn's end-of-turn token included and what follows that not.
 
     Where the assistant speaks is what the template marks with {% generation %}; without the mark it is found by
-    rendering the conversation turn by turn.
+    rendering the conversation turn by turn. With `context`, a text that is far longer than that many tokens is refused
+    before it is rendered or tokenised.
 
-    Raises ChatError when there is no assistant turn, when the template is missing or refuses the messages, and when a
-    template without the mark rewrites earlier turns, as the mask would then lie.
+    Raises:
+        ChatError: there is no assistant turn, the template is missing or refuses the messages, or a template without
+            the mark rewrites earlier turns, as the mask would then lie.
+        ContextLengthError: it has more than `context` tokens, as its length shows.
     """
+    _check_messages(messages, tokenizer, context)
     chat = _normalised(messages, tokenizer)
     if not any(message["role"] == "assistant" for message in chat):
         raise ChatError("no assistant turn in the conversation: nothing to train", hint="add one")
     options = {"tools": _normalised_tools(tools, tokenizer), "template_kwargs": template_kwargs}
     text, spans = _render(chat, tokenizer, **options)
+    _count(text, tokenizer, context)
     if not spans:
         spans = _spans_turn_by_turn(text, chat, tokenizer, **options)
     ends = _special_pattern(tokenizer)
@@ -301,6 +349,62 @@ def check_length(prompt_ids: Sequence[int], *, max_tokens: int, context: int) ->
     raise ContextLengthError(message, hint=shorter)
 
 
+def least_tokens(characters: int, tokenizer: PreTrainedTokenizerBase) -> int:
+    """How many tokens a text of so many characters has at least: no token stands for more than the longest one does."""
+    return -(-characters // _longest_token(tokenizer, len(tokenizer)))
+
+
+@lru_cache(maxsize=8)
+def _longest_token(tokenizer: PreTrainedTokenizerBase, _: int) -> int:
+    """Characters of the longest entry of the vocabulary. In a byte-level one a character stands for a byte of text, in
+    others for a character, so that no token has more text than this."""
+    return max(map(len, tokenizer.get_vocab()), default=1)
+
+
+def _check_messages(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, context: int | None) -> None:
+    """Raise ContextLengthError if what is said in the messages must be longer than `context` tokens."""
+    if context is not None:
+        _check_characters(sum(_characters(message) for message in messages), tokenizer, context)
+
+
+def _characters(message: Message) -> int:
+    """Of a message's content. What is no text is refused where it is rendered."""
+    content: Any = message.get("content") if isinstance(message, Mapping) else None
+    if isinstance(content, str):
+        return len(content)
+    parts = content if isinstance(content, list) else ()
+    texts = (part.get("text") for part in parts if isinstance(part, Mapping))
+    return sum(len(text) for text in texts if isinstance(text, str))
+
+
+def _check_characters(characters: int, tokenizer: PreTrainedTokenizerBase, context: int) -> None:
+    least = least_tokens(characters, tokenizer)
+    if least > context:
+        raise _too_long(f"{characters} characters, at least {least} tokens", context)
+
+
+def _count(text: str, tokenizer: PreTrainedTokenizerBase, context: int | None) -> None:
+    """Raise ContextLengthError if `text` must be longer than `context` tokens: by its length, or, where it has many
+    characters for each of these tokens, by counting them piece by piece. A cut makes a few tokens more, hence `2 *`."""
+    if context is None:
+        return
+    _check_characters(len(text), tokenizer, context)
+    if len(text) <= PIECE + EXPECTED * context:
+        return
+    plain, counted = re.sub(f"{CODE_START}[0-9]+{CODE_END}", "", text), 0
+    for start in range(0, len(plain), PIECE):
+        counted += len(tokenizer.encode(plain[start : start + PIECE], add_special_tokens=False))
+        if counted > 2 * context:
+            read = min(len(plain), start + PIECE)
+            raise _too_long(f"{len(text)} characters, and the first {read} are about {counted} tokens", context)
+
+
+def _too_long(what: str, context: int) -> ContextLengthError:
+    return ContextLengthError(
+        f"This model's maximum context length is {context} tokens, and the text has {what}", hint="shorten it"
+    )
+
+
 # ---- rendering ----
 def _render(
     chat: list[dict[str, Any]],
@@ -346,15 +450,28 @@ def _render(
 def _spans_turn_by_turn(
     text: str, chat: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, **options: Any
 ) -> list[Span]:
-    """Where the assistant speaks in `text`: from the end of each turn's generation prompt to the end of that turn."""
-    ends = _special_pattern(tokenizer)
-    spans = []
+    """Where the assistant speaks in `text`: from the end of each turn's generation prompt to the end of that turn.
+
+    Every prefix of the conversation is rendered, which is quadratic; of a long one the last turns alone, as far as that
+    gives `text` as well.
+    """
+    if len(chat) > FEW_MESSAGES:
+        try:
+            if spans := _spans_by_windows(text, chat, tokenizer, **options):
+                return spans
+        except ChatError:  # the template takes no part of the conversation for one
+            pass
+    return _spans_by_prefixes(text, chat, tokenizer, **options)
+
+
+def _spans_by_prefixes(
+    text: str, chat: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, **options: Any
+) -> list[Span]:
+    spans, rendered = [], 0
     for i, message in enumerate(chat):
         if message["role"] != "assistant":
             continue
-        before, _ = _render(chat[:i], tokenizer, **options, add_generation_prompt=True)
-        after, _ = _render(chat[: i + 1], tokenizer, **options)
-        span = (len(before), _end_of_turn(after, (len(before), len(after)), ends))
+        before, after, span = _turn(chat[: i + 1], tokenizer, **options)
         if not after.startswith(before) or not text.startswith(after[: span[1]]):
             raise ChatError(
                 f"the chat template rewrites history: message {i} (assistant) is rendered differently once the "
@@ -362,7 +479,56 @@ def _spans_turn_by_turn(
                 hint=KEEP_HISTORY,
             )
         spans.append(span)
+        rendered += len(before) + len(after)
+        _check_again(rendered, text, chat)
     return spans
+
+
+def _spans_by_windows(
+    text: str, chat: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, **options: Any
+) -> list[Span] | None:
+    """The spans, from each turn rendered as the last one of a short conversation: the system message, one message of
+    the user, and the assistant's two turns before it with what lies between. None unless what each turn adds to the one
+    before is what stands in `text`, one after another."""
+    opening = next((i for i, message in enumerate(chat) if message["role"] != "system"), 0)
+    turns = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
+    asked = [max((j for j in range(a, b) if chat[j]["role"] == "user"), default=None) for a, b in pairwise([0, *turns])]
+    spans, user = list[Span](), None
+    for t, turn in enumerate(turns):
+        window, last, known = chat[: turn + 1], "", 0
+        if t:
+            user = user if asked[t - 1] is None else asked[t - 1]
+            begin = max(turns[t - 2] if t > 1 else opening, opening if user is None else user + 1)
+            head = [*chat[:opening], *([] if user is None else [chat[user]])]
+            window = [*head, *chat[begin : turn + 1]]
+            _, last, (_, known) = _turn(window[: len(head) + turns[t - 1] - begin + 1], tokenizer, **options)
+        before, after, span = _turn(window, tokenizer, **options)
+        start, added = spans[-1][1] if spans else 0, after[known : span[1]]
+        if not (after.startswith(before) and before.startswith(last[:known]) and text.startswith(added, start)):
+            return None
+        spans.append((start + span[0] - known, start + len(added)))
+    return spans
+
+
+def _turn(chat: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, **options: Any) -> tuple[str, str, Span]:
+    """A conversation that the assistant's message ends: rendered up to where it speaks, rendered whole, and the span
+    of what it says in the latter."""
+    before, _ = _render(chat[:-1], tokenizer, **options, add_generation_prompt=True)
+    after, _ = _render(chat, tokenizer, **options)
+    start = len(before)
+    return before, after, (start, _end_of_turn(after, (start, len(after)), _special_pattern(tokenizer)))
+
+
+def _check_again(characters: int, text: str, chat: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Raise ChatError if too much had to be rendered or tokenised again to find where the assistant speaks."""
+    if characters > MOST_AGAIN + 4 * len(text):
+        size = f"{len(chat)} messages and {len(text)} characters" if chat else f"{len(text)} characters"
+        raise ChatError(
+            f"where the assistant speaks in a conversation of {size} cannot be found with this chat template in "
+            "reasonable time",
+            hint="mark it in the template with {% generation %} and end turns with a special token, or give the "
+            "conversation in several shorter ones",
+        )
 
 
 def _special_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
@@ -509,14 +675,65 @@ def _quoted_ids(tokenizer: PreTrainedTokenizerBase, quotable: tuple[str, ...]) -
 
 def _encode_pieces(pieces: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """The ids of each piece of a text, such that those of the first k pieces never depend on the later ones."""
-    text, ids, encoded = "", [], []
+    encoded = _encode_by_tails(pieces, tokenizer)
+    return _encode_by_prefixes(pieces, tokenizer) if encoded is None else encoded
+
+
+def _encode_by_prefixes(pieces: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """What `_encode_pieces` means: a piece is what the longer text adds to the ids of the shorter one, or the piece
+    alone where a token would straddle the edge. Quadratic."""
+    text, ids, encoded, read = "", [], [], 0
     for piece in pieces:
         text += piece
+        read += len(text)
+        _check_again(read, text)
         whole = _encode(text, tokenizer)
         added = whole[len(ids) :] if whole[: len(ids)] == ids else _encode(piece, tokenizer)
         encoded.append(added)
         ids = ids + added
     return encoded
+
+
+def _encode_by_tails(pieces: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]] | None:
+    """The same in linear time: a tokenizer splits a text at special tokens, so that what stands before the last one
+    does not matter for what is added. None where this tokenizer shows that it does."""
+    tail, encoded, read = _Tail("", []), list[list[int]](), 0
+    for piece in pieces:
+        text = tail.text + piece
+        read += len(text)
+        _check_again(read, text)
+        whole = _encode(text, tokenizer)
+        if whole[: len(tail.ids)] != tail.ids:
+            break
+        encoded.append(whole[len(tail.ids) :])
+        tail = _tail(text, whole, tokenizer)
+    fitting, ids = len(encoded), [token for piece in encoded for token in piece]
+    if _encode("".join(pieces[:fitting]), tokenizer) != ids:
+        return None
+    if fitting < len(pieces):  # and there a token straddles the edge, and behind it no whole begins with what was given
+        if _encode("".join(pieces[: fitting + 1]), tokenizer)[: len(ids)] == ids:
+            return None
+        encoded += [_encode(piece, tokenizer) for piece in pieces[fitting:]]
+    return encoded
+
+
+@dataclass(frozen=True)
+class _Tail:
+    """The end of a text, from its last special token, and its ids."""
+
+    text: str
+    ids: list[int]
+
+
+def _tail(text: str, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> _Tail:
+    """The tail of a text whose ids are `ids`; the whole where it has no special token, or none that splits it."""
+    start = -1
+    for match in _special_pattern(tokenizer).finditer(text):
+        start = match.start()
+    if start <= 0:
+        return _Tail(text, ids)
+    tail = _encode(text[start:], tokenizer)
+    return _Tail(text[start:], tail) if ids[-len(tail) :] == tail else _Tail(text, ids)
 
 
 def _encode_plain(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
