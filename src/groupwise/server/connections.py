@@ -7,6 +7,9 @@
 uvicorn waits without end for the rest of a request's head, for the rest of a body that is no longer read, and for a
 client that takes nothing of what was written before its connection closed. A thousand such connections cost a thousand
 file descriptors; each of these three waits now ends after `header_timeout_s`.
+
+What a client can send or open at once is worked off in pieces, and other connections have their turn between them:
+a few accepted at a time, a chunked body by the kilobyte, and no search among all that are open for the one to close.
 """
 
 from __future__ import annotations
@@ -14,26 +17,41 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import socket
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import h11
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from groupwise.errors import RequestError
 from groupwise.server.config import ServeConfig
 from groupwise.server.envelope import envelope
+from groupwise.server.listen import BACKLOG, StartError
 
 KEEP_ALIVE_S = 30
 CUT_S = 1  # for what is still in flight when the server closes
 RESERVED_FILES = 256  # descriptors that are not connections: model, ledger, logs, the worker's pipes
+LEAST_CONNECTIONS = 64  # with fewer a few browsers and trainers would lock each other out
+ACCEPTED = 16  # connections taken from the kernel's queue in one turn of the loop
+SLICE = 4096  # bytes of a chunked body parsed in one turn: of the smallest chunks these are 680
+LOOKED_AT = 256  # connections that `close_overdue` looks at in one turn
+
+log = logging.getLogger(__name__)
 
 
 class _Server(uvicorn.Server):
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """asyncio accepts as many connections in one turn as its backlog says, and tells the kernel the same number."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals are ours."""
@@ -50,6 +68,7 @@ def make_server(app: ASGIApp, config: ServeConfig) -> uvicorn.Server:
         lifespan="off",
         log_config=None,
         access_log=False,
+        backlog=ACCEPTED,
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_S,
@@ -58,18 +77,107 @@ def make_server(app: ASGIApp, config: ServeConfig) -> uvicorn.Server:
     return _Server(settings)
 
 
-class Connection(H11Protocol):
-    """One connection. `most` is how many may be open."""
+class _Flow(FlowControl):
+    """uvicorn's, which reads nothing more while what has been read waits to be parsed."""
 
-    most = 4096
+    held = False
+
+    def hold(self) -> None:
+        self.pause_reading()
+        self.held = True
+
+    def let_go(self, *, full: bool) -> None:
+        """`full`: the application has enough to read; it resumes by itself."""
+        self.held = False
+        if not full:
+            self.resume_reading()
+
+    def resume_reading(self) -> None:
+        if not self.held:
+            super().resume_reading()
+
+
+class Connection(H11Protocol):
+    """One connection. `most` is how many may be open. Those that could be closed to make room are in `in_wait` (see
+    `waiting`) and `at_rest` (between two requests), by when they came there."""
+
+    most: ClassVar[int] = 4096
+    in_wait: ClassVar[dict[Connection, None]] = {}
+    at_rest: ClassVar[dict[Connection, None]] = {}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = self._held = _Flow(transport)
         self.waits_for: tuple[str, int] | None = None  # what, and since which request
-        self.since = self.born = time.monotonic()
+        self.since = time.monotonic()
+        self._unparsed = b""
         if len(self.connections) > self.most:
-            others = [c for c in self.connections if isinstance(c, Connection) and c.waiting() is not None]
-            min(others, key=lambda connection: connection.born, default=self).transport.abort()
+            self._make_room()
+        self._note()
+
+    def _make_room(self) -> None:
+        """Close the connection that has waited longest, else the one that has been at rest longest, else this one."""
+        for idle in (self.in_wait, self.at_rest):
+            while idle:
+                oldest = next(iter(idle))
+                del idle[oldest]
+                if oldest.is_idle():
+                    oldest.transport.abort()
+                    return
+        self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.in_wait.pop(self, None)
+        self.at_rest.pop(self, None)
+        self._unparsed = b""
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._unparsed:
+            self._unparsed += data
+        elif len(data) > SLICE:
+            self._unparsed = data
+            self._held.hold()
+            self._parse_slice()
+        else:
+            super().data_received(data)
+            self._note()
+
+    def _parse_slice(self) -> None:
+        """Parse a little of what has arrived, or all that is of one body without chunks, and then, in the next turn of
+        the loop, what follows."""
+        size = len(self._unparsed) if self._has_length() else SLICE
+        data, self._unparsed = self._unparsed[:size], self._unparsed[size:]
+        super().data_received(data)
+        self._note()
+        if self._unparsed and not self.transport.is_closing():
+            self.loop.call_soon(self._parse_slice)
+        else:
+            self._held.let_go(full=self.cycle is not None and len(self.cycle.body) > HIGH_WATER_LIMIT)
+
+    def _has_length(self) -> bool:
+        """Whether a body is arriving whose length was said."""
+        if self.conn.their_state is not h11.SEND_BODY:
+            return False
+        names = {name for name, _ in self.headers}
+        return b"content-length" in names and b"transfer-encoding" not in names  # with both the chunks count
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._note()
+
+    def _note(self) -> None:
+        """Keep in mind whether this connection could make room for another."""
+        waits = self.waiting() is not None
+        for idle, belongs in ((self.in_wait, waits), (self.at_rest, not waits and self.is_idle())):
+            if not belongs:
+                idle.pop(self, None)
+            elif self not in idle:
+                idle[self] = None
+
+    def is_idle(self) -> bool:
+        """Whether no request is being received or answered."""
+        return self.waiting() is not None or (self.conn.their_state is h11.IDLE and self.conn.our_state is h11.IDLE)
 
     def waiting(self) -> tuple[str, int] | None:
         """Which of the three waits this is in, if any; the number tells one request from the next."""
@@ -97,14 +205,29 @@ class Connection(H11Protocol):
 
 
 def connection_class(config: ServeConfig) -> type[Connection]:
-    """The class for `uvicorn.Config(http=...)`; takes as many file descriptors as this process may have."""
+    """The class for `uvicorn.Config(http=...)`; takes as many file descriptors as this process may have.
+
+    Raises StartError where that leaves room for hardly any connection.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = config.max_connections + RESERVED_FILES
     if soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    most = max(1, min(config.max_connections, soft - RESERVED_FILES))
-    return type("LimitedConnection", (Connection,), {"most": most})
+    most = min(config.max_connections, soft - RESERVED_FILES)
+    if most < min(LEAST_CONNECTIONS, config.max_connections):
+        raise StartError(
+            f"this process may have {soft} files open (ulimit -n), and {RESERVED_FILES} are not for connections",
+            hint=f"allow it {RESERVED_FILES + LEAST_CONNECTIONS} or more; max_connections needs {wanted}",
+        )
+    if most < config.max_connections:
+        log.warning(
+            "max_connections is %d, but with %d open files (ulimit -n) there can be %d connections at once",
+            config.max_connections,
+            soft,
+            most,
+        )
+    return type("LimitedConnection", (Connection,), {"most": most, "in_wait": {}, "at_rest": {}})
 
 
 async def close_overdue(connections: Collection[Any], *, seconds: float, poll_s: float = 1.0) -> None:
@@ -112,7 +235,9 @@ async def close_overdue(connections: Collection[Any], *, seconds: float, poll_s:
     while True:
         await asyncio.sleep(min(poll_s, seconds / 2))
         now = time.monotonic()
-        for connection in [c for c in connections if isinstance(c, Connection)]:
+        for number, connection in enumerate([c for c in connections if isinstance(c, Connection)]):
+            if number % LOOKED_AT == LOOKED_AT - 1:
+                await asyncio.sleep(0)
             waits_for = connection.waiting()
             if waits_for is None or waits_for != connection.waits_for:
                 connection.waits_for, connection.since = waits_for, now
