@@ -110,6 +110,8 @@ def test_another_presets_clipping_and_divergence_can_be_asked_for():
         ({"auto_load": 1}, "auto_load", ["boolean"]),
         ({"lora_rank": 0}, "lora_rank", ["1"]),
         ({"lora_rank": 2.5}, "lora_rank", ["integer"]),
+        ({"lora_alpha": 1e308}, "lora_alpha", ["less than or equal to 1000000"]),
+        ({"clip_epsilon": 1e308}, "clip_epsilon", ["float32"]),
         ({"temperature": 0}, "temperature", ["greater than 0"]),
         ({"minibatches": 0}, "minibatches", ["1"]),
         ({"betas": [0.9, 1.0]}, "betas", ["[0, 1)"]),

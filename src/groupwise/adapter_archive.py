@@ -17,9 +17,6 @@ the archive states (CVE-2024-6232, CVE-2025-8194); the part of the format that a
 
 from __future__ import annotations
 
-import gzip
-import json
-import math
 import re
 import tarfile
 import zlib
@@ -28,33 +25,30 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple, NoReturn
 
-from groupwise.adapter_files import CONFIG, MAX_CONFIG_BYTES, MAX_WEIGHTS_BYTES, WEIGHTS, check_adapter
+from groupwise.adapter_files import (
+    CONFIG,
+    MAX_CONFIG_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_WEIGHTS_BYTES,
+    WEIGHTS,
+    check_adapter,
+)
 from groupwise.errors import AdapterError
 
 MAX_HEADERS = 1024
 MAX_SKIPPED_BYTES = 64 << 20  # of files that are not read
 MAX_DESCRIPTION_BYTES = 16 << 10  # of an x, g, L or K header
-MAX_HEADER_BYTES = 16 << 20  # of the safetensors file; 252 modules have 75 kB
+MAX_GZIP_MEMBERS = 1024  # one after another; gzip and PEFT write one
+MAX_EMPTY_BYTES = 1 << 16  # of gzip that come to no byte of the archive: names, comments, empty blocks and members
 
 _BLOCK = 512
 _CHUNK = 1 << 20
+_READ = 1 << 14  # bytes of gzip that are looked at together
 _FILE, _DIRECTORY, _DESCRIPTIONS = (b"0", b"\0"), b"5", (b"x", b"g", b"L", b"K")
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib")
 _KINDS = {b"1": "a hard link", b"2": "a symbolic link", b"3": "a device", b"4": "a device", b"6": "a FIFO"}
 _BUDGETS = {CONFIG: MAX_CONFIG_BYTES, WEIGHTS: MAX_WEIGHTS_BYTES}
 _HINT = f"send a tar.gz of the directory that PEFT saved: {CONFIG} and {WEIGHTS}"
-
-# What may be set in PEFT's configuration without changing what the adapter computes. Whatever else is set, in this
-# PEFT or a later one, is an option that the engine would not apply.
-_HARMLESS = {
-    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config", "exclude_modules",
-    "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config",
-    "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size",
-    "r", "rank_pattern", "revision", "runtime_config", "target_modules", "target_parameters",
-    "task_type", "use_rslora",
-}  # fmt: skip
-_PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")  # the others change the base weights too
-_MODULE = re.compile(r"\^?[\w.]+")
 
 
 class Member(NamedTuple):
@@ -92,51 +86,59 @@ def read_archive(stream: BinaryIO, directory: Path) -> None:
     if len(set(found.values())) > 1:
         _refuse(f"{CONFIG} is in {found[CONFIG]!r} and {WEIGHTS} is in {found[WEIGHTS]!r}")
     check_adapter(directory)
-    _check_options(json.loads((directory / CONFIG).read_bytes()))
-
-
-def _check_options(config: dict[str, Any]) -> None:
-    """`check_adapter` names what no adapter may have; a stranger's adapter gives PEFT's logits or is refused."""
-    for key, value in config.items():
-        if value and key not in _HARMLESS:
-            raise AdapterError(f"{CONFIG}: {key[:80]!r} is set; it is not served", hint="train a plain LoRA adapter")
-    weights: Any = config.get("target_parameters") or []
-    if not isinstance(weights, list) or not all(str(name).endswith(".weight") for name in weights):
-        raise AdapterError(
-            f"{CONFIG}: target_parameters is {str(weights)[:80]!r}; only the weights of linear layers can be adapted",
-            hint="train an adapter without the experts that are fused into one tensor",
-        )
-    start = config.get("init_lora_weights")
-    if start not in _PLAIN_STARTS:
-        raise AdapterError(
-            f"{CONFIG}: init_lora_weights is {str(start)[:80]!r}, which changes the base weights as well",
-            hint="convert it: PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...)",
-        )
-    for key in ("alpha_pattern", "rank_pattern"):
-        pattern = config.get(key) or {}
-        if not isinstance(pattern, dict):
-            raise AdapterError(f"{CONFIG}: {key} is {str(pattern)[:80]!r}; it must be an object")
-        for module, value in pattern.items():
-            if not _MODULE.fullmatch(module):  # a regular expression can take for ever
-                raise AdapterError(f"{CONFIG}: {key} has {module[:80]!r}; it must be the name of a module")
-            if type(value) not in (int, float) or not 0 < value < math.inf:
-                raise AdapterError(f"{CONFIG}: {key} gives {module[:80]!r} {str(value)[:40]!r}; it must be positive")
 
 
 class _Reader:
     """The bytes that come out of gzip, whole records or none."""
 
     def __init__(self, stream: BinaryIO):
-        self._gzip = gzip.GzipFile(fileobj=stream, mode="rb")
+        self._stream, self._inflate = stream, _new_member()
+        self._begun, self._members, self._empty = False, 1, 0
+        self._in, self._out = b"", bytearray()
 
     def read(self, size: int) -> bytes:
         """`size` bytes. Only at the end of the archive there may be none."""
-        try:
-            data = self._gzip.read(size)
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            _refuse(f"it is not a whole gzip file: {error}")
+        data = self.rest(size)
         if data and len(data) < size:
             _refuse("it ends in the middle of a member")
+        return data
+
+    def _more(self, size: int) -> bool:
+        """Unpack something. False at the end."""
+        self._in = self._in or self._stream.read(_READ)
+        if not self._in:
+            if self._begun and not self._inflate.eof:
+                _refuse("it is not a whole gzip file: it ends before its checksum")
+            return False
+        if self._inflate.eof:
+            self._in = self._in.lstrip(b"\0")  # tapes are filled up with zeros
+            if self._in:
+                self._next_member()
+            return True
+        try:
+            data = self._inflate.decompress(self._in, max(_CHUNK, size))
+        except zlib.error as error:
+            _refuse(f"it is not a whole gzip file: {error}")
+        used = len(self._in) - len(self._inflate.unconsumed_tail) - len(self._inflate.unused_data)
+        self._begun, self._in = True, self._inflate.unconsumed_tail or self._inflate.unused_data
+        self._out += data
+        self._empty = 0 if data else self._empty + used
+        if self._empty > MAX_EMPTY_BYTES:
+            _refuse(f"more than {MAX_EMPTY_BYTES:,} bytes of gzip in a row unpack to nothing")
+        return True
+
+    def _next_member(self) -> None:
+        self._members += 1
+        if self._members > MAX_GZIP_MEMBERS:
+            _refuse(f"it is more than {MAX_GZIP_MEMBERS} gzip files in a row")
+        self._inflate = _new_member()
+
+    def rest(self, size: int) -> bytes:
+        """At most `size` of what is left."""
+        while len(self._out) < size and self._more(size):
+            pass
+        data = bytes(self._out[:size])
+        del self._out[:size]
         return data
 
     def chunks(self, size: int) -> Iterator[bytes]:
@@ -153,6 +155,10 @@ class _Reader:
     def skip(self, size: int) -> None:
         for _ in self.chunks(size):
             pass
+
+
+def _new_member() -> Any:
+    return zlib.decompressobj(16 + zlib.MAX_WBITS)
 
 
 def _members(reader: _Reader) -> Iterator[Member]:
@@ -180,11 +186,11 @@ def _members(reader: _Reader) -> Iterator[Member]:
 
 def _drain(reader: _Reader) -> None:
     """Read to gzip's checksum. Only zeros may follow the end: GNU tar fills up to 10 kB."""
-    for _ in range(MAX_SKIPPED_BYTES // _BLOCK):
-        block = reader.read(_BLOCK)
-        if not block:
+    for _ in range(MAX_SKIPPED_BYTES // _CHUNK):
+        filling = reader.rest(_CHUNK)
+        if not filling:
             return
-        if block.strip(b"\0"):
+        if filling.strip(b"\0"):
             break
     _refuse("something follows its end")
 

@@ -3,7 +3,8 @@
     adapter_config.json          PEFT's configuration        adapter_model.safetensors    PEFT's weights
     groupwise.json               where it came from, and the size and sha256 of every other file
 
-A version is a LoRA adapter that PEFT and vLLM load: keys `base_model.model.<path>.lora_A.weight`, floats, all finite.
+A version is a LoRA adapter that PEFT and vLLM load: keys `base_model.model.<path>.lora_A.weight`, floats, all finite,
+and of what PEFT would compute with them nothing is left out (`adapter_config`).
 safetensors refuses truncated files itself but accepts NaN, so the weights are read here. Nothing is ever unpickled.
 
 The second half is the file system protocol of the store: one lock, staging directories, replacement in one step.
@@ -31,23 +32,27 @@ from uuid import uuid4
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from groupwise.adapter_config import CONFIG as CONFIG
+from groupwise.adapter_config import MAX_NAME, applied_scales, check_config
+from groupwise.adapter_config import MAX_RANK as MAX_RANK
 from groupwise.errors import AdapterError, GroupwiseError, StorageError
 from groupwise.types import BASE, PolicyVersion
 
-CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 SIDECAR = "groupwise.json"
 FORMAT = 1
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_WEIGHTS_BYTES = 2 << 30
-MAX_RANK = 4096
+MAX_HEADER_BYTES = 16 << 20  # of the safetensors file; 252 modules have 75 kB
+MAX_TENSORS = 1 << 16
 LOCK_TIMEOUT_S = 60.0
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib")
 _COPY_BYTES = 1 << 20
 _STAGING = ".staging-"
+_HALF = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # other OSErrors say nothing about the version
 
 # A float is infinite or NaN exactly when all bits of its exponent are set: (integer view, those bits) per dtype.
@@ -115,13 +120,17 @@ def check_adapter(directory: Path) -> None:
     config = _read_config(directory / CONFIG)
     weights = directory / WEIGHTS
     _check_size(weights, limit=MAX_WEIGHTS_BYTES)
+    with weights.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    if length > MAX_HEADER_BYTES:
+        raise AdapterError(f"{WEIGHTS} is not a whole safetensors file: its header would have {length:,} bytes")
     try:
         with safe_open(weights, framework="np"):  # the header, overlaps and the file's length
             pass
     except SafetensorError as error:
         raise AdapterError(f"{WEIGHTS} is not a whole safetensors file: {error}") from error
     tensors = _read_header(weights)
-    _check_ranks(tensors, rank=config["r"], ranks=config.get("rank_pattern") or {})
+    applied_scales(config, _ranks(tensors))
     _check_finite(weights, tensors)
 
 
@@ -141,27 +150,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise AdapterError(f"{CONFIG} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise AdapterError(f"{CONFIG} holds a {type(config).__name__}; it must be an object")
-    rank: Any = config.get("r")
-    alpha: Any = config.get("lora_alpha")
-    ranks, auto = config.get("rank_pattern"), config.get("auto_mapping")
-    library = auto.get("parent_library") if isinstance(auto, dict) else auto
-    checks = (
-        (config.get("peft_type") == "LORA", "peft_type", "must be 'LORA'"),
-        (type(rank) is int and 1 <= rank <= MAX_RANK, "r", f"must be a whole number from 1 to {MAX_RANK}"),
-        (type(alpha) in (int, float) and 0 < alpha < math.inf, "lora_alpha", "must be a positive number"),
-        (not config.get("use_dora"), "use_dora", "must be false: DoRA is not served"),
-        (not config.get("modules_to_save"), "modules_to_save", "must be empty: whole layers are not served"),
-        (config.get("bias", "none") == "none", "bias", "must be 'none': biases are not served"),
-        (not ranks or isinstance(ranks, dict), "rank_pattern", "must be an object"),
-        (
-            library is None or str(library).split(".")[0] == "transformers",
-            "auto_mapping",
-            "must be of transformers: PEFT imports it",
-        ),
-    )
-    for valid, key, rule in checks:
-        if not valid:
-            raise AdapterError(f"{CONFIG}: {key} is {str(config.get(key))[:80]!r}; it {rule}")
+    check_config(config)
     return config
 
 
@@ -184,19 +173,29 @@ def adapted_names(directory: Path) -> list[str]:
     return [key.removeprefix(before).removesuffix(after) for key in keys if key.endswith(after)]
 
 
-def _check_ranks(tensors: Mapping[str, dict[str, Any]], *, rank: int, ranks: Mapping[str, int]) -> None:
-    down = {key: tensor["shape"] for key, tensor in tensors.items() if ".lora_A." in key}
-    if not down:
+def _ranks(tensors: Mapping[str, dict[str, Any]]) -> dict[str, int]:
+    """Module -> its rank. Raises AdapterError unless the tensors are the two halves of plain LoRA, and nothing else."""
+    if len(tensors) > MAX_TENSORS:
+        raise AdapterError(f"{WEIGHTS} has {len(tensors):,} tensors; the limit is {MAX_TENSORS:,}")
+    if not any(".lora_A." in key for key in tensors):
         raise AdapterError(f"{WEIGHTS} has no LoRA weights; keys are 'base_model.model.<module>.lora_A.weight'")
-    for key in tensors:
+    halves: dict[str, dict[str, list[int]]] = {}
+    for key, tensor in tensors.items():
         if not key.startswith("base_model.model."):
             raise AdapterError(f"{WEIGHTS}: {key[:120]!r} does not start with 'base_model.model.', as PEFT saves keys")
-    for key, shape in down.items():
-        up = tensors.get(key.replace(".lora_A.", ".lora_B."), {"shape": ()})["shape"]
-        if len(shape) < 2 or len(up) < 2 or shape[0] != up[1]:
-            raise AdapterError(f"{WEIGHTS}: {key[:120]!r} has shape {shape}, its lora_B has {tuple(up)}; ranks differ")
-        if shape[0] != rank and shape[0] not in ranks.values():
-            raise AdapterError(f"{WEIGHTS}: {key[:120]!r} has rank {shape[0]} but r in {CONFIG} is {rank}")
+        match = _HALF.fullmatch(key)
+        if match is None or len(match["module"]) > MAX_NAME:
+            raise AdapterError(
+                f"{WEIGHTS}: {key[:120]!r} is not served; keys are 'base_model.model.<module>.lora_A.weight' and lora_B"
+            )
+        halves.setdefault(match["module"], {})[match["half"]] = tensor["shape"]
+    for module, shapes in halves.items():
+        down, up = shapes.get("A", ()), shapes.get("B", ())
+        if len(down) < 2 or len(up) < 2 or down[0] != up[1]:
+            raise AdapterError(
+                f"{WEIGHTS}: lora_A of {module[:120]!r} has shape {tuple(down)}, lora_B has {tuple(up)}; ranks differ"
+            )
+    return {module: shapes["A"][0] for module, shapes in halves.items()}
 
 
 def _check_finite(path: Path, tensors: Mapping[str, dict[str, Any]]) -> None:

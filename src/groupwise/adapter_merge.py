@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from groupwise.adapter_config import applied_scales, check_config
 from groupwise.adapter_files import CONFIG, MAX_RANK, MAX_WEIGHTS_BYTES, WEIGHTS
 from groupwise.errors import AdapterError
 
@@ -206,7 +206,10 @@ class _Adapter:
         self.modules = {key.removeprefix(_PREFIX).rpartition(".lora_")[0] for key in keys}
         if odd := keys ^ {f"{_PREFIX}{module}.lora_{half}.weight" for module in self.modules for half in "AB"}:
             raise AdapterError(f"{where} is not plain LoRA: the tensor {min(odd)!r} is one too many or missing")
-        self.rank = max(self._shape(module)[0] for module in self.modules)
+        ranks = {module: self._shape(module)[0] for module in self.modules}
+        self.rank = max(ranks.values())
+        check_config(self.config)
+        self._scales = applied_scales(self.config, ranks)
 
     def _shape(self, module: str) -> tuple[int, int, int, str]:
         """(rank, in, out, dtype)"""
@@ -224,13 +227,7 @@ class _Adapter:
         """A [r, in] and s B [out, r], in float32 or, if they were saved so, float64."""
         a, b = (self._file.get_tensor(f"{_PREFIX}{module}.lora_{half}.weight") for half in "AB")
         exact = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
-        root = math.sqrt if self.config.get("use_rslora") else float
-        return a.to(exact), b.to(exact) * (self._alpha(module) / root(a.shape[0]))
-
-    def _alpha(self, module: str) -> float:
-        patterns = (self.config.get("alpha_pattern") or {}).items()
-        matches = (alpha for key, alpha in patterns if re.fullmatch(rf"(.*\.)?({key})", module))
-        return next(matches, self.config["lora_alpha"])
+        return a.to(exact), b.to(exact) * self._scales[module]
 
 
 def _check(sources: Sequence[MergeSource], *, mode: MergeMode, density: float | None) -> None:

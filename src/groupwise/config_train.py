@@ -140,12 +140,15 @@ Targets = Annotated[str | tuple[str, ...], BeforeValidator(_targets)]
 Betas = Annotated[tuple[float, float], Field(strict=False), AfterValidator(_betas)]
 
 
+MAX_ALPHA = 1e6  # in practice it is a few times the rank; far beyond that float32 overflows
+
+
 class LoraConfig(Section):
     """The adapter that is trained."""
 
     rank: int = Field(default=16, ge=1, le=4096)
     """Rank of the two matrices."""
-    alpha: float = Field(default=32.0, gt=0)
+    alpha: float = Field(default=32.0, gt=0, le=MAX_ALPHA)
     """Scale: the update is multiplied by alpha / rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the adapter's input while training."""

@@ -22,7 +22,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from groupwise.algo.loss_spec import LossSpec, loss_of
 from groupwise.config import OTHER_NAMES, RolloutConfig
-from groupwise.config_train import AlgoConfig, Betas, Targets
+from groupwise.config_train import MAX_ALPHA, AlgoConfig, Betas, Targets
 from groupwise.configfile import Document, validate
 from groupwise.errors import ConfigError
 from groupwise.section import AdapterName, NullIsAbsent, Section, conflict
@@ -72,7 +72,7 @@ class JobConfig(NullIsAbsent, Section):
     """Peak learning rate; 0 changes nothing, as a control."""
     lora_rank: int | None = Field(default=None, ge=1, le=4096)
     """Rank of the adapter; null is that of the adapter that is continued, 16 for a fresh one."""
-    lora_alpha: float | None = Field(default=None, gt=0)
+    lora_alpha: float | None = Field(default=None, gt=0, le=MAX_ALPHA)
     """Scale of the adapter, alpha / rank; null is that of the adapter that is continued, 32 for a fresh one."""
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the adapter's input while training."""

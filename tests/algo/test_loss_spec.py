@@ -83,6 +83,7 @@ def test_an_override_without_effect_names_the_alternatives(preset: str, override
         (lambda: resolve_loss("grpo", clip_low=-0.1), "0 or more"),
         (lambda: resolve_loss("grpo", clip_high=float("nan")), "finite"),
         (lambda: resolve_loss("grpo", clip_high="0.2"), "finite number"),
+        (lambda: resolve_loss("grpo", clip_high=1e308), r"clip_high is 1e\+308; float32.* ends at 3.4e\+38"),
         (lambda: resolve_loss("grpo", dual_clip=0.5), "above 1"),
         (lambda: resolve_loss("grpo", kl="k3", kl_coeff=0.0), "positive"),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -318,12 +319,19 @@ def test_requests_that_cannot_be_served(open_engine, asked, error, message: str)
     assert not engine._waiting and len(engine.generate([request()])[0]) == 1
 
 
+def configure(directory, **options):
+    """Change an adapter's configuration."""
+    path = directory / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | options))
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
         (lambda d: (d / "adapter_config.json").unlink(), "cannot be read"),
-        (lambda d: (d / "adapter_config.json").write_text('{"use_dora": true}'), "use_dora"),
-        (lambda d: (d / "adapter_config.json").write_text("{}"), "lora_alpha"),
+        (lambda d: configure(d, use_dora=True), "use_dora"),
+        (lambda d: configure(d, lora_alpha=None), "lora_alpha"),
+        (lambda d: (d / "adapter_config.json").write_text("{}"), "peft_type"),
         (lambda d: (d / "adapter_model.safetensors").write_bytes(b"?"), "cannot be read"),
     ],
 )
@@ -356,14 +364,10 @@ def test_adapter_of_another_model(open_engine, make_base, make_adapter):
 
 def test_peft_scales(open_engine, make_base, make_adapter):
     """rslora, alpha_pattern and rank_pattern mean what they mean in PEFT."""
-    import json
-
     import peft
 
     directory = make_adapter(make_base())
-    config = json.loads((directory / "adapter_config.json").read_text())
-    config |= {"use_rslora": True, "alpha_pattern": {"q_proj": 1.0, "layers.1.*.up_proj": 20.0}}
-    (directory / "adapter_config.json").write_text(json.dumps(config))
+    configure(directory, use_rslora=True, alpha_pattern={"q_proj": 1.0, "layers.1.*.up_proj": 20.0})
     theirs = peft.PeftModel.from_pretrained(make_base().model, str(directory), autocast_adapter_dtype=False)
     engine = open_engine()
     engine.load(FIRST, directory)

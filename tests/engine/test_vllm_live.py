@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import defaultdict
@@ -177,6 +178,17 @@ def test_an_adapter_whose_rank_vllm_has_no_room_for_is_refused(attach, peer, mak
     assert "vllm.max_lora_rank" in str(error.value.hint)
     with pytest.raises(AdapterError, match="cannot be read"):
         engine.load(MATH, large / "nothing")
+
+
+@pytest.mark.parametrize("key", ["alpha_pattern", "rank_pattern"])
+def test_an_adapter_whose_modules_have_scales_of_their_own_is_refused(attach, peer, make_base, make_adapter, key):
+    """vLLM reads r and lora_alpha alone."""
+    engine = attach(peer)
+    directory = make_adapter(make_base("qwen3", dtype=torch.float32, context=192))
+    config = json.loads((directory / "adapter_config.json").read_text()) | {key: {"q_proj": 3}}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(AdapterError, match=f"math@1 has a {key}, and vLLM scales every module alike"):
+        engine.load(MATH, directory)
 
 
 def test_a_server_that_comes_back_as_another_fails_requests_until_it_is_the_right_one(attach, peer, monkeypatch):

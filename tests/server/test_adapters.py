@@ -220,13 +220,15 @@ def test_an_adapter_that_does_not_fit_is_refused_with_tensor_and_shapes(api: Api
         f"base_model.model.lm_head.lora_{half}.weight": torch.ones(shape, dtype=torch.float64)
         for half, shape in (("A", (3, 32)), ("B", (280, 3)))
     }
+    everything = json.loads((published[0] / CONFIG).read_bytes()) | {"target_modules": "all-linear"}
     for wrong, named in (
         (narrow, "targets 'model.layers.0.mlp.up_proj' with shape (30, 48); this model has (32, 48)"),
         (renamed, "targets 'model.layers.7."),
         (head, "targets 'lm_head'"),
     ):
         save_file(wrong, api.root / WEIGHTS)
-        error = api.upload("new", archive_of(published[0], weights=(api.root / WEIGHTS).read_bytes()), status=400)
+        files = {"weights": (api.root / WEIGHTS).read_bytes(), "config": json.dumps(everything).encode()}
+        error = api.upload("new", archive_of(published[0], **files), status=400)
         assert error["code"] == "invalid_adapter" and named in error["message"]
     assert api.store.versions("new") == () and api.policies.in_use == {}
 

@@ -48,6 +48,8 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "kl": get_args(KL),
     "reduction": get_args(Reduction),
 }
+LARGEST = 3.4e38  # of any option
+
 _RATIO_SURROGATES = ("clip", "unclipped", "cispo", "sapo")
 _WEIGHTS = ("tis_token", "tis_sequence", "mask_token", "mask_sequence")  # they multiply by exp(old - behaviour)
 
@@ -241,6 +243,8 @@ class LossSpec:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise ConfigError(f"{name} is {value!r}; it must be a finite number")
+            if abs(value) > LARGEST:
+                raise ConfigError(f"{name} is {value!r}; float32, in which losses are computed, ends at {LARGEST:g}")
             if name in positive and value <= 0:
                 raise ConfigError(f"{name} is {value}; it must be positive")
             if name in limits and value < limits[name]:

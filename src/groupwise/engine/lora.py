@@ -10,8 +10,6 @@ as many policies as fit in `MERGED_BYTES`. The base weights themselves are never
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from groupwise.adapter_config import applied_scales, check_config
 from groupwise.backbone import is_lean
 from groupwise.errors import AdapterError
 from groupwise.model import is_linear
@@ -41,37 +40,27 @@ class AdapterWeights:
 
 
 def read_adapter(directory: Path, *, device: torch.device) -> AdapterWeights:
-    """Read PEFT's layout. Raises AdapterError for unreadable files and for variants that are not plain LoRA."""
+    """Read PEFT's layout. Raises AdapterError for unreadable files, for what is not plain LoRA, and where PEFT would
+    compute something else with the same files."""
     try:
         config = json.loads((directory / "adapter_config.json").read_text())
         tensors = load_file(directory / "adapter_model.safetensors")
     except (OSError, ValueError, SafetensorError) as error:
         raise AdapterError(f"the adapter in {directory} cannot be read: {error}") from error
-    for option in ("use_dora", "modules_to_save"):
-        if config.get(option):
-            raise AdapterError(
-                f"the adapter in {directory} uses {option}, which the local engine does not apply",
-                hint="merge the adapter into the model, or use another engine",
-            )
-    root = math.sqrt if config.get("use_rslora") else float
     names = sorted({key.rpartition(".lora_")[0] for key in tensors})
-    unknown = tensors.keys() ^ {f"{name}.lora_{half}.weight" for name in names for half in "AB"}
-    if unknown or not isinstance(config.get("lora_alpha"), int | float):
-        what = f"the tensor {min(unknown)!r} is one too many or missing" if unknown else "its config has no lora_alpha"
-        raise AdapterError(f"the adapter in {directory} is not plain LoRA: {what}")
+    if unknown := tensors.keys() ^ {f"{name}.lora_{half}.weight" for name in names for half in "AB"}:
+        raise AdapterError(
+            f"the adapter in {directory} is not plain LoRA: the tensor {min(unknown)!r} is one too many or missing"
+        )
+    modules = {name: name.removeprefix(_PREFIX) for name in names}
+    check_config(config)
+    scales = applied_scales(config, {modules[name]: tensors[f"{name}.lora_A.weight"].shape[0] for name in names})
     pairs = {}
-    for name in names:
+    for name, module in modules.items():
         a, b = (tensors[f"{name}.lora_{half}.weight"].to(device) for half in "AB")
-        module = name.removeprefix(_PREFIX)
-        scale = _alpha(config.get("alpha_pattern"), module, config["lora_alpha"]) / root(a.shape[0])
         exact = torch.float64 if a.dtype == torch.float64 else torch.float32
-        pairs[module] = (a.to(exact).T.contiguous(), b.to(exact).T.contiguous() * scale)
+        pairs[module] = (a.to(exact).T.contiguous(), b.to(exact).T.contiguous() * scales[module])
     return AdapterWeights(pairs)
-
-
-def _alpha(patterns: dict[str, float] | None, module: str, default: float) -> float:
-    """PEFT's per-module override: the first pattern that matches the module's name or a dotted suffix of it."""
-    return next((v for k, v in (patterns or {}).items() if re.fullmatch(rf"(.*\.)?({k})", module)), default)
 
 
 def add_adapters(parts: Sequence[tuple[AdapterWeights, float]]) -> AdapterWeights:

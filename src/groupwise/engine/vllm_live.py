@@ -107,9 +107,15 @@ class LiveVllm(VllmEngine):
     # -- versions ------------------------------------------------------------------------------------------------------
 
     def load(self, version: PolicyVersion, directory: Path) -> None:
-        rank = 0
+        rank, patterns = 0, list[str]()
         with suppress(OSError, ValueError, TypeError, KeyError):  # what cannot be read is refused below
-            rank = int(json.loads((directory / FILES[0]).read_text())["r"])
+            config = json.loads((directory / FILES[0]).read_text())
+            rank, patterns = int(config["r"]), [key for key in ("alpha_pattern", "rank_pattern") if config.get(key)]
+        if patterns:
+            raise AdapterError(
+                f"{version} has a {patterns[0]}, and vLLM scales every module alike: it would compute something else",
+                hint="serve it with engine local; a merge of it alone has one scale: POST /v1/adapters/merge there",
+            )
         if rank > self._most_rank:
             raise AdapterError(
                 f"{version} has rank {rank}; vLLM takes adapters up to rank {self._most_rank} here",

@@ -7,6 +7,7 @@ the base is in. A saved adapter is a directory that `peft.PeftModel.from_pretrai
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,11 +24,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from groupwise.adapter_config import applied_scales, check_config
 from groupwise.backbone import project_plainly
 from groupwise.errors import AdapterError
 from groupwise.model import ALL_LINEAR, adapted_modules
 
 _PEFT_PREFIX = "base_model.model."
+_A = ".lora_A.weight"
 _ADAPTER = "default"
 
 
@@ -184,6 +187,14 @@ def load_lora(model: PreTrainedModel, config: LoraConfig, directory: Path) -> No
         raise AdapterError(
             f"the adapter in {directory} does not fit: {len(wrong)} of {len(want)} tensors differ, first {wrong[0]}",
             hint="train with the rank and the targets that the adapter has, on the same base model",
+        )
+    check_config(saved)
+    modules = [name.removeprefix(_PEFT_PREFIX).removesuffix(_A) for name in want if name.endswith(_A)]
+    scales = applied_scales(saved, dict.fromkeys(modules, config.r))
+    if set(scales.values()) != {config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)}:
+        raise AdapterError(
+            f"the adapter in {directory} has an alpha_pattern, and training scales every module alike",
+            hint="start a fresh adapter, or fold the scales into lora_B",
         )
     with torch.no_grad():
         for name, parameter in want.items():
