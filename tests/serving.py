@@ -24,6 +24,7 @@ from groupwise.server.config import ServeConfig
 from groupwise.server.envelope import add_handlers
 from groupwise.server.guard import Gate, Guard
 from groupwise.server.policies import Policies
+from groupwise.server.reader import Reader, TextModel
 from groupwise.server.recorder import Recorder
 from groupwise.server.state import Server
 from groupwise.types import PolicyVersion
@@ -87,6 +88,7 @@ def served(
     store, ledger = AdapterStore(directory / "adapters"), Ledger(directory / "ledger.db")
     policies = Policies(store, own, base=model, served_name=settings.served_name, max_loaded=4)
     recorder = Recorder(model_name=settings.served_name)
+    reader = Reader(TextModel.of(model), settings)
     server = Server(
         config=settings,
         base=model,
@@ -94,6 +96,7 @@ def served(
         store=store,
         ledger=ledger,
         policies=policies,
+        reader=reader,
         recorder=recorder,
         supervisor=cast(Any, None),
     )
@@ -107,6 +110,7 @@ def served(
             yield Served(port, server)
     finally:
         policies.close()
+        reader.close()
         ledger.close()
         for version in policies.in_use:
             own.unload(version)

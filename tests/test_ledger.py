@@ -24,8 +24,9 @@ from groupwise.errors import (
     LeaseLostError,
     NotCancellableError,
     QueueFullError,
+    StorageError,
 )
-from groupwise.ledger import Job, JobState, Lease, Ledger, RolloutRecord
+from groupwise.ledger import Job, JobState, Lease, Ledger, RolloutRecord, kept_rollouts
 
 DAY = 24 * 3600.0
 ERROR = {"code": "training_failed", "message": "it diverged", "hint": "lower the learning rate"}
@@ -661,3 +662,30 @@ def test_the_ledger_imports_next_to_nothing():
 
 def test_ids_are_names_of_files(book):
     assert re.fullmatch("[0-9a-f]{32}", submit(book).id)
+
+
+def test_the_ledger_is_for_its_owners_eyes(tmp_path: Path):
+    """It holds prompts and completions; one of an earlier version was readable by everybody."""
+    path = tmp_path / "ledger.db"
+    before = os.umask(0o022)
+    try:
+        for _ in range(2):
+            ledger = Ledger(path)
+            ledger.jobs()
+            modes = {each.name: each.stat().st_mode & 0o777 for each in tmp_path.iterdir()}
+            assert modes.pop("spool") == 0o700 and modes["ledger.db"] == 0o600 and set(modes.values()) == {0o600}
+            ledger.close()
+            path.chmod(0o644)
+    finally:
+        os.umask(before)
+
+
+def test_rollouts_are_read_without_a_ledger_of_ones_own(tmp_path: Path):
+    ledger = Ledger(tmp_path / "ledger.db")
+    record = RolloutRecord("rollout-1", (1, 2), (3,), (-0.5,), "base@0", 1.0, "stop", "x")
+    ledger.save_rollouts([record])
+    assert kept_rollouts(tmp_path / "ledger.db", ["rollout-1", "rollout-2"]) == {"rollout-1": record}
+    ledger.close()
+    with pytest.raises(StorageError):
+        kept_rollouts(tmp_path / "nothing.db", ["rollout-1"])
+    assert not (tmp_path / "nothing.db").exists()

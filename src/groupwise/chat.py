@@ -9,7 +9,7 @@
     split_thinking      a reply without its <think> block, and that
     opens_thought       whether a reply begins inside a thought
     stop_ids            the ids that end a turn;  special_ids  all special ones;  check_length  whether all fits
-    least_tokens        how many tokens a text has at least, from its length alone
+    least_tokens        how many tokens a text has at least, from its length alone;  check_text  whether it may fit
 
 Text is rendered first and tokenised afterwards, piece by piece: a piece ends where the policy begins or stops to
 speak. A piece is what the longer text adds to the ids of the shorter one; where a token would straddle the edge the
@@ -80,10 +80,10 @@ def encode_prompt(
     if prompt.messages is not None:
         _check_messages(prompt.messages, tokenizer, context)
         text = render_prompt(prompt.messages, tokenizer, tools=prompt.tools, template_kwargs=template_kwargs)
-        _count(text, tokenizer, context)
+        check_text(text, tokenizer, context)
         ids = _encode(text, tokenizer)
     elif prompt.text is not None:
-        _count(prompt.text, tokenizer, context)
+        check_text(prompt.text, tokenizer, context)
         ids = _encode_plain(prompt.text, tokenizer)
     else:
         raise ChatError(f"prompt {prompt.id!r} has neither messages nor text", hint="give it one of the two")
@@ -271,7 +271,7 @@ def encode_supervised(
         raise ChatError("no assistant turn in the conversation: nothing to train", hint="add one")
     options = {"tools": _normalised_tools(tools, tokenizer), "template_kwargs": template_kwargs}
     text, spans = _render(chat, tokenizer, **options)
-    _count(text, tokenizer, context)
+    check_text(text, tokenizer, context)
     if not spans:
         spans = _spans_turn_by_turn(text, chat, tokenizer, **options)
     ends = _special_pattern(tokenizer)
@@ -380,10 +380,10 @@ def _characters(message: Message) -> int:
 def _check_characters(characters: int, tokenizer: PreTrainedTokenizerBase, context: int) -> None:
     least = least_tokens(characters, tokenizer)
     if least > context:
-        raise _too_long(f"{characters} characters, at least {least} tokens", context)
+        raise too_long(f"{characters} characters, at least {least} tokens", context)
 
 
-def _count(text: str, tokenizer: PreTrainedTokenizerBase, context: int | None) -> None:
+def check_text(text: str, tokenizer: PreTrainedTokenizerBase, context: int | None) -> None:
     """Raise ContextLengthError if `text` must be longer than `context` tokens: by its length, or, where it has many
     characters for each of these tokens, by counting them piece by piece. A cut makes a few tokens more, hence `2 *`."""
     if context is None:
@@ -396,10 +396,11 @@ def _count(text: str, tokenizer: PreTrainedTokenizerBase, context: int | None) -
         counted += len(tokenizer.encode(plain[start : start + PIECE], add_special_tokens=False))
         if counted > 2 * context:
             read = min(len(plain), start + PIECE)
-            raise _too_long(f"{len(text)} characters, and the first {read} are about {counted} tokens", context)
+            raise too_long(f"{len(text)} characters, and the first {read} are about {counted} tokens", context)
 
 
-def _too_long(what: str, context: int) -> ContextLengthError:
+def too_long(what: str, context: int) -> ContextLengthError:
+    """That a text does not fit into so many tokens. `what`: what it has, as in "9 tokens"."""
     return ContextLengthError(
         f"This model's maximum context length is {context} tokens, and the text has {what}", hint="shorten it"
     )

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Self
 
 from pydantic import Field, ValidationError, model_validator
@@ -86,3 +86,18 @@ def parse_payload(kind: str, data: bytes) -> GrpoPayload | SftPayload:
 def dump_payload(payload: GrpoPayload | SftPayload) -> bytes:
     """Inverse of `parse_payload`."""
     return payload.model_dump_json().encode()
+
+
+def dump_groups(groups: Iterable[ScoredGroup], *, temperature: float) -> bytes:
+    """`dump_payload` of groups that are made one after another, and not all kept."""
+    return _dump(groups, GrpoPayload(groups=(), temperature=temperature))
+
+
+def dump_examples(examples: Iterable[SftExample]) -> bytes:
+    """`dump_payload` of examples that are made one after another, and not all kept."""
+    return _dump(examples, SftPayload(examples=()))
+
+
+def _dump(items: Iterable[ScoredGroup | SftExample], empty: GrpoPayload | SftPayload) -> bytes:
+    before, after = dump_payload(empty).split(b"[]", 1)
+    return before + b"[" + b",".join(item.model_dump_json().encode() for item in items) + b"]" + after

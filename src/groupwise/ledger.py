@@ -29,7 +29,7 @@ import shutil
 import sqlite3
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -55,6 +55,7 @@ from groupwise.ledger_schema import (
     insert,
     marks,
     read_job,
+    read_only,
     read_rollouts,
     read_row,
     record_event,
@@ -94,7 +95,7 @@ class Ledger:
         self._checkpoints = self.path.parent / "checkpoints"
         self._db = Database(self.path)
         with storing(f"making {self._spool}"):
-            self._spool.mkdir(exist_ok=True)
+            self._spool.mkdir(mode=0o700, exist_ok=True)
             _fsync(self.path.parent)
 
     def close(self) -> None:
@@ -498,6 +499,12 @@ class Ledger:
         with suppress(GroupwiseError), self._db.reading("looking for a job") as db:
             if db.execute("SELECT 1 FROM job WHERE id = ?", (id,)).fetchone() is None:
                 (self._spool / f"{id}.json").unlink(missing_ok=True)
+
+
+def kept_rollouts(path: Path, ids: Sequence[str]) -> dict[str, RolloutRecord]:
+    """`Ledger.rollouts`, for a process that only looks: nothing is made, repaired or locked."""
+    with storing("reading rollouts"), closing(read_only(path)) as db:
+        return read_rollouts(db, ids)
 
 
 def _check_room(db: sqlite3.Connection, max_queued: int) -> None:

@@ -8,12 +8,13 @@ and threads may use one file; a writer waits at most BUSY_SECONDS for the others
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import threading
 import time
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -268,6 +269,7 @@ def storing(what: str) -> Iterator[None]:
 
 def _open(path: Path) -> sqlite3.Connection:
     path.parent.mkdir(parents=True, exist_ok=True)
+    _keep_private(path)
     connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
     try:
         connection.row_factory = sqlite3.Row
@@ -280,6 +282,20 @@ def _open(path: Path) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def _keep_private(path: Path) -> None:
+    """Prompts and completions are in it: for its owner's eyes. SQLite gives the files beside it the same mode."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    for each in (path, *(path.with_name(path.name + ending) for ending in ("-wal", "-shm"))):
+        with suppress(OSError):  # there is none, or it is another user's, who decides
+            if (mode := each.stat().st_mode) & 0o077:
+                each.chmod(mode & ~0o077)
+
+
+def read_only(path: Path) -> sqlite3.Connection:
+    """A connection to a ledger that exists, for reading."""
+    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=BUSY_SECONDS)
 
 
 def _enter_wal(connection: sqlite3.Connection) -> None:

@@ -63,6 +63,11 @@ class LoadedModel:
         return int(self.model.config.get_text_config().vocab_size)
 
     @property
+    def adaptable(self) -> AdaptableModules:
+        """What adapters of this model can change."""
+        return AdaptableModules.of(self.model)
+
+    @property
     def eos_ids(self) -> tuple[int, ...]:
         """Ids that end a completion: the generation config's, the tokenizer's and the chat template's."""
         generation: Any = self.model.generation_config
@@ -188,6 +193,60 @@ def weights_hash(model: nn.Module) -> str:
 # -- what an adapter changes -------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class AdaptableModules:
+    """Which modules of a model an adapter can change: names only, so that it can be asked where the model is not.
+
+    `refused` has the modules of the text decoder in the model's order, and why each takes no adapter, or None.
+    """
+
+    architecture: str
+    refused: Mapping[str, str | None]
+    all_linear: tuple[str, ...]
+    tensors: tuple[str, ...]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> AdaptableModules:
+        every, head = dict(model.named_modules()), model.get_output_embeddings()
+        config: Any = model.config
+        text: Any = model if config.get_text_config() is config else model.get_decoder()  # without a vision tower
+        ours = {id(module) for module in text.modules()}
+        modules = {name: module for name, module in every.items() if id(module) in ours or module is head}
+        refused = {name: _why_not(model, name, module) for name, module in modules.items()}
+        all_linear = tuple(name for name, why in refused.items() if why is None and not _is_routed(name, every))
+        return cls(type(model).__name__, refused, all_linear, tuple(name for name, _ in model.named_parameters()))
+
+    def meant(self, targets: str | Sequence[str]) -> list[str]:
+        """As `adapted_modules`."""
+        if targets == ALL_LINEAR:
+            if not self.all_linear:
+                raise ConfigError(
+                    f"train.lora.targets: {self.architecture} has no linear layer that {ALL_LINEAR} means"
+                )
+            return list(self.all_linear)
+        if isinstance(targets, str):
+            raise ConfigError(f"train.lora.targets is {targets!r}", hint=_TARGETS_HINT)
+        wanted: set[str] = set()
+        for target in targets:
+            found = [name for name in self.refused if _names(target, name)]
+            if not found:
+                raise self._not_found(target)
+            for name in found:
+                if why := self.refused[name]:
+                    raise ConfigError(f"train.lora.targets: {target[:64]!r} {why}", hint=_TARGETS_HINT)
+            wanted.update(found)
+        return [name for name in self.refused if name in wanted]
+
+    def _not_found(self, target: str) -> ConfigError:
+        tensor = next((name for name in self.tensors if _names(target, name)), None)
+        if tensor is None:
+            message = f"train.lora.targets: {self.architecture} has no module {target[:64]!r}"
+        else:
+            experts = _EXPERTS if "experts" in tensor.split(".") else ""
+            message = f"train.lora.targets: {target[:64]!r} is the tensor {tensor}, not a linear layer{experts}"
+        return ConfigError(message, hint=_TARGETS_HINT)
+
+
 def adapted_modules(model: PreTrainedModel, targets: str | Sequence[str]) -> list[str]:
     """The linear modules that an adapter with these targets changes: their full names, in the model's order.
 
@@ -199,29 +258,7 @@ def adapted_modules(model: PreTrainedModel, targets: str | Sequence[str]) -> lis
         ConfigError: a target names no module of the model, the LM head, or something that is not a linear layer, such
             as an embedding or experts that are fused into one tensor.
     """
-    every, head = dict(model.named_modules()), model.get_output_embeddings()
-    config: Any = model.config
-    text: Any = model if config.get_text_config() is config else model.get_decoder()  # without a vision tower
-    ours = {id(module) for module in text.modules()}
-    modules = {name: module for name, module in every.items() if id(module) in ours or module is head}
-    if targets == ALL_LINEAR:
-        chosen = [name for name, module in modules.items() if is_linear(module) and module is not head]
-        chosen = [name for name in chosen if not (_is_routed(name, every) or _is_passed_over(model, name))]
-        if not chosen:
-            raise ConfigError(f"train.lora.targets: {type(model).__name__} has no linear layer that {ALL_LINEAR} means")
-        return chosen
-    if isinstance(targets, str):
-        raise ConfigError(f"train.lora.targets is {targets!r}", hint=_TARGETS_HINT)
-    wanted: set[str] = set()
-    for target in targets:
-        found = [name for name in modules if _names(target, name)]
-        if not found:
-            raise _not_found(model, target)
-        for name in found:
-            if modules[name] is head or not is_linear(modules[name]) or _is_passed_over(model, name):
-                raise _not_adapted(model, target, name, modules[name])
-        wanted.update(found)
-    return [name for name in modules if name in wanted]
+    return AdaptableModules.of(model).meant(targets)
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -256,25 +293,16 @@ def _is_passed_over(model: PreTrainedModel, name: str) -> bool:
     return model.config.model_type in kernels and _names("out_proj", name)
 
 
-def _not_found(model: PreTrainedModel, target: str) -> ConfigError:
-    tensor = next((name for name, _ in model.named_parameters() if _names(target, name)), None)
-    if tensor is None:
-        message = f"train.lora.targets: {type(model).__name__} has no module {target[:64]!r}"
-    else:
-        experts = _EXPERTS if "experts" in tensor.split(".") else ""
-        message = f"train.lora.targets: {target[:64]!r} is the tensor {tensor}, not a linear layer{experts}"
-    return ConfigError(message, hint=_TARGETS_HINT)
-
-
-def _not_adapted(model: PreTrainedModel, target: str, name: str, module: nn.Module) -> ConfigError:
+def _why_not(model: PreTrainedModel, name: str, module: nn.Module) -> str | None:
+    """Why a module takes no adapter; None if it does."""
     if module is model.get_output_embeddings():
-        why = "is the LM head, which takes no adapter here"
-    elif is_linear(module):
-        why = f"is {name}, whose weight the kernels of {model.config.model_type} take without its adapter"
-    else:
+        return "is the LM head, which takes no adapter here"
+    if not is_linear(module):
         experts = _EXPERTS if "experts" in name.split(".") else ""
-        why = f"is {name}, which is of type {type(module).__name__} and not a linear layer{experts}"
-    return ConfigError(f"train.lora.targets: {target[:64]!r} {why}", hint=_TARGETS_HINT)
+        return f"is {name}, which is of type {type(module).__name__} and not a linear layer{experts}"
+    if _is_passed_over(model, name):
+        return f"is {name}, whose weight the kernels of {model.config.model_type} take without its adapter"
+    return None
 
 
 @dataclass(frozen=True)

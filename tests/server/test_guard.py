@@ -18,9 +18,10 @@ from starlette.testclient import TestClient
 from groupwise.errors import ConflictError, NotReadyError, OverloadedError, StorageError
 from groupwise.server.config import ServeConfig
 from groupwise.server.envelope import add_handlers
-from groupwise.server.guard import SMALL, Gate, Guard, _Places, _Receiving, read_body
+from groupwise.server.guard import SMALL, UPLOADS, Gate, Guard, _Bytes, _Places, _Receiving, read_body
 from groupwise.server.openapi import describe
 from groupwise.server.protocol import ChatRequest
+from groupwise.server.protocol_adapters import LoadRequest
 from groupwise.server.protocol_train import GrpoRequest
 from groupwise.server.recorder import Recorder
 from raw_http import Answered, connect, head, is_closed, listening, read
@@ -63,6 +64,14 @@ def _add_routes(app: FastAPI, site: Site) -> None:
     @app.post("/v1/train/grpo")
     async def grpo(request: Request) -> dict[str, int]:
         return {"groups": len((await read_body(request, GrpoRequest)).groups)}
+
+    @app.post("/v1/adapters/load")
+    async def load(request: Request) -> dict[str, str]:
+        return {"name": (await read_body(request, LoadRequest)).name}
+
+    @app.post("/v1/adapters/upload")
+    async def upload(request: Request) -> dict[str, int]:
+        return {"bytes": len(await request.body())}
 
     @app.post("/v1/adapters/unload")
     async def unload() -> dict[str, str]:
@@ -116,7 +125,8 @@ async def _breaks() -> AsyncIterator[bytes]:
 
 @pytest.fixture(scope="module")
 def site() -> Site:
-    return Site(ServeConfig(chat_body_bytes=4096, train_body_bytes=8192, body_timeout_s=0.3, header_timeout_s=0.4))
+    limits = {"chat_body_bytes": 4096, "train_body_bytes": 8192, "small_body_bytes": 4096}
+    return Site(ServeConfig(**limits, body_timeout_s=0.3, header_timeout_s=0.4))
 
 
 @pytest.fixture(scope="module")
@@ -378,7 +388,8 @@ def test_a_body_takes_a_place_once_it_is_whole_or_no_longer_small(chunks: list[b
     async def receive() -> Any:
         return messages.pop(0)
 
-    async def take() -> None:
+    async def take(*, long: bool) -> None:
+        assert long == (len(chunks[0]) >= SMALL)
         taken.append(1)
 
     async def run() -> list[bool]:
@@ -391,6 +402,100 @@ def test_a_body_takes_a_place_once_it_is_whole_or_no_longer_small(chunks: list[b
             return seen
 
     assert asyncio.run(run()) == placed and len(taken) == 1
+
+
+def test_long_bodies_share_so_many_bytes_and_each_takes_all_that_it_may_need_at_once() -> None:
+    async def run() -> None:
+        bytes_, order = _Bytes(10, patience_s=10), list[str]()
+
+        async def visit(name: str, size: int, go: asyncio.Event) -> None:
+            async with bytes_.held(size):
+                order.append(name)
+                await go.wait()
+
+        gates = {name: asyncio.Event() for name in "abcd"}
+        sizes = {"a": 6, "b": 4, "c": 99, "d": 1}  # c takes all there are, and d comes behind it
+        visits = [asyncio.ensure_future(visit(name, size, gates[name])) for name, size in sizes.items()]
+        await asyncio.sleep(0.01)
+        assert order == ["a", "b"]
+        gates["a"].set()
+        await asyncio.sleep(0.01)
+        assert order == ["a", "b"]
+        gates["b"].set()
+        await asyncio.sleep(0.01)
+        assert order == ["a", "b", "c"]
+        visits[2].cancel()
+        await asyncio.sleep(0.01)
+        assert order == ["a", "b", "c", "d"]
+        gates["d"].set()
+        await asyncio.gather(*visits, return_exceptions=True)
+        assert bytes_._free == 10
+
+    asyncio.run(run())
+
+
+def test_who_waits_too_long_for_bytes_is_told_and_keeps_none() -> None:
+    async def run() -> None:
+        bytes_ = _Bytes(10, patience_s=0.05)
+        async with bytes_.held(10):
+            with pytest.raises(OverloadedError, match=r"bodies of 10 bytes are being received") as caught:
+                async with bytes_.held(1):
+                    pass
+            assert caught.value.retry_after == 5 and caught.value.hint and "bodies_bytes" in caught.value.hint
+            leaves = asyncio.ensure_future(bytes_._take(1))
+            await asyncio.sleep(0)
+            leaves.cancel()
+            await asyncio.gather(leaves, return_exceptions=True)
+        assert bytes_._free == 10
+        async with bytes_.held(10):
+            pass
+
+    asyncio.run(run())
+
+
+def test_a_long_body_waits_until_there_is_room_for_it() -> None:
+    """And its own time does not pass meanwhile."""
+    site = Site(ServeConfig(bodies_bytes=SMALL * 3, body_timeout_s=1))
+    body = json.dumps({"messages": [{"role": "user", "content": "x" * 2 * SMALL}]}).encode()
+    lines = head("POST", "/v1/chat/completions", JSON, f"content-length: {len(body)}")
+    with listening(site.asgi, site.config) as port:
+        first = connect(port, lines + body[: SMALL + 1])
+        time.sleep(0.1)
+        second = connect(port, lines + body[: SMALL + 1])
+        small = connect(port, head("POST", "/v1/chat/completions", JSON, f"content-length: {len(CHAT)}") + CHAT)
+        assert read(small).status == 200
+        time.sleep(0.3)
+        first.sendall(body[SMALL + 1 :])
+        assert read(first).status == 200
+        second.sendall(body[SMALL + 1 :])
+        assert read(second).status == 200
+        for each in (first, second, small):
+            each.close()
+
+
+def test_few_uploads_arrive_at_once() -> None:
+    site = Site(ServeConfig(body_timeout_s=20))
+    taken: list[str] = []
+    part = b"x" * (SMALL + 1)
+    with listening(site.asgi, site.config) as port:
+        uploads, take = site.asgi._uploads, site.asgi._uploads._take
+
+        async def counted() -> None:
+            await take()
+            taken.append("one")
+
+        uploads._take = counted  # type: ignore[method-assign]
+        form = "content-type: multipart/form-data; boundary=b"
+        lines = head("POST", "/v1/adapters/upload", form, "content-length: 99999999")
+        unfinished = [connect(port, lines + part) for _ in range(6)]
+        _eventually(lambda: len(taken) == UPLOADS)
+        time.sleep(0.2)
+        assert len(taken) == UPLOADS
+        for each in unfinished[:3]:
+            each.close()
+        _eventually(lambda: len(taken) > UPLOADS)
+        for each in unfinished:
+            each.close()
 
 
 def test_places_are_taken_in_turn_and_given_back() -> None:
@@ -496,7 +601,9 @@ def test_routes_without_a_body_read_none(site: Site) -> None:
         assert site.http.post("/v1/adapters/unload", content=content).status_code == 200
 
 
-@pytest.mark.parametrize(("path", "limit"), [("/v1/chat/completions", 4096), ("/v1/train/grpo", 8192)])
+@pytest.mark.parametrize(
+    ("path", "limit"), [("/v1/chat/completions", 4096), ("/v1/train/grpo", 8192), ("/v1/adapters/load", 4096)]
+)
 def test_each_route_has_its_limit(site: Site, path: str, limit: int) -> None:
     headers = {"content-type": "application/json"}
     fits = site.http.post(path, content=b" " * (limit - 2) + b"{}", headers=headers)

@@ -4,11 +4,12 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from groupwise.server.listen import StartError, bind, own, url_of
+from groupwise.server.listen import StartError, bind, incoming, own, url_of
 
 HOLD = "import sys; from pathlib import Path; from groupwise.server.listen import own\n"
 HOLD += "with own(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
@@ -67,3 +68,16 @@ def test_a_state_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> Non
     with pytest.raises(StartError, match="cannot be used by user") as refused, own(tmp_path / "file" / "state"):
         pass
     assert refused.value.hint and "--state-dir" in refused.value.hint
+
+
+def test_what_is_too_large_for_memory_waits_on_the_state_directorys_disk(tmp_path: Path) -> None:
+    before = tempfile.gettempdir()
+    with incoming(tmp_path), tempfile.SpooledTemporaryFile(max_size=1) as spooled:
+        spooled.write(b"xx")
+        assert os.fstat(spooled.fileno()).st_size == 2
+        assert tempfile.gettempdir() == str(tmp_path / "incoming")
+        assert (tmp_path / "incoming").stat().st_mode & 0o077 == 0 and not list((tmp_path / "incoming").iterdir())
+    assert tempfile.gettempdir() == before
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StartError, match="cannot be written to"), incoming(tmp_path / "file"):
+        pass

@@ -20,10 +20,11 @@ from groupwise.errors import StorageError
 from groupwise.job_payload import parse_payload
 from groupwise.ledger import JobState, Ledger, RolloutRecord
 from groupwise.model import LoadedModel, load_model
-from groupwise.server import events, train
+from groupwise.server import events, submit, train
 from groupwise.server.config import ServeConfig
 from groupwise.server.envelope import add_handlers
 from groupwise.server.protocol_train import SftRequest
+from groupwise.server.reader import Reader, TextModel
 from groupwise.server.state import Server
 from seed_page import SCORED
 
@@ -72,6 +73,7 @@ class Site:
             store=AdapterStore(state / "adapters"),
             ledger=self.ledger,
             policies=cast(Any, None),
+            reader=Reader(TextModel.of(base), settings),
             recorder=cast(Any, None),
             supervisor=cast(Any, SimpleNamespace(last_words=self.words.get, status=self.worker)),
         )
@@ -186,7 +188,7 @@ def test_a_known_key_is_answered_before_anything_is_checked_again(
         raise StorageError("the disk is full")
 
     monkeypatch.setattr(train, "_check_disk", refuse)  # and the queue is full, and the request is no longer valid:
-    monkeypatch.setattr(train, "GrpoRequest", SftRequest)
+    monkeypatch.setattr(submit, "GrpoRequest", SftRequest)
     again = site.http.post("/v1/train/grpo", json=SEED_PAGE, headers=headers)
     assert again.status_code == 200 and again.json()["job_id"] == first["job_id"]
     invalid = site.http.post("/v1/train/grpo", json={"groups": "none"}, headers=headers)
@@ -508,13 +510,13 @@ def test_the_routes_are_in_the_openapi_document(site: Site) -> None:
 
 
 def test_a_slow_tokenisation_does_not_hold_up_other_requests(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare, waiting = train.prepare_grpo, threading.Event()
+    read, waiting = train.read_grpo, threading.Event()
 
     def slowly(*arguments: Any, **options: Any):
         assert waiting.wait(10)
-        return prepare(*arguments, **options)
+        return read(*arguments, **options)
 
-    monkeypatch.setattr(train, "prepare_grpo", slowly)
+    monkeypatch.setattr(train, "read_grpo", slowly)
 
     async def both() -> None:
         async with httpx2.AsyncClient(base_url=site.http.base_url, timeout=20) as http:

@@ -27,7 +27,8 @@ BROWSER = {"accept": "text/html,application/xhtml+xml"}
 @pytest.fixture(scope="module")
 def app() -> FastAPI:
     nothing, config = cast(Any, None), ServeConfig(api_key="sk-planted")
-    parts: dict[str, Any] = dict.fromkeys(("base", "engine", "store", "ledger", "policies", "supervisor"), nothing)
+    names = ("base", "engine", "store", "ledger", "policies", "reader", "supervisor")
+    parts: dict[str, Any] = dict.fromkeys(names, nothing)
     server = Server(config=config, recorder=Recorder(model_name="m"), **parts)
     return build_app(server, gate=Gate("loading"))
 

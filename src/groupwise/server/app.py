@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import GroupwiseError
 from groupwise.server.config import ServeConfig
-from groupwise.server.listen import bind, own, url_of
+from groupwise.server.listen import bind, incoming, own, url_of
 from groupwise.server.state import Server as Server
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from groupwise.server.recorder import Recorder
 
 HOUSEKEEPING_S = 3600.0
+READER_AFTER_S = 5.0
 END_S = 5.0  # for connections to close, and streams that shutdown_timeout_s was not enough for to be cut
 
 log = logging.getLogger(__name__)
@@ -128,7 +129,7 @@ def serve(config: ServeConfig, *, announce: Callable[[str], None] | None = None)
         StorageError: the state directory cannot be written.
     """
     listener = bind(config.host, config.port)
-    with listener, own(config.state_dir):
+    with listener, own(config.state_dir), incoming(config.state_dir):
         if not logging.getLogger().handlers:
             logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
             logging.getLogger("groupwise").setLevel(logging.INFO)
@@ -168,7 +169,8 @@ class _Process:
                 _exit_now("stopped while the model was being loaded")  # a thread that loads cannot be interrupted
             await begun
             gc.freeze()  # what is here now stays; looking through it again and again would make requests wait
-            tasks += [asyncio.create_task(_keep_house(ledger)), asyncio.create_task(self._keep_versions())]
+            later = (_keep_house(ledger), self._keep_versions(), self._have_reader())
+            tasks += [asyncio.create_task(each) for each in later]
             self._announce(f"ready on {url_of(self._listener)}")
             await _first(asyncio.create_task(self._stop.wait()), tasks[0])
             await self._drain()
@@ -206,6 +208,16 @@ class _Process:
 
         await close_overdue(self._uvicorn.server_state.connections, seconds=self._config.header_timeout_s)
 
+    async def _have_reader(self) -> None:
+        """The process that long bodies are read from, before there is one; not while the worker is being started."""
+        server = self._server
+        assert server is not None
+        await asyncio.sleep(READER_AFTER_S)
+        try:
+            await server.reader.start()
+        except GroupwiseError as error:  # it is tried again for the first long body
+            log.warning("%s", error)
+
     async def _keep_versions(self) -> None:
         """Remove adapter versions that are older than those that are kept."""
         from groupwise.server.retention import Retention
@@ -238,6 +250,7 @@ class _Process:
         if self._server is not None:
             await self._server.supervisor.stop(timeout_s=END_S)  # does nothing after a drain
             self._server.policies.close()
+            self._server.reader.close()
             await asyncio.to_thread(self._server.engine.close)
         ledger.close()
 

@@ -16,6 +16,7 @@ from groupwise.model_map import map_weights
 from groupwise.server.admin import gauges
 from groupwise.server.config import ServeConfig
 from groupwise.server.policies import Policies
+from groupwise.server.reader import Reader, TextModel
 from groupwise.server.recorder import Recorder
 from groupwise.server.state import Server
 from groupwise.server.supervisor import Supervisor, worker_command
@@ -82,6 +83,7 @@ def assemble(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder:
         store=store,
         ledger=ledger,
         policies=policies,
+        reader=Reader(TextModel.of(base), config),
         recorder=recorder,
         supervisor=supervisor,
     )

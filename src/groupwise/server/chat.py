@@ -22,7 +22,8 @@ from fastapi import APIRouter, Request, Response
 from groupwise.chat import THINK_END, THINK_START, encode_prompt, opens_thought
 from groupwise.errors import RequestError
 from groupwise.server.admission import SAMPLING_ERRORS, Admission, admit
-from groupwise.server.bodies import read_body
+from groupwise.server.bodies import parse_body
+from groupwise.server.config import ServeConfig
 from groupwise.server.events import PING, EventStream, sse, while_connected
 from groupwise.server.generate import Said, Token, sendable, tokens_of
 from groupwise.server.protocol import (
@@ -52,6 +53,8 @@ from groupwise.types import Completion, FinishReason, Message, Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from groupwise.server.reader import TextModel
+
 router = APIRouter(tags=["OpenAI"])
 
 
@@ -65,8 +68,8 @@ async def chat_completions(http: Request) -> Response:
     `stream: true` sends it as server-sent events while it is sampled. `system_fingerprint` and the header
     `x-adapter-version` say which version answered.
     """
-    body = await read_body(http, ChatRequest)
-    prompt = await asyncio.to_thread(chat_prompt, body, server_of(http).base.tokenizer)
+    server = server_of(http)
+    body, prompt = await server.reader.read_json(http, read_chat, context=server.engine.context_length)
     async with AsyncExitStack() as resources:
         asked = await admit(
             http,
@@ -91,6 +94,12 @@ async def chat_completions(http: Request) -> Response:
 
 
 # ---- the prompt ----
+def read_chat(raw: bytes, base: TextModel, config: ServeConfig, *, context: int) -> tuple[ChatRequest, ChatPrompt]:
+    """A body and its prompt. Raises RequestError, ChatError, ContextLengthError."""
+    body = parse_body(raw, ChatRequest, config)
+    return body, chat_prompt(body, base.tokenizer, context=context)
+
+
 @dataclass(frozen=True)
 class ChatPrompt:
     """A conversation as token ids. `said` is what the reply begins with and the prompt holds; `thinks` whether the
@@ -102,11 +111,12 @@ class ChatPrompt:
     calls: ToolCallFormat = ToolCallFormat.HERMES
 
 
-def chat_prompt(body: ChatRequest, tokenizer: PreTrainedTokenizerBase) -> ChatPrompt:
-    """Render and tokenise; for threads, as a long conversation takes a while.
+def chat_prompt(body: ChatRequest, tokenizer: PreTrainedTokenizerBase, *, context: int | None = None) -> ChatPrompt:
+    """Render and tokenise.
 
     Raises:
         ChatError: the template refuses the messages.
+        ContextLengthError: they are far longer than `context` tokens.
         RequestError: a call is required, and the assistant has begun to say something else.
     """
     form = format_of(tokenizer)
@@ -122,7 +132,7 @@ def chat_prompt(body: ChatRequest, tokenizer: PreTrainedTokenizerBase) -> ChatPr
     if said and form.end is not None:
         messages = (*messages, Message(role="assistant", content=said))
     ids = encode_prompt(
-        Prompt(id="messages", messages=messages, tools=tools), tokenizer, template_kwargs=options
+        Prompt(id="messages", messages=messages, tools=tools), tokenizer, template_kwargs=options, context=context
     ).token_ids
     if said and form.end is None:  # in content, a marker that is a special token would be quoted
         ids = (*ids, *tokenizer.encode(said, add_special_tokens=False))

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
 
-from groupwise.chat import encode_prompt
+from groupwise.chat import encode_prompt, too_long
 from groupwise.errors import RequestError
 from groupwise.server.admission import SAMPLING_ERRORS, Admission, admit
-from groupwise.server.bodies import read_body
+from groupwise.server.bodies import parse_body
+from groupwise.server.config import ServeConfig
 from groupwise.server.events import PING, EventStream, sse, while_connected
 from groupwise.server.generate import Token, sendable, tokens_of
 from groupwise.server.protocol import Usage
@@ -34,7 +35,7 @@ from groupwise.server.wire import documented
 from groupwise.types import Completion, FinishReason, Prompt
 
 if TYPE_CHECKING:
-    from groupwise.model import LoadedModel
+    from groupwise.server.reader import TextModel
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -48,8 +49,8 @@ async def completions(http: Request) -> Response:
 
     `prompt` is a text, token ids, or a list of either. `max_tokens: 0` with `echo` and `logprobs` only scores.
     """
-    body = await read_body(http, CompletionRequest)
-    prompts = await asyncio.to_thread(encode_raw, body.prompt, server_of(http).base)
+    server = server_of(http)
+    body, prompts = await server.reader.read_json(http, read_completions, context=server.engine.context_length)
     async with AsyncExitStack() as resources:
         first = body.prompt[0]
         asked = await admit(
@@ -58,7 +59,7 @@ async def completions(http: Request) -> Response:
             prompts,
             resources=resources,
             kind="cmpl",
-            preview=first if isinstance(first, str) else plain_text(first[:256], server_of(http).base.tokenizer),
+            preview=first if isinstance(first, str) else plain_text(first[:256], server.base.tokenizer),
             stream=bool(body.stream),
             top_logprobs=body.logprobs or 0,
         )
@@ -72,15 +73,27 @@ async def completions(http: Request) -> Response:
         return EventStream(first, events, resources=resources.pop_all(), headers=asked.headers)
 
 
-def encode_raw(prompts: Sequence[Raw], base: LoadedModel) -> list[tuple[int, ...]]:
-    """Token ids of each prompt. Raises RequestError for an id that the model does not have."""
+def read_completions(
+    raw: bytes, base: TextModel, config: ServeConfig, *, context: int
+) -> tuple[CompletionRequest, list[tuple[int, ...]]]:
+    """A body and its prompts. Raises RequestError, ContextLengthError."""
+    body = parse_body(raw, CompletionRequest, config)
+    return body, encode_raw(body.prompt, base, context=context)
+
+
+def encode_raw(prompts: Sequence[Raw], base: TextModel, *, context: int) -> list[tuple[int, ...]]:
+    """Token ids of each prompt. Raises RequestError for an id that the model does not have, ContextLengthError for a
+    text that is far longer than the context."""
     encoded = []
     for i, prompt in enumerate(prompts):
         if isinstance(prompt, str):
-            prompt = encode_prompt(Prompt(id=f"prompt[{i}]", text=prompt), base.tokenizer).token_ids
+            asked = Prompt(id=f"prompt[{i}]", text=prompt)
+            prompt = encode_prompt(asked, base.tokenizer, context=context).token_ids
         elif max(prompt) >= base.vocabulary:
             what = f"the prompt has the token id {max(prompt)}; this model has the ids 0 to {base.vocabulary - 1}"
             raise RequestError(what, hint="encode the prompt with this model's tokenizer", param="prompt")
+        elif len(prompt) > context:
+            raise too_long(f"{len(prompt)} tokens", context)
         encoded.append(prompt)
     return encoded
 

@@ -92,11 +92,18 @@ class ServeConfig(Section):
     """How long a body may take to arrive, besides a second for each MiB."""
 
     chat_body_bytes: Bytes = 8 * MIB
-    """Largest body of any route that is not named below."""
+    """Largest body of any route that takes prompts."""
     train_body_bytes: Bytes = 64 * MIB
     """Largest body of /v1/train/grpo and /v1/train/sft."""
     upload_bytes: Bytes = 2 * GIB
     """Largest adapter upload."""
+    small_body_bytes: Bytes = 256 * 1024
+    """Largest body of routes that take neither prompts nor training data."""
+    bodies_bytes: Bytes = 512 * MIB
+    """Bytes of the bodies over 64 KiB that are being received or answered; further ones wait, then are told to try
+    again."""
+    reading_bytes: Bytes = GIB
+    """Most memory that the process may take that parses and tokenises one long body."""
     max_messages: int = Field(default=2048, ge=1, le=MOST_MESSAGES)
     """Messages in one conversation."""
     max_tools: int = Field(default=128, ge=1)

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from groupwise import chat, job_payload
-from groupwise.errors import ChatError, GroupwiseError, RequestError
+from groupwise.errors import ChatError, ContextLengthError, GroupwiseError, RequestError
 from groupwise.ledger import RolloutRecord
 from groupwise.server.protocol import Tool, as_messages, template_kwargs
 from groupwise.server.protocol_train import ScoredCompletion, ScoredGroup, SftExample
 from groupwise.types import Prompt
 
 if TYPE_CHECKING:
-    from groupwise.model import LoadedModel
+    from groupwise.server.reader import TextModel
 
 Ids = tuple[int, ...]
 
@@ -29,16 +30,15 @@ ROUNDING = 1e-4  # nats that a log-probability may be above 0
 
 
 def encode_group(
-    group: ScoredGroup, at: str, records: Mapping[str, RolloutRecord], base: LoadedModel
+    group: ScoredGroup, at: str, records: Mapping[str, RolloutRecord], base: TextModel
 ) -> job_payload.ScoredGroup:
     """The prompt that all completions of a group share, and the completions, as they are trained."""
-    options = template_kwargs(group.chat_template_kwargs)
-    prompt = _prompt(group, at, base)
-    shared, source = (None, "") if prompt is None else (prompt.token_ids, f"{at}.messages")
+    texts = _Texts(group, at, base)
+    shared, source = (None, "") if texts.prompt is None else (texts.prompt.token_ids, f"{at}.messages")
     completions = []
     for j, completion in enumerate(group.completions):
         where = f"{at}.completions[{j}]"
-        own, sampled = _encode_completion(completion, where, prompt, options, records, base)
+        own, sampled = _encode_completion(completion, where, texts, records, base)
         if shared is None:
             shared, source = own, where
         elif own is not None and own != shared:
@@ -53,7 +53,7 @@ def encode_group(
     return job_payload.ScoredGroup(prompt_ids=shared or (), completions=tuple(completions))
 
 
-def encode_example(example: SftExample, at: str, base: LoadedModel) -> job_payload.SftExample:
+def encode_example(example: SftExample, at: str, base: TextModel) -> job_payload.SftExample:
     """A conversation, with a mask of what is trained."""
     try:
         sample = chat.encode_supervised(
@@ -61,8 +61,9 @@ def encode_example(example: SftExample, at: str, base: LoadedModel) -> job_paylo
             base.tokenizer,
             tools=_dicts(example.tools) or None,
             template_kwargs=template_kwargs(example.chat_template_kwargs),
+            context=base.context_length,
         )
-    except ChatError as error:
+    except (ChatError, ContextLengthError) as error:
         raise at_field(error, f"{at}.messages") from error
     except ValueError as error:  # nothing stands before the assistant's first word
         message = f"{at}.messages begins with what is to be trained, and nothing predicts its first token"
@@ -71,23 +72,41 @@ def encode_example(example: SftExample, at: str, base: LoadedModel) -> job_paylo
     return job_payload.SftExample(prompt_ids=sample.prompt_ids, completion_ids=sample.completion_ids, mask=sample.mask)
 
 
-def _prompt(group: ScoredGroup, at: str, base: LoadedModel) -> Prompt | None:
-    if group.messages is None:
-        return None
-    try:
-        prompt = Prompt(id=at, messages=as_messages(group.messages), tools=tuple(_dicts(group.tools)))
-        return chat.encode_prompt(prompt, base.tokenizer, template_kwargs=template_kwargs(group.chat_template_kwargs))
-    except ChatError as error:
-        raise at_field(error, f"{at}.messages") from error
+class _Texts:
+    """A group's prompt, if it has messages, and completions that are known by their text."""
+
+    def __init__(self, group: ScoredGroup, at: str, base: TextModel):
+        self._options, self._base = template_kwargs(group.chat_template_kwargs), base
+        self.prompt = None if group.messages is None else self._prompt(group, at)
+
+    def _prompt(self, group: ScoredGroup, at: str) -> Prompt:
+        tokenizer, context = self._base.tokenizer, self._base.context_length
+        try:
+            prompt = Prompt(id=at, messages=as_messages(group.messages or ()), tools=tuple(_dicts(group.tools)))
+            return chat.encode_prompt(prompt, tokenizer, template_kwargs=self._options, context=context)
+        except (ChatError, ContextLengthError) as error:
+            raise at_field(error, f"{at}.messages") from error
+
+    @cached_property
+    def _encoder(self) -> chat.CompletionEncoder:
+        assert self.prompt is not None  # _check_completion
+        return chat.CompletionEncoder(self.prompt, self._base.tokenizer, template_kwargs=self._options)
+
+    def encode(self, text: str, at: str) -> Ids:
+        """The ids of a completion."""
+        try:
+            chat.check_text(text, self._base.tokenizer, self._base.context_length)
+        except ContextLengthError as error:
+            raise at_field(error, f"{at}.text") from error
+        return self._encoder.encode(text)
 
 
 def _encode_completion(
     completion: ScoredCompletion,
     at: str,
-    prompt: Prompt | None,
-    options: Mapping[str, Any],
+    texts: _Texts,
     records: Mapping[str, RolloutRecord],
-    base: LoadedModel,
+    base: TextModel,
 ) -> tuple[Ids | None, job_payload.ScoredCompletion]:
     """The prompt's ids as this completion knows them, if it does, and the completion."""
     if completion.rollout_id is not None:
@@ -102,16 +121,15 @@ def _encode_completion(
         own = completion.prompt_token_ids
         prompt_ids = None if own is None else _checked_ids(own, f"{at}.prompt_token_ids", base)
         return prompt_ids, _scored(ids, logprobs, completion.reward)
-    assert prompt is not None and completion.text is not None  # _check_completion
-    ids = chat.encode_completion(prompt, completion.text, base.tokenizer, template_kwargs=options)
-    return None, _scored(ids, None, completion.reward)
+    assert completion.text is not None  # _check_completion
+    return None, _scored(texts.encode(completion.text, at), None, completion.reward)
 
 
 def _scored(ids: Ids, logprobs: tuple[float, ...] | None, reward: float) -> job_payload.ScoredCompletion:
     return job_payload.ScoredCompletion(ids=ids, logprobs=logprobs, reward=reward)
 
 
-def _checked_ids(ids: Sequence[int], at: str, base: LoadedModel) -> Ids:
+def _checked_ids(ids: Sequence[int], at: str, base: TextModel) -> Ids:
     if not ids:
         raise RequestError(f"{at} is empty", hint="give at least one token", param=at)
     for t, token in enumerate(ids):
@@ -140,7 +158,7 @@ def _checked_logprobs(logprobs: Sequence[float] | None, length: int, at: str) ->
     return tuple(min(0.0, logprob) for logprob in logprobs)
 
 
-def _check_length(prompt: int, completion: int, at: str, base: LoadedModel) -> None:
+def _check_length(prompt: int, completion: int, at: str, base: TextModel) -> None:
     if prompt + completion > base.context_length:
         raise RequestError(
             f"{at} is too long: the prompt has {prompt} tokens and what follows it {completion}; "

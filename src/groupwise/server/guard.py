@@ -5,7 +5,8 @@
     API key         `authorization: Bearer <key>` on every route but /health, compared in constant time
     phase           503 with `retry-after` while the model loads and while the server drains; /health always answers
     places          so many requests at once, so many waiting, then 429; a body that is still arriving takes none
-    bodies          counted while they are read, 413; a deadline while they arrive, 408; content encodings refused, 415
+    bodies          counted while they are read, 413; a deadline while they arrive, 408; content encodings refused, 415;
+                    so many bytes of long ones at once, so many uploads, and then they wait, and then 429
     deadline        no answer begun in time, 504
     HEAD            answered as GET, without the body: the same status and headers (RFC 9110, section 9.3.2)
     bugs            500 `internal_error` with the request id; the traceback is in the log only
@@ -21,10 +22,11 @@ import hmac
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import deque
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 from urllib.parse import parse_qsl, urlsplit
 from uuid import uuid4
 
@@ -64,9 +66,17 @@ TINKER, TINKER_KEY = "/api/v1/", "tml-"  # routes whose clients send x-api-key, 
 QUERY_KEYS = {"key", "api_key", "api-key", "apikey", "token", "access_token"}
 STALL_S = 65.0  # how long a client may read nothing of its answer
 GRACE_S = 5.0  # routes have deadlines of their own, with better messages
-SMALL = 1 << 18  # bytes of an unfinished body that may be in memory without a place
+SMALL = 1 << 16  # bytes of an unfinished body that may be in memory without a place
+UPLOADS = 2  # that are received or unpacked at once
+UPLOAD, TRAIN = "/v1/adapters/upload", ("/v1/train/grpo", "/v1/train/sft")
+PROMPTS = ("/v1/chat/completions", "/v1/completions", "/v1/completions/batch", "/generate/", "/chat/")
 
-Take = Callable[[], Awaitable[None]]
+
+class Take(Protocol):
+    """Take a request's place; `long`: its body is no longer small."""
+
+    async def __call__(self, *, long: bool) -> None: ...
+
 
 _REQUEST_ID = re.compile(r"[\w-]{1,64}", re.ASCII)
 
@@ -106,6 +116,8 @@ class Guard:
         self._reads = _Places(config.max_concurrent, config.max_waiting, patience_s=waiting)
         self._watches = _Places(config.max_concurrent, 0, patience_s=waiting)
         self._polls = _Places(config.tinker_pending, config.max_waiting, patience_s=waiting)
+        self._uploads = _Places(UPLOADS, config.max_waiting, patience_s=waiting)
+        self._long = _Bytes(config.bodies_bytes, patience_s=waiting)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -127,7 +139,9 @@ class Guard:
         try:
             self._admit(scope, headers)
             async with AsyncExitStack() as held:
-                body = _Receiving(receive, self._limit(scope["path"]), self._config, self._taking(scope, held))
+                limit = self._limit(scope["path"])
+                taking = self._taking(scope, held, size=_declared(headers, most=limit[0]))
+                body = _Receiving(receive, limit, self._config, taking)
                 if scope["method"] != "POST" or not _brings_body(headers):
                     await body.take_place()
                 run = self._watch if scope["path"].startswith(WATCHED) else self._run
@@ -238,28 +252,31 @@ class Guard:
             hint += "; a key in the URL is not read, since URLs end up in logs"
         return AuthenticationError(what, hint=hint)
 
-    def _taking(self, scope: Scope, held: AsyncExitStack) -> Take:
+    def _taking(self, scope: Scope, held: AsyncExitStack, *, size: int) -> Take:
         """What takes the request's place, until `held` ends. Writing, reading and watching do not take each other's
-        places; health takes none."""
+        places, nor do uploads; health takes none. `size`: bytes that its body will have, if it is long."""
         kind = self._reads if scope["method"] in READS else self._writes
         places = self._watches if scope["path"].startswith(WATCHED) else kind
-        places = self._polls if scope["path"] == POLLED else places
+        places = {POLLED: self._polls, UPLOAD: self._uploads}.get(scope["path"], places)
 
-        async def take() -> None:
+        async def take(*, long: bool) -> None:
             if scope["path"] != OPEN:
                 await held.enter_async_context(places.held())
+            if long and places is not self._uploads:  # which are as large as they may be, and few
+                await held.enter_async_context(self._long.held(size))
 
         return take
 
     def _limit(self, path: str) -> tuple[int, str]:
         """The largest body of a route, and the setting that says so."""
-        if path in ("/v1/train/grpo", "/v1/train/sft"):
-            return self._config.train_body_bytes, "train_body_bytes"
-        if path == "/v1/adapters/upload":
-            return self._config.upload_bytes, "upload_bytes"
-        if path == "/api/v1/forward_backward":
-            return self._config.tinker_body_bytes, "tinker_body_bytes"
-        return self._config.chat_body_bytes, "chat_body_bytes"
+        name = "chat_body_bytes" if path in PROMPTS or path.startswith(TINKER) else "small_body_bytes"
+        if path in TRAIN:
+            name = "train_body_bytes"
+        elif path == UPLOAD:
+            name = "upload_bytes"
+        elif path == "/api/v1/forward_backward":
+            name = "tinker_body_bytes"
+        return getattr(self._config, name), name
 
 
 def _digest(text: str) -> bytes:
@@ -268,6 +285,62 @@ def _digest(text: str) -> bytes:
 
 def _brings_body(headers: Headers) -> bool:
     return "transfer-encoding" in headers or headers.get("content-length", "0").strip("0") != ""
+
+
+def _declared(headers: Headers, *, most: int) -> int:
+    """How many bytes a body will have, as far as its head says."""
+    said = headers.get("content-length", "")
+    return min(int(said[:20]), most) if said.isdigit() else most
+
+
+class _Bytes:
+    """So many bytes of long bodies at once, first come first served. What a body may have is taken at once: bodies that
+    had a part each would wait for each other."""
+
+    def __init__(self, capacity: int, *, patience_s: float):
+        self._free, self._capacity, self._patience_s = capacity, capacity, patience_s
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @asynccontextmanager
+    async def held(self, size: int) -> AsyncIterator[None]:
+        """Within: `size` bytes, or all there are, are taken. Raises OverloadedError."""
+        size = min(size, self._capacity)
+        await self._take(size)
+        try:
+            yield
+        finally:
+            self._free += size
+            self._serve()
+
+    async def _take(self, size: int) -> None:
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((size, turn))
+        self._serve()
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await turn
+        except BaseException as error:
+            if turn.done() and not turn.cancelled():  # it had its turn in the last moment
+                self._free += size
+            turn.cancel()
+            self._serve()
+            if not isinstance(error, TimeoutError):
+                raise
+            raise OverloadedError(
+                f"waited {self._patience_s:g} s: bodies of {self._capacity} bytes are being received or read already",
+                hint="try again, send smaller bodies, or raise bodies_bytes",
+                retry_after=5,
+            ) from error
+
+    def _serve(self) -> None:
+        while self._waiting:
+            size, turn = self._waiting[0]
+            if not turn.done():
+                if size > self._free:
+                    return
+                self._free -= size
+                turn.set_result(None)
+            self._waiting.popleft()
 
 
 class _Places:
@@ -371,16 +444,17 @@ class _Receiving:
             if self._bytes > self._limit:
                 raise self._too_large("more")
             if self._whole or self._bytes > SMALL:
-                await self.take_place()
+                await self.take_place(long=self._bytes > SMALL)
             if not self.deadline.expired() and self.deadline.when() is not None:
                 self.deadline.reschedule(asyncio.get_running_loop().time() + self._allowed)
         return message
 
-    async def take_place(self) -> None:
-        """Once. Raises OverloadedError."""
+    async def take_place(self, *, long: bool = False) -> None:
+        """Once. Raises OverloadedError. Nothing is read meanwhile, so the time is not the client's."""
         if not self._placed:
-            self._placed = True
-            await self._take()
+            self._placed, began = True, time.monotonic()
+            await self._take(long=long)
+            self._began += time.monotonic() - began
 
     def _too_large(self, size: str) -> BodyTooLargeError:
         message = f"the body has {size}; this route takes {self._limit} bytes ({self._limit_name})"

@@ -2,6 +2,7 @@
 
     bind     a listening socket, or StartError naming the port and who has it
     own      the state directory, locked while the process lives, or StartError naming the process that has it
+    incoming where large bodies wait, inside it
 
 The kernel gives both back when the process ends, however it ends.
 """
@@ -12,6 +13,7 @@ import errno
 import fcntl
 import os
 import socket
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -20,6 +22,7 @@ from pathlib import Path
 from groupwise.errors import GroupwiseError
 
 BACKLOG = 2048
+INCOMING = "incoming"  # in the state directory: files without names
 LISTENING = "0A"  # a socket's state in /proc/net/tcp
 
 
@@ -111,3 +114,22 @@ def own(state_dir: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)  # and with it the lock
+
+
+@contextmanager
+def incoming(state_dir: Path) -> Iterator[None]:
+    """Within: what arrives and is too large for memory, as an adapter does, waits on the state directory's disk, whose
+    free space is looked after, and not where temporary files are else (on some machines that is memory)."""
+    directory, before = state_dir.absolute() / INCOMING, tempfile.tempdir
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise StartError(
+            f"the state directory {state_dir} cannot be written to: {error.strerror}",
+            hint="free some disk space, or choose another with --state-dir",
+        ) from None
+    tempfile.tempdir = str(directory)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before

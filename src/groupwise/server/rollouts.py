@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter, Request, Response
 
 from groupwise.chat import encode_prompt, opens_thought
-from groupwise.errors import ChatError, RequestError, StorageError
+from groupwise.errors import ChatError, ContextLengthError, RequestError, StorageError
 from groupwise.ledger import RolloutRecord
 from groupwise.server.admission import SAMPLING_ERRORS, Admission, admit, usage
-from groupwise.server.bodies import read_body
+from groupwise.server.bodies import parse_body
 from groupwise.server.chat import said_last
+from groupwise.server.config import ServeConfig
 from groupwise.server.events import while_connected
 from groupwise.server.generate import sendable
 from groupwise.server.protocol import TemplateOptions, as_messages, template_kwargs
@@ -34,6 +35,8 @@ from groupwise.types import Completion, Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from groupwise.server.reader import TextModel
+
 _ERRORS, _CODES = (*SAMPLING_ERRORS, StorageError), ("batch_too_large", "unsupported_content")
 
 router = APIRouter(tags=["rollouts"])
@@ -45,16 +48,8 @@ async def batch(http: Request) -> Response:
 
     The answer goes by prompt, then by completion; `prompt_index` and `completion_index` say which each one is.
     """
-    body = await read_body(http, BatchRequest)
     server = server_of(http)
-    prompts = await asyncio.to_thread(
-        encode_conversations,
-        body.prompts,
-        server.base.tokenizer,
-        tools=body.tools,
-        options=body.chat_template_kwargs,
-        field="prompts",
-    )
+    body, prompts = await server.reader.read_json(http, read_batch, context=server.engine.context_length)
     async with AsyncExitStack() as resources:
         preview = said_last(body.prompts[0])
         asked = await admit(
@@ -67,24 +62,34 @@ async def batch(http: Request) -> Response:
         return await asyncio.to_thread(lambda: asked.answer(_answer(asked, body, groups, records)))
 
 
+def read_batch(
+    raw: bytes, base: TextModel, config: ServeConfig, *, context: int
+) -> tuple[BatchRequest, list[tuple[int, ...]]]:
+    """A body and its prompts. Raises RequestError."""
+    body = parse_body(raw, BatchRequest, config)
+    options = {"tools": body.tools, "options": body.chat_template_kwargs, "context": context}
+    return body, encode_conversations(body.prompts, base.tokenizer, **options, field="prompts")
+
+
 def encode_conversations(
     conversations: Sequence[Conversation],
     tokenizer: PreTrainedTokenizerBase,
     *,
     tools: Sequence[Tool] | None,
     options: TemplateOptions | None,
+    context: int,
     field: str,
 ) -> list[tuple[int, ...]]:
-    """Token ids of each conversation of a body's `field`. Raises RequestError where the template refuses one, with its
-    path."""
+    """Token ids of each conversation of a body's `field`. Raises RequestError, with its path, for one that the template
+    refuses or that is far longer than the context."""
     offered, said = tuple(tool.as_dict() for tool in tools or ()), template_kwargs(options)
     encoded = []
     for i, messages in enumerate(conversations):
         at = f"{field}[{i}]"
         prompt = Prompt(id=at, messages=as_messages(messages), tools=offered)
         try:
-            encoded.append(encode_prompt(prompt, tokenizer, template_kwargs=said).token_ids)
-        except ChatError as error:
+            encoded.append(encode_prompt(prompt, tokenizer, template_kwargs=said, context=context).token_ids)
+        except (ChatError, ContextLengthError) as error:
             raise RequestError(f"{at}: {error.message}", hint=error.hint, param=at, code=error.code) from error
     return encoded
 

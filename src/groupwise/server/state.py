@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from groupwise.model import LoadedModel
     from groupwise.server.config import ServeConfig
     from groupwise.server.policies import Policies
+    from groupwise.server.reader import Reader
     from groupwise.server.recorder import Recorder
     from groupwise.server.supervisor import Supervisor
 
@@ -31,6 +32,7 @@ class Server:
     store: AdapterStore
     ledger: Ledger
     policies: Policies
+    reader: Reader
     recorder: Recorder
     supervisor: Supervisor
 

@@ -1,7 +1,7 @@
 """Submitting a training job: a validated request -> what the ledger keeps and what the worker trains.
 
-    prepare_grpo   groups of scored completions -> Submission
-    prepare_sft    conversations                -> Submission
+    read_grpo      a body -> Submission; of groups of scored completions, by `prepare_grpo`
+    read_sft       a body -> Submission; of conversations, by `prepare_sft`
 
 What can be known now is checked now, so that a job that was accepted fails only if its training does. Every refusal
 says which field (its JSON path), what it holds, what would be valid and what to do.
@@ -16,6 +16,8 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -24,16 +26,19 @@ from groupwise.adapters import AdapterStore
 from groupwise.algo.advantage import differ
 from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, RequestError
 from groupwise.job_config import GrpoJobConfig, JobConfig
-from groupwise.job_payload import GrpoPayload, SftPayload, dump_payload
-from groupwise.ledger import RolloutRecord
-from groupwise.model import adapted_modules
+from groupwise.job_payload import ScoredGroup as EncodedGroup
+from groupwise.job_payload import SftExample as EncodedExample
+from groupwise.job_payload import dump_examples, dump_groups
+from groupwise.ledger import RolloutRecord, kept_rollouts
+from groupwise.server.bodies import parse_body
+from groupwise.server.config import ServeConfig
 from groupwise.server.encode import at_field, encode_example, encode_group
 from groupwise.server.job_remedies import in_job_words
 from groupwise.server.protocol_train import GrpoRequest, ScoredCompletion, ScoredGroup, SftRequest
 from groupwise.types import BASE, PolicyVersion
 
 if TYPE_CHECKING:
-    from groupwise.model import LoadedModel
+    from groupwise.server.reader import TextModel
 
 FindRollouts = Callable[[Sequence[str]], Mapping[str, RolloutRecord]]
 
@@ -58,10 +63,25 @@ class Submission:
         return self.summary["warnings"]
 
 
+def read_grpo(
+    raw: bytes, base: TextModel, config: ServeConfig, *, store: AdapterStore, ledger: Path, pending: Collection[str]
+) -> Submission:
+    """The job that a body of /v1/train/grpo asks for. `ledger`: where the rollouts are. Raises RequestError."""
+    request = parse_body(raw, GrpoRequest, config)
+    return prepare_grpo(request, base=base, store=store, rollouts=partial(kept_rollouts, ledger), pending=pending)
+
+
+def read_sft(
+    raw: bytes, base: TextModel, config: ServeConfig, *, store: AdapterStore, pending: Collection[str]
+) -> Submission:
+    """The job that a body of /v1/train/sft asks for. Raises RequestError."""
+    return prepare_sft(parse_body(raw, SftRequest, config), base=base, store=store, pending=pending)
+
+
 def prepare_grpo(
     request: GrpoRequest,
     *,
-    base: LoadedModel,
+    base: TextModel,
     store: AdapterStore,
     rollouts: FindRollouts,
     pending: Collection[str] = (),
@@ -79,13 +99,22 @@ def prepare_grpo(
     start = _continued(config, base=base, store=store, pending=pending)
     records = _found(groups, rollouts)
     temperature = _temperature(config, groups, records)
-    encoded = [encode_group(group, f"groups[{i}]", records, base) for i, group in enumerate(groups)]
-    recorded = any(each.logprobs is not None for group in encoded for each in group.completions)
+    recorded = any(_is_recorded(completion, records) for _, completion in _completions(groups))
     trained = len(groups) if config.trains_flat(recorded=recorded) else len(groups) - len(flat)
     steps = config.steps(groups=trained)
     _check_warmup(config, steps)
     name = config.output_name or f"grpo-{uuid4().hex[:8]}"
     rewards = [completion.reward for group in groups for completion in group.completions]
+    tokens = {"prompt_tokens": 0, "completion_tokens": 0}
+
+    def encoded() -> Iterator[EncodedGroup]:
+        for i, group in enumerate(groups):
+            one = encode_group(group, f"groups[{i}]", records, base)
+            tokens["prompt_tokens"] += len(one.prompt_ids)
+            tokens["completion_tokens"] += sum(len(completion.ids) for completion in one.completions)
+            yield one
+
+    payload = dump_groups(encoded(), temperature=temperature)
     return Submission(
         kind="grpo",
         adapter=name,
@@ -93,43 +122,50 @@ def prepare_grpo(
         summary={
             "groups": len(groups),
             "completions": len(rewards),
-            "prompt_tokens": sum(len(group.prompt_ids) for group in encoded),
-            "completion_tokens": sum(len(c.ids) for group in encoded for c in group.completions),
+            **tokens,
             "rollouts": len(records),
             "reward_mean": math.fsum(rewards) / len(rewards),
             "warnings": list(
                 _warnings(config, groups, flat=flat, trained=trained, recorded=recorded, records=records, start=start)
             ),
         },
-        payload=dump_payload(GrpoPayload(groups=tuple(encoded), temperature=temperature)),
+        payload=payload,
         steps=steps,
         auto_load=config.auto_load,
     )
 
 
 def prepare_sft(
-    request: SftRequest, *, base: LoadedModel, store: AdapterStore, pending: Collection[str] = ()
+    request: SftRequest, *, base: TextModel, store: AdapterStore, pending: Collection[str] = ()
 ) -> Submission:
     """Check and tokenise conversations. Raises RequestError."""
     examples, config = request.examples, request.config
     if not examples:
         raise RequestError("examples is empty", hint="give at least one conversation", param="examples")
     _continued(config, base=base, store=store, pending=pending)
-    encoded = [encode_example(example, f"examples[{i}]", base) for i, example in enumerate(examples)]
     steps = config.steps(examples=len(examples))
     _check_warmup(config, steps)
     name = config.output_name or f"sft-{uuid4().hex[:8]}"
+    tokens = {"tokens": 0, "trained_tokens": 0}
+
+    def encoded() -> Iterator[EncodedExample]:
+        for i, example in enumerate(examples):
+            one = encode_example(example, f"examples[{i}]", base)
+            tokens["tokens"] += len(one.prompt_ids) + len(one.completion_ids)
+            tokens["trained_tokens"] += sum(one.mask)
+            yield one
+
+    payload = dump_examples(encoded())
     return Submission(
         kind="sft",
         adapter=name,
         config=config.model_dump(mode="json") | {"output_name": name},
         summary={
             "examples": len(examples),
-            "tokens": sum(len(e.prompt_ids) + len(e.completion_ids) for e in encoded),
-            "trained_tokens": sum(sum(e.mask) for e in encoded),
+            **tokens,
             "warnings": [],
         },
-        payload=dump_payload(SftPayload(examples=tuple(encoded))),
+        payload=payload,
         steps=steps,
         auto_load=config.auto_load,
     )
@@ -212,7 +248,7 @@ def _check_warmup(config: JobConfig, steps: int) -> None:
 
 # ---- what it continues ----
 def _continued(
-    config: JobConfig, *, base: LoadedModel, store: AdapterStore, pending: Collection[str]
+    config: JobConfig, *, base: TextModel, store: AdapterStore, pending: Collection[str]
 ) -> PolicyVersion | None:
     """The version from which the job would start now; None if a job ahead of it decides that.
 
@@ -245,16 +281,16 @@ def _continued(
     return version
 
 
-def _targeted(config: JobConfig, base: LoadedModel) -> list[str] | None:
+def _targeted(config: JobConfig, base: TextModel) -> list[str] | None:
     """The modules that `target_modules` means; None where it is left out and those of an adapter may be meant."""
     given = config.target_modules
     for i, target in enumerate(given if isinstance(given, tuple) else ()):
         try:
-            adapted_modules(base.model, [target])
+            base.adaptable.meant([target])
         except ConfigError as error:
             message = error.message.replace("train.lora.targets", f"config.target_modules[{i}]")
             raise RequestError(message, hint=error.hint, param=f"config.target_modules[{i}]") from error
-    return None if given is None else adapted_modules(base.model, given)
+    return None if given is None else base.adaptable.meant(given)
 
 
 # ---- rollouts ----
@@ -262,6 +298,13 @@ def _completions(groups: Sequence[ScoredGroup]) -> Iterator[tuple[str, ScoredCom
     for i, group in enumerate(groups):
         for j, completion in enumerate(group.completions):
             yield f"groups[{i}].completions[{j}]", completion
+
+
+def _is_recorded(completion: ScoredCompletion, records: Mapping[str, RolloutRecord]) -> bool:
+    """Whether log-probabilities of the policy that sampled it come with a completion."""
+    if completion.rollout_id is not None:
+        return records[completion.rollout_id].logprobs is not None
+    return completion.logprobs is not None
 
 
 def _found(groups: Sequence[ScoredGroup], rollouts: FindRollouts) -> Mapping[str, RolloutRecord]:

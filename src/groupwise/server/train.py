@@ -1,7 +1,8 @@
 """/v1/train/*: jobs are submitted, listed, followed and cancelled; the worker process runs them.
 
-A submission is answered when the job is on the disk. What it asks for is checked and tokenised in a thread
-(`server.submit`), and so is every use of the ledger: the loop, which serves completions, never waits for either.
+A submission is answered when the job is on the disk. What it asks for is checked and tokenised by the reader
+(`server.submit` says what, `server.reader` where), and the ledger is used in threads: the loop, which serves
+completions, never waits for either.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Header, Query, Request
@@ -30,7 +31,7 @@ from groupwise.errors import (
     StorageError,
 )
 from groupwise.ledger import Event, Job, JobState
-from groupwise.server.bodies import read_body
+from groupwise.server.bodies import check_content_type
 from groupwise.server.encode import at_field
 from groupwise.server.events import following
 from groupwise.server.policies import check_free_name
@@ -45,8 +46,9 @@ from groupwise.server.protocol_train import (
     TrainSubmitted,
     WaitingJob,
 )
+from groupwise.server.reader import Body, receive_body
 from groupwise.server.state import Server, server_of
-from groupwise.server.submit import Submission, prepare_grpo, prepare_sft
+from groupwise.server.submit import Submission, read_grpo, read_sft
 from groupwise.server.webhooks import ACTIVE, ENDED, utc
 from groupwise.server.wire import documented
 
@@ -70,54 +72,47 @@ async def train_grpo(request: Request, idempotency_key: IdempotencyKey = None) -
     Each completion is trained by how its reward compares with those of its group. The answer comes at once; follow the
     job at /v1/train/status/{job_id}. With `Idempotency-Key`, the same request again gives the same job."""
     server = server_of(request)
-    if known := await _known(request, idempotency_key):
-        return known
-    body = await read_body(request, GrpoRequest)
 
-    def prepare() -> Submission:
-        return prepare_grpo(
-            body, base=server.base, store=server.store, rollouts=server.ledger.rollouts, pending=_pending(server)
-        )
+    def read(body: Body, pending: frozenset[str]) -> Awaitable[Submission]:
+        state = {"store": server.store, "ledger": server.ledger.path, "pending": pending}
+        return server.reader.read_to_train(request, body, read_grpo, **state)
 
-    return await run_in_threadpool(_submit, server, prepare, await _fingerprint(request), idempotency_key)
+    return await _receive(request, read, idempotency_key)
 
 
 @router.post("/sft", **documented(SftRequest, TrainSubmitted, errors=SUBMIT_ERRORS, codes=SUBMIT_CODES))
 async def train_sft(request: Request, idempotency_key: IdempotencyKey = None) -> TrainSubmitted:
     """Train an adapter on conversations: what the assistant says in them becomes likelier."""
     server = server_of(request)
-    if known := await _known(request, idempotency_key):
-        return known
-    body = await read_body(request, SftRequest)
 
-    def prepare() -> Submission:
-        return prepare_sft(body, base=server.base, store=server.store, pending=_pending(server))
+    def read(body: Body, pending: frozenset[str]) -> Awaitable[Submission]:
+        return server.reader.read_to_train(request, body, read_sft, store=server.store, pending=pending)
 
-    return await run_in_threadpool(_submit, server, prepare, await _fingerprint(request), idempotency_key)
+    return await _receive(request, read, idempotency_key)
 
 
-def _pending(server: Server) -> set[str]:
+def _pending(server: Server) -> frozenset[str]:
     """The adapters that jobs ahead will make the next version of."""
-    return {job.adapter for job in server.ledger.jobs(states=ACTIVE)}
+    return frozenset(job.adapter for job in server.ledger.jobs(states=ACTIVE))
 
 
-async def _fingerprint(request: Request) -> str:
-    """What an Idempotency-Key stands for: this body on this route."""
-    return hashlib.sha256(request.url.path.encode() + b"\n" + await request.body()).hexdigest()
+async def _receive(
+    request: Request, read: Callable[[Body, frozenset[str]], Awaitable[Submission]], key: str | None
+) -> TrainSubmitted:
+    """The job that a body asks for, queued. One that was accepted before gets the same answer, whatever has changed
+    since: a full disk, other adapters."""
+    server = server_of(request)
+    async with receive_body(request, server.reader) as body:
+        fingerprint = hashlib.sha256(f"{request.url.path}\n{body.digest}".encode()).hexdigest()
+        if key is not None and (job := await run_in_threadpool(server.ledger.by_key, key, fingerprint)):
+            return _submitted(job, is_new=False)
+        check_content_type(request)
+        submission = await read(body, await run_in_threadpool(_pending, server))
+    return await run_in_threadpool(_submit, server, submission, fingerprint, key)
 
 
-async def _known(request: Request, key: str | None) -> TrainSubmitted | None:
-    """The answer to a request that was accepted before, whatever has changed since: a full disk, other adapters."""
-    if key is None:
-        return None
-    fingerprint = await _fingerprint(request)
-    job = await run_in_threadpool(server_of(request).ledger.by_key, key, fingerprint)
-    return None if job is None else _submitted(job, is_new=False)
-
-
-def _submit(server: Server, prepare: Callable[[], Submission], fingerprint: str, key: str | None) -> TrainSubmitted:
+def _submit(server: Server, submission: Submission, fingerprint: str, key: str | None) -> TrainSubmitted:
     _check_disk(server)
-    submission = prepare()
     try:
         check_free_name(submission.adapter, served_name=server.config.served_name)
     except AdapterError as error:

@@ -20,6 +20,7 @@ import re
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
 
@@ -27,8 +28,9 @@ from groupwise import adapter_files as files
 from groupwise.adapter_files import Provenance
 from groupwise.errors import AdapterError, AdapterNotFoundError, ConflictError, RequestError, StorageError
 from groupwise.server.admission import SAMPLING_ERRORS, admit
-from groupwise.server.bodies import read_body
+from groupwise.server.bodies import parse_body, read_body
 from groupwise.server.completions import encode_raw
+from groupwise.server.config import ServeConfig
 from groupwise.server.events import while_connected
 from groupwise.server.generate import sendable
 from groupwise.server.policies import AdapterInUseError, check_free_name
@@ -46,6 +48,9 @@ from groupwise.server.rollouts import encode_conversations
 from groupwise.server.state import Server, server_of
 from groupwise.server.wire import documented
 from groupwise.types import Completion, PolicyVersion
+
+if TYPE_CHECKING:
+    from groupwise.server.reader import TextModel
 
 _LOADING = (AdapterError, AdapterNotFoundError, ConflictError, StorageError)
 
@@ -70,24 +75,34 @@ async def world_size() -> WorldSize:
 @router.post("/generate/", **documented(GenerateRequest, Drawings, errors=SAMPLING_ERRORS, codes=["batch_too_large"]))
 async def generate(http: Request) -> Response:
     """`n` completions of each prompt, by the active policy."""
-    body = (await read_body(http, GenerateRequest)).whole()
-    prompts = await asyncio.to_thread(encode_raw, body.prompts, server_of(http).base)
+    server = server_of(http)
+    body, prompts = await server.reader.read_json(http, read_generate, context=server.engine.context_length)
     return await _drawn(http, body, prompts)
 
 
 @router.post("/chat/", **documented(ChatsRequest, Drawings, errors=SAMPLING_ERRORS, codes=["batch_too_large"]))
 async def chat(http: Request) -> Response:
     """`n` completions of each conversation, by the active policy."""
-    body = (await read_body(http, ChatsRequest)).whole()
-    prompts = await asyncio.to_thread(
-        encode_conversations,
-        body.messages,
-        server_of(http).base.tokenizer,
-        tools=body.tools,
-        options=body.chat_template_kwargs,
-        field="messages",
-    )
+    server = server_of(http)
+    body, prompts = await server.reader.read_json(http, read_chats, context=server.engine.context_length)
     return await _drawn(http, body, prompts)
+
+
+def read_generate(
+    raw: bytes, base: TextModel, config: ServeConfig, *, context: int
+) -> tuple[GenerateRequest, list[tuple[int, ...]]]:
+    """A body of /generate/ and its prompts. Raises RequestError, ContextLengthError."""
+    body = parse_body(raw, GenerateRequest, config).whole()
+    return body, encode_raw(body.prompts, base, context=context)
+
+
+def read_chats(
+    raw: bytes, base: TextModel, config: ServeConfig, *, context: int
+) -> tuple[ChatsRequest, list[tuple[int, ...]]]:
+    """A body of /chat/ and its prompts. Raises RequestError."""
+    body = parse_body(raw, ChatsRequest, config).whole()
+    options = {"tools": body.tools, "options": body.chat_template_kwargs, "context": context}
+    return body, encode_conversations(body.messages, base.tokenizer, **options, field="messages")
 
 
 async def _drawn(http: Request, body: Drawn, prompts: Sequence[tuple[int, ...]]) -> Response:

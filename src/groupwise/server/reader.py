@@ -1,0 +1,352 @@
+"""From the body of a request to what its route needs: parsed, checked, rendered, tokenised. Long bodies by processes.
+
+    receive_body    a request's body as it arrives: in memory while it is short, then in a file without a name
+    Reader          read(body, function): the function's result, from a thread or from a process that is forked for it
+    TextModel       what such a function knows of the model: the tokenizer and a few numbers, and no weights
+
+Parsing and tokenising keep Python's interpreter lock, which every request and the engine wait for; and a body can be
+made so that either takes minutes and gigabytes. A short body costs milliseconds, and is read in a thread. A long one is
+read in a process with a lower priority and a limit on its memory, which ends when the client leaves, when the request's
+time is over, or with the server. Few run at once, and others wait for their turn; what they wait with is on the disk.
+
+The processes are forked from one that has imported everything and holds the tokenizer (`reader_process`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+from starlette.requests import Request
+
+from groupwise.adapter_files import writing
+from groupwise.errors import BodyTooLargeError, GroupwiseError, NotReadyError
+from groupwise.server.bodies import check_content_type
+from groupwise.server.config import MIB, ServeConfig
+from groupwise.server.events import while_connected
+from groupwise.server.listen import INCOMING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from groupwise.model import AdaptableModules, LoadedModel
+
+SHORT = 1 << 16  # bytes of a body that is kept in memory, and read in a thread
+SHORT_TO_TRAIN = 1 << 14  # ... where a conversation comes to many more steps of work
+THREADS = 2
+LANES = {
+    "sample": (2, 5),
+    "train": (1, 10),
+}  # processes that read at once, and by how much the server goes first (nice)
+START_S = 120.0  # for the process that forks to import everything
+FORK_S = 1.0  # for it to take three descriptors
+READY, GO, DONE = b"ready", b"g", b"done"
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextModel:
+    """A base model without its weights: enough to read what is asked of it."""
+
+    name: str
+    hash: str
+    tokenizer: PreTrainedTokenizerBase
+    context_length: int
+    vocabulary: int
+    adaptable: AdaptableModules
+
+    @classmethod
+    def of(cls, base: LoadedModel) -> TextModel:
+        return cls(
+            name=base.name,
+            hash=base.hash,
+            tokenizer=base.tokenizer,
+            context_length=base.context_length,
+            vocabulary=base.vocabulary,
+            adaptable=base.adaptable,
+        )
+
+
+Read = Callable[Concatenate[bytes, TextModel, ServeConfig, P], T]
+
+
+# ---- bodies ----
+@dataclass(frozen=True)
+class Body:
+    """The bytes of a request. A long one is in `file`, and `raw` is empty. `digest` is its sha256, in hexadecimal."""
+
+    size: int
+    digest: str
+    raw: bytes
+    file: IO[bytes] | None = None
+
+
+@asynccontextmanager
+async def receive_body(http: Request, reader: Reader) -> AsyncIterator[Body]:
+    """Within: the whole body of a request. The guard counts its bytes and its time.
+
+    Raises BodyTooLargeError, SlowBodyError, OverloadedError as the guard, StorageError if the disk does not take it.
+    """
+    digest, size, pieces, pending = hashlib.sha256(), 0, list[bytes](), 0
+    with ExitStack() as files:
+        spool: _Spool | None = None
+        async for piece in http.stream():
+            size, pending = size + len(piece), pending + len(piece)
+            pieces.append(piece)
+            if size > SHORT and spool is None:
+                spool = files.enter_context(_Spool(reader))
+            if spool is not None and pending >= MIB:
+                await spool.append(pieces, digest)
+                pieces, pending = [], 0
+        if spool is None:
+            raw = b"".join(pieces)
+            digest.update(raw)
+            yield Body(size, digest.hexdigest(), raw)
+        else:
+            await spool.append(pieces, digest)
+            yield Body(size, digest.hexdigest(), b"", spool.file)
+
+
+class _Spool:
+    """A file without a name in the state directory; the disk has it back when it is closed. Raises StorageError."""
+
+    def __init__(self, reader: Reader):
+        self._reader, self._busy = reader, Future[None]()
+        self._busy.set_result(None)
+        with writing("receiving a body"):
+            reader.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.file = tempfile.TemporaryFile(dir=reader.directory, buffering=0)  # noqa: SIM115
+
+    async def append(self, pieces: Sequence[bytes], digest: Any = None) -> None:
+        """Write in a thread, and count into the digest."""
+        self._busy = self._reader.submit(self._write, pieces, digest)
+        await asyncio.wrap_future(self._busy)
+
+    def _write(self, pieces: Sequence[bytes], digest: Any) -> None:
+        with writing("receiving a body"):
+            for piece in pieces:
+                if digest is not None:
+                    digest.update(piece)
+                rest = memoryview(piece)
+                while rest:
+                    rest = rest[self.file.write(rest) :]
+
+    def __enter__(self) -> _Spool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closed once no thread writes any more: its descriptor's number may be another file's at once."""
+        self._busy.add_done_callback(lambda _: self.file.close())
+
+
+# ---- reading ----
+class Reader:
+    """Reads the bodies of one server. Make it anywhere, use it in one event loop."""
+
+    def __init__(self, base: TextModel, config: ServeConfig):
+        self._base, self._config = base, config
+        self.directory = config.state_dir.absolute() / INCOMING
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="groupwise-read")
+        self._lanes = {lane: asyncio.Semaphore(count) for lane, (count, _) in LANES.items()}
+        secretless = config.model_copy(update={"api_key": None, "webhook_secret": None})
+        self._forks = _ForkServer(base, secretless)
+        self._starting = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Have the process that forks before it is needed: it takes seconds to import everything."""
+        async with self._starting:
+            await asyncio.to_thread(self._forks.start)
+
+    def close(self) -> None:
+        self._forks.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def submit(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """`work` in one of this reader's threads; those that all routes share stay free."""
+        return self._threads.submit(work, *args, **kwargs)
+
+    async def read_json(self, http: Request, read: Read[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What `read` makes of a request's body, which is JSON.
+
+        Raises:
+            MediaTypeError: the content type is another.
+            BodyTooLargeError: reading it takes more memory than one body may (reading_bytes).
+            ClientGone: the client left while it was read.
+            GroupwiseError: whatever `read` or `receive_body` raise.
+        """
+        async with receive_body(http, self) as body:
+            check_content_type(http)
+            return await self.read(http, body, read, *args, **kwargs)
+
+    async def read(self, http: Request, body: Body, read: Read[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """As `read_json`, of a body that was received and whose content type was checked."""
+        if body.file is None:
+            return await self._in_thread(read, body, *args, **kwargs)
+        return await self._by_process(http, "sample", body, (read, args, kwargs))
+
+    async def read_to_train(self, http: Request, body: Body, read: Read[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """As `read`, for what is to be trained: behind others of its kind, and not before requests that sample."""
+        if body.size <= SHORT_TO_TRAIN:
+            return await self._in_thread(read, body, *args, **kwargs)
+        return await self._by_process(http, "train", body, (read, args, kwargs))
+
+    async def _in_thread(self, read: Read[P, T], body: Body, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.wrap_future(self.submit(read, body.raw, self._base, self._config, *args, **kwargs))
+
+    async def _by_process(self, http: Request, lane: str, body: Body, task: tuple[Any, ...]) -> Any:
+        async def work() -> Outcome | None:
+            async with self._lanes[lane]:
+                return await self._fork(body, pickle.dumps((LANES[lane][1], *task)))
+
+        outcome = await while_connected(http, work())
+        if outcome is None:
+            raise BodyTooLargeError(
+                f"the process that read the body ended: it may have {self._config.reading_bytes} bytes of memory "
+                f"(reading_bytes) and {self._config.request_timeout_s:g} s of a processor (request_timeout_s)",
+                hint="send several smaller requests",
+            )
+        if outcome.refused is not None:
+            raise outcome.refused
+        if outcome.bug is not None:
+            raise RuntimeError(f"a body could not be read:\n{outcome.bug}")
+        return outcome.result
+
+    async def _fork(self, body: Body, task: bytes) -> Outcome | None:
+        """What a new process makes of the task; None where it ended before it said so. It ends when this does."""
+        loop, file = asyncio.get_running_loop(), body.file
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with ours, theirs, _Spool(self) as answer, _Spool(self) as copy:
+            if file is None:
+                file = copy.file
+                await copy.append([body.raw])
+            async with self._starting:
+                await asyncio.to_thread(self._forks.start)
+                self._forks.fork(theirs.fileno(), file.fileno(), answer.file.fileno())  # now: they are open
+            theirs.close()
+            with suppress(ConnectionError):
+                await loop.sock_sendall(ours, frame(task))
+                if await loop.sock_recv(ours, len(GO)) != GO:
+                    raise NotReadyError("there is no process to read a long body", hint="try again", retry_after=5)
+                if await loop.sock_recv(ours, len(DONE)) == DONE:
+                    return await asyncio.to_thread(_load, os.dup(answer.file.fileno()))
+        return None
+
+
+def _load(answer: int) -> Outcome:
+    with os.fdopen(answer, "rb") as file:
+        file.seek(0)
+        return pickle.loads(file.read())
+
+
+# ---- the process that forks ----
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a reading process has to say: its function's result, what it raised, or the traceback of a bug."""
+
+    result: Any = None
+    refused: GroupwiseError | None = None
+    bug: str | None = None
+
+
+def frame(data: bytes) -> bytes:
+    """A message on a stream: its length in 8 bytes, then itself."""
+    return len(data).to_bytes(8, "big") + data
+
+
+def receive_frame(stream: socket.socket) -> bytes:
+    """Raises EOFError when the other end has closed."""
+    return _receive(stream, int.from_bytes(_receive(stream, 8), "big"))
+
+
+def _receive(stream: socket.socket, size: int) -> bytes:
+    received = bytearray()
+    while len(received) < size:
+        piece = stream.recv(min(size - len(received), MIB))
+        if not piece:
+            raise EOFError
+        received += piece
+    return bytes(received)
+
+
+class _ForkServer:
+    """The process that readers are forked from, started when it is needed and again when it is gone. For threads."""
+
+    def __init__(self, base: TextModel, config: ServeConfig):
+        self._setup = (base, config)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def start(self) -> None:
+        """Raises NotReadyError if it does not start."""
+        with self._lock:
+            if self._closed or (self._process is not None and self._process.poll() is None):
+                return
+            self._end()
+            ours, theirs = socket.socketpair()
+            ours.settimeout(START_S)
+            with theirs:
+                self._channel, self._process = ours, self._begin(theirs.fileno())
+            if self._closed:
+                self._end()
+                return
+            try:
+                ours.sendall(frame(pickle.dumps(self._setup)))
+                _receive(ours, len(READY))
+                ours.settimeout(FORK_S)
+            except (OSError, EOFError) as error:
+                self._end()
+                raise NotReadyError(
+                    f"long bodies cannot be read now: their process did not start ({type(error).__name__})",
+                    hint="try again; the server's log may say why",
+                    retry_after=5,
+                ) from error
+
+    def _begin(self, descriptor: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "groupwise.server.reader_process", str(descriptor)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[descriptor],
+            env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
+            process_group=0,  # Ctrl-C in the server's terminal is the server's
+        )
+
+    def fork(self, *descriptors: int) -> None:
+        """Have a reader, with the conversation's socket, the body and the file for its answer."""
+        with self._lock:
+            if self._channel is None:
+                raise NotReadyError("the server is shutting down", retry_after=5)
+            with suppress(OSError):  # it is gone, and the conversation ends
+                socket.send_fds(self._channel, [GO], descriptors)
+
+    def close(self) -> None:
+        """For good. One that is being started is not waited for."""
+        self._closed = True
+        if process := self._process:
+            process.kill()
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._channel = self._process = None
