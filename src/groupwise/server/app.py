@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 HOUSEKEEPING_S = 3600.0
 READER_AFTER_S = 5.0
+SWITCH_S = 1e-3  # how long a thread may keep Python's lock from the engine's, which asks for it at every operation
 END_S = 5.0  # for connections to close, and streams that shutdown_timeout_s was not enough for to be cut
 
 log = logging.getLogger(__name__)
@@ -133,6 +134,7 @@ def serve(config: ServeConfig, *, announce: Callable[[str], None] | None = None)
         if not logging.getLogger().handlers:
             logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
             logging.getLogger("groupwise").setLevel(logging.INFO)
+        sys.setswitchinterval(SWITCH_S)
         asyncio.run(_Process(config, listener, announce or _say).run())
 
 

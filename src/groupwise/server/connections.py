@@ -38,8 +38,9 @@ KEEP_ALIVE_S = 30
 CUT_S = 1  # for what is still in flight when the server closes
 RESERVED_FILES = 256  # descriptors that are not connections: model, ledger, logs, the worker's pipes
 LEAST_CONNECTIONS = 64  # with fewer a few browsers and trainers would lock each other out
-ACCEPTED = 16  # connections taken from the kernel's queue in one turn of the loop
-SLICE = 4096  # bytes of a chunked body parsed in one turn: of the smallest chunks these are 680
+ACCEPTED = 4  # connections taken from the kernel's queue in one turn of the loop
+LEAST_SLICE, MOST_SLICE = 1 << 10, 1 << 18  # bytes of a chunked body that are parsed in one turn
+SLICE_S, REST = 1e-3, 4  # what that may cost; where it costs more, others have so many times as long before the next
 LOOKED_AT = 256  # connections that `close_overdue` looks at in one turn
 
 log = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ class Connection(H11Protocol):
         self.flow = self._held = _Flow(transport)
         self.waits_for: tuple[str, int] | None = None  # what, and since which request
         self.since = time.monotonic()
-        self._unparsed = b""
+        self._unparsed, self._slice = b"", LEAST_SLICE
         if len(self.connections) > self.most:
             self._make_room()
         self._note()
@@ -135,7 +136,7 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if self._unparsed:
             self._unparsed += data
-        elif len(data) > SLICE:
+        elif len(data) > LEAST_SLICE:
             self._unparsed = data
             self._held.hold()
             self._parse_slice()
@@ -144,14 +145,21 @@ class Connection(H11Protocol):
             self._note()
 
     def _parse_slice(self) -> None:
-        """Parse a little of what has arrived, or all that is of one body without chunks, and then, in the next turn of
-        the loop, what follows."""
-        size = len(self._unparsed) if self._has_length() else SLICE
+        """Parse a little of what has arrived, or all that is of one body without chunks; and later what follows.
+
+        How much is little depends on what it costs: chunks of one byte take a thousand times as long as large ones.
+        """
+        began, size = time.thread_time(), len(self._unparsed) if self._has_length() else self._slice
         data, self._unparsed = self._unparsed[:size], self._unparsed[size:]
         super().data_received(data)
         self._note()
+        spent = time.thread_time() - began
+        if spent > SLICE_S:
+            self._slice = max(LEAST_SLICE, self._slice // 2)
+        elif spent < SLICE_S / 4:
+            self._slice = min(MOST_SLICE, self._slice * 2)
         if self._unparsed and not self.transport.is_closing():
-            self.loop.call_soon(self._parse_slice)
+            self.loop.call_later(REST * spent if spent > SLICE_S else 0, self._parse_slice)
         else:
             self._held.let_go(full=self.cycle is not None and len(self.cycle.body) > HIGH_WATER_LIMIT)
 
