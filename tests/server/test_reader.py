@@ -33,6 +33,7 @@ from groupwise.server.completions import read_completions
 from groupwise.server.config import MIB, ServeConfig
 from groupwise.server.events import ClientGone
 from groupwise.server.reader import SHORT, SHORT_TO_TRAIN, Body, Reader, TextModel, receive_body
+from groupwise.server.reader_process import _most_bytes
 from groupwise.server.submit import Submission, read_grpo, read_sft
 from groupwise.types import Message, Prompt
 from processes import becomes
@@ -52,6 +53,11 @@ def refuse(raw: bytes, base: TextModel, config: ServeConfig, *, error: Exception
 def swell(raw: bytes, base: TextModel, config: ServeConfig) -> None:
     kept = [bytearray(MIB) for _ in range(1 << 14)]
     assert kept
+
+
+def swell_inside(raw: bytes, base: TextModel, config: ServeConfig) -> None:
+    """In compiled code, which keeps the interpreter's lock and does not ask Python whether it may."""
+    json.loads("[" + "[]," * (1 << 23) + "[]]")
 
 
 def die(raw: bytes, base: TextModel, config: ServeConfig) -> None:
@@ -216,12 +222,21 @@ def test_a_bug_is_told_with_its_place(reader: Reader) -> None:
 
 # ---- limits ----
 def test_a_body_that_takes_too_much_memory_is_refused(reader: Reader) -> None:
-    with pytest.raises(BodyTooLargeError, match=f"more than {256 * MIB} bytes of memory"):
+    with pytest.raises(BodyTooLargeError, match=rf"more memory than \S+ may[\s\S]*reading_bytes is {256 * MIB}"):
         read(reader, swell, LONG)
+    with pytest.raises(BodyTooLargeError):
+        read(reader, swell_inside, LONG)
+
+
+def test_the_memory_that_a_body_may_take_goes_by_its_size() -> None:
+    config = ServeConfig()
+    assert _most_bytes(1 << 20, config) == (256 + 24) * MIB
+    assert _most_bytes(8 * MIB, config) == (256 + 8 * 24) * MIB
+    assert _most_bytes(1 << 30, config) == config.reading_bytes
 
 
 def test_a_process_that_dies_is_told_and_the_next_one_lives(reader: Reader) -> None:
-    with pytest.raises(BodyTooLargeError, match="the process that read the body ended"):
+    with pytest.raises(BodyTooLargeError, match="or more than 600 s of a processor"):
         read(reader, die, LONG)
     assert read(reader, where, LONG)[0] != os.getpid()
 

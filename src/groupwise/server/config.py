@@ -102,8 +102,9 @@ class ServeConfig(Section):
     bodies_bytes: Bytes = 512 * MIB
     """Bytes of the bodies over 64 KiB that are being received or answered; further ones wait, then are told to try
     again."""
-    reading_bytes: Bytes = GIB
-    """Most memory that the process may take that parses and tokenises one long body."""
+    reading_bytes: Bytes = 2 * GIB
+    """Most memory that the process may take that parses and tokenises one long body; 256 MiB and 24 times the body's
+    bytes where that is less."""
     max_messages: int = Field(default=2048, ge=1, le=MOST_MESSAGES)
     """Messages in one conversation."""
     max_tools: int = Field(default=128, ge=1)

@@ -215,8 +215,8 @@ class Reader:
         outcome = await while_connected(http, work())
         if outcome is None:
             raise BodyTooLargeError(
-                f"the process that read the body ended: it may have {self._config.reading_bytes} bytes of memory "
-                f"(reading_bytes) and {self._config.request_timeout_s:g} s of a processor (request_timeout_s)",
+                f"reading {body.size} bytes took more memory than they may take (reading_bytes is "
+                f"{self._config.reading_bytes}), or more than {self._config.request_timeout_s:g} s of a processor",
                 hint="send several smaller requests",
             )
         if outcome.refused is not None:

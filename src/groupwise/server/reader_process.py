@@ -8,8 +8,10 @@ when everything is imported. Then each GO brings three descriptors, and a proces
     body           a file, whose bytes are the function's first argument
     answer         a file, for the pickled Outcome
 
-A fork costs milliseconds, shares the tokenizer, and gives all memory back when it ends. This process has one thread and
-does nothing else, so that a fork of it is safe. It ends with the server, whose end of the socket then closes.
+A fork costs milliseconds, shares the tokenizer, and gives all memory back when it ends. This process has one thread,
+so that a fork of it is safe; while readers live it looks at their memory and kills the one that has too much. (Under a
+limit of the kernel's an allocation fails, and what happens then inside compiled code is anything: some of it hangs.) It
+ends with the server, whose end of the socket then closes.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import importlib
 import os
 import pickle
 import resource
+import select
 import signal
 import socket
 import sys
@@ -39,6 +42,8 @@ if TYPE_CHECKING:
     from groupwise.server.reader import TextModel
 
 ROUTES = ("chat", "completions", "rollouts", "train", "trainer_routes")  # whose functions read bodies
+ROOM, FACTOR = 256 << 20, 24  # bytes of memory for any body, and for each of its bytes
+LOOK_S = 0.02  # between two looks at the readers' memory
 OOM_SCORE = "1000"  # the first to go when memory runs out
 
 
@@ -49,18 +54,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Path("/proc/self/oom_score_adj").write_text(OOM_SCORE, encoding="ascii")
     base, config = pickle.loads(receive_frame(channel))
     _warm_up(base)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets readers that have ended
     channel.sendall(READY)
+    readers: dict[int, int] = {}  # and the memory that each may have, shared with this process or not
     while True:
+        if not select.select([channel], [], [], LOOK_S if readers else None)[0]:
+            _look_at(readers)
+            continue
         told, descriptors, _, _ = socket.recv_fds(channel, len(GO), 3)
         if not told:
             return 0
+        most = _most_bytes(os.fstat(descriptors[1]).st_size, config)
         with suppress(OSError):  # no more processes, or no memory for one: the conversation ends
-            if os.fork() == 0:
+            if (reader := os.fork()) == 0:
                 channel.close()
-                _be_a_reader(descriptors, base, config)
+                _be_a_reader(descriptors, most, base, config)
+            readers[reader] = resident(os.getpid()) + most
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _most_bytes(size: int, config: ServeConfig) -> int:
+    """The memory that a body of so many bytes may take: a list of numbers, as objects, takes twenty times its text."""
+    return min(config.reading_bytes, ROOM + FACTOR * size)
+
+
+def _look_at(readers: dict[int, int]) -> None:
+    """Forget those that have ended, and kill those that have too much memory."""
+    for reader, most in list(readers.items()):
+        if os.waitpid(reader, os.WNOHANG)[0] == reader:
+            del readers[reader]
+        elif resident(reader) > most:
+            os.kill(reader, signal.SIGKILL)
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory that a process has; 0 where the kernel does not say."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+    return 0
 
 
 def _warm_up(base: TextModel) -> None:
@@ -76,12 +107,11 @@ def _warm_up(base: TextModel) -> None:
     gc.freeze()
 
 
-def _be_a_reader(descriptors: Sequence[int], base: TextModel, config: ServeConfig) -> None:
+def _be_a_reader(descriptors: Sequence[int], most: int, base: TextModel, config: ServeConfig) -> None:
     """Never returns."""
     try:
         conversation, body, answer = descriptors
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        _limit(config)
+        _limit(most, config)
         stream = socket.socket(fileno=conversation)
         stream.sendall(GO)
         niceness, *task = pickle.loads(receive_frame(stream))
@@ -95,12 +125,12 @@ def _be_a_reader(descriptors: Sequence[int], base: TextModel, config: ServeConfi
         os._exit(0)
 
 
-def _limit(config: ServeConfig) -> None:
-    """So much memory more than now, so much time of a processor, and no core dump."""
+def _limit(most: int, config: ServeConfig) -> None:
+    """So much time of a processor, no core dump, and an end to memory that is asked for at one blow."""
     limits = {resource.RLIMIT_CORE: 0, resource.RLIMIT_CPU: int(config.request_timeout_s) + 1}
     with suppress(OSError, ValueError):  # not Linux
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-        limits[resource.RLIMIT_AS] = pages * resource.getpagesize() + config.reading_bytes
+        limits[resource.RLIMIT_AS] = pages * resource.getpagesize() + 2 * most
     for which, most in limits.items():
         with suppress(OSError, ValueError):
             resource.setrlimit(which, (most, most))
@@ -122,7 +152,7 @@ def _outcome(body: int, base: TextModel, config: ServeConfig, read: Any, args: A
     except GroupwiseError as error:
         return Outcome(refused=error.with_traceback(None))
     except MemoryError:
-        message = f"reading the body takes more than {config.reading_bytes} bytes of memory (reading_bytes)"
+        message = f"reading the body takes more memory than it may (reading_bytes is {config.reading_bytes})"
         return Outcome(refused=BodyTooLargeError(message, hint="send several smaller requests"))
     except Exception:
         return Outcome(bug=traceback.format_exc())
