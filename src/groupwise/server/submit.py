@@ -99,7 +99,7 @@ def prepare_grpo(
     start = _continued(config, base=base, store=store, pending=pending)
     records = _found(groups, rollouts)
     temperature = _temperature(config, groups, records)
-    recorded = any(_is_recorded(completion, records) for _, completion in _completions(groups))
+    recorded = any(c.logprobs is not None or c.rollout_id is not None for _, c in _completions(groups))
     trained = len(groups) if config.trains_flat(recorded=recorded) else len(groups) - len(flat)
     steps = config.steps(groups=trained)
     _check_warmup(config, steps)
@@ -298,13 +298,6 @@ def _completions(groups: Sequence[ScoredGroup]) -> Iterator[tuple[str, ScoredCom
     for i, group in enumerate(groups):
         for j, completion in enumerate(group.completions):
             yield f"groups[{i}].completions[{j}]", completion
-
-
-def _is_recorded(completion: ScoredCompletion, records: Mapping[str, RolloutRecord]) -> bool:
-    """Whether log-probabilities of the policy that sampled it come with a completion."""
-    if completion.rollout_id is not None:
-        return records[completion.rollout_id].logprobs is not None
-    return completion.logprobs is not None
 
 
 def _found(groups: Sequence[ScoredGroup], rollouts: FindRollouts) -> Mapping[str, RolloutRecord]:
