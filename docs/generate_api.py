@@ -54,6 +54,7 @@ def document() -> dict[str, Any]:
         store=nothing,
         ledger=nothing,
         policies=nothing,
+        reader=nothing,
         recorder=Recorder(model_name=config.served_name),
         supervisor=nothing,
     )
