@@ -21,7 +21,7 @@ RUN = "0123456789abcdef" * 2 + ":train:0"
 
 def saved(checkpoints: Checkpoints, name: str, content: bytes, *, recorded: bool = True, **about: float) -> Checkpoint:
     """A state of these bytes."""
-    state = checkpoints.new_state(RUN, name)
+    state = checkpoints.new_state(RUN, WEIGHTS, name)
     state.mkdir(parents=True)
     (state / "weights").write_bytes(content)
     made = Checkpoint(run=RUN, kind=WEIGHTS, name=name, base_model="m", lora={"rank": 4}, state=state.name, **about)

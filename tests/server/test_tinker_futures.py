@@ -57,7 +57,7 @@ def test_ten_thousand_requests_run_in_order_and_go_with_their_session() -> None:
     asyncio.run(scenario())
 
 
-def test_a_gap_fails_those_that_wait_and_they_may_come_again() -> None:
+def test_after_a_gap_those_that_wait_run_and_what_was_missing_comes_too_late() -> None:
     async def scenario() -> None:
         futures, ran = Futures(most=100), []
         sequence = Sequence(futures, gap_s=0.02)
@@ -67,19 +67,29 @@ def test_a_gap_fails_those_that_wait_and_they_may_come_again() -> None:
             if is_new:
                 sequence.add(number, future, working(ran, number))
 
-        for number in (0, 2, 3):
+        for number in (0, 2, 3, 6):
             send(number)
-        failed = [await futures.wait(f"m:{number}", seconds=5) for number in (2, 3)]
-        for each in failed:
-            assert each is not None
-            told = json.loads(each.body)
-            assert told["category"] == "user" and "waits for 1" in told["error"]
-        for number in (3, 1, 2):
-            send(number)
-        assert await futures.wait("m:3", seconds=5) == answer(number=3)
-        assert ran == [0, 1, 2, 3]
+        assert await futures.wait("m:6", seconds=5) == answer(number=6)
+        assert ran == [0, 2, 3, 6] and sequence.gap == "seq_id 4 to 5 did not come within 0.02 s"
+        assert sequence.forgive() and sequence.gap is None
         send(1)
-        assert await futures.wait("m:1", seconds=5) == answer(number=1) and ran == [0, 1, 2, 3]
+        late = await futures.wait("m:1", seconds=5)
+        assert late is not None and "seq_id 1 comes too late: the next is 7" in json.loads(late.body)["error"]
+        send(7)
+        assert await futures.wait("m:7", seconds=5) == answer(number=7)
+        assert ran == [0, 2, 3, 6, 7] and sequence.gap is None
+
+    asyncio.run(scenario())
+
+
+def test_what_ends_waits_no_longer() -> None:
+    async def scenario() -> None:
+        futures = Futures(most=100)
+        sequence = Sequence(futures, gap_s=60)
+        sequence.add(3, futures.begin("m:3")[0], working([], 3))
+        sequence.close()
+        told = await futures.wait("m:3", seconds=5)
+        assert told is not None and json.loads(told.body)["error"] == "the session has ended"
 
     asyncio.run(scenario())
 

@@ -4,6 +4,7 @@ import gc
 import random
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -74,16 +75,109 @@ def test_a_wrong_request_is_answered_with_category_user_and_changes_nothing(wire
         assert sample(wire, base, seq, **options)["category"] == "user"
 
 
-def test_a_gap_is_told_and_nothing_hangs(wire: Wire) -> None:
+REFUSED = {
+    "optim_step": {"adam_params": {"learning_rate": None}},  # how the package sends NaN
+    "save_weights": {"path": "x", "ttl_seconds": 0},
+    "save_weights_for_sampler": {"path": "x", "ttl_seconds": 10**10},
+    "load_weights": {"path": 7, "optimizer": True},
+    "save_weights_external": {"path": "x", "ttl_seconds": 0},
+}
+
+
+def refused(wire: Wire, model: str, seq: int, route: str) -> str:
+    """The id of a request whose body is refused."""
+    return wire.ok(route, model_id=model, seq_id=seq, **REFUSED[route])["request_id"]
+
+
+@pytest.mark.parametrize("route", [*REFUSED])
+def test_a_body_that_is_refused_is_its_numbers_answer(wire: Wire, route: str) -> None:
     model = wire.model()
+    wire.backward_answer(model, 1, supervised(1))
+    told = wire.answer(refused(wire, model, 2, route))
+    assert told["category"] == "user" and "must" in told["error"] and told["code"] == "invalid_value"
+    saved = wire.answer(wire.ok("save_weights", model_id=model, seq_id=3, path="kept")["request_id"])
+    assert saved["path"] == f"tinker://{model}/weights/kept"  # at once, and with a gradient that waits for its step
+    assert wire.answer(wire.step(model, 4))["metrics"]["refused:sum"] == 0
+
+
+def test_what_the_package_cannot_write_as_json_and_wrong_models_are_answers_too(wire: Wire) -> None:
+    model = wire.model()
+    raw = b'{"model_id": "%s", "seq_id": 1, "adam_params": {"learning_rate": NaN}}' % model.encode()
+    headers = {"content-type": "application/json"}
+    given = wire.http.post("/api/v1/optim_step", content=raw, headers=headers)
+    assert "NaN is not JSON" in wire.answer(given.json()["request_id"])["error"]
+    other = {"path": f"tinker://{model}/weights/a", "optimizer": True, "base_model": "other"}
+    told = wire.answer(wire.ok("load_weights", model_id=model, seq_id=2, **other)["request_id"])
+    assert told["category"] == "user" and "no base model" in told["error"]
+    dimuon = {**other, "base_model": None, "optimizer_config": {"type": "dimuon"}}
+    told = wire.answer(wire.ok("load_weights", model_id=model, seq_id=3, **dimuon)["request_id"])
+    assert told["category"] == "user" and "dimuon" in told["error"]
+    wire.backward_answer(model, 4, supervised(4))
+
+
+def test_after_a_gap_the_rest_runs_but_no_step_is_made_of_half_a_batch(wire: Wire) -> None:
+    model = wire.model()
+    before = wire.weights(model)
     late = wire.backward(model, 3, supervised(3)).json()["request_id"]
+    step, save = wire.step(model, 4), wire.ok("save_weights", model_id=model, seq_id=5, path="a")["request_id"]
     far = wire.backward(model, 2**30, supervised(3)).json()["request_id"]
     assert "more than" in wire.answer(far)["error"]
-    told = wire.answer(late)
-    assert told["category"] == "user" and "waits for 1" in told["error"]
-    wire.backward_answer(model, 1, supervised(1))
-    wire.backward_answer(model, 2, supervised(2))
-    wire.backward_answer(model, 3, supervised(3))
+    assert isinstance(wire.answer(late), bytes)  # after half a second
+    told = wire.answer(step)
+    assert told["category"] == "user" and "seq_id 1 to 2 did not come within 0.5 s" in told["error"]
+    assert wire.answer(save)["path"] and np.array_equal(wire.weights(model), before)
+    told = wire.answer(wire.backward(model, 1, supervised(1)).json()["request_id"])
+    assert told["category"] == "user" and "seq_id 1 comes too late" in told["error"]
+    assert train_on(wire, model, 6) == train_on(wire, wire.model(1), 1)  # nothing of the batch that was cut is left
+
+
+def train_on(wire: Wire, model: str, seq: int) -> list[float]:
+    wire.backward_answer(model, seq, supervised(1))
+    assert wire.answer(wire.step(model, seq + 1))["metrics"]["refused:sum"] == 0
+    return wire.weights(model).tolist()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_mixture_of_good_bad_and_missing_requests_keeps_a_model_from_being_saved(patient: Whole, seed: int) -> None:
+    wire, rng = Wire(patient), random.Random(seed)
+    model, asked = wire.model(), []
+
+    def good_or_bad(seq: int) -> str:
+        kind = rng.choice(["backward", "bad data", "step", "bad step", "save", "sampler", *REFUSED])
+        match kind:
+            case "backward":
+                return wire.backward(model, seq, supervised(seq)).json()["request_id"]
+            case "bad data":
+                wrong = [[datum([1, 2, 3], weights=[1])], [datum([1, 9999], weights=[1])], []]
+                return wire.backward(model, seq, rng.choice(wrong)).json()["request_id"]
+            case "step" | "bad step":
+                return wire.step(model, seq, learning_rate=-1.0 if kind == "bad step" else 1e-3)
+            case "save":
+                return wire.ok("save_weights", model_id=model, seq_id=seq, path="a", overwrite=True)["request_id"]
+            case "sampler":
+                body = {"model_id": model, "seq_id": seq, "sampling_session_seq_id": seq}
+                return wire.ok("save_weights_for_sampler", **body)["request_id"]
+        return refused(wire, model, seq, kind)
+
+    numbers = [seq for seq in range(1, 12) if rng.random() > 0.15]  # some are lost on their way
+    for start in range(0, len(numbers), 4):  # and some overtake others
+        asked += [good_or_bad(seq) for seq in rng.sample(numbers[start : start + 4], len(numbers[start : start + 4]))]
+    for id in asked:
+        wire.answer(id)
+    saved = wire.answer(wire.ok("save_weights", model_id=model, seq_id=12, path="end")["request_id"])
+    assert saved["path"] == f"tinker://{model}/weights/end"
+    wire.backward_answer(model, 13, supervised(1))
+    wire.answer(wire.step(model, 14))  # which may be told of a gap, once
+    wire.backward_answer(model, 15, supervised(1))
+    assert wire.answer(wire.step(model, 16))["metrics"]["refused:sum"] == 0
+    wire.ok(f"sessions/{wire.session}/finish")
+
+
+@pytest.fixture(scope="module")
+def patient(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Whole]:
+    """A server that waits a short while for a request that is missing."""
+    with tinker_site(tmp_path_factory.mktemp("state"), model_dir, tinker_gap_s=0.05) as site:
+        yield site
 
 
 def test_futures_are_bounded_and_go_with_their_session(model_dir: Path, tmp_path: Path) -> None:

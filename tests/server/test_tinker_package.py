@@ -1,6 +1,8 @@
 """The unmodified `tinker` package against a server: warm-up, custom loss, sampling, saved states, errors."""
 
 import asyncio
+import json
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -163,6 +165,95 @@ def test_sampling_saving_and_going_on(service: Any, model: str) -> None:
     rest.delete_checkpoint_from_tinker_path(state).result()
     with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
         service.create_training_client_from_state(state).result()
+
+
+def test_what_the_package_counts_and_is_refused_keeps_nothing_from_being_saved(service: Any, model: str) -> None:
+    trainer = service.create_lora_training_client(base_model=model, rank=4).result()
+    trainer.forward_backward([datum([5, 6, 7, 8], weights=[1.0] * 3)], "cross_entropy").result()
+    wrong = [
+        lambda: trainer.optim_step(types.AdamParams(learning_rate=float("nan"))),
+        lambda: trainer.save_state("x", ttl_seconds=0),
+        lambda: trainer.save_state("x", ttl_seconds=10**10),
+        lambda: trainer.save_weights_external("x", ttl_seconds=0),
+        lambda: trainer.save_weights_external("x", age_encryption_recipients=["age1nonsense"]),
+    ]
+    for call in wrong:
+        with pytest.raises(tinker.RequestFailedError, match=r"must|age_encryption"):
+            call().result()
+    assert trainer.save_state("kept").result().path.endswith("/weights/kept")
+    assert trainer.optim_step(types.AdamParams(learning_rate=1e-3)).result().metrics["grad_norm:mean"] > 0
+
+
+def command(*words: str) -> Any:
+    """`tinker ...`, as the package's command line is."""
+    from click.testing import CliRunner
+    from tinker.cli.__main__ import main_cli
+
+    ran = CliRunner().invoke(main_cli, words)
+    return ran if ran.exception is None or ran.exit_code == 0 else ran.exception
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_weights_are_taken_away_in_pefts_layout_published_and_counted(
+    service: Any, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    trainer = service.create_lora_training_client(base_model=model, rank=4).result()
+    data = [datum([5, 6, 7, 8, 9], weights=[1.0] * 4)]
+    for _ in range(2):
+        trainer.forward_backward(data, "cross_entropy")
+        trainer.optim_step(types.AdamParams(learning_rate=5e-2)).result()
+    trained = trainer.forward(data, "cross_entropy").result().metrics["loss:sum"]
+    state = trainer.save_state("here").result().path
+    saved = trainer.save_weights_external("taken").result()
+    assert saved.path == state.replace("/weights/here", "/external_weights/taken")
+    with pytest.raises(tinker.RequestFailedError, match="choose another name"):
+        trainer.save_weights_external("taken").result()
+
+    monkeypatch.setenv("TINKER_API_KEY", "tml-secret")
+    for path in (saved.path, state):  # the second through a temporary export of another run
+        ran = command("checkpoint", "download", path, "-o", str(tmp_path))
+        assert ran.exit_code == 0, ran
+        directory = tmp_path / path.removeprefix("tinker://").replace("/", "_")
+        assert sorted(each.name for each in directory.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+        loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model, dtype="float32"), directory)
+        import torch
+
+        logits = loaded(torch.tensor([[5, 6, 7, 8]])).logits[0].log_softmax(-1)
+        assert -float(logits[range(4), [6, 7, 8, 9]].sum()) == pytest.approx(trained, rel=1e-4)
+
+    rest = tinker.RestClient()
+    run = saved.path.split("/")[2]
+    kinds = {each.tinker_path: each.checkpoint_type for each in rest.list_checkpoints(run).result().checkpoints}
+    assert kinds == {saved.path: "external", state: "training"}  # and the temporary one is gone
+    for _ in range(2):  # the package would repeat a 409 for five minutes
+        rest.publish_checkpoint_from_tinker_path(state).result()
+    assert {c.tinker_path: c.public for c in rest.list_checkpoints(run).result().checkpoints}[state]
+    rest.unpublish_checkpoint_from_tinker_path(state).result()
+    assert not any(each.public for each in rest.list_checkpoints(run).result().checkpoints)
+
+    admin = tinker.AdminClient()
+    (used,) = admin.get_current_checkpoint_storage_usage().result().data
+    assert used.checkpoint_count >= 2 and used.size_bytes > 10_000
+    with pytest.raises(tinker.NotFoundError, match="no audit log is kept"):
+        admin.get_audit_log().result()
+    for wrong in (saved.path, state):
+        with pytest.raises(tinker.BadRequestError, match="sample from what save_weights_for_sampler"):
+            service.create_sampling_client(model_path=wrong).result()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_files_are_encrypted_for_who_is_to_read_them(service: Any, model: str, site: tuple[Whole, str]) -> None:
+    pyrage = pytest.importorskip("pyrage")
+    trainer = service.create_lora_training_client(base_model=model, rank=4).result()
+    key = pyrage.x25519.Identity.generate()
+    path = trainer.save_weights_external("secret", age_encryption_recipients=[str(key.to_public())]).result().path
+    urls = tinker.RestClient().get_external_weights_urls(path).result().urls
+    assert sorted(urls) == ["adapter_config.json.age", "adapter_model.safetensors.age"]
+    with urllib.request.urlopen(urls["adapter_config.json.age"]) as given:
+        assert json.loads(pyrage.decrypt(given.read(), [key]))["r"] == 4
 
 
 def test_what_is_not_supported_is_the_users_error_and_says_what_is(service: Any, model: str) -> None:

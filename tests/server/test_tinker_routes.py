@@ -1,8 +1,10 @@
 """The Tinker wire as a client that knows only the protocol meets it: losses, order, snapshots, what is saved."""
 
+import io
 import json
 import math
 import random
+import tarfile
 import time
 from pathlib import Path
 
@@ -14,6 +16,7 @@ pytest.importorskip("google.protobuf")
 
 from groupwise.sdk.datums import Datum
 from groupwise.sdk.trainer import AdamParams, TrainingService
+from groupwise.server.tinker_routes import NOT_OFFERED
 from groupwise.server.tinker_training import ALPHA
 from groupwise.train.lora import LoraSpec
 from raw_http import connect
@@ -287,3 +290,56 @@ def test_a_checkpoint_is_there_after_a_restart_and_one_that_is_past_its_time_is_
         made = wire.ok("load_weights", session_id=wire.session, model_seq_id=0, path=saved, optimizer=True)
         again = wire.answer(made["request_id"])["model_id"]
         assert np.array_equal(wire.weights(again), weights)
+
+
+# ---- files to take away ----
+@pytest.mark.parametrize("kind", ["weights", "sampler_weights"])
+def test_an_archive_has_the_adapter_and_its_address_needs_no_key(model_dir: Path, tmp_path: Path, kind: str) -> None:
+    """As packages up to 0.25 ask for it: a redirection, whose address is fetched without a key."""
+    with tinker_site(tmp_path / "state", model_dir, api_key="secret") as site:
+        wire = Wire(site)
+        model = wire.model()
+        step(wire, model, 1)
+        if kind == "weights":
+            wire.answer(wire.ok("save_weights", model_id=model, seq_id=3, path="a")["request_id"])
+        else:
+            assert snapshot(wire, model, 3, 0, path="a")["path"]
+        place = f"/api/v1/training_runs/{model}/checkpoints/{kind}/a"
+        given = wire.http.get(f"{place}/archive", follow_redirects=False)
+        assert given.status_code == 302 and "expires" in given.headers
+        again = wire.http.get(f"{place}/archive", follow_redirects=False)
+        assert given.headers["location"] == again.headers["location"]  # and no second copy
+        del site.http.headers["authorization"]
+        assert wire.http.get(f"{place}/archive").status_code == 401
+        found = wire.http.get(given.headers["location"])
+        assert found.status_code == 200 and int(found.headers["content-length"]) == len(found.content)
+        with tarfile.open(fileobj=io.BytesIO(found.content)) as archive:
+            archive.extractall(tmp_path / "out", filter="data")
+        assert sorted(each.name for each in (tmp_path / "out").iterdir()) == [
+            "adapter_config.json",
+            "adapter_model.safetensors",
+        ]
+        learner = wire.tinker.models.find(model).trainer.learner
+        before = wire.weights(model)
+        for parameter in learner.parameters:
+            parameter.data.zero_()
+        learner.load_adapter(tmp_path / "out")
+        assert np.array_equal(wire.weights(model), before)
+        for wrong in ("nothing", "../../etc/passwd", "%2e%2e%2frecord.json"):
+            assert wire.http.get(given.headers["location"].replace("adapter.tar.gz", wrong)).status_code in (401, 404)
+        assert wire.http.get("/api/v1/links/guess/adapter.tar.gz").status_code == 404
+        for link in wire.tinker.downloads._links.values():
+            object.__setattr__(link, "until", 0.0)
+        assert wire.http.get(given.headers["location"]).status_code == 404
+        site.http.headers["authorization"] = "Bearer secret"
+        wire.http.get(f"{place}/archive", follow_redirects=False)
+        assert len(list((tmp_path / "state" / "tinker" / "exports").iterdir())) == 1  # the old copy is gone
+
+
+def test_what_has_no_meaning_here_says_so(wire: Wire) -> None:
+    routes = wire.http.get("/openapi.json").json()["paths"]
+    for route, (why, _) in NOT_OFFERED.items():
+        method, path = route.split()
+        given = wire.http.request(method, f"/api/v1{path.format(session=wire.session)}")
+        assert given.status_code == 404 and given.json()["error"]["code"] == "not_offered", given.text
+        assert why in given.json()["error"]["message"] and f"/api/v1{path}" not in routes

@@ -226,6 +226,10 @@ class TrainingClient:
         """Inverse of `save_state` -> `extra`; what was accumulated is forgotten. Raises as `state.load`."""
         return self.service.submit(lambda: self.load_now(Path(path)))
 
+    def zero_grad(self) -> Pending[None]:
+        """Forget what has been accumulated, as if no gradient had been computed since the last step."""
+        return self.service.submit(self.forget_now)
+
     def create_base_reference(self) -> ReferenceClient:
         """The reference that costs nothing: this policy with its adapter off. Raises ConfigError without an adapter."""
         if self.learner.lora is None:
@@ -340,9 +344,13 @@ class TrainingClient:
         """`load_state`, for what `submit` runs."""
         extra = state.load(self.learner, directory)
         self.loads += 1
+        self.forget_now()
+        return extra
+
+    def forget_now(self) -> None:
+        """`zero_grad`, for what `submit` runs."""
         self.learner.zero_grad()
         self._forget()
-        return extra
 
 
 def _reduction(spec: LossSpec | None) -> str:

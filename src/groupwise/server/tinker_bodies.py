@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from groupwise.errors import RequestError
 
@@ -79,6 +79,14 @@ class Sequenced(Body):
     seq_id: SeqId
 
 
+def place_of(raw: bytes) -> Sequenced | None:
+    """Whose request this is and its number, if that much can be read of a body that is wrong otherwise."""
+    try:
+        return Sequenced.model_validate_json(raw)
+    except ValidationError:
+        return None
+
+
 class Adam(Body):
     """AdamW (arXiv 1711.05101); `grad_clip_norm` 0 does not clip."""
 
@@ -113,6 +121,15 @@ class SaveForSampler(Sequenced):
     sampling_session_seq_id: Number | None = None
     kind: str = "snapshot"
     ttl_seconds: Seconds | None = None
+    user_metadata: dict[str, str] | None = None
+
+
+class SaveExternal(Sequenced):
+    """Write the adapter as files to take away."""
+
+    path: str
+    ttl_seconds: Seconds | None = None
+    age_encryption_recipients: Annotated[tuple[str, ...], Field(max_length=10)] | None = None
     user_metadata: dict[str, str] | None = None
 
 

@@ -2,9 +2,11 @@
 
     tinker://<run>/weights/<name>            trainer and optimizer, to go on from
     tinker://<run>/sampler_weights/<name>    a version in the server's adapter store, which chats can name too
+    tinker://<run>/external_weights/<name>   the adapter as files, in PEFT's layout, to take away
 
     <state>/tinker/runs/<run>/<kind>/<name>/record.json       what is known of it
     <state>/tinker/runs/<run>/weights/<name>/<number>/        a state (`sdk.state`), the one that the record names
+    <state>/tinker/runs/<run>/external_weights/<name>/<number>/   the files
 
 The record is written last and in one step: what has a record is whole, what has none was never saved, and what is
 overwritten is the old one until it is the new one. A checkpoint past its time to live is not found any more, and
@@ -30,8 +32,8 @@ from groupwise import adapter_files as files
 from groupwise.errors import GroupwiseError, RequestError
 from groupwise.server.envelope import echo
 
-WEIGHTS, SAMPLER_WEIGHTS = "weights", "sampler_weights"
-TYPES = {WEIGHTS: "training", SAMPLER_WEIGHTS: "sampler"}
+WEIGHTS, SAMPLER_WEIGHTS, EXTERNAL_WEIGHTS = "weights", "sampler_weights", "external_weights"
+TYPES = {WEIGHTS: "training", SAMPLER_WEIGHTS: "sampler", EXTERNAL_WEIGHTS: "external"}
 RECORD = "record.json"
 
 _RUN = re.compile(r"[0-9a-f]{32}:train:[0-9]{1,9}")
@@ -47,7 +49,7 @@ class CheckpointNotFoundError(GroupwiseError, LookupError):
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """One checkpoint. `created` and `expires` are seconds since 1970; `lora` is its adapter's rank and targets;
-    `state` is the directory of one to go on from, `version` the adapter version of one for sampling."""
+    `state` is the directory of one to go on from or to take away, `version` the adapter version of one for sampling."""
 
     run: str
     kind: str
@@ -60,6 +62,7 @@ class Checkpoint:
     state: str | None = None
     version: str | None = None
     size_bytes: int = 0
+    published: bool = False
 
     @property
     def path(self) -> str:
@@ -73,7 +76,7 @@ class Checkpoint:
             "time": _iso(self.created),
             "tinker_path": self.path,
             "size_bytes": self.size_bytes,
-            "public": False,
+            "public": self.published,
             "user_metadata": self.user_metadata,
             "expires_at": None if self.expires is None else _iso(self.expires),
         }
@@ -87,8 +90,8 @@ def parse_path(path: str) -> tuple[str, str, str]:
     """A tinker:// path -> run, kind, name. Raises RequestError."""
     parts = path.removeprefix("tinker://").split("/")
     if not path.startswith("tinker://") or len(parts) != 3 or parts[1] not in TYPES or not _RUN.fullmatch(parts[0]):
-        shape = "tinker://<run>/weights/<name> or tinker://<run>/sampler_weights/<name>"
-        raise RequestError(f"{echo(path)} is no path of a checkpoint", hint=f"it looks like {shape}", param="path")
+        hint = f"it looks like tinker://<run>/weights/<name>; in place of weights may be {' or '.join([*TYPES][1:])}"
+        raise RequestError(f"{echo(path)} is no path of a checkpoint", hint=hint, param="path")
     check_checkpoint_name(parts[2])
     return parts[0], parts[1], parts[2]
 
@@ -106,22 +109,24 @@ class Checkpoints:
     def __init__(self, root: Path):
         self._runs = root / "runs"
         self._writing = threading.Lock()
-        for place in self._runs.glob(f"*/{WEIGHTS}/*/"):  # what was being saved when the server ended
+        for place in [*self._runs.glob(f"*/{WEIGHTS}/*/"), *self._runs.glob(f"*/{EXTERNAL_WEIGHTS}/*/")]:
+            # what was being saved when the server ended
             found = self._read(place / RECORD, also_expired=True)
             for each in place.iterdir():
                 if each.is_dir() and (found is None or each.name != found.state):
                     shutil.rmtree(each, ignore_errors=True)
 
-    def new_state(self, run: str, name: str) -> Path:
-        """Where a state of tinker://`run`/weights/`name` is to be written, before it is recorded."""
-        return self._place(run, WEIGHTS, name) / uuid4().hex
+    def new_state(self, run: str, kind: str, name: str) -> Path:
+        """Where the files of tinker://`run`/`kind`/`name` are to be written, before it is recorded."""
+        return self._place(run, kind, name) / uuid4().hex
 
     def directory(self, checkpoint: Checkpoint) -> Path:
-        """The state of one to go on from."""
+        """The files of one to go on from, or to take away."""
         return self._place(checkpoint.run, checkpoint.kind, checkpoint.name) / str(checkpoint.state)
 
-    def record(self, checkpoint: Checkpoint) -> None:
-        """What was saved can be found from now on, in place of what had its name. Raises StorageError."""
+    def record(self, checkpoint: Checkpoint) -> Checkpoint:
+        """What was saved can be found from now on, in place of what had its name -> what is recorded of it. Raises
+        StorageError."""
         with self._writing:
             before = self._read(self._record(checkpoint), also_expired=True)
             if checkpoint.state is not None:
@@ -130,6 +135,7 @@ class Checkpoints:
             self._write(checkpoint)
             if before is not None and before.state is not None:
                 shutil.rmtree(self.directory(before), ignore_errors=True)
+        return checkpoint
 
     def keep_for(self, path: str, seconds: int | None) -> Checkpoint:
         """Let it expire so many seconds from now, or never. Raises as `find`, and StorageError."""
@@ -137,6 +143,11 @@ class Checkpoints:
             kept = replace(self.find(path), expires=None if seconds is None else time.time() + seconds)
             self._write(kept)
         return kept
+
+    def publish(self, path: str, published: bool) -> None:
+        """Mark it as published, or no longer. Raises as `find`, and StorageError."""
+        with self._writing:
+            self._write(replace(self.find(path), published=published))
 
     def find(self, path: str) -> Checkpoint:
         """The checkpoint of a path. Raises RequestError, CheckpointNotFoundError."""

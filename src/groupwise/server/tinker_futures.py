@@ -176,11 +176,14 @@ class Futures:
 class Sequence:
     """Requests of one model, run one after the other by their numbers. `due` is the next one.
 
-    If it does not come within `gap_s`, while later ones wait and nothing runs, those fail, and may come again.
+    If it does not come within `gap_s`, while later ones wait and nothing runs, it is passed over: the later ones run,
+    and it is refused should it come after all. What was passed over may have been part of a batch: `gap` says which
+    numbers it was, until `forgive`.
     """
 
     def __init__(self, futures: Futures, *, gap_s: float):
         self.due = 0
+        self.gap: str | None = None
         self._futures, self._gap_s = futures, gap_s
         self._waiting: dict[int, tuple[Future, Callable[[], Awaitable[Answer]]]] = {}
         self._task: asyncio.Task[None] | None = None
@@ -189,39 +192,54 @@ class Sequence:
     def add(self, number: int, future: Future, work: Callable[[], Awaitable[Answer]]) -> None:
         """Run `work` when its turn comes, and finish `future` with its answer."""
         if number < self.due:
-            gone = f"seq_id {number} was answered, and its answer is forgotten; the next is {self.due}"
-            future.finish(failure(RequestError(gone, hint="fetch answers within an hour")))
+            late = f"seq_id {number} comes too late: the next is {self.due}"
+            hint = "it was answered, and its answer forgotten, or did not come in time (tinker_gap_s)"
+            future.finish(failure(RequestError(late, hint=hint)))
         elif number > self.due + AHEAD:
             future.again = True
             ahead = f"seq_id is {number} and the next is {self.due}: more than {AHEAD} ahead"
             future.finish(failure(RequestError(ahead, hint="number requests from 1, without gaps")))
         else:
             self._waiting[number] = future, work
-            if self._task is None:
-                self._disarm()
-                self._task = asyncio.create_task(self._run())
+            self._start()
+
+    def forgive(self) -> str | None:
+        """`gap`, which is told once."""
+        gap, self.gap = self.gap, None
+        return gap
 
     def close(self) -> None:
         """Run nothing more; what waits fails."""
         self._disarm()
         self._fail("the session has ended")
 
-    async def _run(self) -> None:
-        while (entry := self._waiting.pop(self.due, None)) is not None:
-            await self._futures.settle(*entry)
-            self.due += 1
-        self._task = None
-        if self._waiting:
-            self._timer = asyncio.get_running_loop().call_later(self._gap_s, self._give_up)
+    def _start(self) -> None:
+        if self._task is None:
+            self._disarm()
+            self._task = asyncio.create_task(self._run())
 
-    def _give_up(self) -> None:
+    async def _run(self) -> None:
+        try:
+            while (entry := self._waiting.pop(self.due, None)) is not None:
+                self.due += 1
+                await self._futures.settle(*entry)
+        finally:
+            self._task = None
+        if self._waiting:
+            self._timer = asyncio.get_running_loop().call_later(self._gap_s, self._pass_over)
+
+    def _pass_over(self) -> None:
+        """Go on with the first that is there."""
         first = min(self._waiting)
-        self._fail(f"seq_id {first} waits for {self.due}, which did not come within {self._gap_s:g} s")
+        numbers = f"seq_id {self.due}" + (f" to {first - 1}" if first > self.due + 1 else "")
+        self.gap = f"{numbers} did not come within {self._gap_s:g} s"
+        log.warning("tinker request %s runs without what is before it: %s", self._waiting[first][0].id, self.gap)
+        self.due = first
+        self._start()
 
     def _fail(self, why: str) -> None:
         for future, _ in self._waiting.values():
-            future.again = True
-            future.finish(failure(RequestError(why, hint="send the one that is missing, then these again")))
+            future.finish(failure(RequestError(why)))
         self._waiting.clear()
 
     def _disarm(self) -> None:

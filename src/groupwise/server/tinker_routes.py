@@ -10,23 +10,28 @@ read) is an error of HTTP. These routes are Tinker's and not in /openapi.json; d
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, cast
+from datetime import UTC, datetime
+from email.utils import formatdate
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import FileResponse
 
-from groupwise.errors import GroupwiseError, RequestError
+from groupwise.errors import GroupwiseError, MediaTypeError, RequestError
 from groupwise.model import STARTER, STARTER_DIR
 from groupwise.server import tinker_bodies as bodies
 from groupwise.server.bodies import check_content_type, read_body
 from groupwise.server.envelope import echo
 from groupwise.server.state import Server
 from groupwise.server.tinker_checkpoints import SAMPLER_WEIGHTS, WEIGHTS, Checkpoint, Checkpoints
-from groupwise.server.tinker_futures import PROTOBUF, Futures, answer
+from groupwise.server.tinker_downloads import ARCHIVE, Downloads, Link
+from groupwise.server.tinker_futures import PROTOBUF, Answer, Futures, answer
 from groupwise.server.tinker_proto import DecodeError, ForwardBackwardRequest
 from groupwise.server.tinker_sampling import Samplers
 from groupwise.server.tinker_sessions import HeartbeatGoneError, SessionGoneError, Sessions
-from groupwise.server.tinker_training import ATTENTION, MLP, Models, lora_of, trains
+from groupwise.server.tinker_training import ATTENTION, MLP, Model, Models, check_optimizer, lora_of, trains
 from groupwise.types import PolicyVersion
 
 if TYPE_CHECKING:
@@ -36,6 +41,8 @@ POLL_S = 10.0  # the longest that /retrieve_future waits
 PAGE = 100  # checkpoints or runs of one listing, where the request does not say
 AT_ONCE = 2000  # samples that one client may have under way
 SILENT_S = 60.0  # six heartbeats; a session that misses them goes when its models are in the way
+
+S = TypeVar("S", bound=bodies.Sequenced)
 
 router = APIRouter(prefix="/api/v1", include_in_schema=False)
 
@@ -57,6 +64,7 @@ class Tinker:
         self.futures = Futures(most=config.tinker_pending, without=str(config.state_dir.absolute()))
         self.models = Models(server.base, self.futures, self.checkpoints, config=config)
         self.samplers = Samplers(server, self.models, self.futures, self.checkpoints, root=root)
+        self.downloads = Downloads(root / "exports", self.models, self.checkpoints, server.store)
         self.sessions = Sessions(idle_s=config.tinker_idle_s, ended=self._ended)
 
     async def _ended(self, session: str) -> None:
@@ -109,6 +117,12 @@ async def healthz() -> Any:
 @router.post("/client/config")
 async def client_config(http: Request) -> Any:
     return {"sample_max_concurrent_requests": min(AT_ONCE, tinker_of(http).server.config.tinker_pending)}
+
+
+@router.post("/client/dynamic_config")
+async def dynamic_config(http: Request) -> Any:
+    """Of what `client_config` says nothing changes."""
+    return await client_config(http)
 
 
 @router.post("/telemetry")
@@ -168,7 +182,7 @@ async def create_model(http: Request) -> Any:
     tinker, body = tinker_of(http), await read_body(http, bodies.CreateModel)
     tinker.sessions.touch(body.session_id)
     tinker.models.check_base(body.base_model)
-    _check_optimizer(body.optimizer_config)
+    check_optimizer(body.optimizer_config)
     seed = 0 if body.lora_config is None else body.lora_config.seed or 0
     metadata = bodies.check_metadata(body.user_metadata)
     lora = lora_of(body.lora_config)
@@ -178,19 +192,23 @@ async def create_model(http: Request) -> Any:
 
 @router.post("/load_weights")
 async def load_weights(http: Request) -> Any:
-    tinker, body = tinker_of(http), await read_body(http, bodies.LoadWeights)
-    _check_optimizer(body.optimizer_config)
-    tinker.models.check_base(body.base_model)
+    tinker = tinker_of(http)
+    try:
+        body = await read_body(http, bodies.LoadWeights)
+    except RequestError as error:
+        return await _refused(http, error)
     if body.model_id is not None and body.seq_id is not None:
         model = tinker.models.find(body.model_id)
         return tinker.models.request(model, body.seq_id, lambda: tinker.models.load_weights(model, body))
+    check_optimizer(body.optimizer_config)
+    tinker.models.check_base(body.base_model)
     if body.session_id is None or body.model_seq_id is None:
         raise RequestError("there is neither session_id with model_seq_id nor model_id with seq_id")
     tinker.sessions.touch(body.session_id)
     saved = await asyncio.to_thread(tinker.checkpoints.find, body.path)
     if saved.kind != WEIGHTS:
         hint = "go on from what save_state (save_weights) saved"
-        raise RequestError(f"{body.path} is for sampling, and has no state of the trainer", hint=hint, param="path")
+        raise RequestError(f"{body.path} has no state of the trainer", hint=hint, param="path")
     load, metadata = {"saved": saved, "optimizer": body.optimizer}, bodies.check_metadata(body.user_metadata)
     await tinker.make_room()
     return tinker.models.create(body.session_id, body.model_seq_id, saved.lora, load=load, user_metadata=metadata)
@@ -235,29 +253,46 @@ async def forward_backward(http: Request) -> Any:
 
 @router.post("/optim_step")
 async def optim_step(http: Request) -> Any:
-    tinker, body = tinker_of(http), await read_body(http, bodies.OptimStep)
-    model = tinker.models.find(body.model_id)
-    return tinker.models.request(model, body.seq_id, lambda: tinker.models.optim_step(model, body))
+    return await _in_turn(http, bodies.OptimStep, tinker_of(http).models.optim_step)
 
 
 @router.post("/save_weights")
 async def save_weights(http: Request) -> Any:
-    tinker, body = tinker_of(http), await read_body(http, bodies.SaveWeights)
-    model = tinker.models.find(body.model_id)
-    return tinker.models.request(model, body.seq_id, lambda: tinker.models.save_weights(model, body))
+    return await _in_turn(http, bodies.SaveWeights, tinker_of(http).models.save_weights)
 
 
 @router.post("/save_weights_for_sampler")
 async def save_weights_for_sampler(http: Request) -> Any:
-    tinker, body = tinker_of(http), await read_body(http, bodies.SaveForSampler)
-    model = tinker.models.find(body.model_id)
-    return tinker.models.request(model, body.seq_id, lambda: tinker.samplers.snapshot(model, body))
+    return await _in_turn(http, bodies.SaveForSampler, tinker_of(http).samplers.snapshot)
 
 
-def _check_optimizer(optimizer: bodies.Optimizer | None) -> None:
-    if optimizer is not None and optimizer.type != "adamw":
-        hint = "leave optimizer_config out"
-        raise RequestError(f"the optimizer {echo(optimizer.type)} is not here; adamw is", hint=hint)
+@router.post("/save_weights_external")
+async def save_weights_external(http: Request) -> Any:
+    return await _in_turn(http, bodies.SaveExternal, tinker_of(http).downloads.save_external)
+
+
+async def _in_turn(http: Request, kind: type[S], work: Callable[[Model, S], Awaitable[Answer]]) -> dict[str, str]:
+    """A request that runs when its number comes -> its id."""
+    try:
+        body = await read_body(http, kind)
+    except (RequestError, MediaTypeError) as error:
+        return await _refused(http, error)
+    models = tinker_of(http).models
+    model = models.find(body.model_id)
+    return models.request(model, body.seq_id, lambda: work(model, body))
+
+
+async def _refused(http: Request, error: GroupwiseError) -> dict[str, str]:
+    """A refusal as the answer of the number that the client gave to the request: without one, all later requests would
+    wait for it. Raises `error` where model and number cannot be read."""
+    if (place := bodies.place_of(await http.body())) is None:
+        raise error
+    models = tinker_of(http).models
+
+    async def refuse() -> Answer:
+        raise error
+
+    return models.request(models.find(place.model_id), place.seq_id, refuse)
 
 
 # ---- sampling ----
@@ -347,6 +382,83 @@ async def delete_checkpoint(http: Request, run: str, kind: str, name: str) -> Re
 async def set_ttl(http: Request, run: str, kind: str, name: str) -> Any:
     body, store = await read_body(http, bodies.Ttl), tinker_of(http).checkpoints
     return (await asyncio.to_thread(store.keep_for, f"tinker://{run}/{kind}/{name}", body.ttl_seconds)).public()
+
+
+@router.post("/training_runs/{run}/checkpoints/{kind}/{name}/publish")
+async def publish(http: Request, run: str, kind: str, name: str) -> Response:
+    """A mark in the listings: whoever has the server's key can read every checkpoint."""
+    await asyncio.to_thread(tinker_of(http).checkpoints.publish, f"tinker://{run}/{kind}/{name}", True)
+    return Response(status_code=204)
+
+
+@router.delete("/training_runs/{run}/checkpoints/{kind}/{name}/publish")
+async def unpublish(http: Request, run: str, kind: str, name: str) -> Response:
+    await asyncio.to_thread(tinker_of(http).checkpoints.publish, f"tinker://{run}/{kind}/{name}", False)
+    return Response(status_code=204)
+
+
+@router.get("/training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls")
+async def external_weights_urls(http: Request, run: str, kind: str, name: str) -> Any:
+    link, names = await asyncio.to_thread(tinker_of(http).downloads.files, f"tinker://{run}/{kind}/{name}")
+    urls = {each: _address(http, link, each) for each in names}
+    return {"urls": urls, "expires": datetime.fromtimestamp(link.until, UTC).isoformat()}
+
+
+@router.get("/training_runs/{run}/checkpoints/{kind}/{name}/archive")
+async def archive(http: Request, run: str, kind: str, name: str) -> Response:
+    """Where the archive is, as packages up to 0.25 expect it: a redirection that they do not follow themselves."""
+    link = await tinker_of(http).downloads.archive(f"tinker://{run}/{kind}/{name}")
+    expires = formatdate(link.until, usegmt=True)
+    return Response(status_code=302, headers={"location": _address(http, link, ARCHIVE), "expires": expires})
+
+
+@router.get("/links/{token}/{name}")
+async def download(http: Request, token: str, name: str) -> FileResponse:
+    return FileResponse(tinker_of(http).downloads.find(token, name), media_type="application/octet-stream")
+
+
+@router.get("/billing/usage/checkpoints/current")
+async def storage(http: Request) -> Any:
+    """What checkpoints take on the disk. It costs what the disk costs."""
+    sizes = [each.size_bytes for each in await asyncio.to_thread(tinker_of(http).checkpoints.list)]
+    used = {"checkpoint_count": len(sizes), "size_bytes": sum(sizes), "size_gigabytes": sum(sizes) / 1e9}
+    return {"data": [used] if sizes else []}
+
+
+# ---- what has no meaning on a server of one's own ----
+NOT_OFFERED = {
+    "GET /billing/usage/events": ("nothing is billed here", "/metrics counts tokens and requests"),
+    "GET /audit": ("no audit log is kept", "the server's log has its requests"),
+    "PUT /sessions/{session}/project": ("there are no projects", "leave project_id out"),
+    "POST /copy_weights": ("there are no projects to copy into", "load the path, and save it under a new name"),
+    "GET /sessions/{session}/trace_export": ("sessions are not traced", "the server's log has its requests"),
+    "POST /sessions/search": ("sessions are not kept after their end", "GET /api/v1/sessions lists those that live"),
+    "POST /create_custom_loss": ("losses of your own run in the client", "use forward_backward_custom"),
+    "POST /auth/token": ("there are no accounts", "send the server's key as TINKER_API_KEY=tml-<key>"),
+    "GET /auth/apikey/me": ("there are no accounts", "the server has one key, GROUPWISE_API_KEY"),
+}
+
+
+class NotOfferedError(GroupwiseError):
+    """A route of Tinker's that has no meaning on this server."""
+
+    code, status, exit_code = "not_offered", 404, 2
+
+
+def _refusing(route: str, why: str, hint: str) -> None:
+    method, path = route.split()
+
+    @router.api_route(path, methods=[method])
+    async def refuse() -> None:
+        raise NotOfferedError(f"{route.replace(' /', ' /api/v1/')} is not offered: {why}", hint=hint)
+
+
+for _route, _why in NOT_OFFERED.items():
+    _refusing(_route, *_why)
+
+
+def _address(http: Request, link: Link, name: str) -> str:
+    return f"{http.base_url}api/v1/links/{link.token}/{name}"
 
 
 def _page(found: list[Any], limit: int, offset: int) -> tuple[list[Any], dict[str, int]]:

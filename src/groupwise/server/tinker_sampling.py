@@ -99,7 +99,7 @@ class Samplers:
             found = await asyncio.to_thread(self._checkpoints.find, body.model_path)
             if found.version is None:
                 hint = "sample from what save_weights_for_sampler saved"
-                raise RequestError(f"{body.model_path} is a state of the trainer", hint=hint, param="model_path")
+                raise RequestError(f"{body.model_path} is not for sampling", hint=hint, param="model_path")
             version = policies.resolve(adapter=found.version)
         name = self._models.base.name
         sampler = Sampler(id, body.session_id, policies, version, name, body.model_path)

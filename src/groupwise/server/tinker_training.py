@@ -22,8 +22,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from groupwise import adapter_files as files
 from groupwise.errors import ConflictError, OverloadedError, RequestError
 from groupwise.model import LoadedModel
+from groupwise.sdk import state
 from groupwise.sdk.losses import CROSS_ENTROPY, datum_loss
 from groupwise.sdk.trainer import AdamParams, TrainingClient, TrainingService
 from groupwise.server import tinker_bodies as bodies
@@ -70,6 +72,13 @@ def lora_of(config: bodies.Lora | None) -> dict[str, Any]:
         raise RequestError("train_attn and train_mlp are both false: there is nothing to train", param="lora_config")
     both = config.train_attn and config.train_mlp
     return {"rank": config.rank, "targets": "all-linear" if both else ATTENTION if config.train_attn else MLP}
+
+
+def check_optimizer(optimizer: bodies.Optimizer | None) -> None:
+    """Raise RequestError unless it is AdamW."""
+    if optimizer is not None and optimizer.type != "adamw":
+        hint = "leave optimizer_config out"
+        raise RequestError(f"the optimizer {echo(optimizer.type)} is not here; adamw is", hint=hint)
 
 
 def trains(lora: Mapping[str, Any], modules: Collection[str]) -> bool:
@@ -153,7 +162,7 @@ class Models:
 
         async def work() -> Answer:
             try:
-                model.client = await asyncio.to_thread(self._client, model, seed)
+                model.client = await asyncio.to_thread(self._client, id, lora, seed=seed)
                 if load is None:
                     return answer(type="create_model", model_id=id)
                 return await self._load(model, **load)
@@ -178,6 +187,12 @@ class Models:
         return Answer(await asyncio.to_thread(run, model.trainer, message))
 
     async def optim_step(self, model: Model, body: bodies.OptimStep) -> Answer:
+        if (gap := model.sequence.forgive()) is not None:
+            await model.trainer.zero_grad()
+            raise RequestError(
+                f"{gap}, so that the batch may lack a part: no step was made, and the gradient is forgotten",
+                hint="send the whole batch again",
+            )
         if body.adam_params is None:
             kind = (body.optimizer_params or {}).get("type")
             raise RequestError(f"the optimizer {echo(kind)} is not here", hint="use AdamParams", param="optim_params")
@@ -191,19 +206,27 @@ class Models:
         check_checkpoint_name(name)
         if not body.overwrite and await asyncio.to_thread(self._checkpoints.exists, model.id, WEIGHTS, name):
             raise ConflictError(f"there is a checkpoint {name!r} of this run", hint="set overwrite, or another name")
-        state = await model.trainer.save_state(self._checkpoints.new_state(model.id, name))
-        saved = self.checkpoint(model, WEIGHTS, name, body, state=state.name)
+        directory = self._checkpoints.new_state(model.id, WEIGHTS, name)
+        await self.in_training(model, lambda trainer: state.save(trainer.learner, directory, extra={}))
+        saved = self.checkpoint(model, WEIGHTS, name, body, state=directory.name)
         await asyncio.to_thread(self._checkpoints.record, saved)
         return answer(type="save_weights", path=saved.path)
 
     async def load_weights(self, model: Model, body: bodies.LoadWeights) -> Answer:
+        self.check_base(body.base_model)
+        check_optimizer(body.optimizer_config)
         saved = await asyncio.to_thread(self._checkpoints.find, body.path)
         if saved.lora != dict(model.lora):
             raise ConflictError(f"{body.path} has an adapter of {saved.lora}, and the model {dict(model.lora)}")
         return await self._load(model, saved=saved, optimizer=body.optimizer)
 
     def checkpoint(
-        self, model: Model, kind: str, name: str, body: bodies.SaveWeights | bodies.SaveForSampler, **more: Any
+        self,
+        model: Model,
+        kind: str,
+        name: str,
+        body: bodies.SaveWeights | bodies.SaveForSampler | bodies.SaveExternal,
+        **more: Any,
     ) -> Checkpoint:
         """What is recorded of a checkpoint."""
         return Checkpoint(
@@ -217,6 +240,22 @@ class Models:
             **more,
         )
 
+    async def write_adapter(self, saved: Checkpoint, directory: Path) -> None:
+        """The adapter of a state, as PEFT has it. Raises StorageError, and ConfigError for another base model's."""
+        client = await asyncio.to_thread(self._client, f"{saved.path} to take away", saved.lora)
+
+        def write() -> None:
+            client.load_now(self._checkpoints.directory(saved))
+            with files.writing(f"writing the adapter of {saved.path}"):
+                directory.mkdir(parents=True)
+                client.learner.save_adapter(directory)
+
+        try:
+            await client.service.submit(write)
+        finally:
+            if client.service is not self._shared:
+                client.service.close(wait=False)
+
     async def in_training(self, model: Model, work: Callable[[TrainingClient], T]) -> T:
         """`work` between two of the model's requests, in the thread that trains."""
         trainer = model.trainer
@@ -224,15 +263,15 @@ class Models:
 
     # -- in threads ------------------------------------------------------------------------------------------------
 
-    def _client(self, model: Model, seed: int) -> TrainingClient:
-        spec = LoraSpec(rank=model.lora["rank"], alpha=ALPHA, targets=model.lora["targets"])
+    def _client(self, name: str, lora: Mapping[str, Any], *, seed: int = 0) -> TrainingClient:
+        spec = LoraSpec(rank=lora["rank"], alpha=ALPHA, targets=lora["targets"])
         with self._lock:
             service = self._shared
             if service is None:
                 service = TrainingService(self.base, threads=self._threads)
                 service.submit(_lower_priority).result()
             try:
-                client = service.create_training_client(name=model.id, lora=spec, seed=seed)
+                client = service.create_training_client(name=name, lora=spec, seed=seed)
             except BaseException:
                 if service is not self._shared:
                     service.close()
