@@ -79,7 +79,13 @@ def built_in_data(*, mask: bool) -> list[Datum]:
     [
         ("importance_sampling", {}, 3.01245, [[0, -0.86365, 0, -0.78147], [0.78147, 3.169, 0.7071]]),
         ("ppo", {}, 3.02758, [[0, 0, 0, -0.78147], [0.78147, 3.169, 0.7071]]),
-        ("cispo", {}, -1.37994, [[0, -0.84852, 0, -0.78147], [0.78147, 0.84852, 0.7071]]),
+        ("cispo", {}, -5.32608, [[0, -0.86365, 0, -0.78147], [0.78147, 2.8284, 0.7071]]),
+        (
+            "cispo",
+            {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+            -1.37994,
+            [[0, -0.84852, 0, -0.78147], [0.78147, 0.84852, 0.7071]],
+        ),
         ("dro", {}, -1.13782, [[-0.005, -0.6971, -0.025, -0.7021], [0.7121, 0.7821, 0.7071]]),
         ("gspo", {}, 1.97291, [[0, -0.82153, 0, -0.82153], [1.20533] * 3]),
         (
@@ -125,11 +131,34 @@ def test_a_kl_has_a_gradient() -> None:
         ("sapo", {}, "there is no loss 'sapo'; built in: cross_entropy"),
         ("ppo", {"eps": 0.2}, "'eps' is no knob of ppo; valid: clip_low_threshold, clip_high_threshold"),
         ("cross_entropy", {"beta": 1.0}, "valid: none"),
+        ("ppo", {"clip_low_threshold": 1.5}, "clip_low_threshold is 1.5; it must be in [0, 1]"),
+        ("cispo", {"clip_low_threshold": -0.1}, "clip_low_threshold is -0.1; it must be in [0, 1]"),
+        ("gspo", {"clip_high_threshold": 0.2}, "clip_high_threshold is 0.2; it must be 1 or more"),
+        ("ppo", {"clip_high_threshold": float("inf")}, "clip_high_threshold is inf; it must be 1 or more"),
+        ("ppo", {"clip_low_threshold": float("nan")}, "clip_low_threshold is nan; it must be in [0, 1]"),
+        ("ppo", {"clip_low_threshold": "x"}, "clip_low_threshold is 'x'; it must be in [0, 1]"),
+        ("dro", {"beta": 0}, "beta is 0; it must be positive"),
+        ("dro", {"beta": True}, "beta is True; it must be positive"),
     ],
 )
 def test_an_unknown_loss_or_knob_is_refused(name: str, config: dict[str, float], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError) as refused:
         losses.built_in(name, config)
+    assert message in str(refused.value)
+
+
+def test_defaults_are_the_published_ones() -> None:
+    """Tinker's pages of each loss, and its tutorial 202; none is published for gspo."""
+    assert losses.BUILT_IN == {
+        "cross_entropy": {},
+        "importance_sampling": {},
+        "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+        "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+        "dro": {"beta": 0.05},
+        "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    }
+    for name, knobs in losses.BUILT_IN.items():
+        assert losses.built_in(name) == losses.built_in(name, knobs)
 
 
 @pytest.mark.parametrize(

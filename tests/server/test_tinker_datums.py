@@ -47,7 +47,7 @@ def test_several_targets_a_position_are_a_datum_each() -> None:
     assert first.loss_fn_inputs["weights"] == (0.5, 1, 0.5) and second.loss_fn_inputs["weights"] == (0.25, 0, 0.5)
     assert widths_of(message) == [None, 2]
     (_, unweighted) = datums_of(request("m", 1, [([5, 6, 7], {"target_tokens": targets})]))
-    assert unweighted.loss_fn_inputs["weights"] == (0, 0, 0)
+    assert unweighted.loss_fn_inputs["weights"] == (1, 1, 1)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ pytest.importorskip("tinker", "0.38")
 
 import tinker
 
+from groupwise.server import tinker_bodies as bodies
 from serving import running
 from tinker_wire import tinker_site
 from whole_server import Whole
@@ -46,6 +47,17 @@ def model(site: tuple[Whole, str]) -> str:
 def datum(tokens: list[int], **values: Any) -> Any:
     inputs = {"target_tokens": tokens[1:], **values}
     return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
+
+
+def test_defaults_are_the_packages() -> None:
+    """What a client leaves out has the value that the package would have sent."""
+    pairs = [
+        (bodies.Adam(), types.AdamParams()),
+        (bodies.Params(), types.SamplingParams()),
+        (bodies.Lora(rank=32), types.LoraConfig(rank=32)),
+    ]
+    for mine, given in pairs:
+        assert given.model_dump(include=set(type(mine).model_fields)) == mine.model_dump()
 
 
 def test_supervised_steps_lower_the_loss_and_a_chunked_batch_is_one_batch(service: Any, model: str) -> None:

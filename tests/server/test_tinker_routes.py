@@ -46,7 +46,7 @@ def test_losses_are_those_of_the_published_tables(wire: Wire) -> None:
         for i in range(2):
             for lp, lq, a in zip(p[i], q[i], advantages[i], strict=True):
                 if loss == "cispo":
-                    total -= min(max(math.exp(lp - lq), 0.8), 1.2) * lp * a
+                    total -= min(math.exp(lp - lq), 4.0) * lp * a
                 else:
                     total -= lp * a - 0.025 * (lp - lq) ** 2
         return total
@@ -80,6 +80,19 @@ def test_a_custom_loss_through_signed_weights_is_the_built_in_one(wire: Wire) ->
     one = wire.gradient(builtin)
     np.testing.assert_allclose(one, wire.gradient(custom), atol=1e-5)
     assert np.abs(one).max() > 1e-3
+
+
+def test_cross_entropy_without_weights_weighs_every_target_one(wire: Wire) -> None:
+    bare, weighed = wire.model(0), wire.model(1)
+    tokens = [[9, 8, 7, 6, 5], [4, 3, 2, 1]]
+    data = [[datum(row) for row in tokens], [datum(row, weights=[1.0] * (len(row) - 1)) for row in tokens]]
+    for forward_only in (True, False):
+        found = [
+            wire.backward_answer(model, 2 - forward_only, rows, forward_only=forward_only)[1]["loss:sum"]
+            for model, rows in zip((bare, weighed), data, strict=True)
+        ]
+        assert found[0] == pytest.approx(found[1]) and found[0] > 1
+    assert np.array_equal(wire.gradient(bare), wire.gradient(weighed)) and np.abs(wire.gradient(bare)).max() > 1e-3
 
 
 # ---- order ----

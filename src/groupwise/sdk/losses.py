@@ -5,7 +5,7 @@ Built in, for `forward_backward(data, name, config)`: sums over trained tokens; 
     cross_entropy        -sum w p                                                             weights
     importance_sampling  -sum r A                                                             logprobs, advantages
     ppo                  -sum min(r A, clip(r, low, high) A)                                  clip_*_threshold .8, 1.2
-    cispo                -sum sg(clip(r, low, high)) p A                                      clip_*_threshold .8, 1.2
+    cispo                -sum sg(clip(r, low, high)) p A                                      clip_*_threshold 0, 4
     dro                  -sum (p A - beta / 2 (p - q)^2)                                      beta .05
     gspo                 ppo with the ratio exp(mean (p - q)) of the sequence's trained tokens
 
@@ -22,6 +22,7 @@ in `optim_step`; the reduction of a `LossSpec` of your own is taken over the who
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Protocol
@@ -38,9 +39,14 @@ BUILT_IN: Mapping[str, Mapping[str, float]] = {  # name -> its knobs and their d
     CROSS_ENTROPY: {},
     "importance_sampling": {},
     "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
-    "cispo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
     "dro": {"beta": 0.05},
     "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+}
+_BOUNDS: Mapping[str, tuple[Callable[[float], bool], str]] = {
+    "clip_low_threshold": (lambda value: 0 <= value <= 1, "in [0, 1]: the smallest ratio"),
+    "clip_high_threshold": (lambda value: 1 <= value < math.inf, "1 or more: the largest ratio"),
+    "beta": (lambda value: 0 < value < math.inf, "positive"),
 }
 _PRESET = {CROSS_ENTROPY: "reinforce", "ppo": "grpo"}  # where it has another name
 
@@ -52,7 +58,7 @@ def built_in(name: str, config: Mapping[str, float] | None = None) -> LossSpec:
     """A built-in loss. Thresholds are ratios, .8 and 1.2, not distances from 1.
 
     Raises:
-        ConfigError: an unknown name or knob.
+        ConfigError: an unknown name or knob, or a value that the knob cannot have.
     """
     if name not in BUILT_IN:
         raise ConfigError(f"there is no loss {name!r}; built in: {', '.join(BUILT_IN)}", hint="or give a LossSpec")
@@ -61,6 +67,10 @@ def built_in(name: str, config: Mapping[str, float] | None = None) -> LossSpec:
         valid = ", ".join(BUILT_IN[name]) or "none"
         raise ConfigError(f"{unknown[0]!r} is no knob of {name}; valid: {valid}")
     knobs = {**BUILT_IN[name], **(config or {})}
+    for knob, value in knobs.items():
+        valid, wanted = _BOUNDS[knob]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not valid(value):
+            raise ConfigError(f"{knob} is {value!r}; it must be {wanted}")
     overrides: dict[str, Any] = {"reduction": "sum"}
     if name == "gspo":
         overrides["anchor"] = "behaviour"

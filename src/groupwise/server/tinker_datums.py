@@ -99,7 +99,7 @@ def _inputs(message: Any, loss: str, *, where: str) -> dict[str, Any]:
     if inputs[TARGETS].dtype.kind == "f":
         raise RequestError(f"{where}.{TARGETS} is of a float type", hint="targets are int64")
     if loss == CROSS_ENTROPY:
-        inputs.setdefault("weights", np.zeros(inputs[TARGETS].shape))
+        inputs.setdefault("weights", np.ones(inputs[TARGETS].shape))
     elif wide := [name for name, values in inputs.items() if values.ndim == 2]:
         raise RequestError(
             f"{where}.{wide[0]} is of 2 dimensions; {loss} has one target and one value a position",
