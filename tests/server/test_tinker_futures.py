@@ -9,7 +9,7 @@ import pytest
 
 from groupwise.errors import ConfigError, OverloadedError
 from groupwise.server import tinker_futures
-from groupwise.server.tinker_futures import Answer, Futures, Sequence, answer
+from groupwise.server.tinker_futures import Answer, Futures, Turns, answer
 
 
 def working(ran: list[int], number: int) -> Callable[[], Awaitable[Answer]]:
@@ -24,13 +24,13 @@ def working(ran: list[int], number: int) -> Callable[[], Awaitable[Answer]]:
 def test_requests_run_by_their_numbers_once_however_they_arrive() -> None:
     async def scenario(seed: int) -> list[int]:
         futures, ran = Futures(most=100), []
-        sequence = Sequence(futures, gap_s=5)
+        turns = Turns(futures, gap_s=5)
         order = [*range(30), *random.Random(seed).choices(range(30), k=20)]  # some come twice
         random.Random(seed).shuffle(order)
         for number in order:
             future, is_new = futures.begin(f"m:{number}")
             if is_new:
-                sequence.add(number, future, working(ran, number))
+                turns.add(number, future, working(ran, number))
             await asyncio.sleep(0)
         found = [await futures.wait(f"m:{number}", seconds=5) for number in range(30)]
         assert [json.loads(each.body)["number"] for each in found if each] == list(range(30))
@@ -43,10 +43,10 @@ def test_requests_run_by_their_numbers_once_however_they_arrive() -> None:
 def test_ten_thousand_requests_run_in_order_and_go_with_their_session() -> None:
     async def scenario() -> None:
         futures, ran = Futures(most=10_000), []
-        sequence = Sequence(futures, gap_s=60)
+        turns = Turns(futures, gap_s=60)
         for start in range(0, 10_000, 2_500):
             for number in random.Random(start).sample(range(start, start + 2_500), 2_500):
-                sequence.add(number, futures.begin(f"m:{number}", size=10)[0], working(ran, number))
+                turns.add(number, futures.begin(f"m:{number}", size=10)[0], working(ran, number))
             await futures.wait(f"m:{start + 2_499}", seconds=60)
         assert await futures.wait("m:9999", seconds=60) == answer(number=9999)
         assert ran == list(range(10_000)) and len(futures) == 10_000
@@ -60,24 +60,24 @@ def test_ten_thousand_requests_run_in_order_and_go_with_their_session() -> None:
 def test_after_a_gap_those_that_wait_run_and_what_was_missing_comes_too_late() -> None:
     async def scenario() -> None:
         futures, ran = Futures(most=100), []
-        sequence = Sequence(futures, gap_s=0.02)
+        turns = Turns(futures, gap_s=0.02)
 
         def send(number: int) -> None:
             future, is_new = futures.begin(f"m:{number}")
             if is_new:
-                sequence.add(number, future, working(ran, number))
+                turns.add(number, future, working(ran, number))
 
         for number in (0, 2, 3, 6):
             send(number)
         assert await futures.wait("m:6", seconds=5) == answer(number=6)
-        assert ran == [0, 2, 3, 6] and sequence.gap == "seq_id 4 to 5 did not come within 0.02 s"
-        assert sequence.forgive() and sequence.gap is None
+        assert ran == [0, 2, 3, 6] and turns.gap == "seq_id 4 to 5 did not come within 0.02 s"
+        assert turns.forgive() and turns.gap is None
         send(1)
         late = await futures.wait("m:1", seconds=5)
         assert late is not None and "seq_id 1 comes too late: the next is 7" in json.loads(late.body)["error"]
         send(7)
         assert await futures.wait("m:7", seconds=5) == answer(number=7)
-        assert ran == [0, 2, 3, 6, 7] and sequence.gap is None
+        assert ran == [0, 2, 3, 6, 7] and turns.gap is None
 
     asyncio.run(scenario())
 
@@ -85,9 +85,9 @@ def test_after_a_gap_those_that_wait_run_and_what_was_missing_comes_too_late() -
 def test_what_ends_waits_no_longer() -> None:
     async def scenario() -> None:
         futures = Futures(most=100)
-        sequence = Sequence(futures, gap_s=60)
-        sequence.add(3, futures.begin("m:3")[0], working([], 3))
-        sequence.close()
+        turns = Turns(futures, gap_s=60)
+        turns.add(3, futures.begin("m:3")[0], working([], 3))
+        turns.close()
         told = await futures.wait("m:3", seconds=5)
         assert told is not None and json.loads(told.body)["error"] == "the session has ended"
 
@@ -97,7 +97,7 @@ def test_what_ends_waits_no_longer() -> None:
 def test_a_failure_is_an_answer_and_the_next_request_runs() -> None:
     async def scenario() -> None:
         futures, ran = Futures(most=100, without="/secret"), []
-        sequence = Sequence(futures, gap_s=5)
+        turns = Turns(futures, gap_s=5)
 
         async def wrong() -> Answer:
             raise ConfigError("in /secret/place", hint="do it right")
@@ -107,7 +107,7 @@ def test_a_failure_is_an_answer_and_the_next_request_runs() -> None:
 
         for number, work in enumerate((wrong, bug, working(ran, 2))):
             future, _ = futures.begin(f"m:{number}")
-            sequence.add(number, future, work)
+            turns.add(number, future, work)
         first, second, third = [await futures.wait(f"m:{number}", seconds=5) for number in range(3)]
         assert first and second and third == answer(number=2)
         told = json.loads(first.body)

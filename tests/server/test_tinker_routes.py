@@ -95,6 +95,39 @@ def test_cross_entropy_without_weights_weighs_every_target_one(wire: Wire) -> No
     assert np.array_equal(wire.gradient(bare), wire.gradient(weighed)) and np.abs(wire.gradient(bare)).max() > 1e-3
 
 
+@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo", "dro", "gspo", "cross_entropy"])
+def test_metrics_are_of_what_the_policy_said_and_padding_changes_none(wire: Wire, loss: str) -> None:
+    """The same completions behind prompts of other lengths: what clients fill the prompt's part with moves no metric,
+    and the KL to the sampler is that of the completions."""
+    model, tokens = wire.model(), [9, 8, 7, 6, 5, 4, 3, 2]
+    (p,), _ = wire.backward_answer(model, 1, [datum(tokens)], forward_only=True)
+    advantages = [0.0] * 3 + [0.5, -1.0, 0.7, -0.2]
+    gaps = [0.3, -0.2, 0.1, 0.0]
+    found = []
+    for seq, filler in enumerate((0.0, -3.0), start=2):
+        q = [filler] * 3 + [float(lp - gap) for lp, gap in zip(p[3:], gaps, strict=True)]
+        values: dict[str, list[float]] = {"logprobs": q, "advantages": advantages}
+        if loss == "gspo":
+            values["sequence_ratio_mask"] = [0.0] * 3 + [1.0] * 4
+        if loss == "cross_entropy":
+            values = {"weights": [float(a != 0) for a in advantages]}
+        inputs = datum(tokens, **values)
+        if loss == "dro":  # whose penalty is of every position, unless its target is padding
+            inputs[1]["target_tokens"][:3] = [0, 0, 0]
+        found.append(wire.backward_answer(model, seq, [inputs], loss)[1])
+    assert found[0].keys() == found[1].keys()
+    for name, value in found[0].items():
+        assert found[1][name] == pytest.approx(value, abs=1e-6), name
+    if loss != "cross_entropy":
+        kl = np.mean([math.exp(gap) - gap - 1 for gap in gaps])
+        assert found[0]["mismatch/kl:mean"] == pytest.approx(kl, abs=1e-4)
+        assert found[0]["mismatch/logprob_diff_max:max"] == pytest.approx(0.3, abs=1e-4)
+    nothing = datum(tokens, **{name: [0.0] * 7 for name in values if name != "sequence_ratio_mask"})
+    if loss == "gspo":
+        nothing[1]["sequence_ratio_mask"] = [0.0] * 7
+    assert set(wire.backward_answer(model, 4, [nothing], loss)[1]) == {"loss:sum"}
+
+
 # ---- order ----
 def train(wire: Wire, model: str, order: list[int], *, twice: bool = False) -> np.ndarray:
     """Two steps of three chunks each, sent in this order of their numbers -> the adapter."""

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -117,9 +116,16 @@ def rows_of(data: Sequence[Datum], name: str) -> list[tuple[float, ...]] | None:
 
 
 def datum_loss(
-    data: Sequence[Datum], logprobs: Sequence[Tensor], loss: str | LossSpec, config: Mapping[str, float] | None = None
+    data: Sequence[Datum],
+    logprobs: Sequence[Tensor],
+    loss: str | LossSpec,
+    config: Mapping[str, float] | None = None,
+    *,
+    counted: Sequence[Sequence[bool]] | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """A loss over given log-probabilities, [N - 1] for each datum -> (scalar with its graph, metrics).
+
+    `counted`: the targets that are read, in place of the datums' masks.
 
     Raises:
         DataError: the datums lack what it reads, or a row has another length than its datum.
@@ -129,7 +135,8 @@ def datum_loss(
     for i, (datum, row) in enumerate(zip(data, logprobs, strict=True)):
         if len(row) != len(datum.model_input):
             raise DataError(f"logprobs[{i}] has {len(row)} entries; the datum has {len(datum.model_input)} targets")
-    masks = [torch.tensor(datum.mask, dtype=torch.bool) for datum in data]
+    masks = [torch.tensor(marks, dtype=torch.bool) for marks in counted or [datum.mask for datum in data]]
+    sizes = [int(mask.sum()) for mask in masks]
 
     def flat(name: str) -> Tensor | None:
         if name not in data[0].loss_fn_inputs:
@@ -139,14 +146,14 @@ def datum_loss(
     advantages_N = flat(weights_of(loss))
     assert advantages_N is not None
     inputs = LossInputs(
-        row_N=torch.tensor(list(chain.from_iterable([i] * sum(datum.mask) for i, datum in enumerate(data)))),
+        row_N=torch.arange(len(data)).repeat_interleave(torch.tensor(sizes)),
         num_rows=len(data),
         advantages_N=advantages_N,
         behaviour_N=flat("logprobs"),
         old_N=flat("old_logprobs"),
         reference_N=flat("reference_logprobs") if spec.reads_reference else None,
-        total_tokens=float(sum(sum(datum.mask) for datum in data)),
-        total_rows=float(sum(any(datum.mask) for datum in data)),
+        total_tokens=float(sum(sizes)),
+        total_rows=float(sum(size > 0 for size in sizes)),
     )
     logprobs_N = torch.cat([row[mask] for row, mask in zip(logprobs, masks, strict=True)])
     value, metrics = policy_loss(logprobs_N, inputs, spec)

@@ -2,7 +2,7 @@
 
     begin(id)      a new future, or the one that this request already has: a retry is not a second request
     wait(id)       its answer, or None while there is none
-    Sequence       runs the requests of one model strictly by their numbers, in whatever order they arrive
+    Turns          runs the requests of one model strictly by their numbers, in whatever order they arrive
 
 An answer stays for a while after it was fetched first; one that nobody fetches stays longer. Both have an end, and the
 number and the bytes of all of them a bound, so that a client that asks and never fetches costs itself only.
@@ -173,7 +173,7 @@ class Futures:
                 self._forget(future)
 
 
-class Sequence:
+class Turns:
     """Requests of one model, run one after the other by their numbers. `due` is the next one.
 
     If it does not come within `gap_s`, while later ones wait and nothing runs, it is passed over: the later ones run,

@@ -14,7 +14,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,14 +26,15 @@ from groupwise import adapter_files as files
 from groupwise.errors import ConflictError, OverloadedError, RequestError
 from groupwise.model import LoadedModel
 from groupwise.sdk import state
-from groupwise.sdk.losses import CROSS_ENTROPY, datum_loss
+from groupwise.sdk.datums import Datum
+from groupwise.sdk.losses import CROSS_ENTROPY, datum_loss, weights_of
 from groupwise.sdk.trainer import AdamParams, TrainingClient, TrainingService
 from groupwise.server import tinker_bodies as bodies
 from groupwise.server.config import ServeConfig
 from groupwise.server.envelope import echo
 from groupwise.server.tinker_checkpoints import WEIGHTS, Checkpoint, Checkpoints, check_checkpoint_name
 from groupwise.server.tinker_datums import datums_of, encode_output, loss_config, widths_of, wire_metrics
-from groupwise.server.tinker_futures import Answer, Futures, Sequence, answer
+from groupwise.server.tinker_futures import Answer, Futures, Turns, answer
 from groupwise.server.tinker_sessions import GO_ON, SessionGoneError
 from groupwise.train.lora import LoraSpec
 
@@ -52,7 +53,7 @@ class Model:
     id: str
     session: str
     lora: Mapping[str, Any]  # rank and targets
-    sequence: Sequence
+    turns: Turns
     user_metadata: dict[str, str] | None = None
     client: TrainingClient | None = None
     heard: float = field(default_factory=time.time)
@@ -125,7 +126,7 @@ class Models:
     def drop(self, session: str) -> None:
         """Let go of a session's models."""
         for model in self.of(session):
-            model.sequence.close()
+            model.turns.close()
             del self._by_id[model.id]
             if model.client is not None and model.client.service is not self._shared:
                 model.client.service.close(wait=False)
@@ -157,7 +158,7 @@ class Models:
         future, is_new = self._futures.begin(f"{id}:0")
         if not is_new:
             return {"request_id": future.id, "model_id": id}
-        model = Model(id, session, lora, Sequence(self._futures, gap_s=self._gap_s), **options)
+        model = Model(id, session, lora, Turns(self._futures, gap_s=self._gap_s), **options)
         self._by_id[id] = model
 
         async def work() -> Answer:
@@ -170,15 +171,15 @@ class Models:
                 self._by_id.pop(id, None)
                 raise
 
-        model.sequence.add(0, future, work)
+        model.turns.add(0, future, work)
         return {"request_id": future.id, "model_id": id}
 
     def request(self, model: Model, number: int, work: Callable[[], Any], *, size: int = 0) -> dict[str, str]:
         """Run `work` when `number`'s turn comes -> the request's id."""
-        due = number == model.sequence.due
+        due = number == model.turns.due
         future, is_new = self._futures.begin(f"{model.id}:{number}", size=size, due=due)
         if is_new:
-            model.sequence.add(number, future, work)
+            model.turns.add(number, future, work)
         return {"request_id": future.id, "model_id": model.id}
 
     async def forward_backward(self, model: Model, message: Any) -> Answer:
@@ -187,7 +188,7 @@ class Models:
         return Answer(await asyncio.to_thread(run, model.trainer, message))
 
     async def optim_step(self, model: Model, body: bodies.OptimStep) -> Answer:
-        if (gap := model.sequence.forgive()) is not None:
+        if (gap := model.turns.forgive()) is not None:
             await model.trainer.zero_grad()
             raise RequestError(
                 f"{gap}, so that the batch may lack a part: no step was made, and the gradient is forgotten",
@@ -297,9 +298,23 @@ class Models:
 
     def _backward(self, trainer: TrainingClient, message: Any) -> bytes:
         config = loss_config(message)
-        output = trainer.forward_backward(datums_of(message), message.loss_fn, config).result()
-        metrics = wire_metrics(output.metrics, loss=output.metrics.get("loss/policy", 0.0))
+        data = datums_of(message)
+        output = trainer.forward_backward(data, message.loss_fn, config).result()
+        metrics = wire_metrics(
+            _metrics(data, output.logprobs, message.loss_fn, config), loss=output.metrics.get("loss/policy", 0.0)
+        )
         return encode_output(output.logprobs, metrics, widths_of(message))
+
+
+def _metrics(
+    data: Sequence[Datum], logprobs: Sequence[Sequence[float]], loss: str, config: Mapping[str, float]
+) -> dict[str, float]:
+    """Those of what weighs something: the mask of the wire has the prompt's part too, whatever it was filled with."""
+    weights = weights_of(loss)
+    counted = [[bool(w and m) for w, m in zip(d.loss_fn_inputs[weights], d.mask, strict=True)] for d in data]
+    if not any(map(any, counted)):
+        return {}
+    return datum_loss(data, [torch.tensor(row) for row in logprobs], loss, config, counted=counted)[1]
 
 
 def _load_state(trainer: TrainingClient, directory: Path, *, optimizer: bool) -> None:
