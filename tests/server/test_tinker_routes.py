@@ -21,7 +21,7 @@ from groupwise.server.tinker_training import ALPHA
 from groupwise.train.lora import LoraSpec
 from raw_http import connect
 from serving import running
-from tinker_wire import PROTOBUF, Wire, datum, request, sample, snapshot, supervised, tinker_site
+from tinker_wire import PROTOBUF, Wire, datum, read_samples, request, sample, snapshot, supervised, tinker_site
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "algo" / "golden" / "toy_batch.json").read_text())["inputs"]
 
@@ -251,6 +251,33 @@ def test_the_sampler_gives_the_trainers_log_probabilities(wire: Wire) -> None:
     np.testing.assert_allclose(np.frombuffer(last.prompt_logprobs, "<f4"), [np.nan, np.nan, prompt[2]], atol=1e-5)
     stopped = sample(wire, sampler, 2, sampling_params={"max_tokens": 50, "seed": 1, "stop": tokens[:1].tolist()})
     assert stopped.sequences[0].stop_reason in (0, 1)
+
+
+def test_of_snapshots_those_last_sampled_from_stay_and_what_is_in_flight(model_dir: Path, tmp_path: Path) -> None:
+    """A step's snapshot goes when newer ones have taken its place; one that is sampled from again and again stays."""
+    with tinker_site(tmp_path, model_dir, tinker_snapshots=3) as site:
+        wire = Wire(site)
+        model, other = wire.model(0), wire.model(1)
+        kept = snapshot(wire, other, 1, 100)["sampling_session_id"]  # each model has its own
+        moving = snapshot(wire, model, 1, 99, kind="inflight")["sampling_session_id"]
+        reference, superseded = (snapshot(wire, model, 2 + n, n)["sampling_session_id"] for n in range(2))
+        long = {"sampling_params": {"max_tokens": 200, "seed": 1, "stop": []}, "num_samples": 16}
+        busy = snapshot(wire, model, 4, 2)["sampling_session_id"]
+        body = {"prompt": {"chunks": [{"tokens": [5, 6, 7]}]}, "sampling_session_id": busy, "seq_id": 0, **long}
+        running = wire.ok("asample", **body)["request_id"]
+        for number in range(3, 15):
+            assert sample(wire, reference, number).sequences
+            newest = snapshot(wire, model, 2 + number, number)["sampling_session_id"]
+            if number == 6:  # one that was in flight all the time is whole
+                assert len(read_samples(wire.answer(running)).sequences) == 16
+        for sampler in (kept, moving, reference, newest):
+            assert sample(wire, sampler, 100).sequences
+        for sampler in (superseded, busy):
+            gone = wire.post("asample", **(body | {"sampling_session_id": sampler, "seq_id": 9}))
+            assert gone.status_code == 404 and gone.json()["error"]["code"] == "session_gone"
+            assert "tinker_snapshots" in gone.text and "save_weights_for_sampler" in gone.text
+        on_disk = [path for path in (tmp_path / "tinker" / "snapshots").glob("*/v*") if path.is_dir()]
+        assert len(on_disk) == 3 + 1 + 1  # and the one that follows, and the other model's
 
 
 # ---- checkpoints ----

@@ -142,6 +142,8 @@ class ServeConfig(Section):
     """Speak the Tinker API under /api/v1: clients train adapters in this process, call by call (docs/tinker.md)."""
     tinker_models: int = Field(default=16, ge=1)
     """Adapters that Tinker clients train at once; each has its optimizer in memory."""
+    tinker_snapshots: int = Field(default=8, ge=1)
+    """Snapshots without a name that are kept of each Tinker model: those last sampled from, and what is in flight."""
     tinker_pending: int = Field(default=4096, ge=1)
     """Requests of Tinker clients whose answers are not there yet; further ones are told to try again."""
     tinker_body_bytes: Bytes = 64 * MIB

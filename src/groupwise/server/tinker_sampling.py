@@ -4,8 +4,9 @@
     Samplers.snapshot    a model's weights as they are now, as a version of their own, which training does not change
     Samplers.sample      completions, and log-probabilities of the prompt
 
-A snapshot under a name is a version in the server's adapter store, and chats can name it; one without is for its
-sampling session only and goes with it. Completions of all of them are decoded together, and with those of chats.
+A snapshot under a name is a version in the server's adapter store, and chats can name it. One without is for its
+sampling session only, and goes with it, or when newer ones have been sampled from since (`tinker_snapshots`); what is in
+flight is finished first. Completions of all of them are decoded together, and with those of chats.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import hashlib
 import logging
 import math
 import shutil
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,8 @@ Top = Sequence[tuple[int, float]]
 
 @dataclass(eq=False)
 class Sampler:
-    """A sampling session. `version` changes for `inflight` ones only, which follow their model."""
+    """A sampling session. `version` changes for `inflight` ones only, which follow their model. `used` is when it was
+    last sampled from (monotonic), `removed` whether its snapshot gave way to newer ones."""
 
     id: str
     session: str
@@ -57,7 +60,11 @@ class Sampler:
     version: PolicyVersion
     base_model: str
     model_path: str | None = None
-    follows: str | None = None  # the id of the model
+    model: str | None = None  # whose snapshot it is
+    follows: bool = False
+    used: float = field(default_factory=time.monotonic)
+    running: int = 0  # requests
+    removed: bool = False
 
 
 class Samplers:
@@ -120,15 +127,15 @@ class Samplers:
         policies, id = (self._snapshots if path is None else self._server.policies), None
         if body.sampling_session_seq_id is not None:
             id = f"{model.session}:sample:{body.sampling_session_seq_id}"
-            follows = model.id if body.kind == INFLIGHT else None
             name = self._models.base.name
-            made = Sampler(id, model.session, policies, version, name, path, follows)
+            made = Sampler(id, model.session, policies, version, name, path, model.id, body.kind == INFLIGHT)
             if not self._models.is_there(model):
                 await self._discard(made)
                 raise SessionGoneError("the session has ended", hint=GO_ON)
             self._by_id[id] = made
         if body.kind == INFLIGHT:
             await self._follow(model.id, policies, version)
+        await self._make_room(model.id)
         return answer(type="save_weights_for_sampler", path=path, sampling_session_id=id)
 
     async def drop(self, session: str) -> None:
@@ -138,7 +145,8 @@ class Samplers:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-            await self._discard(self._by_id.pop(id))
+            if not (gone := self._by_id.pop(id)).removed:
+                await self._discard(gone)
 
     def close(self) -> None:
         for task in self._tasks.values():
@@ -150,6 +158,12 @@ class Samplers:
     def submit(self, body: bodies.Sample) -> dict[str, Any]:
         """Begin to sample -> the request's id and those of its sequences. Raises RequestError, OverloadedError."""
         sampler = self.find(body.sampling_session_id)
+        if sampler.removed:
+            raise SessionGoneError(
+                f"the snapshot of {sampler.id} is gone: {self._server.config.tinker_snapshots} others of its model have "
+                "been sampled from since (tinker_snapshots)",
+                hint="keep one for longer under a name: save_weights_for_sampler, then create_sampling_client",
+            )
         if body.seq_id is None:
             raise RequestError("seq_id is missing", param="seq_id")
         if body.num_samples > self._server.config.max_n:
@@ -160,8 +174,15 @@ class Samplers:
         if is_new:
             settled = self._futures.settle(future, lambda: self._sample(sampler, body))
             self._tasks[id] = task = asyncio.create_task(settled)
-            task.add_done_callback(lambda _: self._tasks.pop(id, None))
+            sampler.running += 1
+            sampler.used = time.monotonic()
+            task.add_done_callback(lambda _: self._ended(id, sampler))
         return {"request_id": id, "sample_sequence_ids": [f"{id}:{i}" for i in range(body.num_samples)]}
+
+    def _ended(self, id: str, sampler: Sampler) -> None:
+        self._tasks.pop(id, None)
+        sampler.running -= 1
+        sampler.used = time.monotonic()
 
     def cancel(self, id: str) -> None:
         """Sample no more for this request, if it still runs."""
@@ -247,19 +268,33 @@ class Samplers:
 
     async def _follow(self, model: str, policies: Policies, version: PolicyVersion) -> None:
         """Those that follow the model sample from `version` from now on."""
-        for sampler in [each for each in self._by_id.values() if each.follows == model and each.version != version]:
-            before = Sampler(sampler.id, sampler.session, sampler.policies, sampler.version, sampler.base_model)
-            sampler.policies, sampler.version = policies, version
-            await self._discard(before)
+        for sampler in [each for each in self._by_id.values() if each.follows and each.model == model]:
+            if sampler.version != version:
+                before = replace(sampler)
+                sampler.policies, sampler.version = policies, version
+                await self._discard(before)
 
-    async def _discard(self, gone: Sampler) -> None:
-        """Remove a snapshot that nobody samples from any more."""
-        used = any(each.version == gone.version and each.policies is gone.policies for each in self._by_id.values())
+    async def _make_room(self, model: str) -> None:
+        """Remove the model's snapshots that were used longest ago, but for those that are being sampled from."""
+        own = [each for each in self._by_id.values() if each.model == model and each.policies is self._snapshots]
+        there = [each for each in own if not each.follows and not each.removed]
+        surplus = max(len(there) - self._server.config.tinker_snapshots, 0)
+        idle = sorted((each for each in there if not each.running), key=lambda each: each.used)
+        for sampler in idle[:surplus]:
+            sampler.removed = True  # nobody begins to sample from it
+            sampler.removed = await self._discard(sampler)
+
+    async def _discard(self, gone: Sampler) -> bool:
+        """Remove a snapshot that nobody samples from any more -> whether it is gone."""
+        others = (each for each in self._by_id.values() if each is not gone and not each.removed)
+        used = any(each.version == gone.version and each.policies is gone.policies for each in others)
         if gone.policies is self._snapshots and not used:
             try:
                 await self._snapshots.delete([gone.version])
             except GroupwiseError as error:  # it goes at the next start
                 log.warning("the snapshot %s was not removed: %s", gone.version, error)
+                return False
+        return True
 
 
 def _check_supported(body: bodies.Sample, *, most_top: int) -> None:
