@@ -31,7 +31,7 @@ def test_what_names_no_request_is_an_error_of_http(wire: Wire) -> None:
         (wire.post("weights_info", tinker_path="../../etc/passwd"), 400, "invalid_value"),
         (wire.post("weights_info", tinker_path=f"tinker://{model}/weights/.."), 400, "invalid_value"),
         (wire.http.post("/api/v1/forward_backward", content=b"\xff\xff", headers=PROTOBUF), 400, "invalid_value"),
-        (wire.http.post("/api/v1/forward_backward", json={}), 415, "unsupported_media_type"),
+        (wire.http.post("/api/v1/forward_backward", json={}), 400, "invalid_value"),
         (wire.backward(model, 0, supervised(0)), 400, "invalid_value"),
         (wire.backward("no", 1, supervised(0)), 404, "session_gone"),
         (wire.http.get("/api/v1/training_runs/no"), 404, "session_gone"),

@@ -147,7 +147,7 @@ class ServeConfig(Section):
     tinker_pending: int = Field(default=4096, ge=1)
     """Requests of Tinker clients whose answers are not there yet; further ones are told to try again."""
     tinker_body_bytes: Bytes = 64 * MIB
-    """Largest body of /api/v1/forward_backward."""
+    """Largest body of /api/v1/forward_backward and /api/v1/forward."""
     tinker_gap_s: Seconds = 120.0
     """How long a request waits for one that was numbered before it."""
     tinker_idle_s: Seconds = 600.0

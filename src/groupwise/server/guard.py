@@ -275,7 +275,7 @@ class Guard:
             name = "train_body_bytes"
         elif path == UPLOAD:
             name = "upload_bytes"
-        elif path == "/api/v1/forward_backward":
+        elif path in ("/api/v1/forward_backward", "/api/v1/forward"):
             name = "tinker_body_bytes"
         return getattr(self._config, name), name
 

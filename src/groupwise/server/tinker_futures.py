@@ -34,10 +34,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Answer:
-    """What a future is finished with."""
+    """What a future is finished with. `as_json` makes of protobuf what a client reads that does not accept it."""
 
     body: bytes
     media: str = PROTOBUF
+    as_json: Callable[[bytes], dict[str, Any]] | None = None
+
+    def plain(self) -> Answer:
+        """The same in JSON."""
+        return self if self.as_json is None else answer(**self.as_json(self.body))
 
 
 def answer(**fields: Any) -> Answer:

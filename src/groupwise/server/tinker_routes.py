@@ -1,4 +1,4 @@
-"""/api/v1: the Tinker API (tinker 0.38), so that its package trains and samples on this server unchanged.
+"""/api/v1: the Tinker API (tinker 0.8 to 0.38), so that its package trains and samples on this server unchanged.
 
     TINKER_BASE_URL=http://127.0.0.1:8420 TINKER_API_KEY=tml-local python my_loop.py
 
@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from email.utils import formatdate
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from fastapi import APIRouter, Request, Response
@@ -22,12 +23,13 @@ from fastapi.responses import FileResponse
 from groupwise.errors import GroupwiseError, MediaTypeError, RequestError
 from groupwise.model import STARTER, STARTER_DIR
 from groupwise.server import tinker_bodies as bodies
-from groupwise.server.bodies import check_content_type, read_body
+from groupwise.server.bodies import read_body
 from groupwise.server.envelope import echo
 from groupwise.server.state import Server
 from groupwise.server.tinker_checkpoints import SAMPLER_WEIGHTS, WEIGHTS, Checkpoint, Checkpoints
 from groupwise.server.tinker_downloads import ARCHIVE, Downloads, Link
-from groupwise.server.tinker_futures import PROTOBUF, Answer, Futures, answer
+from groupwise.server.tinker_futures import JSON, PROTOBUF, Answer, Futures, answer
+from groupwise.server.tinker_json import ForwardBackwardBody, ForwardBody, message_of
 from groupwise.server.tinker_proto import DecodeError, ForwardBackwardRequest
 from groupwise.server.tinker_sampling import Samplers
 from groupwise.server.tinker_sessions import HeartbeatGoneError, SessionGoneError, Sessions
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 POLL_S = 10.0  # the longest that /retrieve_future waits
 PAGE = 100  # checkpoints or runs of one listing, where the request does not say
 AT_ONCE = 2000  # samples that one client may have under way
+HELD = 4  # bytes in memory of a byte of a request, until it has run
 SILENT_S = 60.0  # six heartbeats; a session that misses them goes when its models are in the way
 
 S = TypeVar("S", bound=bodies.Sequenced)
@@ -116,7 +119,12 @@ async def healthz() -> Any:
 
 @router.post("/client/config")
 async def client_config(http: Request) -> Any:
-    return {"sample_max_concurrent_requests": min(AT_ONCE, tinker_of(http).server.config.tinker_pending)}
+    """What packages ask before everything else. Those of 0.23 and 0.24 send protobuf only if they are told to."""
+    return {
+        "sample_max_concurrent_requests": min(AT_ONCE, tinker_of(http).server.config.tinker_pending),
+        "proto_write_fwdbwd": True,
+        "fwd_via_fwdbwd": True,
+    }
 
 
 @router.post("/client/dynamic_config")
@@ -233,9 +241,14 @@ async def get_info(http: Request) -> Any:
 
 @router.post("/forward_backward")
 async def forward_backward(http: Request) -> Any:
-    tinker = tinker_of(http)
-    check_content_type(http, wanted=PROTOBUF)
-    raw = await http.body()
+    """Protobuf; of packages before 0.23 JSON."""
+    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == JSON:
+        return await _in_turn(http, ForwardBackwardBody, _from_json(tinker_of(http)))
+    if kind != PROTOBUF:
+        hint = f"send {PROTOBUF}, as tinker 0.23 and later do, or {JSON}"
+        raise MediaTypeError(f"the content type is {echo(kind) if kind else 'missing'}", hint=hint)
+    models, raw = tinker_of(http).models, await http.body()
     message = ForwardBackwardRequest()
     try:
         await asyncio.to_thread(message.ParseFromString, raw)
@@ -243,12 +256,24 @@ async def forward_backward(http: Request) -> Any:
         raise RequestError(
             f"the body is no ForwardBackwardRequest: {echo(str(error))}", hint="send protobuf, as tinker 0.38 does"
         ) from None
-    model = tinker.models.find(message.model_id)
+    model = models.find(message.model_id)
     if message.seq_id < 1:
         raise RequestError(f"seq_id is {message.seq_id}; it counts from 1", param="seq_id")
-    return tinker.models.request(
-        model, message.seq_id, lambda: tinker.models.forward_backward(model, message), size=4 * len(raw)
-    )
+    work = partial(models.forward_backward, model, message)
+    return models.request(model, message.seq_id, work, size=HELD * len(raw))
+
+
+@router.post("/forward")
+async def forward(http: Request) -> Any:
+    """Of packages before 0.23; later ones send `forward_only` to /forward_backward."""
+    return await _in_turn(http, ForwardBody, _from_json(tinker_of(http)))
+
+
+def _from_json(tinker: Tinker) -> Callable[[Model, ForwardBackwardBody | ForwardBody], Awaitable[Answer]]:
+    async def work(model: Model, body: ForwardBackwardBody | ForwardBody) -> Answer:
+        return await tinker.models.forward_backward(model, await asyncio.to_thread(message_of, body))
+
+    return work
 
 
 @router.post("/optim_step")
@@ -277,9 +302,9 @@ async def _in_turn(http: Request, kind: type[S], work: Callable[[Model, S], Awai
         body = await read_body(http, kind)
     except (RequestError, MediaTypeError) as error:
         return await _refused(http, error)
-    models = tinker_of(http).models
+    models, size = tinker_of(http).models, HELD * len(await http.body())
     model = models.find(body.model_id)
-    return models.request(model, body.seq_id, lambda: work(model, body))
+    return models.request(model, body.seq_id, partial(work, model, body), size=size)
 
 
 async def _refused(http: Request, error: GroupwiseError) -> dict[str, str]:
@@ -328,6 +353,8 @@ async def retrieve_future(http: Request) -> Response:
         raise FutureGoneError(f"there is no request {echo(id)}, or its answer is forgotten", hint="send it again")
     found = await tinker.futures.wait(id, seconds=POLL_S)
     found = found or answer(type="try_again", request_id=id, queue_state="active")
+    if not any(kind in http.headers.get("accept", "*/*") for kind in ("protobuf", "*/*")):
+        found = await asyncio.to_thread(found.plain)
     return Response(found.body, media_type=found.media)
 
 

@@ -5,8 +5,8 @@
     Samplers.sample      completions, and log-probabilities of the prompt
 
 A snapshot under a name is a version in the server's adapter store, and chats can name it. One without is for its
-sampling session only, and goes with it, or when newer ones have been sampled from since (`tinker_snapshots`); what is in
-flight is finished first. Completions of all of them are decoded together, and with those of chats.
+sampling session only, and goes with it, or when newer ones have been sampled from since (`tinker_snapshots`). Completions
+of all of them are decoded together, and with those of chats.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from groupwise.server.policies import Policies
 from groupwise.server.state import Server
 from groupwise.server.tinker_checkpoints import SAMPLER_WEIGHTS, Checkpoints, check_checkpoint_name
 from groupwise.server.tinker_futures import Answer, Futures, answer
+from groupwise.server.tinker_json import samples_as_json
 from groupwise.server.tinker_proto import LENGTH, STOP, SampleResponse
 from groupwise.server.tinker_sessions import GO_ON, SessionGoneError
 from groupwise.server.tinker_training import Model, Models
@@ -159,9 +160,9 @@ class Samplers:
         """Begin to sample -> the request's id and those of its sequences. Raises RequestError, OverloadedError."""
         sampler = self.find(body.sampling_session_id)
         if sampler.removed:
+            most = self._server.config.tinker_snapshots
             raise SessionGoneError(
-                f"the snapshot of {sampler.id} is gone: {self._server.config.tinker_snapshots} others of its model have "
-                "been sampled from since (tinker_snapshots)",
+                f"the snapshot of {sampler.id} is gone: {most} others were sampled from since (tinker_snapshots)",
                 hint="keep one for longer under a name: save_weights_for_sampler, then create_sampling_client",
             )
         if body.seq_id is None:
@@ -210,7 +211,7 @@ class Samplers:
                 (completions,) = await generation.completions()
             finally:
                 generation.cancel()
-        return Answer(await asyncio.to_thread(encode_samples, completions, scored, body))
+        return Answer(await asyncio.to_thread(encode_samples, completions, scored, body), as_json=samples_as_json)
 
     def _request(self, body: bodies.Sample) -> Callable[[PolicyVersion], SamplingRequest]:
         """What the engine is asked for, but for the version. Raises RequestError for what is not supported."""

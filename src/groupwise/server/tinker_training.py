@@ -35,6 +35,7 @@ from groupwise.server.envelope import echo
 from groupwise.server.tinker_checkpoints import WEIGHTS, Checkpoint, Checkpoints, check_checkpoint_name
 from groupwise.server.tinker_datums import datums_of, encode_output, loss_config, widths_of, wire_metrics
 from groupwise.server.tinker_futures import Answer, Futures, Turns, answer
+from groupwise.server.tinker_json import output_as_json
 from groupwise.server.tinker_sessions import GO_ON, SessionGoneError
 from groupwise.train.lora import LoraSpec
 
@@ -185,7 +186,7 @@ class Models:
     async def forward_backward(self, model: Model, message: Any) -> Answer:
         """Log-probabilities and, unless `forward_only`, a gradient that is added to what there is."""
         run = self._forward if message.forward_only else self._backward
-        return Answer(await asyncio.to_thread(run, model.trainer, message))
+        return Answer(await asyncio.to_thread(run, model.trainer, message), as_json=output_as_json)
 
     async def optim_step(self, model: Model, body: bodies.OptimStep) -> Answer:
         if (gap := model.turns.forgive()) is not None:
