@@ -232,6 +232,12 @@ def check_readable(samples: Sequence[Sample], base: LoadedModel) -> None:
                 f"fit: the maximum context length is {base.context_length} tokens",
                 hint="shorten the prompt or the completion",
             )
+    check_ids(samples, base)
+
+
+def check_ids(samples: Sequence[Sample], base: LoadedModel) -> None:
+    """Raise DataError unless the model has every token id, and every target that is read."""
+    for sample in samples:
         if (largest := max((*sample.prompt_ids, *sample.completion_ids))) >= base.vocabulary:
             raise DataError(f"token id {largest} is not in the vocabulary: ids go from 0 to {base.vocabulary - 1}")
         if (largest := max(compress(sample.targets or (), sample.mask), default=0)) >= base.vocabulary:

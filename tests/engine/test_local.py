@@ -556,6 +556,13 @@ def test_score_top_is_what_sampling_reported(open_engine, monkeypatch, at_once):
         assert [value for _, value in mine] == pytest.approx([value for _, value in theirs], abs=1e-9)
 
 
+def test_every_id_that_is_scored_is_checked_also_the_last_which_is_not_read(open_engine):
+    engine = open_engine()
+    for ids in ((1, 280), (1, -1)):
+        with pytest.raises(ModelError, match=f"token id {ids[1]}"):
+            engine.score(ids[:1], ids[1:], BASE)
+
+
 def test_a_composed_adapter_is_the_weighted_sum(open_engine, make_base, make_adapter):
     """Against one adapter at its own scale, and one adapter added to itself in two halves."""
     base = make_base("qwen3")

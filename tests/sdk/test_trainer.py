@@ -6,7 +6,7 @@ import asyncio
 import math
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -147,6 +147,25 @@ def test_an_answer_can_be_awaited(policy: TrainingClient) -> None:
         return (await step).applied and output.done() and bool((await output).logprobs)
 
     assert asyncio.run(loop())
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
+def test_as_many_tokens_as_the_context_has_are_read_and_the_last_target_is_not_one(
+    make_base: Callable[..., LoadedModel], architecture: str
+) -> None:
+    base = make_base(architecture, dtype=torch.float32, context=64)
+    tokens = torch.randint(1, 250, (66,), generator=torch.Generator().manual_seed(0)).tolist()
+    with torch.no_grad():
+        whole = base.model(torch.tensor([tokens[:64]])).logits[0].log_softmax(-1)
+    wanted = [float(whole[j, tokens[j + 1]]) for j in range(64)]
+    service = TrainingService(base)
+    with closing(service):
+        policy = service.create_training_client(lora=LoraSpec(rank=4))
+        (found,) = policy.forward([datum_of(tokens[:65], prompt_len=1)]).result().logprobs
+        assert found == pytest.approx(wanted, abs=1e-4)
+        policy.forward_backward([datum_of(tokens[:65], prompt_len=1)], "cross_entropy").result()
+        with pytest.raises(ContextLengthError, match=r"data\[1\] has 65 tokens; the model reads at most 64"):
+            policy.forward([datum_of(tokens[:65], prompt_len=1), datum_of(tokens, prompt_len=1)])
 
 
 REFUSED: dict[str, type[Exception]] = {

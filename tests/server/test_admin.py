@@ -42,11 +42,14 @@ def test_health_tells_strangers_only_that_it_lives(site: Whole) -> None:
 def test_health_tells_who_has_the_key_everything(site: Whole, versions: list[PolicyVersion]) -> None:
     health = site.http.get("/health").json()
     assert health["status"] == "ok" and health["model"] == "tiny" and health["backend"] == "cpu"
-    assert health["active_version"] == "base" and health["adapters_loaded"] == 2
+    assert health["active_version"] == "base" and health["adapters_loaded"] == 0
     assert health["scheduler"]["running"] == 0 and health["training"] == {"active_job": None, "queued": 0}
     checks = {check["name"]: check["pass"] for check in health["checks"]}
     assert checks == {"model_loaded": True, "ledger": True, "disk_space": True, "training_worker": True}
     assert set(site.http.get("/v1/health").json()) == set(health)
+    chat = {"model": str(versions[0]), "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    assert site.http.post("/v1/chat/completions", json=chat).status_code == 200
+    assert site.http.get("/health").json()["adapters_loaded"] == 1  # of the three versions in the store
 
 
 def test_a_waiting_job_shows(site: Whole) -> None:

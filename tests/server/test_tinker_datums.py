@@ -82,7 +82,14 @@ def test_gspo_reads_its_mask() -> None:
         ("gspo", {"advantages": [1, 1, 1], "logprobs": [0, 0, 0], "sequence_ratio_mask": [0, 1, 1]}, "outside"),
         ("cross_entropy", {"targets": [6, 7], "weights": [1, 1, 1]}, "target_tokens has 2 entries"),
         ("cross_entropy", {"targets": [-100, 7, 2], "weights": [0, 1, 1]}, "-100 is not a token"),
-        ("cross_entropy", {"weights": [1, 1]}, "2 entries"),
+        ("cross_entropy", {"weights": [1, 1]}, r"data\[0\].weights has 2 entries and its model_input 3 tokens"),
+        ("ppo", {"advantages": [1, 1, 1]}, r"data\[0\] has no logprobs, which ppo reads"),
+        ("ppo", {"logprobs": [0, 0, 0]}, r"data\[0\] has no advantages"),
+        (
+            "gspo",
+            {"advantages": [0, 1, 1], "logprobs": [0, 0, 0], "sequence_ratio_mask": [0, 1]},
+            "sequence_ratio_mask has 2 entries",
+        ),
         ("cross_entropy", {"weights": [1, float("nan"), 1]}, "nan"),
         ("importance_sampling", {"advantages": [1, float("inf"), 1], "logprobs": [0, 0, 0]}, "inf"),
         ("cross_entropy", {"targets": [6, 7, -1], "weights": [1, 1, 1]}, "-1 is not a token"),
@@ -92,6 +99,7 @@ def test_what_cannot_be_trained_is_refused(loss: str, values: dict[str, Any], wa
     with pytest.raises(GroupwiseError, match=wanted) as refused:
         one(loss, **values)
     assert refused.value.status == 400
+    assert "build_grpo_datums" not in str(refused.value) and "N - 1" not in str(refused.value)
 
 
 def test_images_sparse_and_wide_tensors_are_refused() -> None:

@@ -95,6 +95,26 @@ def test_cross_entropy_without_weights_weighs_every_target_one(wire: Wire) -> No
     assert np.array_equal(wire.gradient(bare), wire.gradient(weighed)) and np.abs(wire.gradient(bare)).max() > 1e-3
 
 
+def test_inputs_may_be_as_long_as_the_context(wire: Wire) -> None:
+    model, most = wire.model(), wire.tinker.models.base.context_length
+    tokens = [1 + i % 250 for i in range(most + 2)]
+    rows, _ = wire.backward_answer(model, 1, [datum(tokens[: most + 1])], forward_only=True)
+    assert len(rows[0]) == most
+    rows, _ = wire.backward_answer(model, 2, [datum(tokens[: most + 1])])
+    assert len(rows[0]) == most and np.isfinite(rows[0]).all()
+    told = wire.backward_answer(model, 3, [datum([1, 2]), datum(tokens)])
+    assert f"data[1] has {most + 1} tokens; the model reads at most {most}" in told["error"]
+    base = wire.ok("create_sampling_session", session_id=wire.session, sampling_session_seq_id=0)["sampling_session_id"]
+    prompt = {"chunks": [{"tokens": tokens[:most]}]}
+    found = sample(wire, base, 0, prompt=prompt, prompt_logprobs=True, sampling_params={"max_tokens": 1})
+    np.testing.assert_allclose(np.frombuffer(found.prompt_logprobs, "<f4")[1:], rows[0][:-1], atol=1e-3)
+    assert [(each.tokens, each.stop_reason) for each in found.sequences] == [(b"", 1)]  # there is no room for one
+    assert "no room" in sample(wire, base, 1, prompt=prompt)["error"]
+    wrong = {"chunks": [{"tokens": [5, 6, 9999]}]}  # an id that the model has not, in the place that is not read
+    told = sample(wire, base, 2, prompt=wrong, prompt_logprobs=True)
+    assert told["category"] == "user" and "9999" in told["error"]
+
+
 @pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo", "dro", "gspo", "cross_entropy"])
 def test_metrics_are_of_what_the_policy_said_and_padding_changes_none(wire: Wire, loss: str) -> None:
     """The same completions behind prompts of other lengths: what clients fill the prompt's part with moves no metric,

@@ -1,8 +1,8 @@
 """Earlier releases of the `tinker` package, unmodified, against one server: the same numbers from all of them.
 
 Each release is installed into a virtual environment of its own, which finds everything else in the one that runs the
-tests; a release that cannot be had is skipped. 0.8.1 is among the first to know sessions; up to 0.18 all is JSON, 0.23 and
-0.24 ask the server, later ones know protobuf only.
+tests; a release that cannot be had is skipped. Up to 0.18 all is JSON, 0.23 and 0.24 ask the server, later ones know
+protobuf only.
 """
 
 from __future__ import annotations

@@ -201,6 +201,7 @@ class LocalEngine:
         """As `score`; beside each log-probability those of the `top` likeliest tokens in its place, by their ids."""
         ids = (*prompt_ids, *completion_ids)
         weights = self._check(ids[:-1] if completion_ids else ids, version)
+        self._check_ids(ids)  # the last is not read, and must be there all the same
 
         def run() -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]:
             layout = SharedPrompts([len(ids)], device=self._base.device)
@@ -257,12 +258,7 @@ class LocalEngine:
         prompt, context = len(prompt_ids), self.context_length
         if not prompt:
             raise ContextLengthError("the prompt has no tokens", hint="give at least one token id")
-        if not 0 <= min(prompt_ids) <= max(prompt_ids) < self._vocabulary:
-            worst = max(prompt_ids, key=lambda token: abs(token - self._vocabulary / 2))
-            raise ModelError(
-                f"the prompt has the token id {worst}; this model has the ids 0 to {self._vocabulary - 1}",
-                hint="encode the prompt with this model's tokenizer",
-            )
+        self._check_ids(prompt_ids)
         if prompt >= context:
             raise ContextLengthError(
                 f"the prompt has {prompt} tokens and the model's context is {context}: no room for a single new token",
@@ -272,6 +268,14 @@ class LocalEngine:
             loaded = ", ".join(map(str, sorted(self._adapters))) or "none"
             raise AdapterNotFoundError(f"adapter version {str(version)!r} is not loaded; loaded: {loaded}")
         return None if version.is_base else self._adapters[version]
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        if not 0 <= min(ids) <= max(ids) < self._vocabulary:
+            worst = max(ids, key=lambda token: abs(token - self._vocabulary / 2))
+            raise ModelError(
+                f"the prompt has the token id {worst}; this model has the ids 0 to {self._vocabulary - 1}",
+                hint="encode the prompt with this model's tokenizer",
+            )
 
     def _admit(self) -> None:
         """Give waiting completions the free rows, in order, and prefill their prompts."""

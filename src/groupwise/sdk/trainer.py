@@ -27,8 +27,8 @@ from torch import Tensor
 from groupwise.algo.batch import MicroBatch, count_sequences
 from groupwise.algo.loss import LossSpec
 from groupwise.algo.loss_metrics import rescaled
-from groupwise.errors import ConfigError, DataError, TrainingError
-from groupwise.job_task import check_readable
+from groupwise.errors import ConfigError, ContextLengthError, DataError, TrainingError
+from groupwise.job_task import check_ids
 from groupwise.model import LoadedModel
 from groupwise.sdk import state
 from groupwise.sdk.alignment import UNKNOWN
@@ -187,7 +187,7 @@ class TrainingClient:
                 f"an entropy bonus does not add up over calls with reduction {spec.reduction!r}", hint=hint
             )
         samples = [datum.sample(weights) for datum in data]
-        check_readable(samples, self.learner.base)
+        _check_readable(data, samples, self.learner.base)
         return self.service.submit(lambda: self._accumulate(data, samples, spec))
 
     def forward_backward_custom(self, data: Sequence[Datum], loss_fn: LossFn) -> Pending[ForwardBackwardOutput]:
@@ -362,8 +362,19 @@ def _whole(learner: Learner, data: Sequence[Datum]) -> list[Sample]:
     if not data:
         raise DataError("there are no datums", hint="skip the call")
     samples = [datum.whole() for datum in data]
-    check_readable(samples, learner.base)
+    _check_readable(data, samples, learner.base)
     return samples
+
+
+def _check_readable(data: Sequence[Datum], samples: Sequence[Sample], base: LoadedModel) -> None:
+    """On a GPU an id or a position out of range would kill the process. The last target is not read."""
+    for i, datum in enumerate(data):
+        if len(datum.model_input) > base.context_length:
+            raise ContextLengthError(
+                f"data[{i}] has {len(datum.model_input)} tokens; the model reads at most {base.context_length}",
+                hint="shorten model_input",
+            )
+    check_ids(samples, base)
 
 
 def _forward(

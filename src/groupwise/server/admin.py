@@ -62,7 +62,7 @@ class Health(Answer):
     active_adapter: str | None = None
     active_version: str | None = absent()
     adapters_loaded: int | None = absent()
-    """Adapters in the store."""
+    """Adapters in the engine: versions that answer without being loaded first."""
     scheduler: dict[str, int] | None = absent()
     """Completions being decoded, and waiting for a row."""
     gpu_memory: dict[str, float] | None = None
@@ -89,7 +89,7 @@ def _health(server: Server) -> Health:
     checks = list(_checks(server))
     jobs = _unfinished(server)
     running = next((job for job in jobs if job.state == JobState.RUNNING), None)
-    active = server.policies.active
+    active, stats = server.policies.active, dict(server.engine.stats())
     return Health(
         status="ok" if all(check.passed for check in checks) else "degraded",
         version=__version__,
@@ -98,8 +98,8 @@ def _health(server: Server) -> Health:
         backend=str(server.base.device),
         active_adapter=None if active.is_base else active.name,
         active_version=str(active),
-        adapters_loaded=len(server.store.names()),
-        scheduler=dict(server.engine.stats()),
+        adapters_loaded=stats["adapters"],
+        scheduler=stats,
         gpu_memory=_gpu_memory(server),
         training={
             "active_job": None if running is None else {"job_id": running.id, "progress": running.progress},

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from groupwise.errors import RequestError
+from groupwise.errors import ContextLengthError, DataError, RequestError
 from groupwise.sdk.datums import TARGETS, Datum
 from groupwise.sdk.losses import BUILT_IN, CROSS_ENTROPY
 from groupwise.server.envelope import echo
@@ -49,15 +49,20 @@ def loss_config(message: Any) -> dict[str, float]:
     return config
 
 
-def datums_of(message: Any) -> list[Datum]:
+def datums_of(message: Any, *, most: int = MOST_TOKENS) -> list[Datum]:
     """The datums of a ForwardBackwardRequest, as its loss reads them; those of one with K targets a position in a row.
 
+    `most`: tokens that the model reads.
+
     Raises:
-        RequestError: images, several targets with a policy loss, a value that this loss does not have.
+        RequestError: images, several targets with a policy loss, a value that this loss does not have or lacks.
+        ContextLengthError: more than `most` tokens.
         DataError: as `Datum`.
     """
     return [
-        datum for i, each in enumerate(message.data) for datum in _columns(each, message.loss_fn, where=f"data[{i}]")
+        datum
+        for i, each in enumerate(message.data)
+        for datum in _columns(each, message.loss_fn, where=f"data[{i}]", most=most)
     ]
 
 
@@ -67,13 +72,24 @@ def widths_of(message: Any) -> list[int | None]:
     return [shape[1] if len(shape) == 2 else None for shape in shapes]
 
 
-def _columns(message: Any, loss: str, *, where: str) -> Iterator[Datum]:
+def _columns(message: Any, loss: str, *, where: str, most: int) -> Iterator[Datum]:
     """A datum of the SDK for each target of a position."""
     tokens, inputs = _tokens(message.model_input, where), _inputs(message, loss, where=where)
+    if len(tokens) > most:
+        raise ContextLengthError(
+            f"{where} has {len(tokens)} tokens; the model reads at most {most}", hint="shorten model_input"
+        )
+    for name, values in inputs.items():
+        if len(values) != len(tokens):
+            shown = SEQUENCE_MASK if name == "mask" else name
+            raise RequestError(
+                f"{where}.{shown} has {len(values)} entries and its model_input {len(tokens)} tokens",
+                hint="give one for each token",
+            )
     if loss not in ANCHORED:
         inputs["mask"] = np.ones(len(tokens))  # every target has a log-probability, whatever its weight
     if all(values.ndim == 1 for values in inputs.values()):
-        yield Datum(model_input=tokens, loss_fn_inputs=inputs)
+        yield _datum(tokens, inputs, where)
         return
     targets, weights = inputs[TARGETS], inputs["weights"]
     if targets.shape != weights.shape or not 1 <= targets.shape[1] <= MOST_TARGETS:
@@ -82,7 +98,14 @@ def _columns(message: Any, loss: str, *, where: str) -> Iterator[Datum]:
             hint=f"give both [N, K], with K from 1 to {MOST_TARGETS}",
         )
     for k in range(targets.shape[1]):
-        yield Datum(model_input=tokens, loss_fn_inputs=inputs | {TARGETS: targets[:, k], "weights": weights[:, k]})
+        yield _datum(tokens, inputs | {TARGETS: targets[:, k], "weights": weights[:, k]}, where)
+
+
+def _datum(tokens: list[int], inputs: dict[str, Any], where: str) -> Datum:
+    try:
+        return Datum(model_input=tokens, loss_fn_inputs=inputs)
+    except DataError as error:
+        raise DataError(f"{where}: {error.message}", hint=error.hint) from None
 
 
 def _inputs(message: Any, loss: str, *, where: str) -> dict[str, Any]:
@@ -94,8 +117,11 @@ def _inputs(message: Any, loss: str, *, where: str) -> dict[str, Any]:
             f"{where} has {echo(unknown[0])}, which {loss} does not read here; it reads {', '.join(wanted)}",
             hint="leave it out; thresholds go into loss_fn_config, per-token ones into forward_backward_custom",
         )
-    if TARGETS not in inputs:
-        raise RequestError(f"{where} has no {TARGETS}", hint="N tokens of model_input have N targets")
+    optional = ("weights", SEQUENCE_MASK)  # these have a default, or a word of their own
+    if missing := [name for name in wanted if name not in inputs and name not in optional]:
+        raise RequestError(
+            f"{where} has no {missing[0]}, which {loss} reads", hint=f"it reads {', '.join(wanted)}, one a token"
+        )
     if inputs[TARGETS].dtype.kind == "f":
         raise RequestError(f"{where}.{TARGETS} is of a float type", hint="targets are int64")
     if loss == CROSS_ENTROPY:
@@ -138,8 +164,6 @@ def _tokens(chunks: Sequence[Any], where: str) -> list[int]:
         if len(raw) % 4:
             raise RequestError(f"{where} has {len(raw)} bytes of tokens; they are int32, four bytes each")
         tokens += np.frombuffer(raw, "<i4").tolist()
-    if len(tokens) > MOST_TOKENS:
-        raise RequestError(f"{where} has {len(tokens)} tokens; the most is {MOST_TOKENS}")
     return tokens
 
 

@@ -5,8 +5,8 @@
     Samplers.sample      completions, and log-probabilities of the prompt
 
 A snapshot under a name is a version in the server's adapter store, and chats can name it. One without is for its
-sampling session only, and goes with it, or when newer ones have been sampled from since (`tinker_snapshots`). Completions
-of all of them are decoded together, and with those of chats.
+sampling session only, and goes with it, or when newer ones have been sampled from since (`tinker_snapshots`).
+Completions of all of them are decoded together, and with those of chats.
 """
 
 from __future__ import annotations
@@ -206,12 +206,20 @@ class Samplers:
         async with sampler.policies.lease(adapter=version or "base") as leased:
             asked = request(leased)
             scored = await asyncio.to_thread(self._scored, body, asked)
-            generation = Generation(self._server.engine, [asked], timeout_s=self._server.config.request_timeout_s)
-            try:
-                (completions,) = await generation.completions()
-            finally:
-                generation.cancel()
+            completions = await self._completions(asked, scored=scored is not None)
         return Answer(await asyncio.to_thread(encode_samples, completions, scored, body), as_json=samples_as_json)
+
+    async def _completions(self, asked: SamplingRequest, *, scored: bool) -> Sequence[Completion]:
+        """Where a prompt that is to be scored leaves no room, they are empty and cut."""
+        if scored and len(asked.prompt_ids) == self._server.engine.context_length:
+            cut = {"text": "", "finish_reason": FinishReason.LENGTH, "version": asked.version}
+            return [Completion(token_ids=(), logprobs=(), **cut)] * asked.n
+        generation = Generation(self._server.engine, [asked], timeout_s=self._server.config.request_timeout_s)
+        try:
+            (completions,) = await generation.completions()
+        finally:
+            generation.cancel()
+        return completions
 
     def _request(self, body: bodies.Sample) -> Callable[[PolicyVersion], SamplingRequest]:
         """What the engine is asked for, but for the version. Raises RequestError for what is not supported."""

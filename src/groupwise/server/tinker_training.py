@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 
 from groupwise import adapter_files as files
-from groupwise.errors import ConflictError, OverloadedError, RequestError
+from groupwise.errors import ConfigError, ConflictError, OverloadedError, RequestError
 from groupwise.model import LoadedModel
 from groupwise.sdk import state
 from groupwise.sdk.datums import Datum
@@ -284,11 +284,17 @@ class Models:
 
     async def _load(self, model: Model, *, saved: Checkpoint, optimizer: bool) -> Answer:
         directory = self._checkpoints.directory(saved)
-        await self.in_training(model, lambda trainer: _load_state(trainer, directory, optimizer=optimizer))
+        try:
+            await self.in_training(model, lambda trainer: _load_state(trainer, directory, optimizer=optimizer))
+        except ConfigError:
+            raise ConflictError(
+                f"{saved.path} was trained over {saved.base_model!r}, and this server has {self.base.name!r}",
+                hint="serve the model that it was trained over",
+            ) from None
         return answer(type="load_weights", path=saved.path, model_id=model.id)
 
     def _forward(self, trainer: TrainingClient, message: Any) -> bytes:
-        config, data = loss_config(message), datums_of(message)
+        config, data = loss_config(message), datums_of(message, most=self.base.context_length)
         rows = trainer.forward(data).result().logprobs
         if message.loss_fn == CROSS_ENTROPY:
             weights = [datum.loss_fn_inputs["weights"] for datum in data]
@@ -299,7 +305,7 @@ class Models:
 
     def _backward(self, trainer: TrainingClient, message: Any) -> bytes:
         config = loss_config(message)
-        data = datums_of(message)
+        data = datums_of(message, most=self.base.context_length)
         output = trainer.forward_backward(data, message.loss_fn, config).result()
         metrics = wire_metrics(
             _metrics(data, output.logprobs, message.loss_fn, config), loss=output.metrics.get("loss/policy", 0.0)

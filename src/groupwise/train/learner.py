@@ -307,7 +307,7 @@ class Learner:
         if self._refused_in_a_row >= MAX_REFUSED_STEPS:
             raise TrainingError(
                 f"{self._refused_in_a_row} optimizer steps in a row had a non-finite gradient (last norm: {norm})",
-                hint="lower train.learning_rate, check the rewards for huge values, or train in float32",
+                hint="lower the learning rate, check the rewards for huge values, or train in float32",
             )
         return StepResult(norm, applied)
 
