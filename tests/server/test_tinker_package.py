@@ -15,6 +15,7 @@ pytest.importorskip("tinker", "0.38")
 import tinker
 
 from groupwise.server import tinker_bodies as bodies
+from groupwise.server.tinker_training import tokenizer_of
 from serving import running
 from tinker_wire import tinker_site
 from whole_server import Whole
@@ -138,6 +139,36 @@ def test_targets_of_a_teacher_one_a_position_and_several(service: Any, model: st
     again = trainer.optim_step(types.AdamParams(learning_rate=0.0)).result()
     assert custom.result().metrics["loss:sum"] == pytest.approx(built_in.result().metrics["loss:sum"], rel=1e-5)
     assert stepped.metrics["grad_norm:mean"] == pytest.approx(again.metrics["grad_norm:mean"], rel=1e-3)
+
+
+def test_tokenizers_are_found_without_the_hub(
+    service: Any, model: str, site: tuple[Whole, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By every client, wherever it runs on this machine; also where the server was told a relative path."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    names = [each.model_name for each in service.get_server_capabilities().supported_models]
+    assert names[-1] == str(Path(model).absolute()) and site[0].server.config.served_name in names
+    trainer = service.create_lora_training_client(base_model=model, rank=4).result()
+    snapshot = trainer.save_weights_and_get_sampling_client().result()
+    path = trainer.save_weights_for_sampler("named").result().path
+    saved = service.create_sampling_client(model_path=path).result()
+    base = service.create_sampling_client(base_model=names[-1]).result()
+    monkeypatch.chdir(tmp_path)
+    for client in (trainer, snapshot, saved, base):
+        assert client.get_tokenizer().encode("What is 2+2?")
+
+
+def test_a_relative_path_and_one_that_looks_like_a_name_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    assert tokenizer_of("mine") == tokenizer_of("./mine") == str(tmp_path / "mine")
+    assert tokenizer_of("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+    assert Path(tokenizer_of("starter"), "tokenizer.json").is_file()
+    monkeypatch.setattr(Path, "is_dir", lambda self: True)
+    assert tokenizer_of("/models/mine") == "//models/mine"  # three parts would lose their last
+    assert tokenizer_of("/models/of/mine") == "/models/of/mine"
 
 
 def test_sampling_saving_and_going_on(service: Any, model: str) -> None:

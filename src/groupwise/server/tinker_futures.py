@@ -83,6 +83,7 @@ class Future:
     again: bool = False  # failed without having been tried: the same request may come again
     until: float = 0.0  # when it is forgotten, monotonic
     fetched: bool = False
+    paused: str | None = None  # why it has not begun
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     def finish(self, answer: Answer) -> None:

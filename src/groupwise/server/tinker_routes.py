@@ -21,7 +21,6 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import FileResponse
 
 from groupwise.errors import GroupwiseError, MediaTypeError, RequestError
-from groupwise.model import STARTER, STARTER_DIR
 from groupwise.server import tinker_bodies as bodies
 from groupwise.server.bodies import read_body
 from groupwise.server.envelope import echo
@@ -65,7 +64,9 @@ class Tinker:
         self.server = server
         self.checkpoints = Checkpoints(root)
         self.futures = Futures(most=config.tinker_pending, without=str(config.state_dir.absolute()))
-        self.models = Models(server.base, self.futures, self.checkpoints, config=config)
+        self.models = Models(
+            server.base, self.futures, self.checkpoints, config=config, make_room=self._end_silent_sessions
+        )
         self.samplers = Samplers(server, self.models, self.futures, self.checkpoints, root=root)
         self.downloads = Downloads(root / "exports", self.models, self.checkpoints, server.store)
         self.sessions = Sessions(idle_s=config.tinker_idle_s, ended=self._ended)
@@ -75,7 +76,7 @@ class Tinker:
         await self.samplers.drop(session)
         self.futures.forget(session)
 
-    async def make_room(self) -> None:
+    async def _end_silent_sessions(self) -> None:
         """Where as many models are trained as may be, end sessions of clients that are gone, the longest gone first."""
         for session in self.sessions.silent(SILENT_S):
             if self.models.are_full and self.models.of(session.id):
@@ -141,11 +142,11 @@ async def telemetry(http: Request) -> Any:
 
 @router.get("/get_server_capabilities")
 async def capabilities(http: Request) -> Any:
-    base, config = tinker_of(http).server.base, tinker_of(http).server.config
-    about = {"max_context_length": base.context_length, "trainable": True, "sampleable": True}
-    return {
-        "supported_models": [{"model_name": name, **about} for name in dict.fromkeys((base.name, config.served_name))]
-    }
+    """The one model, by all its names: the last is where a client on this machine finds its tokenizer."""
+    models = tinker_of(http).models
+    about = {"max_context_length": models.base.context_length, "trainable": True, "sampleable": True}
+    names = dict.fromkeys((models.name, models.base.name, models.tokenizer))
+    return {"supported_models": [{"model_name": name, **about} for name in names]}
 
 
 @router.post("/create_session")
@@ -194,7 +195,6 @@ async def create_model(http: Request) -> Any:
     seed = 0 if body.lora_config is None else body.lora_config.seed or 0
     metadata = bodies.check_metadata(body.user_metadata)
     lora = lora_of(body.lora_config)
-    await tinker.make_room()
     return tinker.models.create(body.session_id, body.model_seq_id, lora, seed=seed, user_metadata=metadata)
 
 
@@ -218,7 +218,6 @@ async def load_weights(http: Request) -> Any:
         hint = "go on from what save_state (save_weights) saved"
         raise RequestError(f"{body.path} has no state of the trainer", hint=hint, param="path")
     load, metadata = {"saved": saved, "optimizer": body.optimizer}, bodies.check_metadata(body.user_metadata)
-    await tinker.make_room()
     return tinker.models.create(body.session_id, body.model_seq_id, saved.lora, load=load, user_metadata=metadata)
 
 
@@ -228,10 +227,9 @@ async def get_info(http: Request) -> Any:
     model = tinker.models.find((await read_body(http, bodies.OfModel)).model_id)
     base = tinker.models.base
     arch = getattr(base.model.config, "model_type", None)
-    tokenizer = str(STARTER_DIR) if base.name == STARTER else base.name
     return {
         "type": "get_info",
-        "model_data": {"arch": arch, "model_name": base.name, "tokenizer_id": tokenizer},
+        "model_data": {"arch": arch, "model_name": base.name, "tokenizer_id": tinker.models.tokenizer},
         "model_id": model.id,
         "is_lora": True,
         "lora_rank": model.lora["rank"],
@@ -349,10 +347,12 @@ async def cancel_future(http: Request) -> Any:
 @router.post("/retrieve_future")
 async def retrieve_future(http: Request) -> Response:
     tinker, id = tinker_of(http), (await read_body(http, bodies.Retrieve)).request_id
-    if tinker.futures.find(id) is None:
+    if (future := tinker.futures.find(id)) is None:
         raise FutureGoneError(f"there is no request {echo(id)}, or its answer is forgotten", hint="send it again")
     found = await tinker.futures.wait(id, seconds=POLL_S)
-    found = found or answer(type="try_again", request_id=id, queue_state="active")
+    if found is None:
+        state = {"queue_state": "paused_capacity", "queue_state_reason": future.paused} if future.paused else {}
+        found = answer(type="try_again", request_id=id, **({"queue_state": "active"} | state))
     if not any(kind in http.headers.get("accept", "*/*") for kind in ("protobuf", "*/*")):
         found = await asyncio.to_thread(found.plain)
     return Response(found.body, media_type=found.media)

@@ -59,7 +59,7 @@ class Sampler:
     session: str
     policies: Policies
     version: PolicyVersion
-    base_model: str
+    base_model: str  # by which the client loads the tokenizer
     model_path: str | None = None
     model: str | None = None  # whose snapshot it is
     follows: bool = False
@@ -109,8 +109,7 @@ class Samplers:
                 hint = "sample from what save_weights_for_sampler saved"
                 raise RequestError(f"{body.model_path} is not for sampling", hint=hint, param="model_path")
             version = policies.resolve(adapter=found.version)
-        name = self._models.base.name
-        sampler = Sampler(id, body.session_id, policies, version, name, body.model_path)
+        sampler = Sampler(id, body.session_id, policies, version, self._models.tokenizer, body.model_path)
         return self._by_id.setdefault(id, sampler)
 
     async def snapshot(self, model: Model, body: bodies.SaveForSampler) -> Answer:
@@ -128,8 +127,8 @@ class Samplers:
         policies, id = (self._snapshots if path is None else self._server.policies), None
         if body.sampling_session_seq_id is not None:
             id = f"{model.session}:sample:{body.sampling_session_seq_id}"
-            name = self._models.base.name
-            made = Sampler(id, model.session, policies, version, name, path, model.id, body.kind == INFLIGHT)
+            made = Sampler(id, model.session, policies, version, self._models.tokenizer, path)
+            made.model, made.follows = model.id, body.kind == INFLIGHT
             if not self._models.is_there(model):
                 await self._discard(made)
                 raise SessionGoneError("the session has ended", hint=GO_ON)

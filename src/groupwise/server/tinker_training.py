@@ -14,7 +14,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ import torch
 
 from groupwise import adapter_files as files
 from groupwise.errors import ConfigError, ConflictError, OverloadedError, RequestError
-from groupwise.model import LoadedModel
+from groupwise.model import STARTER, STARTER_DIR, LoadedModel
 from groupwise.sdk import state
 from groupwise.sdk.datums import Datum
 from groupwise.sdk.losses import CROSS_ENTROPY, datum_loss, weights_of
@@ -34,12 +34,13 @@ from groupwise.server.config import ServeConfig
 from groupwise.server.envelope import echo
 from groupwise.server.tinker_checkpoints import WEIGHTS, Checkpoint, Checkpoints, check_checkpoint_name
 from groupwise.server.tinker_datums import datums_of, encode_output, loss_config, widths_of, wire_metrics
-from groupwise.server.tinker_futures import Answer, Futures, Turns, answer
+from groupwise.server.tinker_futures import Answer, Future, Futures, Turns, answer
 from groupwise.server.tinker_json import output_as_json
 from groupwise.server.tinker_sessions import GO_ON, SessionGoneError
 from groupwise.train.lora import LoraSpec
 
 ALPHA = 32.0  # of every adapter, whatever its rank
+PLACE_S = 75.0  # a while more than a session that is gone is given
 NICE = 10  # below what is served
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
@@ -57,6 +58,7 @@ class Model:
     turns: Turns
     user_metadata: dict[str, str] | None = None
     client: TrainingClient | None = None
+    has_place: bool = False
     heard: float = field(default_factory=time.time)
 
     @property
@@ -76,6 +78,19 @@ def lora_of(config: bodies.Lora | None) -> dict[str, Any]:
     return {"rank": config.rank, "targets": "all-linear" if both else ATTENTION if config.train_attn else MLP}
 
 
+def tokenizer_of(base: str) -> str:
+    """The name by which a client on this machine can load the base model's tokenizer: the hub's, or a whole path.
+
+    The package takes a name of three parts for one of the hub and leaves the last out, so that a path of three gets an
+    empty one more.
+    """
+    path = STARTER_DIR if base == STARTER else Path(base)
+    if not path.is_dir():
+        return base
+    text = str(path.absolute())
+    return f"/{text}" if text.count("/") == 2 else text
+
+
 def check_optimizer(optimizer: bodies.Optimizer | None) -> None:
     """Raise RequestError unless it is AdamW."""
     if optimizer is not None and optimizer.type != "adamw":
@@ -91,9 +106,17 @@ def trains(lora: Mapping[str, Any], modules: Collection[str]) -> bool:
 class Models:
     """All models of a server. At most `most` at once, each with an adapter and its optimizer in memory."""
 
-    def __init__(self, base: LoadedModel, futures: Futures, checkpoints: Checkpoints, *, config: ServeConfig):
-        self.base, self.name = base, config.served_name
-        self._most, self._gap_s = config.tinker_models, config.tinker_gap_s
+    def __init__(
+        self,
+        base: LoadedModel,
+        futures: Futures,
+        checkpoints: Checkpoints,
+        *,
+        config: ServeConfig,
+        make_room: Callable[[], Awaitable[None]],
+    ):
+        self.base, self.name, self.tokenizer = base, config.served_name, tokenizer_of(base.name)
+        self._most, self._gap_s, self._make_room = config.tinker_models, config.tinker_gap_s, make_room
         self._threads = config.worker_threads
         self._futures, self._checkpoints = futures, checkpoints
         self._by_id: dict[str, Model] = {}
@@ -113,8 +136,8 @@ class Models:
 
     @property
     def are_full(self) -> bool:
-        """Whether there are as many as may be."""
-        return len(self._by_id) >= self._most
+        """Whether as many are trained as may be."""
+        return sum(model.has_place for model in self._by_id.values()) >= self._most
 
     def is_there(self, model: Model) -> bool:
         """Whether its session lives."""
@@ -142,7 +165,7 @@ class Models:
 
     def check_base(self, name: str | None) -> None:
         """Raise RequestError unless `name` is the model that is served."""
-        if name not in (None, self.name, self.base.name):
+        if name is not None and name != self.name and tokenizer_of(name) != self.tokenizer:
             hint = f"this server has {self.name!r} ({self.base.name})"
             raise RequestError(f"there is no base model {echo(name)}", hint=hint, param="base_model")
 
@@ -153,9 +176,6 @@ class Models:
     ) -> dict[str, str]:
         """A fresh adapter, or one from a checkpoint (`load`, as `_load`'s arguments) -> the request's id."""
         id, load = f"{session}:train:{number}", options.pop("load", None)
-        if self._futures.find(f"{id}:0") is None and self.are_full:
-            busy = f"{self._most} models are trained already (tinker_models)"
-            raise OverloadedError(busy, hint="end a session, or wait until one has been silent", retry_after=30)
         future, is_new = self._futures.begin(f"{id}:0")
         if not is_new:
             return {"request_id": future.id, "model_id": id}
@@ -164,6 +184,7 @@ class Models:
 
         async def work() -> Answer:
             try:
+                await self._take_place(model, future)
                 model.client = await asyncio.to_thread(self._client, id, lora, seed=seed)
                 if load is None:
                     return answer(type="create_model", model_id=id)
@@ -174,6 +195,23 @@ class Models:
 
         model.turns.add(0, future, work)
         return {"request_id": future.id, "model_id": id}
+
+    async def _take_place(self, model: Model, future: Future) -> None:
+        """Wait for a place, for as long as a client that is gone may take to fall silent."""
+        until = time.monotonic() + PLACE_S
+        busy = f"{self._most} models are in training, as many as may be (tinker_models)"
+        while self.is_there(model):
+            if self.are_full:
+                await self._make_room()
+            if not self.are_full:
+                model.has_place, future.paused = True, None
+                return
+            if time.monotonic() > until:
+                hint = "end another client, start the server with more, or try again when one has ended"
+                raise OverloadedError(busy, hint=hint)
+            future.paused = busy
+            await asyncio.sleep(min(1.0, PLACE_S))
+        raise SessionGoneError("the session has ended", hint=GO_ON)
 
     def request(self, model: Model, number: int, work: Callable[[], Any], *, size: int = 0) -> dict[str, str]:
         """Run `work` when `number`'s turn comes -> the request's id."""
