@@ -140,3 +140,26 @@ def test_building_refuses_what_disagrees(changes: dict[str, Any], message: str) 
     build_grpo_datums(**given)
     with pytest.raises(DataError, match=message):
         build_grpo_datums(**(given | changes))
+
+
+@pytest.mark.parametrize(
+    ("model_input", "inputs", "words"),
+    [
+        (None, {"target_tokens": [1]}, "model_input is a NoneType; give a list of numbers"),
+        ("abc", {"target_tokens": [1, 2, 3]}, "model_input is a str; give a list of numbers"),
+        ([1, 2], [1], "loss_fn_inputs is a list; give a mapping"),
+        ([1, 2], {"target_tokens": 7}, "target_tokens is a int; give a list of numbers"),
+        ([1, 2], {"target_tokens": [1, 2], "weights": ["a", 1]}, r"weights\[0\] is 'a'; it must be a number"),
+        ([1, 2], {"target_tokens": [1, 2], "weights": [1, None]}, r"weights\[1\] is None; it must be a number"),
+        ([True, 2], {"target_tokens": [1, 2]}, "True is not a token id"),
+        ([1, 2], {"target_tokens": [1, 2], "mask": [[1], [1]]}, r"mask\[0\] is \[1\]; it must be a number"),
+    ],
+)
+def test_what_is_no_list_of_numbers_is_told_so(model_input: Any, inputs: Any, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        Datum(model_input=model_input, loss_fn_inputs=inputs)
+
+
+def test_rewards_that_are_no_numbers_are_told_so() -> None:
+    with pytest.raises(DataError, match=r"rewards\[1\] is 'a'; it must be a number or None"):
+        compute_advantages([1.0, "a"])  # pyright: ignore[reportArgumentType]

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from groupwise.adapters import AdapterStore
 from groupwise.chat import encode_prompt
@@ -260,3 +262,19 @@ def test_the_engines_backlog_narrows_the_window(starter: LoadedModel, tmp_path: 
 def test_a_window_has_bounds(bounds: dict) -> None:
     with pytest.raises(ConfigError):
         AdaptiveConcurrency(**bounds)
+
+
+def test_a_stop_text_is_one_and_what_is_no_token_is_told_so(sampler: DeploymentSampler) -> None:
+    several = sample(sampler, seed=1, max_tokens=24, n=1, stop=("47", "never"))
+    assert sample(sampler, seed=1, max_tokens=24, n=1, stop="47")[0].full_tokens == several[0].full_tokens
+    for n in ("2", 0, True, 1.5):
+        with pytest.raises(ConfigError, match=f"n is {n!r}; it must be at least 1"):
+            sample(sampler, n=n)
+    tokens = [5, 6, 7]
+    kinds = [np.array(tokens), torch.tensor(tokens), [np.int64(token) for token in tokens]]
+    for given in (tokens, *kinds):
+        (entry,) = asyncio.run(sampler.sample(given, max_tokens=1))  # pyright: ignore[reportArgumentType]
+        assert entry.full_tokens[:3] == (5, 6, 7) and entry.sampled
+    for ids in ("abc", [1, "x"], [True], [1.0]):
+        with pytest.raises(DataError, match="is not a token id"):
+            asyncio.run(sampler.sample(ids))  # pyright: ignore[reportArgumentType]

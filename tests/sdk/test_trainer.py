@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -383,3 +384,86 @@ def test_a_target_that_the_model_does_not_have_is_refused(policy: TrainingClient
     unread = wrong.having(weights=(1.0, 0.0, 1.0))  # padding
     assert policy.forward_backward([unread], "cross_entropy").result().metrics["loss/policy"] > 0
     policy.learner.zero_grad()
+
+
+# ---- misuse ----
+def wrong_losses() -> dict[str, Any]:
+    """What a function of one's own may return that is no loss and metrics, and what is said of it."""
+    return {
+        "no metrics": (lambda _, rows: rows[0].sum(), "returned a Tensor; it must return .loss, metrics."),
+        "nothing": (lambda _, rows: None, "returned a NoneType; it must return .loss, metrics."),
+        "a vector": (lambda _, rows: (rows[0], {}), r"the loss has shape \[\d+\]; it must be one number"),
+        "a float": (lambda _, rows: (1.0, {}), "the loss is a float; it must be a tensor"),
+        "cut": (lambda _, rows: (rows[0].sum().detach(), {}), "the loss has no gradient"),
+        "metrics None": (lambda _, rows: (rows[0].sum(), None), "the metrics are a NoneType; they must be a mapping"),
+        "a text": (lambda _, rows: (rows[0].sum(), {"x": "y"}), "metric 'x' is 'y'; it must be a number"),
+        "a row": (lambda _, rows: (rows[0].sum(), {"x": rows[0]}), "metric 'x' is a Tensor; it must be a number"),
+    }
+
+
+@pytest.mark.parametrize("what", wrong_losses())
+def test_a_loss_of_ones_own_that_is_none_is_told_what_it_must_be(policy: TrainingClient, what: str) -> None:
+    data = sequences()[0]
+    policy.forward_backward(data, "cross_entropy").result()
+    held, (broken, words) = gradient(policy), wrong_losses()[what]
+    with pytest.raises(ConfigError, match=words):
+        policy.forward_backward_custom(data, broken).result()
+    assert torch.equal(gradient(policy), held)
+    right = policy.forward_backward_custom(data, lambda _, rows: (rows[0].sum(), {"x": torch.tensor(2.0), "n": 3}))
+    found = right.result()
+    assert found.metrics == pytest.approx({"x": 2.0, "n": 3.0, "loss/custom": sum(found.logprobs[0])})
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda policy, data: policy.optim_step({"learning_rate": 1e-3}), r"adam_params is a dict; give AdamParams"),
+        (lambda policy, data: policy.optim_step(None), "adam_params is a NoneType"),
+        (lambda policy, data: AdamParams(learning_rate="1e-3"), "learning_rate is '1e-3'; it must be 0 or more"),
+        (lambda policy, data: AdamParams(beta1=True), r"beta1 is True; it must be in \[0, 1\)"),
+        (lambda policy, data: policy.forward_backward("abc", "cross_entropy"), "data is a str; give a list of Datum"),
+        (lambda policy, data: policy.forward_backward(data[0], "ppo"), "data is a Datum; give a list of Datum"),
+        (lambda policy, data: policy.forward([{"model_input": [1]}]), r"data\[0\] is a dict; give a list of Datum"),
+        (lambda policy, data: policy.forward_backward(data, None), "loss_fn is a NoneType"),
+        (lambda policy, data: policy.forward_backward(data, lambda *_: 0), "forward_backward_custom"),
+        (lambda policy, data: policy.forward_backward(data, "ppo", [1]), "loss_fn_config is a list"),
+        (lambda policy, data: policy.forward_backward_custom(data, "ppo"), "loss_fn is a str; give a function"),
+        (lambda policy, data: policy.save_state(None), "path is a NoneType"),
+        (lambda policy, data: policy.load_state(7), "path is a int"),
+    ],
+)
+def test_what_is_of_another_kind_is_told_what_it_must_be(policy: TrainingClient, call: Any, words: str) -> None:
+    with pytest.raises((ConfigError, DataError), match=words):
+        call(policy, sequences()[0])
+
+
+def test_a_closed_trainer_says_so(tiny: LoadedModel) -> None:
+    service = TrainingService(tiny)
+    policy = service.create_training_client(lora=LORA)
+    reference, data = policy.create_base_reference(), sequences()[0]
+    service.close()
+    calls: list[Callable[[], object]] = [
+        lambda: policy.forward(data),
+        lambda: policy.forward_backward(data, "cross_entropy"),
+        lambda: policy.optim_step(ADAM),
+        lambda: policy.save_state("x"),
+        lambda: reference.forward(data),
+        lambda: service.create_training_client(),
+    ]
+    for call in calls:
+        with pytest.raises(TrainingError, match="the trainer is closed"):
+            call()
+
+
+def test_a_gradient_can_be_forgotten(policy: TrainingClient, tmp_path: Path) -> None:
+    before = weights(policy)
+    policy.forward_backward(sequences(1)[0], "cross_entropy").result()
+    policy.zero_grad().result()
+    assert not gradient(policy).any() and weights(policy) == before
+    with pytest.raises(TrainingError, match="nothing was accumulated"):
+        policy.optim_step(ADAM).result()
+    policy.forward_backward(sequences(2)[0], "cross_entropy").result()
+    one = policy.optim_step(AdamParams(learning_rate=0.0)).result().grad_norm
+    policy.forward_backward(sequences(2)[0], "cross_entropy").result()
+    assert policy.optim_step(AdamParams(learning_rate=0.0)).result().grad_norm == pytest.approx(one)
+    assert policy.save_state(tmp_path / "state").result()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openai
 import pytest
 
 pytest.importorskip("tinker", "0.38")
@@ -297,6 +298,33 @@ def test_files_are_encrypted_for_who_is_to_read_them(service: Any, model: str, s
     assert sorted(urls) == ["adapter_config.json.age", "adapter_model.safetensors.age"]
     with urllib.request.urlopen(urls["adapter_config.json.age"]) as given:
         assert json.loads(pyrage.decrypt(given.read(), [key]))["r"] == 4
+
+
+def test_openais_client_samples_where_tinker_has_it_and_by_tinkers_names(
+    service: Any, model: str, site: tuple[Whole, str]
+) -> None:
+    trainer = service.create_lora_training_client(base_model=model, rank=4).result()
+    trainer.forward_backward([datum([5, 6, 7, 8, 9], weights=[1.0] * 4)], "cross_entropy")
+    trainer.optim_step(types.AdamParams(learning_rate=0.3)).result()
+    path = trainer.save_weights_for_sampler("chats").result().path
+    state = trainer.save_state("state").result().path
+    said: dict[str, set[str]] = {}
+    for place, key in (("/oai/api/v1", "tml-secret"), ("/v1", "secret")):
+        client = openai.OpenAI(base_url=site[1] + place, api_key=key, max_retries=0)
+        assert model.rpartition("/")[2] in [each.id for each in client.models.list()]
+        for name in (path, f"{model};{path}", model, "base"):
+            options: Any = {"model": name, "max_tokens": 8, "temperature": 0, "prompt": "What is"}
+            chat: Any = {"model": name, "max_tokens": 8, "temperature": 0}
+            completed = client.completions.create(**options).choices[0].text
+            replied = client.chat.completions.create(messages=[{"role": "user", "content": "hi"}], **chat)
+            said.setdefault(name, set()).add(completed + "|" + str(replied.choices[0].message.content))
+        for wrong, words in ((state, "is not for sampling"), (path + "x", "no checkpoint"), (f"no;{path}", "no base")):
+            with pytest.raises(openai.APIStatusError, match=words):
+                client.completions.create(model=wrong, prompt="x", max_tokens=1)
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=site[1] + "/v1", api_key="tml-secret", max_retries=0).models.list()
+    assert all(len(texts) == 1 for texts in said.values())  # the same wherever it was asked
+    assert said[path] == said[f"{model};{path}"] != said[model] == said["base"]
 
 
 def test_what_is_not_supported_is_the_users_error_and_says_what_is(service: Any, model: str) -> None:

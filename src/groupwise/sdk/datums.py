@@ -18,9 +18,10 @@ as the zeros with which some fill the prompt's part, and is not trained. No torc
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 from typing import Any
 
 from groupwise.algo.advantage import AdvantageSpec, advantages
@@ -48,8 +49,11 @@ class Datum:
     loss_fn_inputs: Mapping[str, Sequence[float]]
 
     def __post_init__(self) -> None:
-        inputs = {name: _plain(values) for name, values in self.loss_fn_inputs.items()}
-        object.__setattr__(self, "model_input", _plain(self.model_input))
+        if not isinstance(self.loss_fn_inputs, Mapping):
+            kind = type(self.loss_fn_inputs).__name__
+            raise DataError(f"loss_fn_inputs is a {kind}; give a mapping from names to lists of numbers")
+        inputs = {name: _plain(values, str(name)) for name, values in self.loss_fn_inputs.items()}
+        object.__setattr__(self, "model_input", _plain(self.model_input, "model_input"))
         object.__setattr__(self, "loss_fn_inputs", inputs)
         if not self.model_input:
             raise DataError("a datum has no tokens", hint="model_input is tokens[:-1] of at least two tokens")
@@ -64,7 +68,7 @@ class Datum:
                     hint="N tokens have N - 1 inputs, N - 1 targets and N - 1 of every value",
                 )
         for token in (*self.model_input, *inputs[TARGETS]):
-            if not isinstance(token, int) or token < 0:
+            if type(token) is not int or token < 0:
                 raise DataError(f"{token!r} is not a token id; ids are whole numbers from 0")
         self._check_values()
 
@@ -73,6 +77,7 @@ class Datum:
             if name in self.loss_fn_inputs:
                 always = name in ("mask", "weights", "advantages")  # these say what is trained
                 every = (1,) * len(self.model_input)
+                _check_numbers(self.loss_fn_inputs[name], name)
                 check_known(self.loss_fn_inputs[name], every if always else self.mask, what=name)
 
     @property
@@ -143,7 +148,11 @@ def datum_of(tokens: Sequence[int], *, prompt_len: int) -> Datum:
 
 def compute_advantages(rewards: Sequence[float | None], *, eps: float = 1e-8) -> list[float | None]:
     """The rewards of one group -> (r - mean) / (std + eps) each; std has n - 1 in its denominator. A reward that is
-    None, or beyond 1e100, could not be had: it enters no statistic and its advantage is None."""
+    None, or beyond 1e100, could not be had: it enters no statistic and its advantage is None. Raises DataError: one is
+    no number."""
+    for i, reward in enumerate(rewards):
+        if reward is not None and not isinstance(reward, Real):
+            raise DataError(f"rewards[{i}] is {reward!r}; it must be a number or None")
     return advantages([list(rewards)], AdvantageSpec(eps=eps))[0]
 
 
@@ -205,6 +214,15 @@ def _spoken(datum: Datum, prompt_len: int) -> list[float]:
     return [float(j + 1 >= prompt_len and mark > TRAINED) for j, mark in enumerate(marks)]
 
 
-def _plain(values: Any) -> tuple[Any, ...]:
+def _plain(values: Any, name: str) -> tuple[Any, ...]:
     """A list, tensor or array as a tuple of Python numbers."""
-    return tuple(values.tolist() if hasattr(values, "tolist") else values)
+    plain = values.tolist() if hasattr(values, "tolist") else values
+    if isinstance(plain, str | bytes) or not isinstance(plain, Iterable):
+        raise DataError(f"{name} is a {type(values).__name__}; give a list of numbers, a tensor or an array")
+    return tuple(plain)
+
+
+def _check_numbers(values: Sequence[Any], name: str) -> None:
+    for position, value in enumerate(values):
+        if not isinstance(value, int | float):
+            raise DataError(f"{name}[{position}] is {value!r}; it must be a number")

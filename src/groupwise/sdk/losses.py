@@ -24,13 +24,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from groupwise.algo.loss import LossInputs, LossSpec, policy_loss, resolve_loss
-from groupwise.errors import ConfigError, DataError
+from groupwise.errors import ConfigError, DataError, TrainingError
 from groupwise.sdk.datums import Datum, build_grpo_datums
 
 CROSS_ENTROPY = "cross_entropy"
@@ -158,6 +159,44 @@ def datum_loss(
     logprobs_N = torch.cat([row[mask] for row, mask in zip(logprobs, masks, strict=True)])
     value, metrics = policy_loss(logprobs_N, inputs, spec)
     return value, {name: float(metric) for name, metric in metrics.items()}
+
+
+def checked_custom(returned: Any) -> tuple[Tensor, dict[str, float]]:
+    """What a function of one's own returned, as its loss and its metrics.
+
+    Raises:
+        ConfigError: it is no scalar tensor with a gradient and a mapping of numbers.
+        TrainingError: the loss is not finite.
+    """
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        kind = type(returned).__name__
+        hint = "return loss, {} where there are no metrics"
+        raise ConfigError(f"the custom loss returned a {kind}; it must return (loss, metrics)", hint=hint)
+    loss, metrics = returned
+    if not isinstance(loss, Tensor):
+        hint = "compute it with torch from the log-probabilities: another number has no gradient"
+        raise ConfigError(f"the loss is a {type(loss).__name__}; it must be a tensor", hint=hint)
+    if loss.numel() != 1:
+        raise ConfigError(f"the loss has shape {list(loss.shape)}; it must be one number", hint="sum it, or average it")
+    if not loss.requires_grad:
+        hint = "use the log-probabilities that the function was given, without detach(), item() or tolist()"
+        raise ConfigError("the loss has no gradient", hint=hint)
+    if not isinstance(metrics, Mapping):
+        kind = type(metrics).__name__
+        raise ConfigError(f"the metrics are a {kind}; they must be a mapping from names to numbers", hint="return {}")
+    numbers = {str(name): _number(name, value) for name, value in metrics.items()}
+    if not math.isfinite(value := float(loss.detach())):
+        raise TrainingError(f"the custom loss is {value}; nothing was accumulated")
+    return loss.reshape(()), numbers
+
+
+def _number(name: object, value: Any) -> float:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value.detach())
+    if not isinstance(value, Real):
+        shown = repr(value) if isinstance(value, str) else f"a {type(value).__name__}"
+        raise ConfigError(f"metric {name!r} is {shown}; it must be a number")
+    return float(value)
 
 
 def make_loss_fn(

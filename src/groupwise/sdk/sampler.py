@@ -18,6 +18,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from numbers import Integral
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -142,7 +143,7 @@ class DeploymentSampler:
         temperature: float | None = None,
         top_p: float = 1.0,
         top_k: int = 0,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         seed: int | None = None,
         echo: bool = False,
         version: PolicyVersion | None = None,
@@ -158,14 +159,16 @@ class DeploymentSampler:
 
         Raises:
             ConfigError: n below 1.
+            DataError: what is no token id.
             ValueError: a sampling option out of range.
         """
-        if n < 1:
-            raise ConfigError(f"n is {n}; it must be at least 1")
+        if type(n) is not int or n < 1:
+            raise ConfigError(f"n is {n!r}; it must be at least 1")
         self.calls += 1
         if seed is None and self.seed is not None:
             seed = seed_of(self.seed, self.calls)
-        ids, room = tuple(prompt_ids), self.max_seq_len - len(prompt_ids)
+        ids = _token_ids(prompt_ids)
+        room = self.max_seq_len - len(ids)
         with self.deployment.holding(version) as held:
             if room < 1:
                 error = f"the prompt has {len(ids)} tokens; with a completion at most {self.max_seq_len} may be"
@@ -175,7 +178,7 @@ class DeploymentSampler:
                 temperature=self.temperature if temperature is None else temperature,
                 top_p=top_p,
                 top_k=top_k,
-                stop=tuple(stop),
+                stop=(stop,) if isinstance(stop, str) else tuple(stop),
             )
             before = await self._prompt_logprobs(ids, held, params.temperature) if echo else (None,) * len(ids)
             requests = [
@@ -208,6 +211,15 @@ class DeploymentSampler:
         except Exception as error:  # costs this entry, whatever it is
             return _empty(Status.FAILED, request.prompt_ids, request.version, f"{type(error).__name__}: {error}")
         return _entry(request, completion, before)
+
+
+def _token_ids(given: Any) -> tuple[int, ...]:
+    """A list, tensor or array of token ids."""
+    ids = given.tolist() if hasattr(given, "tolist") else given
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, Integral):
+            raise DataError(f"{token!r} is not a token id; ids are whole numbers", hint="encode the text first")
+    return tuple(int(token) for token in ids)
 
 
 def _entry(request: SamplingRequest, completion: Completion, before: tuple[float | None, ...]) -> SampledCompletion:

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -33,7 +35,7 @@ from groupwise.model import LoadedModel
 from groupwise.sdk import state
 from groupwise.sdk.alignment import UNKNOWN
 from groupwise.sdk.datums import Datum
-from groupwise.sdk.losses import CROSS_ENTROPY, LossFn, built_in, check_inputs, rows_of, weights_of
+from groupwise.sdk.losses import CROSS_ENTROPY, LossFn, built_in, check_inputs, checked_custom, rows_of, weights_of
 from groupwise.sdk.pending import Pending
 from groupwise.train.learner import Learner, Metrics, OptimizerSpec, StepResult
 from groupwise.train.lora import LoraSpec
@@ -60,15 +62,16 @@ class AdamParams:
 
     def __post_init__(self) -> None:
         for name, valid, wanted in (
-            ("learning_rate", 0 <= self.learning_rate < math.inf, "0 or more"),
-            ("beta1", 0 <= self.beta1 < 1, "in [0, 1)"),
-            ("beta2", 0 <= self.beta2 < 1, "in [0, 1)"),
-            ("eps", 0 < self.eps < math.inf, "positive"),
-            ("weight_decay", 0 <= self.weight_decay < math.inf, "0 or more"),
-            ("grad_clip_norm", 0 <= self.grad_clip_norm < math.inf, "0 (off) or more"),
+            ("learning_rate", lambda x: 0 <= x < math.inf, "0 or more"),
+            ("beta1", lambda x: 0 <= x < 1, "in [0, 1)"),
+            ("beta2", lambda x: 0 <= x < 1, "in [0, 1)"),
+            ("eps", lambda x: 0 < x < math.inf, "positive"),
+            ("weight_decay", lambda x: 0 <= x < math.inf, "0 or more"),
+            ("grad_clip_norm", lambda x: 0 <= x < math.inf, "0 (off) or more"),
         ):
-            if not valid:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be {wanted}")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real) or not valid(value):
+                raise ConfigError(f"{name} is {value!r}; it must be {wanted}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +124,12 @@ class TrainingService:
         )
 
     def submit(self, work: Callable[[], T]) -> Pending[T]:
-        """Run `work` where the verbs run, after those that were called before."""
-        return Pending(self._thread.submit(work))
+        """Run `work` where the verbs run, after those that were called before. Raises TrainingError when closed."""
+        try:
+            return Pending(self._thread.submit(work))
+        except RuntimeError:
+            hint = "call it before close(), within setup_infra's `with`; what was saved can be loaded into another one"
+            raise TrainingError("the trainer is closed", hint=hint) from None
 
     def close(self, *, wait: bool = True) -> None:
         """Finish what was called, and end the thread; without `wait` some time later."""
@@ -176,6 +183,11 @@ class TrainingClient:
             DataError, ContextLengthError: a datum lacks what the loss reads, or the model cannot read it.
             ConfigError: no such loss or knob, or one that does not go with what has been accumulated.
         """
+        _check_data(data)
+        _check_kind("loss_fn_config", loss_fn_config, Mapping | None, "give a mapping from knobs to numbers, or none")
+        _check_kind(
+            "loss_fn", loss_fn, str | LossSpec, "give a name or a LossSpec; forward_backward_custom takes a function"
+        )
         if isinstance(loss_fn, LossSpec) and loss_fn_config:
             raise ConfigError("loss_fn_config goes with a built-in loss; a LossSpec has its numbers in itself")
         spec = built_in(loss_fn, loss_fn_config) if isinstance(loss_fn, str) else loss_fn
@@ -196,6 +208,8 @@ class TrainingClient:
 
         Raises as `forward_backward`, and what `loss_fn` raises; a loss that is not finite is a TrainingError.
         """
+        if not callable(loss_fn):
+            raise ConfigError(f"loss_fn is a {type(loss_fn).__name__}; give a function of (data, logprobs)")
         samples = _whole(self.learner, data)
         return self.service.submit(lambda: self._accumulate_custom(data, samples, loss_fn))
 
@@ -213,6 +227,7 @@ class TrainingClient:
             TrainingError: nothing was accumulated, or the fifth refused step in a row.
             ConfigError: a loss that is a mean already would be divided again.
         """
+        _check_kind("adam_params", adam_params, AdamParams, "give AdamParams(learning_rate=...)")
         return self.service.submit(lambda: self._step(adam_params, grad_accumulation_normalization))
 
     def save_state(self, path: str | Path, *, extra: Mapping[str, Any] | None = None) -> Pending[Path]:
@@ -220,10 +235,12 @@ class TrainingClient:
 
         Raises StorageError, or TrainingError while a gradient is accumulated, which no state has.
         """
+        _check_kind("path", path, str | os.PathLike, "give the name of a directory")
         return self.service.submit(lambda: self.save_now(Path(path), dict(extra or {})))
 
     def load_state(self, path: str | Path) -> Pending[dict[str, Any]]:
         """Inverse of `save_state` -> `extra`; what was accumulated is forgotten. Raises as `state.load`."""
+        _check_kind("path", path, str | os.PathLike, "give the name of a directory")
         return self.service.submit(lambda: self.load_now(Path(path)))
 
     def zero_grad(self) -> Pending[None]:
@@ -277,10 +294,7 @@ class TrainingClient:
 
         def checked(logprobs: list[Tensor]) -> tuple[Tensor, Metrics]:
             seen.extend(tuple(row.tolist()) for row in logprobs)
-            loss, metrics = loss_fn(data, logprobs)
-            if not math.isfinite(float(loss.detach())):
-                raise TrainingError(f"the custom loss is {float(loss.detach())}; nothing was accumulated")
-            return loss, metrics
+            return checked_custom(loss_fn(data, logprobs))
 
         metrics = self.learner.forward_backward_custom(samples, checked, temperature=self.temperature)
         self._count(sum(datum.loss_tokens for datum in data), len(data), None)
@@ -358,7 +372,22 @@ def _reduction(spec: LossSpec | None) -> str:
     return "sum" if spec is None else spec.reduction
 
 
+def _check_kind(name: str, value: object, kind: Any, hint: str) -> None:
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name} is a {type(value).__name__}; {hint}")
+
+
+def _check_data(data: Sequence[Datum]) -> None:
+    hint = "give a list of Datum"
+    if not isinstance(data, Sequence) or isinstance(data, str | bytes):
+        raise DataError(f"data is a {type(data).__name__}; {hint}")
+    for i, datum in enumerate(data):
+        if not isinstance(datum, Datum):
+            raise DataError(f"data[{i}] is a {type(datum).__name__}; {hint}")
+
+
 def _whole(learner: Learner, data: Sequence[Datum]) -> list[Sample]:
+    _check_data(data)
     if not data:
         raise DataError("there are no datums", hint="skip the call")
     samples = [datum.whole() for datum in data]

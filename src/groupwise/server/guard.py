@@ -63,7 +63,8 @@ READS = ("GET", "HEAD", "OPTIONS")
 WATCHED = ("/v1/train/events/", "/v1/events")
 POLLED = "/api/v1/retrieve_future"  # many at once, and all they do is wait
 LINKS = "/api/v1/links/"  # whose paths hold a secret of their own
-TINKER, TINKER_KEY = "/api/v1/", "tml-"  # routes whose clients send x-api-key, and how it has to begin for them
+TINKER, TINKER_OPENAI = "/api/v1/", "/oai/api/v1/"  # routes of Tinker's clients, which send x-api-key or a bearer
+TINKER_KEY = "tml-"  # how the key has to begin for them
 QUERY_KEYS = {"key", "api_key", "api-key", "apikey", "token", "access_token"}
 STALL_S = 65.0  # how long a client may read nothing of its answer
 GRACE_S = 5.0  # routes have deadlines of their own, with better messages
@@ -242,7 +243,9 @@ class Guard:
     def _has_key(self, headers: Headers, path: str) -> bool:
         scheme, _, given = headers.get("authorization", "").partition(" ")
         if not given and path.startswith(TINKER):
-            scheme, given = "bearer", headers.get("x-api-key", "").removeprefix(TINKER_KEY)
+            scheme, given = "bearer", headers.get("x-api-key", "")
+        if path.startswith((TINKER, TINKER_OPENAI)):
+            given = given.strip().removeprefix(TINKER_KEY)
         known = self._key is None or hmac.compare_digest(_digest(given.strip()), self._key)
         return known and (self._key is None or scheme.lower() == "bearer")
 

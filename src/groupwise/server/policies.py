@@ -103,6 +103,7 @@ class Policies:
     ):
         self.served_name = served_name
         self.warnings: list[str] = []
+        self.elsewhere: Callable[[str], str | None] = lambda text: None  # other names of policies -> ours (Tinker's)
         self._store, self._engine, self._base, self._max_loaded = store, engine, base, max_loaded
         self._active = PolicyVersion.base()
         self._loaded: dict[PolicyVersion, _Loaded] = {}
@@ -165,6 +166,7 @@ class Policies:
         return version
 
     def _named(self, text: str | None) -> PolicyVersion:
+        text = text if text is None else self.elsewhere(text) or text
         if text is None or text == self._active.name:
             return self._active
         return self._store.resolve(text[:_MAX_TEXT])

@@ -158,6 +158,13 @@ class Checkpoints:
             raise CheckpointNotFoundError(f"there is no checkpoint {path}", hint=hint)
         return found
 
+    def find_sampler(self, path: str) -> Checkpoint:
+        """As `find`, of one for sampling; it has a version."""
+        found = self.find(path)
+        if found.version is None:
+            raise RequestError(f"{path} is not for sampling", hint="sample from what save_weights_for_sampler saved")
+        return found
+
     def exists(self, run: str, kind: str, name: str) -> bool:
         """Whether this name is taken."""
         return self._read(self._place(run, kind, name) / RECORD) is not None

@@ -21,6 +21,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import FileResponse
 
 from groupwise.errors import GroupwiseError, MediaTypeError, RequestError
+from groupwise.server import admin, chat, completions
 from groupwise.server import tinker_bodies as bodies
 from groupwise.server.bodies import read_body
 from groupwise.server.envelope import echo
@@ -32,7 +33,16 @@ from groupwise.server.tinker_json import ForwardBackwardBody, ForwardBody, messa
 from groupwise.server.tinker_proto import DecodeError, ForwardBackwardRequest
 from groupwise.server.tinker_sampling import Samplers
 from groupwise.server.tinker_sessions import HeartbeatGoneError, SessionGoneError, Sessions
-from groupwise.server.tinker_training import ATTENTION, MLP, Model, Models, check_optimizer, lora_of, trains
+from groupwise.server.tinker_training import (
+    ATTENTION,
+    MLP,
+    Model,
+    Models,
+    check_optimizer,
+    lora_of,
+    tokenizer_of,
+    trains,
+)
 from groupwise.types import PolicyVersion
 
 if TYPE_CHECKING:
@@ -82,6 +92,15 @@ class Tinker:
             if self.models.are_full and self.models.of(session.id):
                 await self.sessions.end(session.id)
 
+    def policy_of(self, name: str) -> str | None:
+        """What one of Tinker's names stands for: a path of a checkpoint for sampling, also after its base model and a
+        semicolon, or the base model's own; None for others. Raises RequestError, CheckpointNotFoundError."""
+        base, _, path = name.rpartition(";")
+        if path.startswith("tinker://"):
+            self.models.check_base(base or None)
+            return self.checkpoints.find_sampler(path).version
+        return "base" if "/" in name and tokenizer_of(name) == self.models.tokenizer else None
+
     async def remove_expired(self) -> None:
         """Delete the checkpoints that are past their time to live."""
         for checkpoint in await asyncio.to_thread(lambda: [*self.checkpoints.expired()]):
@@ -103,9 +122,13 @@ class Tinker:
 
 
 def mount(app: FastAPI, server: Server) -> None:
-    """Add the routes to an application."""
-    app.state.tinker = Tinker(server)
+    """Add the routes to an application, those for OpenAI's clients where Tinker has them, and its names of policies."""
+    app.state.tinker = tinker = Tinker(server)
     app.include_router(router)
+    for openai in (chat.router, completions.router):  # at /v1
+        app.include_router(openai, prefix="/oai/api", include_in_schema=False)
+    app.add_api_route("/oai/api/v1/models", admin.models, include_in_schema=False)
+    server.policies.elsewhere = tinker.policy_of
 
 
 def tinker_of(request: Request) -> Tinker:

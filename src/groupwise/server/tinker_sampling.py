@@ -104,10 +104,7 @@ class Samplers:
         self._models.check_base(body.base_model)
         policies, version = self._server.policies, PolicyVersion.base()
         if body.model_path is not None:
-            found = await asyncio.to_thread(self._checkpoints.find, body.model_path)
-            if found.version is None:
-                hint = "sample from what save_weights_for_sampler saved"
-                raise RequestError(f"{body.model_path} is not for sampling", hint=hint, param="model_path")
+            found = await asyncio.to_thread(self._checkpoints.find_sampler, body.model_path)
             version = policies.resolve(adapter=found.version)
         sampler = Sampler(id, body.session_id, policies, version, self._models.tokenizer, body.model_path)
         return self._by_id.setdefault(id, sampler)
