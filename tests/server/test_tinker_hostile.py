@@ -4,14 +4,17 @@ import gc
 import random
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("google.protobuf")
 
+from cli_project import save_model
+from groupwise.model import LoadedModel
 from groupwise.server import tinker_routes, tinker_training
 from processes import becomes
 from tinker_wire import PROTOBUF, Wire, datum, read_output, request, sample, snapshot, supervised, tinker_site
@@ -257,6 +260,20 @@ def test_a_client_that_is_gone_makes_room(model_dir: Path, tmp_path: Path) -> No
         assert gone.post("get_info", model_id=model).status_code == 404
         assert next_one.post("get_info", model_id=made).status_code == 200
         assert idle.session in gone.tinker.sessions.ids  # it has no model
+
+
+def test_a_part_that_a_model_does_not_name_so_cannot_be_trained_alone(
+    make_base: Callable[..., LoadedModel], tmp_path: Path
+) -> None:
+    model = save_model(make_base("gpt2", dtype=torch.float32, context=64), tmp_path / "gpt2")
+    with tinker_site(tmp_path / "state", model) as site:
+        wire = Wire(site)
+        about = {"session_id": wire.session, "base_model": site.server.base.name}
+        made = wire.ok("create_model", **about, model_seq_id=0, lora_config={"rank": 2, "train_mlp": False})
+        told = wire.answer(made["request_id"])
+        assert told["category"] == "user" and "leave train_attn and train_mlp true" in told["error"]
+        assert "train.lora" not in told["error"]
+        assert "error" not in wire.answer(wire.ok("create_model", **about, model_seq_id=1)["request_id"])
 
 
 def test_the_key_is_asked_for_in_the_packages_header(model_dir: Path, tmp_path: Path) -> None:

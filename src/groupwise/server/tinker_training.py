@@ -312,9 +312,13 @@ class Models:
                 service.submit(_lower_priority).result()
             try:
                 client = service.create_training_client(name=name, lora=spec, seed=seed)
-            except BaseException:
+            except BaseException as error:
                 if service is not self._shared:
                     service.close()
+                if isinstance(error, ConfigError) and spec.targets != "all-linear":
+                    kind = type(self.base.model).__name__
+                    wrong = f"{kind} does not name its attention and its MLP as Llama does ({', '.join(spec.targets)})"
+                    raise RequestError(wrong, hint="leave train_attn and train_mlp true") from None
                 raise
             if not client.learner.computes_alone:
                 self._shared = service
