@@ -135,6 +135,19 @@ def test_after_a_gap_the_rest_runs_but_no_step_is_made_of_half_a_batch(wire: Wir
     assert train_on(wire, model, 6) == train_on(wire, wire.model(1), 1)  # nothing of the batch that was cut is left
 
 
+def test_a_state_that_is_loaded_makes_a_gap_good(wire: Wire) -> None:
+    model = wire.model()
+    state = wire.answer(wire.ok("save_weights", model_id=model, seq_id=1, path="s")["request_id"])["path"]
+    wire.answer(wire.backward(model, 3, supervised(3)).json()["request_id"])  # 2 never comes
+    other = snapshot(wire, model, 4, 0, path="sampler")["path"]
+    for seq, path in ((5, other), (6, state)):
+        answered = wire.answer(
+            wire.ok("load_weights", model_id=model, seq_id=seq, path=path, optimizer=True)["request_id"]
+        )
+        assert (answered.get("path") == state) if path == state else "no state of the trainer" in answered["error"]
+    assert train_on(wire, model, 7) == train_on(wire, wire.model(1), 1)
+
+
 def train_on(wire: Wire, model: str, seq: int) -> list[float]:
     wire.backward_answer(model, seq, supervised(1))
     assert wire.answer(wire.step(model, seq + 1))["metrics"]["refused:sum"] == 0

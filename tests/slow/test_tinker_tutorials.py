@@ -2,8 +2,8 @@
 
 `TINKER_TUTORIALS` names the folder `tutorials` of a checkout of tinker-cookbook (they were run at 9dfcc3a2, of August
 2026, with the package 0.6.1). Install that package and marimo, matplotlib, math-verify and pylatexenc into a virtual
-environment with this one, and run `pytest tests/slow/test_tinker_tutorials.py -m slow` with its Python. In the folder where
-they run directories stand in for what they get from the hub: the starter for their models, sums for GSM8K.
+environment with this one, and run `pytest tests/slow/test_tinker_tutorials.py -m slow` with its Python. Where they run,
+directories stand in for what they get from the hub: the starter for their models, sums for GSM8K.
 """
 
 from __future__ import annotations

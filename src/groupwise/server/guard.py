@@ -2,7 +2,7 @@
 
     request id      `x-request-id`, the client's where it is one, on every answer
     Host, Origin    on loopback only local names (DNS rebinding); no writing from other sites' pages (CSRF)
-    API key         `authorization: Bearer <key>` on every route but /health, compared in constant time
+    API key         `authorization: Bearer <key>` but for /health and Tinker's links, compared in constant time
     phase           503 with `retry-after` while the model loads and while the server drains; /health always answers
     places          so many requests at once, so many waiting, then 429; a body that is still arriving takes none
     bodies          counted while they are read, 413; a deadline while they arrive, 408; content encodings refused, 415;

@@ -158,11 +158,20 @@ class Checkpoints:
             raise CheckpointNotFoundError(f"there is no checkpoint {path}", hint=hint)
         return found
 
+    def find_state(self, path: str) -> Checkpoint:
+        """As `find`, of one that training goes on from."""
+        found = self.find(path)
+        if found.kind != WEIGHTS:
+            hint = "go on from what save_state (save_weights) saved"
+            raise RequestError(f"{path} has no state of the trainer", hint=hint, param="path")
+        return found
+
     def find_sampler(self, path: str) -> Checkpoint:
         """As `find`, of one for sampling; it has a version."""
         found = self.find(path)
         if found.version is None:
-            raise RequestError(f"{path} is not for sampling", hint="sample from what save_weights_for_sampler saved")
+            hint = "sample from what save_weights_for_sampler saved"
+            raise RequestError(f"{path} is not for sampling", hint=hint, param="path")
         return found
 
     def exists(self, run: str, kind: str, name: str) -> bool:

@@ -92,14 +92,15 @@ class Downloads:
             raise
         return answer(type="save_weights_external", path=saved.path, size_bytes=saved.size_bytes)
 
-    def files(self, path: str) -> tuple[Link, list[str]]:
+    async def files(self, path: str) -> tuple[Link, list[str]]:
         """The files of external weights. Raises RequestError, CheckpointNotFoundError."""
-        saved = self._checkpoints.find(path)
+        saved = await asyncio.to_thread(self._checkpoints.find, path)
         if saved.kind != EXTERNAL_WEIGHTS:
             hint = "save_weights_external makes some"
             raise RequestError(f"{path} is not a checkpoint of external weights", hint=hint, param="path")
-        link = self._known(saved) or self._link(saved, self._checkpoints.directory(saved), made=False)
-        return link, sorted(each.name for each in link.directory.iterdir())
+        directory = self._checkpoints.directory(saved)
+        names = await asyncio.to_thread(lambda: sorted(each.name for each in directory.iterdir()))
+        return self._known(saved) or self._link(saved, directory, made=False), names
 
     async def archive(self, path: str) -> Link:
         """A checkpoint's adapter as `ARCHIVE`, its files at the top. Raises RequestError, CheckpointNotFoundError,

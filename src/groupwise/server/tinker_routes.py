@@ -26,7 +26,7 @@ from groupwise.server import tinker_bodies as bodies
 from groupwise.server.bodies import read_body
 from groupwise.server.envelope import echo
 from groupwise.server.state import Server
-from groupwise.server.tinker_checkpoints import SAMPLER_WEIGHTS, WEIGHTS, Checkpoint, Checkpoints
+from groupwise.server.tinker_checkpoints import SAMPLER_WEIGHTS, Checkpoint, Checkpoints
 from groupwise.server.tinker_downloads import ARCHIVE, Downloads, Link
 from groupwise.server.tinker_futures import JSON, PROTOBUF, Answer, Futures, answer
 from groupwise.server.tinker_json import ForwardBackwardBody, ForwardBody, message_of
@@ -226,7 +226,7 @@ async def load_weights(http: Request) -> Any:
     tinker = tinker_of(http)
     try:
         body = await read_body(http, bodies.LoadWeights)
-    except RequestError as error:
+    except (RequestError, MediaTypeError) as error:
         return await _refused(http, error)
     if body.model_id is not None and body.seq_id is not None:
         model = tinker.models.find(body.model_id)
@@ -236,10 +236,7 @@ async def load_weights(http: Request) -> Any:
     if body.session_id is None or body.model_seq_id is None:
         raise RequestError("there is neither session_id with model_seq_id nor model_id with seq_id")
     tinker.sessions.touch(body.session_id)
-    saved = await asyncio.to_thread(tinker.checkpoints.find, body.path)
-    if saved.kind != WEIGHTS:
-        hint = "go on from what save_state (save_weights) saved"
-        raise RequestError(f"{body.path} has no state of the trainer", hint=hint, param="path")
+    saved = await asyncio.to_thread(tinker.checkpoints.find_state, body.path)
     load, metadata = {"saved": saved, "optimizer": body.optimizer}, bodies.check_metadata(body.user_metadata)
     return tinker.models.create(body.session_id, body.model_seq_id, saved.lora, load=load, user_metadata=metadata)
 
@@ -449,7 +446,7 @@ async def unpublish(http: Request, run: str, kind: str, name: str) -> Response:
 
 @router.get("/training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls")
 async def external_weights_urls(http: Request, run: str, kind: str, name: str) -> Any:
-    link, names = await asyncio.to_thread(tinker_of(http).downloads.files, f"tinker://{run}/{kind}/{name}")
+    link, names = await tinker_of(http).downloads.files(f"tinker://{run}/{kind}/{name}")
     urls = {each: _address(http, link, each) for each in names}
     return {"urls": urls, "expires": datetime.fromtimestamp(link.until, UTC).isoformat()}
 

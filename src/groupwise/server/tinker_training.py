@@ -255,10 +255,12 @@ class Models:
     async def load_weights(self, model: Model, body: bodies.LoadWeights) -> Answer:
         self.check_base(body.base_model)
         check_optimizer(body.optimizer_config)
-        saved = await asyncio.to_thread(self._checkpoints.find, body.path)
+        saved = await asyncio.to_thread(self._checkpoints.find_state, body.path)
         if saved.lora != dict(model.lora):
             raise ConflictError(f"{body.path} has an adapter of {saved.lora}, and the model {dict(model.lora)}")
-        return await self._load(model, saved=saved, optimizer=body.optimizer)
+        loaded = await self._load(model, saved=saved, optimizer=body.optimizer)
+        model.turns.forgive()  # the gradient of which a part may be missing is forgotten
+        return loaded
 
     def checkpoint(
         self,
