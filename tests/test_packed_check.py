@@ -124,8 +124,10 @@ def test_a_rope_that_depends_on_the_row_ends_the_context(make_base, make_samples
     for sample, mine in zip(fits, learner.forward(fits), strict=True):
         assert mine == pytest.approx(own_logprobs(base, sample.prompt_ids, sample.completion_ids), abs=1e-5)
     before = [parameter.grad for parameter in learner.parameters]
-    (longer,) = make_samples(((5, (8,)),), holes=False)
-    with pytest.raises(ContextLengthError, match=f"a sample has 13 tokens; beyond {BEYOND} .*tiny-{family}"):
+    (longer,) = make_samples(((5, (9,)),), holes=False)
+    with pytest.raises(
+        ContextLengthError, match=f"a sample has 14 tokens, of which 13 are read; beyond {BEYOND} .*tiny-{family}"
+    ):
         learner.forward_backward_supervised([*fits, longer])
     assert [parameter.grad for parameter in learner.parameters] == before
     with closing(LocalEngine(base, max_rows=2)) as engine:

@@ -150,23 +150,44 @@ def test_an_answer_can_be_awaited(policy: TrainingClient) -> None:
     assert asyncio.run(loop())
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 16,
+    "short_factor": [1.0] * 4,
+    "long_factor": [7.0] * 4,
+}
+LONGEST: dict[str, dict[str, Any]] = {  # rows of these models, and options
+    "qwen3": {},
+    "gpt2": {},
+    "phi3": {"original_max_position_embeddings": 16, "rope_parameters": LONG_ROPE},
+    "gpt_oss": {"rope_parameters": LONG_ROPE},  # in padded rows
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*padded rows")
+@pytest.mark.parametrize("architecture", LONGEST)
 def test_as_many_tokens_as_the_context_has_are_read_and_the_last_target_is_not_one(
     make_base: Callable[..., LoadedModel], architecture: str
 ) -> None:
-    base = make_base(architecture, dtype=torch.float32, context=64)
-    tokens = torch.randint(1, 250, (66,), generator=torch.Generator().manual_seed(0)).tolist()
+    base = make_base(architecture, dtype=torch.float32, context=64, **LONGEST[architecture])
+    most = base.context_length
+    assert most == (16 if LONGEST[architecture] else 64)
+    tokens = torch.randint(1, 250, (most + 2,), generator=torch.Generator().manual_seed(0)).tolist()
     with torch.no_grad():
-        whole = base.model(torch.tensor([tokens[:64]])).logits[0].log_softmax(-1)
-    wanted = [float(whole[j, tokens[j + 1]]) for j in range(64)]
+        whole = base.model(torch.tensor([tokens[:most]])).logits[0].log_softmax(-1)
+    wanted = [float(whole[j, tokens[j + 1]]) for j in range(most)]
     service = TrainingService(base)
     with closing(service):
         policy = service.create_training_client(lora=LoraSpec(rank=4))
-        (found,) = policy.forward([datum_of(tokens[:65], prompt_len=1)]).result().logprobs
+        row, longer = datum_of(tokens[: most + 1], prompt_len=1), datum_of(tokens, prompt_len=1)
+        (found,) = policy.forward([row]).result().logprobs
         assert found == pytest.approx(wanted, abs=1e-4)
-        policy.forward_backward([datum_of(tokens[:65], prompt_len=1)], "cross_entropy").result()
-        with pytest.raises(ContextLengthError, match=r"data\[1\] has 65 tokens; the model reads at most 64"):
-            policy.forward([datum_of(tokens[:65], prompt_len=1), datum_of(tokens, prompt_len=1)])
+        policy.forward_backward([row], "cross_entropy").result()
+        with pytest.raises(
+            ContextLengthError, match=rf"data\[1\] has {most + 1} tokens; the model reads at most {most}"
+        ):
+            policy.forward([row, longer])
 
 
 REFUSED: dict[str, type[Exception]] = {

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -46,6 +47,7 @@ MODELS = {
         "405_multi_agent",
     ],
 }
+SAVED = Path("/tmp/tinker-tutorials")  # of 303 and 304, wherever they run: they would go on from what another run saved
 STAND_INS = [*MODELS, "Qwen/Qwen3.6-35B-A3B", "moonshotai/Kimi-K2.6"]
 # Where one stops, and on whose side: a second base model; the package's own refusal to download what is for sampling.
 STOP = {
@@ -67,6 +69,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where tutorials run, with what stands in for the hub."""
     folder = tmp_path_factory.mktemp("folder")
+    shutil.rmtree(SAVED, ignore_errors=True)
     for name in STAND_INS:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).symlink_to(STARTER_DIR)

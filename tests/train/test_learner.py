@@ -327,7 +327,7 @@ def test_padded_rows_keep_to_the_budget_and_all_logits_never_exist(make_base, fa
     samples = [replace(sample, completion_ids=(6, 7 + i), advantage=(-1.0) ** i) for i in range(32)]
     with Sizes(V) as sizes:
         learner.forward_backward(samples, resolve_loss("grpo"))
-    assert sizes.forwards == [2 * 102] * 16
+    assert sizes.forwards == [2 * 101] * 16  # the last token is a target only
     assert sizes.logits == 32  # the head's weight, transposed; logits are of the 4 loss tokens of two rows
     norm = float(sum(p.grad.norm() ** 2 for p in learner.parameters if p.grad is not None) ** 0.5)
     learner.zero_grad()

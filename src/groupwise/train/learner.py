@@ -468,11 +468,13 @@ class Learner:
     def _check_lengths(self, samples: Sequence[Sample]) -> None:
         longest = longest_row(self.model.config.get_text_config()) or sys.maxsize
         for sample in samples:
-            if (length := len(sample.prompt_ids) + len(sample.completion_ids)) > longest:
+            length = len(sample.prompt_ids) + len(sample.completion_ids)
+            if length - 1 > longest:  # the last token is a target only
                 raise ContextLengthError(
-                    f"a sample has {length} tokens; beyond {longest} the rotary positions of {self.base.name} depend "
-                    "on the length of the row, so that its tokens have no log-probability of their own",
-                    hint=f"train on samples of {longest} tokens at most, prompt and completion together",
+                    f"a sample has {length} tokens, of which {length - 1} are read; beyond {longest} the "
+                    f"rotary positions of {self.base.name} depend on the length of the row, so that its tokens have no "
+                    "log-probability of their own",
+                    hint=f"train on samples of {longest + 1} tokens at most, prompt and completion together",
                 )
 
     def _logprobs(

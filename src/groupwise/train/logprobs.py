@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from groupwise.algo.batch import MicroBatch, Padded
 from groupwise.backbone import Backbone, decoder_of
-from groupwise.model import Head, context_length, plain_attention
+from groupwise.model import Head, plain_attention
 from groupwise.train.lora import project_with_lora
 
 TILE_VALUES = 1 << 20  # logits per tile: 4 MiB in float32, which stay in a CPU's cache
@@ -113,8 +113,9 @@ def fused_logprobs(
 def packed_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """The one forward. -> (logprobs_N, entropy_N), float32 (float64 for a float64 model)."""
     assert not isinstance(batch.layout, Padded)
-    # The last token of a sequence is a target only, and may be one more than the longest row has.
-    positions_S = batch.positions_S.clamp(max=context_length(model.config) - 1)
+    # The last token of the longest row is a target only: nothing reads it, and there may be no position for it.
+    longest = max(len(sample.prompt_ids) + len(sample.completion_ids) for sample in batch.samples)
+    positions_S = batch.positions_S.clamp(max=max(longest - 2, 0))
     hidden_SH = Backbone(model, project_with_lora)(batch.input_ids_S, positions_S, batch.layout)
     hidden_NH = hidden_SH.index_select(0, batch.source_N)
     return fused_logprobs(hidden_NH, Head.of(model), batch.target_N, temperature=temperature)
@@ -124,7 +125,7 @@ def plain_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature: fl
     """The same for a micro-batch of padded rows, by the model's own forward up to the LM head."""
     assert isinstance(batch.layout, Padded)
     width = batch.layout.width
-    ids_BT = batch.input_ids_S.view(-1, width)[:, :-1]  # nothing reads what follows the last token of the longest row
+    ids_BT = batch.input_ids_S.view(-1, width)[:, :-1]  # the last token of the longest row is a target only
     with plain_attention(model):  # causal: nothing looks at the padding
         hidden_BTH = decoder_of(model)(input_ids=ids_BT, use_cache=False).last_hidden_state
     hidden_NH = hidden_BTH[batch.source_N // width, batch.source_N % width]
