@@ -321,6 +321,8 @@ def test_openais_client_samples_where_tinker_has_it_and_by_tinkers_names(
         for wrong, words in ((state, "is not for sampling"), (path + "x", "no checkpoint"), (f"no;{path}", "no base")):
             with pytest.raises(openai.APIStatusError, match=words):
                 client.completions.create(model=wrong, prompt="x", max_tokens=1)
+        with pytest.raises(openai.BadRequestError, match="context"):  # as long as a chat may be: no 413
+            client.completions.create(model=model, prompt="a" * 400_000, max_tokens=1)
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=site[1] + "/v1", api_key="tml-secret", max_retries=0).models.list()
     assert all(len(texts) == 1 for texts in said.values())  # the same wherever it was asked

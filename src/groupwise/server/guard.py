@@ -63,7 +63,8 @@ READS = ("GET", "HEAD", "OPTIONS")
 WATCHED = ("/v1/train/events/", "/v1/events")
 POLLED = "/api/v1/retrieve_future"  # many at once, and all they do is wait
 LINKS = "/api/v1/links/"  # whose paths hold a secret of their own
-TINKER, TINKER_OPENAI = "/api/v1/", "/oai/api/v1/"  # routes of Tinker's clients, which send x-api-key or a bearer
+OPENAI_PREFIX = "/oai/api"  # where Tinker has OpenAI's routes
+TINKER, TINKER_OPENAI = "/api/v1/", f"{OPENAI_PREFIX}/v1/"  # routes of Tinker's clients: x-api-key, or a bearer
 TINKER_KEY = "tml-"  # how the key has to begin for them
 QUERY_KEYS = {"key", "api_key", "api-key", "apikey", "token", "access_token"}
 STALL_S = 65.0  # how long a client may read nothing of its answer
@@ -273,7 +274,8 @@ class Guard:
 
     def _limit(self, path: str) -> tuple[int, str]:
         """The largest body of a route, and the setting that says so."""
-        name = "chat_body_bytes" if path in PROMPTS or path.startswith(TINKER) else "small_body_bytes"
+        prompts = path.removeprefix(OPENAI_PREFIX) in PROMPTS
+        name = "chat_body_bytes" if prompts or path.startswith(TINKER) else "small_body_bytes"
         if path in TRAIN:
             name = "train_body_bytes"
         elif path == UPLOAD:

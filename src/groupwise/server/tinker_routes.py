@@ -25,6 +25,7 @@ from groupwise.server import admin, chat, completions
 from groupwise.server import tinker_bodies as bodies
 from groupwise.server.bodies import read_body
 from groupwise.server.envelope import echo
+from groupwise.server.guard import OPENAI_PREFIX
 from groupwise.server.state import Server
 from groupwise.server.tinker_checkpoints import SAMPLER_WEIGHTS, Checkpoint, Checkpoints
 from groupwise.server.tinker_downloads import ARCHIVE, Downloads, Link
@@ -126,8 +127,8 @@ def mount(app: FastAPI, server: Server) -> None:
     app.state.tinker = tinker = Tinker(server)
     app.include_router(router)
     for openai in (chat.router, completions.router):  # at /v1
-        app.include_router(openai, prefix="/oai/api", include_in_schema=False)
-    app.add_api_route("/oai/api/v1/models", admin.models, include_in_schema=False)
+        app.include_router(openai, prefix=OPENAI_PREFIX, include_in_schema=False)
+    app.add_api_route(f"{OPENAI_PREFIX}/v1/models", admin.models, include_in_schema=False)
     server.policies.elsewhere = tinker.policy_of
 
 
