@@ -9,6 +9,7 @@ from pathlib import Path
 
 import peft
 import pytest
+import regex
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -234,6 +235,25 @@ def test_patterns_and_modules_do_not_multiply(monkeypatch):
 def test_patterns_of_all_shapes_are_refused():
     odd = {"".join("." if i >> b & 1 else "x" for b in range(12)): 8 for i in range(1024)}
     assert "more than 256 shapes" in (refusal({Q.format(0): 2}, alpha_pattern=odd) or "")
+
+
+def test_expressions_and_modules_do_not_multiply(monkeypatch):
+    """64 expressions that are each quick, for 32,768 modules, once took 47 s of a processor: the time for all together
+    was up, and each was still tried."""
+    monkeypatch.setattr(adapter_config, "MATCHING_S", 0.02)
+    tried, fullmatch = [0], regex.fullmatch
+
+    def counted(*args, **kwargs):
+        tried[0] += 1
+        return fullmatch(*args, **kwargs)
+
+    monkeypatch.setattr(adapter_config.regex, "fullmatch", counted)
+    quick = {f"(model|x)[.](layers|y)[.]([0-9]+){{1,3}}[.]k{i}": 2 for i in range(64)}
+    modules = {f"model.layers.{i}.self_attn.q_proj": 2 for i in range(2000)}
+    for option in ("rank_pattern", "alpha_pattern"):
+        said = refusal(modules, target_modules="all-linear", **{option: quick})
+        assert "takes too long to match" in (said or "") and option in (said or "")
+    assert 0 < tried[0] < 64 * len(modules)
 
 
 def test_an_expression_that_would_take_for_ever_is_given_up(monkeypatch):

@@ -31,7 +31,7 @@ MAX_NAME = 512  # characters of a module's name, or of a pattern
 MAX_EXPRESSION = 8192  # characters of a regular expression of modules
 MAX_SHAPES = 256  # of the names in one pattern's keys; those of a model's modules have a few dozen
 MAX_EXPRESSIONS = 64  # regular expressions among them
-MATCHING_S = 2.0  # for all regular expressions, over all modules
+MATCHING_S = 2.0  # of a processor, for all regular expressions, over all modules
 
 T = TypeVar("T")
 
@@ -49,6 +49,7 @@ _REFUSED = {
 }
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")  # the others change the base weights too
 _WEIGHT = ".weight"
+_NAMES = "give the names of the modules"
 _NAME = regex.compile(r"\^?[\w.]+")
 
 
@@ -162,22 +163,25 @@ def applied_scales(config: Mapping[str, Any], ranks: Mapping[str, int]) -> dict[
 
 # ---- patterns ----
 class _Matching:
-    """A stranger's regular expressions, within a time for all of them together."""
+    """A stranger's regular expressions, within a time for all of them together, over all modules. It is that of the
+    processor, so that a busy machine refuses nothing that an idle one takes; and other threads run meanwhile."""
 
     def __init__(self) -> None:
         self._left = MATCHING_S
 
     def fullmatch(self, expression: str, text: str, key: str) -> bool:
         """Raises AdapterError, which names the option `key`, if it is none or takes too long."""
-        began = time.monotonic()
+        if self._left <= 0:
+            _refuse(key, f"takes too long to match with the names of all modules, as {_shown(expression)}; {_NAMES}")
+        began = time.thread_time()
         try:
-            return regex.fullmatch(expression, text, timeout=max(0.001, self._left)) is not None
+            return regex.fullmatch(expression, text, timeout=self._left, concurrent=True) is not None
         except regex.error as error:
             _refuse(key, f"has {_shown(expression)}, which is no regular expression: {error}")
         except TimeoutError:
-            _refuse(key, f"has {_shown(expression)}, which takes too long to match; give the names of the modules")
+            _refuse(key, f"has {_shown(expression)}, which takes too long to match; {_NAMES}")
         finally:
-            self._left -= time.monotonic() - began
+            self._left -= time.thread_time() - began
 
 
 class _Patterns(Generic[T]):

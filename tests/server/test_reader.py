@@ -6,8 +6,10 @@ import asyncio
 import hashlib
 import json
 import os
+import pickle
 import threading
 import time
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -402,3 +404,16 @@ def test_a_completion_that_cannot_fit_is_refused_before_it_is_tokenised(monkeypa
     with pytest.raises(RequestError, match="the text has 100000 characters") as caught:
         read_grpo(json.dumps(body).encode(), base, ServeConfig(), store=store, ledger=Path("nowhere"), pending=())
     assert caught.value.param == "groups[0].completions[1].text" and max(sizes) < 100
+
+
+def test_a_long_answer_is_in_memory_once(tmp_path: Path):
+    """What a job trains on comes to twice its body."""
+    file = tmp_path / "answer"
+    file.write_bytes(pickle.dumps(reading.Outcome(result=bytes(32 * MIB))))
+    tracemalloc.start()
+    try:
+        outcome = reading._load(os.open(file, os.O_RDONLY))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(outcome.result) == 32 * MIB and peak < 40 * MIB

@@ -248,9 +248,10 @@ class Reader:
 
 
 def _load(answer: int) -> Outcome:
+    """From the file itself: what a long job trains on is there once, and not in the file's bytes as well."""
     with os.fdopen(answer, "rb") as file:
         file.seek(0)
-        return pickle.loads(file.read())
+        return pickle.load(file)
 
 
 # ---- the process that forks ----
