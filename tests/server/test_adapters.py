@@ -233,6 +233,21 @@ def test_an_adapter_that_does_not_fit_is_refused_with_tensor_and_shapes(api: Api
     assert api.store.versions("new") == () and api.policies.in_use == {}
 
 
+def test_modules_of_another_model_are_refused_before_they_are_loaded(api: Api, published, monkeypatch):
+    """65,536 tensors are loaded in one call that keeps Python's lock: all other requests waited more than a second."""
+    monkeypatch.setattr(api.policies, "verify_files", lambda directory: pytest.fail("it was loaded"))
+    tensors = load_file(published[0] / WEIGHTS)
+    key = "base_model.model.model.layers.0.mlp.up_proj.lora_{}.weight"
+    more = {
+        key.replace("0", str(i)).format(half): tensors[key.format(half)].clone() for i in range(50) for half in "AB"
+    }
+    save_file(tensors | more, api.root / WEIGHTS)
+    error = api.upload("new", archive_of(published[0], weights=(api.root / WEIGHTS).read_bytes()), status=400)
+    assert error["code"] == "invalid_adapter" and error["hint"]
+    assert "targets 'model.layers.10.mlp.up_proj' and 47 more modules, which this model has not" in error["message"]
+    assert api.store.versions("new") == ()
+
+
 def test_weights_that_overflow_when_computed_with(api: Api, published):
     tensors = {k: torch.full_like(t, 1e300) for k, t in load_file(published[0] / WEIGHTS).items()}
     save_file(tensors, api.root / WEIGHTS)

@@ -38,6 +38,7 @@ from groupwise.errors import (
     StorageError,
     SwapRefusedError,
 )
+from groupwise.model import LoadedModel
 from groupwise.server.bodies import check_content_type, read_body
 from groupwise.server.policies import AdapterInUseError, check_free_name
 from groupwise.server.protocol_adapters import (
@@ -263,9 +264,22 @@ def _import(server: Server, upload: _Upload) -> PolicyVersion:
 
     def write(directory: Path) -> None:
         read_archive(upload.archive, directory)
+        _check_modules(server.base, directory)
         server.policies.verify_files(directory)
 
     return _publish(server, upload.name, write, again=upload.new_version)
+
+
+def _check_modules(base: LoadedModel, directory: Path) -> None:
+    """Raise AdapterError if the model has not every module of the adapter: what is loaded is then no larger than the
+    model asks for, and loading keeps other requests waiting."""
+    modules = {name for name, _ in base.model.named_modules()}
+    if strange := sorted(set(files.adapted_names(directory)) - modules):
+        more = f" and {len(strange) - 1:,} more modules" if len(strange) > 1 else ""
+        raise AdapterError(
+            f"the adapter targets {strange[0][:120]!r}{more}, which this model has not",
+            hint="the adapter was trained on another base model",
+        )
 
 
 @router.get("/{name}/download", **_DOWNLOAD)
