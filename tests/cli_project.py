@@ -44,6 +44,22 @@ def needs_gold(completions, gold):
     return [1.0] * len(completions)
 
 
+def hangs(completions, kind):
+    """Answers for even prompts, never for odd ones."""
+    while kind[0] == "odd":
+        pass
+    return vowels(completions)
+
+
+def ends_the_process(completions, kind):
+    """Answers for even prompts; for odd ones the process is gone."""
+    import os
+
+    if kind[0] == "odd":
+        os._exit(7)
+    return vowels(completions)
+
+
 def wait(completions, flag, **columns):
     """Touch `flag` and take a while, so that a test can interrupt the step it is in."""
     import pathlib, time

@@ -223,6 +223,32 @@ def test_eval_without_eval_data_uses_the_training_prompts_and_says_so(project):
     assert "evaluating on all 8 training prompts" in result.stderr
 
 
+def test_eval_samples_k_times_and_counts_what_reaches_success(project):
+    """`eval.k` and `eval.success` act here as they do in a run."""
+    result = cli("eval", project.config, "eval.k=3", "eval.success=0.01", "--json")
+    metrics = json.loads(result.stdout)["metrics"]
+    assert {"eval/sampled/avg@3", "eval/sampled/pass@1", "eval/sampled/pass@3"} <= set(metrics)
+    assert metrics["eval/sampled/pass@3"] > 0  # the share of vowels never reaches the default of 1
+    hard = json.loads(cli("eval", project.config, "eval.k=3", "eval.success=2", "--json").stdout)["metrics"]
+    assert hard["eval/sampled/pass@3"] == 0 and hard["eval/sampled/avg@3"] == metrics["eval/sampled/avg@3"]
+    table = [line.split() for line in cli("eval", project.config, "eval.k=3").stdout.splitlines()]
+    assert [line for line in table if line[0] == "pass@3"] == [["pass@3", "-", "0.000"]]
+
+
+@pytest.mark.parametrize(
+    ("reward", "kind"), [("hangs", "did not answer within"), ("ends_the_process", "exit status 7")]
+)
+def test_eval_survives_a_reward_that_loops_or_exits(project, reward, kind):
+    """Rewards run in processes with deadlines, as in a run: what cannot be scored is counted and said."""
+    settings = ("scoring.timeout_s=0.3", "eval.modes=[greedy]", f"rewards=[my_rewards:{reward}]")
+    result = cli("eval", project.config, *settings, "--json")
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["metrics"]["eval/greedy/failed"] == 2 and report["metrics"]["eval/greedy/odd/reward"] is None
+    assert report["metrics"]["eval/greedy/even/reward"] is not None
+    assert "2 of 4 completions could not be scored" in result.stderr and kind in result.stderr
+
+
 def test_eval_refuses_an_adapter_of_another_base_model(project, store, make_base, tmp_path):
     other = save_model(make_base("qwen3", dtype=torch.float32, context=256, seed=1), tmp_path / "other")
     result = cli("eval", project.config, f"model={other}", "--adapter", "toy@1")

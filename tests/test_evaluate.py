@@ -20,6 +20,7 @@ from groupwise.errors import ContextLengthError, DataError, RewardError
 from groupwise.evaluate import BestVersion, Evaluation, compare, evaluate, pass_at_k, prepare_all
 from groupwise.play import SingleTurn
 from groupwise.rewards.base import RewardFunction
+from groupwise.scorer import Scorer
 from groupwise.types import FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams
 
 BASE = PolicyVersion.base()
@@ -42,12 +43,15 @@ def prepared(engine: LocalEngine) -> list[Prompt]:
     return prepare_all(PROMPTS, play, context=engine.context_length)
 
 
-def run(engine: LocalEngine, *, rewards=None, seed: int = 0, k: int = 1, **params):
+GOLD = Scorer([RewardFunction(name="gold", function=gold, args={})])
+
+
+def run(engine: LocalEngine, *, score=GOLD, seed: int = 0, k: int = 1, **params):
     return asyncio.run(
         evaluate(
             SingleTurn(engine, engine._base.tokenizer),
             prepared(engine),
-            rewards or [RewardFunction(name="gold", function=gold, args={})],
+            score,
             version=BASE,
             params=SamplingParams(max_tokens=6, temperature=1.3, top_k=50, **params),
             modes=("greedy", "sampled"),
@@ -193,28 +197,13 @@ def never(completions):
 
 
 def test_what_fails_is_counted_and_left_out(engine):
-    result = run(engine, rewards=[RewardFunction(name="sometimes", function=sometimes, args={})], k=2)
+    result = run(engine, score=Scorer([RewardFunction(name="sometimes", function=sometimes, args={})]), k=2)
     assert (result["sampled"].failed, result["greedy"].failed) == (4, 2)
     assert result["sampled"].mean() == result["greedy"].mean() == 1.0
+    assert "sampled: 4 of 8 completions could not be scored" in str(result["sampled"].failures())
+    assert "no score" in str(result["greedy"].failures()) and run(engine)["greedy"].failures() is None
     with pytest.raises(RewardError, match=r"no reward for any of 4 completions.*no score"):
-        run(engine, rewards=[RewardFunction(name="never", function=never, args={})])
-
-
-def test_what_scores_a_group_may_be_given_instead_of_functions(engine):
-    async def scorer(group: RolloutGroup) -> RolloutGroup:
-        number = group.prompt.columns["gold"]
-        rollouts = [replace(r, reward=float(number)) for r in group.rollouts]
-        rollouts[0] = replace(rollouts[0], reward=None, error="timeout") if number % 2 else rollouts[0]
-        return replace(group, rollouts=tuple(rollouts))
-
-    async def fails(group: RolloutGroup) -> RolloutGroup:
-        return replace(group, rollouts=tuple(replace(r, error="timeout") for r in group.rollouts))
-
-    result = run(engine, rewards=scorer, k=2)
-    assert result["greedy"].mean() == 1.0 and result["greedy"].failed == 2
-    assert result["sampled"].mean() == 1.5 and result["sampled"].failed == 2
-    with pytest.raises(RewardError, match=r"no reward for any of 4 completions; the first cause: timeout"):
-        run(engine, rewards=fails)
+        run(engine, score=Scorer([RewardFunction(name="never", function=never, args={})]))
 
 
 def test_an_aborted_completion_is_a_failure(engine, monkeypatch):

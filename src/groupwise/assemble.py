@@ -117,8 +117,7 @@ class Parts:
 
     def close(self) -> None:
         """Stop the engine, the reward workers, and what environments or agents are played with."""
-        if isinstance(self.play, AgentPlay | Episodes):
-            self.play.close()
+        self.play.close()
         self.engine.close()
         self.scorer.close()
         gc.unfreeze()
@@ -246,8 +245,7 @@ def _open_parts(
 ) -> Parts:
     config = plan.config
     on_phase("loading")
-    pool = _pool(plan, elsewhere)  # its processes start meanwhile
-    scorer = Scorer(plan.rewards, pool=pool, max_steps=config.train.steps)
+    scorer = open_scorer(plan, elsewhere=elsewhere)  # its processes start meanwhile
     device = config.device if ranks is None else str(ranks.device)
     base = load_model(config.model, device=device, dtype=config.dtype)
     learner = open_learner(config, base, threads=threads, ranks=ranks)
@@ -344,6 +342,11 @@ def open_learner(config: RunConfig, base: LoadedModel, *, threads: int, ranks: R
         seed=config.seed,
         threads=threads,
     )
+
+
+def open_scorer(plan: Plan, *, elsewhere: Elsewhere | None = None) -> Scorer:
+    """The run's rewards, in the processes that `scoring` asks for; to be closed."""
+    return Scorer(plan.rewards, pool=_pool(plan, elsewhere), max_steps=plan.config.train.steps)
 
 
 def _pool(plan: Plan, elsewhere: Elsewhere | None) -> RewardWorkers | None:

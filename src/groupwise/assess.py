@@ -1,17 +1,22 @@
-"""`groupwise eval`: the mean rewards of the base model or of one adapter, on the prompts that a configuration names."""
+"""`groupwise eval`: the rewards of the base model or of one adapter, on the prompts that a configuration names.
+
+Prompts, samples, `eval.k`, `eval.success` and the processes in which rewards run are those of a run's own evaluations.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 
-from groupwise.assemble import local_engine, make_plan, open_play
+from groupwise.assemble import Plan, local_engine, make_plan, open_play, open_scorer
 from groupwise.config import RunConfig
 from groupwise.errors import ConfigError
-from groupwise.evaluate import Evaluation, evaluate, prepare_all
-from groupwise.locate import find_adapter
+from groupwise.evaluate import SUCCESS, Evaluation, evaluate, prepare_all
+from groupwise.locate import Located, find_adapter
 from groupwise.model import load_model
-from groupwise.types import PolicyVersion
+from groupwise.scorer import Scorer
+from groupwise.types import PolicyVersion, Prompt
 
 MODES = ("greedy", "sampled")
 
@@ -33,26 +38,42 @@ def assess(
     if config.eval is None:
         prompts = tuple(plan.source.all())
         note(f"no eval.data in the configuration: evaluating on all {len(prompts)} training prompts")
+    with closing(open_scorer(plan)) as scorer:
+        return _assessed(plan, prompts, scorer, modes=tuple(dict.fromkeys(modes)), located=located, note=note)
+
+
+def _assessed(
+    plan: Plan,
+    prompts: Sequence[Prompt],
+    scorer: Scorer,
+    *,
+    modes: Sequence[str],
+    located: Located | None,
+    note: Callable[[str], None],
+) -> tuple[Mapping[str, Evaluation], str]:
+    config = plan.config
     base = load_model(config.model, device=config.device, dtype=config.dtype)
-    engine = local_engine(config, base)
-    try:
+    with closing(local_engine(config, base)) as engine:
         version, policy = PolicyVersion.base(), f"{config.model}, no adapter"
         if located is not None:
             located.check_base(base.hash)
             engine.load(located.version, located.directory)
             version, policy = located.version, str(located.directory)
-        play = open_play(plan, base, engine)
-        result = asyncio.run(
-            evaluate(
-                play,
-                prepare_all(prompts, play, context=base.context_length),
-                plan.rewards,
-                version=version,
-                params=config.rollout.sampling(),
-                modes=tuple(dict.fromkeys(modes)),
-                seed=config.seed,
+        with closing(open_play(plan, base, engine)) as play:
+            result = asyncio.run(
+                evaluate(
+                    play,
+                    prepare_all(prompts, play, context=base.context_length),
+                    scorer,
+                    version=version,
+                    params=config.rollout.sampling(),
+                    modes=modes,
+                    seed=config.seed,
+                    k=1 if config.eval is None else config.eval.k,
+                    success=SUCCESS if config.eval is None else config.eval.success,
+                )
             )
-        )
-    finally:
-        engine.close()
+    for each in result.values():
+        if (failures := each.failures()) is not None:
+            note(failures)
     return result, policy

@@ -216,7 +216,7 @@ def eval_(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """The mean reward of the base model or an adapter on CONFIG's evaluation prompts."""
+    """The mean reward of the base model or an adapter on CONFIG's evaluation prompts; pass@k where eval.k is more."""
     loaded = _load(config, overrides, set_)
     from groupwise.assess import assess
     from groupwise.summary import evaluation_as_json, print_evaluation

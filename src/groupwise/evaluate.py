@@ -21,7 +21,7 @@ from typing import Any
 from groupwise.chat import check_length
 from groupwise.errors import DataError
 from groupwise.play import Play, play_all
-from groupwise.rewards.base import RewardFunction, refuse_failed, score
+from groupwise.rewards.base import refuse_failed
 from groupwise.rollout import Score
 from groupwise.types import FinishReason, PolicyVersion, Prompt, RolloutGroup, SamplingParams
 
@@ -47,6 +47,14 @@ class Evaluation:
     def failed(self) -> int:
         """Completions that could not be scored."""
         return sum(rollout.error is not None for group in self.groups for rollout in group.rollouts)
+
+    def failures(self) -> str | None:
+        """How many completions could not be scored and why the first could not, in a sentence; None if all could."""
+        causes = [rollout.error for group in self.groups for rollout in group.rollouts if rollout.error is not None]
+        if not causes:
+            return None
+        completions = sum(len(group.rollouts) for group in self.groups)
+        return f"{self.mode}: {len(causes)} of {completions} completions could not be scored; the first: {causes[0]}"
 
     def mean(self, *, column: str | None = None, value: object = None) -> float:
         """The mean reward, of all prompts or of those whose `column` is `value`; NaN where nothing could be scored."""
@@ -87,7 +95,7 @@ class Evaluation:
 async def evaluate(
     play: Play,
     prompts: Sequence[Prompt],
-    rewards: Sequence[RewardFunction] | Score,
+    score: Score,
     *,
     version: PolicyVersion,
     params: SamplingParams,
@@ -99,8 +107,8 @@ async def evaluate(
     """Play every prompt (as `play.prepare` returns it) in each mode: "greedy" once at temperature 0, "sampled" k times
     as `params` says.
 
-    `rewards` are functions, called here, or what scores a group, as a pool of processes does. The first of k samples
-    are those of a smaller k. Raises RewardError when no completion of a mode could be scored.
+    `score` gives a group its rewards (`scorer.Scorer`). The first of k samples are those of a smaller k. Raises
+    RewardError when no completion of a mode could be scored.
     """
     result: dict[str, Evaluation] = {}
     for mode in modes:
@@ -108,17 +116,10 @@ async def evaluate(
         how = replace(params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0) if greedy else params
         seeds = [seed * 1_000_003 + i for i in range(len(prompts))]
         groups = await play_all(play, prompts, seeds=seeds, n=1 if greedy else k, params=how, version=version)
-        scored = await _scored([_without_aborted(group) for group in groups], rewards)
+        scored = await asyncio.gather(*(score(_without_aborted(group)) for group in groups))
+        refuse_failed(scored)
         result[mode] = Evaluation(mode=mode, version=version, groups=tuple(scored), success=success)
     return result
-
-
-async def _scored(groups: Sequence[RolloutGroup], rewards: Sequence[RewardFunction] | Score) -> list[RolloutGroup]:
-    if not callable(rewards):
-        return await score(groups, rewards)
-    scored = await asyncio.gather(*(rewards(group) for group in groups))
-    refuse_failed(scored)
-    return scored
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

@@ -109,6 +109,9 @@ class LegacyEpisodes:
 
         return [group(prompt, at) for at, prompt in enumerate(prompts)]
 
+    def close(self) -> None:
+        """Nothing is held."""
+
     async def _in_turn(self, prompt: Prompt, first: Completion, number: int, mode: _Mode) -> Rollout:
         async with self._slots.take(1):
             return await self._episode(prompt, first, number, mode)

@@ -44,6 +44,10 @@ class Play(Protocol):
         """Begin all of them; a group of `n` unscored rollouts for each, in their order. Call it in an event loop."""
         ...
 
+    def close(self) -> None:
+        """Let go of what it holds besides the sampler: processes, connections, an endpoint."""
+        ...
+
 
 class SingleTurn:
     """The prompt is asked, the completion is the rollout."""
@@ -69,6 +73,9 @@ class SingleTurn:
             return group_of(prompt, await asyncio.wrap_future(futures[at]))
 
         return [group(prompt, at) for at, prompt in enumerate(prompts)]
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 class Environments(Protocol):

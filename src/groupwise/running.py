@@ -149,6 +149,8 @@ class Running:
         self.display.note(
             f"evaluation at step {step}, {len(parts.eval_prompts)} held-out prompts, mean reward: {means}"
         )
+        for failures in filter(None, (each.failures() for each in result.values())):
+            self.display.note(failures)
         self._watch(step, metrics)
         self._evaluated[version] = step
         if config.best is not None:

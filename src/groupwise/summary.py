@@ -5,6 +5,7 @@ Numbers that are not finite are null in JSON. What a model wrote is shown as tex
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -139,11 +140,17 @@ def print_evaluation(console: Console, result: Mapping[str, Evaluation], *, poli
     metrics = [each.metrics(by=by) for each in result.values()]
     for keys in zip(*metrics, strict=True):
         what = keys[0].split("/", 2)[2].removesuffix("reward").rstrip("/") or "all"
-        table.add_row(Text(visible(what)), *(f"{m[key]:.3f}" for m, key in zip(metrics, keys, strict=True)))
+        table.add_row(Text(visible(what)), *(_cell(m[key]) for m, key in zip(metrics, keys, strict=True)))
+    for k in sorted({k for each in result.values() if each.k > 1 for k in (1, each.k)}):
+        table.add_row(f"pass@{k}", *(_cell(each.pass_at(k) if each.k > 1 else math.nan) for each in result.values()))
     print_line(
         f"mean reward of {policy} on {max(len(each.groups) for each in result.values())} prompts", console=console
     )
     console.print(table)
+
+
+def _cell(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.3f}"
 
 
 # ---- check ----

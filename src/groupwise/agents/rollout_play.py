@@ -90,6 +90,9 @@ class RolloutPlay:
 
         return [group(at) for at in range(len(prompts))]
 
+    def close(self) -> None:
+        """Nothing is held."""
+
     async def _play(self, batch: _Batch) -> list[RolloutGroup]:
         async with self._slot.take(1):
             rollouts = [priced(rollout, self._config) for rollout in await self._rollouts(batch)]
