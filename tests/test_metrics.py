@@ -25,9 +25,11 @@ def rollout(
     finish: FinishReason = STOP,
     error: str | None = None,
     prompt: int = 4,
+    ids: tuple[int, ...] | None = None,
     **rewards: float | None,
 ) -> Rollout:
-    completion = Completion(token_ids=tuple(range(length)), logprobs=(0.0,) * length, text="", finish_reason=finish)
+    said = tuple(range(length)) if ids is None else ids
+    completion = Completion(token_ids=said, logprobs=(0.0,) * len(said), text="", finish_reason=finish)
     return Rollout(turns=(Turn((0,) * prompt, completion),), rewards=rewards, reward=reward, error=error)
 
 
@@ -101,6 +103,43 @@ def test_the_share_says_who_is_heard():
     assert not any(key.endswith("/share") for key in watched)
     gdpo = AdvantageSpec(aggregation="normalize_then_sum")
     assert not any(key.endswith("/share") for key in measured(loud, advantage=gdpo))
+
+
+def test_what_each_brings_to_the_mean():
+    groups = group(rollout(1.0, exact=0.0, form=5.0), rollout(3.0, exact=1.0, form=5.0))
+    metrics = measured(groups, weights={"exact": 2.0, "form": -0.2, "seen": 0.0})
+    assert (metrics["reward/exact/part"], metrics["reward/form/part"]) == (1.0, -1.0)
+    alone = measured(group(rollout(1.0, exact=1.0, seen=7.0)), weights={"exact": 1.0, "seen": 0.0})
+    assert not any(key.endswith("/part") for key in alone)
+    nothing = measured(group(rollout(1.0, exact=None, form=5.0)), weights={"exact": 1.0, "form": 1.0})
+    assert "reward/exact/part" not in nothing and nothing["reward/form/part"] == 5.0
+
+
+def test_how_many_have_the_best_reward():
+    assert measured(of(1.0, 0.5), of(1.0, 0.1 + 0.2 + 0.7))["reward/frac_best"] == 0.75
+    assert measured(of(None, None)).get("reward/frac_best") is None
+
+
+def test_noise_is_different_values_for_the_same_completion():
+    same = [rollout(ids=(1, 2), judge=value, exact=1.0) for value in (0.1, 0.9)]
+    other = [rollout(ids=(3, 4), judge=0.5, exact=0.0), rollout(ids=(3, 4), judge=0.5, exact=0.0)]
+    metrics = measured(group(*same, *other, rollout(ids=(5,), judge=0.7)))
+    assert (metrics["reward/judge/noise"], metrics["reward/exact/noise"]) == (0.5, 0.0)
+    assert not any(
+        key.endswith("/noise") for key in measured(group(rollout(ids=(1,), a=1.0), rollout(ids=(2,), a=0.0)))
+    )
+    heard = group(rollout(prompt=4, judge=0.0), rollout(prompt=5, judge=1.0))  # the same words, after something else
+    assert "reward/judge/noise" not in measured(heard)
+
+
+def test_the_commonest_token():
+    """The one that ends a completion counts only where it is all of it."""
+    end = 99
+    metrics = measured(group(rollout(ids=(7, 7, 7, end)), rollout(ids=(7, 8, end)), rollout(ids=(7, 8), finish=CUT)))
+    assert metrics["rollout/top_token_frac"] == 5 / 7
+    assert measured(group(rollout(ids=(end,)), rollout(ids=(end,))))["rollout/top_token_frac"] == 1.0
+    assert measured(group(rollout(ids=(7, end)), rollout(ids=(7, end))))["rollout/top_token_frac"] == 1.0
+    assert "rollout/top_token_frac" not in measured(group(Rollout(turns=(), error="x")))
 
 
 def test_equal_sums_of_different_rewards_teach_something_where_each_is_normalised():

@@ -19,9 +19,12 @@ turns is one completion here, as long as all that the policy said in it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from statistics import fmean, stdev
 from types import MappingProxyType
+from typing import Any
 
 from groupwise.algo.advantage import AdvantageSpec, differ, has_signal
 from groupwise.types import FinishReason, Rollout, RolloutGroup, Sample
@@ -38,11 +41,16 @@ _ROLLOUTS = {
     "reward/max": "Largest reward of the step.",
     "reward/frac_zero_std": "Share of the groups that teach nothing: fewer than two completions could be scored, or "
     "all their rewards are equal (with `normalize_then_sum`: equal in every function that has a weight).",
+    "reward/frac_best": "Share of the completions that could be scored whose reward is the largest of the step.",
     "reward/<name>/mean": "Mean value of one reward function, without its weight, where it gave one.",
     "reward/<name>/std": "Mean over groups of that value's standard deviation inside the group.",
     "reward/<name>/share": "How loud a function is where it has something to say: its share of the weighted standard "
     "deviations of all functions, mean over the groups in which its values differ. Only with several weighted "
     "functions that are summed before they are normalised.",
+    "reward/<name>/part": "What a function brings to the mean reward: its mean value times its weight. Only with "
+    "several weighted functions.",
+    "reward/<name>/noise": "Of the completions that are the same, token by token, as others of their group: the share "
+    "to which the function did not give the value that it gave to those. Only where there are such completions.",
     "reward/<name>/failed": "Completions on which this function failed.",
     "reward/<name>/failed/<kind>": "The same by what went wrong.",
     "reward/<name>/log/<metric>": "What the function reported itself, mean over the step.",
@@ -61,6 +69,8 @@ _ROLLOUTS = {
     "rollout/len_terminated_max": "Longest of those.",
     "rollout/truncated_frac": "Share of the completions that were cut at `rollout.max_tokens` or a full context; an "
     "episode is, if one of its turns was, or if there was no room for another.",
+    "rollout/top_token_frac": "Share that one token, the commonest, has of all that was said; the token that ends a "
+    "completion counts only where it is all of it.",
     "rollout/error_frac": "Share of the completions with an error: a reward function failed on them, or their "
     "environment did (`env.on_error: exclude`).",
     "rollout/excluded_frac": "Share of the completions without a reward: those that failed and those to which no "
@@ -200,7 +210,9 @@ def _rewards(
     rewards = [reward for values in by_group for reward in values]
     metrics = {}
     if rewards:
-        metrics = {"reward/mean": fmean(rewards), "reward/min": min(rewards), "reward/max": max(rewards)}
+        best = max(rewards)
+        metrics = {"reward/mean": fmean(rewards), "reward/min": min(rewards), "reward/max": best}
+        metrics["reward/frac_best"] = fmean(not differ([reward, best]) for reward in rewards)
     if spreads := _spreads(by_group):
         metrics["reward/std"] = fmean(spreads)
     if groups:
@@ -221,18 +233,45 @@ def _by_function(
             metrics[f"reward/{name}/mean"] = fmean(values)
         if spreads := _spreads(by_group):
             metrics[f"reward/{name}/std"] = fmean(spreads)
-    weighted = {name: abs(1.0 if weights is None else weights.get(name, 1.0)) for name in names}
+    metrics |= _noise(groups, names)
+    weighted = {name: 1.0 if weights is None else weights.get(name, 1.0) for name in names}
     weighted = {name: weight for name, weight in weighted.items() if weight}
-    if len(weighted) < 2 or (advantage is not None and advantage.aggregation == "normalize_then_sum"):
+    if len(weighted) < 2:
+        return metrics
+    means = {name: metrics.get(f"reward/{name}/mean") for name in weighted}
+    metrics |= {f"reward/{name}/part": weighted[name] * mean for name, mean in means.items() if mean is not None}
+    if advantage is not None and advantage.aggregation == "normalize_then_sum":
         return metrics
     return metrics | _shares({name: by_name[name] for name in weighted}, weighted)
+
+
+def _noise(groups: Sequence[RolloutGroup], names: Sequence[str]) -> Metrics:
+    """`reward/<name>/noise` of each function that scored completions that are the same."""
+    unequal: dict[str, list[bool]] = {}
+    for group in groups:
+        for twins in _twins(group):
+            for name in names:
+                if len(values := _scored(twin.rewards.get(name) for twin in twins)) > 1:
+                    unequal.setdefault(name, []).extend([differ(values)] * len(values))
+    return {f"reward/{name}/noise": fmean(each) for name, each in unequal.items()}
+
+
+def _twins(group: RolloutGroup) -> list[list[Rollout]]:
+    """The rollouts of a group that are the same in what was said and heard, where there are several."""
+    said: dict[Any, list[Rollout]] = {}
+    for rollout in group.rollouts:
+        said.setdefault(tuple(turn.completion.token_ids for turn in rollout.turns), []).append(rollout)
+    heard: dict[Any, list[Rollout]] = {}
+    for rollout in chain.from_iterable(each for each in said.values() if len(each) > 1):
+        heard.setdefault(tuple((t.prompt_ids, t.completion.token_ids) for t in rollout.turns), []).append(rollout)
+    return [each for each in heard.values() if len(each) > 1]
 
 
 def _shares(by_name: Mapping[str, Sequence[Sequence[float]]], weights: Mapping[str, float]) -> Metrics:
     """`reward/<name>/share` of each function whose values differ in any group."""
     shares: dict[str, list[float]] = {}
     for columns in zip(*by_name.values(), strict=True):  # a group's values, function by function
-        loud = {name: weights[name] * _spread(values) for name, values in zip(by_name, columns, strict=True)}
+        loud = {name: abs(weights[name]) * _spread(values) for name, values in zip(by_name, columns, strict=True)}
         total = math.fsum(loud.values())
         for name, spread in loud.items():
             if spread > 0:
@@ -255,7 +294,16 @@ def _lengths(groups: Sequence[RolloutGroup]) -> Metrics:
             metrics |= {f"rollout/{name}_min": float(min(values)), f"rollout/{name}_max": float(max(values))}
     if rollouts:
         metrics["rollout/truncated_frac"] = fmean(rollout.truncated for rollout in rollouts)
+    if said := Counter(chain.from_iterable(map(_said, rollouts))):
+        metrics["rollout/top_token_frac"] = said.most_common(1)[0][1] / said.total()
     return metrics
+
+
+def _said(rollout: Rollout) -> Iterator[int]:
+    """The tokens of a rollout's turns, without the one that ends a turn where there are others."""
+    for turn in rollout.turns:
+        ids = turn.completion.token_ids
+        yield from ids[:-1] if len(ids) > 1 and turn.completion.finish_reason is FinishReason.STOP else ids
 
 
 def _length(rollout: Rollout) -> int:

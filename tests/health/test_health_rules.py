@@ -36,11 +36,19 @@ class Case:
 
 
 FLAT = {"eval/greedy/reward": 0.5}
+SOLVED = {"reward/frac_zero_std": 0.9, "reward/frac_best": 0.95, "reward/max": 1.0}
 CASES = {
     "env.failed": Case({"env/failed_frac": 0.2}, {"env/failed_frac": 0.01}, 3, {"env/failed_frac": 0.9}),
     "env.tool_errors": Case({"env/tool_error_frac": 0.8}, {"env/tool_error_frac": 0.2}, 5),
     "env.no_calls": Case({"env/tool_calls": 0.0, "env/tools": 2.0}, {"env/tool_calls": 0.5, "env/tools": 2.0}, 10),
     "reward.stuck_zero": Case({"reward/mean": 0.1}, {"reward/mean": 0.5}, 20, {"reward/mean": 0.0}),
+    "reward.exploited": Case(
+        {"reward/exact/part": lambda t: max(0.35, 0.7 - 0.045 * t), "reward/mean": lambda t: 8.8 + t},
+        {"reward/exact/part": 0.7, "reward/mean": lambda t: 8.8 + t},
+        12,
+        {"reward/exact/part": 0.0, "reward/mean": 36.0},
+        name="exact",
+    ),
     "reward.silent": Case({"reward/form/mean": 0.0}, {"reward/form/mean": 0.5}, 20, name="form"),
     "reward.error_rate": Case(
         {"rollout/error_frac": 0.2}, {"rollout/error_frac": 0.01}, 3, {"rollout/error_frac": 0.9}
@@ -49,18 +57,14 @@ CASES = {
     "reward.hack_suspect": Case(
         {"rollout/len_mean": lambda t: 10.0 + t, **FLAT}, {"rollout/len_mean": 50.0, **FLAT}, 20
     ),
+    "reward.noise": Case({"reward/judge/noise": 0.6}, {"reward/judge/noise": 0.0}, 3, name="judge"),
     "reward.dominated": Case({"reward/form/share": 0.05}, {"reward/form/share": 0.4}, 5, name="form"),
     "reward.falling": Case({"reward/mean": lambda t: 0.9 - 0.02 * t}, {"reward/mean": 0.5}, 30),
-    "group.solved": Case(
-        {"reward/frac_zero_std": 0.9, "reward/mean": lambda t: min(0.95, 0.1 * t)},
-        {"reward/frac_zero_std": 0.3, "reward/mean": 0.95},
-        10,
+    "reward.flat": Case(
+        {"reward/mean": lambda t: 0.4 + 0.1 * (t % 2), "reward/frac_zero_std": 0.2, "optim/lr": 1e-5},
+        {"reward/mean": lambda t: 0.4 + 0.01 * t, "reward/frac_zero_std": 0.2, "optim/lr": 1e-5},
+        100,
     ),
-    "group.zero_std": Case(
-        {"reward/frac_zero_std": 0.9}, {"reward/frac_zero_std": 0.3}, 10, {"reward/frac_zero_std": 1.0}
-    ),
-    "adv.skip_ratio": Case({"rollout/groups_trained": lambda t: 2.0 * (t % 2)}, {"rollout/groups_trained": 4.0}, 10),
-    "data.too_long": Case({"data/too_long_frac": 0.3}, {"data/too_long_frac": 0.0}, 3),
     "eos.missing": Case({"rollout/truncated_frac": 1.0}, {"rollout/truncated_frac": 0.1}, 5, severity="error"),
     "len.clipped": Case(
         {"rollout/truncated_frac": 0.5}, {"rollout/truncated_frac": 0.1}, 5, {"rollout/truncated_frac": 0.95}
@@ -76,11 +80,9 @@ CASES = {
         {"rollout/len_mean": 50.0, "reward/mean": 0.3},
         20,
     ),
-    "grad.nan": Case({"optim/refused": 1.0}, {"optim/refused": 0.0}, 1, {"optim/refused": 1.0}),
-    "loss.nan": Case({"loss/policy": math.nan}, {"loss/policy": 0.1}, 1, severity="error"),
-    "grad.explode": Case({"optim/grad_norm": 30.0}, {"optim/grad_norm": 0.7}, 5, {"optim/grad_norm": 1000.0}),
-    "grad.zero_streak": Case({"optim/grad_norm": 0.0}, {"optim/grad_norm": 0.7}, 5, severity="error"),
-    "lr.zero": Case({"optim/lr": 0.0}, {"optim/lr": 1e-4}, 5),
+    "policy.one_token": Case(
+        {"rollout/top_token_frac": 0.9}, {"rollout/top_token_frac": 0.2}, 5, {"rollout/top_token_frac": 1.0}
+    ),
     "entropy.collapse": Case({"loss/entropy": 0.005}, {"loss/entropy": 0.4}, 10, {"loss/entropy": 0.0}),
     "entropy.high": Case({"loss/entropy": lambda t: 1.5 + 0.01 * t}, {"loss/entropy": 0.4}, 20),
     "kl.high": Case({"kl/mean": 1.0}, {"kl/mean": 0.1}, 10, {"kl/mean": 3.0}),
@@ -92,6 +94,21 @@ CASES = {
         {"eval/greedy/reward": 0.1},
         name="greedy",
     ),
+    "group.solved": Case(
+        {**SOLVED, "reward/mean": lambda t: min(0.95, 0.1 * t)},
+        {**SOLVED, "reward/frac_zero_std": 0.3, "reward/mean": 0.95},
+        10,
+    ),
+    "group.zero_std": Case(
+        {"reward/frac_zero_std": 0.9}, {"reward/frac_zero_std": 0.3}, 10, {"reward/frac_zero_std": 1.0}
+    ),
+    "adv.skip_ratio": Case({"rollout/groups_trained": lambda t: 2.0 * (t % 2)}, {"rollout/groups_trained": 4.0}, 10),
+    "data.too_long": Case({"data/too_long_frac": 0.3}, {"data/too_long_frac": 0.0}, 3),
+    "grad.nan": Case({"optim/refused": 1.0}, {"optim/refused": 0.0}, 1, {"optim/refused": 1.0}),
+    "loss.nan": Case({"loss/policy": math.nan}, {"loss/policy": 0.1}, 1, severity="error"),
+    "grad.explode": Case({"optim/grad_norm": 30.0}, {"optim/grad_norm": 0.7}, 5, {"optim/grad_norm": 1000.0}),
+    "grad.zero_streak": Case({"optim/grad_norm": 0.0}, {"optim/grad_norm": 0.7}, 5, severity="error"),
+    "lr.zero": Case({"optim/lr": 0.0}, {"optim/lr": 1e-4}, 5),
     "mismatch.logp": Case(
         {"mismatch/logprob_diff_mean": 0.2},
         {"mismatch/logprob_diff_mean": 1e-6},
@@ -183,8 +200,17 @@ def test_which_rules_have_an_error_level():
             "reward.hack_suspect",
             {"rollout/len_mean": lambda t: 10.0 + t, "eval/greedy/reward": lambda t: 0.3 + 0.02 * t},
         ),
-        ("group.solved", {"reward/frac_zero_std": 1.0, "reward/mean": 0.0}),
-        ("group.zero_std", {"reward/frac_zero_std": 0.9, "reward/mean": lambda t: min(0.9, 0.1 * t)}),
+        ("group.solved", {**SOLVED, "reward/frac_zero_std": 1.0, "reward/mean": 0.0}),
+        ("group.solved", {**SOLVED, "reward/frac_best": 0.5, "reward/mean": lambda t: 0.05 * t}),  # some have no best
+        ("group.solved", {**SOLVED, "reward/max": lambda t: 9.0 + t, "reward/mean": lambda t: 8.0 + t}),  # no bound
+        ("reward.silent", {"reward/form/mean": lambda t: float(t < 3)}),  # it has been there
+        ("reward.exploited", {"reward/exact/part": lambda t: 0.7 - 0.03 * t, "reward/mean": lambda t: 9.0 - 0.2 * t}),
+        ("reward.exploited", {"reward/brevity/part": lambda t: -0.1 * t, "reward/mean": lambda t: 0.1 * t}),  # a price
+        (  # now and then one is right
+            "reward.exploited",
+            {"reward/exact/part": lambda t: 0.06 * (t % 5 == 0), "reward/mean": lambda t: 0.1 * t},
+        ),
+        ("group.zero_std", {**SOLVED, "reward/mean": lambda t: min(0.9, 0.1 * t)}),
         ("len.clipped", {"rollout/truncated_frac": 1.0}),  # eos.missing says more
         ("len.monotone_max", {"rollout/len_mean": lambda t: 20.0 + t, "rollout/truncated_frac": 0.0}),
         (
@@ -208,9 +234,56 @@ def test_what_is_something_else(id: str, series: Mapping[str, Value]):
 def test_a_rule_that_explains_another_replaces_it():
     """Rewards rise, then all groups are equal: the task is solved, not stuck."""
     health = Health()
-    feed(health, {"reward/frac_zero_std": 0.2, "reward/mean": lambda t: 0.05 * t}, 20)
-    feed(health, {"reward/frac_zero_std": 1.0, "reward/mean": 1.0}, 30, first=21)
+    feed(health, {**SOLVED, "reward/frac_zero_std": 0.2, "reward/mean": lambda t: 0.05 * t}, 20)
+    feed(health, {**SOLVED, "reward/frac_zero_std": 1.0, "reward/mean": 1.0}, 30, first=21)
     assert [each.id for each in health.standing] == ["group.solved"]
+
+
+def test_a_reward_hack_is_named_and_not_taken_for_success():
+    """Right answers are given up for the reward that can be had without them, until every group is equal: from 0.70 to
+    0 of `exact`, from 8.8 to 36 in total."""
+
+    def hack(t: int) -> dict[str, Value]:
+        exact, tags = max(0.0, 0.7 - 0.04 * t), min(36.0, 8.1 + 1.2 * t)
+        equal = 1.0 if t > 25 else 0.1
+        return {
+            "reward/exact/mean": exact,
+            "reward/exact/part": exact,
+            "reward/tags/mean": tags,
+            "reward/tags/part": tags,
+            "reward/mean": exact + tags,
+            "reward/max": max(36.0, exact + tags),
+            "reward/frac_zero_std": equal,
+            "reward/frac_best": equal,
+            "loss/entropy": 0.1,
+        }
+
+    health, events = Health(), list[Event]()
+    for t in range(150):
+        events += health.step(t + 1, {name: float(value) for name, value in hack(t).items()})
+    labels = {event.finding.label for event in events if event.finding is not None}
+    assert "reward.exploited (exact)" in labels
+    assert not {"group.solved", "reward.silent (exact)", "reward.exploited (tags)"} & labels
+    first = next(event for event in events if event.finding is not None)
+    assert first.finding is not None and first.finding.id == "reward.exploited" and first.step < 20
+    assert {each.label: each.severity for each in health.standing}["reward.exploited (exact)"] == "error"
+
+
+@pytest.mark.parametrize(
+    ("sign", "found"),
+    [
+        ({"loss/entropy": 0.0001}, "entropy.collapse"),
+        ({"rollout/truncated_frac": 1.0}, "eos.missing"),
+        ({"rollout/truncated_frac": 0.5}, "len.clipped"),
+        ({"rollout/top_token_frac": 0.99}, "policy.one_token"),
+        ({"kl/mean": 3.0}, "kl.high"),
+    ],
+)
+def test_what_fell_apart_is_not_solved(sign: dict[str, float], found: str):
+    """Equal rewards after a rise, but no end tokens, no entropy, one token, or far from the reference."""
+    health = Health()
+    events = feed(health, {**SOLVED, **sign, "reward/mean": lambda t: min(0.95, 0.1 * t)}, 30)
+    assert kinds(events, found) and not kinds(events, "group.solved")
 
 
 # ---- the data ----
@@ -259,7 +332,13 @@ def has(model: type, dotted: str) -> bool:
         ([0.5, 1.0, 0.75], "drop", 0.25),
         ([-1.0, -2.0], "drop", 0.5),
         ([0.0, 0.0], "drop", 0.0),
+        ([1.0] * 3 + [4.0] * 3, "rise", 3.0 - 3 * math.sqrt(0.9) * 1.0),
+        ([1.0, 2.0] * 6, "rise", 0.0 - 3 * math.sqrt(0.5) * math.sqrt(0.5)),
+        ([0.0] * 2, "fall", 0.0),
+        ([2.0] * 12 + [0.0] * 12, "fall", 1 - 4 * math.sqrt(4 / 23 / 2) / math.sqrt(5) / 2),
+        ([1.0, 2.0] * 6, "fall", 0.0),
         ([3, 2, 1], "trend", -1.0),
+        ([2, 2, 1, 3], "trend", 1 / 6),
         ([1, 3, 2], "trend", 1 / 3),
         ([1], "trend", 0.0),
         ([1, math.nan, math.inf], "not_finite", 2.0),

@@ -13,14 +13,28 @@ from __future__ import annotations
 
 import math
 import operator
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import pairwise
 from statistics import fmean, median
 from typing import Literal
 
 Aggregate = Literal[
-    "mean", "median", "min", "max", "last", "sum", "zeros", "gain", "growth", "drop", "trend", "not_finite"
+    "mean",
+    "median",
+    "min",
+    "max",
+    "last",
+    "sum",
+    "zeros",
+    "gain",
+    "growth",
+    "rise",
+    "drop",
+    "fall",
+    "trend",
+    "not_finite",
 ]
 Op = Literal[">", ">=", "<", "<="]
 Severity = Literal["warn", "error"]
@@ -119,7 +133,10 @@ def aggregate(values: Sequence[float], of: Aggregate) -> float:
         zeros        share of them that are 0
         gain         mean of the last few minus mean of the first few (five, or a third of them where that is fewer)
         growth       the same as a quotient; 1 where the first few are 0
+        rise         mean of the last third minus mean of the first, less three standard errors of that difference
         drop         how far the last is below the largest, as a share of the largest magnitude
+        fall         how far the mean of the last few is below the best mean of as many in a row, less four standard
+                     errors of such a mean, as a share of that best; 0 where noise explains it
         trend        Kendall's tau against time: 1 where every value is above all before it, -1 where below
         not_finite   how many are not finite
 
@@ -147,11 +164,33 @@ def aggregate(values: Sequence[float], of: Aggregate) -> float:
         case "growth":
             before = fmean(values[:few])
             return fmean(values[-few:]) / before if before else 1.0
+        case "rise":
+            third = max(1, len(values) // 3)
+            noise = 3 * _noise(values) * math.sqrt(2 / third)
+            return fmean(values[-third:]) - fmean(values[:third]) - noise
+        case "fall":
+            means = [fmean(values[end - few : end]) for end in range(few, len(values) + 1)]
+            lost = max(means) - means[-1] - 4 * _noise(values) / math.sqrt(few)
+            return max(0.0, lost) / abs(max(means)) if max(means) else 0.0
         case "drop":
             largest = max(map(abs, values))
             return (max(values) - values[-1]) / largest if largest else 0.0
         case "trend":
-            signs = [(later > earlier) - (later < earlier) for earlier, later in combinations(values, 2)]
-            return fmean(signs) if signs else 0.0
+            return _kendall(values)
         case "not_finite":
             return float(sum(not math.isfinite(value) for value in values))
+
+
+def _noise(values: Sequence[float]) -> float:
+    """The standard deviation of values around whatever they slowly follow: from the differences of neighbours."""
+    steps = [(later - earlier) ** 2 for earlier, later in pairwise(values)]
+    return math.sqrt(fmean(steps) / 2) if steps else 0.0
+
+
+def _kendall(values: Sequence[float]) -> float:
+    """Kendall's tau of values against their places: pairs that rise less pairs that fall, as a share of all pairs."""
+    score, earlier = 0, list[float]()
+    for value in values:
+        score += bisect_left(earlier, value) - (len(earlier) - bisect_right(earlier, value))
+        insort(earlier, value)
+    return score / math.comb(len(values), 2) if len(values) > 1 else 0.0

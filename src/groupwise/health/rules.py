@@ -100,15 +100,39 @@ _REWARDS = (
         ),
     ),
     Rule(
+        id="reward.exploited",
+        metric="reward/*/part",
+        of="fall",
+        window=1000,
+        least=12,
+        op=">",
+        warn=0.3,
+        error=0.7,
+        also=(
+            Condition(metric="reward/*/part", of="min", window=1000, least=12, op=">=", threshold=0.0),
+            Condition(metric="reward/mean", of="gain", window=1000, least=12, op=">", threshold=0.0),
+            Condition(metric="reward/mean", of="fall", window=1000, least=12, op="<=", threshold=0.1),
+        ),
+        says="what the reward {name} brings has fallen by {value:.0%} from its best while the total rose",
+        cause="the policy gives it up for the other rewards, which can be had without it: the reward is exploited",
+        remedies=(
+            _READ,
+            Remedy(text="pay the other rewards only where this one is earned, or raise its weight"),
+            _HOLD,
+            Remedy(text="go back to the version before it fell: groupwise adapters list"),
+        ),
+    ),
+    Rule(
         id="reward.silent",
         metric="reward/*/mean",
         of="max",
-        window=20,
+        window=1000,
+        least=20,
         op="<=",
         warn=0.0,
-        also=(Condition(metric="reward/*/mean", of="min", window=20, op=">=", threshold=0.0),),
+        also=(Condition(metric="reward/*/mean", of="min", window=1000, least=20, op=">=", threshold=0.0),),
         unless=("reward.stuck_zero",),
-        says="the reward {name} has been 0 for every completion of {window} steps",
+        says="the reward {name} has been 0 for every completion so far",
         cause="it never finds what it looks for",
         remedies=(_CHECK, Remedy(text="leave it out if it has nothing to say")),
     ),
@@ -151,6 +175,20 @@ _REWARDS = (
         remedies=(_READ, Remedy(text="reward brevity, of right answers only; give no reward for form alone")),
     ),
     Rule(
+        id="reward.noise",
+        metric="reward/*/noise",
+        least=3,
+        op=">",
+        warn=0.2,
+        says="{value:.0%} of the completions that were the same had different values from {name}",
+        cause="it is noise: it depends on chance, on time or on a judge's sampling, not on the completion alone",
+        remedies=(
+            Remedy(text="score one completion several times: groupwise rewards lint"),
+            Remedy(text="take chance out of it: fixed seeds, a judge at temperature 0, the mean of several verdicts"),
+            _MORE_COMPLETIONS,
+        ),
+    ),
+    Rule(
         id="reward.dominated",
         metric="reward/*/share",
         least=5,
@@ -176,6 +214,27 @@ _REWARDS = (
         cause="steps are too large, or what is rewarded is noise to this policy",
         remedies=(_SLOWER, _HOLD, _MORE_COMPLETIONS),
     ),
+    Rule(
+        id="reward.flat",
+        metric="reward/mean",
+        of="rise",
+        window=100,
+        op="<=",
+        warn=0.0,
+        also=(
+            Condition(metric="reward/frac_zero_std", of="mean", window=100, op="<", threshold=0.5),
+            Condition(metric="optim/lr", of="max", window=100, least=10, op=">", threshold=0.0),
+        ),
+        unless=("reward.stuck_zero", "reward.falling", "reward.noise"),
+        says="the mean reward has not risen in {window} steps by more than its noise, though groups differ",
+        cause="what is rewarded is noise to this policy, the learning rate is too small, or this is as good as it gets",
+        remedies=(
+            _READ,
+            Remedy(text="learn faster", overrides={"train.learning_rate": Times(3)}),
+            _MORE_COMPLETIONS,
+            Remedy(text="see whether rewards of the same completion agree: groupwise rewards lint"),
+        ),
+    ),
 )
 _GROUPS = (
     Rule(
@@ -183,8 +242,22 @@ _GROUPS = (
         metric="reward/frac_zero_std",
         op=">=",
         warn=0.8,
-        also=(Condition(metric="reward/mean", of="gain", window=1000, least=10, op=">", threshold=0.1),),
-        says="{value:.0%} of the groups have equal rewards, after the reward rose: these prompts are mostly learned",
+        also=(
+            Condition(metric="reward/mean", of="gain", window=1000, least=10, op=">", threshold=0.1),
+            Condition(metric="reward/frac_best", of="mean", window=10, op=">=", threshold=0.8),
+            Condition(metric="reward/max", of="trend", window=10, op="<=", threshold=0.3),
+        ),
+        unless=(
+            "reward.exploited",
+            "reward.hack_suspect",
+            "eos.missing",
+            "len.clipped",
+            "policy.one_token",
+            "entropy.collapse",
+            "kl.high",
+        ),
+        says="{value:.0%} of the groups have equal rewards, nearly all of them the best there is: these prompts are "
+        "mostly learned",
         cause="there is little left to learn from them",
         remedies=(
             Remedy(text="stop here, or go on with harder prompts"),
@@ -391,6 +464,22 @@ _OPTIMIZER = (
 )
 _POLICY = (
     Rule(
+        id="policy.one_token",
+        metric="rollout/top_token_frac",
+        least=5,
+        op=">",
+        warn=0.8,
+        error=0.95,
+        says="{value:.0%} of all that is said is one token",
+        cause="the policy has collapsed to it: a reward pays for it or for nothing else, or steps are too large",
+        remedies=(
+            _READ,
+            _SLOWER,
+            _HOLD,
+            Remedy(text="keep the best version", overrides={"eval.best": "greedy"}),
+        ),
+    ),
+    Rule(
         id="entropy.collapse",
         metric="loss/entropy",
         op="<",
@@ -578,4 +667,4 @@ _SAMPLER = (
         ),
     ),
 )
-RULES: tuple[Rule, ...] = (*_EPISODES, *_REWARDS, *_GROUPS, *_LENGTHS, *_OPTIMIZER, *_POLICY, *_SAMPLER)
+RULES: tuple[Rule, ...] = (*_EPISODES, *_REWARDS, *_LENGTHS, *_POLICY, *_GROUPS, *_OPTIMIZER, *_SAMPLER)
