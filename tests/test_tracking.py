@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from groupwise.config import TrackingConfig
 from groupwise.errors import ConfigError, DataError, StorageError
@@ -248,6 +250,99 @@ def test_a_missing_package_names_the_extra_before_anything_is_written(name, tmp_
     assert f"tracking.{name}" in caught.value.message
     assert f"pip install 'groupwise[{name}]'" in str(caught.value.hint)
     assert not (tmp_path / "run").exists()
+
+
+class WandbWithoutKey:
+    """W&B's functions as they act where nobody logged in, since 0.31 or before; `init` without a mode would ask."""
+
+    class Run:
+        def log(self, metrics, step): ...
+
+        def finish(self): ...
+
+    def __init__(self, *, since_031: bool, key: str | None = None):
+        self.inits: list[dict] = []
+        self.api = type("api", (), {"api_key": key})
+        self._since_031, self._key = since_031, key
+
+    def login(self, **options):
+        if "prompt" in options and not self._since_031:
+            raise TypeError("login() got an unexpected keyword argument 'prompt'")
+        assert options == {"prompt": False, "verify": False}
+        return self._key is not None
+
+    def init(self, **options):
+        self.inits.append(options)
+        return self.Run()
+
+
+@pytest.mark.parametrize("since_031", [True, False])
+@pytest.mark.parametrize(
+    ("key", "mode", "offline"),
+    [(None, None, True), ("k" * 40, None, False), (None, "disabled", False), (None, "online", False)],
+)
+def test_without_a_key_wandb_records_offline_with_one_warning(
+    since_031, key, mode, offline, tmp_path, monkeypatch, caplog
+):
+    """Only where WANDB_MODE does not say what to do."""
+    wandb = WandbWithoutKey(since_031=since_031, key=key)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    if mode is not None:
+        monkeypatch.setenv("WANDB_MODE", mode)
+    config = TrackingConfig(wandb="my-project", wandb_entity="my-team")
+    with open_trackers(config, run_dir=tmp_path / "run", run_name="r", resolved_config={"seed": 1}) as tracking:
+        tracking.log(1, {"reward/mean": 0.25})
+    (given,) = wandb.inits
+    assert (given["project"], given["entity"], given["id"]) == ("my-project", "my-team", "run")
+    assert given.get("mode") == ("offline" if offline else None)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == offline and all("no W&B key" in each and "wandb sync" in each for each in said)
+
+
+def test_wandb_itself_without_a_key(tmp_path, monkeypatch):
+    """The package as it is installed: an offline run lies in the run directory, and nothing was asked."""
+    pytest.importorskip("wandb")
+    code = (
+        "import sys, pathlib\n"
+        "from groupwise.config import TrackingConfig\n"
+        "from groupwise.tracking import open_trackers\n"
+        "where = pathlib.Path(sys.argv[1])\n"
+        "config = TrackingConfig(wandb='p')\n"
+        "with open_trackers(config, run_dir=where, run_name='r', resolved_config={'seed': 1}) as tracking:\n"
+        "    tracking.log(1, {'reward/mean': 0.25})\n"
+        "assert not tracking.failures, tracking.failures\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")} | {"HOME": str(tmp_path / "home")}
+    ran = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "run")],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr.count("there is no W&B key") == 1
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*-run"))
+
+
+def test_mlflow_itself_with_its_default_database(tmp_path, monkeypatch):
+    """What the extra installs is enough for the local store that MLflow takes where none is named."""
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    config = TrackingConfig(mlflow="my-experiment")
+    with open_trackers(config, run_dir=tmp_path / "run", run_name="r", resolved_config={"train": {"x": 1}}) as tracking:
+        tracking.log(1, {"reward/mean": 0.25})
+    assert not tracking.failures
+    (run,) = mlflow.search_runs(experiment_names=["my-experiment"], output_format="list")
+    assert run.data.metrics["reward/mean"] == 0.25 and run.data.params["train.x"] == "1"
+
+
+def test_an_entity_needs_a_project():
+    with pytest.raises(ValidationError, match=r"set tracking\.wandb"):
+        TrackingConfig(wandb_entity="my-team")
 
 
 def test_a_tracker_that_cannot_start_is_a_config_error(tmp_path):

@@ -326,11 +326,19 @@ class TrackingConfig(Section):
     tensorboard: bool = False
     """Write TensorBoard event files into the run directory."""
     wandb: Text | None = None
-    """Weights & Biases project."""
+    """Weights & Biases project. Without a key there the run is recorded offline, with a warning."""
+    wandb_entity: Text | None = None
+    """The W&B user or team that the project belongs to; null is the key's own."""
     trackio: Text | None = None
     """Trackio project."""
     mlflow: Text | None = None
-    """MLflow experiment."""
+    """MLflow experiment, at MLFLOW_TRACKING_URI or in the database `mlflow.db` where you are."""
+
+    @model_validator(mode="after")
+    def _acts(self) -> TrackingConfig:
+        if self.wandb_entity is not None and self.wandb is None:
+            raise conflict("wandb_entity", f"{self.wandb_entity!r} acts with a W&B project only: set tracking.wandb")
+        return self
 
 
 class RunConfig(Section):

@@ -134,7 +134,9 @@ def open_trackers(
     if config.tensorboard:
         openers["tensorboard"] = lambda _: TensorBoardTracker(run_dir / "tensorboard")
     if (project := config.wandb) is not None:
-        openers["wandb"] = lambda wandb: WandbTracker(wandb, project, run_dir, run_name, resolved_config)
+        openers["wandb"] = lambda wandb: WandbTracker(
+            wandb, run_dir, run_name, resolved_config, project=project, entity=config.wandb_entity
+        )
     if (trackio_project := config.trackio) is not None:
         openers["trackio"] = lambda trackio: TrackioTracker(trackio, trackio_project, run_name, resolved_config)
     if (experiment := config.mlflow) is not None:
@@ -196,11 +198,37 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """Weights & Biases. The run directory's name is the run's id there, so that a resumed run goes on in its own."""
+    """Weights & Biases. The run directory's name is the run's id there, so that a resumed run goes on in its own.
 
-    def __init__(self, wandb: ModuleType, project: str, run_dir: Path, run_name: str, config: Mapping[str, Any]):
+    Where there is no key, and WANDB_MODE does not say what to do then, a warning says so once and the run is recorded
+    offline, in `<run directory>/wandb`.
+    """
+
+    def __init__(
+        self,
+        wandb: ModuleType,
+        run_dir: Path,
+        run_name: str,
+        config: Mapping[str, Any],
+        *,
+        project: str,
+        entity: str | None = None,
+    ):
+        offline = "WANDB_MODE" not in os.environ and not _has_key(wandb)
+        if offline:
+            log.warning(
+                "there is no W&B key: the run is recorded offline; `wandb login`, then `wandb sync %s`, uploads it",
+                run_dir / "wandb" / "offline-run-*",
+            )
         self._run = wandb.init(
-            project=project, name=run_name, id=run_dir.name, resume="allow", dir=str(run_dir), config=dict(config)
+            project=project,
+            entity=entity,
+            name=run_name,
+            id=run_dir.name,
+            resume="allow",
+            dir=str(run_dir),
+            config=dict(config),
+            **({"mode": "offline"} if offline else {}),
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -208,6 +236,14 @@ class WandbTracker:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _has_key(wandb: ModuleType) -> bool:
+    """Whether W&B knows who runs this, without asking anybody."""
+    try:
+        return bool(wandb.login(prompt=False, verify=False))
+    except TypeError:  # before 0.31 it asks, and has this instead
+        return bool(wandb.api.api_key)
 
 
 class TrackioTracker:

@@ -503,6 +503,9 @@ def test_saving_and_tracking(read):
     assert (config.checkpoint.every, config.adapters.keep, config.resume) == (20, 7, "auto")
     assert config.tracking.wandb == "p" and config.tracking.tensorboard
     assert read(QUICK_START, *LOCAL, "wandb_project=p", "use_wandb=false").config.tracking.wandb is None
+    tracking = read(QUICK_START, *LOCAL, "wandb_project=p", "wandb_entity=team").config.tracking
+    assert (tracking.wandb, tracking.wandb_entity) == ("p", "team")
+    assert read(QUICK_START, *LOCAL, "wandb_entity=team").config.tracking.wandb_entity is None  # without a project
 
 
 def test_a_reward_model_is_a_reward(read):

@@ -219,6 +219,8 @@ def _put_run(t: Translation, length: Length) -> None:
         t.put("resume", "auto", "auto_resume_from_checkpoints")
     if t["use_wandb"] is not False and t["wandb_mode"] != "disabled":
         t.put("tracking.wandb", t["wandb_project"], "wandb_project")
+        if t.given("wandb_project"):
+            t.put("tracking.wandb_entity", t["wandb_entity"], "wandb_entity")
     if t["wandb_mode"] not in (None, "disabled", "online"):
         t.note_idle("wandb_mode", "W&B reads WANDB_MODE")
 

@@ -372,11 +372,11 @@ RUN_KEYS = (
     idle("greater_is_better", "a greater reward is"),
     absent("metric_for_best_model", "the mean reward is the measure", off=("eval_reward", "reward")),
     made("wandb_project", text, "tracking.wandb", what="unless use_wandb is false or wandb_mode disabled"),
+    made("wandb_entity", text, "tracking.wandb_entity", what="with wandb_project"),
     made("use_wandb", boolean, "tracking.wandb", what="false is without"),
     made("wandb_mode", text, "tracking.wandb", what="disabled is without; others by WANDB_MODE"),
     *all_idle(
         _TRACKER_ENV,
-        "wandb_entity",
         "wandb_name",
         "wandb_run_id",
         "wandb_watch",
