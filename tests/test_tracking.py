@@ -290,11 +290,12 @@ def test_without_a_key_wandb_records_offline_with_one_warning(
     monkeypatch.delenv("WANDB_MODE", raising=False)
     if mode is not None:
         monkeypatch.setenv("WANDB_MODE", mode)
-    config = TrackingConfig(wandb="my-project", wandb_entity="my-team")
+    config = TrackingConfig(wandb="my-project", wandb_entity="my-team", wandb_name="first try")
     with open_trackers(config, run_dir=tmp_path / "run", run_name="r", resolved_config={"seed": 1}) as tracking:
         tracking.log(1, {"reward/mean": 0.25})
     (given,) = wandb.inits
     assert (given["project"], given["entity"], given["id"]) == ("my-project", "my-team", "run")
+    assert given["name"] == "first try"
     assert given.get("mode") == ("offline" if offline else None)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == offline and all("no W&B key" in each and "wandb sync" in each for each in said)

@@ -329,6 +329,8 @@ class TrackingConfig(Section):
     """Weights & Biases project. Without a key there the run is recorded offline, with a warning."""
     wandb_entity: Text | None = None
     """The W&B user or team that the project belongs to; null is the key's own."""
+    wandb_name: Text | None = None
+    """The run's name in W&B; null is the run directory's."""
     trackio: Text | None = None
     """Trackio project."""
     mlflow: Text | None = None
@@ -336,8 +338,9 @@ class TrackingConfig(Section):
 
     @model_validator(mode="after")
     def _acts(self) -> TrackingConfig:
-        if self.wandb_entity is not None and self.wandb is None:
-            raise conflict("wandb_entity", f"{self.wandb_entity!r} acts with a W&B project only: set tracking.wandb")
+        for key in ("wandb_entity", "wandb_name"):
+            if (value := getattr(self, key)) is not None and self.wandb is None:
+                raise conflict(key, f"{value!r} acts with a W&B project only: set tracking.wandb")
         return self
 
 

@@ -136,10 +136,11 @@ def load_model(name: str, *, device: str = "auto", dtype: str = "auto") -> Loade
     return wrap_model(model, tokenizer, name=name)
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, without its weights. Raises ModelError as `load_model`."""
+def load_tokenizer(name: str, *, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model (of a Hugging Face name at `revision`), without its weights. Raises ModelError as
+    `load_model`."""
     try:
-        return AutoTokenizer.from_pretrained(_path(name))
+        return AutoTokenizer.from_pretrained(_path(name), revision=revision or "main")
     except _UNREADABLE as error:
         raise _not_loaded("the tokenizer of model", name, error) from error
 

@@ -135,7 +135,12 @@ def open_trackers(
         openers["tensorboard"] = lambda _: TensorBoardTracker(run_dir / "tensorboard")
     if (project := config.wandb) is not None:
         openers["wandb"] = lambda wandb: WandbTracker(
-            wandb, run_dir, run_name, resolved_config, project=project, entity=config.wandb_entity
+            wandb,
+            run_dir,
+            config.wandb_name or run_name,
+            resolved_config,
+            project=project,
+            entity=config.wandb_entity,
         )
     if (trackio_project := config.trackio) is not None:
         openers["trackio"] = lambda trackio: TrackioTracker(trackio, trackio_project, run_name, resolved_config)

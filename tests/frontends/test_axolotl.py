@@ -503,8 +503,8 @@ def test_saving_and_tracking(read):
     assert (config.checkpoint.every, config.adapters.keep, config.resume) == (20, 7, "auto")
     assert config.tracking.wandb == "p" and config.tracking.tensorboard
     assert read(QUICK_START, *LOCAL, "wandb_project=p", "use_wandb=false").config.tracking.wandb is None
-    tracking = read(QUICK_START, *LOCAL, "wandb_project=p", "wandb_entity=team").config.tracking
-    assert (tracking.wandb, tracking.wandb_entity) == ("p", "team")
+    tracking = read(QUICK_START, *LOCAL, "wandb_project=p", "wandb_entity=team", "wandb_name=n").config.tracking
+    assert (tracking.wandb, tracking.wandb_entity, tracking.wandb_name) == ("p", "team", "n")
     assert read(QUICK_START, *LOCAL, "wandb_entity=team").config.tracking.wandb_entity is None  # without a project
 
 

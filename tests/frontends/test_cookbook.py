@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import warnings
 from typing import Any
 
 import pytest
@@ -14,18 +15,23 @@ from groupwise.config import RunConfig
 from groupwise.errors import ConfigError, DataError
 from groupwise.frontends import cookbook
 from groupwise.frontends.cookbook import (
+    IDLE,
     LOSSES,
     NOT_HERE,
     CISPOConfig,
+    ConcurrencyConfig,
     Config,
     DAPOConfig,
     DeployConfig,
     DROConfig,
     GSPOConfig,
     InfraConfig,
+    RunnerConfig,
     TISConfig,
     WandBConfig,
     WeightSyncConfig,
+    WeightSyncScope,
+    notes,
     run_config,
 )
 
@@ -47,7 +53,7 @@ def dataset(tmp_path):
 def configure(dataset, tmp_path):
     def configure(**fields: Any) -> RunConfig:
         config: dict[str, Any] = {"log_path": str(tmp_path / "log"), "base_model": "starter", "dataset": str(dataset)}
-        return run_config(Config(**config | fields))
+        return run_config(Config(**config | {"deployment": DeployConfig(tokenizer_model="starter")} | fields))
 
     return configure
 
@@ -89,7 +95,8 @@ def test_every_policy_loss_resolves_with_the_recipes_numbers(configure, loss):
     assert spec.dro_beta == (0.05 if loss == "dro" else None)
 
 
-def test_fields_in_our_words(configure):
+def test_fields_in_our_words(configure, monkeypatch):
+    monkeypatch.setattr(cookbook, "_has_wandb", lambda: True)
     config = configure(
         policy_loss="dapo",
         dapo=DAPOConfig(eps_clip=0.1, eps_clip_high=0.3, eps_clip_c=3.0),
@@ -102,15 +109,22 @@ def test_fields_in_our_words(configure):
         grad_accumulation_normalization="NUM_SEQUENCES",
         weight_sync=WeightSyncConfig(weight_sync_interval=3, dcp_save_interval=20),
         warm_start_from_adapter="adapters/x",
-        wandb=WandBConfig(project="p"),
+        wandb=WandBConfig(project="p", entity="team", run_name="first"),
         infra=InfraConfig(training_shape_id="shape"),
+        concurrency=ConcurrencyConfig(max_window=64),
     )
     assert config.train.steps == 4  # 15 rows, 4 a step
     assert (config.train.minibatches, config.rollout.weight_sync_interval, config.checkpoint.every) == (2, 3, 20)
     assert config.train.lora is not None and config.train.lora.rank == 8
     assert config.rollout.max_prompt_tokens == 1500 - 1024
     assert (config.algo.clip_low, config.algo.dual_clip, config.algo.reduction) == (0.1, 3.0, "sequence_sum")
-    assert (config.adapters.start, config.tracking.wandb) == ("adapters/x", "p")
+    assert config.adapters.start == "adapters/x" and config.rollout.batch_rows == 64 and config.resume == "auto"
+    tracking = config.tracking
+    assert (tracking.wandb, tracking.wandb_entity, tracking.wandb_name) == ("p", "team", "first")
+    assert configure(wandb=WandBConfig(entity="team")).tracking.wandb == "grpo-tinker"
+    assert configure(wandb=WandBConfig()).tracking.wandb is None
+    fixed = ConcurrencyConfig(mode="fixed", max_concurrency=8)
+    assert configure(concurrency=fixed).rollout.batch_rows == 8
     assert configure(policy_loss="dro", dro=DROConfig(beta=0.1)).algo.dro_beta == 0.1
     assert configure(policy_loss="gspo", gspo=GSPOConfig(clip_ratio_low=0.1)).algo.clip_low == 0.1
     assert configure(policy_loss="cispo", cispo=CISPOConfig(eps_high=0.5)).algo.clip_high == 0.5
@@ -123,10 +137,11 @@ def test_fields_in_our_words(configure):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            {"base_model": "accounts/x/models/y", "deployment": DeployConfig(tokenizer_model="Qwen/Qwen3-8B")},
-            "Qwen/Qwen3-8B",
-        ),
+        ({"deployment": DeployConfig()}, "deployment.tokenizer_model is not set"),
+        ({"concurrency": ConcurrencyConfig(max_concurrency=4)}, "acts with mode 'fixed' only"),
+        ({"concurrency": ConcurrencyConfig(mode="fast")}, "mode='fast' does not exist"),
+        ({"gspo": GSPOConfig(seq_ratio_log_cap=5.0)}, "log-ratios are always clamped to 20"),
+        ({"runner": RunnerConfig(status_file="status.json")}, "is not here: status and metrics are in log_path"),
         ({"policy_loss": "ppo"}, "policy_loss='ppo' does not exist; valid: grpo"),
         ({"ratio_log_cap": 10.0}, "log-ratios are always clamped to 20"),
         ({"tis": TISConfig(level="sequence")}, "tis.level='sequence' is not here"),
@@ -144,23 +159,50 @@ def test_what_is_not_here(configure, fields, message):
 
 
 def test_every_field_acts_or_is_refused():
-    """The source of the translation reads each field of the recipe's configuration and of its sections."""
+    """The source of the translation reads each field, or a line says why it changes nothing."""
     import inspect
     import re
 
-    source = inspect.getsource(cookbook)
-    read = {name for path in re.findall(r"config((?:\.\w+)+)", source) for name in path.split(".")} | set(NOT_HERE)
-    sections = (Config, DAPOConfig, DROConfig, GSPOConfig, CISPOConfig, TISConfig, WeightSyncConfig, WandBConfig)
-    idle = {"infra", "loss_path", "weight_sync_before_training"}  # docs/migrating.md says why
-    assert {each.name for section in sections for each in dataclasses.fields(section)} - read - idle == set()
+    from groupwise import cookbook as main_module
+
+    source = inspect.getsource(cookbook) + inspect.getsource(main_module)
+    read = {name for path in re.findall(r"\w+((?:\.\w+)+)", source) for name in path.split(".")} | set(NOT_HERE)
+    sections = (DAPOConfig, DROConfig, GSPOConfig, CISPOConfig, TISConfig, WeightSyncConfig, WandBConfig)
+    known = {name.rpartition(".")[2] for name in IDLE} | {"infra"}
+    for section in (Config, ConcurrencyConfig, InfraConfig, DeployConfig, *sections):
+        assert {each.name for each in dataclasses.fields(section)} - read - known == set(), section
+
+
+@pytest.mark.parametrize("name", IDLE)
+def test_what_changes_nothing_is_said_in_a_line_when_it_is_set(name, dataset, tmp_path):
+    """And not when it has its default."""
+    whole = Config(
+        log_path=str(tmp_path),
+        base_model="starter",
+        dataset=str(dataset),
+        deployment=DeployConfig(tokenizer_model="starter", deployment_id="e", weight_sync_scope="per_deployment"),
+    )
+    bare = dataclasses.replace(whole, deployment=DeployConfig(tokenizer_model="starter"))
+    assert notes(bare) == []
+    section, _, field = name.rpartition(".")
+    value = "other" if name != "deployment.weight_sync_scope" else WeightSyncScope.PER_DEPLOYMENT
+    if "timeout" in field:
+        value = 7
+    changed: Any = {field: value}
+    if section:
+        changed = {section: dataclasses.replace(getattr(whole, section), **changed)}
+    (said,) = [line for line in notes(dataclasses.replace(whole, **changed)) if name in line.partition(": ")[0]]
+    assert IDLE[name] in said
 
 
 def test_rows_lose_their_answers(dataset):
     rows = list(cookbook.rows(dataset=str(dataset), max_rows=3))
     assert len(rows) == 3
     assert rows[0] == {"prompt": [{"role": "user", "content": "2 + 2?"}], "ground_truth": "<answer>4</answer>"}
-    with pytest.raises(DataError, match="download it first"):
-        list(cookbook.rows(dataset="https://x/y.jsonl"))
+    with pytest.raises(DataError, match="give a JSONL file, or its URL"):
+        list(cookbook.rows(dataset="nowhere.jsonl"))
+    dataset.write_text("\n" + dataset.read_text().replace("\n", "\n\n"))
+    assert len(list(cookbook.rows(dataset=str(dataset), max_rows=3))) == 3  # empty lines are none
     dataset.write_text('{"prompt": 1}\n')
     with pytest.raises(DataError, match=r"rows.jsonl:1: not a JSON object with messages \(KeyError"):
         list(cookbook.rows(dataset=str(dataset)))
@@ -169,6 +211,8 @@ def test_rows_lose_their_answers(dataset):
 def test_the_recipes_reward():
     texts = ["<answer>the -4</answer>", "4", "<answer>5</answer>", "<answer>4</answer> <answer>5</answer>"]
     assert cookbook.ground_truth(texts, ["-4", "4", "<answer>5</answer>", 4]) == [1.0, 0.0, 1.0, 1.0]
+    texts = ["<answer>none</answer> 4 <answer>4</answer>", "<ANSWER>\n4</Answer>", "<answer>4"]
+    assert cookbook.ground_truth(texts, [4, 4, 4]) == [0.0, 1.0, 0.0]  # the first answer counts, whatever is outside it
 
 
 def test_main_runs_it(dataset, tmp_path, model_dir):
@@ -182,7 +226,163 @@ def test_main_runs_it(dataset, tmp_path, model_dir):
         max_rows=2,
         lora_rank=2,
         policy_loss="dapo",
+        deployment=DeployConfig(tokenizer_model=str(model_dir)),
     )
     result = main(config, reward_fn=shorter)
     assert result.steps == 2 and result.version.number >= 1
     assert (tmp_path / "log" / "config.yaml").is_file()
+
+
+def small(tmp_path, model_dir, dataset, **fields):
+    config: dict[str, Any] = {
+        "log_path": str(tmp_path / "log"),
+        "base_model": str(model_dir),
+        "dataset": str(dataset),
+        "max_completion_tokens": 4,
+        "max_rows": 6,
+        "deployment": DeployConfig(tokenizer_model=str(model_dir)),
+    }
+    return Config(**config | fields)
+
+
+def test_the_page_runs_as_it_is_published(dataset, tmp_path, model_dir, monkeypatch):
+    """Its keywords with its values, but for files that are here; and what each means is said once."""
+    from groupwise.cookbook import main
+
+    monkeypatch.setattr(cookbook, "_has_wandb", lambda: False)
+    shape = "accounts/fireworks/trainingShapes/qwen3-8b-128k-h200"
+    config = Config(
+        log_path=str(tmp_path / "grpo_logs"),
+        base_model="accounts/fireworks/models/qwen3-8b",
+        dataset=str(dataset),
+        max_rows=2,
+        epochs=1,
+        completions_per_prompt=4,
+        max_completion_tokens=4,
+        temperature=1.0,
+        max_seq_len=100,
+        policy_loss="grpo",
+        infra=InfraConfig(training_shape_id=shape, ref_training_shape_id=f"{shape}-forward"),
+        deployment=DeployConfig(deployment_id="grpo-serving", tokenizer_model=str(model_dir)),
+        weight_sync=WeightSyncConfig(weight_sync_interval=1, first_checkpoint_type="base"),
+        wandb=WandBConfig(entity="my-team", project="grpo-experiment"),
+    )
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        result = main(config)
+    assert result.steps == 2 and (tmp_path / "grpo_logs" / "metrics.jsonl").is_file()
+    said = [str(each.message) for each in warned if each.category is UserWarning]
+    about = ("base_model=", "wandb:", "infra.training_shape_id:", "infra.ref_", "deployment.deployment_id")
+    assert len(said) == len(about) and all(line.startswith(name) for line, name in zip(said, about, strict=True)), said
+
+
+def test_main_without_a_tokenizer_is_a_value_error(dataset, tmp_path, model_dir):
+    from groupwise.cookbook import main
+
+    for deployment in (DeployConfig(), DeployConfig(tokenizer_model="")):
+        with pytest.raises(ValueError, match="tokenizer_model is not set"):
+            main(small(tmp_path, model_dir, dataset, deployment=deployment))
+    assert not (tmp_path / "log").exists()
+
+
+def test_main_refuses_another_tokenizer_than_the_models(dataset, tmp_path, model_dir):
+    """The same under another name is fine."""
+    import shutil
+
+    from groupwise.cookbook import main
+
+    same = tmp_path / "same"
+    shutil.copytree(model_dir, same)
+    assert main(small(tmp_path, model_dir, dataset, deployment=DeployConfig(tokenizer_model=str(same)))).steps == 6
+    with pytest.raises(ConfigError, match="has another vocabulary than"):
+        main(small(tmp_path, model_dir, dataset, deployment=DeployConfig(tokenizer_model="starter")))
+    template = next(same.glob("chat_template.jinja"))
+    template.write_text(template.read_text() + " ")
+    with pytest.raises(ConfigError, match="has another chat template than"):
+        main(small(tmp_path, model_dir, dataset, deployment=DeployConfig(tokenizer_model=str(same))))
+
+
+def vowels(completion: str, row: dict) -> float:
+    return sum(map(completion.count, "aeiou")) / (1 + len(completion))
+
+
+def test_the_same_script_started_again_goes_on_from_its_checkpoints(dataset, tmp_path, model_dir, monkeypatch):
+    """A crash in step 5, with checkpoints every two steps: the second start ends as one that was never interrupted."""
+    from groupwise.cookbook import main
+    from groupwise.running import Running
+
+    def config(name: str) -> Config:
+        sync = WeightSyncConfig(dcp_save_interval=2)
+        log_path = str(tmp_path / name)
+        return small(tmp_path, model_dir, dataset, log_path=log_path, weight_sync=sync, lora_rank=2, policy_loss="dapo")
+
+    def crash(self, step, *args, **options):
+        if step == 5:
+            raise RuntimeError("the power went")
+        return log(self, step, *args, **options)
+
+    log = Running.log
+    main(config("whole"), reward_fn=vowels)
+    with monkeypatch.context() as patched:
+        patched.setattr(Running, "log", crash)
+        with pytest.raises(RuntimeError, match="the power went"):
+            main(config("torn"), reward_fn=vowels)
+    result = main(config("torn"), reward_fn=vowels)
+    assert result.steps == 6
+    rewards = [
+        [json.loads(line)["reward/mean"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("whole", "torn")
+    ]
+    assert len(rewards[0]) == 6 and rewards[0] == rewards[1]
+    whole, torn = (sorted((tmp_path / name / "adapters").glob("*/v*/*.safetensors"))[-1] for name in ("whole", "torn"))
+    assert torn.read_bytes() == whole.read_bytes()
+    again = main(config("torn"), reward_fn=vowels)  # it was finished: nothing is left to do
+    assert (again.steps, again.version) == (6, result.version)
+
+
+def test_trajectories_are_written_as_the_recipe_writes_them(dataset, tmp_path, model_dir):
+    from groupwise.cookbook import main
+
+    config = small(tmp_path, model_dir, dataset, trajectory_dir=str(tmp_path / "told"), max_rows=2, lora_rank=2)
+    result = main(config, reward_fn=vowels)
+    files = sorted(path.name for path in (tmp_path / "told").iterdir())
+    assert files == ["step_0001.jsonl", "step_0002.jsonl"] and result.steps == 2
+    lines = [json.loads(line) for line in (tmp_path / "told" / "step_0001.jsonl").read_text().splitlines()]
+    assert [line["completion_index"] for line in lines] == [0, 1, 2, 3]
+    first = lines[0]
+    assert (first["step"], first["prompt_group"], first["ground_truth"]) == (1, 0, "<answer>4</answer>")
+    assert first["prompt"] == [{"role": "user", "content": "2 + 2?"}]
+    assert first["reward"] == vowels(first["completion"], {}) and first["truncated"] == (first["completion_len"] == 4)
+    assert abs(sum(line["advantage"] for line in lines)) < 1e-6
+
+
+def test_a_dataset_may_be_a_url(dataset, tmp_path, model_dir):
+    """It is fetched once, into the run's directory."""
+    import threading
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+
+    asked = []
+
+    class Rows(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_response(200 if self.path == "/rows.jsonl" else 404)
+            self.end_headers()
+            self.wfile.write(dataset.read_bytes())
+
+        def log_message(self, *args):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Rows)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}/rows.jsonl"
+        for _ in range(2):
+            config = run_config(small(tmp_path, model_dir, url))
+            assert config.train.steps == 6
+        assert asked == ["/rows.jsonl"]
+        with pytest.raises(DataError, match="cannot be fetched: HTTP Error 404"):
+            run_config(small(tmp_path, model_dir, url + "x", log_path=str(tmp_path / "other")))
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import json
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from groupwise.errors import ConfigError, GroupwiseError, ModelError
 from groupwise.sdk.config import DeployConfig, InfraConfig, LoopConfig, WeightSyncConfig, WeightSyncScope
 from groupwise.sdk.deployment import Deployment, find_deployment
 from groupwise.sdk.infra import Infra, InfraError, setup_infra
+from groupwise.sdk.profiles import Machine, choose_profile
 from groupwise.sdk.sampler import SampledCompletion
 from groupwise.types import Message, PolicyVersion
 
@@ -123,6 +125,28 @@ def test_a_recipes_config_is_taken(tmp_path: Path, model_dir: Path) -> None:
     assert recipe == before
 
 
+def test_the_services_names_are_taken_for_what_is_here(config: LoopConfig, model_dir: Path) -> None:
+    """A training shape is this machine's profile, an account's model the one whose tokenizer is named, a deployment's
+    id the engine's name; what else names machines is said in a line."""
+    shape = "accounts/fireworks/trainingShapes/qwen3-8b-128k-h200"
+    published = replace(
+        config,
+        base_model="accounts/fireworks/models/qwen3-8b",
+        infra=InfraConfig(training_shape_id=shape, region="US_OHIO_1"),
+        deployment=DeployConfig(deployment_id="grpo-serving", tokenizer_model=str(model_dir)),
+    )
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        infra = setup_infra(published, needs_reference=True, needs_inference=True)
+    with infra:
+        assert infra.deployment_id == "grpo-serving"
+        assert infra.profile == choose_profile(lora=True, machine=Machine.here())
+        assert infra.policy.service.base.name == str(model_dir) and sample(infra)
+    said = [str(each.message) for each in warned]
+    assert any(line.startswith("infra.region: ") for line in said)
+    assert any("is a shape of the service's; here it is the profile" in line for line in said)
+
+
 # ---- refusing ----
 
 
@@ -188,7 +212,7 @@ def test_what_does_not_go_together_is_refused(config: LoopConfig, changes: dict,
         lambda: LoopConfig(log_path="x", base_model="starter", weight_sync=WeightSyncConfig(weight_sync_interval=-1)),
         lambda: LoopConfig(log_path="x", base_model="starter", weight_sync=WeightSyncConfig(dcp_save_interval=-1)),
         lambda: DeployConfig(weight_sync_scope=WeightSyncScope.PER_DEPLOYMENT),
-        lambda: DeployConfig(deployment_id="mine"),
+        lambda: DeployConfig(deployment_id="../mine"),
         lambda: DeployConfig(store="mine"),
         lambda: DeployConfig(weight_sync_scope=WeightSyncScope.PER_DEPLOYMENT, deployment_id="../mine"),
         lambda: LoopConfig(log_path="x", base_model="starter", policy_job_id="a/b"),

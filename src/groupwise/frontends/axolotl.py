@@ -221,6 +221,7 @@ def _put_run(t: Translation, length: Length) -> None:
         t.put("tracking.wandb", t["wandb_project"], "wandb_project")
         if t.given("wandb_project"):
             t.put("tracking.wandb_entity", t["wandb_entity"], "wandb_entity")
+            t.put("tracking.wandb_name", t["wandb_name"], "wandb_name")
     if t["wandb_mode"] not in (None, "disabled", "online"):
         t.note_idle("wandb_mode", "W&B reads WANDB_MODE")
 

@@ -7,19 +7,25 @@
 
 Rows are JSON lines with `messages` and what the reward reads, such as `ground_truth`; assistant turns at the end are
 cut off. They are taken in order, `epochs` times. A prompt whose rewards are all equal is passed over and not replaced.
-What runs elsewhere there (`infra`, `deployment`) is of no concern here.
+What names machines of the service (`IDLE`) is accepted, and said in a line; what asks for something that is not here
+(`NOT_HERE`) is refused. Started again with the same configuration, the run in `log_path` goes on from its checkpoints.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from enum import StrEnum
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from groupwise.adapter_files import is_name, replace
 from groupwise.config import RunConfig, parse_config
 from groupwise.errors import ConfigError, DataError
 from groupwise.frontends.callables import named
@@ -30,7 +36,12 @@ from groupwise.rewards.base import text_of
 LOSSES = ("grpo", "importance_sampling", "reinforce", "dapo", "dro", "gspo", "cispo")
 REDUCTIONS = {"NUM_LOSS_TOKENS": "token_mean", "NUM_SEQUENCES": "sequence_sum", None: "sum"}
 LOG_RATIO_CAP = 20.0
-_INTEGER = re.compile(r"<answer>.*?(-?\d+).*?</answer>", re.DOTALL)
+PROJECT = "grpo-tinker"  # the recipe's own, where only an entity is named
+SERVICE = "accounts/"  # what names of the service begin with
+DOWNLOAD_S = 30.0
+NAMES = "names are 1 to 64 of A-Z a-z 0-9 . _ -, beginning with a letter or digit, and not 'base'"
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_INTEGER = re.compile(r"-?\d+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +67,8 @@ class GSPOConfig:
 
     clip_ratio_low: float = 0.2
     clip_ratio_high: float = 0.2
+    seq_ratio_log_cap: float = 10.0
+    kl_beta: float = 0.001
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,44 +89,128 @@ class TISConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ConcurrencyConfig:
+    """Completions that are sampled at once: `max_concurrency` of mode "fixed", or `max_window`."""
+
+    mode: str | None = "adaptive"
+    max_concurrency: int | None = None
+    initial_window: int | None = None
+    min_window: int = 1
+    max_window: int = 256
+    prefill_queue_target: float = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
 class WeightSyncConfig:
     """Steps between syncs of the sampling policy (1, N, or 0 for never), and between checkpoints (0: at the end)."""
 
     weight_sync_interval: int = 1
     dcp_save_interval: int = 0
+    dcp_timeout: int = 2700
+    first_checkpoint_type: str = "base"
     weight_sync_before_training: bool = False
+    weight_sync_timeout: int = 600
 
 
 @dataclass(frozen=True, kw_only=True)
 class InfraConfig:
-    """Machines of the service; here the run is in this process."""
+    """Machines. `setup_infra` knows hardware profiles by these names; the recipe's run is in this process."""
 
     training_shape_id: str | None = None
     ref_training_shape_id: str | None = None
+    region: str | None = None
+    custom_image_tag: str | None = None
+    accelerator_type: str | None = None
+    accelerator_count: int | None = None
+    node_count: int | None = None
+    trainer_timeout_s: float = 3600
+    extra_args: Sequence[str] | None = None
+    trainer_replica_count: int | None = None
+    purpose: str | None = None
+    managed_by: str | None = None
+    skip_validations: bool = False
+
+
+class WeightSyncScope(StrEnum):
+    """Whose the engine is."""
+
+    PER_TRAINER = "per_trainer"  # the run's: opened and closed with it
+    PER_DEPLOYMENT = "per_deployment"  # long-lived: successive trainers push into it, and none restarts it
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeployConfig:
-    """The service's deployment; here the tokenizer is the model's."""
+    """The engine. `tokenizer_model` is required to sample; `deployment_id` is the engine's name.
 
+    With `setup_infra` and the scope per_deployment the engine outlives the run and is found again by its name; `store`
+    is then the directory of its adapters (deployments/<id> unless it is named).
+    """
+
+    weight_sync_scope: WeightSyncScope = WeightSyncScope.PER_TRAINER
+    deployment_id: str | None = None
+    store: str | None = None
     tokenizer_model: str | None = None
+    tokenizer_revision: str | None = None
+    sample_timeout: float = 600.0
+    deployment_shape: str | None = None
+    deployment_region: str | None = None
+    deployment_accelerator_type: str | None = None
+    deployment_timeout_s: float = 5400
+    deployment_extra_args: Sequence[str] | None = None
+    reattach_settle_timeout_s: int = 600
+    hot_load_bucket_type: str = "FW_HOSTED"
+    hot_load_trainer_job: str | None = None
+    disable_speculative_decoding: bool = True
+    replica_count: int | None = None
+    extra_values: Mapping[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.weight_sync_scope not in tuple(WeightSyncScope):
+            valid = ", ".join(WeightSyncScope)
+            raise ConfigError(f"weight_sync_scope is {self.weight_sync_scope!r}; valid: {valid}")
+        per_deployment = self.weight_sync_scope == WeightSyncScope.PER_DEPLOYMENT
+        if per_deployment and not self.deployment_id:
+            raise ConfigError("weight_sync_scope per_deployment needs a deployment_id: the engine's name")
+        if self.store and not per_deployment:
+            raise ConfigError(
+                f"store {self.store!r} acts with weight_sync_scope per_deployment only: an engine per trainer keeps "
+                "its adapters in the run's directory"
+            )
+        if self.deployment_id and not is_name(self.deployment_id):
+            raise ConfigError(f"deployment_id {self.deployment_id!r} cannot be a name", hint=NAMES)
+        if not self.sample_timeout > 0:
+            raise ConfigError(f"sample_timeout is {self.sample_timeout}; it must be positive (seconds)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WandBConfig:
-    """Where metrics go besides the run directory."""
+    """Where metrics go besides the run directory; nowhere without an entity and a project."""
 
-    project: str = "grpo-tinker"
+    entity: str | None = None
+    project: str | None = None
+    run_name: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerConfig:
+    """Files for the service's own orchestration."""
+
+    status_file: str | None = None
+    metadata_file: str | None = None
+    metrics_file: str | None = None
+    output_model_path: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """The recipe's configuration. `log_path` is the run directory; `base_model` a Hugging Face name, a directory or
-    `starter`; `dataset` a JSONL file."""
+    `starter`, or of the service's (accounts/...), where `deployment.tokenizer_model` names the model; `dataset` a JSONL
+    file, or its URL."""
 
     log_path: str
     base_model: str
     dataset: str
+    rollout_base_model: str | None = None
     learning_rate: float = 1e-5
     kl_beta: float = 0.001
     completions_per_prompt: int = 4
@@ -141,13 +238,64 @@ class Config:
     infra: InfraConfig = InfraConfig()
     deployment: DeployConfig = DeployConfig()
     wandb: WandBConfig | None = None
+    concurrency: ConcurrencyConfig = ConcurrencyConfig()
+    trajectory_dir: str | None = None
+    step_timeout: int = 0
+    runner: RunnerConfig = RunnerConfig()
     router_replay: bool = False
+    router_replay_completion_only: bool = True
     init_from_checkpoint: str | None = None
     output_model_id: str | None = None
     policy_job_id: str | None = None
     reference_job_id: str | None = None
+    policy_base_url: str | None = None
+    reference_base_url: str | None = None
     save_final_checkpoint: bool = True
 
+
+_ONE_MACHINE = "the run is in this process, on this machine"
+_OWN_ENGINE = "the engine is the run's own, in this process, and ends with it"
+_NO_WAIT = "nothing is waited for over a network here"
+IDLE = {
+    "rollout_base_model": "the model that is trained is the one that samples",
+    "loss_path": "there is one way to compute the loss, and it is the exact one",
+    "step_timeout": "no step is given up for the time that it takes",
+    "policy_base_url": "there is no service to reach; it is ignored there too",
+    "reference_base_url": "there is no service to reach; it is ignored there too",
+    "gspo.kl_beta": "gspo has no KL term; nothing reads it there either",
+    "router_replay_completion_only": "routing of experts is not replayed",
+    "concurrency.initial_window": "the engine takes completions as it has room for them, up to max_window",
+    "concurrency.min_window": "the engine takes completions as it has room for them, up to max_window",
+    "concurrency.prefill_queue_target": "the engine takes completions as it has room for them, up to max_window",
+    **{f"infra.{each.name}": _ONE_MACHINE for each in fields(InfraConfig)},
+    "infra.ref_training_shape_id": "the reference, where kl_beta reads one, is the base model in this process",
+    "deployment.weight_sync_scope": _OWN_ENGINE + "; groupwise.setup_infra has engines that live on",
+    "deployment.sample_timeout": "completions are waited for as long as the engine works on them",
+    "deployment.disable_speculative_decoding": "rollout.draft_tokens of a run of ours is what drafts",
+    **{
+        f"deployment.{name}": _OWN_ENGINE
+        for name in (
+            "deployment_id",
+            "store",
+            "deployment_shape",
+            "deployment_region",
+            "deployment_accelerator_type",
+            "deployment_timeout_s",
+            "deployment_extra_args",
+            "reattach_settle_timeout_s",
+            "hot_load_bucket_type",
+            "hot_load_trainer_job",
+            "replica_count",
+            "extra_values",
+        )
+    },
+    "weight_sync.dcp_timeout": _NO_WAIT,
+    "weight_sync.weight_sync_timeout": _NO_WAIT,
+    "weight_sync.first_checkpoint_type": "what is synced is whole each time: an adapter, or the weights themselves",
+    "weight_sync.weight_sync_before_training": "the first prompts are always sampled by the policy that the run starts "
+    "with",
+}
+"""Fields that change nothing in `main`, and why."""
 
 NOT_HERE = {
     "router_replay": "routing of experts is not replayed",
@@ -156,16 +304,18 @@ NOT_HERE = {
     "policy_job_id": "there is no service to attach to",
     "reference_job_id": "there is no service to attach to",
     "save_final_checkpoint": "the last version is always kept",
+    "runner": "status and metrics are in log_path: metrics.jsonl, health.jsonl; `groupwise ui` shows them",
 }
+"""Fields that are refused, and why."""
 
 
 def run_config(config: Config, *, reward_fn: Callable[[str, dict[str, Any]], float] | None = None) -> RunConfig:
     """The run. `reward_fn(completion, row)` is the default's place; it must be a function of a module.
 
-    Raises ConfigError for what is not here or has no effect.
+    Raises ConfigError for what is not here, and where `deployment.tokenizer_model` is not set (a ValueError).
     """
     _refuse(config)
-    rows_a_step, dataset = config.prompt_groups_per_step, Path(config.dataset)
+    rows_a_step, dataset = config.prompt_groups_per_step, local_dataset(config.dataset, Path(config.log_path))
     total = sum(1 for _ in rows(dataset=str(dataset), max_rows=config.max_rows)) * config.epochs
     reward: dict[str, Any] = {"function": f"{__name__}:ground_truth"}
     scoring = {}
@@ -177,9 +327,10 @@ def run_config(config: Config, *, reward_fn: Callable[[str, dict[str, Any]], flo
     return parse_config(
         {
             "name": run_name(Path(config.log_path).name),
-            "model": config.base_model,
+            "model": model_of(config.base_model, config.deployment),
             "dtype": "auto" if config.lora_rank else "float32",
             "run_dir": config.log_path,
+            "resume": "auto",
             "data": {
                 "source": f"{__name__}:rows",
                 "args": {"dataset": str(dataset.resolve()), "max_rows": config.max_rows},
@@ -193,6 +344,7 @@ def run_config(config: Config, *, reward_fn: Callable[[str, dict[str, Any]], flo
                 "max_tokens": config.max_completion_tokens,
                 "temperature": config.temperature,
                 "refill": 1.0,
+                "batch_rows": _at_once(config.concurrency),
                 "max_prompt_tokens": _longest(config),
                 "weight_sync_interval": config.weight_sync.weight_sync_interval,
             },
@@ -207,9 +359,90 @@ def run_config(config: Config, *, reward_fn: Callable[[str, dict[str, Any]], flo
             },
             "adapters": {"start": config.warm_start_from_adapter},
             "checkpoint": {"every": config.weight_sync.dcp_save_interval},
-            "tracking": {"wandb": config.wandb and config.wandb.project},
+            "tracking": _tracking(config.wandb),
         }
     )
+
+
+def notes(config: Config) -> list[str]:
+    """What of the configuration means something else here, or nothing: a line for each reason."""
+    said = []
+    if config.base_model.startswith(SERVICE):
+        model = model_of(config.base_model, config.deployment)
+        said.append(
+            f"base_model={config.base_model!r} is the service's name; deployment.tokenizer_model={model!r} is run"
+        )
+    if _tracked(config.wandb) and not _has_wandb():
+        said.append("wandb: the package is not installed, so metrics are in log_path/metrics.jsonl only")
+    return said + idle_notes(config, IDLE)
+
+
+def idle_notes(section: Any, reasons: Mapping[str, str]) -> list[str]:
+    """A line for each of the reasons why fields of `section` (dotted) that are not as by default change nothing."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        value, default = section, type(section)
+        for part in name.split("."):
+            value, default = getattr(value, part), _default(default, part)
+        if value != default:
+            names.setdefault(reason, []).append(name)
+    return [f"{', '.join(each)}: {reason}" for reason, each in names.items()]
+
+
+def _default(section: Any, name: str) -> Any:
+    """A field's default; of a section its class, whose fields have theirs."""
+    (field,) = (each for each in fields(section) if each.name == name)
+    made = field.default if field.default_factory is MISSING else field.default_factory()
+    return type(made) if is_dataclass(made) else made
+
+
+def model_of(base_model: str, deployment: DeployConfig) -> str:
+    """The model: `base_model`, or where that is the service's own name what `deployment.tokenizer_model` says."""
+    if not base_model.startswith(SERVICE):
+        return base_model
+    if not deployment.tokenizer_model:
+        raise ConfigError(
+            f"base_model={base_model!r} is the service's; give a Hugging Face name",
+            hint="such as base_model='Qwen/Qwen3-8B', or deployment=DeployConfig(tokenizer_model='Qwen/Qwen3-8B')",
+        )
+    return deployment.tokenizer_model
+
+
+def require_tokenizer(tokenizer_model: str | None) -> str:
+    """Raise ConfigError, a ValueError, if no tokenizer is named."""
+    if not tokenizer_model:
+        raise ConfigError(
+            "deployment.tokenizer_model is not set; prompts are tokenised here, with the tokenizer that it names",
+            hint="set deployment=DeployConfig(tokenizer_model=...) to what base_model is",
+        )
+    return tokenizer_model
+
+
+def _tracked(wandb: WandBConfig | None) -> bool:
+    return wandb is not None and bool(wandb.project or wandb.entity)
+
+
+def _has_wandb() -> bool:
+    return importlib.util.find_spec("wandb") is not None
+
+
+def _tracking(wandb: WandBConfig | None) -> dict[str, Any]:
+    """Without the package the recipe goes on without it."""
+    if wandb is None or not _tracked(wandb) or not _has_wandb():
+        return {}
+    named = {"wandb_entity": wandb.entity, "wandb_name": wandb.run_name}
+    return {"wandb": wandb.project or PROJECT} | {key: value for key, value in named.items() if value}
+
+
+def _at_once(concurrency: ConcurrencyConfig) -> int:
+    """Completions that are decoded at once."""
+    most = concurrency.max_concurrency
+    if concurrency.mode not in ("adaptive", "fixed", None):
+        raise ConfigError(f"concurrency.mode={concurrency.mode!r} does not exist; valid: adaptive, fixed")
+    if concurrency.mode == "adaptive" and most is not None:
+        hint = "set max_window, or mode='fixed'"
+        raise ConfigError(f"concurrency.max_concurrency={most} acts with mode 'fixed' only", hint=hint)
+    return concurrency.max_window if most is None else most
 
 
 def _refuse(config: Config) -> None:
@@ -217,10 +450,7 @@ def _refuse(config: Config) -> None:
     for name, why in NOT_HERE.items():
         if getattr(config, name) != defaults[name]:
             raise ConfigError(f"{name}={getattr(config, name)!r} is not here: {why}")
-    if config.base_model.startswith("accounts/"):
-        meant = config.deployment.tokenizer_model
-        hint = f"is it base_model={meant!r}, as deployment.tokenizer_model?" if meant else "such as Qwen/Qwen3-8B"
-        raise ConfigError(f"base_model={config.base_model!r} is the service's; give a Hugging Face name", hint=hint)
+    require_tokenizer(config.deployment.tokenizer_model)
     if config.policy_loss not in LOSSES:
         raise ConfigError(f"policy_loss={config.policy_loss!r} does not exist; valid: {', '.join(LOSSES)}")
     if config.grad_accumulation_normalization not in REDUCTIONS:
@@ -228,6 +458,9 @@ def _refuse(config: Config) -> None:
         raise ConfigError(
             f"grad_accumulation_normalization={said!r} is not one of NUM_LOSS_TOKENS, NUM_SEQUENCES, None"
         )
+    if config.gspo.seq_ratio_log_cap != GSPOConfig.seq_ratio_log_cap:
+        said = config.gspo.seq_ratio_log_cap
+        raise ConfigError(f"gspo.seq_ratio_log_cap={said} is not here; log-ratios are always clamped to 20")
     for cap in (config.ratio_log_cap, config.dapo.ratio_log_cap, config.cispo.ratio_log_cap):
         if cap != LOG_RATIO_CAP:
             raise ConfigError(f"ratio_log_cap={cap} is not here; log-ratios are always clamped to {LOG_RATIO_CAP:g}")
@@ -276,13 +509,30 @@ def _loss(config: Config) -> dict[str, Any]:
 # ---- rows and rewards ----
 
 
+def local_dataset(dataset: str, log_path: Path) -> Path:
+    """A JSONL file, or of a URL its copy in `log_path`, fetched once. Raises DataError."""
+    if "://" not in dataset:
+        return Path(dataset)
+    copy = log_path / "dataset.jsonl"
+    if not copy.is_file():
+        try:
+            with urllib.request.urlopen(dataset, timeout=DOWNLOAD_S) as answer:
+                text = answer.read().decode("utf-8")
+        except (OSError, ValueError) as error:
+            hint = "fetch it yourself and name the file"
+            raise DataError(f"dataset {dataset!r} cannot be fetched: {error}", hint=hint) from error
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        replace(copy, text)
+    return copy
+
+
 def rows(*, dataset: str, max_rows: int | None = None) -> Iterator[dict[str, Any]]:
     """The first rows of a JSONL file, without assistant turns at the end. Raises DataError."""
     path = Path(dataset)
     if not path.is_file():
-        hint = "download it first" if "://" in dataset else "give a JSONL file"
-        raise DataError(f"there is no file {dataset}", hint=hint)
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()[:max_rows], start=1):
+        raise DataError(f"there is no file {dataset}", hint="give a JSONL file, or its URL")
+    lines = enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+    for number, line in islice(((number, line) for number, line in lines if line.strip()), max_rows):
         try:
             row = json.loads(line)
             messages = list(row.pop("messages"))
@@ -298,16 +548,18 @@ def ground_truth(completions: Sequence[Any], ground_truth: Sequence[Any], **colu
     """The recipe's reward: 1 where the integer in the first <answer> is that of the row's `ground_truth`, else 0."""
 
     def integer(text: str) -> int | None:
-        found = _INTEGER.search(text)
-        return int(found[1]) if found else None
+        digits = _INTEGER.search(text)
+        return int(digits[0]) if digits else None
 
-    def gold(value: Any) -> int | None:
-        found = integer(str(value))
-        digits = re.search(r"-?\d+", str(value)) if found is None else None
-        return int(digits[0]) if digits else found
+    def answer(text: str) -> int | None:
+        found = _ANSWER.search(text)
+        return integer(found[1]) if found else None
 
-    said = [integer(text_of(each)) for each in completions]
-    return [float(a is not None and a == gold(b)) for a, b in zip(said, ground_truth, strict=True)]
+    def gold(value: str) -> int | None:
+        return answer(value) if _ANSWER.search(value) else integer(value)
+
+    said = [answer(text_of(each)) for each in completions]
+    return [float(a is not None and a == gold(str(b))) for a, b in zip(said, ground_truth, strict=True)]
 
 
 def by_row(

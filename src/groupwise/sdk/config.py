@@ -10,54 +10,21 @@ The recipe's `cookbook.Config` has the same fields under the same names, and `se
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from enum import StrEnum
+from dataclasses import dataclass, field, fields, replace
 
 from groupwise.adapter_files import is_name
 from groupwise.errors import ConfigError
 from groupwise.frontends import cookbook
-from groupwise.frontends.cookbook import InfraConfig, WeightSyncConfig
+from groupwise.frontends.cookbook import (
+    NAMES,
+    DeployConfig,
+    InfraConfig,
+    WeightSyncConfig,
+    WeightSyncScope,
+    model_of,
+)
 
 __all__ = ["DeployConfig", "InfraConfig", "LoopConfig", "WeightSyncConfig", "WeightSyncScope"]
-
-
-NAMES = "names are 1 to 64 of A-Z a-z 0-9 . _ -, beginning with a letter or digit, and not 'base'"
-
-
-class WeightSyncScope(StrEnum):
-    """Whose the engine is."""
-
-    PER_TRAINER = "per_trainer"  # the run's: opened and closed with it
-    PER_DEPLOYMENT = "per_deployment"  # long-lived: successive trainers push into it, and none restarts it
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeployConfig(cookbook.DeployConfig):
-    """The engine. `tokenizer_model` is required to sample; `deployment_id` names an engine that outlives the run, and
-    `store` the directory of its adapters (deployments/<id> unless it is named)."""
-
-    weight_sync_scope: WeightSyncScope = WeightSyncScope.PER_TRAINER
-    deployment_id: str | None = None
-    store: str | None = None
-    sample_timeout: float = 600.0
-
-    def __post_init__(self) -> None:
-        if self.weight_sync_scope not in tuple(WeightSyncScope):
-            valid = ", ".join(WeightSyncScope)
-            raise ConfigError(f"weight_sync_scope is {self.weight_sync_scope!r}; valid: {valid}")
-        per_deployment = self.weight_sync_scope == WeightSyncScope.PER_DEPLOYMENT
-        if per_deployment and not self.deployment_id:
-            raise ConfigError("weight_sync_scope per_deployment needs a deployment_id: the engine's name")
-        for option in ("deployment_id", "store"):
-            if getattr(self, option) and not per_deployment:
-                raise ConfigError(
-                    f"{option} {getattr(self, option)!r} acts with weight_sync_scope per_deployment only: "
-                    "an engine per trainer is the run's own"
-                )
-        if self.deployment_id and not is_name(self.deployment_id):
-            raise ConfigError(f"deployment_id {self.deployment_id!r} cannot be a name", hint=NAMES)
-        if not self.sample_timeout > 0:
-            raise ConfigError(f"sample_timeout is {self.sample_timeout}; it must be positive (seconds)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +43,7 @@ class LoopConfig:
     policy_job_id: str | None = None
     reference_job_id: str | None = None
     infra: InfraConfig = field(default_factory=InfraConfig)
-    deployment: cookbook.DeployConfig = field(default_factory=DeployConfig)
+    deployment: DeployConfig = field(default_factory=DeployConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
 
     def __post_init__(self) -> None:
@@ -96,22 +63,16 @@ class LoopConfig:
         for valid, message in checks:
             if not valid:
                 raise ConfigError(message)
-        if not self.lora_rank and self.deploy.weight_sync_scope == WeightSyncScope.PER_DEPLOYMENT:
+        if not self.lora_rank and self.deployment.weight_sync_scope == WeightSyncScope.PER_DEPLOYMENT:
             raise ConfigError(
                 "weight_sync_scope per_deployment takes adapters, and lora_rank 0 trains all parameters",
                 hint="set lora_rank, or give the run an engine of its own (per_trainer)",
             )
 
-    @property
-    def deploy(self) -> DeployConfig:
-        """`deployment`, with the defaults of what a recipe's has not."""
-        given = self.deployment
-        return given if isinstance(given, DeployConfig) else DeployConfig(tokenizer_model=given.tokenizer_model)
-
 
 def loop_config(config: LoopConfig | cookbook.Config) -> LoopConfig:
-    """A recipe's configuration as a loop's."""
-    if isinstance(config, LoopConfig):
-        return config
-    shared = [each.name for each in fields(LoopConfig) if hasattr(config, each.name)]
-    return LoopConfig(**{name: getattr(config, name) for name in shared})
+    """A recipe's configuration as a loop's; what the service calls a model is the one whose tokenizer is named."""
+    if not isinstance(config, LoopConfig):
+        shared = [each.name for each in fields(LoopConfig) if hasattr(config, each.name)]
+        config = LoopConfig(**{name: getattr(config, name) for name in shared})
+    return replace(config, base_model=model_of(config.base_model, config.deployment))

@@ -28,13 +28,14 @@ from groupwise.adapters import AdapterStore
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.frontends import cookbook
+from groupwise.frontends.cookbook import SERVICE, idle_notes, require_tokenizer
 from groupwise.model import LoadedModel, load_model
 from groupwise.sdk.attach import Running
 from groupwise.sdk.concurrency import AdaptiveConcurrency
 from groupwise.sdk.config import LoopConfig, WeightSyncScope, loop_config
 from groupwise.sdk.deployment import Deployment, attach_deployment, find_deployment
 from groupwise.sdk.profiles import HardwareProfile, Machine, choose_profile, find_profile
-from groupwise.sdk.sampler import DeploymentSampler, require_tokenizer
+from groupwise.sdk.sampler import DeploymentSampler
 from groupwise.sdk.trainer import BUILDING, ReferenceClient, TrainingClient, TrainingService
 from groupwise.sdk.weight_sync import WeightSyncer
 from groupwise.train.lora import LoraSpec
@@ -42,6 +43,22 @@ from groupwise.train.lora import LoraSpec
 T = TypeVar("T")
 Client = TypeVar("Client", TrainingClient, ReferenceClient)
 
+IDLE = {
+    name: reason
+    for name, reason in cookbook.IDLE.items()
+    if name.partition(".")[0] in ("infra", "deployment", "weight_sync")
+    and name.partition(".")[2]
+    not in (
+        "training_shape_id",
+        "ref_training_shape_id",
+        "weight_sync_scope",
+        "deployment_id",
+        "store",
+        "sample_timeout",
+        "weight_sync_before_training",
+    )
+}
+"""Fields of the service's that change nothing here, and why."""
 FULL = 4  # requests under way at most, for each row of the engine; fewer while more than half of them wait
 
 
@@ -130,17 +147,22 @@ class _Opening:
     def __init__(self, config: LoopConfig, *, needs_reference: bool, needs_inference: bool):
         self.config, self.needs_reference, self.needs_inference = config, needs_reference, needs_inference
         if needs_inference:
-            require_tokenizer(config.deploy.tokenizer_model)
+            require_tokenizer(config.deployment.tokenizer_model)
+        for note in idle_notes(config, IDLE):
+            warnings.warn(note, stacklevel=3)
         machine, infra, lora = Machine.here(), config.infra, config.lora_rank > 0
         name, reference = infra.training_shape_id, infra.ref_training_shape_id
-        self.profile = find_profile(name, machine=machine) if name else choose_profile(lora=lora, machine=machine)
+        own = choose_profile(lora=lora, machine=machine)
+        self.profile = own if name is None or _is_shape(name, own) else find_profile(name, machine=machine)
         if not self.profile.trains_with(lora=lora):
             what = "an adapter" if lora else "all parameters (lora_rank 0)"
             hint = f"this machine: {choose_profile(lora=lora, machine=machine).name}"
             raise ConfigError(f"profile {self.profile.name} is not for training {what}", hint=hint)
         self.ref_profile = None
         if needs_reference and reference:
-            self.ref_profile = find_profile(reference, machine=machine, option="ref_training_shape_id")
+            option = "ref_training_shape_id"
+            shape = _is_shape(reference, self.profile, option=option)
+            self.ref_profile = self.profile if shape else find_profile(reference, machine=machine, option=option)
         self._seconds: dict[str, float] = {}
         self._closeables: list[Callable[[], None]] = []
         self._lives_on: list[Callable[[], None]] = []  # closed only if something else cannot be opened
@@ -222,7 +244,7 @@ class _Opening:
         return self._attached(_REFERENCES, config.reference_job_id, open_it)
 
     def _deployment(self) -> Deployment:
-        deploy, config = self.config.deploy, self.config
+        deploy, config = self.config.deployment, self.config
         name, store = deploy.deployment_id or "policy", Path(config.log_path) / "adapters"
         lives_on = deploy.weight_sync_scope == WeightSyncScope.PER_DEPLOYMENT
         if lives_on:
@@ -261,7 +283,7 @@ class _Opening:
     def _running_base(self) -> LoadedModel | None:
         """The base of what will be attached to, if it is the one to load otherwise."""
         policy = _POLICIES.find(self.config.policy_job_id or "")
-        engine = find_deployment(self.config.deploy.deployment_id or "")
+        engine = find_deployment(self.config.deployment.deployment_id or "")
         for base in [each.base for each in (policy and policy.service, engine) if each]:
             right = base.name == self.config.base_model and base.device.type == self.profile.device
             if right and base.model.dtype == getattr(torch, self.profile.dtype):
@@ -299,7 +321,7 @@ class _Opening:
                 deployment,
                 config.weight_sync,
                 log_path=config.log_path,
-                rewinds=config.deploy.weight_sync_scope == WeightSyncScope.PER_TRAINER,
+                rewinds=config.deployment.weight_sync_scope == WeightSyncScope.PER_TRAINER,
             ),
             profile=self.profile,
             ref_profile=self.ref_profile,
@@ -312,10 +334,11 @@ class _Opening:
         most = FULL * self.profile.batch_rows
         return DeploymentSampler(
             deployment,
-            tokenizer_model=self.config.deploy.tokenizer_model,
+            tokenizer_model=self.config.deployment.tokenizer_model,
+            tokenizer_revision=self.config.deployment.tokenizer_revision,
             max_seq_len=longest,
             temperature=self.config.temperature,
-            timeout_s=self.config.deploy.sample_timeout,
+            timeout_s=self.config.deployment.sample_timeout,
             seed=self.config.seed,
             concurrency=AdaptiveConcurrency(initial=most, maximum=most, target=FULL - 2),
         )
@@ -330,6 +353,14 @@ class _Opening:
             stacklevel=4,
         )
         return None
+
+
+def _is_shape(name: str, profile: HardwareProfile, *, option: str = "training_shape_id") -> bool:
+    """Whether this is the name of a training shape of the service's, for which `profile` is taken; says so."""
+    if name.startswith(SERVICE):
+        what = f"infra.{option}={name!r} is a shape of the service's; here it is the profile {profile.name}"
+        warnings.warn(what, stacklevel=4)
+    return name.startswith(SERVICE)
 
 
 def _client(service: TrainingService, **options: Any) -> TrainingClient:

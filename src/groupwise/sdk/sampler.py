@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from groupwise.chat import encode_prompt
 from groupwise.errors import ConfigError, ContextLengthError, DataError
+from groupwise.frontends.cookbook import require_tokenizer
 from groupwise.model import load_tokenizer
 from groupwise.sdk.concurrency import AdaptiveConcurrency
 from groupwise.sdk.datums import Datum, datum_of
@@ -80,21 +81,11 @@ class SampledCompletion:
         return datum_of(self.full_tokens, prompt_len=self.prompt_len)
 
 
-def require_tokenizer(tokenizer_model: str | None) -> str:
-    """Raise ConfigError, a ValueError, if no tokenizer is named."""
-    if not tokenizer_model:
-        raise ConfigError(
-            "deployment.tokenizer_model is not set; prompts are tokenised here, with the tokenizer that it names",
-            hint="set deployment=DeployConfig(tokenizer_model=...) to what base_model is",
-        )
-    return tokenizer_model
-
-
 class DeploymentSampler:
     """Samples from what a deployment serves.
 
     Args:
-        tokenizer_model: whose tokenizer and chat template encode the prompts.
+        tokenizer_model: whose tokenizer and chat template encode the prompts; `tokenizer_revision`: of it.
         max_seq_len: the longest prompt and completion together; None: the model's context.
         temperature: unless a call has its own. The trainer must score at the same.
         timeout_s: of one request.
@@ -109,6 +100,7 @@ class DeploymentSampler:
         deployment: Deployment,
         *,
         tokenizer_model: str | None,
+        tokenizer_revision: str | None = None,
         max_seq_len: int | None = None,
         temperature: float = 1.0,
         timeout_s: float = 600.0,
@@ -116,7 +108,7 @@ class DeploymentSampler:
         concurrency: AdaptiveConcurrency | None = None,
     ):
         self.deployment, self.temperature, self.timeout_s = deployment, temperature, timeout_s
-        self.tokenizer = _tokenizer(require_tokenizer(tokenizer_model), deployment)
+        self.tokenizer = _tokenizer(require_tokenizer(tokenizer_model), tokenizer_revision, deployment)
         self.max_seq_len = min(max_seq_len or deployment.context_length, deployment.context_length)
         self.concurrency = concurrency or AdaptiveConcurrency()
         self.seed, self.calls = seed, 0
@@ -245,12 +237,12 @@ def _empty(status: Status, prompt_ids: tuple[int, ...], version: PolicyVersion, 
     )
 
 
-def _tokenizer(name: str, deployment: Deployment) -> PreTrainedTokenizerBase:
+def _tokenizer(name: str, revision: str | None, deployment: Deployment) -> PreTrainedTokenizerBase:
     """The tokenizer of this name, checked against that of the model that samples."""
     own = deployment.base.tokenizer
-    if name == deployment.base.name:
+    if name == deployment.base.name and revision is None:
         return own
-    tokenizer = load_tokenizer(name)
+    tokenizer = load_tokenizer(name, revision=revision)
     if tokenizer.get_vocab() != own.get_vocab():
         raise ConfigError(
             f"deployment.tokenizer_model {name!r} has another vocabulary than {deployment.base.name}, which samples",
