@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from subjects import write_model
 
-from groupwise.assemble import make_plan, open_play
+from groupwise.assemble import make_plan, open_envs, open_play
 from groupwise.chat import decode, encode_prompt
 from groupwise.config import parse_config
 from groupwise.engine.local import LocalEngine
@@ -126,7 +126,7 @@ def ours(model: str, env: dict[str, Any], cases: int, group: int) -> Rate:
         }
     )
     plan, engine = make_plan(config), LocalEngine(base, threads=threads)
-    play = open_play(plan, base, engine)
+    play = open_play(plan, base, engine, open_envs(plan))
     prompts = [play.prepare(prompt) for prompt in plan.source.all(cases)]
 
     async def all_of(some: list[Prompt]) -> list[RolloutGroup]:
@@ -134,12 +134,12 @@ def ours(model: str, env: dict[str, Any], cases: int, group: int) -> Rate:
         return await play_all(play, some, seeds=seeds, n=group, params=sampling, version=PolicyVersion.base())
 
     try:
-        if "SlowTool" not in env["environment"]:
-            asyncio.run(all_of(prompts[:1]))
+        asyncio.run(all_of(prompts[:1]))  # processes are started, memory is allocated
         started = time.perf_counter()
         groups = asyncio.run(all_of(prompts))
         seconds = time.perf_counter() - started
     finally:
+        play.close()
         engine.close()
     errors = {rollout.error for each in groups for rollout in each.rollouts} - {None}
     if errors:

@@ -59,6 +59,21 @@ class Endless(Flaky):
         return StepResult(messages=[{"role": "user", "content": "On."}], reward=len(message["content"]) / 100)
 
 
+class Deadly(Flaky):
+    def reset(self, case, seed):
+        self.number = case["number"]
+        return f"Say vowels, {self.number}."
+
+    def step(self, message):
+        if self.number == 1:
+            import os
+
+            os._exit(5)
+        while self.number == 3:
+            pass
+        return StepResult(reward=len(message["content"]) / 100, done=True)
+
+
 class Offers:
     def cases(self):
         return [{}]
@@ -77,7 +92,7 @@ class Offers:
 CONFIG = """
 name: toy
 model: {model}
-env: {{environment: my_envs:Flaky, stop_at_cut: false, max_turns: 3}}
+env: {{environment: my_envs:Flaky, workers: 0, stop_at_cut: false, max_turns: 3}}  # its episodes share a count
 eval: {{every: 2, show: 3}}
 rollout: {{prompts_per_step: 4, group_size: 4, max_tokens: 6}}
 train: {{steps: 3, learning_rate: 0.01, lora: {{rank: 2, alpha: 4}}}}
@@ -139,6 +154,21 @@ def test_errors_in_an_environment_that_are_worth_nothing_are_found(env_project):
     """`env.on_error: zero` gives them a reward; the health of the run still says what they are."""
     options = ("env.environment=my_envs:Broken", "env.on_error=zero", "eval=null")
     assert run(env_project, *options)["env.failed"] == ("error", 3)
+
+
+def test_a_run_outlives_environments_that_loop_and_that_end_their_process(env_project):
+    """One of four cases ends its process, one never returns: the others are trained, run and evaluation come to their
+    end, and health says what it was."""
+    options = ("env.environment=my_envs:Deadly", "env.workers=2", "env.step_timeout_s=0.3", "rollout.group_size=2")
+    found = run(env_project, *options, "eval=null", "rollout.max_tokens=3")
+    assert found["env.failed"] == ("warn", 3)
+    groups = [group for step in (1, 2, 3) for group in read_rollouts(Path(f"out/rollouts/step_{step:06d}.jsonl"))]
+    by_case: dict[int, set[str | None]] = {}
+    for group in groups:
+        by_case.setdefault(group.prompt.columns["number"], set()).update(each.error for each in group.rollouts)
+    assert all("ended its worker (exit status 5)" in str(error) for error in by_case[1])
+    assert all("took longer than 0.3 s" in str(error) for error in by_case[3])
+    assert by_case[0] == by_case[2] == {None}
 
 
 def test_a_run_in_which_only_limits_end_episodes(env_project):

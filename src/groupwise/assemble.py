@@ -9,6 +9,7 @@ import gc
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -30,6 +31,7 @@ from groupwise.engine.base import Sampler
 from groupwise.engine.local import LocalEngine
 from groupwise.envs.legacy import LegacyEnv
 from groupwise.envs.load import EnvFactory, load_env
+from groupwise.envs.pool import EnvPool
 from groupwise.errors import ConfigError
 from groupwise.estimate import Load, fitting_tokens
 from groupwise.evaluate import prepare_all
@@ -243,16 +245,35 @@ def open_parts(
 def _open_parts(
     plan: Plan, threads: int, on_phase: Callable[[str], None], ranks: Ranks | None, elsewhere: Elsewhere | None
 ) -> Parts:
-    config = plan.config
     on_phase("loading")
-    scorer = open_scorer(plan, elsewhere=elsewhere)  # its processes start meanwhile
+    with ExitStack() as opened:
+        scorer = open_scorer(plan, elsewhere=elsewhere)  # its processes start meanwhile, and those of environments
+        opened.callback(scorer.close)
+        if (envs := open_envs(plan, elsewhere=elsewhere)) is not None:
+            opened.callback(envs.close)
+        parts = _with_model(plan, threads, on_phase, ranks, elsewhere, scorer=scorer, envs=envs)
+        opened.pop_all()
+        return parts
+
+
+def _with_model(
+    plan: Plan,
+    threads: int,
+    on_phase: Callable[[str], None],
+    ranks: Ranks | None,
+    elsewhere: Elsewhere | None,
+    *,
+    scorer: Scorer,
+    envs: Environments | None,
+) -> Parts:
+    config = plan.config
     device = config.device if ranks is None else str(ranks.device)
     base = load_model(config.model, device=device, dtype=config.dtype)
     learner = open_learner(config, base, threads=threads, ranks=ranks)
     if plan.reads_reference:
         learner.keep_reference()
     engine = open_engine(config, base, threads=threads) if elsewhere is None else elsewhere.engine(config, base)
-    play = open_play(plan, base, engine, elsewhere=elsewhere)
+    play = open_play(plan, base, engine, envs)
     load = None if config.train.memory_gb is None else _fitted(plan, base, learner, play)
     eval_prompts = tuple(prepare_all(plan.eval_prompts, play, context=engine.context_length))
     gc.freeze()  # what is here now stays; looking through it again and again would cost a step some percent
@@ -301,8 +322,18 @@ def _fitted(plan: Plan, base: LoadedModel, learner: Learner, play: Play) -> Load
     return load
 
 
-def open_play(plan: Plan, base: LoadedModel, engine: Sampler, *, elsewhere: Elsewhere | None = None) -> Play:
-    """How the run's prompts become groups."""
+def open_envs(plan: Plan, *, elsewhere: Elsewhere | None = None) -> Environments | None:
+    """What makes the environments of episodes, in `env.workers` processes if any; None where none are played."""
+    env, config = plan.env, plan.config.env
+    if config is None or not isinstance(env, EnvFactory):
+        return None
+    if elsewhere is not None and elsewhere.envs is not None:
+        return elsewhere.envs(plan.config, env)
+    return EnvPool(config, name=env.name, folder=plan.config.folder) if config.workers else env
+
+
+def open_play(plan: Plan, base: LoadedModel, engine: Sampler, envs: Environments | None) -> Play:
+    """How the run's prompts become groups; `envs` is what `open_envs` returned, which the play closes."""
     env, config = plan.env, plan.config.env
     if env is None or config is None:
         return SingleTurn(engine, base.tokenizer)
@@ -313,8 +344,8 @@ def open_play(plan: Plan, base: LoadedModel, engine: Sampler, *, elsewhere: Else
         return RolloutPlay(engine, base, env.function, config, run=run, scored=bool(plan.rewards))
     if isinstance(env, Agent):
         return AgentPlay(engine, base.tokenizer, env, config, scored=bool(plan.rewards))
-    away = None if elsewhere is None else elsewhere.envs
-    return Episodes(engine, base.tokenizer, env if away is None else away(plan.config, env), config)
+    assert envs is not None
+    return Episodes(engine, base.tokenizer, envs, config)
 
 
 def open_learner(config: RunConfig, base: LoadedModel, *, threads: int, ranks: Ranks | None = None) -> Learner:

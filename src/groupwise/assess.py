@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 
-from groupwise.assemble import Plan, local_engine, make_plan, open_play, open_scorer
+from groupwise.assemble import Plan, local_engine, make_plan, open_envs, open_play, open_scorer
 from groupwise.config import RunConfig
 from groupwise.errors import ConfigError
 from groupwise.evaluate import SUCCESS, Evaluation, evaluate, prepare_all
@@ -59,7 +59,7 @@ def _assessed(
             located.check_base(base.hash)
             engine.load(located.version, located.directory)
             version, policy = located.version, str(located.directory)
-        with closing(open_play(plan, base, engine)) as play:
+        with closing(open_play(plan, base, engine, open_envs(plan))) as play:
             result = asyncio.run(
                 evaluate(
                     play,

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from groupwise.section import Section, Text, conflict
 
-NOT_OF_AGENTS = ("step_timeout_s", "stop_at_cut")  # they rule over an environment's `step`
+NOT_OF_AGENTS = ("workers", "step_timeout_s", "stop_at_cut")  # they rule over an environment's `step`
 
 
 class EnvConfig(Section):
@@ -21,6 +21,8 @@ class EnvConfig(Section):
     """... or `module:function` (or a class): a program that plays an episode by itself with an OpenAI client."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class or function."""
+    workers: int = Field(default=2, ge=0, le=1024)
+    """Processes that environments live in, many episodes in each, replaced when lost; 0: in this one, unprotected."""
     max_turns: int = Field(default=8, ge=1, le=4096)
     """Turns of the policy in an episode."""
     max_tokens: int | None = Field(default=None, ge=1)

@@ -20,80 +20,23 @@ from groupwise.cluster.crew import Crew, WorkerLost
 from groupwise.cluster.ray_actors import Actor, Place, enter
 from groupwise.config import RunConfig
 from groupwise.config_env import EnvConfig
-from groupwise.envs.base import Episode, Observation, StepResult, observation_of, reward_of, step_result_of
-from groupwise.envs.call import OwnThread
+from groupwise.envs.base import Episode, Observation, StepResult
 from groupwise.envs.load import EnvFactory, load_env
-from groupwise.envs.tool_env import ToolEnv
-from groupwise.errors import EnvError, GroupwiseError
+from groupwise.envs.pool_worker import EnvHost
+from groupwise.errors import EnvError
 from groupwise.types import Message
 
 
-class EnvActor:
+class EnvActor(EnvHost):
     """Environments on some machine, one for each episode, by its number; `open` it first."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
 
     def open(self, env: EnvConfig, env_folder: Path, folder: str) -> None:
         """Load the class, whose module is looked for in `env_folder`. Raises LoadError, ConfigError."""
         enter(folder)
-        self._config, self._factory = env, load_env(env, folder=env_folder)
-        self._played: dict[int, _Played] = {}
-
-    async def reset(self, episode: int, case: Mapping[str, Any], seed: int) -> Observation:
-        """Make the environment of a new episode, and begin it. Raises EnvError, as the others do."""
-        self._played[episode] = played = _Played(self._factory.name, self._config)
-        await played.make(self._factory)
-        return observation_of(await played.call("reset", case, seed), limit=self._config.max_characters)
-
-    async def step(self, episode: int, message: Message) -> StepResult:
-        """The answer to what the policy said."""
-        value = await self._of(episode).call("step", message)
-        return step_result_of(value, limit=self._config.max_characters)
-
-    async def score(self, episode: int, said: Episode) -> float | None:
-        """What `score` returns; None where there is no such method."""
-        value = await self._of(episode).call("score", said)
-        return None if value is None else reward_of(value, f"{self._factory.name}.score")
-
-    async def close(self, episode: int) -> None:
-        """Let go of an episode, if it is here."""
-        if (played := self._played.pop(episode, None)) is not None:
-            await played.close()
-
-    def _of(self, episode: int) -> _Played:
-        if (played := self._played.get(episode)) is None:
-            raise EnvError("the environment worker that had this episode was lost")
-        return played
-
-
-class _Played:
-    """An environment and the thread in which its methods are called."""
-
-    def __init__(self, name: str, config: EnvConfig):
-        self._name, self._limit_s = name, config.step_timeout_s
-        self._env: Any = None
-        self._thread = OwnThread()
-
-    async def make(self, factory: EnvFactory) -> None:
-        self._env = await self._thread.call(factory.make, timeout_s=self._limit_s, what=f"{self._name}()")
-        if isinstance(self._env, ToolEnv):
-            self._env.thread = self._thread
-
-    async def call(self, method: str, *args: Any) -> Any:
-        """What a method returns; None for one that is not there."""
-        what, function = f"{self._name}.{method}", getattr(self._env, method, None)
-        if not callable(function):
-            return None
-        try:
-            return await self._thread.call(function, *args, timeout_s=self._limit_s, what=what)
-        except GroupwiseError:
-            raise
-        except Exception as error:
-            raise EnvError(f"{what} raised {type(error).__name__}: {error}") from error
-
-    async def close(self) -> None:
-        try:
-            await self.call("close")
-        finally:
-            self._thread.close()
+        EnvHost.__init__(self, env, load_env(env, folder=env_folder))
 
 
 class RayEnvs:

@@ -26,6 +26,7 @@ class OwnThread:
         self._name = name
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._busy = False
 
     async def call(self, function: Callable[..., Any], *args: Any, timeout_s: float | None, what: str) -> Any:
         """The result of `function(*args)`, awaited if it is awaitable. Raises what it raises.
@@ -45,6 +46,11 @@ class OwnThread:
                 raise
             raise EnvError(f"{what} took longer than {timeout_s:g} s") from error
 
+    @property
+    def busy(self) -> bool:
+        """Whether a call is being made, waited for or not."""
+        return self._busy
+
     def close(self) -> None:
         """The thread ends once it is idle."""
         self._jobs.put(None)
@@ -61,10 +67,12 @@ class OwnThread:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             call, loop, future = job
+            self._busy = True
             try:
                 result, error = call(), None
             except BaseException as raised:  # SystemExit in user code must not end the thread in silence
                 result, error = None, raised
+            self._busy = False
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_settle, future, result, error)
 

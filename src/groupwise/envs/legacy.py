@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 CASE = "case_idx"
 SCORED_WITH = ("model", "tokenizer", "completion", CASE)
-NOT_HERE = ("max_tool_calls", "step_timeout_s", "max_characters", "stop_at_cut")  # `score_episode` is one call
+NOT_HERE = ("workers", "max_tool_calls", "step_timeout_s", "max_characters", "stop_at_cut")
+"""Keys that mean nothing to `score_episode`, which is one call, with the model as an object of this process."""
 
 
 class LegacyEnv:

@@ -36,11 +36,13 @@ from groupwise.config import RewardConfig
 from groupwise.errors import RewardError
 from groupwise.rewards.base import reward_names
 from groupwise.rewards.call import AT_START, Answer, FailureKind, RewardFunction, TrainerState
-from groupwise.rewards.pool_lane import Lane, Patience, PooledCall, WorkerProcess
-from groupwise.rewards.pool_worker import Request
+from groupwise.rewards.pool_lane import Patience, PooledCall
+from groupwise.rewards.pool_worker import Request, decode_answer
+from groupwise.workers import Lane, WorkerProcess
 
 CLOSE_S = 10.0
 TOGETHER = 256  # async calls in flight
+GRACE_S = 2.0  # beyond its deadline, for an async function to be cancelled by its worker
 
 
 class RewardPool:
@@ -126,7 +128,7 @@ class RewardPool:
             state=state,
             deadline_s=self.timeout_s * size,
         )
-        call = PooledCall(request, Future())
+        call = PooledCall(request, Future(), self._patience, self._submit_alone if together else None)
         self._submit(call, together=together)
         return await asyncio.wrap_future(call.future)
 
@@ -145,9 +147,10 @@ class RewardPool:
             call.fail("was not called: the pool was closed", FailureKind.CRASH)
 
     def _lane(self, waiting: deque[PooledCall], *, together: bool) -> Lane:
-        worker = WorkerProcess({**self._setup, "together": together}, memory_mb=self._memory_mb)
-        again = self._submit_alone if together else None
-        return Lane(worker, waiting, capacity=TOGETHER if together else 1, patience=self._patience, again=again)
+        setup = {**self._setup, "together": together}
+        worker = WorkerProcess("groupwise.rewards.pool_worker", setup, memory_mb=self._memory_mb, decode=decode_answer)
+        grace_s = GRACE_S if together else 0.0
+        return Lane(worker, waiting, capacity=TOGETHER if together else 1, grace_s=grace_s)
 
     def _submit(self, call: PooledCall, *, together: bool) -> None:
         lanes = [self._together_lane] if together else self._alone_lanes
@@ -157,6 +160,7 @@ class RewardPool:
             lane.wake()
 
     def _submit_alone(self, call: PooledCall) -> None:
+        call.again = None
         try:
             self._submit(call, together=False)
         except RewardError as error:

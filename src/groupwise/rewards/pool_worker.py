@@ -17,7 +17,7 @@ import os
 import pickle
 import socket
 import sys
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +25,7 @@ from typing import Any
 from groupwise.rewards.base import load_rewards
 from groupwise.rewards.call import Answer, Call, Failure, FailureKind, RewardFunction, TrainerState
 from groupwise.sandbox import Channel
-
-LONGEST_MESSAGE = 1 << 30
+from groupwise.workers import LONGEST_MESSAGE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,8 +185,3 @@ class Surroundings:
             if self.streams[number].closed:
                 self.streams[number] = open(number, mode, closefd=False)  # noqa: SIM115, it stays open
             setattr(sys, name, self.streams[number])
-
-
-def boot(path: Sequence[str]) -> str:
-    """The program of a worker, for `python -c`: modules are looked for where the parent looks for them."""
-    return f"import sys; sys.path[:] = {list(path)!r}; from {__name__} import main; main(int(sys.argv[1]))"
