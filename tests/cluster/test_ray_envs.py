@@ -78,6 +78,17 @@ class Bad(Counts):
 
     def step(self, message):
         time.sleep(60)
+
+
+class Deadly(Counts):
+    def reset(self, case, seed):
+        self.number = case["number"]
+        return super().reset(case, seed)
+
+    def step(self, message):
+        if self.number == 1:
+            os._exit(3)
+        return super().step(message)
 '''
 
 
@@ -151,9 +162,11 @@ def away(place: Threads) -> Iterator[Callable[..., RayEnvs]]:
         each.close()
 
 
-def run_of(folder: Path, name: str, *, env_workers: int = 2, restarts: int = 3, **env: Any) -> RunConfig:
+def run_of(
+    folder: Path, name: str, *, env_workers: int = 2, restarts: int = 3, workers: int = 0, **env: Any
+) -> RunConfig:
     launcher = {"kind": "ray", "env_workers": env_workers, "restarts": restarts, "start_timeout_s": 20}
-    env = {"environment": f"envs_away:{name}", "stop_at_cut": False, **env}
+    env = {"environment": f"envs_away:{name}", "workers": workers, "stop_at_cut": False, **env}
     return parse_config({"model": "starter", "launcher": launcher, "env": env, "folder": str(folder)})
 
 
@@ -242,6 +255,18 @@ def test_a_lost_actor_costs_the_episodes_that_it_had(place: Threads, away, start
     again = play(starter_engine, starter.tokenizer, envs, run)  # another has taken its place
     assert not [rollout for group in again for rollout in group.rollouts if rollout.error is not None]
     assert len(place.started) == 3
+
+
+def test_an_environment_that_ends_its_process_does_not_take_the_actor_with_it(
+    place: Threads, away, starter, starter_engine
+) -> None:
+    """Actors have processes for them: its episodes fail, and those beside them go on."""
+    run, envs = run_of(Path(place.folder), "Deadly", workers=1), away("Deadly", env_workers=1, workers=1)
+    groups = play(starter_engine, starter.tokenizer, envs, run)
+    errors = [[rollout.error for rollout in group.rollouts] for group in groups]
+    assert all("Deadly.step ended its worker (exit status 3)" in str(error) for error in errors[1])
+    assert errors[0] == errors[2] == [None] * 4 and len(place.started) == 1
+    place.started[0].actor._pool.close()  # type: ignore[union-attr]
 
 
 def test_actors_that_are_lost_too_often_end_the_run(place: Threads, away, starter, starter_engine) -> None:

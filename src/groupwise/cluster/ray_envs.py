@@ -22,21 +22,47 @@ from groupwise.config import RunConfig
 from groupwise.config_env import EnvConfig
 from groupwise.envs.base import Episode, Observation, StepResult
 from groupwise.envs.load import EnvFactory, load_env
-from groupwise.envs.pool_worker import EnvHost
+from groupwise.envs.pool import PATIENCE_S, EnvPool, PooledEnv
+from groupwise.envs.pool_worker import EnvHost, EpisodeGone, HostedEnv
 from groupwise.errors import EnvError
 from groupwise.types import Message
 
 
-class EnvActor(EnvHost):
-    """Environments on some machine, one for each episode, by its number; `open` it first."""
-
-    def __init__(self) -> None:
-        """Nothing yet."""
+class EnvActor:
+    """Environments on some machine, one for each episode, by its number; `open` it first. They are in processes of the
+    actor's, as `env.workers` says, so that one that loops or ends its process does not take the actor with it."""
 
     def open(self, env: EnvConfig, env_folder: Path, folder: str) -> None:
         """Load the class, whose module is looked for in `env_folder`. Raises LoadError, ConfigError."""
         enter(folder)
-        EnvHost.__init__(self, env, load_env(env, folder=env_folder))
+        factory = load_env(env, folder=env_folder)
+        self._host = EnvHost(env, factory)
+        self._pool = EnvPool(env, name=factory.name, folder=env_folder) if env.workers else None
+        self._played: dict[int, PooledEnv | HostedEnv] = {}
+
+    async def reset(self, episode: int, case: Mapping[str, Any], seed: int) -> Observation:
+        """Make the environment of a new episode, and begin it. Raises EnvError, as the others do."""
+        made = HostedEnv(self._host, episode) if self._pool is None else await self._pool.make()
+        self._played[episode] = made
+        return await made.reset(case, seed)
+
+    async def step(self, episode: int, message: Message) -> StepResult:
+        """The answer to what the policy said."""
+        return await self._of(episode).step(message)
+
+    async def score(self, episode: int, said: Episode) -> float | None:
+        """What `score` returns; None where there is no such method."""
+        return await self._of(episode).score(said)
+
+    async def close(self, episode: int) -> None:
+        """Let go of an episode, if it is here."""
+        if (played := self._played.pop(episode, None)) is not None:
+            await played.close()
+
+    def _of(self, episode: int) -> PooledEnv | HostedEnv:
+        if (played := self._played.get(episode)) is None:
+            raise EpisodeGone("the environment worker that had this episode was lost")
+        return played
 
 
 class RayEnvs:
@@ -46,7 +72,7 @@ class RayEnvs:
         launcher, env = config.launcher, config.env
         assert env is not None
         options = {"max_concurrency": 2 * env.concurrency}  # a call of each episode, and its end while that hangs
-        self.name, self.patience_s = factory.name, launcher.start_timeout_s
+        self.name, self.patience_s = factory.name, launcher.start_timeout_s + (PATIENCE_S if env.workers else 0.0)
         self._numbers, self._lock = itertools.count(), threading.Lock()
         self._crews = {
             number: Crew(

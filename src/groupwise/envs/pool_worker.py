@@ -71,6 +71,25 @@ class EnvHost:
         return played
 
 
+class HostedEnv:
+    """An environment of `host`, of the episode of this number, as what plays it sees it."""
+
+    def __init__(self, host: EnvHost, episode: int):
+        self._host, self._episode = host, episode
+
+    async def reset(self, case: Mapping[str, Any], seed: int) -> Observation:
+        return await self._host.reset(self._episode, case, seed)
+
+    async def step(self, message: Message) -> StepResult:
+        return await self._host.step(self._episode, message)
+
+    async def score(self, said: Episode) -> float | None:
+        return await self._host.score(self._episode, said)
+
+    async def close(self) -> None:
+        await self._host.close(self._episode)
+
+
 class _Played:
     """An environment and the thread in which its methods are called."""
 
