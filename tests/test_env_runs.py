@@ -74,6 +74,20 @@ class Deadly(Flaky):
         return StepResult(reward=len(message["content"]) / 100, done=True)
 
 
+class Dawdles(Flaky):
+    def reset(self, case, seed):
+        import random, time
+
+        self.sleep = lambda: time.sleep(random.random() * 0.03)
+        self.left = 2
+        self.sleep()
+        return f"Say many vowels, {case['number']}."
+
+    def step(self, message):
+        self.sleep()
+        return super().step(message)
+
+
 class Offers:
     def cases(self):
         return [{}]
@@ -169,6 +183,17 @@ def test_a_run_outlives_environments_that_loop_and_that_end_their_process(env_pr
     assert all("ended its worker (exit status 5)" in str(error) for error in by_case[1])
     assert all("took longer than 0.3 s" in str(error) for error in by_case[3])
     assert by_case[0] == by_case[2] == {None}
+
+
+def test_two_runs_of_a_seed_in_lockstep_end_with_the_same_bytes(env_project):
+    """However long environments took, in this process or in others."""
+    options = ("env.environment=my_envs:Dawdles", "env.lockstep=true", "eval=null")
+    weights = []
+    for name, workers in (("one", 2), ("two", 2), ("three", 0)):
+        ran = cli("run", env_project.config, f"run_dir={name}", f"env.workers={workers}", *options)
+        assert ran.exit_code == 0, ran.stderr
+        weights.append(Path(name, "adapters/toy/v000003/adapter_model.safetensors").read_bytes())
+    assert weights[0] == weights[1] == weights[2]
 
 
 def test_a_run_in_which_only_limits_end_episodes(env_project):

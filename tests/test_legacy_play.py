@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
+import random
 import threading
 import time
 from dataclasses import replace
@@ -14,6 +15,7 @@ import torch
 
 from cli_project import cli, save_model
 from groupwise.config_env import EnvConfig
+from groupwise.engine.local import LocalEngine
 from groupwise.envs.legacy import LegacyEnv
 from groupwise.envs.load import EnvFactory
 from groupwise.errors import AdapterNotFoundError, EnvError
@@ -112,6 +114,34 @@ def test_later_turns_are_recorded_and_become_samples(play):
     for rollout in first:
         (sample,) = samples_of([replace(groups[0], rollouts=(rollout,))])
         assert sample.completion_ids == rollout.turns[0].completion.token_ids
+
+
+def test_in_lockstep_everything_is_the_same_to_the_last_bit_whatever_time_scoring_takes(tiny):
+    """Later turns are sampled in rounds, of all episodes together."""
+    waits = random.Random()
+
+    class Dawdles(Talk):
+        def score_episode(self, model, tokenizer, completion, case_idx):
+            time.sleep(waits.random() * 0.03)
+            return super().score_episode(model, tokenizer, completion, case_idx)
+
+    def turns(seed: int):
+        waits.seed(seed)
+        factory = EnvFactory(name="Dawdles", make_one=Dawdles, args={}, legacy=True)
+        config = EnvConfig(environment="m:E", lockstep=True, concurrency=6)
+        env = LegacyEnv(factory, config, tiny.tokenizer, note=lambda text: None)
+        engine = LocalEngine(tiny)
+        try:
+            episodes = LegacyEpisodes(engine, tiny, env, run=RUN, note=lambda text: None)
+            prompts = [episodes.prepare(prompt) for prompt in env.cases()]
+            options = {"n": G, "params": RUN, "version": PolicyVersion.base()}
+            groups = asyncio.run(play_all(episodes, prompts, seeds=[1, 2], **options))
+        finally:
+            engine.close()
+        return [[(t.completion.token_ids, t.completion.logprobs) for t in r.turns] for g in groups for r in g.rollouts]
+
+    first, *others = map(turns, range(3))
+    assert all(other == first for other in others) and {len(each) for each in first} == {3}
 
 
 def test_a_seed_says_what_is_sampled_whatever_else_is_under_way(play):

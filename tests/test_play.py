@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
+from typing import Any
 
 import pytest
 
@@ -12,9 +14,12 @@ from groupwise.algo.advantage import AdvantageSpec, with_advantages
 from groupwise.chat import encode_prompt
 from groupwise.engine.local import LocalEngine
 from groupwise.envs.base import Observation
-from groupwise.play import Episodes, SingleTurn, Slots, play_all, together
+from groupwise.errors import ContextLengthError
+from groupwise.play import Episodes, Lockstep, SingleTurn, Slots, play_all, together
 from groupwise.rollout import samples_of
-from groupwise.types import PolicyVersion, Prompt, SamplingParams
+from groupwise.types import PolicyVersion, Prompt, SamplingParams, SamplingRequest
+
+BASE = PolicyVersion.base()
 
 
 class Counting:
@@ -129,6 +134,87 @@ def test_slots_count_episodes_whatever_the_sizes_of_their_groups():
 
     asyncio.run(all_of_them())
     assert max(most) == 4 and len(most) >= 8
+
+
+class Dawdles(Echo):
+    """Takes a time of its own, by chance, for each call; some episodes are over sooner, and some fail."""
+
+    waits = random.Random()
+
+    def reset(self, case, seed):
+        time.sleep(self.waits.random() * 0.02)
+        self.turns, self.number = 2 + case["number"] % 3, case["number"]
+        return f"What is {case['number']} + 1?"
+
+    def step(self, message):
+        time.sleep(self.waits.random() * 0.02)
+        if self.number == 3 and self.taken == 1:
+            raise ValueError("no luck")
+        return super().step(message)
+
+
+def test_in_lockstep_everything_is_the_same_to_the_last_bit_whatever_time_tools_take(starter):
+    """Also with fewer slots than episodes: who comes next joins before the next round begins."""
+
+    def played(seed: int, **options) -> list[Any]:
+        Dawdles.waits.seed(seed)
+        engine = LocalEngine(starter)
+        try:
+            prompts = cases(*({"number": number} for number in range(6)))
+            env = config(lockstep=True, step_timeout_s=20.0, **options)
+            params = SamplingParams(max_tokens=8)
+            return [
+                [(turn.prompt_ids, turn.completion.token_ids, turn.completion.logprobs) for turn in rollout.turns]
+                for group in play(engine, starter.tokenizer, Dawdles, n=2, prompts=prompts, env=env, params=params)
+                for rollout in group.rollouts
+            ]
+        finally:
+            engine.close()
+
+    for options in ({}, {"concurrency": 5}):
+        first, *others = (played(seed, **options) for seed in range(3))
+        assert all(other == first for other in others)
+        assert {len(turns) for turns in first} >= {2, 3, 4}
+
+
+def test_a_round_waits_for_all_and_goes_on_without_those_that_gave_up(engine):
+    """Requests are submitted together and in the order of their seeds; whoever leaves is not waited for."""
+
+    def request(seed: int) -> SamplingRequest:
+        return SamplingRequest(prompt_ids=(1, 2), params=SamplingParams(max_tokens=2, seed=seed), version=BASE)
+
+    async def rounds() -> None:
+        lockstep = Lockstep(engine)
+        lockstep.join(3)
+        late = lockstep.submit([request(9)])[0]
+        soon = asyncio.wrap_future(lockstep.submit([request(4)])[0])
+        await asyncio.sleep(0.05)
+        assert engine.requests == []  # one has said nothing yet
+        lockstep.leave(1)
+        (completion,) = await soon
+        assert [each.params.seed for each in engine.requests] == [4, 9] and len(late.result()) == 1
+        assert len(completion.token_ids) == 2
+        given_up, other = lockstep.submit([request(1)])[0], lockstep.submit([request(2)])[0]
+        assert given_up.cancel() or given_up.done()
+        lockstep.leave(1)
+        await asyncio.wrap_future(other)
+
+    asyncio.run(rounds())
+
+
+def test_what_one_request_is_refused_for_is_its_own(engine, starter):
+    """In a round, too."""
+
+    async def both() -> list[Any]:
+        lockstep = Lockstep(engine)
+        lockstep.join(2)
+        long = SamplingRequest(prompt_ids=(1,) * 10_000, params=SamplingParams(max_tokens=2, seed=1), version=BASE)
+        fine = SamplingRequest(prompt_ids=(1, 2), params=SamplingParams(max_tokens=2, seed=2), version=BASE)
+        futures = [*lockstep.submit([long]), *lockstep.submit([fine])]
+        return await asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
+
+    refused, answered = asyncio.run(both())
+    assert isinstance(refused, ContextLengthError) and len(answered) == 1
 
 
 def test_failed_episodes_enter_no_statistic(engine, starter):

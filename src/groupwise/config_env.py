@@ -3,13 +3,14 @@ of it and asks the policy through OpenAI's API."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from groupwise.section import Section, Text, conflict
 
-NOT_OF_AGENTS = ("workers", "step_timeout_s", "stop_at_cut")  # they rule over an environment's `step`
+NOT_OF_AGENTS = ("workers", "lockstep", "step_timeout_s", "stop_at_cut")  # they rule over an environment's `step`
 
 
 class EnvConfig(Section):
@@ -35,6 +36,8 @@ class EnvConfig(Section):
     """Seconds that one method of the environment may take."""
     concurrency: int = Field(default=256, ge=1, le=65536)
     """Episodes played at once."""
+    lockstep: bool = False
+    """Sample turns in rounds, those of all episodes together: the same bytes for a seed, at the pace of the slowest."""
     train_turns: Literal["all", "first"] = "all"
     """`all` trains every turn; `first` the first one only, as three-method environments did elsewhere."""
     on_error: Literal["exclude", "zero", "stop"] = "exclude"
@@ -51,7 +54,14 @@ class EnvConfig(Section):
             raise conflict("environment", f"there is {given} of environment and agent; name one of them")
         if self.agent is None:
             return self
-        for key in NOT_OF_AGENTS:
-            if getattr(self, key) != type(self).model_fields[key].default:
-                raise conflict(key, "does nothing for an agent, which decides that itself; leave it out")
+        for key in self.differing(NOT_OF_AGENTS):
+            raise conflict(key, "does nothing for an agent, which decides that itself; leave it out")
         return self
+
+    def differing(self, keys: Sequence[str]) -> list[str]:
+        """Those of the keys that ask for something else than the default; `workers: 0` asks for nothing."""
+        fields = type(self).model_fields
+        nothing = {"workers": 0}
+        return [
+            key for key in keys if (value := getattr(self, key)) != fields[key].default and value != nothing.get(key)
+        ]

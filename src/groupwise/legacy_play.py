@@ -26,7 +26,7 @@ from groupwise.envs.call import OwnThread
 from groupwise.envs.legacy import CASE, LegacyEnv, warn
 from groupwise.errors import EnvError, GroupwiseError
 from groupwise.model import LoadedModel
-from groupwise.play import Slots, together
+from groupwise.play import Lockstep, Slots, together
 from groupwise.recording import LimitReached, Origin, RecordingPolicy
 from groupwise.rollout import REWARD, priced
 from groupwise.types import (
@@ -75,10 +75,16 @@ class LegacyEpisodes:
         self._sampler, self._env, self._config = sampler, env, env.config
         self._noted: set[str] = set()
         self._tell = note
+        self._rounds = Lockstep(sampler) if env.config.lockstep else None
         self._origin = Origin(
-            sampler=sampler, base=base, tokenizer=env.tokenizer, config=env.config, run=run, note=self._note
+            sampler=self._rounds or sampler,
+            base=base,
+            tokenizer=env.tokenizer,
+            config=env.config,
+            run=run,
+            note=self._note,
         )
-        self._slots = Slots(env.config.concurrency)
+        self._slots = Slots(env.config.concurrency, rounds=self._rounds)
 
     def prepare(self, prompt: Prompt) -> Prompt:
         """The prompt with its token ids."""
@@ -101,8 +107,11 @@ class LegacyEpisodes:
             for prompt, mode in zip(prompts, modes, strict=True)
         ]
         futures = self._sampler.submit(requests)
+        everything = None if self._rounds is None else asyncio.gather(*map(asyncio.wrap_future, futures))
 
         async def group(prompt: Prompt, at: int) -> RolloutGroup:
+            if everything is not None:  # in rounds the first turns of all come before what follows on any
+                await asyncio.shield(everything)
             said = await asyncio.wrap_future(futures[at])
             episodes = [self._in_turn(prompt, first, number, modes[at]) for number, first in enumerate(said)]
             return RolloutGroup(prompt=prompt, rollouts=tuple(await together(episodes)))

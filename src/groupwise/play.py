@@ -4,16 +4,20 @@ The loop, evaluation and everything after them know only that a group comes back
 their first turns admitted together; the episodes of a group that see the same first prompt share it.
 
 Each episode draws from seeds of its own, (seed of the group, number of the episode, number of the turn), so that what
-it says does not depend on which others happen to be under way, but for float rounding in another batch.
+it says does not depend on which others happen to be under way, but for float rounding in another batch: the same words,
+with log-probabilities that differ in their last bits. With `env.lockstep` turns are sampled in rounds, of all episodes
+together (`Lockstep`), and not even that depends on how long anybody's tools took.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from concurrent.futures import Future, InvalidStateError
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from groupwise.chat import encode_prompt
@@ -22,7 +26,7 @@ from groupwise.engine.base import Sampler
 from groupwise.episode import Player
 from groupwise.rollout import group_of
 from groupwise.seeds import seed_of
-from groupwise.types import Completion, PolicyVersion, Prompt, RolloutGroup, SamplingParams, SamplingRequest
+from groupwise.types import Completion, PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams, SamplingRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -105,7 +109,8 @@ class Episodes:
         self._sampler, self._tokenizer, self._factory = sampler, tokenizer, factory
         self._config = config.model_copy(update={"step_timeout_s": config.step_timeout_s + factory.patience_s})
         self._cache = config.max_turns > 1
-        self._slots = Slots(config.concurrency)
+        self._rounds = Lockstep(sampler) if config.lockstep else None
+        self._slots = Slots(config.concurrency, rounds=self._rounds)
 
     def close(self) -> None:
         """Let go of what its environments have in common."""
@@ -127,13 +132,13 @@ class Episodes:
     async def _group(
         self, prompt: Prompt, *, seed: int, n: int, params: SamplingParams, version: PolicyVersion
     ) -> RolloutGroup:
-        async with self._slots.take(n):
+        async with self._slots.take(n) as party:
             players = [
                 self._player(prompt, seed=seed, number=number, params=params, version=version) for number in range(n)
             ]
             await asyncio.gather(*(player.begin() for player in players))
             first = await self._first_turns(players, seed=seed, params=params, version=version)
-            rollouts = await together([player.play(said) for player, said in zip(players, first, strict=True)])
+            rollouts = await together([_played(each, said, party) for each, said in zip(players, first, strict=True)])
         seen = next((player.transcript for player in players if player.transcript is not None), None)
         if seen is not None:
             ids = seen.turns[0].prompt_ids if seen.turns else ()
@@ -146,7 +151,7 @@ class Episodes:
         async def speak(prompt_ids: tuple[int, ...], most: int, turn: int) -> Completion:
             drawn = replace(params, max_tokens=most, seed=seed_of(seed, number, turn))
             request = SamplingRequest(prompt_ids=prompt_ids, params=drawn, version=version, cache=self._cache)
-            ((completion,),) = await self._sampler.sample([request])
+            (completion,) = await self._sample(request)
             return completion
 
         return Player(
@@ -176,8 +181,21 @@ class Episodes:
         request = SamplingRequest(
             prompt_ids=prompt_ids, params=drawn, n=len(players), version=version, cache=self._cache
         )
+        return [*await self._sample(request)]
+
+    async def _sample(self, request: SamplingRequest) -> list[Completion]:
+        """Its completions, for as many episodes, in this round or at once."""
+        if self._rounds is not None:
+            return await asyncio.wrap_future(self._rounds.submit([request], episodes=request.n)[0])
         (completions,) = await self._sampler.sample([request])
-        return list(completions)
+        return completions
+
+
+async def _played(player: Player, first: Completion | None, party: Party) -> Rollout:
+    try:
+        return await player.play(first)
+    finally:
+        party.leave()
 
 
 def case_of(prompt: Prompt) -> dict[str, Any]:
@@ -186,32 +204,159 @@ def case_of(prompt: Prompt) -> dict[str, Any]:
     return dict(prompt.columns) if asked is None else {"prompt": asked, **prompt.columns}
 
 
-class Slots:
-    """At most `most` episodes at once, whatever their groups' sizes. A group gets its slots together, and in turn."""
+class Lockstep:
+    """Requests of all episodes that are under way, submitted together: once none of them is at anything else.
 
-    def __init__(self, most: int):
-        self._most, self._taken = most, 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+    What an episode is told then follows from the seeds alone, bit for bit, since batches are made of the same requests
+    in the same order however long environments take; and the slowest environment sets the pace of all. Episodes `join`
+    and `leave` in the event loop; `submit` may be called from any thread.
+    """
+
+    def __init__(self, sampler: Sampler):
+        self._sampler = sampler
+        self._lock = threading.Lock()
+        self._playing = 0
+        self._asked: list[_Asked] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def context_length(self) -> int:
+        return self._sampler.context_length
+
+    def join(self, episodes: int) -> None:
+        """So many more are under way."""
+        self._loop = asyncio.get_running_loop()
+        with self._lock:
+            self._playing += episodes
+
+    def leave(self, episodes: int) -> None:
+        """So many have come to their end."""
+        with self._lock:
+            self._playing -= episodes
+        self._look()
+
+    def submit(self, requests: Sequence[SamplingRequest], *, episodes: int = 1) -> list[Future[list[Completion]]]:
+        """As `Sampler.submit`, in the next round; so many episodes wait for it."""
+        futures: list[Future[list[Completion]]] = [Future() for _ in requests]
+        with self._lock:
+            self._asked.append(_Asked(list(requests), futures, episodes))
+        self._look()
+        return futures
+
+    def _look(self) -> None:
+        """See whether everybody waits, after what is about to happen in the event loop anyway: who joins in it."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # it is closed
+                self._loop.call_soon_threadsafe(self._begin)
+
+    def _begin(self) -> None:
+        with self._lock:
+            waiting = [each for each in self._asked if not all(future.cancelled() for future in each.futures)]
+            if not waiting or sum(each.episodes for each in waiting) < self._playing:
+                return
+            self._asked = []
+        waiting.sort(key=lambda each: [(request.params.seed or 0, request.prompt_ids) for request in each.requests])
+        try:
+            given = self._sampler.submit([request for each in waiting for request in each.requests])
+        except Exception:  # of one of them: each for itself
+            for each in waiting:
+                each.submit(self._sampler)
+            return
+        answers = iter(given)
+        for each in waiting:
+            for future in each.futures:
+                _follow(future, next(answers))
+
+
+@dataclass
+class _Asked:
+    """Requests of one call, the futures that it got for them, and the episodes that wait for it."""
+
+    requests: list[SamplingRequest]
+    futures: list[Future[list[Completion]]]
+    episodes: int
+
+    def submit(self, sampler: Sampler) -> None:
+        try:
+            for future, answer in zip(self.futures, sampler.submit(self.requests), strict=True):
+                _follow(future, answer)
+        except Exception as error:
+            for future in self.futures:
+                with suppress(InvalidStateError):
+                    future.set_exception(error)
+
+
+def _follow(future: Future[Any], other: Future[Any]) -> None:
+    """Settle `future` as `other` is, and cancel that if nobody waits any more."""
+
+    def settle(done: Future[Any]) -> None:
+        with suppress(InvalidStateError):
+            if done.cancelled():
+                future.cancel()
+            elif (error := done.exception()) is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(done.result())
+
+    other.add_done_callback(settle)
+    future.add_done_callback(lambda each: other.cancel() if each.cancelled() else None)
+
+
+@dataclass(eq=False)
+class Party:
+    """Episodes that begin together. Each leaves when it is over; the last one's leaving is left to `end`, when those
+    that come after it have joined."""
+
+    rounds: Lockstep | None
+    episodes: int
+    _left: int = field(default=0)
+
+    def begin(self) -> None:
+        if self.rounds is not None:
+            self.rounds.join(self.episodes)
+
+    def leave(self) -> None:
+        """One of them is over."""
+        self._left += 1
+        if self.rounds is not None and self._left < self.episodes:
+            self.rounds.leave(1)
+
+    def end(self) -> None:
+        if self.rounds is not None:
+            self.rounds.leave(self.episodes - min(self._left, self.episodes - 1))
+
+
+class Slots:
+    """At most `most` episodes at once, whatever their groups' sizes. A group gets its slots together, and in turn. In
+    `rounds` those that come after it join before it leaves."""
+
+    def __init__(self, most: int, *, rounds: Lockstep | None = None):
+        self._most, self._taken, self._rounds = most, 0, rounds
+        self._waiting: deque[tuple[int, asyncio.Future[None], Party]] = deque()
 
     @asynccontextmanager
-    async def take(self, n: int) -> AsyncIterator[None]:
+    async def take(self, n: int) -> AsyncIterator[Party]:
         """Wait for `n` slots (all there are, for a larger group) and hold them within."""
-        n, turn = min(n, self._most), asyncio.get_running_loop().create_future()
-        self._waiting.append((n, turn))
+        slots, turn = min(n, self._most), asyncio.get_running_loop().create_future()
+        party = Party(self._rounds, n)
+        self._waiting.append((slots, turn, party))
         self._let_in()
         try:
             await turn
-            yield
+            yield party
         finally:
             if not turn.cancelled():  # cancelled: whoever waited was given up
-                self._taken -= n
+                self._taken -= slots
             self._let_in()
+            if not turn.cancelled():
+                party.end()
 
     def _let_in(self) -> None:
         while self._waiting and self._taken + self._waiting[0][0] <= self._most:
-            n, turn = self._waiting.popleft()
+            slots, turn, party = self._waiting.popleft()
             if not turn.cancelled():
-                self._taken += n
+                self._taken += slots
+                party.begin()
                 turn.set_result(None)
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from groupwise.chat import decode, encode_bridge, encode_prompt
 from groupwise.config_env import EnvConfig
 from groupwise.engine.asking import Asking
-from groupwise.engine.base import Sampler
+from groupwise.engine.base import Submits
 from groupwise.envs.generate_options import Asked, asked_of
 from groupwise.errors import AdapterNotFoundError, EnvError
 from groupwise.model import LoadedModel
@@ -71,7 +71,7 @@ def _over() -> PolicyClosedError:
 class Origin:
     """What the policies of all episodes have in common."""
 
-    sampler: Sampler
+    sampler: Submits
     base: LoadedModel
     tokenizer: PreTrainedTokenizerBase
     config: EnvConfig

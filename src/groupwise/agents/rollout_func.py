@@ -57,6 +57,5 @@ class RolloutFunc:
 
 def check_keys(config: EnvConfig) -> None:
     """Raise ConfigError for keys that would do nothing."""
-    for key in NOT_HERE:
-        if getattr(config, key) != EnvConfig.model_fields[key].default:
-            raise ConfigError(f"env.{key} does nothing for a rollout function, which decides that itself; leave it out")
+    for key in config.differing(NOT_HERE):
+        raise ConfigError(f"env.{key} does nothing for a rollout function, which decides that itself; leave it out")

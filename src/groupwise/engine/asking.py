@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 
-from groupwise.engine.base import Sampler
+from groupwise.engine.base import Submits
 from groupwise.types import Completion, SamplingRequest
 
 
@@ -15,7 +15,7 @@ class Asking:
     """What threads ask of an engine and wait for; after `close` nobody is answered any more. `lock` guards all of it,
     and what its owner records of the answers."""
 
-    def __init__(self, sampler: Sampler):
+    def __init__(self, sampler: Submits):
         self._sampler, self.lock = sampler, threading.RLock()
         self.closed = False
         self._waiting: set[Future[list[Completion]]] = set()

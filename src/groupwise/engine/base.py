@@ -17,8 +17,8 @@ TokenSink = Callable[[int, int, float, tuple[tuple[int, float], ...]], None]
 """Hears of a token as it is sampled: completion, token id, log-probability, the likeliest (id, log-probability)."""
 
 
-class Sampler(Protocol):
-    """An engine."""
+class Submits(Protocol):
+    """What takes requests: an engine, or what stands before one."""
 
     @property
     def context_length(self) -> int:
@@ -28,9 +28,13 @@ class Sampler(Protocol):
     def submit(self, requests: Sequence[SamplingRequest]) -> list[Future[list[Completion]]]:
         """Queue requests, admitted together and in order; each future is done when its `n` completions are.
 
-        Cancelling one gives its completions up. Raises as `sample`.
+        Cancelling one gives its completions up. Raises as `Sampler.sample`.
         """
         ...
+
+
+class Sampler(Submits, Protocol):
+    """An engine."""
 
     async def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Completion]]:
         """`request.n` completions for each request, in order.

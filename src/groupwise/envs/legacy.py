@@ -55,9 +55,8 @@ class LegacyEnv:
         *,
         note: Callable[[str], None] | None = None,
     ):
-        for key in NOT_HERE:
-            if getattr(config, key) != EnvConfig.model_fields[key].default:
-                raise ConfigError(f"env.{key} does nothing for {factory.name}, which decides that itself; leave it out")
+        for key in config.differing(NOT_HERE):
+            raise ConfigError(f"env.{key} does nothing for {factory.name}, which decides that itself; leave it out")
         self.name, self.config = factory.name, config
         self.tokenizer = for_user_code(tokenizer)
         self._note = warn if note is None else note
