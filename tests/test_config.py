@@ -174,7 +174,7 @@ def test_all_problems_are_reported_together(write):
         ({"name": "base"}, "name: 'base' is what the model without an adapter is called"),
         ({"name": "../x"}, "name: '../x' is not valid"),
         ({"data": {"source": "x.jsonl", "split": "test"}}, "data.split: 'test' acts on Hugging Face datasets only"),
-        ({"data": {"source": "x.jsonl", "args": {"a": 1}}}, "data.args: a .jsonl file takes no arguments"),
+        ({"data": {"source": "x.jsonl", "args": {"a": 1}}}, "data.args: a file takes no arguments"),
         ({"eval": {"every": 5}}, "eval.data: required and missing"),
         ({"eval": {"data": {"source": "x.jsonl"}, "modes": ["greedy", "greedy"]}}, "names a mode twice"),
         ({"algo": {"advantage": "mean", "advantage_eps": 1e-3}}, "0.001 does not act with advantage 'mean'"),
@@ -219,7 +219,13 @@ def test_the_loss_options_are_those_of_the_loss():
 
 @pytest.mark.parametrize(
     ("source", "kind"),
-    [("a/b.jsonl", "jsonl"), ("pkg.mod:rows", "function"), ("openai/gsm8k", "dataset"), ("./saved", "dataset")],
+    [
+        ("a/b.jsonl", "file"),
+        ("b.parquet", "file"),
+        ("pkg.mod:rows", "function"),
+        ("openai/gsm8k", "dataset"),
+        ("./saved", "dataset"),
+    ],
 )
 def test_kinds_of_sources(source, kind):
     assert parse_config(MINIMAL | {"data": {"source": source}}).data.kind == kind

@@ -3,6 +3,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from groupwise.config import DataConfig, DatasetConfig
 from groupwise.data import PromptSource, Ticket, open_prompts, to_prompt
@@ -130,6 +131,66 @@ def test_missing_and_empty_files(tmp_path):
         open_prompts(DataConfig(source="row.jsonl"), folder=tmp_path)
     with pytest.raises(DataError, match="there are no prompts"):
         PromptSource([])
+
+
+ROWS = [
+    {"prompt": CHAT, "answer": "4", "level": 1, "note": None},
+    {"prompt": [{"role": "user", "content": "3+\n3?"}], "answer": "6", "level": 2, "note": "x"},
+]
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.parquet", "lines.json", "inside.json", "one.json"])
+def test_one_local_file_of_another_kind(tmp_path, name):
+    """A list of objects, one in an object, lines with the wrong suffix, a table: the same rows."""
+    import pyarrow
+    from pyarrow import parquet
+
+    (tmp_path / "rows.json").write_text(json.dumps(ROWS))
+    (tmp_path / "inside.json").write_text(json.dumps({"version": 1, "data": ROWS}))
+    (tmp_path / "one.json").write_text(json.dumps(ROWS[0]))
+    write_rows(tmp_path, ROWS, "lines.json")
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    prompts = open_prompts(DataConfig(source=name), folder=tmp_path).all()
+    assert [prompt.messages[0]["content"] for prompt in prompts] == ["2+2?", "3+\n3?"][: len(prompts)]
+    assert len(prompts) == (1 if name == "one.json" else 2)
+    assert prompts[0].columns == {"answer": "4", "level": 1, "note": None}
+
+
+def test_a_local_csv_has_the_types_that_its_columns_look_like(tmp_path):
+    (tmp_path / "rows.csv").write_text('prompt,answer,level\n"2+\n2?",four,1\n3+3?,"six, or 6",2\n')
+    prompts = open_prompts(DataConfig(source="rows.csv", limit=5), folder=tmp_path).all()
+    assert [(prompt.text, prompt.columns) for prompt in prompts] == [
+        ("2+\n2?", {"answer": "four", "level": 1}),
+        ("3+3?", {"answer": "six, or 6", "level": 2}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.json", b'[{"prompt": "a"},', r"rows.json: invalid JSON at line 1, column 18"),
+        ("rows.json", b'["\xff"]', r"rows.json: not UTF-8 text \(byte 2\)"),
+        ("rows.json", b"[1]", r"rows.json:0: the row is a int"),
+        ("rows.csv", b"prompt,answer\na\n", r"cannot read .*rows.csv: .*Expected 2 columns, got 1"),
+        ("rows.parquet", b"not one", r"cannot read .*rows.parquet: "),
+    ],
+)
+def test_files_that_are_not_what_they_are_called(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        open_prompts(DataConfig(source=name), folder=tmp_path)
+
+
+def test_a_file_that_is_not_there_names_one_like_it(tmp_path):
+    (tmp_path / "train.parquet").touch()
+    with pytest.raises(DataError, match=r"did you mean train\.parquet\?"):
+        open_prompts(DataConfig(source="trian.parquet"), folder=tmp_path)
+
+
+@pytest.mark.parametrize("options", [{"split": "train"}, {"args": {"sep": ";"}}])
+def test_a_file_has_no_splits_and_takes_no_arguments(options):
+    with pytest.raises(ValidationError, match=r"acts on Hugging Face datasets only|source csv with args\.data_files"):
+        DataConfig(source="rows.csv", **options)
 
 
 def test_rows_from_a_function(tmp_path):

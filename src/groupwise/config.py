@@ -57,12 +57,15 @@ OTHER_NAMES = {
 }
 
 
+FILES = (".jsonl", ".json", ".csv", ".parquet")  # what a `data.source` that is a file ends with
+
+
 class DatasetConfig(Section):
     """Where prompts come from."""
 
     source: Text
-    """A `.jsonl` file (relative to the config's folder), `module:function` that returns rows, a Hugging Face dataset's
-    name, or a directory with a saved dataset."""
+    """A `.jsonl`, `.json`, `.csv` or `.parquet` file (relative to the config's folder), `module:function` that returns
+    rows, a Hugging Face dataset's name, or a directory with a saved dataset."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function, or of `datasets.load_dataset`."""
     split: Text | None = None
@@ -75,18 +78,20 @@ class DatasetConfig(Section):
     """Use only the first rows; null is all."""
 
     @property
-    def kind(self) -> Literal["jsonl", "function", "dataset"]:
+    def kind(self) -> Literal["file", "function", "dataset"]:
         """How `source` is read."""
-        if self.source.endswith(".jsonl"):
-            return "jsonl"
+        if self.source.endswith(FILES):
+            return "file"
         return "function" if re.fullmatch(r"[\w.]+:[\w.]+", self.source) else "dataset"
 
     @model_validator(mode="after")
     def _acts(self) -> DatasetConfig:
         if self.split is not None and self.kind != "dataset":
             raise conflict("split", f"{self.split!r} acts on Hugging Face datasets only; source is {self.source!r}")
-        if self.args and self.kind == "jsonl":
-            raise conflict("args", f"a .jsonl file takes no arguments; source is {self.source!r}")
+        if self.args and self.kind == "file":
+            builder = Path(self.source).suffix.removeprefix(".").replace("jsonl", "json")
+            instead = f"source {builder} with args.data_files and others reads it as load_dataset does"
+            raise conflict("args", f"a file takes no arguments; source is {self.source!r}; {instead}")
         return self
 
 

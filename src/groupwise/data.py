@@ -1,4 +1,4 @@
-"""Prompt sources: JSON lines, Hugging Face datasets and Python functions, as one endless, resumable stream of prompts.
+"""Prompt sources: files, Hugging Face datasets and Python functions, as one endless, resumable stream of prompts.
 
 A row is a mapping with a prompt, a string (plain text) or a list of chat messages, under `prompt` or `messages`.
 `tools` may hold tool definitions, and every other column goes to the rewards by its name:
@@ -22,7 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from groupwise.config import DataConfig, DatasetConfig
+from groupwise.config import FILES, DataConfig, DatasetConfig
 from groupwise.errors import ConfigError, DataError
 from groupwise.load import load_object
 from groupwise.types import Message, Prompt, RolloutGroup
@@ -196,7 +196,7 @@ def open_prompts(config: DatasetConfig, *, folder: str | Path = ".", seed: int =
 
     Raises DataError naming the row and its key, and LoadError for a function that cannot be loaded.
     """
-    read = {"jsonl": _jsonl_rows, "function": _function_rows, "dataset": _dataset_rows}[config.kind]
+    read = {"file": _file_rows, "function": _function_rows, "dataset": _dataset_rows}[config.kind]
     rows = itertools.islice(read(config, Path(folder)), config.limit)
     prompts = [to_prompt(row, id=id, prompt_key=config.prompt_key, system=config.system) for id, row in rows]
     if not prompts:
@@ -207,12 +207,60 @@ def open_prompts(config: DatasetConfig, *, folder: str | Path = ".", seed: int =
 # ---- rows ----
 
 
-def _jsonl_rows(config: DatasetConfig, folder: Path) -> Iterator[tuple[str, Any]]:
+def _file_rows(config: DatasetConfig, folder: Path) -> Iterator[tuple[str, Any]]:
     path = folder / config.source
     if not path.is_file():
-        similar = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*.jsonl")], n=1)
+        beside = [each.name for each in path.parent.glob("*") if each.suffix in FILES]
+        similar = difflib.get_close_matches(path.name, beside, n=1)
         hint = f"did you mean {similar[0]}?" if similar else "a relative path starts at the config file's folder"
         raise DataError(f"there is no file {path.resolve()}", hint=hint)
+    match path.suffix:
+        case ".jsonl":
+            return _lines(path)
+        case ".json":
+            return _json_rows(path)
+        case _:
+            return _table_rows(path)
+
+
+def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """A list of objects, an object with one list of them, or lines after all."""
+    try:
+        value = json.loads(path.read_bytes())
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path.name}: not UTF-8 text (byte {error.start})") from None
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":  # a second value after the first
+            yield from _lines(path)
+            return
+        raise DataError(
+            f"{path.name}: invalid JSON at line {error.lineno}, column {error.colno}: {error.msg}"
+        ) from None
+    lists = [each for each in value.values() if isinstance(each, list)] if isinstance(value, dict) else []
+    if isinstance(value, dict) and not ({"prompt", "messages"} & value.keys()) and len(lists) == 1:
+        value = lists[0]
+    if not isinstance(value, list):
+        value = [value]  # one line that is a row
+    yield from ((f"{path.name}:{index}", row) for index, row in enumerate(value))
+
+
+def _table_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """A table's rows, with the types that its columns have (in Parquet) or look like (in CSV)."""
+    import pyarrow
+    from pyarrow import csv, parquet
+
+    try:
+        if path.suffix == ".csv":
+            table = csv.read_csv(path, parse_options=csv.ParseOptions(newlines_in_values=True))
+        else:
+            table = parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"cannot read {path}: {error}", hint=f"is it a {path.suffix} file with one table?") from error
+    rows = itertools.chain.from_iterable(batch.to_pylist() for batch in table.to_batches())
+    yield from ((f"{path.name}:{index}", row) for index, row in enumerate(rows))
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Any]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             id = f"{path.name}:{number}"

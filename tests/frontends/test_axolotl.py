@@ -494,7 +494,9 @@ def test_a_test_dataset(read):
 def test_a_dataset_without_a_transform_is_read_as_it_is(read):
     data = read(QUICK_START, *LOCAL, "datasets=[{path: owner/prompts, name: main, split: x}]").runnable().data
     assert (data.source, data.args, data.split, data.prompt_key) == ("owner/prompts", {"name": "main"}, "x", "prompt")
-    assert read(QUICK_START, *LOCAL, "datasets=[{path: gsm8k.jsonl}]").config.data.kind == "jsonl"
+    assert read(QUICK_START, *LOCAL, "datasets=[{path: gsm8k.jsonl}]").config.data.kind == "file"
+    sliced = read(QUICK_START, *LOCAL, "datasets=[{path: gsm8k.jsonl, split: 'train[:3]'}]").config.data
+    assert sliced.kind == "function" and sliced.args["datasets"][0]["split"] == "train[:3]"  # and not left out
 
 
 def test_saving_and_tracking(read):

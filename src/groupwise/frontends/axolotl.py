@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from groupwise.config import FILES
 from groupwise.configfile import Document
 from groupwise.frontends.axolotl_keys import ASYNC_ONLY, ATTENTION, KEYS, NAMES
 from groupwise.frontends.batch_sizes import Names, put_batch
@@ -143,10 +144,12 @@ def _put_dataset(t: Translation, to: str, block: str, folder: Path, *, part: str
     if not entries or not all(isinstance(each.get("path"), str) for each in entries):
         t.problem(block, "every entry needs a path: a Hugging Face name, a file or a folder")
         return
-    if len(entries) == 1 and not part and set(entries[0]) <= {"path", "name", "split"}:
+    whole = len(entries) == 1 and not part and set(entries[0]) <= {"path", "name", "split"}
+    is_file = str(entries[0]["path"]).endswith(FILES)
+    if whole and not (is_file and entries[0].get("split", "train") != "train"):  # a slice of a file is read with others
         entry, local = entries[0], _local(entries[0]["path"], folder)
         t.put(f"{to}.source", local or entry["path"], block)
-        if not str(entry["path"]).endswith(".jsonl"):
+        if not is_file:
             t.put(f"{to}.split", entry.get("split"), block)
             t.put(f"{to}.args", {"name": entry["name"]} if "name" in entry else None, block)
     else:

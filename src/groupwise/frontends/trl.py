@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from groupwise.config import RunConfig
+from groupwise.config import FILES, RunConfig
 from groupwise.configfile import Document, inline
 from groupwise.errors import ConfigError
 from groupwise.frontends.batch_sizes import Batch, Names, put_batch
@@ -111,7 +111,7 @@ def _put_dataset(t: Translation, to: str, split: str) -> None:
     if name is None:
         return
     t.put(f"{to}.source", name, "dataset_name")
-    if not name.endswith(".jsonl"):
+    if not name.endswith(FILES):
         t.put(f"{to}.split", t[split], split)
         t.put(f"{to}.args", {"name": t["dataset_config"]} if t.given("dataset_config") else None, "dataset_config")
     t.put(f"{to}.prompt_key", "prompt", origin="the column that GRPO reads there")
