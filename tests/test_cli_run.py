@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -208,6 +209,23 @@ def until(condition, process: subprocess.Popen, *, seconds: float = 120.0) -> No
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline, f"waited {seconds} s"
         time.sleep(0.01)
+
+
+def test_waiting_for_vllm_is_shown_and_ctrl_c_ends_it(project, tmp_path):
+    """Nothing has been begun that could be finished: the first one ends it at once."""
+    with socket.socket() as listener, (tmp_path / "stderr").open("w+") as stderr:
+        listener.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"  # where nobody answers
+        command = [sys.executable, "-m", "groupwise", "run", str(project.config), "engine=vllm", f"vllm.urls=[{url}]"]
+        process = subprocess.Popen(
+            command, cwd=project.folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=stderr
+        )
+        try:
+            until(lambda: f"waiting for vLLM at {url}" in Path(stderr.name).read_text(), process)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 130
+        finally:
+            process.kill()
 
 
 def test_ctrl_c_finishes_the_step_saves_and_exits_with_130(project, tmp_path):

@@ -23,6 +23,15 @@ def test_first_and_second(number: signal.Signals):
     assert signal.getsignal(number) is before
 
 
+def test_before_there_is_anything_to_finish_the_first_stops_at_once():
+    with StopRequest(graceful=False) as stop:
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        stop.graceful = True
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.requested
+
+
 def test_handlers_come_back_after_an_error():
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(ArithmeticError), StopRequest():

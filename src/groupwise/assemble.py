@@ -220,13 +220,14 @@ def open_parts(
     plan: Plan,
     *,
     on_phase: Callable[[str], None] = lambda phase: None,
+    say: Callable[[str], None] = lambda text: None,
     ranks: Ranks | None = None,
     elsewhere: Elsewhere | None = None,
 ) -> Parts:
     """Load the model and make engine, learner, reward workers and batches. Use it in a `with`, or close it.
 
     With `ranks` the learner leads those of the other processes; `elsewhere` replaces the engine, the reward workers and
-    perhaps the environments.
+    perhaps the environments. `say` is told what is waited for, where that takes a while.
 
     Until it is closed the calling thread computes alone: of the threads of a process one has OpenMP's helpers, the
     engine's (`LocalEngine`).
@@ -236,14 +237,19 @@ def open_parts(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _open_parts(plan, threads, on_phase, ranks, elsewhere)
+        return _open_parts(plan, threads, on_phase, say, ranks, elsewhere)
     except BaseException:
         torch.set_num_threads(threads)
         raise
 
 
 def _open_parts(
-    plan: Plan, threads: int, on_phase: Callable[[str], None], ranks: Ranks | None, elsewhere: Elsewhere | None
+    plan: Plan,
+    threads: int,
+    on_phase: Callable[[str], None],
+    say: Callable[[str], None],
+    ranks: Ranks | None,
+    elsewhere: Elsewhere | None,
 ) -> Parts:
     on_phase("loading")
     with ExitStack() as opened:
@@ -251,7 +257,7 @@ def _open_parts(
         opened.callback(scorer.close)
         if (envs := open_envs(plan, elsewhere=elsewhere)) is not None:
             opened.callback(envs.close)
-        parts = _with_model(plan, threads, on_phase, ranks, elsewhere, scorer=scorer, envs=envs)
+        parts = _with_model(plan, threads, on_phase, say, ranks, elsewhere, scorer=scorer, envs=envs)
         opened.pop_all()
         return parts
 
@@ -260,6 +266,7 @@ def _with_model(
     plan: Plan,
     threads: int,
     on_phase: Callable[[str], None],
+    say: Callable[[str], None],
     ranks: Ranks | None,
     elsewhere: Elsewhere | None,
     *,
@@ -272,7 +279,11 @@ def _with_model(
     learner = open_learner(config, base, threads=threads, ranks=ranks)
     if plan.reads_reference:
         learner.keep_reference()
-    engine = open_engine(config, base, threads=threads) if elsewhere is None else elsewhere.engine(config, base)
+    if config.engine == "vllm":
+        on_phase("waiting for vLLM")
+    engine = (
+        open_engine(config, base, threads=threads, say=say) if elsewhere is None else elsewhere.engine(config, base)
+    )
     play = open_play(plan, base, engine, envs)
     load = None if config.train.memory_gb is None else _fitted(plan, base, learner, play)
     eval_prompts = tuple(prepare_all(plan.eval_prompts, play, context=engine.context_length))
@@ -290,14 +301,17 @@ def _with_model(
     )
 
 
-def open_engine(config: RunConfig, base: LoadedModel, *, threads: int) -> Sampler:
-    """What samples. With vLLM the local engine is what versions are checked against."""
+def open_engine(
+    config: RunConfig, base: LoadedModel, *, threads: int, say: Callable[[str], None] = lambda text: None
+) -> Sampler:
+    """What samples. With vLLM the local engine is what versions are checked against; `say` is told while it is waited
+    for."""
     own = None if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive" else threads
     if config.engine == "local":
         return local_engine(config, base, threads=own)
     from groupwise.engine.vllm_open import open_vllm
 
-    return open_vllm(config, base, LocalEngine(base, max_rows=1, prefix_cache_mb=0, threads=own))
+    return open_vllm(config, base, LocalEngine(base, max_rows=1, prefix_cache_mb=0, threads=own), say=say)
 
 
 def local_engine(config: RunConfig, base: LoadedModel, *, threads: int | None = None) -> LocalEngine:

@@ -57,7 +57,7 @@ def check(config: RunConfig, *, on_phase: Callable[[str], None] = lambda phase: 
         plan = make_plan(config)
     except GroupwiseError as error:
         raise _all_problems(config, error) from error
-    with open_parts(plan, on_phase=on_phase) as parts:
+    with open_parts(plan, on_phase=on_phase, say=on_phase) as parts:
         on_phase("reading the prompts")
         encoded = [parts.play.prepare(prompt) for prompt in plan.source.all(MEASURED_PROMPTS)]
         longest = longest_allowed(config, context=parts.base.context_length)

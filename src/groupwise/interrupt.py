@@ -1,4 +1,4 @@
-"""Ctrl-C: the first asks for a clean stop, the second stops at once."""
+"""Ctrl-C: while there is a step to be finished the first asks for a clean stop, the second stops at once."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 
 
 class StopRequest:
-    """Within: SIGINT and SIGTERM set `requested`; a second one raises KeyboardInterrupt. For the main thread only."""
+    """Within: SIGINT and SIGTERM set `requested`; a second one raises KeyboardInterrupt, and so does the first while
+    not `graceful`, when nothing has been begun that could be finished. For the main thread only."""
 
-    def __init__(self) -> None:
-        self.requested = False
+    def __init__(self, *, graceful: bool = True) -> None:
+        self.requested, self.graceful = False, graceful
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -27,7 +28,7 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        if self.requested or not self.graceful:
             raise KeyboardInterrupt
         self.requested = True
         os.write(2, b"\nstopping after this step; once more stops at once\n")  # print may not be called in a handler

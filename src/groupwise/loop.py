@@ -65,12 +65,12 @@ def run(
     """Train as `config` says. `rewards` replaces the configured functions, `elsewhere` engine, reward workers and
     environments, and `stop` is who else may ask for a clean stop.
 
-    Ctrl-C finishes the step, publishes it and returns with `interrupted`; a second one stops at once. Under torchrun
-    each process calls this, and rank 0 does it (`cluster.learners`).
+    Ctrl-C finishes the step, publishes it and returns with `interrupted`; a second one stops at once, and so does one
+    before the first step. Under torchrun each process calls this, and rank 0 does it (`cluster.learners`).
     """
 
     def lead(ranks: Ranks | None) -> RunResult:
-        with stop or StopRequest() as asked, display or open_display(config.train.steps) as shown:
+        with stop or StopRequest(graceful=False) as asked, display or open_display(config.train.steps) as shown:
             return _run(config, ranks, rewards=rewards, shown=shown, elsewhere=elsewhere, stop=asked)
 
     return on_all_ranks(config, lead)
@@ -90,7 +90,7 @@ def _run(
     resolved = config.model_dump(mode="json")
     with (
         owned(run_dir),
-        open_parts(plan, on_phase=shown.phase, ranks=ranks, elsewhere=elsewhere) as parts,
+        open_parts(plan, on_phase=shown.phase, say=shown.note, ranks=ranks, elsewhere=elsewhere) as parts,
         open_trackers(config.tracking, run_dir=run_dir, run_name=run_dir.name, resolved_config=resolved) as tracking,
     ):
         if plan.env is not None:
@@ -106,6 +106,7 @@ async def train(running: Running, standing: Standing | None, *, stop: StopReques
     config, batches = running.plan.config, running.parts.batches
     step = await running.begin() if standing is None else running.resume(standing)
     last = step == config.train.steps or (standing is not None and standing.finished)
+    stop.graceful = True
     try:
         while not last:
             step, started = step + 1, time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -63,6 +64,21 @@ def attach(tiny: LoadedModel) -> Iterator[Callable[..., VllmEngine]]:
             return engine
 
         yield make
+
+
+def test_who_is_waited_for_is_said(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which server, since when, why it is not there, and how long it may take; until it is."""
+    monkeypatch.setattr("groupwise.engine.vllm_fleet.FIRST_SAID_S", 0.05)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"  # where nobody answers
+        said: list[str] = []
+        config = VllmConfig(urls=(url,), **{**QUICK, "start_timeout_s": 1.5})
+        targets, local = linear_names(tiny.model, "all-linear"), LocalEngine(tiny, max_rows=1, prefix_cache_mb=0)
+        with pytest.raises(EngineError, match=r"no vLLM server was up within 1\.5 s"):
+            VllmEngine(config, tiny, local, targets=targets, say=said.append)
+    assert said and all(line.startswith(f"waiting for vLLM at {url}, asked ") for line in said)
+    assert "vllm.start_timeout_s: 1.5" in said[-1]
 
 
 @pytest.fixture(scope="module")

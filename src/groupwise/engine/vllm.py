@@ -71,6 +71,7 @@ class VllmEngine:
         colocated: vLLM in this process, in place of servers.
         reloads: all parameters are trained, and `adopt` hands over whole models.
         patient: see `vllm_fleet`.
+        say: is told now and then which servers are waited for, and why.
 
     Raises:
         EngineError: a server does not come up, or is not one of this model.
@@ -87,6 +88,7 @@ class VllmEngine:
         colocated: Server | None = None,
         reloads: bool = False,
         patient: bool = False,
+        say: Callable[[str], None] = lambda text: None,
     ):
         self._config, self._base, self._reference = config, base, reference
         self._eos_ids, self._ends = base.eos_ids, closing_ids(base.tokenizer)
@@ -110,7 +112,7 @@ class VllmEngine:
         try:
             if reloads:  # a server may have those of an earlier run
                 self._weights = self._shelf.put_model(PolicyVersion.base(), base.model)
-            self._fleet = self._wait(self._opened(launches, colocated, patient))
+            self._fleet = self._wait(self._opened(launches, colocated, patient, say))
         except BaseException:
             self._stop()
             raise
@@ -339,10 +341,12 @@ class VllmEngine:
 
     # -- servers -------------------------------------------------------------------------------------------------------
 
-    async def _opened(self, launches: Sequence[Launch], colocated: Server | None, patient: bool) -> Fleet:
+    async def _opened(
+        self, launches: Sequence[Launch], colocated: Server | None, patient: bool, say: Callable[[str], None]
+    ) -> Fleet:
         fleet = Fleet(self._config, prepare=self._prepare, launches=launches, colocated=colocated, patient=patient)
         try:
-            await fleet.open()
+            await fleet.open(say=say)
         except BaseException:
             await fleet.close()
             raise

@@ -29,6 +29,7 @@ SILENT, UNREACHABLE = 3, 2  # looks in a row after which a server is given up
 AGAIN_S = 0.2  # before the next look at one that is in doubt, or away
 REFUSED_S = 10.0  # ... or that came back as something else, where that does not end everything
 STARTS = 3  # of a server of ours that ends before it is up
+FIRST_SAID_S, LATER_SAID_S = 2.0, 30.0  # when it is said that servers are waited for, and how rarely at most
 SENDS = 4  # of one request that servers are lost with
 
 log = logging.getLogger(__name__)
@@ -83,12 +84,31 @@ class Fleet:
         self._fatal: GroupwiseError | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def open(self) -> None:
-        """Return when every server is up. Raises EngineError."""
+    async def open(self, *, say: Callable[[str], None] = lambda text: None) -> None:
+        """Return when every server is up; `say` is told now and then what is waited for. Raises EngineError."""
         self._tasks = [asyncio.create_task(self._keep(member)) for member in self.members]
-        for member in self.members:
-            await self._until_up([member], self._config.start_timeout_s)
+        telling = asyncio.create_task(self._tell_who_is_away(say))
+        try:
+            for member in self.members:
+                await self._until_up([member], self._config.start_timeout_s)
+        finally:
+            telling.cancel()
         self._opened = True
+
+    async def _tell_who_is_away(self, say: Callable[[str], None]) -> None:
+        """For ever, in intervals that grow."""
+        started, pause = time.monotonic(), FIRST_SAID_S
+        while True:
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LATER_SAID_S)
+            away = [member for member in self.members if member.accepted is None]
+            waited, most = time.monotonic() - started, self._config.start_timeout_s
+            for member in away:
+                what = "started" if member.launch is not None else "asked"
+                say(
+                    f"waiting for vLLM at {member.server.url}, {what} {waited:.0f} s ago: {member.why} "
+                    f"(vllm.start_timeout_s: {most:g})"
+                )
 
     async def close(self) -> None:
         """Leave servers that are not ours, end those that are."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,8 +17,11 @@ from groupwise.errors import ConfigError, ModelError
 from groupwise.model import STARTER, STARTER_DIR, LoadedModel, context_length, resolve_device, resolve_dtype
 
 
-def open_vllm(config: RunConfig, base: LoadedModel, reference: Reference) -> VllmEngine:
-    """The engine that a run's configuration describes. Raises EngineError, ConfigError."""
+def open_vllm(
+    config: RunConfig, base: LoadedModel, reference: Reference, *, say: Callable[[str], None] = lambda text: None
+) -> VllmEngine:
+    """The engine that a run's configuration describes; `say` is told what is waited for. Raises EngineError,
+    ConfigError."""
     shape = _shape(config, base.model)
     colocated, launches = None, []
     if config.vllm.mode == "colocate":
@@ -35,6 +38,7 @@ def open_vllm(config: RunConfig, base: LoadedModel, reference: Reference) -> Vll
         launches=launches,
         colocated=colocated,
         reloads=shape.reloads,
+        say=say,
     )
 
 
