@@ -5,6 +5,7 @@ Rewards and data are loaded before the model, so that a typo costs a second and 
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import hashlib
 import os
@@ -40,6 +41,7 @@ from groupwise.model import LoadedModel, load_model, load_tokenizer
 from groupwise.play import Environments, Episodes, Play, SingleTurn
 from groupwise.replay import ReplayBuffer, RerollQueue, total_reward
 from groupwise.rewards.base import RewardFunction, RewardWorkers, check_columns, load_rewards
+from groupwise.rewards.classifier import load_models, reward_model, reward_models
 from groupwise.rewards.pool import RewardPool
 from groupwise.scorer import Scorer
 from groupwise.train.learner import Learner, OptimizerSpec
@@ -390,13 +392,27 @@ def open_learner(config: RunConfig, base: LoadedModel, *, threads: int, ranks: R
 
 
 def open_scorer(plan: Plan, *, elsewhere: Elsewhere | None = None) -> Scorer:
-    """The run's rewards, in the processes that `scoring` asks for; to be closed."""
-    return Scorer(plan.rewards, pool=_pool(plan, elsewhere), max_steps=plan.config.train.steps)
+    """The run's rewards, in the processes that `scoring` asks for; to be closed. Reward models are loaded there now.
+
+    Raises RewardError for one that cannot be.
+    """
+    own = [function.spec for function in plan.rewards if function.spec is not None]
+    specs = [*own, *reward_models(own)]
+    pool = _pool(plan, specs, elsewhere)
+    scorer = Scorer(plan.rewards, pool=pool, max_steps=plan.config.train.steps)
+    models = [each for each in load_rewards(specs, folder=plan.config.folder) if each.function is reward_model]
+    try:
+        if models:
+            asyncio.run(load_models(models, group_size=plan.config.rollout.group_size, pool=pool))
+    except BaseException:
+        scorer.close()
+        raise
+    return scorer
 
 
-def _pool(plan: Plan, elsewhere: Elsewhere | None) -> RewardWorkers | None:
+def _pool(plan: Plan, specs: Sequence[RewardConfig], elsewhere: Elsewhere | None) -> RewardWorkers | None:
     """The reward workers; none where all functions were handed over as objects, which other processes cannot load."""
-    scoring, specs = plan.config.scoring, [f.spec for f in plan.rewards if f.spec is not None]
+    scoring = plan.config.scoring
     if not scoring.workers or not specs:
         return None
     if elsewhere is not None:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Protocol
 
 from groupwise.config import FILES, DataConfig, DatasetConfig
 from groupwise.errors import ConfigError, DataError
+from groupwise.hub import reading
 from groupwise.load import load_object
 from groupwise.types import Message, Prompt, RolloutGroup
 
@@ -296,7 +297,8 @@ def _dataset_rows(config: DatasetConfig, folder: Path) -> Iterator[tuple[str, An
             dataset: Any = datasets.load_from_disk(str(local), **config.args)
         else:
             source = str(local) if local.exists() else config.source
-            dataset = datasets.load_dataset(source, split=config.split or "train", **config.args)
+            with reading(source):
+                dataset = datasets.load_dataset(source, split=config.split or "train", **config.args)
     except Exception as error:
         hint = "a name on the Hugging Face hub, a directory, or a builder such as csv with args.data_files"
         message = f"cannot load the dataset {config.source!r}: {type(error).__name__}: {error}"

@@ -32,6 +32,7 @@ from transformers.pytorch_utils import Conv1D
 from groupwise.algo.attention import ATTENTION
 from groupwise.chat import stop_ids
 from groupwise.errors import ConfigError, ModelError
+from groupwise.hub import reading
 
 ALL_LINEAR = "all-linear"
 STARTER = "starter"
@@ -127,9 +128,10 @@ def load_model(name: str, *, device: str = "auto", dtype: str = "auto") -> Loade
     path = _path(name)
     where = resolve_device(device)
     try:
-        config = AutoConfig.from_pretrained(path)
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=resolve_dtype(dtype, where))
+        with reading(path):
+            config = AutoConfig.from_pretrained(path)
+            tokenizer = AutoTokenizer.from_pretrained(path)
+            model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=resolve_dtype(dtype, where))
     except _UNREADABLE as error:
         raise _not_loaded("model", name, error) from error
     model.to(where)  # pyright: ignore[reportArgumentType]
@@ -140,7 +142,8 @@ def load_tokenizer(name: str, *, revision: str | None = None) -> PreTrainedToken
     """The tokenizer of a model (of a Hugging Face name at `revision`), without its weights. Raises ModelError as
     `load_model`."""
     try:
-        return AutoTokenizer.from_pretrained(_path(name), revision=revision or "main")
+        with reading(path := _path(name)):
+            return AutoTokenizer.from_pretrained(path, revision=revision or "main")
     except _UNREADABLE as error:
         raise _not_loaded("the tokenizer of model", name, error) from error
 

@@ -1,4 +1,5 @@
 import copy
+import json
 import math
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
+from cli_project import cli
 from groupwise.config import RewardConfig
 from groupwise.errors import ModelError
 from groupwise.rewards import classifier
@@ -150,3 +152,24 @@ def test_it_is_a_reward_of_the_contract(qwen):
 def test_torch_is_imported_only_when_it_scores():
     code = "import sys, groupwise.rewards.classifier as c; assert not {'torch', 'transformers'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_run_whose_reward_model_cannot_be_loaded_ends_before_its_first_step(project, workers, inside):
+    missing = {"function": "groupwise.rewards.classifier:reward_model", "args": {"model": "./nowhere"}}
+    ensemble = {
+        "function": "groupwise.rewards.ensemble:ensemble",
+        "args": {"functions": ["my_rewards:vowels", "my_rewards:constant", missing], "quorum": 1},
+    }
+    rewards = json.dumps([ensemble if inside else missing])
+    result = cli("run", project.config, f"rewards={rewards}", f"scoring.workers={workers}")
+    assert result.exit_code != 0
+    assert "the reward model './nowhere' cannot be loaded" in " ".join(result.output.split())
+    assert not list(project.folder.glob("runs/*/metrics.jsonl"))
+
+
+def test_a_reward_model_that_can_be_loaded_scores_the_run(qwen, project):
+    rewards = json.dumps([{"function": "groupwise.rewards.classifier:reward_model", "args": {"model": str(qwen)}}])
+    result = cli("run", project.config, f"rewards={rewards}", "train.steps=1", "scoring.workers=1")
+    assert result.exit_code == 0, result.output

@@ -14,6 +14,7 @@ from groupwise.engine.vllm_handshake import linear_names
 from groupwise.engine.vllm_server import Launch, Shape, launch_of
 from groupwise.engine.vllm_sync import Reference
 from groupwise.errors import ConfigError, ModelError
+from groupwise.hub import reading
 from groupwise.model import STARTER, STARTER_DIR, LoadedModel, context_length, resolve_device, resolve_dtype
 
 
@@ -80,7 +81,8 @@ def read_launch(config: RunConfig, *, port: int) -> Launch:
     """The server of a run, without loading weights. Raises ConfigError, ModelError."""
     path = str(STARTER_DIR) if config.model == STARTER else config.model
     try:
-        shape = AutoConfig.from_pretrained(path)
+        with reading(path):
+            shape = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ModelError(f"model {config.model!r} cannot be read: {error}") from error
     with torch.device("meta"):

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from groupwise.configfile import Document
 from groupwise.errors import DataError, GroupwiseError, LoadError
+from groupwise.hub import reading
 from groupwise.load import load_object
 
 if TYPE_CHECKING:
@@ -67,7 +68,10 @@ def rows(
     settings = _settings(cfg, overrides, folder)
     library.disable_progress_bars()
     try:
-        parts = [_load(entry, folder) for entry in datasets]
+        parts = []
+        for entry in datasets:
+            with reading(entry["path"]):
+                parts.append(_load(entry, folder))
         for index, entry in enumerate(datasets):
             parts[index] = _transformed(parts[index], entry, index, folder, settings, model)
         whole = library.concatenate_datasets(parts)
@@ -178,4 +182,5 @@ def _tokenizer(model: str | None) -> Any:
 
     if model is None:
         return None
-    return AutoTokenizer.from_pretrained(str(STARTER_DIR) if model == STARTER else model)
+    with reading(path := str(STARTER_DIR) if model == STARTER else model):
+        return AutoTokenizer.from_pretrained(path)

@@ -3,7 +3,8 @@
     r = logits[0] of AutoModelForSequenceClassification on the conversation, rendered with the model's chat template
 
 That is the layout of TRL's RewardTrainer and of the models on RewardBench. A tokenizer without a chat template gets
-prompt and completion as a pair of texts. The model is loaded on first use, once in each process that scores.
+prompt and completion as a pair of texts. The model is loaded once in each process that scores: at the start of a run in
+one of them (`load_models`), in the others on first use.
 
 A completion cannot forge a turn: special tokens that it spells out are broken up before it is rendered. A reward model
 is still only a model, and a policy finds what it overrates: keep the KL on, and use several (`rewards.ensemble`).
@@ -15,12 +16,15 @@ import functools
 import math
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise.errors import ModelError
-from groupwise.rewards.base import text_of
+from groupwise.config import RewardConfig
+from groupwise.errors import ModelError, RewardError
+from groupwise.hub import reading
+from groupwise.rewards.base import RewardWorkers, text_of
+from groupwise.rewards.call import Call, Failure, RewardFunction, call_here
 from groupwise.rewards.text import prompt_text
 
 _IN_USE = threading.Lock()
@@ -72,6 +76,39 @@ def reward_model(
     return scores
 
 
+def reward_models(specs: Sequence[RewardConfig]) -> list[RewardConfig]:
+    """The reward models inside `specs`: members of ensembles and the like, whose options name other rewards."""
+    found: dict[str, RewardConfig] = {}
+    waiting: list[Any] = [spec.args for spec in specs]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Mapping):
+            waiting += value.values()
+            if str(value.get("function")).replace(":", ".") == f"{__name__}.{reward_model.__name__}":
+                args = dict(value.get("args") or {})
+                found[repr(args)] = RewardConfig(function=f"{__name__}:{reward_model.__name__}", args=args)
+        elif isinstance(value, list | tuple):
+            waiting += value
+    return list(found.values())
+
+
+async def load_models(models: Sequence[RewardFunction], *, group_size: int, pool: RewardWorkers | None = None) -> None:
+    """Have each of `models` score something where it will score. Raises RewardError for the first that cannot.
+
+    It has the time of a group of `group_size` completions.
+    """
+    columns = {"completions": ["."] * group_size, "prompts": ["."] * group_size}
+    for function in models:
+        if pool is not None and pool.runs(function):
+            answer = await pool.call(function, columns, size=group_size, prompt_id="the start")
+        else:
+            answer = await call_here(Call(function, columns, size=group_size, prompt_id="the start"))
+        for value in answer.values:
+            if isinstance(value, Failure):
+                hint = "scoring.timeout_s is for each completion of a group" if value.kind == "timeout" else None
+                raise RewardError(f"the reward {function.name!r} cannot score: {value.cause}", hint=hint)
+
+
 def _batches(items: Sequence[int], size: int) -> list[Sequence[int]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
@@ -110,10 +147,11 @@ def _load(name: str, device: str, dtype: str) -> _Scorer:
     where = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     kind = getattr(torch, dtype if dtype != "auto" else "float32" if where == "cpu" else "bfloat16")
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(name)
-        model, report = AutoModelForSequenceClassification.from_pretrained(
-            name, num_labels=1, dtype=kind, output_loading_info=True
-        )
+        with reading(name):
+            tokenizer: Any = AutoTokenizer.from_pretrained(name)
+            model, report = AutoModelForSequenceClassification.from_pretrained(
+                name, num_labels=1, dtype=kind, output_loading_info=True
+            )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelError(f"the reward model {name!r} cannot be loaded: {error}") from error
     if missing := sorted(report["missing_keys"]):
