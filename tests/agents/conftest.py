@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.agents.load import OFFERED, Agent
+from groupwise.agents.load import NEEDED, Agent
 from groupwise.agents.play import AgentPlay
 from groupwise.config_env import EnvConfig
 from groupwise.engine.local import LocalEngine
@@ -47,7 +47,7 @@ def play_group(recorder: Recorder, starter: LoadedModel) -> Iterator[Callable[..
         *,
         n: int = 1,
         case: dict[str, Any] | None = None,
-        takes: tuple[str, ...] = OFFERED,
+        takes: tuple[str, ...] = (*NEEDED, "case", "model", "seed"),
         params: SamplingParams | None = None,
         scored: bool = False,
         sampler: Any = recorder,

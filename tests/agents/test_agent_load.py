@@ -19,6 +19,9 @@ async def plain(case, *, base_url, api_key, model):
 def short(base_url, api_key, level=1):
     return level
 
+async def with_client(case, client, model):
+    return 1.0
+
 def takes_all(**given):
     return given
 
@@ -66,7 +69,14 @@ def test_functions_get_what_they_take(folder):
     assert is_async(load(folder, "plain").function) and asyncio.run(load(folder, "plain").bound(**GIVEN)()) == 1.0
     assert load(folder, "short", level=4).bound(**GIVEN)() == 4
     assert load(folder, "takes_all", more=5).bound(**GIVEN)() == {**GIVEN, "more": 5}
+    assert load(folder, "with_client").takes == ("case", "model", "client")  # without URL and key
     assert load(folder, "plain").cases() is None
+
+
+def test_a_client_needs_its_package(folder, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="takes a client, and openai is not installed"):
+        load(folder, "with_client")
 
 
 def test_a_class_is_made_once_and_brings_its_cases(folder):

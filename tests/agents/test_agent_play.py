@@ -536,3 +536,46 @@ def test_a_run_trains_an_agent(tmp_path):
     (row,) = read_metrics(result.run_dir / "metrics.jsonl")
     assert row["env/forks"] == 0 and row["env/failed_frac"] == 0 and row["rollout/turns_mean"] > 1.0
     assert 0 < row["reward/mean"] <= 1 and row["env/stop/done"] > 0.5
+
+
+# ---- the client that an agent is given ----
+
+
+def clients_made(monkeypatch) -> list[bool]:
+    """Whether each TLS context that is made reads certificates, which takes the time."""
+    import ssl
+
+    made: list[bool] = []
+    load = ssl.SSLContext.load_verify_locations
+
+    def counted(self, *arguments, **options):
+        made.append(True)
+        return load(self, *arguments, **options)
+
+    monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", counted)
+    return made
+
+
+def test_episodes_share_the_connections_of_the_client_that_they_are_given(play_group, recorder, monkeypatch):
+    made = clients_made(monkeypatch)
+
+    async def asks(client: AsyncOpenAI, model: str) -> float:
+        async with client:  # may be closed: others go on
+            answer = await client.chat.completions.create(model=model, messages=[ASKED])  # type: ignore[list-item]
+        return float(bool(answer.choices))
+
+    group = play_group(asks, takes=("client", "model"), n=4, params=GREEDY)
+    assert [rollout.error for rollout in group.rollouts] == [None] * 4 and not made
+    assert sorted(chain.from_iterable(trained(rollout) for rollout in group.rollouts)) == sampled(recorder)
+
+
+def test_an_agent_that_is_not_async_is_given_the_other_client(play_group, monkeypatch):
+    made = clients_made(monkeypatch)
+
+    def asks(client: OpenAI, model: str) -> float:
+        with client:
+            answer = client.chat.completions.create(model=model, messages=[ASKED])  # type: ignore[list-item]
+        return float(bool(answer.choices))
+
+    group = play_group(asks, takes=("client", "model"), n=3, params=GREEDY)
+    assert [rollout.error for rollout in group.rollouts] == [None] * 3 and not made

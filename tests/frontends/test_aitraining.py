@@ -156,7 +156,7 @@ def test_losses_with_their_bounds():
 
 def test_vllm_is_the_engine():
     said = ["--use-vllm", "--vllm-mode", "server", "--vllm-server-gpus", "2", "--vllm-server-url", "http://gpu:8000/v1"]
-    with pytest.raises(ConfigError, match="it runs with: use_vllm=false"):  # all parameters
+    with pytest.raises(ConfigError, match=r"--peft trains one(.|\n)*it runs with: peft=true"):  # all parameters
         imported(*HOTEL, "--peft=false", *said).runnable()
     loaded = imported(*HOTEL, *said)
     config = loaded.runnable()
@@ -264,3 +264,8 @@ def test_the_class_may_have_the_methods_of_ours(folder, model_dir):
     result = cli("run", *named, "--rl-max-new-tokens", "6", "run_dir=out", "--json")
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["steps"] == 2  # an epoch of 4 cases, 2 a step
+
+
+def test_how_processes_share_the_model():
+    assert imported(*HOTEL, "--distributed-backend", "deepspeed").runnable().train.parallel == "fsdp"  # ZeRO 3 there
+    assert imported(*HOTEL, "--distributed-backend", "ddp").runnable().train.parallel == "ddp"

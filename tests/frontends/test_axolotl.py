@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,57 @@ def test_a_tokens_correction_of_a_sequence_ratio_is_said_to_differ(read):
     assert not any("its own correction" in note for note in token)
 
 
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("fsdp: [full_shard, auto_wrap]\nfsdp_config: {fsdp_transformer_layer_cls_to_wrap: Layer}", ("fsdp", False)),
+        ("fsdp_version: 2\nfsdp_config: {offload_params: true, reshard_after_forward: true}", ("fsdp", True)),
+        ("deepspeed: deepspeed_configs/zero3_bf16.json", ("fsdp", False)),
+        ("deepspeed: deepspeed_configs/zero3_bf16_cpuoffload_params.json", ("fsdp", True)),
+        ("deepspeed: deepspeed_configs/zero1.json", ("ddp", False)),
+        ("deepspeed: {zero_optimization: {stage: 3}}", ("fsdp", False)),
+        ("dp_shard_size: 4", ("fsdp", False)),
+        ("dp_shard_size: 1", ("ddp", False)),
+    ],
+)
+def test_how_processes_share_the_model(read, said, expected):
+    train = read(f"{QUICK_START}{said}\n", *LOCAL).runnable().train
+    assert (train.parallel, train.cpu_offload) == expected
+
+
+TEMPLATES = {
+    "chatml": "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "llama3": "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' "
+    "+ m.content + '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
+    "gemma": "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{% for m in messages %}{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' "
+    "+ m.content + '<end_of_turn>\n' }}{% endfor %}{{ '<start_of_turn>model\n' }}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_that_the_tokenizer_has_anyway_is_accepted_by_its_name(read, tmp_path, tokenizer, name):
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = TEMPLATES[name]
+    own.save_pretrained(tmp_path / "model")
+    text = QUICK_START.replace("chat_template: tokenizer_default", f"chat_template: {name}")
+    model = f"base_model={tmp_path / 'model'}"
+    assert not read(text, model).refused
+    read(text, model, *LOCAL).runnable()
+    other = "llama3" if name == "chatml" else "chatml"
+    message = refusal(read(text, model, f"chat_template={other}"))
+    assert "the tokenizer's own template renders '" in message and f"where {other} renders '" in message
+    assert "it runs with: chat_template=tokenizer_default" in message
+
+
+def test_a_template_that_cannot_be_compared_is_refused(read, tmp_path):
+    text = QUICK_START.replace("chat_template: tokenizer_default", "chat_template: alpaca")
+    assert "only chatml, " in refusal(read(text, "base_model=starter"))
+    assert "the tokenizer cannot be read: " in refusal(read(text, f"base_model={tmp_path / 'nowhere'}"))
+
+
 def test_dora_is_refused_at_run_and_runs_as_lora_if_told_so(read):
     loaded = read(DORA)
     message = refusal(loaded)
@@ -222,8 +274,7 @@ def test_flex_attention_is_ours(read, override: str):
     [
         ("load_in_4bit=true", "load_in_4bit=false"),
         ("adapter=qlora", "adapter=lora"),
-        ("deepspeed=zero3.json", "deepspeed=null"),
-        ("fsdp=[full_shard]", "fsdp=null"),
+        ("deepspeed=mine.json", "train.parallel=fsdp"),
         ("context_parallel_size=2", "context_parallel_size=null"),
         ("optimizer=muon", "optimizer=adamw_torch"),
         ("lr_scheduler=polynomial", "lr_scheduler=cosine"),

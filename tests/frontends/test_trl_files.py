@@ -9,10 +9,12 @@ import pytest
 
 from groupwise.algo.loss_spec import loss_of
 from groupwise.config import RunConfig
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, LoadError
 from groupwise.frontends.spelling import LoadedRun, read_run
 from groupwise.frontends.trl import from_trl
 from groupwise.frontends.trl_keys import KEYS
+from groupwise.load import load_object
+from groupwise.loop import run
 
 FILE = """\
 model_name_or_path: starter
@@ -50,6 +52,7 @@ def test_every_argument_of_trl_is_in_the_table_and_has_its_default():
     assert theirs.keys() - ours.keys() == set()
     assert ours.keys() - theirs.keys() == {
         "trl_version",
+        "accelerate_config",
         "num_processes",
         "warmup_ratio",
         "datasets",
@@ -160,6 +163,36 @@ def test_a_typo_names_the_key_and_line(read):
         read(FILE + "num_generatons: 4\n")
 
 
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("accelerate_config: zero2", ("ddp", False)),
+        ("accelerate_config: zero3", ("fsdp", False)),
+        ("accelerate_config: fsdp2", ("fsdp", False)),
+        ("accelerate_config: multi_gpu", ("ddp", False)),
+        ("accelerate_config: mine.yaml", ("fsdp", True)),
+        ("deepspeed: ds.json", ("fsdp", True)),
+        ("fsdp: full_shard offload", ("fsdp", True)),
+        ("fsdp: false", ("ddp", False)),
+        ("fsdp: true\nfsdp_config: {offload_params: true}", ("fsdp", True)),
+    ],
+)
+def test_how_processes_share_the_model(read, tmp_path, said, expected):
+    (tmp_path / "mine.yaml").write_text("distributed_type: FSDP\nfsdp_config: {fsdp_offload_params: true}\n")
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}')
+    train = read(f"{FILE}{said}\n").runnable().train
+    assert (train.parallel, train.cpu_offload) == expected
+
+
+def test_two_ways_to_share_the_model_are_a_problem(read):
+    with pytest.raises(ConfigError, match="fsdp says how the model is shared too; write one of them"):
+        read(f"{FILE}fsdp: full_shard\ndeepspeed: zero3.json\n")
+    with pytest.raises(ConfigError, match=r"it runs with: deepspeed=null train\.parallel=fsdp"):
+        read(f"{FILE}deepspeed: mine.json\n").runnable()
+    with pytest.raises(ConfigError, match="it must be true or false, or some of full_shard"):
+        read(f"{FILE}fsdp: [sharded]\n")
+
+
 # ---- from Python ----
 
 
@@ -205,8 +238,66 @@ def test_differences_are_warnings():
         from_trl({"max_steps": 5}, model="starter", rewards=score, data="p.jsonl", peft={"r": 4})
 
 
-def test_a_function_without_a_name_is_refused():
-    with pytest.raises(ConfigError, match="define it at the top level of a module"):
-        from_trl({"max_steps": 5}, model="starter", rewards=lambda completions: [], data="p.jsonl")
+def test_what_cannot_be_read_is_refused():
     with pytest.raises(ConfigError, match="args is a int"):
         from_trl(5, model="starter", rewards=score, data="p.jsonl")
+    with pytest.raises(ConfigError, match="data is a int; give a Dataset"):
+        from_trl({"max_steps": 5}, model="starter", rewards=score, data=5)
+    with pytest.raises(ConfigError, match=r"data is a mapping with train, and no source"):
+        from_trl({"max_steps": 5}, model="starter", rewards=score, data={"train": []})
+    with pytest.raises(ConfigError, match="row 1 of data is a str"):
+        from_trl({"max_steps": 5}, model="starter", rewards=score, data=[{"prompt": "a"}, "b"])
+
+
+class Vowels:
+    """A reward that is an instance."""
+
+    def __call__(self, completions, **columns):
+        return [sum(each.count(vowel) for vowel in "aeiou") / (1 + len(each)) for each in completions]
+
+
+def test_a_dataset_lambdas_instances_and_a_lora_config_are_trained(tmp_path):
+    datasets, peft = pytest.importorskip("datasets"), pytest.importorskip("peft")
+    rows = datasets.Dataset.from_list([{"prompt": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(8)])
+    seen: list[str] = []
+
+    def gold(completions, answer):
+        seen.extend(answer)
+        return [float(gold in completion) for completion, gold in zip(completions, answer, strict=True)]
+
+    config = from_trl(
+        {"num_generations": 4, "per_device_train_batch_size": 8, "max_steps": 1, "output_dir": str(tmp_path)},
+        model="starter",
+        rewards=[gold, lambda completions: [len(each) / 100 for each in completions], Vowels()],
+        data=rows,
+        peft=peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
+        overrides=["max_completion_length=8"],
+    )
+    assert config.scoring.workers == 0  # no other process has them
+    result = run(config)
+    assert result.steps == 1 and set(seen) <= {str(i + 1) for i in range(8)} and len(seen) == 8
+    again = from_trl({"max_steps": 5}, model="starter", rewards=[gold], data=rows)
+    assert again.data is not None and config.data is not None and again.data.source == config.data.source
+    assert again.rewards[0].function == config.rewards[0].function  # a script that is run again finds its run
+
+
+def test_what_was_handed_over_is_missing_in_another_process():
+    with pytest.raises(LoadError, match="'rows_of_another_process' was handed over in Python") as caught:
+        load_object("groupwise.frontends.callables:rows_of_another_process")
+    assert "run the script that made it again" in str(caught.value)
+
+
+def test_what_a_lora_config_says_besides_is_refused():
+    peft = pytest.importorskip("peft")
+    said = {"model": "starter", "rewards": score, "data": "p.jsonl"}
+    for lora in (
+        peft.LoraConfig(target_modules=["q_proj"], rank_pattern={"q_proj": 2}),
+        peft.LoraConfig(target_modules=["q_proj"], layers_to_transform=[0]),
+        peft.LoraConfig(target_modules=["q_proj"], lora_bias=True),
+    ):
+        with pytest.raises(ConfigError, match=r"peft has (rank_pattern|layers_to_transform|lora_bias)"):
+            from_trl({"max_steps": 5}, peft=lora, **said)
+    with pytest.raises(ConfigError, match="DoRA is not here"):
+        from_trl({"max_steps": 5}, peft=peft.LoraConfig(target_modules=["q_proj"], use_dora=True), **said)
+    with pytest.raises(ConfigError, match="peft is a int"):
+        from_trl({"max_steps": 5}, peft=4, **said)

@@ -15,6 +15,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvicorn
@@ -29,11 +30,14 @@ from groupwise.agents.session import Session
 from groupwise.errors import AuthenticationError, GroupwiseError
 
 if TYPE_CHECKING:
+    import httpx
+    from openai import AsyncOpenAI, OpenAI
     from transformers import PreTrainedTokenizerBase
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 3600  # agents think between two requests; a connection that was closed meanwhile costs them a retry
 START_S = 30.0
+_LIMITS: dict[str, Any] = {"max_connections": None, "max_keepalive_connections": 0}  # an event loop may end any time
 NEVER_AGAIN = {"x-should-retry": "false"}  # OpenAI's clients would otherwise repeat what cannot succeed
 
 T = TypeVar("T")
@@ -89,6 +93,48 @@ class Endpoint:
     async def end(self, session: Session) -> Conversations:
         """End a session; all that was said in it. For any event loop."""
         return await asyncio.wrap_future(self._submit(session.end()))
+
+    def client(self, key: str) -> OpenAI:
+        """A client with the key, which may be closed. All have one transport, and none reads certificates."""
+        import httpx
+        import openai
+
+        class Shared(httpx.BaseTransport):
+            """What the clients have in common; to close one closes nothing."""
+
+            def handle_request(_, request: httpx.Request) -> httpx.Response:
+                return transport.handle_request(request)
+
+        transport = self._transport
+        http = httpx.Client(transport=Shared(), trust_env=False, follow_redirects=True)
+        return openai.OpenAI(base_url=self.base_url, api_key=key, http_client=http)
+
+    def async_client(self, key: str) -> AsyncOpenAI:
+        """The same for agents that are async."""
+        import httpx
+        import openai
+
+        class Shared(httpx.AsyncBaseTransport):
+            """What the clients have in common; to close one closes nothing."""
+
+            async def handle_async_request(_, request: httpx.Request) -> httpx.Response:
+                return await transport.handle_async_request(request)
+
+        transport = self._async_transport
+        http = httpx.AsyncClient(transport=Shared(), trust_env=False, follow_redirects=True)
+        return openai.AsyncOpenAI(base_url=self.base_url, api_key=key, http_client=http)
+
+    @cached_property
+    def _transport(self) -> httpx.HTTPTransport:
+        import httpx
+
+        return httpx.HTTPTransport(verify=False, trust_env=False, limits=httpx.Limits(**_LIMITS))
+
+    @cached_property
+    def _async_transport(self) -> httpx.AsyncHTTPTransport:
+        import httpx
+
+        return httpx.AsyncHTTPTransport(verify=False, trust_env=False, limits=httpx.Limits(**_LIMITS))
 
     def stop(self) -> None:
         """Stop answering soon. Requests under way fail."""

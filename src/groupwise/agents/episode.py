@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from groupwise.agents.conversations import Conversations, Opening
-from groupwise.agents.load import Agent, Outcome, outcome_of
+from groupwise.agents.load import CLIENT, Agent, Outcome, is_async, outcome_of
 from groupwise.agents.protocol import MODEL
 from groupwise.agents.session import Session
 from groupwise.envs.call import OwnThread
@@ -106,13 +106,17 @@ class AgentEpisode:
     async def _call(self, key: str) -> Outcome:
         """One call of the agent. SystemExit is its failure too, not the end of the process."""
         name, thread = self.agent.name, OwnThread(self.agent.name)
-        play = self.agent.bound(
-            case=dict(self.case),
-            base_url=self.endpoint.base_url,
-            api_key=key,
-            model=MODEL,
-            seed=self.session.seed,
-        )
+        offered = {
+            "case": dict(self.case),
+            "base_url": self.endpoint.base_url,
+            "api_key": key,
+            "model": MODEL,
+            "seed": self.session.seed,
+        }
+        if CLIENT in self.agent.takes:
+            make = self.endpoint.async_client if is_async(self.agent.function) else self.endpoint.client
+            offered[CLIENT] = make(key)
+        play = self.agent.bound(**offered)
         try:
             return outcome_of(await thread.call(play, timeout_s=None, what=name), name)
         except EnvError:

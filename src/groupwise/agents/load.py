@@ -1,15 +1,16 @@
 """What an agent is, and how it is loaded: a program that plays one episode with nothing but an OpenAI client.
 
-    async def agent(case, *, base_url, api_key, model):
-        client = AsyncOpenAI(base_url=base_url, api_key=api_key)
+    async def agent(case, *, client, model):
         answer = await client.chat.completions.create(model=model, messages=[...], tools=[...])
         ...
         return 1.0
 
-It is called once for each episode, by name, with those of `case`, `base_url`, `api_key`, `model` and `seed` that it
-takes, and with `env.args`. `case` is a row of the dataset, `seed` the same for the episodes of a group. It may be async
-(it runs in the run's event loop and must not block it) or not (it runs in a thread of its own). The key stands for the
-episode: give it to the processes and sub-agents that belong to it, and to nothing else. What it returns is
+It is called once for each episode, by name, with those of `case`, `client`, `base_url`, `api_key`, `model` and `seed`
+that it takes, and with `env.args`. `case` is a row of the dataset, `seed` the same for the episodes of a group. It may
+be async (it runs in the run's event loop and must not block it) or not (it runs in a thread of its own). The key stands
+for the episode: give it to the processes and sub-agents that belong to it, and to nothing else. `client` is an
+`AsyncOpenAI` (an `OpenAI`, where the agent is not async) with that URL and key, on connections that all episodes share:
+a client that an agent makes itself reads the certificates of the machine each time, some 70 ms. What it returns is
 
     a number                        the episode's reward
     {"reward": .., "metrics": {}}   the same; the numbers are logged as `env/<name>`
@@ -21,6 +22,7 @@ the datasets. Both may be async.
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -36,8 +38,9 @@ from groupwise.errors import ConfigError, EnvError, GroupwiseError
 from groupwise.load import load_object
 from groupwise.types import Prompt
 
-OFFERED = ("case", "base_url", "api_key", "model", "seed")
-NEEDED = ("base_url", "api_key")
+CLIENT = "client"
+OFFERED = ("case", "base_url", "api_key", "model", "seed", CLIENT)
+NEEDED = ("base_url", "api_key")  # or the client
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,12 +144,16 @@ def _takes(function: Callable[..., Any], args: Mapping[str, Any], reference: str
     """Those of `OFFERED` that it has parameters for. Raises ConfigError where it cannot be called so."""
     parameters = inspect.signature(function).parameters
     anything = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    takes = tuple(name for name in OFFERED if anything or name in parameters)
+    takes = tuple(name for name in OFFERED if name in parameters or (anything and name != CLIENT))
     listed = ", ".join(parameters) or "nothing"
-    if missing := [name for name in NEEDED if name not in takes]:
+    if CLIENT in takes and importlib.util.find_spec("openai") is None:
+        raise ConfigError(
+            f"env.agent {reference!r} takes a client, and openai is not installed", hint="pip install openai"
+        )
+    if CLIENT not in takes and (missing := [name for name in NEEDED if name not in takes]):
         raise ConfigError(
             f"env.agent {reference!r} takes {listed}, and not {' and '.join(missing)}",
-            hint="its head is `async def agent(case, *, base_url, api_key, model)`",
+            hint="its head is `async def agent(case, *, client, model)`, or has base_url and api_key",
         )
     try:
         inspect.signature(function).bind(**dict.fromkeys(takes), **args)

@@ -5,7 +5,7 @@
       args: {environment: wordle, args: {...}}           an installed environment, or module:load_environment
 
 Its dataset are the cases, its evaluation dataset the held-out ones. `Environment.run_rollout` plays each episode with
-the package's own OpenAI client at our endpoint, and its rubric scores it; the rubric's other numbers are logged.
+the run's OpenAI client at our endpoint, and its rubric scores it; the rubric's other numbers are logged.
 Rubrics that compare the rollouts of a group cannot be asked for one episode and are refused. What the package calls
 `verifiers.v1`, and all of it from 0.4 on, are programs that a harness runs in containers: other environments, which
 are refused.
@@ -60,15 +60,12 @@ class VerifiersAgent:
         """The rows of its evaluation dataset; the package itself takes the dataset where there is none."""
         return [dict(row) for row in self._env.get_eval_dataset()]
 
-    async def __call__(self, case: Mapping[str, Any], base_url: str, api_key: str, model: str) -> dict[str, Any]:
+    async def __call__(self, case: Mapping[str, Any], client: Any, model: str) -> dict[str, Any]:
         """Play an episode; its reward and the rubric's numbers. Raises EnvError for what the environment calls one."""
-        from openai import AsyncOpenAI
         from verifiers.clients import OpenAIChatCompletionsClient  # pyright: ignore[reportMissingImports]
 
-        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-            played = await self._env.run_rollout(
-                dict(case), client=OpenAIChatCompletionsClient(client), model=model, sampling_args={}
-            )
+        asked = OpenAIChatCompletionsClient(client)
+        played = await self._env.run_rollout(dict(case), client=asked, model=model, sampling_args={})
         if (error := played.get("error")) is not None:
             told = error.get("error_chain_str") or error.get("error") if isinstance(error, Mapping) else error
             raise EnvError(f"the environment failed: {told}")

@@ -89,7 +89,7 @@ def translate(document: Document, *, folder: Path, count: Count) -> Translation:
     put_optimizer(t, NAMES, length, warmup=None)
     _put_loss(t)
     _put_model(t)
-    put_vllm(t, "", lora=t["peft"])
+    put_vllm(t, "", lora=t["peft"], flag="peft")
     if not t.given("rl_top_k"):
         t.note_difference(
             "rl_top_k", "completions are drawn from all tokens, as the loss has it; there from the 50 likeliest"
@@ -144,6 +144,9 @@ def _put_loss(t: Translation) -> None:
 
 
 def _put_model(t: Translation) -> None:
+    if t["distributed_backend"] not in (None, "none"):
+        sharded = t["distributed_backend"] == "deepspeed"
+        t.put("train.parallel", "fsdp" if sharded else "ddp", "distributed_backend")
     name = "disable_gradient_checkpointing"
     if t.given(name):
         t.put("train.gradient_checkpointing", not t[name], name)

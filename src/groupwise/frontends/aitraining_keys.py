@@ -110,7 +110,12 @@ TRAINER_KEYS = (
         "resume_from_checkpoint=null resume=auto",
         off=(),
     ),
-    absent("distributed_backend", "one process trains in this version", off=("ddp", "none")),
+    made(
+        "distributed_backend",
+        one_of("ddp", "deepspeed", "none"),
+        "train.parallel",
+        what="deepspeed is ZeRO 3 there: fsdp; ddp is ddp",
+    ),
     absent("use_sweep", "there are no sweeps; start several runs", "use_sweep=false"),
     absent("push_to_hub", "nothing is uploaded; the adapter in the run directory can be", "push_to_hub=false"),
     absent("chat_template", "prompts are rendered with the tokenizer's own template", off=("tokenizer", "none")),

@@ -19,8 +19,10 @@ from groupwise.config import FILES
 from groupwise.configfile import Document
 from groupwise.frontends.axolotl_keys import ASYNC_ONLY, ATTENTION, KEYS, NAMES
 from groupwise.frontends.batch_sizes import Names, put_batch
+from groupwise.frontends.chat_templates import why_not
 from groupwise.frontends.grpo_args import put_algorithm, put_rewards, put_sampling
 from groupwise.frontends.optimizer_args import Length, length_of, put_optimizer
+from groupwise.frontends.parallel_args import put_parallel
 from groupwise.frontends.translation import Translation, run_name
 from groupwise.frontends.vllm_keys import put_vllm
 
@@ -59,6 +61,7 @@ def translate(document: Document, *, folder: Path, count: Count) -> Translation:
     _put_adapter(t)
     put_vllm(t, "trl.", lora=t["adapter"] is not None, mode="server")
     _put_machine(t)
+    put_parallel(t, folder)
     _put_run(t, length)
     _put_eval(t, folder, length, per_epoch)
     return t
@@ -81,14 +84,29 @@ def _require(t: Translation) -> None:
         t.problem("rl", f"{said}; write grpo or gdpo")
     if t["rl"] == "gdpo" and t["trl.multi_objective_aggregation"] != "normalize_then_sum":
         t.problem("trl.multi_objective_aggregation", "rl: gdpo is normalize_then_sum; write rl: grpo for the other")
-    if t["chat_template"] is not None and not t["chat_template"].startswith("tokenizer_default"):
-        why = "prompts are rendered with the tokenizer's own template"
-        t.refuse("chat_template", why, instead="chat_template=tokenizer_default")
+    _check_template(t)
     for name in ("base_model", "learning_rate", "datasets"):
         if not t.given(name):
             t.problem(name, "required and missing")
     if [each for each in t["plugins"] or [] if "liger" not in each.lower()]:
         t.refuse("plugins", "there are no plugins; LigerPlugin alone changes no result")
+
+
+def _check_template(t: Translation) -> None:
+    """Prompts are rendered with the tokenizer's own template; another name must stand for what that renders."""
+    name = t["chat_template"]
+    if name is None or name.startswith("tokenizer_default"):
+        return
+    from groupwise.frontends.axolotl_data import tokenizer_of
+
+    try:
+        why = why_not(name, tokenizer_of(t["base_model"])) if t.given("base_model") else None
+    except Exception as error:  # no such model, no network, a damaged file: transformers raises many
+        first = (str(error).splitlines() or [""])[0]
+        why = f"it cannot be compared, for the tokenizer cannot be read: {type(error).__name__}: {first}"
+    if why is not None:
+        why = f"prompts are rendered with the tokenizer's own template; {why}"
+        t.refuse("chat_template", why, instead="chat_template=tokenizer_default")
 
 
 def _put_optimizer(t: Translation, length: Length) -> None:

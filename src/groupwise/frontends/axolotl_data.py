@@ -143,7 +143,7 @@ def _transformed(
         return dataset
     function, options = _function(reference, index, folder, cfg)
     if "tokenizer" in inspect.signature(function).parameters:
-        function = partial(function, tokenizer=_tokenizer(model))
+        function = partial(function, tokenizer=tokenizer_of(model))
     removed = options.get("remove_columns")
     if removed is not None:
         names = dataset.column_names if removed == "__all__" else removed
@@ -175,7 +175,7 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
     return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
-def _tokenizer(model: str | None) -> Any:
+def tokenizer_of(model: str | None) -> Any:
     from transformers import AutoTokenizer
 
     from groupwise.model import STARTER, STARTER_DIR

@@ -24,6 +24,7 @@ from groupwise.frontends.keys import (
     under,
 )
 from groupwise.frontends.optimizer_args import OptimizerNames, optimizer_keys
+from groupwise.frontends.parallel_args import DEEPSPEED, FSDP, SHARDS, WHOLE_KEYS
 from groupwise.frontends.vllm_keys import AXOLOTL_SECTION_KEYS
 
 NAMES = OptimizerNames(
@@ -45,7 +46,6 @@ _GRPO_DEFAULTS = DEFAULTS_1_8 | {
     "vllm_tensor_parallel_size": None,
     "vllm_importance_sampling_mode": None,  # sequence_mask, or token_truncate in the asynchronous trainer
 }
-_ONE_PROCESS = "one process trains in this version; num_processes keeps the batch of several"
 ATTENTION = "attention is chosen by the model and the device"
 _PACKED = "micro-batches are always packed, without padding"
 _TRACKER_ENV = "the tracker reads its own environment variable for it"
@@ -246,7 +246,11 @@ MODEL_KEYS = (
         "lora_o_kernel",
         "peft_autocast_adapter_dtype",
     ),
-    made("chat_template", text, what="tokenizer_default, with a fallback or without; others are not here"),
+    made(
+        "chat_template",
+        text,
+        what="tokenizer_default, or a name of what the tokenizer's own renders anyway",
+    ),
     absent("chat_template_jinja", "prompts are rendered with the tokenizer's own template", off=()),
     idle("special_tokens.pad_token", "nothing is padded"),
     *(
@@ -303,12 +307,12 @@ MACHINE_KEYS = (
         "flash_attn_rms_norm",
     ),
     absent("s2_attention", "shifted attention is another model", off=(False,)),
-    *(absent(name, _ONE_PROCESS, off=(False, [])) for name in ("deepspeed", "fsdp", "fsdp_config", "fsdp_version")),
-    *(
-        absent(name, _ONE_PROCESS, off=(1,), kind=integer)
-        for name in ("context_parallel_size", "sequence_parallel_degree", "tensor_parallel_size", "dp_shard_size")
-    ),
-    absent("use_ray", _ONE_PROCESS),
+    DEEPSPEED,
+    *FSDP,
+    SHARDS,
+    idle("fsdp_version", "it is FSDP2; the update is the same"),
+    *WHOLE_KEYS,
+    absent("use_ray", "`groupwise launch` with launcher=ray starts actors", "use_ray=null launcher=ray"),
     *all_idle(
         "it concerns several processes or devices",
         "ddp",

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,16 @@ from groupwise.config import FILES, RunConfig
 from groupwise.configfile import Document, inline
 from groupwise.errors import ConfigError
 from groupwise.frontends.batch_sizes import Batch, Names, put_batch
-from groupwise.frontends.callables import named
+from groupwise.frontends.callables import held, named_or_held
 from groupwise.frontends.grpo_args import DEFAULTS_1_8, put_algorithm, put_rewards, put_sampling
 from groupwise.frontends.optimizer_args import TRANSFORMERS, Length, length_of, put_optimizer
+from groupwise.frontends.parallel_args import put_parallel
 from groupwise.frontends.translation import Translation, run_name
 from groupwise.frontends.trl_keys import KEYS, REWARDS
 from groupwise.frontends.vllm_keys import put_vllm
 
+OF_NO_EFFECT = ("task_type", "inference_mode", "base_model_name_or_path", "revision", "peft_version", "auto_mapping")
+"""Fields of a LoraConfig that say nothing of what is trained."""
 MARKS = frozenset(
     {
         "model_name_or_path",
@@ -73,6 +76,7 @@ def translate(document: Document, *, folder: Path, count: Count) -> Translation:
     put_algorithm(t, "", off_policy=False)
     _put_model(t)
     put_vllm(t, "", lora=t["use_peft"])
+    put_parallel(t, folder)
     _put_run(t, length)
     _put_eval(t, length, per_epoch)
     return t
@@ -186,7 +190,7 @@ def from_trl(
     *,
     model: str,
     rewards: str | Callable[..., Any] | Sequence[str | Callable[..., Any]],
-    data: str | Mapping[str, Any],
+    data: Any,
     peft: Any = None,
     overrides: Sequence[str] = (),
 ) -> RunConfig:
@@ -194,8 +198,10 @@ def from_trl(
 
     Args:
         args: a GRPOConfig, or a mapping of its names; what a mapping leaves out has TRL 1.16.0's default.
-        rewards: functions of a module, dotted paths to them, or names of reward models.
-        data: what `data.source` takes (a file, a Hugging Face name, module:function), or a mapping for all of `data`.
+        rewards: functions, dotted paths to them, or names of reward models. A function that no name finds (a lambda,
+            one made in another, an instance) runs in this process, without a deadline (`scoring.workers` 0).
+        data: a Dataset or other rows, what `data.source` takes (a file, a Hugging Face name, module:function), or a
+            mapping for all of `data`. Rows are read again by running the script again, not from the command line.
         peft: a LoraConfig, or a mapping of its names; None trains all parameters.
         overrides: in TRL's words or in ours, as on the command line.
 
@@ -203,11 +209,12 @@ def from_trl(
     """
     from groupwise.frontends.spelling import understand
 
-    source = {"source": data} if isinstance(data, str) else dict(data)
+    source = _source(data)
     listed = [rewards] if isinstance(rewards, str) or callable(rewards) else list(rewards)
-    found = {each: named(each, what="the reward") for each in listed if not isinstance(each, str)}
-    names = [each if isinstance(each, str) else found[each].name.replace(":", ".") for each in listed]
-    folder = next((each.folder for each in found.values()), Path.cwd())
+    found = {id(each): named_or_held(each, what="the reward") for each in listed if not isinstance(each, str)}
+    names = [each if isinstance(each, str) else found[id(each)].name.replace(":", ".") for each in listed]
+    folders = [each.folder for each in found.values() if not each.only_here]
+    folder = folders[0] if folders else next((each.folder for each in found.values()), Path.cwd())
     said = _arguments(args) | {"model_name_or_path": model, "reward_funcs": names} | _lora(peft)
     document = Document(said, "GRPOConfig")
     natives = [f"data.{key}={inline(value)}" for key, value in source.items()]
@@ -239,14 +246,55 @@ def _arguments(args: Any) -> dict[str, Any]:
     return {name: getattr(value, "value", value) for name, value in kept.items()}  # enumerations as words
 
 
+def _source(data: Any) -> dict[str, Any]:
+    """The keys of `data`: of rows a function that returns them, named after what they are."""
+    if isinstance(data, str | Path):
+        return {"source": str(data)}
+    if isinstance(data, Mapping) and "source" in data:
+        return dict(data)
+    if isinstance(data, Mapping):  # a DatasetDict among others
+        raise ConfigError(
+            f"data is a mapping with {', '.join(map(str, data))}, and no source",
+            hint="give one split, as in data['train'], or a mapping for the section data",
+        )
+    if not isinstance(data, Iterable):
+        raise ConfigError(f"data is a {type(data).__name__}; give a Dataset, rows, or what data.source takes")
+    name = getattr(data, "_fingerprint", None)  # of a datasets.Dataset: the same for the same rows
+    if name is None:
+        listed = _listed(list(data))
+        source = held(lambda: map(dict, listed), name=f"rows_{len(listed)}", of=data)
+    else:
+        source = held(lambda: map(dict, data), name=f"rows_{name}", of=data)
+    return {"source": source, "prompt_key": "prompt"}
+
+
+def _listed(rows: list[Any]) -> list[Any]:
+    """The rows, checked: each is a mapping."""
+    for index, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise ConfigError(f"row {index} of data is a {type(row).__name__}; a row is a mapping with a prompt")
+    return rows
+
+
 def _lora(peft: Any) -> dict[str, Any]:
-    """A LoraConfig in the script's names; what a mapping leaves out has LoraConfig's defaults."""
+    """A LoraConfig in the script's names; what a mapping leaves out has LoraConfig's defaults. What a LoraConfig has
+    besides, and changes what is trained, is refused."""
     if peft is None:
         return {"use_peft": False}
     names = {"r": "lora_r"} | {name: name for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")}
     names |= {"target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"}
-    said = dict(peft) if isinstance(peft, Mapping) else {name: getattr(peft, name) for name in names}
+    said = dict(peft) if isinstance(peft, Mapping) else _of_lora_config(peft, names)
     if unknown := said.keys() - names.keys():
         raise ConfigError(f"peft has {', '.join(sorted(unknown))}; here there are {', '.join(names)}")
     values = {names[name]: sorted(each) if isinstance(each, set) else each for name, each in said.items()}
     return {"use_peft": True, "lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0} | values
+
+
+def _of_lora_config(peft: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Our names of a LoraConfig, and what else of it is not as a new one has it."""
+    if not dataclasses.is_dataclass(peft) or isinstance(peft, type) or not hasattr(peft, "lora_alpha"):
+        raise ConfigError(f"peft is a {type(peft).__name__}; give a LoraConfig, or a mapping of its names")
+    plain = type(peft)()
+    fields = [field.name for field in dataclasses.fields(peft)]
+    others = [name for name in fields if name not in OF_NO_EFFECT and getattr(peft, name) != getattr(plain, name)]
+    return {name: getattr(peft, name) for name in dict.fromkeys((*names, *others))}

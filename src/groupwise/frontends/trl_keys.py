@@ -18,6 +18,7 @@ from groupwise.frontends.keys import (
     texts,
 )
 from groupwise.frontends.optimizer_args import TRANSFORMERS, optimizer_keys
+from groupwise.frontends.parallel_args import ACCELERATE, DEEPSPEED, FSDP, WHOLE
 
 REWARDS = {
     name: {"function": f"trl.rewards:{name}"}
@@ -31,7 +32,6 @@ REWARDS = {
 """The script's short names of rewards; those of `trl.rewards` need TRL installed."""
 
 _STRATEGY = one_of("no", "steps", "epoch")
-_ONE_PROCESS = "one process trains in this version; num_processes keeps the batch of several"
 
 SCRIPT_KEYS = (
     made("trl_version", anything, what="1.8 has the defaults of that version; not a key there"),
@@ -101,8 +101,10 @@ ARGUMENT_KEYS = (
     absent("train_sampling_strategy", "shuffle_dataset decides", off=("random",)),
     absent("fp16", "bfloat16 and float32 are here", "fp16=false"),
     absent("fp16_full_eval", "bfloat16 and float32 are here", "fp16_full_eval=false"),
-    *(absent(name, _ONE_PROCESS, off=(False, "", [], {})) for name in ("deepspeed", "fsdp", "fsdp_config")),
-    absent("parallelism_config", _ONE_PROCESS, off=()),
+    DEEPSPEED,
+    *FSDP,
+    ACCELERATE,
+    absent("parallelism_config", WHOLE, off=()),
     absent("push_to_hub", "nothing is uploaded; the adapter in the run directory can be", "push_to_hub=false"),
     absent(
         "resume_from_checkpoint",

@@ -51,8 +51,12 @@ AXOLOTL_SECTION_KEYS: tuple[Key, ...] = (
 )
 
 
-def put_vllm(t: Translation, p: str, *, lora: bool, mode: str | None = None) -> None:
-    """`engine` and `vllm` from TRL's arguments with the prefix `p`; `mode` is what it is whatever the file says."""
+def put_vllm(t: Translation, p: str, *, lora: bool, mode: str | None = None, flag: str | None = None) -> None:
+    """`engine` and `vllm` from TRL's arguments with the prefix `p`; `mode` is what it is whatever the file says.
+
+    Without an adapter, which `lora` says, it is refused; `flag` is the switch that trains one,
+    without which vLLM is what is given up.
+    """
     use = f"{p}use_vllm"
     own = [name for name in t.keys if t.given(name) and any(to.startswith("vllm.") for to in t.keys[name].here)]
     if not t[use]:
@@ -60,7 +64,11 @@ def put_vllm(t: Translation, p: str, *, lora: bool, mode: str | None = None) -> 
             t.note_idle(name, f"it acts with {use}")
         return
     if not lora:
-        t.refuse(use, "vLLM is handed adapters, and here all parameters are trained", instead=f"{use}=false")
+        what = "vLLM is handed adapters, and here all parameters are trained"
+        if flag is None:
+            t.refuse(use, what, instead=f"{use}=false")
+        else:
+            t.refuse(use, f"{what}; --{flag} trains one", instead=f"{flag}=true")
         return
     t.put("engine", "vllm", use)
     chosen: str = mode or t[f"{p}vllm_mode"]
