@@ -7,11 +7,13 @@ and run `pytest tests/slow/test_openenv.py -m slow` with its Python.
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -85,15 +87,13 @@ class SumsClient(EnvClient[Guess, Heard, State]):
 """
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[tuple[Path, str]]:
-    folder = tmp_path_factory.mktemp("openenv")
-    for name, code in (("guess_models", MODELS), ("guess_server", SERVER), ("guess_client", CLIENT)):
-        (folder / f"{name}.py").write_text(code, encoding="utf-8")
+@contextmanager
+def serving(folder: Path, program: str) -> Iterator[str]:
+    """Within: the program serves at this address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    process = subprocess.Popen([sys.executable, "guess_server.py", str(port)], cwd=folder)
+    process = subprocess.Popen([sys.executable, program, str(port)], cwd=folder)
     for _ in range(300):
         assert process.poll() is None
         try:
@@ -101,9 +101,18 @@ def server(tmp_path_factory) -> Iterator[tuple[Path, str]]:
             break
         except OSError:
             time.sleep(0.1)
-    yield folder, f"http://127.0.0.1:{port}"
+    yield f"http://127.0.0.1:{port}"
     process.terminate()
     process.wait(timeout=20)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[tuple[Path, str]]:
+    folder = tmp_path_factory.mktemp("openenv")
+    for name, code in (("guess_models", MODELS), ("guess_server", SERVER), ("guess_client", CLIENT)):
+        (folder / f"{name}.py").write_text(code, encoding="utf-8")
+    with serving(folder, "guess_server.py") as base_url:
+        yield folder, base_url
 
 
 def test_an_episode_with_the_generic_client(server):
@@ -138,3 +147,81 @@ def test_a_typed_client_trains(server, tmp_path):
     rows = [row for row in read_metrics(result.run_dir / "metrics.jsonl") if "reward/mean" in row]
     assert len(rows) == 2 and all(row["env/failed_frac"] == 0 and row["rollout/turns_mean"] >= 1 for row in rows)
     assert any(row["reward/mean"] > 0 for row in rows)
+
+
+# ---- tools ----
+
+TOOLS_SERVER = """
+import sys
+import uvicorn
+from fastmcp import FastMCP
+from openenv.core.env_server.http_server import create_fastapi_app
+from openenv.core.env_server.mcp_environment import MCPEnvironment
+from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
+from openenv.core.env_server.types import Observation, State
+
+
+class Shelf(MCPEnvironment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self):
+        mcp = FastMCP("shelf")
+
+        @mcp.tool
+        def count(item: str) -> int:
+            "How many there are."
+            if item == "air":
+                raise ValueError("not on the shelf")
+            return len(item)
+
+        super().__init__(mcp)
+        self._state = State()
+
+    def reset(self, seed=None, episode_id=None, **kwargs):
+        return Observation(done=False, reward=0.0, metadata={})
+
+    def _step_impl(self, action, timeout_s=None, **kwargs):
+        return Observation(done=False, reward=0.0)
+
+    def step(self, action, timeout_s=None, **kwargs):
+        heard = super().step(action, timeout_s=timeout_s, **kwargs)
+        if isinstance(action, CallToolAction):
+            heard.reward = 1.0
+        return heard
+
+    async def step_async(self, action, timeout_s=None, **kwargs):
+        heard = await super().step_async(action, timeout_s=timeout_s, **kwargs)
+        if isinstance(action, CallToolAction):
+            heard.reward = 1.0
+        return heard
+
+    @property
+    def state(self):
+        return self._state
+
+
+app = create_fastapi_app(Shelf, CallToolAction, CallToolObservation, max_concurrent_envs=64)
+uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
+"""
+
+
+@pytest.mark.parametrize("client", ["openenv.core.mcp_client:MCPToolClient", None])
+def test_the_tools_of_a_server_are_called(tmp_path, client):
+    (tmp_path / "shelf_server.py").write_text(TOOLS_SERVER, encoding="utf-8")
+
+    async def play(base_url: str) -> None:
+        env = OpenEnvironment(base_url=base_url, client=client, tools=None if client else True, instructions="Count.")
+        seen = await env.reset({}, 1)
+        assert [tool["function"]["name"] for tool in seen.tools] == ["count"]
+        made = [
+            {"id": item, "type": "function", "function": {"name": "count", "arguments": json.dumps({"item": item})}}
+            for item in ("apple", "air")
+        ]
+        result = await env.step({"role": "assistant", "content": "", "tool_calls": made})
+        assert result.messages[0].get("content") == "5" and result.messages[1].get("content", "").startswith("Error: ")
+        assert (result.reward, result.done) == (2.0, False)
+        assert (await env.step({"role": "assistant", "content": "5"})).done
+        await env.close()
+
+    with serving(tmp_path, "shelf_server.py") as base_url:
+        asyncio.run(play(base_url))

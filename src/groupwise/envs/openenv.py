@@ -17,28 +17,39 @@ what `show` (`module:function`) makes of it.
 An action is made of the message's text: a JSON object is taken as the action's fields, any other text as its
 `text_field`. `action` is called with these fields by name; without it they are the action.
 
+A server may have tools (its `MCPEnvironment`): a client that lists them (the package's MCPToolClient and those made of
+it) has them offered to the policy, and so has any client with `tools: true`. Each call of a message is a step of the
+server's, one after another; its result or error is the call's answer, and the turn's reward the sum of theirs. A
+message without a call ends such an episode, or is an action where `action` is given.
+
 The rewards of the steps are the rewards of the turns. Where there is no `data`, `episodes` makes that many cases, which
 differ by their seed.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from inspect import isawaitable
 from typing import Any
 
 from groupwise.envs.base import Observation, StepResult
 from groupwise.envs.load import load_once
+from groupwise.envs.tool_env import ToolEnv
+from groupwise.envs.tools import Outcome, Tool, ToolError
 from groupwise.errors import ConfigError, LoadError
 from groupwise.types import Message
 
 GENERIC = "openenv.core.generic_client:GenericEnvClient"
+CALL = "openenv.core.env_server.mcp_types:CallToolAction"
+OUTCOMES = {"tool_not_found": Outcome.UNKNOWN, "invalid_args": Outcome.ARGUMENTS, "timeout": Outcome.TIME}
 OF_THE_STEP = ("reward", "done", "metadata")  # fields of an observation that are not shown
 
 
-class OpenEnvironment:
+class OpenEnvironment(ToolEnv):
     """An episode on a server. The arguments are at the head of this file."""
 
     def __init__(
@@ -48,6 +59,7 @@ class OpenEnvironment:
         action: str | None = None,
         show: str | None = None,
         text_field: str = "message",
+        tools: bool | None = None,
         instructions: str | None = None,
         episodes: int = 0,
         folder: str | None = None,
@@ -64,7 +76,11 @@ class OpenEnvironment:
         self._action, self._show = load(action), load(show)
         self._base_url, self._text_field = base_url, text_field
         self._instructions, self._episodes = instructions, episodes
+        self._with_tools = callable(getattr(self._client_type, "list_tools", None)) if tools is None else tools
         self._client: Any = None
+        self._in_turn = asyncio.Lock()  # a session answers one step at a time
+        self._results: list[Any] = []  # of this turn's calls
+        self._broken: Exception | None = None  # what the client raised in one of them
 
     def cases(self) -> list[dict[str, Any]]:
         """Cases that differ by their seed."""
@@ -79,13 +95,18 @@ class OpenEnvironment:
         result = await _finished(self._client.reset(**{"seed": seed % (1 << 31), **columns}))
         messages = _told(case.get("prompt") or self._instructions)
         seen = self._shown(result.observation)
+        if self._with_tools:
+            self.tools = await self._listed()
         if messages and messages[-1]["role"] == "user" and isinstance(seen, str):
             messages[-1] = Message(role="user", content=f"{messages[-1].get('content') or ''}\n\n{seen}".strip())
-            return Observation(messages=messages)
-        return Observation(messages=[*messages, *_told(seen)])
+            return self.offer(messages)
+        return self.offer([*messages, *_told(seen)])
 
     async def step(self, message: Message) -> StepResult:
-        """Act; what the server observes, its reward, and whether the episode is over."""
+        """Act, or call the tools; what the server observes, its reward, and whether the episode is over."""
+        called = bool(message.get("tool_calls") or message.get("malformed_calls"))
+        if self.tools and (called or self._action is None):
+            return await self._call(message)
         result = await _finished(self._client.step(self._acted(str(message.get("content") or ""))))
         reward = None if result.reward is None else float(result.reward)
         return StepResult(messages=_told(self._shown(result.observation)), reward=reward, done=bool(result.done))
@@ -94,6 +115,59 @@ class OpenEnvironment:
         """End the session."""
         if self._client is not None:
             await _finished(self._client.close())
+        super().close()
+
+    # ---- tools ----
+    async def _call(self, message: Message) -> StepResult:
+        """The answers to a message's calls. Raises what the client raised in one."""
+        self._results = []
+        answered = await super().step(message)
+        if self._broken is not None:
+            raise self._broken
+        rewards = [float(each.reward) for each in self._results if each.reward is not None]
+        over = any(each.done for each in self._results)
+        return dataclasses.replace(answered, reward=sum(rewards) if rewards else None, done=answered.done or over)
+
+    async def _listed(self) -> list[Tool]:
+        """The server's tools. Raises ConfigError where it has none."""
+        listing = getattr(self._client, "list_tools", None)
+        if listing is not None:
+            found: Any = await _finished(listing())
+        else:
+            answer = await _finished(self._client.step({"type": "list_tools"}))
+            found = _fields(answer.observation).get("tools")
+        tools = [_fields(each) for each in found or ()]
+        if not tools:
+            raise ConfigError(
+                f"the server at {self._base_url} lists no tools", hint="set env.args.tools: false, or its client"
+            )
+        return [self._tool(each) for each in tools]
+
+    def _tool(self, listed: Mapping[str, Any]) -> Tool:
+        name = str(listed["name"])
+
+        async def run(arguments: dict[str, Any]) -> Any:
+            async with self._in_turn:
+                if any(each.done for each in self._results):
+                    raise ToolError("the episode is over")
+                try:
+                    result = await _finished(self._client.step(self._call_of(name, arguments)))
+                except Exception as error:  # a lost connection is no answer of the tool's
+                    self._broken = error
+                    raise
+                self._results.append(result)
+            return _answer(_fields(result.observation))
+
+        schema = listed.get("input_schema") or listed.get("inputSchema") or {"type": "object", "properties": {}}
+        description = str(listed.get("description") or "")
+        # no limit of its own: a session that was left in the middle of a step is of no use; env.step_timeout_s ends it
+        return Tool(name=name, description=description, parameters=schema, run=run, time_limit_s=math.inf)
+
+    def _call_of(self, name: str, arguments: dict[str, Any]) -> Any:
+        """What the client sends as a call."""
+        if getattr(self._client, "list_tools", None) is not None:
+            return load_once(CALL)(tool_name=name, arguments=arguments)
+        return {"type": "call_tool", "tool_name": name, "arguments": arguments}
 
     # ---- inside ----
     def _acted(self, text: str) -> Any:
@@ -136,3 +210,21 @@ def _told(said: Any) -> list[Message]:
 
 async def _finished(value: Any) -> Any:
     return await value if isawaitable(value) else value
+
+
+def _answer(observation: Mapping[str, Any]) -> Any:
+    """The result in what a server observed of a call. Raises ToolError for an error."""
+    if error := observation.get("error"):
+        said = _fields(error)
+        kind = str(getattr(said.get("error_type"), "value", said.get("error_type")))
+        raise ToolError(str(said.get("message") or error), OUTCOMES.get(kind, Outcome.FAILED))
+    result = observation.get("result")
+    if isinstance(result, str | int | float | bool | Sequence | None):
+        return result
+    said = _fields(result)  # MCP's CallToolResult
+    texts = [part["text"] for part in map(_fields, said.get("content") or ()) if isinstance(part.get("text"), str)]
+    if said.get("is_error") or said.get("isError"):
+        raise ToolError("\n".join(texts))
+    if said.get("data") is not None:
+        return said["data"]
+    return "\n".join(texts) if texts else said
