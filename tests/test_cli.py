@@ -105,7 +105,8 @@ def test_check_says_what_a_run_would_do_and_writes_nothing(project):
     assert "2 prompts x 3 = 6 completions" in text and "What is" in text
     for part in ("weights", "adapter and optimizer", "keys and values", "activations", "clip_low 0.2"):
         assert part in text
-    assert "sampling and scoring" in result.stderr
+    assert "sampling and scoring" in result.stderr and "training, publishing and loading one step" in result.stderr
+    assert "published, loaded and sampled with" in text
     assert files_under(project.folder) == before
 
 
@@ -118,6 +119,24 @@ def test_check_as_json(project):
     parts = ("process", "weights", "merged", "reference", "trained", "kv_cache", "vllm", "activations")
     assert report["memory_bytes"]["total"] == sum(report["memory_bytes"][part] for part in parts)
     assert report["model"]["trained"] < report["model"]["parameters"]
+    tried = report["one_step"]
+    assert (tried["version"], tried["made_up"]) == ("toy@1", False) and tried["grad_norm"] > 0
+
+
+def test_check_finds_what_only_the_first_publish_would(project, monkeypatch):
+    def fails(self, directory):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("groupwise.train.learner.Learner.save_adapter", fails)
+    result = cli("check", project.config)
+    assert result.exit_code != 0 and "No space left on device" in result.stderr
+
+
+def test_check_tries_a_step_where_all_rewards_are_equal_and_where_all_parameters_are_trained(project):
+    report = json.loads(cli("check", project.config, "rewards[0]=my_rewards:constant", "--json").stdout)
+    assert report["one_step"]["made_up"] and report["one_step"]["grad_norm"] > 0
+    report = json.loads(cli("check", project.config, "train.lora=null", "dtype=float32", "--json").stdout)
+    assert report["one_step"]["version"] == "toy@1" and report["one_step"]["grad_norm"] > 0
 
 
 def test_check_warns_of_a_reward_that_says_nothing(project):

@@ -386,3 +386,15 @@ def test_a_prompt_by_its_id():
     assert source.prompt("2").id == "2" and source.cursor["position"] == 0
     with pytest.raises(DataError, match="there is no prompt 'x'"):
         source.prompt("x")
+
+
+def test_a_case_needs_no_prompt(tmp_path):
+    (tmp_path / "cases.jsonl").write_text('{"question": "2+2?", "answer": "4", "tools": ["a"]}\n', encoding="utf-8")
+    config = DatasetConfig(source="cases.jsonl")
+    with pytest.raises(DataError, match="no 'prompt' and no 'messages'"):
+        open_prompts(config, folder=tmp_path)
+    (prompt,) = open_prompts(config, folder=tmp_path, cases=True).all()
+    assert dict(prompt.columns) == {"question": "2+2?", "answer": "4", "tools": ["a"]}
+    assert prompt.text is None and prompt.messages is None
+    with pytest.raises(DataError, match=r"data\.system needs a chat prompt"):
+        open_prompts(DatasetConfig(source="cases.jsonl", system="Be brief."), folder=tmp_path, cases=True)

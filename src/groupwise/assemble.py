@@ -186,7 +186,7 @@ def _source(config: RunConfig, env: Env | None) -> PromptSource:
     if config.data is not None:
         if isinstance(env, LegacyEnv):
             raise ConfigError(f"data does not go with {env.name}, whose build_dataset makes the prompts; remove it")
-        return open_prompts(config.data, folder=config.folder, seed=config.seed)
+        return open_prompts(config.data, folder=config.folder, seed=config.seed, cases=_takes_cases(env))
     assert env is not None
     if (cases := env.cases()) is None:
         raise ConfigError(
@@ -195,12 +195,17 @@ def _source(config: RunConfig, env: Env | None) -> PromptSource:
     return PromptSource(cases, seed=config.seed)
 
 
+def _takes_cases(env: Env | None) -> bool:
+    """Whether a row needs no prompt: what the policy is asked, this says."""
+    return env is not None and not (isinstance(env, Agent) and isinstance(env.function, RolloutFunc))
+
+
 def _held_out(config: RunConfig, env: Env | None) -> list[Prompt]:
     """The prompts to evaluate on."""
     if config.eval is None:
         return []
     if config.eval.data is not None:
-        prompts = open_prompts(config.eval.data, folder=config.folder).all()
+        prompts = open_prompts(config.eval.data, folder=config.folder, cases=_takes_cases(env)).all()
         return env.check(prompts, config.eval.data.source) if isinstance(env, LegacyEnv) else prompts
     assert env is not None
     if (cases := env.cases(held_out=True)) is None:

@@ -1,16 +1,23 @@
-"""`groupwise check`: everything that a run needs, loaded and tried, with nothing trained and nothing written.
+"""`groupwise check`: everything that a run needs, loaded and tried, and nothing of it kept.
 
 The rewards see a few completions of the untrained policy, which is what they will see in the first step; whatever is
-suspicious about them, the data or the memory comes back as a warning.
+suspicious about them, the data or the memory comes back as a warning. On these completions one step is trained,
+published in a temporary folder, loaded by the engine and sampled with, as a run does it after each step.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from groupwise.adapters import AdapterStore
+from groupwise.algo.advantage import with_advantages
 from groupwise.assemble import Parts, Plan, loss_of, make_plan, open_parts
 from groupwise.budget import device_memory, load_of, longest_allowed
 from groupwise.config import RunConfig
@@ -19,8 +26,19 @@ from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.estimate import Memory, StepSize, memory, step_size
 from groupwise.play import play_all
 from groupwise.rewards.base import load_rewards, refuse_failed, summarize
+from groupwise.rollout import samples_of
+from groupwise.swap import Policy
 from groupwise.template_check import TemplateCheck, template_check
-from groupwise.types import FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup
+from groupwise.types import (
+    FinishReason,
+    PolicyVersion,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+    SamplingRequest,
+)
+from groupwise.update import learner_thread
 
 PROMPTS, COMPLETIONS = 4, 4  # how many are tried
 MEASURED_PROMPTS = 1000  # how many are tokenised for the statistics
@@ -42,8 +60,18 @@ class CheckReport:
     step: StepSize
     memory: Memory
     available: int
+    trained_step: StepTrial
     template: TemplateCheck | None  # with an environment: whether episodes can be trained as one sequence
     warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTrial:
+    """The step that was tried. `grad_norm` is None where no completion could be trained on."""
+
+    version: str
+    grad_norm: float | None
+    made_up: bool  # all groups had equal rewards, so advantages of 1 and -1 were taken
 
 
 def check(config: RunConfig, *, on_phase: Callable[[str], None] = lambda phase: None) -> CheckReport:
@@ -69,7 +97,59 @@ def check(config: RunConfig, *, on_phase: Callable[[str], None] = lambda phase: 
             )
         on_phase("sampling and scoring")
         groups = asyncio.run(_try_out(usable[:PROMPTS], plan, parts))
-        return _report(plan, parts, encoded, usable, groups)
+        on_phase("training, publishing and loading one step")
+        with learner_thread(parts.learner.threads) as thread:
+            tried = _try_step(plan, parts, groups, thread)
+        return _report(plan, parts, encoded, usable, groups, tried)
+
+
+def _try_step(plan: Plan, parts: Parts, groups: Sequence[RolloutGroup], thread: Executor) -> StepTrial:
+    """Train on the groups, publish, load, and sample with what came of it."""
+    config, rollout = plan.config, plan.config.rollout
+    weighed = with_advantages(groups, plan.advantage, weights=plan.reward_weights)
+    made_up = not any(rollout.advantage for group in weighed for rollout in group.rollouts)
+    if made_up:
+        weighed = [
+            replace(group, rollouts=tuple(map(_made_up, range(COMPLETIONS), group.rollouts))) for group in groups
+        ]
+    samples = samples_of(weighed, mask_truncated=config.algo.mask_truncated and not made_up)
+    metrics: Mapping[str, float] = {}
+    if any(any(sample.mask) for sample in samples):
+        step = partial(parts.learner.step, samples, plan.loss, learning_rate=config.train.learning_rate)
+        metrics = thread.submit(step, temperature=rollout.temperature).result()
+    with TemporaryDirectory(prefix="groupwise-check-", dir=_shared(config)) as folder:
+        policy = Policy(
+            parts.learner,
+            AdapterStore(folder),
+            parts.engine,
+            name=config.name,
+            base=parts.base,
+            keep=1,
+            config_hash=plan.config_hash,
+        )
+        version = policy.publish(step=1, metrics={}, sync=True)
+        params = replace(rollout.sampling(), max_tokens=1)
+        asyncio.run(_sampled(parts, groups[0], version, params))
+    return StepTrial(version=str(version), grad_norm=metrics.get("optim/grad_norm"), made_up=made_up)
+
+
+def _made_up(number: int, rollout: Rollout) -> Rollout:
+    return replace(rollout, advantage=1.0 if number % 2 == 0 else -1.0)
+
+
+def _shared(config: RunConfig) -> str | None:
+    """Where versions are written: a run's folder for vLLM, which may see no other, else any temporary one."""
+    if config.engine == "local":
+        return None
+    Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+    return config.output_dir
+
+
+async def _sampled(parts: Parts, group: RolloutGroup, version: PolicyVersion, params: SamplingParams) -> None:
+    """One token behind what the policy was first asked."""
+    asked = next((turn.prompt_ids for rollout in group.rollouts for turn in rollout.turns), None)
+    if asked is not None:
+        await parts.engine.sample([SamplingRequest(prompt_ids=asked, params=params, version=version)])
 
 
 def _too_long(config: RunConfig, *, context: int) -> str:
@@ -97,8 +177,12 @@ def _all_problems(config: RunConfig, first: GroupwiseError) -> GroupwiseError:
     """One error that names what is wrong with each part that can be opened by itself; `first` if there is only that."""
     attempts: list[Callable[[], object]] = [
         lambda: load_rewards(config.rewards, folder=config.folder),
-        lambda: config.data and open_prompts(config.data, folder=config.folder),
-        lambda: config.eval and config.eval.data and open_prompts(config.eval.data, folder=config.folder),
+        lambda: config.data and open_prompts(config.data, folder=config.folder, cases=config.env is not None),
+        lambda: (
+            config.eval
+            and config.eval.data
+            and open_prompts(config.eval.data, folder=config.folder, cases=config.env is not None)
+        ),
         lambda: loss_of(config.algo, max_tokens=config.rollout.max_tokens),
     ]
     problems: list[GroupwiseError] = []
@@ -117,7 +201,12 @@ def _indented(problem: GroupwiseError) -> str:
 
 
 def _report(
-    plan: Plan, parts: Parts, encoded: Sequence[Prompt], usable: Sequence[Prompt], groups: tuple[RolloutGroup, ...]
+    plan: Plan,
+    parts: Parts,
+    encoded: Sequence[Prompt],
+    usable: Sequence[Prompt],
+    groups: tuple[RolloutGroup, ...],
+    tried: StepTrial,
 ) -> CheckReport:
     config, model = plan.config, parts.base.model
     asked = usable if plan.env is None else [group.prompt for group in groups]  # an environment asks when it is played
@@ -160,6 +249,7 @@ def _report(
         step=step,
         memory=needed,
         available=available,
+        trained_step=tried,
         template=None if plan.env is None else template_check(parts.base.tokenizer),
         warnings=tuple(warnings),
     )

@@ -29,6 +29,7 @@ from groupwise.load import load_object
 from groupwise.types import Message, Prompt, RolloutGroup
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+PROMPT_KEYS = ("messages", "prompt")
 RESERVED = ("prompts", "completions", "completion_ids")  # what rewards get under these names is not the dataset's
 
 
@@ -192,14 +193,18 @@ class PromptSource:
         return order
 
 
-def open_prompts(config: DatasetConfig, *, folder: str | Path = ".", seed: int = 0) -> PromptSource:
-    """Read and check every row of a dataset.
+def open_prompts(
+    config: DatasetConfig, *, folder: str | Path = ".", seed: int = 0, cases: bool = False
+) -> PromptSource:
+    """Read and check every row of a dataset; with `cases`, of an environment or agent, a row may be without a prompt.
 
     Raises DataError naming the row and its key, and LoadError for a function that cannot be loaded.
     """
     read = {"file": _file_rows, "function": _function_rows, "dataset": _dataset_rows}[config.kind]
     rows = itertools.islice(read(config, Path(folder)), config.limit)
-    prompts = [to_prompt(row, id=id, prompt_key=config.prompt_key, system=config.system) for id, row in rows]
+    prompts = [
+        to_prompt(row, id=id, prompt_key=config.prompt_key, system=config.system, case=cases) for id, row in rows
+    ]
     if not prompts:
         raise DataError(f"{config.source} has no rows", hint="a dataset needs at least one prompt")
     return PromptSource(prompts, seed=seed, shuffle=isinstance(config, DataConfig) and config.shuffle)
@@ -313,10 +318,14 @@ def _dataset_rows(config: DatasetConfig, folder: Path) -> Iterator[tuple[str, An
     yield from ((f"{config.source}:{index}", row) for index, row in enumerate(dataset))
 
 
-def to_prompt(row: Any, *, id: str, prompt_key: str | None = None, system: str | None = None) -> Prompt:
-    """A row as a Prompt. Raises DataError naming `id` and the key that is wrong."""
+def to_prompt(
+    row: Any, *, id: str, prompt_key: str | None = None, system: str | None = None, case: bool = False
+) -> Prompt:
+    """A row as a Prompt; a `case` without a prompt of its own has columns alone. Raises DataError naming `id` and the key that is wrong."""
     if not isinstance(row, Mapping):
         raise DataError(f"{id}: the row is a {type(row).__name__}; it must be an object such as {{'prompt': ...}}")
+    if case and prompt_key is None and all(row.get(key) is None for key in PROMPT_KEYS):
+        return _case(row, id, system)
     key = prompt_key or _find_key(row, id)
     if key not in row:
         raise DataError(f"{id}: no column {key!r}; it has {', '.join(map(repr, row)) or 'none'}")
@@ -339,8 +348,17 @@ def to_prompt(row: Any, *, id: str, prompt_key: str | None = None, system: str |
     return Prompt(id=id, messages=messages, tools=_tools(tools, id), columns=columns)
 
 
+def _case(row: Mapping[str, Any], id: str, system: str | None) -> Prompt:
+    """What an environment or agent gets, and makes a prompt of itself."""
+    if system is not None:
+        raise DataError(f"{id}: data.system needs a chat prompt, and the row has none; write it where the case is read")
+    if clash := [name for name in RESERVED if name in row]:
+        raise DataError(f"{id}: the column {clash[0]!r} has a name that rewards get from us; rename it")
+    return Prompt(id=id, columns=dict(row))
+
+
 def _find_key(row: Mapping[str, Any], id: str) -> str:
-    found = [key for key in ("messages", "prompt") if row.get(key) is not None]
+    found = [key for key in PROMPT_KEYS if row.get(key) is not None]
     if len(found) == 2:
         raise DataError(f"{id}: both 'messages' and 'prompt' are there", hint="choose one with data.prompt_key")
     if not found:

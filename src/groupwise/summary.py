@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from groupwise.adapters import AdapterStore
-from groupwise.check import CheckReport
+from groupwise.check import CheckReport, StepTrial
 from groupwise.config import RunConfig
 from groupwise.configfile import inline
 from groupwise.display import before_after_table, said, side_by_side, visible
@@ -178,6 +178,7 @@ def check_as_json(report: CheckReport, loaded: LoadedRun) -> dict[str, Any]:
             for group in report.groups
             for rollout in group.rollouts
         ],
+        "one_step": asdict(report.trained_step),
         "warnings": list(report.warnings),
     }
 
@@ -209,6 +210,7 @@ def print_check(console: Console, report: CheckReport, loaded: LoadedRun) -> Non
         ("memory", _memory(report)),
         ("loss", f"{config.algo.policy_loss}: " + ", ".join(f"{name} {value}" for name, value in factors)),
         ("advantage", f"{advantage.kind}, {advantage.aggregation}"),
+        ("one step", _one_step(report.trained_step)),
         *([] if report.template is None else [("episodes", str(report.template))]),
     )
     console.print()
@@ -223,6 +225,14 @@ def print_check(console: Console, report: CheckReport, loaded: LoadedRun) -> Non
         )
     if not report.warnings:
         print_line("nothing suspicious was found", console=console)
+
+
+def _one_step(tried: StepTrial) -> str:
+    """What came of the step that was tried."""
+    if tried.grad_norm is None:
+        return "no completion could be trained on; published, loaded and sampled with"
+    how = ", with made-up advantages, since all groups were equal" if tried.made_up else ""
+    return f"trained (gradient norm {tried.grad_norm:.3g}{how}), published, loaded and sampled with"
 
 
 def _a_step(config: RunConfig, step: StepSize) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import re
 import threading
 import time
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -16,6 +18,8 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from groupwise.errors import EnvError, GroupwiseError
+from groupwise.frontends.spelling import load_config
+from groupwise.loop import run
 from groupwise.rewards.base import RewardFunction, score
 from groupwise.rollout import samples_of
 from groupwise.segments import Segment, segments_of
@@ -579,3 +583,16 @@ def test_an_agent_that_is_not_async_is_given_the_other_client(play_group, monkey
 
     group = play_group(asks, takes=("client", "model"), n=3, params=GREEDY)
     assert [rollout.error for rollout in group.rollouts] == [None] * 3 and not made
+
+
+def test_the_documented_agent_runs_on_its_own_columns(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text("utf-8")
+    code, settings = re.search(r"```python\n# my_agent.py\n(.*?)```\n\n```yaml\n(.*?)```", page, re.DOTALL).groups()  # type: ignore[union-attr]
+    (tmp_path / "my_agent.py").write_text(code, encoding="utf-8")
+    rows = [{"question": f"{i}+2?", "answer": str(i + 2)} for i in range(4)]
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    rest = "model: starter\nrollout: {prompts_per_step: 2, group_size: 2, max_tokens: 8}\ntrain: {steps: 1}\n"
+    (tmp_path / "run.yaml").write_text(settings + rest, encoding="utf-8")
+    result = run(load_config(tmp_path / "run.yaml", [f"output_dir={tmp_path / 'runs'}"]))
+    (row,) = [row for row in read_metrics(result.run_dir / "metrics.jsonl") if "reward/mean" in row]
+    assert row["env/failed_frac"] == 0
