@@ -9,18 +9,27 @@ A table stands between `<!-- NAME -->` and `<!-- end -->`; the rest of the page 
 from __future__ import annotations
 
 import argparse
+import copy
 import re
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from groupwise.configfile import inline
+import ruamel.yaml
+
+from groupwise.configfile import Document, inline
+from groupwise.errors import ConfigError
 from groupwise.frontends import aitraining_keys, axolotl_keys, trl_keys
 from groupwise.frontends.keys import Key
+from groupwise.frontends.spelling import LoadedRun, understand
 
 TARGET = Path(__file__).parent / "migrating.md"
 TABLES = {"axolotl": axolotl_keys.KEYS, "trl": trl_keys.KEYS, "aitraining": aitraining_keys.KEYS}
-BLOCK = re.compile(r"(<!-- ({}) -->\n).*?(<!-- end -->)".format("|".join(TABLES)), re.DOTALL)
+PUBLISHED = Path(__file__).parent / "published_configs.yaml"
+BLOCK = re.compile(r"(<!-- ({}) -->\n).*?(<!-- end -->)".format("|".join([*TABLES, "published"])), re.DOTALL)
 
 
 def table(keys: Iterable[Key]) -> Iterator[str]:
@@ -45,9 +54,47 @@ def table(keys: Iterable[Key]) -> Iterator[str]:
     yield ""
 
 
+def published() -> dict[str, dict[str, Any]]:
+    """The entries of the file, by name, with what they are put on filled in."""
+    whole: dict[str, dict[str, Any]] = {}
+    for entry in ruamel.yaml.YAML(typ="safe").load(PUBLISHED.read_text("utf-8")):
+        under = whole[entry["on"]]["config"] if "on" in entry else {}
+        whole[entry["name"]] = entry | {"config": under | entry["config"]}
+    return whole
+
+
+def imported(config: dict[str, Any], *overrides: str) -> LoadedRun:
+    """A configuration, read as a run. Raises ConfigError."""
+    with tempfile.TemporaryDirectory() as folder:
+        return understand(Document(copy.deepcopy(config), "published.yaml"), list(overrides), folder=Path(folder))
+
+
+def outcome(config: dict[str, Any]) -> tuple[str, str, list[str]]:
+    """What comes of it in a word, of which keys, and the overrides with which it runs."""
+    try:
+        loaded = imported(config)
+    except ConfigError as error:
+        keys = re.findall(r"([A-Za-z_.]+): (?:unknown|required)", str(error))
+        return "not read", "unknown or missing: " + ", ".join(f"`{key}`" for key in dict.fromkeys(keys)), []
+    if not loaded.refused:
+        return "runs", "", []
+    keys = dict.fromkeys(note.place for note in loaded.refused)
+    return "refused", ", ".join(f"`{key}`" for key in keys), [*dict.fromkeys(n.instead for n in loaded.refused)]
+
+
+def published_table() -> Iterator[str]:
+    """A line for each published configuration."""
+    yield from ("", "| published | where | it | for | runs with |", "|---|---|---|---|---|")
+    for name, entry in published().items():
+        word, why, instead = outcome(entry["config"])
+        yield f"| {name} | {entry['where']} | {word} | {why} | {' '.join(f'`{each}`' for each in instead)} |"
+    yield ""
+
+
 def page(text: str) -> str:
     """The page with its tables made anew."""
-    return BLOCK.sub(lambda found: found[1] + "\n".join(table(TABLES[found[2]])) + "\n" + found[3], text)
+    lines = {"published": published_table} | {name: partial(table, keys) for name, keys in TABLES.items()}
+    return BLOCK.sub(lambda found: found[1] + "\n".join(lines[found[2]]()) + "\n" + found[3], text)
 
 
 def main() -> int:

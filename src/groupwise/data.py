@@ -321,7 +321,10 @@ def _dataset_rows(config: DatasetConfig, folder: Path) -> Iterator[tuple[str, An
 def to_prompt(
     row: Any, *, id: str, prompt_key: str | None = None, system: str | None = None, case: bool = False
 ) -> Prompt:
-    """A row as a Prompt; a `case` without a prompt of its own has columns alone. Raises DataError naming `id` and the key that is wrong."""
+    """A row as a Prompt; a `case` without a prompt of its own has columns alone.
+
+    Raises DataError naming `id` and the key that is wrong.
+    """
     if not isinstance(row, Mapping):
         raise DataError(f"{id}: the row is a {type(row).__name__}; it must be an object such as {{'prompt': ...}}")
     if case and prompt_key is None and all(row.get(key) is None for key in PROMPT_KEYS):

@@ -93,3 +93,16 @@ def test_the_commands_take_their_words():
         words = shlex.split(line, comments=True)[1:]
         command: Any = typer.main.get_command(app)
         command.commands[words[0]].make_context("groupwise", words[1:])
+
+
+PUBLISHED = generator().published()
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_configuration_comes_out_as_the_table_says(name):
+    made, config = generator(), PUBLISHED[name]["config"]
+    word, _, instead = made.outcome(config)
+    line = next(line for line in TEXT.splitlines() if line.startswith(f"| {name} |"))
+    assert f" | {word} | " in line
+    if word != "not read":  # a plugin's keys
+        made.imported(config, *" ".join(instead).split()).runnable()
