@@ -12,6 +12,7 @@ import asyncio
 import logging
 import secrets
 import socket
+import sys
 import threading
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
@@ -30,7 +31,6 @@ from groupwise.agents.session import Session
 from groupwise.errors import AuthenticationError, GroupwiseError
 
 if TYPE_CHECKING:
-    import httpx
     from openai import AsyncOpenAI, OpenAI
     from transformers import PreTrainedTokenizerBase
 
@@ -96,45 +96,41 @@ class Endpoint:
 
     def client(self, key: str) -> OpenAI:
         """A client with the key, which may be closed. All have one transport, and none reads certificates."""
-        import httpx
         import openai
 
-        class Shared(httpx.BaseTransport):
+        transport, http = self._transport, _http()
+
+        class Shared(http.BaseTransport):
             """What the clients have in common; to close one closes nothing."""
 
-            def handle_request(_, request: httpx.Request) -> httpx.Response:
+            def handle_request(self, request: Any) -> Any:
                 return transport.handle_request(request)
 
-        transport = self._transport
-        http = httpx.Client(transport=Shared(), trust_env=False, follow_redirects=True)
-        return openai.OpenAI(base_url=self.base_url, api_key=key, http_client=http)
+        asking = http.Client(transport=Shared(), trust_env=False, follow_redirects=True)
+        return openai.OpenAI(base_url=self.base_url, api_key=key, http_client=asking)
 
     def async_client(self, key: str) -> AsyncOpenAI:
         """The same for agents that are async."""
-        import httpx
         import openai
 
-        class Shared(httpx.AsyncBaseTransport):
+        transport, http = self._async_transport, _http()
+
+        class Shared(http.AsyncBaseTransport):
             """What the clients have in common; to close one closes nothing."""
 
-            async def handle_async_request(_, request: httpx.Request) -> httpx.Response:
+            async def handle_async_request(self, request: Any) -> Any:
                 return await transport.handle_async_request(request)
 
-        transport = self._async_transport
-        http = httpx.AsyncClient(transport=Shared(), trust_env=False, follow_redirects=True)
-        return openai.AsyncOpenAI(base_url=self.base_url, api_key=key, http_client=http)
+        asking = http.AsyncClient(transport=Shared(), trust_env=False, follow_redirects=True)
+        return openai.AsyncOpenAI(base_url=self.base_url, api_key=key, http_client=asking)
 
     @cached_property
-    def _transport(self) -> httpx.HTTPTransport:
-        import httpx
-
-        return httpx.HTTPTransport(verify=False, trust_env=False, limits=httpx.Limits(**_LIMITS))
+    def _transport(self) -> Any:
+        return _http().HTTPTransport(verify=False, trust_env=False, limits=_http().Limits(**_LIMITS))
 
     @cached_property
-    def _async_transport(self) -> httpx.AsyncHTTPTransport:
-        import httpx
-
-        return httpx.AsyncHTTPTransport(verify=False, trust_env=False, limits=httpx.Limits(**_LIMITS))
+    def _async_transport(self) -> Any:
+        return _http().AsyncHTTPTransport(verify=False, trust_env=False, limits=_http().Limits(**_LIMITS))
 
     def stop(self) -> None:
         """Stop answering soon. Requests under way fail."""
@@ -236,6 +232,13 @@ async def _bug(http: Request, error: Exception) -> Response:
     log.error("an agent's request failed", exc_info=error)
     told = GroupwiseError(f"internal error: {type(error).__name__}: {error}")
     return JSONResponse(protocol.error_of(told), status_code=500, headers=NEVER_AGAIN)
+
+
+def _http() -> Any:
+    """The HTTP library of the installed openai package: httpx2, or httpx before 3.0."""
+    import openai
+
+    return sys.modules[openai.DefaultHttpxClient.__mro__[1].__module__.partition(".")[0]]
 
 
 def _listen() -> socket.socket:

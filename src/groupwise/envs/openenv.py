@@ -111,7 +111,7 @@ class OpenEnvironment(ToolEnv):
         reward = None if result.reward is None else float(result.reward)
         return StepResult(messages=_told(self._shown(result.observation)), reward=reward, done=bool(result.done))
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride], either may be
         """End the session."""
         if self._client is not None:
             await _finished(self._client.close())
