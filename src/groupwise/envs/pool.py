@@ -173,6 +173,7 @@ class _Call:
     message: bytes
     deadline_s: float
     what: str
+    alone: bool  # no other episode was ever in the process: what ends it is this episode's doing
     future: Future[dict[str, Any]]
 
     def begins(self) -> bool:
@@ -187,7 +188,7 @@ class _Call:
     def lost(self, loss: Loss) -> None:
         how = f"took longer than {self.deadline_s:g} s" if loss.late else loss.cause
         suspect = loss.late or not loss.killed  # else it was killed for another's sake
-        gone = _Gone(f"{self.what} {how}{loss.printed}", suspect=suspect, found=suspect and loss.alone)
+        gone = _Gone(f"{self.what} {how}{loss.printed}", suspect=suspect, found=suspect and self.alone)
         self._settle(self.future.set_exception, gone)
 
     def closed(self) -> None:
@@ -277,7 +278,7 @@ class PooledEnv:
             message = pickle.dumps((number, self._episode, method, pickle.dumps(args)))
         except Exception as error:
             raise EnvError(f"{pool.name}.{method}: what it gets cannot be sent: {error}") from error
-        call = _Call(number, message, pool.limit_s, f"{pool.name}.{method}", Future())
+        call = _Call(number, message, pool.limit_s, f"{pool.name}.{method}", process.left is not None, Future())
         process.waiting.append(call)
         process.lane.wake()
         answer = await asyncio.wrap_future(call.future)
