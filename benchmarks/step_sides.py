@@ -163,8 +163,8 @@ def run_groupwise(case: Case, folder: Path) -> dict[str, Any]:
 
     assemble.load_model = load_and_say
     plan = assemble.make_plan(config)
-    run_dir, _ = open_run_dir(config)
     with (
+        open_run_dir(config) as (run_dir, _),
         assemble.open_parts(plan) as parts,
         open_trackers(config.tracking, run_dir=run_dir, run_name=run_dir.name, resolved_config={}) as tracking,
     ):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,55 @@ def test_one_that_was_not_finished_is_not_seen(learner: Learner, tmp_path: Path,
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000005"]
 
 
+@pytest.mark.parametrize("killed", ["set aside", "in place"])
+def test_the_same_step_again_never_leaves_none(learner: Learner, tmp_path: Path, monkeypatch, killed: str) -> None:
+    """Killed between any two renames there is the old one or the new one, and the next save cleans up."""
+    checkpoint.save(tmp_path, learner, STANDING)
+    finished = replace(STANDING, finished=True)
+    renamed: list[Path] = []
+    rename = Path.rename
+
+    def die(self: Path, target: Path) -> Path:
+        if len(renamed) == (1 if killed == "set aside" else 2):
+            raise KeyboardInterrupt
+        renamed.append(self)
+        return rename(self, target)
+
+    def no_cleaning(path: Path, **options: object) -> None:
+        if len(renamed) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", die)
+        patch.setattr("shutil.rmtree", no_cleaning)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.save(tmp_path, learner, finished)
+    found = checkpoint.newest(tmp_path)
+    assert found is not None and checkpoint.read(found) == (STANDING if killed == "set aside" else finished)
+    Learner(learner.base, seed=1).load(found)
+    checkpoint.save(tmp_path, learner, finished)
+    found = checkpoint.newest(tmp_path)
+    assert found is not None and checkpoint.read(found) == finished
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000003"]
+
+
+def test_a_rename_that_fails_brings_back_the_one_before(learner: Learner, tmp_path: Path, monkeypatch) -> None:
+    checkpoint.save(tmp_path, learner, STANDING)
+    rename = Path.rename
+
+    def fails(self: Path, target: Path) -> Path:
+        if self.name.startswith(".staging-"):
+            raise OSError(errno.EIO, "input/output error")
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fails)
+        with pytest.raises(StorageError, match="input/output error"):
+            checkpoint.save(tmp_path, learner, replace(STANDING, finished=True))
+    assert checkpoint.newest(tmp_path) == tmp_path / "checkpoints" / "step-000003"
+    assert checkpoint.read(tmp_path / "checkpoints" / "step-000003") == STANDING
+
+
 def test_a_damaged_one_is_named(learner: Learner, tmp_path: Path) -> None:
     checkpoint.save(tmp_path, learner, STANDING)
     found = checkpoint.newest(tmp_path)
@@ -70,6 +121,13 @@ def test_a_damaged_one_is_named(learner: Learner, tmp_path: Path) -> None:
     (found / "run.json").write_text('{"step": 3')
     with pytest.raises(StorageError, match=r"step-000003 cannot be read"):
         checkpoint.read(found)
+
+
+def test_the_newest_is_the_one_of_the_highest_step(tmp_path: Path) -> None:
+    for step in (3, 999_999, 1_000_000):
+        (tmp_path / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
+    found = checkpoint.newest(tmp_path)
+    assert found is not None and found.name == "step-1000000"
 
 
 def test_there_is_none(tmp_path: Path) -> None:

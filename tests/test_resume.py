@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import io
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from groupwise.adapters import AdapterStore
+from groupwise.config import RunConfig
+from groupwise.display import LineDisplay
+from groupwise.errors import StorageError
 from groupwise.loop import run
 from groupwise.running import Running
 from running_jobs import Dies, adapter_bytes, config, metrics_of, rollouts_of
@@ -88,6 +92,35 @@ def test_one_that_dies_after_its_last_checkpoint_is_only_concluded(
             assert AdapterStore(result.run_dir / "adapters").active == whole.version
         else:
             assert (result.run_dir / "model" / "model.safetensors").exists()
+
+
+class Intruded(LineDisplay):
+    """Begins the run a second time when `step` is shown, as another process would."""
+
+    def __init__(self, again: RunConfig, step: int):
+        super().__init__(6, stream=io.StringIO())
+        self._again, self._step = again, step
+        self.said = ""
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        super().step(step, metrics)
+        if step == self._step:
+            with pytest.raises(StorageError) as refused:
+                run(self._again)
+            self.said = str(refused.value)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_second_process_takes_nothing_from_a_run_that_is_being_trained(tmp_path: Path, named: bool) -> None:
+    """Its records go beyond its checkpoint: who resumed it would wind them back."""
+    whole = run(config(tmp_path / "whole")).run_dir
+    given = config(tmp_path, resume="auto", **({"run_dir": str(tmp_path / "here")} if named else {}))
+    display = Intruded(given, step=5)
+    result = run(given, display=display)
+    assert "another process is training in" in display.said
+    assert metrics_of(result.run_dir) == metrics_of(whole)
+    assert rollouts_of(result.run_dir) == rollouts_of(whole)
+    assert adapter_bytes(result.run_dir) == adapter_bytes(whole)
 
 
 def test_one_that_stopped_early_is_not_trained_on(tmp_path: Path) -> None:

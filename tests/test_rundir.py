@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 import torch
 
-from groupwise import checkpoint
+from groupwise import checkpoint, rundir
 from groupwise.adapter_files import Provenance
 from groupwise.adapters import AdapterStore
 from groupwise.checkpoint import Standing
-from groupwise.config import RunConfig, parse_config
+from groupwise.config import RunConfig, load_config, parse_config
 from groupwise.errors import ConfigError, StorageError
 from groupwise.evaluate import Evaluation
 from groupwise.rundir import load_evaluations, open_run_dir, owned, save_evaluations
@@ -34,9 +36,18 @@ def config(tmp_path: Path, **keys) -> RunConfig:
     return parse_config({**data, **keys})
 
 
+def opened(given: RunConfig) -> tuple[Path, Standing | None]:
+    with open_run_dir(given) as found:
+        return found
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
 def begun(tmp_path: Path, make_base, *, finished: bool = False, **keys) -> Path:
     """A run that wrote three steps and a checkpoint after the second."""
-    run_dir, standing = open_run_dir(config(tmp_path, **{**keys, "resume": "never"}))
+    run_dir, standing = opened(config(tmp_path, **{**keys, "resume": "never"}))
     assert standing is None
     lines = [json.dumps({"step": step, "reward/mean": step / 10}) for step in range(4)]
     (run_dir / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 4, "rew')
@@ -56,7 +67,7 @@ def begun(tmp_path: Path, make_base, *, finished: bool = False, **keys) -> Path:
 def test_it_goes_on_from_the_checkpoint(tmp_path: Path, make_base) -> None:
     """As if what came after had never been: the next version is number 3 again."""
     run_dir = begun(tmp_path, make_base)
-    found, standing = open_run_dir(config(tmp_path))
+    found, standing = opened(config(tmp_path))
     assert (found, standing) == (run_dir, STANDING)
     assert [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2]
     assert (run_dir / "health.jsonl").read_text() == ""
@@ -73,7 +84,7 @@ def test_a_run_without_a_checkpoint_begins_again(tmp_path: Path, make_base) -> N
     run_dir = begun(tmp_path, make_base)
     for path in sorted((run_dir / "checkpoints").rglob("*"), reverse=True):
         path.unlink() if path.is_file() else path.rmdir()
-    found, standing = open_run_dir(config(tmp_path))
+    found, standing = opened(config(tmp_path))
     assert found == run_dir and standing is None
     assert (run_dir / "metrics.jsonl").read_text() == "" and not list((run_dir / "rollouts").iterdir())
     assert AdapterStore(run_dir / "adapters").versions("run") == ()
@@ -86,7 +97,7 @@ def test_otherwise_it_is_a_new_run(tmp_path: Path, make_base, why: str) -> None:
             tmp_path, make_base, finished=why == "finished", run_dir=str(tmp_path / "runs" / "run-20200101T000000Z")
         )
     keys = {"another config": {"train": {"steps": 7}}, "never": {"resume": "never"}}.get(why, {})
-    found, standing = open_run_dir(config(tmp_path, **keys))
+    found, standing = opened(config(tmp_path, **keys))
     assert standing is None and found.parent == tmp_path / "runs"
     if why != "nothing there":
         assert found != first
@@ -96,31 +107,84 @@ def test_the_newest_of_several_goes_on(tmp_path: Path, make_base) -> None:
     for year in (2021, 2023, 2022):
         begun(tmp_path, make_base, run_dir=str(tmp_path / "runs" / f"run-{year}0101T000000Z"))
     (tmp_path / "runs" / "run-other-20240101T000000Z").mkdir()
-    assert open_run_dir(config(tmp_path))[0].name == "run-20230101T000000Z"
+    assert opened(config(tmp_path))[0].name == "run-20230101T000000Z"
 
 
 def test_a_directory_with_another_run_is_refused(tmp_path: Path, make_base) -> None:
     begun(tmp_path, make_base, run_dir=str(tmp_path / "here"))
     with pytest.raises(ConfigError, match="already holds a run") as error:
-        open_run_dir(config(tmp_path, run_dir=str(tmp_path / "here"), resume="never"))
+        opened(config(tmp_path, run_dir=str(tmp_path / "here"), resume="never"))
     assert "resume=auto" in str(error.value)
     with pytest.raises(ConfigError, match="holds a run with another seed, train"):
-        open_run_dir(config(tmp_path, run_dir=str(tmp_path / "here"), seed=5, train={"steps": 7}))
-    assert open_run_dir(config(tmp_path, run_dir=str(tmp_path / "here")))[1] == STANDING
+        opened(config(tmp_path, run_dir=str(tmp_path / "here"), seed=5, train={"steps": 7}))
+    assert opened(config(tmp_path, run_dir=str(tmp_path / "here")))[1] == STANDING
 
 
 def test_a_finished_run_that_is_named_is_as_it_was(tmp_path: Path, make_base) -> None:
     run_dir = begun(tmp_path, make_base, finished=True, run_dir=str(tmp_path / "here"))
     records = (run_dir / "metrics.jsonl").read_text()
-    assert open_run_dir(config(tmp_path, run_dir=str(run_dir))) == (run_dir, replace(STANDING, finished=True))
+    assert opened(config(tmp_path, run_dir=str(run_dir))) == (run_dir, replace(STANDING, finished=True))
     assert (run_dir / "metrics.jsonl").read_text() == records
 
 
-def test_two_processes_do_not_train_in_one_directory(tmp_path: Path) -> None:
-    with owned(tmp_path), pytest.raises(StorageError, match="another process is training in"), owned(tmp_path):
-        pass
-    with owned(tmp_path):
-        pass
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("changed", [{}, {"seed": 5}])
+def test_a_run_that_is_being_trained_is_left_as_it_is(tmp_path: Path, make_base, named: bool, changed: dict) -> None:
+    """A second process finds it, and reads and writes nothing there before it is told that it may not."""
+    place = str(tmp_path / "runs" / "run-20200101T000000Z")
+    run_dir = begun(tmp_path, make_base, run_dir=place)
+    with owned(run_dir):
+        before = content(run_dir)
+        if named or not changed:
+            with pytest.raises(StorageError, match="another process is training in"):
+                opened(config(tmp_path, **changed, **({"run_dir": place} if named else {})))
+        else:
+            assert opened(config(tmp_path, **changed))[0] != run_dir
+        assert content(run_dir) == before
+    assert opened(config(tmp_path))[1] == STANDING
+
+
+def test_a_run_that_was_begun_and_has_written_nothing_yet_is_not_begun_twice(tmp_path: Path) -> None:
+    given = config(tmp_path, run_dir=str(tmp_path / "here"), resume="never")
+    with open_run_dir(given) as (run_dir, _):
+        saved = (run_dir / "config.yaml").read_bytes()
+        with pytest.raises(StorageError, match="another process is training in"):
+            opened(given.model_copy(update={"seed": 5}))
+        assert (run_dir / "config.yaml").read_bytes() == saved
+
+
+def test_runs_that_begin_in_the_same_second_have_a_directory_each(tmp_path: Path, monkeypatch) -> None:
+    class Clock:
+        now = staticmethod(lambda zone: datetime(2025, 1, 31, 12, tzinfo=zone))
+
+    monkeypatch.setattr(rundir, "datetime", Clock)
+    with ExitStack() as living:
+        for seed in range(11):
+            given = config(tmp_path, resume="never", seed=seed)
+            run_dir, _ = living.enter_context(open_run_dir(given))
+            assert run_dir.name == "run-20250131T120000Z" + (f"-{seed + 1}" if seed else "")
+            assert load_config(run_dir / "config.yaml").seed == seed
+    assert opened(config(tmp_path, seed=9))[0].name == "run-20250131T120000Z-10"
+    opened(config(tmp_path, resume="never", seed=9))
+    assert opened(config(tmp_path, seed=9))[0].name == "run-20250131T120000Z-12"  # the newest
+
+
+def test_a_configuration_that_was_torn_is_of_no_run(tmp_path: Path) -> None:
+    torn = tmp_path / "runs" / "run-20200101T000000Z"
+    torn.mkdir(parents=True)
+    for text in ("", "{", "- 1\n", "name: run\ntrain:\n"):
+        (torn / "config.yaml").write_text(text)
+        assert opened(config(tmp_path))[0] != torn
+        with pytest.raises(ConfigError, match="holds a run with another"):
+            opened(config(tmp_path, run_dir=str(torn)))
+
+
+def test_only_the_records_of_the_run_are_wound_back(tmp_path: Path, make_base) -> None:
+    run_dir = begun(tmp_path, make_base)
+    (run_dir / "notes.jsonl").write_text("mine\n")
+    (run_dir / ".staging-0").write_text("what a kill left")
+    opened(config(tmp_path))
+    assert (run_dir / "notes.jsonl").read_text() == "mine\n" and not (run_dir / ".staging-0").exists()
 
 
 def test_evaluations_come_back(tmp_path: Path) -> None:
@@ -145,10 +209,9 @@ def test_evaluations_come_back(tmp_path: Path) -> None:
 
 def test_another_number_of_processes_is_the_same_run(tmp_path: Path, make_base) -> None:
     run_dir = begun(tmp_path, make_base)
-    run_dir = run_dir.rename(run_dir.with_name("run-20200101T000000Z"))  # not begun in this very second
     elsewhere = {
         "train": {"devices": 4, "parallel": "fsdp", "deadline_s": 5.0, "attention": "flex"},
         "launcher": "slurm",
     }
-    assert open_run_dir(config(tmp_path, **elsewhere))[0] == run_dir
-    assert open_run_dir(config(tmp_path, train={"learning_rate": 0.5}))[0] != run_dir
+    assert opened(config(tmp_path, **elsewhere))[0] == run_dir
+    assert opened(config(tmp_path, train={"learning_rate": 0.5}))[0] != run_dir

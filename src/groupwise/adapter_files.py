@@ -51,7 +51,7 @@ LOCK_TIMEOUT_S = 60.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib")
 _COPY_BYTES = 1 << 20
-_STAGING = ".staging-"
+_STAGING, _ASIDE = ".staging-", ".replaced-"
 _HALF = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # other OSErrors say nothing about the version
 
@@ -335,6 +335,38 @@ def replace(path: Path, text: str) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     fsync(path.parent)
+
+
+def replace_directory(staging: Path, target: Path) -> None:
+    """Rename a directory to `target`, in place of the one that is there. After a crash `whole_directory` finds the old
+    one or the new one."""
+    aside = _aside(target)
+    if target.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        target.rename(aside)
+    try:
+        staging.rename(target)
+    except OSError:
+        if not target.exists() and aside.exists():
+            aside.rename(target)
+        raise
+    fsync(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def whole_directory(target: Path) -> Path:
+    """Where the content of `target` is: there, or set aside if a crash interrupted its replacement."""
+    aside = _aside(target)
+    return aside if aside.exists() and not target.exists() else target
+
+
+def set_aside(root: Path, pattern: str) -> list[Path]:
+    """The directories that were to be replaced in `root` when a crash came, by the names that they had."""
+    return [root / path.name.removeprefix(_ASIDE) for path in root.glob(f"{_ASIDE}{pattern}")]
+
+
+def _aside(target: Path) -> Path:
+    return target.with_name(f"{_ASIDE}{target.name}")
 
 
 def staging_path(root: Path) -> Path:

@@ -62,20 +62,27 @@ def save(run_dir: Path, learner: Learner, standing: Standing) -> None:
         (staging / _STANDING).write_text(standing.dump(), encoding="utf-8")
         for path in (*staging.iterdir(), staging):
             files.fsync(path)
-        if target.exists():  # the same step again, now finished
-            shutil.rmtree(target)
         faults.point("checkpoint:before-rename")
-        staging.rename(target)
+        files.replace_directory(staging, target)  # the same step may be saved again, now finished
         faults.point("checkpoint:after-rename")
-        files.fsync(root)
-        for other in root.glob(f"{_STEP}*"):
+        for other in _saved(root):
             if other != target:
-                shutil.rmtree(other)
+                shutil.rmtree(files.whole_directory(other))
 
 
 def newest(run_dir: Path) -> Path | None:
     """The checkpoint with the highest step, if there is one."""
-    return max((run_dir / CHECKPOINTS).glob(f"{_STEP}*"), default=None)
+    found = max(_saved(run_dir / CHECKPOINTS), key=_step_of, default=None)
+    return None if found is None else files.whole_directory(found)
+
+
+def _saved(root: Path) -> set[Path]:
+    """Every checkpoint that is whole, by its name."""
+    return {*root.glob(f"{_STEP}*"), *files.set_aside(root, f"{_STEP}*")}
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix(_STEP))
 
 
 def read(checkpoint: Path) -> Standing:

@@ -31,7 +31,7 @@ from groupwise.config import RunConfig
 from groupwise.display import Display, open_display
 from groupwise.interrupt import StopRequest
 from groupwise.rewards.base import RewardFunction
-from groupwise.rundir import open_run_dir, owned
+from groupwise.rundir import open_run_dir
 from groupwise.running import Evaluations, Running
 from groupwise.template_check import template_check
 from groupwise.tracking import open_trackers
@@ -86,10 +86,9 @@ def _run(
     stop: StopRequest,
 ) -> RunResult:
     plan = make_plan(config, rewards=rewards)
-    run_dir, standing = open_run_dir(config)
     resolved = config.model_dump(mode="json")
     with (
-        owned(run_dir),
+        open_run_dir(config) as (run_dir, standing),
         open_parts(plan, on_phase=shown.phase, say=shown.note, ranks=ranks, elsewhere=elsewhere) as parts,
         open_trackers(config.tracking, run_dir=run_dir, run_name=run_dir.name, resolved_config=resolved) as tracking,
     ):

@@ -11,16 +11,18 @@ runs/<name>-<time>/
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
 from groupwise import adapter_files as files
 from groupwise import checkpoint
@@ -32,92 +34,117 @@ from groupwise.evaluate import Evaluation
 from groupwise.group_json import group_from_json, group_to_json
 from groupwise.types import PolicyVersion
 
-CONFIG, METRICS, ROLLOUTS, EVALUATIONS, ADAPTERS = "config.yaml", "metrics.jsonl", "rollouts", "evaluations", "adapters"
+CONFIG, METRICS, HEALTH = "config.yaml", "metrics.jsonl", "health.jsonl"
+ROLLOUTS, EVALUATIONS, ADAPTERS = "rollouts", "evaluations", "adapters"
 _WHERE = ("run_dir", "output_dir", "resume", "launcher")  # which do not make it another run
 _ON_WHAT = ("devices", "parallel", "cpu_offload", "deadline_s", "attention")  # of `train`: nor do these
 
 
-def run_dir_of(config: RunConfig) -> Path:
-    """The directory of the run that goes on (`resume: auto`), or of a new one. Raises as `open_run_dir`."""
-    return _found(config)[0]
+@contextmanager
+def open_run_dir(config: RunConfig) -> Iterator[tuple[Path, checkpoint.Standing | None]]:
+    """Within: the run's directory, in which no other process trains, and where the run stands if it is one that goes on
+    (`resume: auto`). The run that `run_dir` names may be finished: then there is nothing left but to conclude it again.
 
+    The directory is locked before anything in it is changed: a run that is being trained stays as it is.
 
-def open_run_dir(config: RunConfig) -> tuple[Path, checkpoint.Standing | None]:
-    """The run's directory, and where the run stands if it is one that goes on (`resume: auto`). The run that `run_dir`
-    names may be finished: there is nothing left to do but to conclude it again.
-
-    Raises ConfigError if the directory holds another run, or this one and `resume` is never; StorageError if it cannot
-    be written.
+    Raises:
+        ConfigError: the directory holds another run, or this one and `resume` is never.
+        StorageError: another process trains in it, or it cannot be written.
     """
-    run_dir, begun = _found(config)
-    if begun:
-        found = checkpoint.newest(run_dir)
-        standing = None if found is None else checkpoint.read(found)
-        if standing is None or not standing.finished:
-            _wind_back(run_dir, config.name, standing)
-        return run_dir, standing
-    with files.writing(f"making the run directory {run_dir}"):
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / CONFIG).write_text(dump_resolved(config), encoding="utf-8")
-    return run_dir, None
+    run_dir = reserve_run_dir(config)
+    with owned(run_dir):
+        yield run_dir, _entered(run_dir, config)
+
+
+def reserve_run_dir(config: RunConfig) -> Path:
+    """The directory of the run that goes on, or of a new one, which is made here and given to nobody else.
+
+    Raises as `open_run_dir`, but for the lock.
+    """
+    if config.resume == "auto" and config.run_dir is None and (begun := _unfinished(config)) is not None:
+        return begun
+    path = config.run_path(now=datetime.now(UTC))
+    _check_free(path, config)
+    with files.writing(f"making the run directory {path}"):
+        if config.run_dir is not None:
+            path.mkdir(parents=True, exist_ok=True)
+            return path
+        return _made(path)
 
 
 @contextmanager
-def owned(run_dir: Path) -> Iterator[None]:
-    """Within: no other process may train in this directory. Raises StorageError if one does."""
-    descriptor = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+def owned(directory: Path) -> Iterator[None]:
+    """Within: no other process trains in this directory. Raises StorageError if one does."""
+    with files.writing(f"locking {directory}"):
+        descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         if not files.try_lock(descriptor):
-            raise StorageError(f"another process is training in {run_dir}", hint="wait for it, or end it")
+            raise StorageError(f"another process is training in {directory}", hint="wait for it, or end it")
         yield
     finally:
         os.close(descriptor)
 
 
-def _found(config: RunConfig) -> tuple[Path, bool]:
-    """The run's directory, and whether it holds the run already."""
-    if config.resume == "auto" and (run_dir := _begun(config)) is not None:
-        return run_dir, True
-    run_dir = config.run_path(now=datetime.now(UTC))
-    if (run_dir / METRICS).exists():
+def _made(path: Path) -> Path:
+    """A new directory: `path`, or path-2, path-3, ... if other runs of that name began in the same second."""
+    for number in itertools.count(1):
+        numbered = path if number == 1 else path.with_name(f"{path.name}-{number}")
+        with suppress(FileExistsError):
+            numbered.mkdir(parents=True)
+            return numbered
+    raise AssertionError("there is always a free number")
+
+
+def _entered(run_dir: Path, config: RunConfig) -> checkpoint.Standing | None:
+    """Make the directory ready for the run: wound back to its checkpoint, or with its configuration. It is locked."""
+    _check_free(run_dir, config)
+    if not (run_dir / CONFIG).exists() or config.resume == "never":
+        with files.writing(f"making the run directory {run_dir}"):
+            files.replace(run_dir / CONFIG, dump_resolved(config))
+        return None
+    if changed := _changes(run_dir / CONFIG, config):
+        raise ConfigError(
+            f"run_dir {str(run_dir)!r} holds a run with another {', '.join(changed)}",
+            hint="resume with the configuration that the run was started with, or name another directory",
+        )
+    found = checkpoint.newest(run_dir)
+    standing = None if found is None else checkpoint.read(found)
+    if standing is None or not standing.finished:
+        _wind_back(run_dir, config.name, standing)
+    return standing
+
+
+def _check_free(run_dir: Path, config: RunConfig) -> None:
+    if config.resume == "never" and (run_dir / METRICS).exists():
         raise ConfigError(
             f"run_dir {str(run_dir)!r} already holds a run",
             hint="name another, remove it, or go on with it if it was not finished: resume=auto",
         )
-    return run_dir, False
 
 
-def _begun(config: RunConfig) -> Path | None:
-    """The run of this configuration in `run_dir`, or the newest in `output_dir` that was not finished. Raises
-    ConfigError if `run_dir` holds another."""
-    if config.run_dir is not None:
-        candidates = [Path(config.run_dir)]
-    else:
-        pattern = re.compile(rf"{re.escape(config.name)}-\d{{8}}T\d{{6}}Z")
-        found = Path(config.output_dir).glob(f"{config.name}-*")
-        candidates = sorted((path for path in found if pattern.fullmatch(path.name)), reverse=True)
-    for run_dir in candidates:
-        if not (run_dir / CONFIG).exists():
-            continue
-        changed = _changes(run_dir / CONFIG, config)
-        if changed and config.run_dir is not None:
-            raise ConfigError(
-                f"run_dir {str(run_dir)!r} holds a run with another {', '.join(changed)}",
-                hint="resume with the configuration that the run was started with, or name another directory",
-            )
-        at = checkpoint.newest(run_dir)
-        finished = at is not None and checkpoint.read(at).finished
-        if not changed and (config.run_dir is not None or not finished):
-            return run_dir
+def _unfinished(config: RunConfig) -> Path | None:
+    """The newest run of this configuration in `output_dir` that was not finished."""
+    pattern = re.compile(rf"{re.escape(config.name)}-(\d{{8}}T\d{{6}}Z)(?:-(\d+))?")
+    matches = [(pattern.fullmatch(path.name), path) for path in Path(config.output_dir).glob(f"{config.name}-*")]
+    begun = [(match[1], int(match[2] or 1), path) for match, path in matches if match]
+    for _, _, run_dir in sorted(begun, reverse=True):
+        if (run_dir / CONFIG).exists() and not _changes(run_dir / CONFIG, config):
+            at = checkpoint.newest(run_dir)
+            if at is None or not checkpoint.read(at).finished:
+                return run_dir
     return None
 
 
 def _changes(saved: Path, config: RunConfig) -> list[str]:
     """The keys in which a saved configuration differs from this one."""
     yaml = YAML(typ="safe")
-    before, now = (dict(yaml.load(text)) for text in (saved.read_text(encoding="utf-8"), dump_resolved(config)))
+    try:
+        before = dict(yaml.load(saved.read_text(encoding="utf-8")))
+        now = dict(yaml.load(dump_resolved(config)))
+    except (OSError, YAMLError, ValueError, TypeError):
+        return ["configuration, or one that cannot be read"]
     for data in (before, now):
-        data["train"] = {key: value for key, value in data["train"].items() if key not in _ON_WHAT}
+        data["train"] = {key: value for key, value in dict(data.get("train") or {}).items() if key not in _ON_WHAT}
     keys = (key for key in {**before, **now} if key not in _WHERE)
     return [key for key in keys if to_yaml({key: before.get(key)}) != to_yaml({key: now.get(key)})]
 
@@ -127,11 +154,12 @@ def _wind_back(run_dir: Path, name: str, standing: checkpoint.Standing | None) -
     step = -1 if standing is None else standing.step
     version = PolicyVersion.base() if standing is None else standing.version
     with files.writing(f"winding {run_dir} back to its checkpoint"):
-        for record in run_dir.glob("*.jsonl"):
+        files.sweep(run_dir)
+        for record in filter(Path.exists, (run_dir / METRICS, run_dir / HEALTH)):
             kept = [line for line in record.read_text(encoding="utf-8").splitlines() if _is_of(line, step)]
             files.replace(record, "".join(f"{line}\n" for line in kept))
         for path in (*run_dir.glob(f"{ROLLOUTS}/step_*"), *run_dir.glob(f"{EVALUATIONS}/step_*")):
-            if int(path.name[5:11]) > step:
+            if int(path.name.removeprefix("step_").partition(".")[0]) > step:
                 path.unlink()
         shutil.rmtree(run_dir / "model", ignore_errors=True)
     if (run_dir / ADAPTERS).is_dir():

@@ -162,7 +162,8 @@ def test_learners_that_come_later_find_a_run_that_is_finished(
     standing = Standing(step=2, version=version, sampler=version, synced=2, finished=True)
 
     def attempt(config: RunConfig, *_: Any) -> tuple[Path, Standing | None]:
-        run_dir, found = open_run_dir(config)
+        with open_run_dir(config) as (run_dir, found):
+            pass
         if found is not None:
             return run_dir, found
         (run_dir / "metrics.jsonl").write_text("{}\n")
@@ -182,7 +183,8 @@ def test_learners_that_come_later_find_a_run_that_is_finished(
 def test_the_launchers_section_makes_it_no_other_run(tmp_path: Path) -> None:
     """A run on Ray goes on without it, and the other way round."""
     keys = {"run_dir": str(tmp_path / "run"), "resume": "auto"}
-    assert open_run_dir(config(**keys)) == (tmp_path / "run", None)
-    assert open_run_dir(config("torchrun", **keys)) == (tmp_path / "run", None)
-    with pytest.raises(ConfigError, match="another seed"):
-        open_run_dir(config(seed=1, **keys))
+    for launcher in ("ray", "torchrun"):
+        with open_run_dir(config(launcher, **keys)) as found:
+            assert found == (tmp_path / "run", None)
+    with pytest.raises(ConfigError, match="another seed"), open_run_dir(config(seed=1, **keys)):
+        pass

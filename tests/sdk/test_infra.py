@@ -16,7 +16,8 @@ from sdk_cases import ADAM, sequences, weights
 
 from groupwise.cookbook import Config
 from groupwise.cookbook import DeployConfig as RecipeDeployConfig
-from groupwise.errors import ConfigError, GroupwiseError, ModelError
+from groupwise.errors import ConfigError, GroupwiseError, ModelError, StorageError
+from groupwise.rundir import owned
 from groupwise.sdk.config import DeployConfig, InfraConfig, LoopConfig, WeightSyncConfig, WeightSyncScope
 from groupwise.sdk.deployment import Deployment, find_deployment
 from groupwise.sdk.infra import Infra, InfraError, setup_infra
@@ -164,9 +165,10 @@ def test_one_error_is_itself_and_said_once(config: LoopConfig) -> None:
 
 
 def test_several_errors_are_all_told_and_what_was_opened_is_closed(config: LoopConfig, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("where a directory should be")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "adapters").write_text("where a directory should be")
     named = replace(config, policy_job_id="taken")
-    broken = replace(named, lora_rank=8, log_path=str(tmp_path / "file"))
+    broken = replace(named, lora_rank=8, log_path=str(tmp_path / "other"))
     own = InfraConfig(training_shape_id="cpu-small", ref_training_shape_id="cpu-small")  # a reference that can be had
     with (
         setup_infra(named, needs_reference=False, needs_inference=False),
@@ -228,6 +230,25 @@ def test_what_does_not_go_together_is_refused(config: LoopConfig, changes: dict,
 def test_a_configuration_that_cannot_be_is_refused(make: Callable[[], object]) -> None:
     with pytest.raises(ConfigError):
         make()
+
+
+def test_another_process_that_trains_in_the_same_log_path_is_not_disturbed(config: LoopConfig) -> None:
+    with setup_infra(config, needs_reference=False, needs_inference=True) as infra:
+        train(infra, range(1, 4))
+    with owned(Path(config.log_path)):  # as another process would
+        before = {str(path): path.stat().st_mtime_ns for path in Path(config.log_path).rglob("*")}
+        with pytest.raises(StorageError, match="another process is training in"):
+            setup_infra(config, needs_reference=False, needs_inference=False)
+        assert {str(path): path.stat().st_mtime_ns for path in Path(config.log_path).rglob("*")} == before
+    infra = setup_infra(config, needs_reference=False, needs_inference=True)
+    resumed = infra.weights.resume()
+    assert resumed is not None and resumed.step == 2
+    with pytest.raises(StorageError, match="another process is training in"), owned(Path(config.log_path)):
+        pass
+    infra.close()
+    infra.close()
+    with owned(Path(config.log_path)):
+        pass
 
 
 # ---- attaching ----

@@ -293,6 +293,10 @@ def test_a_state_is_whole_and_of_this_policy(service: TrainingService, policy: T
         service.create_training_client(lora=LoraSpec(rank=2)).load_state(tmp_path / "state").result()
     with pytest.raises(StorageError, match="cannot be read"):
         policy.load_state(tmp_path / "nothing").result()
+    (tmp_path / "state").rename(tmp_path / ".replaced-state")  # a kill while it was being replaced
+    policy.load_state(tmp_path / "state").result()
+    policy.save_state(tmp_path / "state").result()
+    assert not (tmp_path / ".replaced-state").exists()
     for path in (tmp_path / "state").glob("*.distcp"):
         path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(StorageError, match="is damaged"):

@@ -31,7 +31,7 @@ from groupwise.config import RunConfig
 from groupwise.envs.load import load_env
 from groupwise.errors import ClusterError, ConfigError, RankLostError, TrainingError
 from groupwise.interrupt import StopRequest
-from groupwise.rundir import run_dir_of
+from groupwise.rundir import reserve_run_dir
 
 LOOK_S = 0.5  # between two looks whether Ctrl-C was pressed
 LEADS_S = 10.0  # for rank 0 to fail, after another that did because of it
@@ -161,7 +161,9 @@ def supervise(config: RunConfig, run: Run[R], *, say: Callable[[str], None] = la
         roles = roles_of(config, gpus_there=ray_module().cluster_resources().get("GPU", 0.0))
         with placed(roles.bundles, timeout_s=config.launcher.start_timeout_s, say=say) as group:
             places, lost = roles.places(group, os.getcwd()), 0
-            config = config.model_copy(update={"run_dir": str(run_dir_of(config))})  # learners that come later find it
+            config = config.model_copy(
+                update={"run_dir": str(reserve_run_dir(config))}
+            )  # learners that come later find it
             while True:
                 try:
                     return _attempt(config, run, places, stop)

@@ -18,18 +18,21 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from groupwise import adapter_files as files
 from groupwise.adapters import AdapterStore
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.frontends import cookbook
 from groupwise.frontends.cookbook import SERVICE, idle_notes, require_tokenizer
 from groupwise.model import LoadedModel, load_model
+from groupwise.rundir import owned
 from groupwise.sdk.attach import Running
 from groupwise.sdk.concurrency import AdaptiveConcurrency
 from groupwise.sdk.config import LoopConfig, WeightSyncScope, loop_config
@@ -121,6 +124,38 @@ class Infra:
         self.close()
 
 
+class _LogPaths:
+    """The log_paths in use. Another process must not train in one: it would wind versions back and replace states.
+    In this process whoever attaches to a trainer may share its log_path."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: dict[Path, tuple[ExitStack, int]] = {}  # the lock, and how many hold it
+
+    def hold(self, path: Path) -> Callable[[], None]:
+        """Make the directory and keep other processes out until what is returned is called. Raises StorageError."""
+        with files.writing(f"making the directory {path}"):
+            path.mkdir(parents=True, exist_ok=True)
+        key = path.resolve()
+        with self._lock:
+            lock, count = self._held.get(key, (ExitStack(), 0))
+            if not count:
+                lock.enter_context(owned(key))
+            self._held[key] = (lock, count + 1)
+        once = ExitStack()
+        once.callback(self._let_go, key)
+        return once.close
+
+    def _let_go(self, key: Path) -> None:
+        with self._lock:
+            lock, count = self._held.pop(key)
+            if count > 1:
+                self._held[key] = (lock, count - 1)
+            else:
+                lock.close()
+
+
+_LOG_PATHS = _LogPaths()
 _POLICIES: Running[TrainingClient] = Running()
 _REFERENCES: Running[ReferenceClient] = Running()
 
@@ -132,6 +167,7 @@ def setup_infra(config: LoopConfig | cookbook.Config, *, needs_reference: bool, 
     asks for one of its own. Without an adapter there is none without that profile, and a warning says so.
 
     Raises:
+        StorageError: another process trains in `log_path`, or it cannot be written.
         ConfigError: `deployment.tokenizer_model` is not set (a ValueError), a profile that does not exist or fit, or
             what is attached to is another.
         ModelError: the model cannot be loaded.
@@ -172,6 +208,7 @@ class _Opening:
 
     def open(self) -> Infra:
         started = time.monotonic()
+        self._closeables.append(_LOG_PATHS.hold(Path(self.config.log_path)))
         parts: dict[str, Callable[[], Any]] = {"policy": self._policy}
         if self.needs_inference:
             parts["deployment"] = self._deployment

@@ -52,10 +52,7 @@ def save(learner: Learner, directory: Path, *, extra: Mapping[str, Any]) -> None
         (staging / FACTS).write_text(facts, encoding="utf-8")
         for path in (*staging.iterdir(), staging):
             files.fsync(path)
-        if directory.exists():
-            shutil.rmtree(directory)
-        staging.rename(directory)
-        files.fsync(directory.parent)
+        files.replace_directory(staging, directory)
 
 
 def load(learner: Learner, directory: Path) -> dict[str, Any]:
@@ -65,6 +62,7 @@ def load(learner: Learner, directory: Path) -> dict[str, Any]:
         StorageError: there is no such state, or it is damaged.
         ConfigError: it is of another adapter or model.
     """
+    directory = files.whole_directory(directory)
     try:
         facts = json.loads((directory / FACTS).read_text(encoding="utf-8"))
         saved = FileSystemReader(directory).read_metadata().state_dict_metadata
@@ -92,7 +90,7 @@ def load(learner: Learner, directory: Path) -> dict[str, Any]:
 def remove(directory: Path) -> None:
     """Remove a state. Raises StorageError."""
     with files.writing(f"removing the state {directory}"):
-        shutil.rmtree(directory)
+        shutil.rmtree(files.whole_directory(directory))
 
 
 def _shape(learner: Learner) -> dict[str, Any]:

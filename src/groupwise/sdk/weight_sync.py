@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from groupwise import adapter_files as files
 from groupwise.errors import ConfigError
 from groupwise.sdk import state
 from groupwise.sdk.config import WeightSyncConfig
@@ -145,7 +146,8 @@ class WeightSyncer:
 
     def _saved(self) -> list[Path]:
         """The states, oldest first."""
-        found = [path for path in self.states.glob("step-*") if _STEP.fullmatch(path.name)]
+        there = {*self.states.glob("step-*"), *files.set_aside(self.states, "step-*")}
+        found = [path for path in there if _STEP.fullmatch(path.name)]
         return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
     def _resume(self) -> Resumed | None:
