@@ -559,9 +559,17 @@ def test_rollback_goes_past_what_is_damaged(store):
     assert "math@2 is damaged" in again.warnings[0]
 
 
-def test_an_unreadable_state_file_is_set_aside_and_said(store):
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("{", "[]", "null", "[" * 5000, '{"activations": [], "retired": {"math": 1e400}}'),
+        *('{"activations": [], "retired": {"math": 1.5}}', '{"activations": [], "retired": {"math": -1}}'),
+        *('{"activations": 3, "retired": {}}', '{"activations": [], "retired": []}'),
+    ],
+)
+def test_an_unreadable_state_file_is_set_aside_and_said(store, text):
     store.activate(publish(store))
-    (store.root / ".state.json").write_text("{")
+    (store.root / ".state.json").write_text(text)
     again = AdapterStore(store.root)
     assert again.active == BASE and "'base' is active" in again.warnings[0]
     assert len(list((store.root / ".quarantine").glob("state-*.json"))) == 1
@@ -573,6 +581,15 @@ def test_a_store_of_a_newer_groupwise_is_refused_and_left_as_it_is(store):
     with pytest.raises(GroupwiseError, match="newer groupwise"):
         AdapterStore(store.root)
     assert sidecar.exists()
+
+
+def test_a_sidecar_with_a_size_that_is_no_number_is_damaged(store):
+    sidecar = store.path(publish(store)) / SIDECAR
+    data = json.loads(sidecar.read_text())
+    data["files"]["adapter_config.json"][0] = 1e400
+    sidecar.write_text(json.dumps(data).replace("Infinity", "1e400"))
+    again = AdapterStore(store.root)
+    assert again.versions("math") == () and "cannot be read" in again.warnings[0]
 
 
 def test_what_is_not_ours_in_the_store_is_left_alone(store):

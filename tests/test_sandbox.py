@@ -75,6 +75,12 @@ def test_input_output_and_status(level):
     assert 0 < outcome.cpu_s < 20 and 0 < outcome.seconds < 20
 
 
+@pytest.mark.parametrize("number", [6, 11])
+def test_what_a_signal_ended_has_no_exit_code(level, number):
+    outcome = run_python(f"import os; os.kill(os.getpid(), {number})", limits=QUICK)
+    assert (outcome.status, outcome.exit_code, outcome.signal) == ("killed", None, number)
+
+
 def test_an_exception_is_an_error_with_its_line(level):
     outcome = run_python("x = 1\nraise KeyError('k')", limits=QUICK)
     assert outcome.status == "error"

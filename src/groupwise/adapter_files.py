@@ -260,10 +260,17 @@ def read_info(directory: Path, *, version: PolicyVersion) -> AdapterInfo:
             job=raw.get("job"),  # versions of before there were jobs have neither
             canary=raw.get("canary"),
             created=raw["created"],
-            files={key: (int(size), str(digest)) for key, (size, digest) in raw["files"].items()},
+            files={key: (whole_number(size), str(digest)) for key, (size, digest) in raw["files"].items()},
         )
     except (*_ABSENT, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise AdapterError(f"{version}: {SIDECAR} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def whole_number(value: Any) -> int:
+    """A number from a JSON file, which may be damaged. Raises ValueError: 1e400 is infinite, and 1.5 is no size."""
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{str(value)[:80]!r} is not a whole number")
+    return value
 
 
 def find_damage(directory: Path, *, version: PolicyVersion, hashes: bool) -> str | None:

@@ -346,10 +346,10 @@ class AdapterStore:
         try:
             raw = json.loads(self._state_path.read_bytes())
             activations = tuple(PolicyVersion.parse(text) for text in raw["activations"])
-            return _State(activations, {name: int(number) for name, number in raw["retired"].items()})
+            return _State(activations, {name: files.whole_number(number) for name, number in raw["retired"].items()})
         except FileNotFoundError:
             return _State()
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise AdapterError(f"{self._state_path} cannot be read: {error}", hint="open the store again") from error
 
     def _write_state(self, state: _State) -> None:

@@ -46,7 +46,8 @@ class Standing:
     def parse(cls, text: str) -> Standing:
         raw = json.loads(text)
         versions = {key: PolicyVersion.parse(raw[key]) for key in ("version", "sampler")}
-        return cls(**{**raw, **versions})
+        steps = {key: files.whole_number(raw[key]) for key in ("step", "synced")}
+        return cls(**{**raw, **versions, **steps})
 
 
 def save(run_dir: Path, learner: Learner, standing: Standing) -> None:
@@ -89,7 +90,7 @@ def read(checkpoint: Path) -> Standing:
     """Raises StorageError if it is damaged."""
     try:
         return Standing.parse((checkpoint / _STANDING).read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StorageError(
             f"the checkpoint {checkpoint} cannot be read: {type(error).__name__}: {error}",
             hint="start the run anew, in another directory",

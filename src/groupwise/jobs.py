@@ -1,4 +1,4 @@
-"""The worker: a process that trains one leased job after another, beside the server and below its priority.
+"""The worker: a process that trains one leased job after another, beside the server.
 
     python -m groupwise.jobs --state DIR --model NAME --dtype D --device D [--threads N] [--worker ID]
 
@@ -65,8 +65,6 @@ PARENT_GRACE_S = 10.0  # for the step that is being done when the parent dies; n
 PREDECESSOR_S = 15.0  # how long to wait for a worker whose parent died
 PAUSE_S = 30.0  # after the disk was full
 MAX_PAUSES = 20  # of one job
-NICENESS = 10
-OOM_SCORE = "500"  # when memory runs out the kernel is to end this process, not the server
 
 _PR_SET_PDEATHSIG = 1
 _NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
@@ -294,7 +292,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     if not (parent := _die_with_parent(options.parent)):
         return 0
-    _step_back()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -385,14 +382,6 @@ def _alone(state: Path, pulse: Pulse) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _step_back() -> None:
-    """Let the server go first: for the processors, and when memory runs out."""
-    with suppress(OSError):
-        os.nice(NICENESS)
-    with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(OOM_SCORE, encoding="ascii")
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ class Keeper:
                 pass
         if reason is None and self.group is not None and self.group.out_of_memory():
             reason = "memory"
-        end = {"reason": reason, "exit": None, "signal": None, "cpu_s": cpu_s} | _of_status(status)
+        end = {"reason": reason, "cpu_s": cpu_s} | _of_status(status)
         with open(report_reading, "rb") as report:  # all its writers are dead
             for line in report.read().splitlines():
                 end |= json.loads(line)
@@ -331,10 +331,11 @@ def stdin_of(text: str | None) -> int:
     return descriptor
 
 
-def _of_status(status: int) -> dict[str, int]:
+def _of_status(status: int) -> dict[str, int | None]:
+    """One of the two is None: process 1 reports the program's end, which replaces its own."""
     if os.WIFSIGNALED(status):
-        return {"signal": os.WTERMSIG(status)}
-    return {"exit": os.WEXITSTATUS(status)}
+        return {"exit": None, "signal": os.WTERMSIG(status)}
+    return {"exit": os.WEXITSTATUS(status), "signal": None}
 
 
 # ---- killing ----

@@ -53,7 +53,8 @@ from groupwise.types import BASE, PolicyVersion, Sample
 
 CANARY_TOKENS = 16
 
-_DAMAGED = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError)  # what reading rubbish raises
+# what reading rubbish raises
+_DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError, SafetensorError)
 
 
 class JobCancelled(Exception):

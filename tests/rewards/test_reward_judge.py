@@ -369,6 +369,8 @@ def test_the_key_is_in_no_message(start, monkeypatch, caplog):
     ("options", "message"),
     [
         ({"base_url": "localhost:8000"}, "it must be a URL"),
+        ({"base_url": "http://[bad"}, "it must be a URL"),
+        ({"base_url": "http://host:port"}, "it must be a URL"),
         ({"scale": (0, 0)}, r"scale is \[0, 0\]"),
         ({"scale": (0, math.inf)}, "scale is"),
         ({"scale": (0,)}, "scale is"),

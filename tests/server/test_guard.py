@@ -313,7 +313,9 @@ def test_hosts_may_be_allowed_and_a_public_server_has_any() -> None:
     assert public.http.get("/health", headers={"host": "any.example"}).status_code == 200
 
 
-@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1:9999"])
+@pytest.mark.parametrize(
+    "origin", ["https://evil.example", "null", "http://127.0.0.1:9999", "http://[bad", "http://]", "[", "http://[::1"]
+)
 def test_pages_of_other_sites_change_nothing(site: Site, origin: str) -> None:
     refused(site.http.post("/v1/adapters/unload", headers={"origin": origin}), 403, "forbidden")
     assert "access-control-allow-origin" not in site.http.get("/health", headers={"origin": origin}).headers

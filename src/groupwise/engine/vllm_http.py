@@ -75,8 +75,12 @@ class Facts:
 def server_url(text: str) -> str:
     """ "http://gpu:8000/v1/" -> "http://gpu:8000": clients are used to write the path. Raises ConfigError."""
     url = text.strip().rstrip("/").removesuffix("/v1")
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # brackets without an end, a port that is no number
+        valid = False
+    if not valid:
         raise ConfigError(f"vllm.urls: {text!r} is no address; write it as in http://localhost:8000")
     return url
 

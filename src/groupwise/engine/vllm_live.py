@@ -108,7 +108,7 @@ class LiveVllm(VllmEngine):
 
     def load(self, version: PolicyVersion, directory: Path) -> None:
         rank, patterns = 0, list[str]()
-        with suppress(OSError, ValueError, TypeError, KeyError):  # what cannot be read is refused below
+        with suppress(OSError, ValueError, TypeError, KeyError, OverflowError):  # what cannot be read is refused below
             config = json.loads((directory / FILES[0]).read_text())
             rank, patterns = int(config["r"]), [key for key in ("alpha_pattern", "rank_pattern") if config.get(key)]
         if patterns:

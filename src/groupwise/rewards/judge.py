@@ -135,8 +135,12 @@ async def judge(
 
 
 def _server(base_url: str, api_key_env: str | None, *, scale: Sequence[float], **limits: Any) -> _Server:
-    parts = urlsplit(base_url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(base_url)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # brackets without an end, a port that is no number
+        valid = False
+    if not valid:
         raise ConfigError(f"base_url is {base_url!r}; it must be a URL", hint="as in https://api.openai.com/v1")
     if len(scale) != 2 or not all(map(math.isfinite, scale)) or scale[0] >= scale[1]:
         raise ConfigError(f"scale is {list(scale)}; it must be [lowest, highest]")

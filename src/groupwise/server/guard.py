@@ -239,7 +239,12 @@ class Guard:
         return is_loopback(name) or name in allowed
 
     def _is_same_site(self, origin: str, host: str | None) -> bool:
-        return origin in self._config.cors_origins or (host is not None and urlsplit(origin).netloc == host)
+        if origin in self._config.cors_origins:
+            return True
+        try:
+            return host is not None and urlsplit(origin).netloc == host
+        except ValueError:  # it is no URL, as "http://[bad"
+            return False
 
     def _has_key(self, headers: Headers, path: str) -> bool:
         scheme, _, given = headers.get("authorization", "").partition(" ")
