@@ -252,7 +252,7 @@ def check(root: Path) -> dict[str, int]:
         "wrong_version": sum((root / job.version).read_text() != job.id for job in jobs.values() if job.version),
         "attempts_given_twice": sum(count > 1 for count in leases.values()),
         "wrong_payloads": sum(book.payload(id) != payload_of(job.config["key"]) for id, job in jobs.items()),
-        "waste_in_spool": len({path.name for path in (root / "spool").iterdir()} - {f"{id}.json" for id in jobs}),
+        "waste_in_spool": len({path.name for path in (root / "spool").iterdir()} - {f"{id}.payload" for id in jobs}),
         "damaged": broken_references + (integrity != "ok"),
     }
     book.close()
@@ -330,7 +330,7 @@ def small_files(root: Path) -> dict[str, int]:
     def look() -> None:
         book = Ledger(root / "ledger.db")
         assert len(book.jobs()) == 1
-        assert {path.name for path in (root / "spool").iterdir()} == {f"{book.jobs()[0].id}.json"}
+        assert {path.name for path in (root / "spool").iterdir()} == {f"{book.jobs()[0].id}.payload"}
 
     full = 0
     for limit in range(0, 1 << 20, 1531):

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from safetensors.numpy import load_file, save_file
 
-from groupwise.adapter_files import CONFIG, SIDECAR, WEIGHTS, Provenance, locked
+from groupwise.adapter_files import CONFIG, SIDECAR, WEIGHTS, Provenance, find_damage, locked
 from groupwise.adapters import AdapterStore
-from groupwise.errors import AdapterError, AdapterNotFoundError, GroupwiseError, StorageError
+from groupwise.errors import AdapterError, AdapterNotFoundError, GroupwiseError, InUseError, StorageError
 from groupwise.types import PolicyVersion
 
 BASE = PolicyVersion.base()
@@ -401,6 +401,23 @@ def test_the_active_version_cannot_be_deleted(store):
     assert store.rollback() == BASE  # the deleted version is no longer between the two
     with pytest.raises(AdapterError, match="nothing to roll back to"):
         store.rollback()
+
+
+def test_what_somebody_holds_is_neither_pruned_nor_deleted(store):
+    versions = [publish(store) for _ in range(4)]
+    other = AdapterStore(store.root)
+    with store.held(versions[0]) as directory, other.held(versions[0]) as same:
+        assert directory == same
+        assert other.prune("math", keep=2) == (versions[1],)
+        with pytest.raises(InUseError, match="math@1 is used by another process"):
+            other.delete(versions[0])
+        assert find_damage(directory, version=versions[0], hashes=True) is None
+    assert other.prune("math", keep=2) == (versions[0],)
+    with pytest.raises(AdapterNotFoundError), store.held(versions[0]):
+        pass
+    with store.held(versions[3]):
+        other.rewind("math", 3)  # a run that publishes it again asks nobody
+    assert store.versions("math") == (versions[2],)
 
 
 def test_prune_keeps_the_newest_the_active_the_rollback_target_and_the_protected(store):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 
 import pytest
@@ -40,6 +41,11 @@ def test_message_and_hint_reach_every_surface(kind):
 @pytest.mark.parametrize(
     ("kind", "status", "code", "exit_code"),
     [
+        (errors.StorageFullError, 507, "storage_full", 75),
+        (errors.StorageDeniedError, 507, "storage_denied", 3),
+        (errors.InUseError, 503, "in_use", 75),
+        (errors.LedgerDamagedError, 503, "ledger_damaged", 3),
+        (errors.DamagedPayloadError, 410, "payload_damaged", 1),
         (errors.JobNotFoundError, 404, "job_not_found", 2),
         (errors.NotCancellableError, 409, "not_cancellable", 1),
         (errors.IdempotencyConflictError, 409, "idempotency_conflict", 2),
@@ -58,6 +64,32 @@ def test_message_and_hint_reach_every_surface(kind):
 )
 def test_what_clients_rely_on(kind, status, code, exit_code):
     assert (kind.status, kind.code, kind.exit_code) == (status, code, exit_code)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "exit_code", "says"),
+    [
+        (OSError(errno.ENOSPC, "no space"), "storage_full", 75, "free some disk space"),
+        (OSError(errno.EDQUOT, "quota"), "storage_full", 75, "free some disk space"),
+        (OSError(errno.EFBIG, "too large"), "storage_full", 75, "free some disk space"),
+        (PermissionError(errno.EACCES, "no"), "storage_denied", 3, "let this user"),
+        (OSError(errno.EROFS, "read-only"), "storage_denied", 3, "let this user"),
+        (OSError(errno.EIO, "input/output error"), "storage_failed", 75, "dmesg"),
+        (
+            RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
+            "storage_full",
+            75,
+            "",
+        ),
+        (RuntimeError("Permission denied (os error 13)"), "storage_denied", 3, "let this user"),
+        (ValueError("rubbish"), "storage_failed", 75, "dmesg"),
+    ],
+)
+def test_what_the_file_system_says_is_the_kind_of_the_error(error, code, exit_code, says):
+    found = errors.StorageError.of(error, f"writing failed: {error}")
+    assert (found.code, found.exit_code, found.status) == (code, exit_code, 507)
+    assert says in found.hint and "what was stored before is unchanged" in found.hint
+    assert errors.StorageError.of(error, "x", hint="do this").hint == "do this"
 
 
 @pytest.mark.parametrize("kind", [errors.QueueFullError, errors.NotReadyError, errors.OverloadedError])

@@ -18,7 +18,7 @@ import pytest
 
 from groupwise import ledger, ledger_attempts, ledger_schema
 from groupwise.errors import (
-    DataError,
+    DamagedPayloadError,
     IdempotencyConflictError,
     JobNotFoundError,
     LeaseLostError,
@@ -43,6 +43,9 @@ class Clock:
         return self.wall
 
     def monotonic(self) -> float:
+        return self.ticks
+
+    def clock_gettime(self, clock: int) -> float:
         return self.ticks
 
     def sleep(self, seconds: float) -> None:
@@ -139,7 +142,7 @@ def test_a_job_is_as_it_was_submitted_also_after_reopening(book, clock, tmp_path
     assert again.job(job.id) == job
     assert again.payload(job.id) == payload
     assert states_told(again, job.id) == ["waiting"]
-    assert (tmp_path / "spool" / f"{job.id}.json").stat().st_mode & 0o077 == 0  # other people's prompts
+    assert (tmp_path / "spool" / f"{job.id}.payload").stat().st_mode & 0o077 == 0  # other people's prompts
     again.close()
 
 
@@ -151,8 +154,8 @@ def test_an_unknown_job(book):
 
 def test_a_payload_that_somebody_removed_is_named(book, tmp_path):
     job = submit(book)
-    (tmp_path / "spool" / f"{job.id}.json").unlink()
-    with pytest.raises(DataError, match=f"the payload of job {job.id} is missing"):
+    (tmp_path / "spool" / f"{job.id}.payload").unlink()
+    with pytest.raises(DamagedPayloadError, match=f"the payload of job {job.id} is missing"):
         book.payload(job.id)
 
 
@@ -588,6 +591,18 @@ def test_what_is_finished_is_forgotten_by_age_and_by_number(book, clock, tmp_pat
     assert not [line for line in tables if line.startswith('INSERT INTO "event"') and "completed" in line]
 
 
+def test_a_clock_that_is_set_ahead_makes_nothing_old(book, clock):
+    job = publish(book, auto_load=False, idempotency_key="k", fingerprint="a")
+    book.save_rollouts([rollout("r")])
+    clock.wall += 40 * DAY
+    book.prune()
+    assert submit(book, idempotency_key="k", fingerprint="a").id == job.id
+    assert book.rollouts(["r"]) and book.job(job.id).state is JobState.COMPLETED
+    clock.pass_(8 * DAY)
+    book.prune()
+    assert book.jobs() == [] and not book.rollouts(["r"])
+
+
 def test_a_job_stays_while_its_key_counts(book, clock, monkeypatch):
     monkeypatch.setattr(ledger, "KEEP_JOBS", 0)
     job = publish(book, auto_load=False, idempotency_key="k", fingerprint="a")
@@ -602,14 +617,14 @@ def test_pruning_removes_what_crashes_left_and_nothing_else(book, clock, tmp_pat
     job = submit(book)
     spool, checkpoints = tmp_path / "spool", tmp_path / "checkpoints"
     checkpoints.mkdir()
-    orphan, old, young = spool / f"{'a' * 32}.json", spool / ".b.tmp", spool / ".c.tmp"
+    orphan, old, young = spool / f"{'a' * 32}.payload", spool / ".b.tmp", spool / ".c.tmp"
     for path in (orphan, old, young, spool / "README", checkpoints / "notes"):
         path.write_text("x")
     (checkpoints / ("d" * 32)).mkdir()
     os.utime(old, (clock.wall - 4000, clock.wall - 4000))
     os.utime(young, (clock.wall - 10, clock.wall - 10))
     book.prune()
-    assert {path.name for path in spool.iterdir()} == {f"{job.id}.json", ".c.tmp", "README"}
+    assert {path.name for path in spool.iterdir()} == {f"{job.id}.payload", ".c.tmp", "README"}
     assert {path.name for path in checkpoints.iterdir()} == {"notes"}
 
 

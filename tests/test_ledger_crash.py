@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from groupwise import faults, ledger_schema
-from groupwise.errors import GroupwiseError, NotReadyError, StorageError
+from groupwise.errors import GroupwiseError, LedgerDamagedError, NotReadyError, StorageError
 from groupwise.ledger import Job, JobState, Ledger
 
 SCRIPT = Path(__file__).with_name("ledger_crash.py")
@@ -98,7 +98,7 @@ def test_a_full_database_is_a_507_and_earlier_jobs_stay(book):
         book.progress(lease, phase="training", step=1, message="x" * 100_000)
     assert book.job(kept.id).step == 0
     assert [job.id for job in book.jobs()] == [kept.id]
-    assert files(book) == {f"{kept.id}.json"}
+    assert files(book) == {f"{kept.id}.payload"}
     book._db._connection.execute("PRAGMA max_page_count=100000")
     book.progress(lease, phase="training", step=1, message="x" * 100_000)
     assert submit(book, config={"large": "x" * 100_000}).state is JobState.QUEUED
@@ -124,7 +124,7 @@ def test_a_submit_that_fails_half_way_leaves_nothing(book, monkeypatch, point, a
     with pytest.raises(error, match=point):
         submit(book, idempotency_key="k")
     assert dump(book.path) == before
-    assert files(book) == {f"{kept.id}.json"}
+    assert files(book) == {f"{kept.id}.payload"}
     assert submit(book, idempotency_key="k").position == 2
 
 
@@ -217,7 +217,7 @@ def test_processes_that_start_together_wait_for_the_one_that_makes_the_file(tmp_
 
 def test_a_damaged_ledger_and_one_of_a_newer_groupwise_are_refused(tmp_path):
     (tmp_path / "ledger.db").write_bytes(b"this is no database, " * 500)
-    with pytest.raises(GroupwiseError, match="the ledger is damaged"):
+    with pytest.raises(LedgerDamagedError, match=r"ledger\.db is damaged: file is not a database"):
         Ledger(tmp_path / "ledger.db")
     newer = tmp_path / "newer" / "ledger.db"
     Ledger(newer).close()

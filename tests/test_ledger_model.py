@@ -34,7 +34,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.stack = contextlib.ExitStack()
-        self.clock = Clock()
+        self.clock, self.set_by = Clock(), [0.0, 0.0]  # since each of the two was opened
         patch = self.stack.enter_context(pytest.MonkeyPatch.context())
         for module in (ledger, ledger_attempts, ledger_schema):
             patch.setattr(module, "time", self.clock)
@@ -59,6 +59,10 @@ class LedgerMachine(RuleBasedStateMachine):
         self.stack.close()
 
     # --- the model ---
+
+    def now(self) -> float:
+        """For how old things are, to the one that is used next: a clock that was set ahead makes nothing old."""
+        return min(self.clock.wall, self.clock.wall - self.set_by[(self.turn + 1) % 2])
 
     def where(self, *states: str) -> list[dict[str, Any]]:
         return [job for job in self.jobs if job["state"] in states]
@@ -90,7 +94,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from([None, None, "x", "y"]), body=st.sampled_from("AB"), auto_load=st.booleans())
     def submit(self, key: str | None, body: str, auto_load: bool) -> None:
-        known = [j for j in self.jobs if key is not None and j["key"] == key and j["keyed"] >= self.clock.wall - DAY]
+        known = [j for j in self.jobs if key is not None and j["key"] == key and j["keyed"] >= self.now() - DAY]
         options: dict[str, Any] = {"kind": "sft", "adapter": "a", "config": {}, "summary": {}, "steps": 3}
         options |= {"payload": body.encode(), "auto_load": auto_load, "max_queued": MAX_QUEUED}
         try:
@@ -233,8 +237,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def prune(self) -> None:
+        now = self.now()
         self.book.prune()
-        now = self.clock.wall
         for job in self.jobs:
             if job["keyed"] < now - DAY:
                 job["key"] = None
@@ -255,11 +259,12 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([-10 * DAY, -60, 60, DAY]))
     def somebody_sets_the_clock(self, seconds: float) -> None:
         self.clock.wall += seconds
+        self.set_by = [by + seconds for by in self.set_by]
 
     @rule(which=st.sampled_from([0, 1]))
     def restart(self, which: int) -> None:
         self.books[which].close()
-        self.books[which] = self.open()
+        self.books[which], self.set_by[which] = self.open(), 0.0
 
     # --- what must hold ---
 

@@ -14,8 +14,10 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 
+from groupwise.adapters import AdapterStore
 from groupwise.algo.loss import resolve_loss
 from groupwise.errors import Interrupted
+from groupwise.ledger import JobState
 from groupwise.train.learner import Learner
 from groupwise.train.lora import LoraSpec
 from groupwise.train_job import run_job
@@ -239,6 +241,43 @@ def test_two_rounds_are_one_long_round(place):
     assert (info.parent, info.step, info.job) == (PolicyVersion("math", 1), 6, second.id)
 
 
+def test_a_parent_that_goes_while_the_job_begins_is_replaced_by_the_newest(place, monkeypatch):
+    """Found, and pruned before it was held: the job continues what is the newest by then."""
+    first, second = place.do(groups()), place.do(groups(), learning_rate=0.02)
+    plain, gone = AdapterStore.held, []
+
+    def held(self, version):
+        if not gone:
+            gone.append(version)
+            other = AdapterStore(self.root)
+            other.activate(place.version(first))
+            other.delete(version)
+        return plain(self, version)
+
+    monkeypatch.setattr(AdapterStore, "held", held)
+    third = place.do(groups(), learning_rate=0.03)
+    assert gone == [place.version(second)]
+    assert place.store.info(place.version(third)).parent == place.version(first)
+    gone.clear()
+    named = place.do(groups(), base_adapter=str(place.version(third)))
+    assert (named.state, named.error["code"]) == (JobState.FAILED, "adapter_not_found")
+
+
+def test_a_parent_stays_while_the_job_reads_it(place, monkeypatch):
+    """A sweep comes between its path and its bytes."""
+    first, second = place.do(groups()), place.do(groups(), learning_rate=0.02)
+    load, removed = Learner.load_adapter, []
+
+    def load_adapter(self, directory):
+        removed.extend(AdapterStore(place.store.root).prune("math", keep=1))
+        load(self, directory)
+
+    monkeypatch.setattr(Learner, "load_adapter", load_adapter)
+    third = place.do(groups(), base_adapter=str(place.version(first)), adapter="math")
+    assert place.store.info(place.version(third)).parent == place.version(first) and removed == []
+    assert place.version(second) in place.store.versions("math")
+
+
 def test_the_moments_of_the_newest_version_of_each_name_are_kept(place):
     stray = place.directory / "optimizer" / "notes@home"
     stray.mkdir(parents=True)
@@ -363,10 +402,26 @@ def test_what_the_model_cannot_read_is_refused_before_it_sees_it(place, prompt, 
     assert place.do(groups((prompt,))).error["code"] == code
 
 
-def test_a_payload_that_is_none_is_refused(place):
+@pytest.mark.parametrize(
+    "tear", [lambda whole: whole[: len(whole) // 2], lambda whole: whole.replace(b"1.0", b"9.0"), None]
+)
+def test_a_torn_payload_fails_its_job_at_the_first_attempt(place, tear):
     job = place.submit(groups())
-    (place.directory / "spool" / f"{job.id}.json").write_text('{"groups": [{"prompt_ids": []}]}')
+    spooled = place.directory / "spool" / f"{job.id}.payload"
+    if tear is None:
+        spooled.unlink()
+    else:
+        whole = spooled.read_bytes()
+        assert tear(whole) != whole
+        spooled.write_bytes(tear(whole))
     failed = place.do()
+    assert (failed.state, failed.attempt, failed.error["code"]) == (JobState.FAILED, 1, "payload_damaged")
+    assert "submit the job again" in failed.error["hint"]
+
+
+def test_a_payload_that_is_none_is_refused(place):
+    """Not torn: somebody submitted it."""
+    failed = place.do({"groups": [{"prompt_ids": []}]})
     assert failed.error["code"] == "invalid_data" and "prompt_ids" in failed.error["message"]
 
 

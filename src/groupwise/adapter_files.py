@@ -12,6 +12,7 @@ The second half is the file system protocol of the store: one lock, staging dire
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -21,7 +22,7 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -35,7 +36,7 @@ from safetensors import SafetensorError, safe_open
 from groupwise.adapter_config import CONFIG as CONFIG
 from groupwise.adapter_config import MAX_NAME, applied_scales, check_config
 from groupwise.adapter_config import MAX_RANK as MAX_RANK
-from groupwise.errors import AdapterError, GroupwiseError, StorageError
+from groupwise.errors import AdapterError, GroupwiseError, InUseError, StorageError
 from groupwise.types import BASE, PolicyVersion
 
 WEIGHTS = "adapter_model.safetensors"
@@ -332,6 +333,19 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
+def check_writable(directory: Path) -> None:
+    """Raise OSError unless the directory can be listed, and a file be made, written, forced to the disk and removed."""
+    probe = staging_path(directory).with_suffix(".tmp")
+    os.listdir(directory)
+    try:
+        with open(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(b"can this be written?\n")
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        probe.unlink(missing_ok=True)
+
+
 def replace(path: Path, text: str) -> None:
     """Put `text` at `path` in one step: after a crash the file is the old one or the new one."""
     temporary = staging_path(path.parent)
@@ -419,7 +433,7 @@ def locked(root: Path) -> Iterator[None]:
         deadline = time.monotonic() + LOCK_TIMEOUT_S
         while not try_lock(descriptor):
             if time.monotonic() > deadline:
-                raise StorageError(
+                raise InUseError(
                     f"waited {LOCK_TIMEOUT_S:.0f} s for {root / '.lock'}, which another process holds",
                     hint="see who holds it with `fuser`, and end that process if it hangs",
                 )
@@ -429,10 +443,41 @@ def locked(root: Path) -> Iterator[None]:
         _unlock(descriptor)
 
 
-def try_lock(descriptor: int) -> bool:
-    """Take the flock of an open file, if nobody has it."""
+@contextmanager
+def in_use(directory: Path) -> Iterator[None]:
+    """Within: `try_move` leaves the directory alone. Raises FileNotFoundError if it is not there,
+    InUseError if its lock cannot be had."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        while not try_lock(descriptor, shared=True):  # who publishes or removes it just now is soon done
+            if time.monotonic() > deadline:
+                raise InUseError(f"waited {LOCK_TIMEOUT_S:.0f} s for {directory}, which another process holds")
+            time.sleep(0.005)
+        if not directory.exists() or os.fstat(descriptor).st_ino != directory.stat().st_ino:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(directory))
+        yield
+    finally:
+        _unlock(descriptor)
+
+
+def try_move(directory: Path, target: Path, *, before: Callable[[], None]) -> bool:
+    """Do `before` and rename a directory, unless somebody uses it (`in_use`); whether it was."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if not try_lock(descriptor):
+            return False
+        before()
+        directory.rename(target)
+        return True
+    finally:
+        _unlock(descriptor)
+
+
+def try_lock(descriptor: int, *, shared: bool = False) -> bool:
+    """Take the flock of an open file, if nobody has it; `shared`: if nobody has it alone."""
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
@@ -454,5 +499,4 @@ def writing(what: str) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         if isinstance(error, SafetensorError) and "os error" not in str(error):  # safetensors hides the OSError in it
             raise
-        hint = "free some disk space or fix the permissions, then try again; what was published before is unchanged"
-        raise StorageError(f"{what} failed: {error}", hint=hint) from error
+        raise StorageError.of(error, f"{what} failed: {error}") from error

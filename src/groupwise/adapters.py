@@ -17,8 +17,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from uuid import uuid4
@@ -26,7 +26,7 @@ from uuid import uuid4
 from groupwise import adapter_files as files
 from groupwise import faults
 from groupwise.adapter_files import AdapterInfo, Provenance
-from groupwise.errors import AdapterError, AdapterNotFoundError
+from groupwise.errors import AdapterError, AdapterNotFoundError, InUseError, StorageError
 from groupwise.types import BASE, PolicyVersion
 
 MAX_ACTIVATIONS = 256  # how far back rollback can go
@@ -67,17 +67,21 @@ class AdapterStore:
     # --- reading ---
 
     def names(self) -> tuple[str, ...]:
-        """The adapters that have a version, sorted."""
-        return tuple(sorted(entry.name for entry in self.root.iterdir() if self.versions(entry.name)))
+        """The adapters that have a version, sorted. Raises StorageError if the store cannot be read."""
+        with files.writing(f"reading the adapter store {self.root}"):
+            return tuple(sorted(entry.name for entry in self.root.iterdir() if self.versions(entry.name)))
 
     def versions(self, name: str) -> tuple[PolicyVersion, ...]:
-        """The versions of one adapter, oldest first; empty if there is no such adapter."""
-        directory = self.root / name
-        if not files.is_name(name) or not directory.is_dir():
+        """The versions of one adapter, oldest first; empty if there is no such adapter. Raises as `names`."""
+        if not files.is_name(name):
             return ()
-        matches = (_VERSION.fullmatch(entry) for entry in os.listdir(directory))
-        found = (PolicyVersion(name, int(match[1])) for match in matches if match)
-        return tuple(sorted(version for version in found if self._directory(version).exists()))
+        with files.writing(f"reading the adapter {name!r}"):
+            try:
+                matches = [_VERSION.fullmatch(entry) for entry in os.listdir(self.root / name)]
+            except (FileNotFoundError, NotADirectoryError):
+                return ()
+            found = (PolicyVersion(name, int(match[1])) for match in matches if match)
+            return tuple(sorted(version for version in found if self._directory(version).exists()))
 
     def list(self) -> tuple[AdapterInfo, ...]:
         """Every version with its provenance, by name, then number. A damaged one is quarantined and left out."""
@@ -94,7 +98,8 @@ class AdapterStore:
         """Where a version came from. Raises AdapterNotFoundError, or AdapterError if it is damaged."""
         directory = self._require(version)
         try:
-            return files.read_info(directory, version=version)
+            with files.writing(f"reading {version}"):
+                return files.read_info(directory, version=version)
         except AdapterError as error:
             raise self._set_aside(version, error.message) from error
 
@@ -109,6 +114,19 @@ class AdapterStore:
         if damage:
             raise self._set_aside(version, damage)
         return directory
+
+    @contextmanager
+    def held(self, version: PolicyVersion) -> Iterator[Path]:
+        """Within: the version's directory, which no process prunes or deletes meanwhile. Raises as `path`."""
+        directory = self._require(version)
+        with ExitStack() as stack:
+            try:
+                with files.writing(f"reading {version}"):
+                    stack.enter_context(files.in_use(directory))
+            except StorageError:
+                self._require(version)  # removed just now?
+                raise
+            yield self.path(version)
 
     def resolve(self, text: str | None) -> PolicyVersion:
         """What a user's word means now: None the active version, "base", "name@12", or "name": the active version if
@@ -168,7 +186,7 @@ class AdapterStore:
     def version_of_job(self, name: str, job: str) -> PolicyVersion | None:
         """The version of `name` that this job published. May be called while publishing."""
         for version in reversed(self.versions(name)):
-            with suppress(AdapterError):  # damaged; whoever wants it will be told
+            with suppress(AdapterError), files.writing(f"reading {version}"):  # damaged: whoever wants it will be told
                 if files.read_info(self._directory(version), version=version).job == job:
                     return version
         return None
@@ -207,6 +225,10 @@ class AdapterStore:
         """The version that requests without an `adapter` get; the base model until something is activated."""
         return (PolicyVersion.base(), *self._read_state().activations)[-1]
 
+    def was_active(self, version: PolicyVersion) -> bool:
+        """Whether the version is active, or was and can be rolled back to."""
+        return version in self._read_state().activations
+
     def activate(self, version: PolicyVersion) -> None:
         """Make `version` (or the base) active, durably. Raises as `path` does."""
         if version.is_base:
@@ -234,26 +256,26 @@ class AdapterStore:
     # --- removing ---
 
     def delete(self, version: PolicyVersion) -> None:
-        """Remove a version; its number is not used again. Raises AdapterError if it is active."""
+        """Remove a version; its number is not used again. Raises AdapterError if it is active, InUseError if somebody
+        holds it."""
         with files.writing(f"deleting {version}"), files.locked(self.root):
             self._require(version)
             if version == self.active:
                 raise AdapterError(f"{version} is active", hint="activate another version, or 'base', before deleting")
-            self._remove(version)
+            if not self._remove(version):
+                raise InUseError(f"{version} is used by another process", hint="try again when that has ended")
 
     def prune(self, name: str, *, keep: int, protect: Collection[PolicyVersion] = ()) -> tuple[PolicyVersion, ...]:
         """Remove all but the newest `keep` versions of `name`, and return what was removed.
 
-        The active version, the one that rollback would go to and those in `protect` stay.
+        The active version, the one that rollback would go to, those in `protect` and those that somebody holds stay.
         """
         if keep < 1:
             raise AdapterError(f"keep is {keep}; it must be at least 1", hint="delete versions one by one instead")
         with files.writing(f"pruning {name!r}"), files.locked(self.root):
             protected = {*protect, *self._read_state().activations[-2:]}
-            removed = tuple(version for version in self.versions(name)[:-keep] if version not in protected)
-            for version in removed:
-                self._remove(version)
-        return removed
+            old = [version for version in self.versions(name)[:-keep] if version not in protected]
+            return tuple(version for version in old if self._remove(version))
 
     def rewind(self, name: str, number: int) -> None:
         """Forget the versions of `name` after `number`, as if they had never been: the next one gets the next number.
@@ -263,7 +285,7 @@ class AdapterStore:
         with files.writing(f"winding {name!r} back to {number}"), files.locked(self.root):
             for version in self.versions(name):
                 if version.number > number:
-                    self._remove(version)
+                    self._remove(version, held=True)
             state = self._read_state()
             self._write_state(replace(state, retired={**state.retired, name: number}))
 
@@ -344,11 +366,13 @@ class AdapterStore:
 
     def _read_state(self) -> _State:
         try:
-            raw = json.loads(self._state_path.read_bytes())
+            with files.writing(f"reading {self._state_path}"):
+                text = self._state_path.read_bytes() if self._state_path.exists() else None
+            if text is None:
+                return _State()
+            raw = json.loads(text)
             activations = tuple(PolicyVersion.parse(text) for text in raw["activations"])
             return _State(activations, {name: files.whole_number(number) for name, number in raw["retired"].items()})
-        except FileNotFoundError:
-            return _State()
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise AdapterError(f"{self._state_path} cannot be read: {error}", hint="open the store again") from error
 
@@ -361,7 +385,8 @@ class AdapterStore:
         return self.root / version.name / f"v{version.number:06d}"
 
     def _exists(self, version: PolicyVersion) -> bool:
-        return files.is_name(version.name) and self._directory(version).exists()
+        with files.writing(f"looking for {version}"):
+            return files.is_name(version.name) and self._directory(version).exists()
 
     def _require(self, version: PolicyVersion) -> Path:
         if version.is_base:
@@ -394,13 +419,20 @@ class AdapterStore:
         self._verified.add(version)
         return version
 
-    def _remove(self, version: PolicyVersion) -> None:
-        """Take a version away in one step, then its files. The lock is held."""
-        trash = files.staging_path(self.root)
-        self._write_state(self._read_state().without(version))
-        self._directory(version).rename(trash)
+    def _remove(self, version: PolicyVersion, *, held: bool = False) -> bool:
+        """Take a version away in one step, then its files; whether it was. One that somebody holds stays, unless `held`
+        ones are to go, too. The lock is held."""
+        trash, directory = files.staging_path(self.root), self._directory(version)
+        if held:
+            self._write_state(self._read_state().without(version))
+            directory.rename(trash)
+        elif not files.try_move(
+            directory, trash, before=lambda: self._write_state(self._read_state().without(version))
+        ):
+            return False
         self._verified.discard(version)
         shutil.rmtree(trash, ignore_errors=True)
+        return True
 
 
 def _copy_adapter(source: Path, target: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 
 from groupwise.assemble import Plan, local_engine, make_plan, open_envs, open_play, open_scorer
 from groupwise.config import RunConfig
@@ -38,7 +38,8 @@ def assess(
     if config.eval is None:
         prompts = tuple(plan.source.all())
         note(f"no eval.data in the configuration: evaluating on all {len(prompts)} training prompts")
-    with closing(open_scorer(plan)) as scorer:
+    held = nullcontext() if located is None else located.held()  # no run removes it meanwhile
+    with held, closing(open_scorer(plan)) as scorer:
         return _assessed(plan, prompts, scorer, modes=tuple(dict.fromkeys(modes)), located=located, note=note)
 
 

@@ -91,7 +91,8 @@ def read(checkpoint: Path) -> Standing:
     try:
         return Standing.parse((checkpoint / _STANDING).read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise StorageError(
+        raise StorageError.of(
+            error,
             f"the checkpoint {checkpoint} cannot be read: {type(error).__name__}: {error}",
             hint="start the run anew, in another directory",
         ) from error

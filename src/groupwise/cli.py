@@ -254,6 +254,9 @@ def serve(
     trainer_routes: Annotated[
         bool | None, typer.Option("--trainer-routes", help="Be the vLLM server of TRL's and Axolotl's trainers.")
     ] = None,
+    repair_ledger: Annotated[
+        bool, typer.Option("--repair-ledger", help="First put a damaged ledger together again; its file is kept.")
+    ] = False,
     api_key: ApiKey = None,
     set_: Annotated[
         list[str] | None,
@@ -290,7 +293,7 @@ def serve(
     config = serve_config(document.data | {key: value for key, value in flags.items() if value is not None})
     from groupwise.server.app import serve as serve_until_stopped  # imports nothing heavy before it has the port
 
-    serve_until_stopped(config)
+    serve_until_stopped(config, repair_ledger=repair_ledger)
 
 
 @app.command()

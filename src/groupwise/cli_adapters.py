@@ -278,7 +278,7 @@ def _export(client: Client, name: str, directory: Path) -> tuple[str, Path]:
         try:
             shutil.copytree(whole, directory, dirs_exist_ok=True)
         except OSError as error:
-            raise StorageError(f"cannot write {directory}: {error}", hint="name another directory") from error
+            raise StorageError.of(error, f"cannot write {directory}: {error}", hint="name another directory") from error
     return version, directory
 
 

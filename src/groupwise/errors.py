@@ -14,6 +14,9 @@ configuration or the command line is wrong, 3 something that start-up needs is m
 
 from __future__ import annotations
 
+import errno
+import re
+
 
 class GroupwiseError(Exception):
     """Base of every error that is not a bug of ours."""
@@ -102,12 +105,61 @@ class AdapterError(GroupwiseError):
 
 
 class StorageError(GroupwiseError, OSError):
-    """Something could not be written whole (disk full, no permission); what was there before is untouched."""
+    """Files could not be read or written as they had to be; what was there before is untouched. Where it is known why,
+    it is one of the kinds below (`StorageError.of`)."""
 
-    code, status, exit_code = "storage_full", 507, 75
+    code, status, exit_code = "storage_failed", 507, 75
 
     def __init__(self, message: str, *, hint: str | None = None):  # OSError would eat the arguments
         GroupwiseError.__init__(self, message, hint=hint)
+
+    @staticmethod
+    def of(error: BaseException, message: str, *, hint: str | None = None) -> StorageError:
+        """The kind that an error of the file system stands for, with what to do about it unless `hint` says it."""
+        found = re.search(r"os error (\d+)", str(error))  # how libraries written in Rust tell the number
+        number = getattr(error, "errno", None) or (int(found[1]) if found else None)
+        kind = StorageFullError if number in _FULL else StorageDeniedError if number in _DENIED else StorageError
+        return kind(message, hint=hint or _WHAT_TO_DO[kind])
+
+
+class StorageFullError(StorageError):
+    """There is no room: on the disk, in the quota, or in the largest file that is allowed."""
+
+    code = "storage_full"
+
+
+class StorageDeniedError(StorageError):
+    """This user may not: the permissions, or a file system that is mounted read-only."""
+
+    code, exit_code = "storage_denied", 3
+
+
+class InUseError(StorageError):
+    """Another process has the directory or the file, and only one may."""
+
+    code, status = "in_use", 503
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_WHAT_TO_DO: dict[type[StorageError], str] = {
+    StorageFullError: "free some disk space, then try again; what was stored before is unchanged",
+    StorageDeniedError: "let this user read and write there (see `ls -ld` and `mount`), then try again; what was "
+    "stored before is unchanged",
+    StorageError: "see what the disk has (`dmesg`), then try again; what was stored before is unchanged",
+}
+
+
+class LedgerDamagedError(GroupwiseError):
+    """The file with the jobs is damaged, so that nothing in it can be relied on. See `ledger_repair`."""
+
+    code, status, exit_code = "ledger_damaged", 503, 3
+
+
+class DamagedPayloadError(GroupwiseError):
+    """What a job was to train on is not what was submitted: its checksum differs, or it is gone."""
+
+    code, status = "payload_damaged", 410
 
 
 class JobNotFoundError(GroupwiseError, LookupError):

@@ -8,6 +8,7 @@ It loads the model once, then leases, trains, publishes. A thread renews the lea
     it cannot be done  failed, with code, message and hint; the next job is taken
     cancelled          within a step
     SIGTERM            finish the step, checkpoint, give the job back, exit 0
+    a damaged ledger   exit; the job is left as it is
     a full disk        give the job back and try again later, a number of times
     out of memory      again from its checkpoint with half the tokens in a pass, until one sample alone is a pass
     killed, crashed    the supervisor, or the end of the lease, has the job leased again; it goes on from its checkpoint
@@ -44,6 +45,7 @@ from groupwise.errors import (
     GroupwiseError,
     Interrupted,
     LeaseLostError,
+    LedgerDamagedError,
     ModelError,
     NotReadyError,
     StorageError,
@@ -195,6 +197,8 @@ class Worker:
         except Interrupted:
             log.info("job %s: given back", lease.job.id)
             self._record(lambda: ledger.release(lease, orphaned=self._pulse.orphaned))
+        except LedgerDamagedError:  # no fault of the job's
+            raise
         except (StorageError, TryAgainError) as error:
             self._pause(lease, error)
         except Exception as error:

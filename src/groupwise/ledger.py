@@ -11,25 +11,25 @@ wakes up late changes nothing (LeaseLostError). A job therefore may run more tha
 `ledger_attempts` says how often it may, and what else becomes of a job whose worker died.
 
     <state>/ledger.db             jobs, events, idempotency keys, recent rollouts
-    <state>/spool/<job>.json      what the job trains on; on the disk before the job is accepted
+    <state>/ledger.backup.db      a copy of it, of the last hour (`ledger_repair`)
+    <state>/spool/<job>.payload   what the job trains on; on the disk before the job is accepted
     <state>/checkpoints/<job>/    the worker's; removed with the job
 
 Leases are measured with the monotonic clock, which all processes of a machine share: setting the wall clock takes no
 lease away. That clock starts anew at a reboot; a lease that seems to last longer than it was given is from before one.
-Timestamps are wall clock, seconds since 1970.
+Timestamps are wall clock, seconds since 1970; a clock that is set ahead makes nothing old.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 import shutil
 import sqlite3
 import time
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -37,31 +37,41 @@ from uuid import uuid4
 from groupwise import faults
 from groupwise import ledger_attempts as attempts
 from groupwise.errors import (
-    DataError,
+    DamagedPayloadError,
     GroupwiseError,
     IdempotencyConflictError,
     NotCancellableError,
     QueueFullError,
+    StorageFullError,
 )
 from groupwise.ledger_attempts import MAX_SERVER_DEATHS, finish, held_by, is_live, until
 from groupwise.ledger_attempts import Cause as Cause
+from groupwise.ledger_repair import BACKUP
 from groupwise.ledger_schema import (
     FORGET_ROWS,
     JOBS,
     KEEP_SECONDS,
+    SPOOL,
+    SPOOLED,
     Database,
+    check_integrity,
     dump,
+    elapsed,
     forget_rollouts,
+    fsync,
     insert,
     marks,
+    open_to_read,
     read_job,
-    read_only,
+    read_payload,
     read_rollouts,
     read_row,
     record_event,
     storing,
+    to_event,
     to_job,
     update_job,
+    write_payload,
     write_rollouts,
 )
 from groupwise.ledger_schema import Event as Event
@@ -91,12 +101,13 @@ class Ledger:
     def __init__(self, path: Path, *, max_attempts: int = 3):
         self.path = Path(path)
         self.max_attempts = max_attempts
-        self._spool = self.path.parent / "spool"
+        self._spool = self.path.parent / SPOOL
         self._checkpoints = self.path.parent / "checkpoints"
+        self._began = time.time() - elapsed()
         self._db = Database(self.path)
-        with storing(f"making {self._spool}"):
+        with storing(f"making {self._spool}", at=self.path):
             self._spool.mkdir(mode=0o700, exist_ok=True)
-            _fsync(self.path.parent)
+            fsync(self.path.parent)
 
     def close(self) -> None:
         self._db.close()
@@ -132,11 +143,12 @@ class Ledger:
         id = uuid4().hex
         row = {"id": id, "kind": kind, "adapter": adapter, "config": dump(config), "summary": dump(summary)}
         row |= {"auto_load": auto_load, "steps": steps, "created_at": time.time()}
+        key = None if idempotency_key is None else {"key": idempotency_key, "fingerprint": fingerprint}
         temporary = self._spool / f".{id}.tmp"
         try:
-            with storing("spooling a job"):
+            with storing("spooling a job", at=self.path):
                 faults.point("submit:before-spool")
-                _write(temporary, payload)
+                write_payload(temporary, payload, row=row, key=key)
                 faults.point("submit:after-spool")
             job = self._queue(row, temporary, idempotency_key, fingerprint, max_queued=max_queued)
         except BaseException:
@@ -161,8 +173,8 @@ class Ledger:
                 entry = {"key": key, "fingerprint": fingerprint, "job": seq, "created_at": time.time()}
                 insert(db, "idempotency", entry)
             record_event(db, seq, "state", "queued", data={"state": JobState.QUEUED, "phase": "waiting"})
-            os.rename(spooled, self._spool / f"{row['id']}.json")  # in here: `prune` removes files without a row
-            _fsync(self._spool)
+            os.rename(spooled, self._payload_path(row["id"]))  # in here: `prune` removes files without a row
+            fsync(self._spool)
             faults.point("submit:before-commit")
             return read_job(db, row["id"])
 
@@ -184,30 +196,29 @@ class Ledger:
             return [to_job(row) for row in db.execute(query, (*wanted, limit))]
 
     def payload(self, id: str) -> bytes:
-        """What the job was submitted with. Raises JobNotFoundError, or DataError if somebody removed it."""
+        """What the job was submitted with. Raises JobNotFoundError, or DamagedPayloadError where it is not that."""
         job = self.job(id)
-        with storing(f"reading the payload of job {id}"):
+        with storing(f"reading the payload of job {id}", at=self.path):
             try:
-                return (self._spool / f"{job.id}.json").read_bytes()
+                return read_payload(self._payload_path(job.id))
             except FileNotFoundError:
-                raise DataError(f"the payload of job {id} is missing", hint="submit the job again") from None
+                message = f"the payload of job {id} is missing"
+                raise DamagedPayloadError(message, hint="submit the job again") from None
 
     def events(self, id: str, *, after: int = 0, limit: int = 1000) -> list[Event]:
         """The job's events with a `seq` above `after`, oldest first. Raises JobNotFoundError."""
         query = "SELECT * FROM event WHERE job = ? AND seq > ? ORDER BY seq LIMIT ?"
         with self._db.reading("reading a job's events") as db:
             rows = db.execute(query, (read_row(db, id)["seq"], after, limit)).fetchall()
-        return [
-            Event(row["seq"], id, row["at"], row["kind"], row["level"], row["message"], json.loads(row["data"]))
-            for row in rows
-        ]
+            return [to_event(row, id) for row in rows]
 
     def metrics(self, id: str) -> list[dict[str, Any]]:
         """{"step", "time", <metric>: <number>} per step; of a step that was run again after a crash, the last run."""
-        query = "SELECT at, data FROM event WHERE job = ? AND kind = 'metrics' ORDER BY seq"
+        query = "SELECT * FROM event WHERE job = ? AND kind = 'metrics' ORDER BY seq"
         with self._db.reading("reading a job's metrics") as db:
             rows = db.execute(query, (read_row(db, id)["seq"],)).fetchall()
-        steps = [{"time": row["at"], **json.loads(row["data"])} for row in rows]
+            events = [to_event(row, id) for row in rows]
+        steps = [{"time": event.at, **event.data} for event in events]
         return sorted({step["step"]: step for step in steps}.values(), key=lambda step: step["step"])
 
     def cancel(self, id: str) -> Job:
@@ -421,12 +432,51 @@ class Ledger:
         """Keep what was sampled for 7 days, and of all at most the newest million."""
         with self._db.transaction("saving rollouts") as db:
             write_rollouts(db, records)
-            forget_rollouts(db)
+            forget_rollouts(db, now=self._now())
 
     def rollouts(self, ids: Sequence[str]) -> dict[str, RolloutRecord]:
         """Those of the rollouts that are still kept, by id."""
         with self._db.reading("reading rollouts") as db:
             return read_rollouts(db, ids)
+
+    @contextmanager
+    def reader(self, what: str) -> Iterator[sqlite3.Connection]:
+        """A connection of its own that only reads: who asks for much lets nobody wait."""
+        with self._db.storing(what), closing(open_to_read(self.path)) as db:
+            yield db
+
+    # --- keeping it whole ---
+
+    @property
+    def damage(self) -> str | None:
+        """What was found damaged since the ledger was opened; nothing in it can be relied on any more."""
+        return self._db.damage
+
+    def verify(self) -> None:
+        """Read the whole ledger; nobody waits for it. Raises LedgerDamagedError."""
+        with self.reader("checking the ledger") as db:
+            check_integrity(db, self.path)
+
+    def back_up(self, *, least_free: int = 0) -> None:
+        """Read the whole ledger and copy it beside itself, in place of the last copy. Others go on meanwhile.
+
+        Raises LedgerDamagedError, and the copy before stays; StorageFullError if less than `least_free` bytes would be
+        free afterwards.
+        """
+        copy = self.path.with_name(f"{BACKUP}.tmp")
+        with storing("backing up the ledger", at=self.path):
+            size, free = self.path.stat().st_size, shutil.disk_usage(self.path.parent).free
+            if free - size < least_free:
+                hint = "free some disk space: a damaged ledger can be repaired best from a recent copy"
+                raise StorageFullError(f"there is no room to back up the ledger: {free} bytes are free", hint=hint)
+            copy.unlink(missing_ok=True)
+            os.close(os.open(copy, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            try:
+                self._db.back_up(copy)
+                os.replace(copy, self.path.with_name(BACKUP))
+                fsync(self.path.parent)
+            finally:
+                copy.unlink(missing_ok=True)
 
     # --- cleaning ---
 
@@ -435,7 +485,7 @@ class Ledger:
 
         A job whose idempotency key still counts stays. Removes what crashes left in the spool, too.
         """
-        now = time.time()
+        now = self._now()
         with self._db.transaction("pruning the ledger") as db:
             db.execute("DELETE FROM idempotency WHERE created_at < ?", (now - KEY_SECONDS,))
             db.execute(
@@ -449,8 +499,8 @@ class Ledger:
         pruned = FORGET_ROWS
         while pruned == FORGET_ROWS:
             with self._db.transaction("pruning rollouts") as db:
-                pruned = forget_rollouts(db)
-        self._sweep(older_than=now - _TORN_SECONDS)
+                pruned = forget_rollouts(db, now=self._now())
+        self._sweep(older_than=time.time() - _TORN_SECONDS)
 
     def recover(self) -> None:
         """Remove what a crash left. For a server that has not begun to take jobs, while no worker runs."""
@@ -477,13 +527,21 @@ class Ledger:
 
     # --- inside ---
 
+    def _now(self) -> float:
+        """The time for how old things are. A clock that jumps a month ahead while the ledger is open makes nothing a
+        month old: then it is the time without that jump."""
+        return min(time.time(), self._began + elapsed())
+
+    def _payload_path(self, id: str) -> Path:
+        return self._spool / f"{id}{SPOOLED}"
+
     def _find_known(self, db: sqlite3.Connection, key: str | None, fingerprint: str) -> Job | None:
         """The job that this idempotency key made, if the key still counts."""
         query = "SELECT idempotency.*, job.id FROM idempotency JOIN job ON job.seq = idempotency.job WHERE key = ?"
         row = db.execute(query, (key,)).fetchone()
         if row is None:
             return None
-        if row["created_at"] < time.time() - KEY_SECONDS:
+        if row["created_at"] < self._now() - KEY_SECONDS:
             if db.in_transaction:
                 db.execute("DELETE FROM idempotency WHERE key = ?", (key,))
             return None
@@ -498,12 +556,12 @@ class Ledger:
         """Remove the payload of a job that was not accepted, if that can be known; `prune` does it otherwise."""
         with suppress(GroupwiseError), self._db.reading("looking for a job") as db:
             if db.execute("SELECT 1 FROM job WHERE id = ?", (id,)).fetchone() is None:
-                (self._spool / f"{id}.json").unlink(missing_ok=True)
+                self._payload_path(id).unlink(missing_ok=True)
 
 
 def kept_rollouts(path: Path, ids: Sequence[str]) -> dict[str, RolloutRecord]:
     """`Ledger.rollouts`, for a process that only looks: nothing is made, repaired or locked."""
-    with storing("reading rollouts"), closing(read_only(path)) as db:
+    with storing("reading rollouts", at=path), closing(open_to_read(path)) as db:
         return read_rollouts(db, ids)
 
 
@@ -515,19 +573,3 @@ def _check_room(db: sqlite3.Connection, max_queued: int) -> None:
             hint="wait for one to start, or cancel one",
             retry_after=RETRY_SECONDS,
         )
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write a new file, for its owner's eyes, and force it to the disk."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _fsync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,12 +1,18 @@
-"""The ledger's file: its records and tables, how it is opened and upgraded, and what SQLite's errors mean here.
+"""The ledger's files: its records and tables, how it is opened and upgraded, spooled payloads, SQLite's errors.
 
 WAL with synchronous=FULL: a committed transaction survives SIGKILL and a power cut (on a local file system; not NFS).
 Every writer begins with BEGIN IMMEDIATE, so that what it reads cannot change before it writes. Any number of processes
 and threads may use one file; a writer waits at most BUSY_SECONDS for the others.
+
+A spooled payload has two lines before it: the sha256 of all that follows, which tells a torn file from a whole one,
+and what was accepted as JSON, {"row": {<column>: ...}, "key": {...} or null}: a job whose row cannot be read any more
+can be queued again from it (`ledger_repair`).
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import os
 import sqlite3
@@ -14,18 +20,28 @@ import threading
 import time
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
-from groupwise.errors import GroupwiseError, JobNotFoundError, NotReadyError, StorageError
+from groupwise.errors import (
+    DamagedPayloadError,
+    GroupwiseError,
+    JobNotFoundError,
+    LedgerDamagedError,
+    NotReadyError,
+    StorageError,
+)
 
 BUSY_SECONDS = 5.0
 KEEP_SECONDS = 7 * 24 * 3600.0  # finished jobs and rollouts
 KEEP_ROLLOUTS = 1_000_000
 FORGET_ROWS = 10_000  # in one transaction: nobody waits long for a large clean-up
+SPOOL, SPOOLED = "spool", ".payload"  # the directory beside the ledger, and what follows a job's id there
+REPAIR = "stop the server, and start it once with --repair-ledger: docs/troubleshooting.md#ledger_damaged"
 PHASES = ("waiting", "loading", "training", "publishing", "swapping", "done")
 
 # user_version n: the first n were applied. A released one is never edited; a change of the tables is one more.
@@ -112,13 +128,29 @@ JOBS = """
 """
 _ROLLOUT_COLUMNS = "id, prompt_ids, completion_ids, logprobs, version, temperature, finish_reason, text, narrowed"
 
-_DISK = (
-    sqlite3.SQLITE_FULL,
-    sqlite3.SQLITE_IOERR,
-    sqlite3.SQLITE_READONLY,
-    sqlite3.SQLITE_CANTOPEN,
-    sqlite3.SQLITE_PERM,
-)
+_DISK = {  # the error of the file system that SQLite's stands for; 0 where it does not say
+    sqlite3.SQLITE_FULL: errno.ENOSPC,
+    sqlite3.SQLITE_READONLY: errno.EACCES,
+    sqlite3.SQLITE_PERM: errno.EACCES,
+    sqlite3.SQLITE_IOERR: 0,
+    sqlite3.SQLITE_CANTOPEN: 0,
+}
+READABLE = {  # what holds for every row that can be read
+    "job": "json_valid(config) AND json_valid(summary) AND json_valid(metrics)"
+    " AND (error IS NULL OR json_valid(error))"
+    " AND state IN ('queued', 'running', 'completed', 'failed', 'cancelled')",
+    "event": "json_valid(data)",
+    "rollout": "length(prompt_ids) % 4 + length(completion_ids) % 4 + length(logprobs) % 8 = 0",
+    "idempotency": "typeof(key) = 'text'",
+}
+_ACCEPTED = {  # of a job when it is accepted
+    **dict.fromkeys(("id", "kind", "adapter", "config", "summary"), str),
+    "auto_load": bool,
+    "steps": int,
+    "created_at": float,
+}
+_SPOOL_HEAD = b"groupwise payload 1 sha256 "
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 _WAITING = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL)
 _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
@@ -215,23 +247,30 @@ class RolloutRecord:
 
 
 class Database:
-    """One connection that the threads of this process share. Do not carry it across a fork."""
+    """One connection that the threads of this process share. Do not carry it across a fork.
+
+    `damage` is what was found damaged, if anything was: nothing in the file can be relied on then, and nothing more is
+    written.
+    """
 
     def __init__(self, path: Path):
-        self._lock = threading.Lock()
-        with storing(f"opening {path}"):
-            self._connection = _open(path)
+        self._path, self._lock = path, threading.Lock()
+        self.damage: str | None = None
+        with self.storing(f"opening {path}"):
+            self._connection = open_database(path)
 
     @contextmanager
     def reading(self, what: str) -> Iterator[sqlite3.Connection]:
         """For single statements that change nothing."""
-        with self._lock, storing(what):
+        with self._lock, self.storing(what):
             yield self._connection
 
     @contextmanager
     def transaction(self, what: str) -> Iterator[sqlite3.Connection]:
         """All that is done within is on the disk afterwards, or none of it if there was an error. Not re-entrant."""
-        with self._lock, storing(what):
+        with self._lock, self.storing(what):
+            if self.damage is not None:
+                raise LedgerDamagedError(self.damage, hint=REPAIR)
             try:
                 self._connection.execute("BEGIN IMMEDIATE")
                 yield self._connection
@@ -241,13 +280,32 @@ class Database:
                     self._connection.execute("ROLLBACK")
                 raise
 
+    def back_up(self, target: Path) -> None:
+        """Copy the file as it is now to `target`, which is one file; nobody waits for it. Raises LedgerDamagedError."""
+        with self.storing("backing up the ledger"), closing(sqlite3.connect(self._path)) as source:
+            with closing(sqlite3.connect(target)) as copy:
+                source.backup(copy)
+                copy.execute("PRAGMA journal_mode=DELETE")
+                check_integrity(copy, self._path)
+            fsync(target)
+
     def close(self) -> None:
         with self._lock:
             self._connection.close()
 
+    @contextmanager
+    def storing(self, what: str) -> Iterator[None]:
+        """As `storing`, and damage is remembered."""
+        try:
+            with storing(what, at=self._path):
+                yield
+        except LedgerDamagedError as error:
+            self.damage = self.damage or error.message
+            raise
+
 
 @contextmanager
-def storing(what: str) -> Iterator[None]:
+def storing(what: str, *, at: Path) -> Iterator[None]:
     """Turn a failure of SQLite or of the file system into a GroupwiseError that says what was being done."""
     try:
         yield
@@ -255,19 +313,56 @@ def storing(what: str) -> Iterator[None]:
         raise
     except (sqlite3.Error, OSError) as error:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte: the rest are finer kinds of it
-        if isinstance(error, OSError) or code in _DISK:
-            hint = "free some disk space or fix the permissions, then try again; what was stored before is unchanged"
-            raise StorageError(f"{what} failed: {error}", hint=hint) from error
+        if isinstance(error, OSError):
+            raise StorageError.of(error, f"{what} failed: {error}") from error
+        if code in _DISK:
+            cause = OSError(_DISK[code], str(error)) if _DISK[code] else _asked(at) or error
+            raise StorageError.of(cause, f"{what} failed: {error}") from error
         if code in _WAITING:
             hint = "other processes are writing; if this goes on, see who holds the file with `fuser`"
             raise NotReadyError(f"{what} failed: the ledger was locked for {BUSY_SECONDS:g} s", hint=hint) from error
         if code in _DAMAGE:
-            hint = "restore ledger.db, or move it away to begin with an empty one; adapters are not in it"
-            raise GroupwiseError(f"{what} failed: the ledger is damaged: {error}", hint=hint) from error
+            raise LedgerDamagedError(f"{what} failed: {at} is damaged: {error}", hint=REPAIR) from error
         raise
 
 
-def _open(path: Path) -> sqlite3.Connection:
+def temporary_failure(error: sqlite3.Error) -> bool:
+    """Whether SQLite could not read the file for now, and so cannot say whether it is whole."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    return code in _DISK or code in _WAITING
+
+
+def _asked(path: Path) -> OSError | None:
+    """What the file system says to a page more behind the ledger's files: SQLite tells a failure, and not which."""
+    probe = path.parent / f".staging-{uuid4().hex}"
+    try:
+        at = max((file.stat().st_size for file in (path, Path(f"{path}-wal")) if file.exists()), default=0)
+        try:
+            with open(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=0) as file:
+                os.pwrite(file.fileno(), bytes(4096), at)
+                os.fsync(file.fileno())
+        finally:
+            probe.unlink(missing_ok=True)
+        os.close(os.open(path, os.O_RDWR))
+    except OSError as error:
+        return error
+    return None
+
+
+def check_integrity(db: sqlite3.Connection, path: Path) -> None:
+    """Raise LedgerDamagedError unless SQLite finds the file whole and every job and event in it can be read."""
+    (found, *_) = db.execute("PRAGMA integrity_check(1)").fetchone()
+    if found != "ok":
+        said = "; ".join(line for line in str(found).splitlines() if line and not line.startswith("***"))
+        raise LedgerDamagedError(f"{path} is damaged: {said}", hint=REPAIR)
+    for table, readable in READABLE.items():
+        row = db.execute(f"SELECT rowid FROM {table} WHERE ({readable}) IS NOT TRUE LIMIT 1").fetchone()
+        if row is not None:
+            raise LedgerDamagedError(f"{path} is damaged: row {row[0]} of table {table} cannot be read", hint=REPAIR)
+
+
+def open_database(path: Path) -> sqlite3.Connection:
+    """A connection to a ledger, made or brought up to date if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _keep_private(path)
     connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
@@ -293,9 +388,11 @@ def _keep_private(path: Path) -> None:
                 each.chmod(mode & ~0o077)
 
 
-def read_only(path: Path) -> sqlite3.Connection:
-    """A connection to a ledger that exists, for reading."""
-    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=BUSY_SECONDS)
+def open_to_read(path: Path) -> sqlite3.Connection:
+    """A connection that changes nothing. Raises sqlite3.OperationalError if there is no such file."""
+    db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=BUSY_SECONDS)
+    db.row_factory = sqlite3.Row
+    return db
 
 
 def _enter_wal(connection: sqlite3.Connection) -> None:
@@ -356,11 +453,29 @@ def read_job(db: sqlite3.Connection, id: str) -> Job:
 def to_job(row: sqlite3.Row) -> Job:
     """A row of JOBS as the record."""
     values: dict[str, Any] = {key: row[key] for key in Job.__dataclass_fields__}
-    values |= {key: json.loads(row[key]) for key in ("config", "summary", "metrics")}
-    values |= {key: bool(row[key]) for key in ("auto_load", "cancel_requested")}
-    values["state"] = JobState(row["state"])
-    values["error"] = None if row["error"] is None else json.loads(row["error"])
+    with _readable("job", row["seq"]):
+        values |= {key: json.loads(row[key]) for key in ("config", "summary", "metrics")}
+        values |= {key: bool(row[key]) for key in ("auto_load", "cancel_requested")}
+        values["state"] = JobState(row["state"])
+        values["error"] = None if row["error"] is None else json.loads(row["error"])
     return Job(**values)
+
+
+def to_event(row: sqlite3.Row, job_id: str) -> Event:
+    """A row of the events as the record."""
+    with _readable("event", row["seq"]):
+        data = json.loads(row["data"])
+    return Event(row["seq"], job_id, row["at"], row["kind"], row["level"], row["message"], data)
+
+
+@contextmanager
+def _readable(table: str, seq: int | str) -> Iterator[None]:
+    """Within: a value that is none is damage, which SQLite did not notice."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        message = f"row {seq} of table {table} cannot be read: {error}"
+        raise LedgerDamagedError(f"the ledger is damaged: {message}", hint=REPAIR) from error
 
 
 def record_event(
@@ -409,17 +524,23 @@ def read_rollouts(db: sqlite3.Connection, ids: Sequence[str]) -> dict[str, Rollo
         some = list(ids[begin : begin + 1000])
         query = f"SELECT {_ROLLOUT_COLUMNS} FROM rollout WHERE id IN ({marks(some)})"
         for id, prompt, completion, logprobs, *rest in db.execute(query, some):
-            token_ids = (tuple(array("i", prompt)), tuple(array("i", completion)))
-            found[id] = RolloutRecord(id, *token_ids, tuple(array("d", logprobs)), *rest)
+            with _readable("rollout", id):
+                token_ids = (tuple(array("i", prompt)), tuple(array("i", completion)))
+                found[id] = RolloutRecord(id, *token_ids, tuple(array("d", logprobs)), *rest)
     return found
 
 
-def forget_rollouts(db: sqlite3.Connection) -> int:
+def forget_rollouts(db: sqlite3.Connection, *, now: float) -> int:
     """Delete at most FORGET_ROWS of the rollouts that are too old or too many; returns how many."""
     too_old = "SELECT seq FROM rollout WHERE created_at < ?"
     too_many = "SELECT seq FROM rollout WHERE seq <= (SELECT max(seq) FROM rollout) - ?"
     statement = f"DELETE FROM rollout WHERE seq IN ({too_old} UNION ALL {too_many} LIMIT ?)"
-    return db.execute(statement, (time.time() - KEEP_SECONDS, KEEP_ROLLOUTS, FORGET_ROWS)).rowcount
+    return db.execute(statement, (now - KEEP_SECONDS, KEEP_ROLLOUTS, FORGET_ROWS)).rowcount
+
+
+def elapsed() -> float:
+    """Seconds on a clock that nobody sets, and which goes on while the machine sleeps where there is such a one."""
+    return time.clock_gettime(_CLOCK)
 
 
 def marks(values: Collection[Any]) -> str:
@@ -430,3 +551,51 @@ def marks(values: Collection[Any]) -> str:
 def dump(value: Any) -> str:
     """Strict JSON: NaN is a ValueError."""
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
+
+
+# ---- payloads ----
+def write_payload(path: Path, payload: bytes, *, row: Mapping[str, Any], key: Mapping[str, Any] | None) -> None:
+    """Write a payload with what was accepted, for its owner's eyes, and force it to the disk."""
+    accepted = dump({"row": row, "key": key}).encode() + b"\n"
+    digest = hashlib.sha256(accepted)
+    digest.update(payload)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.writelines((_SPOOL_HEAD, digest.hexdigest().encode(), b"\n", accepted, payload))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_payload(path: Path) -> bytes:
+    """Inverse of `write_payload`. Raises DamagedPayloadError unless it is what was written, FileNotFoundError."""
+    head, _, rest = path.read_bytes().partition(b"\n")
+    digest = hashlib.sha256(rest).hexdigest()
+    if head != _SPOOL_HEAD + digest.encode():
+        raise DamagedPayloadError(
+            f"the payload {path.name} is damaged: its {len(rest)} bytes do not have the checksum that was written with "
+            "them",
+            hint="submit the job again; see what the disk has (`dmesg`)",
+        )
+    return rest.partition(b"\n")[2]
+
+
+def read_accepted(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
+    """The row and the idempotency key of the job whose payload this is; None where they cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.readline(len(_SPOOL_HEAD) + 65)
+            accepted = json.loads(file.readline())
+        row, key = dict(accepted["row"]), accepted["key"] and dict(accepted["key"])
+        kinds = {name: type(value) for name, value in row.items()}
+        whole = kinds == _ACCEPTED and row["id"] == path.stem and (key is None or set(key) == {"key", "fingerprint"})
+        return (row, key) if whole else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def fsync(path: Path) -> None:
+    """Force a file's content, or a directory's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -9,6 +9,8 @@ an adapter  RUN_DIR/NAME@N or RUN_DIR/NAME     a version in a run's store
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +31,17 @@ class Located:
     directory: Path
     base_model: str | None = None
     base_hash: str | None = None
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within: the run that it is of does not remove it. Raises AdapterNotFoundError if it has."""
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(files.in_use(self.directory))
+            except FileNotFoundError:
+                message = f"the adapter in {self.directory} was removed just now"
+                raise AdapterNotFoundError(message, hint="name a newer version") from None
+            yield
 
     def check_base(self, base_hash: str) -> None:
         """Raise AdapterError if the adapter is known to be of another base model than the one with this hash."""

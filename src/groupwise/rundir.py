@@ -29,7 +29,7 @@ from groupwise import checkpoint
 from groupwise.adapters import AdapterStore
 from groupwise.config import RunConfig, dump_resolved
 from groupwise.configfile import to_yaml
-from groupwise.errors import ConfigError, StorageError
+from groupwise.errors import ConfigError, InUseError
 from groupwise.evaluate import Evaluation
 from groupwise.group_json import group_from_json, group_to_json
 from groupwise.types import PolicyVersion
@@ -49,7 +49,8 @@ def open_run_dir(config: RunConfig) -> Iterator[tuple[Path, checkpoint.Standing 
 
     Raises:
         ConfigError: the directory holds another run, or this one and `resume` is never.
-        StorageError: another process trains in it, or it cannot be written.
+        InUseError: another process trains in it.
+        StorageError: it cannot be written.
     """
     run_dir = reserve_run_dir(config)
     with owned(run_dir):
@@ -74,12 +75,12 @@ def reserve_run_dir(config: RunConfig) -> Path:
 
 @contextmanager
 def owned(directory: Path) -> Iterator[None]:
-    """Within: no other process trains in this directory. Raises StorageError if one does."""
+    """Within: no other process trains in this directory. Raises InUseError if one does."""
     with files.writing(f"locking {directory}"):
         descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         if not files.try_lock(descriptor):
-            raise StorageError(f"another process is training in {directory}", hint="wait for it, or end it")
+            raise InUseError(f"another process is training in {directory}", hint="wait for it, or end it")
         yield
     finally:
         os.close(descriptor)

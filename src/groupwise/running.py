@@ -50,7 +50,8 @@ class Running:
         if (start := self.plan.config.adapters.start) is not None:
             located = find_adapter(start)
             located.check_base(self.parts.base.hash)
-            self.policy.begin(located.directory)
+            with located.held():
+                self.policy.begin(located.directory)
             if self.plan.reads_reference:
                 self.parts.learner.keep_reference()
         self.parts.batches.sync(self.policy.sampling, step=0)

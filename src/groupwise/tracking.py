@@ -331,9 +331,7 @@ def _recording(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(
-            f"{path} cannot be written: {error}", hint="free some disk space or fix the permissions, then resume"
-        ) from error
+        raise StorageError.of(error, f"{path} cannot be written: {error}") from error
 
 
 def _drop_torn_line(path: Path) -> None:

@@ -15,7 +15,8 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from groupwise import adapter_files as files
 from groupwise import faults
 from groupwise.adapter_files import Provenance
 from groupwise.adapters import AdapterStore
-from groupwise.errors import AdapterError, ConfigError, Interrupted, TrainingError
+from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, Interrupted, TrainingError
 from groupwise.job_checkpoint import (
     Checkpoints,
     Standing,
@@ -156,26 +157,45 @@ def _resumed(lease: Lease, place: Workplace, config: JobConfig, task: Task) -> _
 
 def _begun(lease: Lease, place: Workplace, config: JobConfig, task: Task) -> _Run:
     """The job before its first step."""
-    parent = config.parent(place.store, name=lease.job.adapter)
-    if parent.is_base:
-        lora = LoraSpec(
-            rank=config.lora_rank or LORA_RANK,
-            alpha=config.lora_alpha or LORA_ALPHA,
-            dropout=config.lora_dropout,
-            targets=config.target_modules or LORA_TARGETS,
-        )
-        learner, message = _new_learner(config, lora, place.base), f"begins with a fresh adapter of rank {lora.rank}"
-    else:
-        place.store.check_base(parent, place.base.hash)
-        lora = _lora_of_parent(config, parent, place.store.path(parent))
-        learner, has_moments = _continued(config, lora, parent, place)
-        moments = "with its optimizer's moments" if has_moments else "with a fresh optimizer"
-        message = f"continues {parent} (rank {lora.rank}) {moments}"
+    with _parent(config, place.store, name=lease.job.adapter) as (parent, directory):
+        if directory is None:
+            lora = LoraSpec(
+                rank=config.lora_rank or LORA_RANK,
+                alpha=config.lora_alpha or LORA_ALPHA,
+                dropout=config.lora_dropout,
+                targets=config.target_modules or LORA_TARGETS,
+            )
+            learner = _new_learner(config, lora, place.base)
+            message = f"begins with a fresh adapter of rank {lora.rank}"
+        else:
+            place.store.check_base(parent, place.base.hash)
+            lora = _lora_of_parent(config, parent, directory)
+            learner, has_moments = _continued(config, lora, parent, directory, place)
+            moments = "with its optimizer's moments" if has_moments else "with a fresh optimizer"
+            message = f"continues {parent} (rank {lora.rank}) {moments}"
     if task.reads_start:
         task = task.started(learner)
     run = _Run(place, lease, config, task, learner, Standing(parent=parent, lora=lora), {})
     run.say(message)
     return run
+
+
+@contextmanager
+def _parent(config: JobConfig, store: AdapterStore, *, name: str) -> Iterator[tuple[PolicyVersion, Path | None]]:
+    """What the job continues, which nobody removes meanwhile, and its directory; None for the base model.
+
+    A name means its newest version; if that goes before it is held, another one is the newest by then.
+    """
+    with ExitStack() as held:
+        directory, version = None, config.parent(store, name=name)
+        while not version.is_base and directory is None:
+            try:
+                directory = held.enter_context(store.held(version))
+            except AdapterNotFoundError:
+                gone, version = version, config.parent(store, name=name)
+                if version == gone:
+                    raise
+        yield version, directory
 
 
 def _lora_of_parent(config: JobConfig, parent: PolicyVersion, directory: Path) -> LoraSpec:
@@ -194,9 +214,10 @@ def _differs(key: str, given: object, own: object, parent: PolicyVersion) -> Con
     )
 
 
-def _continued(config: JobConfig, lora: LoraSpec, parent: PolicyVersion, place: Workplace) -> tuple[Learner, bool]:
+def _continued(
+    config: JobConfig, lora: LoraSpec, parent: PolicyVersion, directory: Path, place: Workplace
+) -> tuple[Learner, bool]:
     """A learner at `parent`, and whether it has the moments of the job that made it."""
-    directory = place.store.path(parent)
     learner = _new_learner(config, lora, place.base)
     try:
         learner.load_adapter(directory)

@@ -189,7 +189,7 @@ class Place:
             wrong.append(f"the ledger is damaged: {said}")
         if self.query("PRAGMA foreign_key_check"):
             wrong.append("the ledger has references to rows that are gone")
-        spooled = {path.stem for path in self.state.glob("spool/*.json")}
+        spooled = {path.stem for path in self.state.glob("spool/*.payload")}
         wrong += [f"the payload of {row['id']} is lost" for row in self.jobs() if row["id"] not in spooled]
         return wrong
 

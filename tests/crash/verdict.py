@@ -13,6 +13,7 @@ from typing import Any
 
 from groupwise.client import Client
 from groupwise.ledger import Ledger
+from groupwise.ledger_schema import read_payload
 
 from .place import Place, is_torn, sha256
 from .traffic import Traffic
@@ -68,7 +69,7 @@ def left_over(place: Place) -> list[str]:
     )
     ids = {row["id"] for row in place.jobs()}
     found = [str(path) for pattern in patterns for path in place.state.glob(pattern)]
-    return found + [str(path) for path in place.state.glob("spool/*.json") if path.stem not in ids]
+    return found + [str(path) for path in place.state.glob("spool/*.payload") if path.stem not in ids]
 
 
 def _job_of(version: Path) -> str:
@@ -105,7 +106,7 @@ def differing(place: Place) -> list[str]:
             adapter=row["adapter"],
             config=json.loads(row["config"]),
             summary=json.loads(row["summary"]),
-            payload=(place.state / "spool" / f"{row['id']}.json").read_bytes(),
+            payload=read_payload(place.state / "spool" / f"{row['id']}.payload"),
             steps=row["steps"],
             auto_load=False,
             max_queued=len(rows),

@@ -1,8 +1,13 @@
 """Health, readiness, metrics, models, configuration and history of a whole server."""
 
+import errno
 import json
+import os
 import re
+import sqlite3
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from groupwise import __version__
 from groupwise.model import LoadedModel
+from groupwise.server import storage
 from groupwise.types import PolicyVersion
 from whole_server import Whole, whole
 
@@ -45,7 +51,8 @@ def test_health_tells_who_has_the_key_everything(site: Whole, versions: list[Pol
     assert health["active_version"] == "base" and health["adapters_loaded"] == 0
     assert health["scheduler"]["running"] == 0 and health["training"] == {"active_job": None, "queued": 0}
     checks = {check["name"]: check["pass"] for check in health["checks"]}
-    assert checks == {"model_loaded": True, "ledger": True, "disk_space": True, "training_worker": True}
+    names = ("model_loaded", "ledger", "storage", "disk_space", "training_worker")
+    assert checks == dict.fromkeys(names, True)
     assert set(site.http.get("/v1/health").json()) == set(health)
     chat = {"model": str(versions[0]), "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
     assert site.http.post("/v1/chat/completions", json=chat).status_code == 200
@@ -93,6 +100,103 @@ def test_a_lost_ledger_is_not_ready(model_dir: Path, tmp_path: Path, monkeypatch
         assert "the disk is gone" in site.http.get("/ready").json()["error"]["message"]
         assert site.http.get("/health").json()["status"] == "degraded"
         assert site.http.get("/metrics").status_code == 200
+
+
+@contextmanager
+def nobody() -> Iterator[None]:
+    """Within: a user whom permissions concern."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A directory that everybody may use."""
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o777)
+        yield Path(directory)
+
+
+@pytest.mark.parametrize("directory", ["adapters", "spool", "."])
+def test_a_directory_that_may_not_be_written_is_not_ready(
+    model_dir: Path, public: Path, monkeypatch: pytest.MonkeyPatch, directory: str
+) -> None:
+    monkeypatch.setattr(storage, "PROBE_S", 0.0)
+    state = public / "state"
+    with whole(state, model_dir) as site:
+        for path in (state, state / "spool", state / "adapters"):
+            path.chmod(0o777)
+        with nobody():
+            assert site.http.get("/ready").json() == {"ready": True}
+        (state / directory).chmod(0o555)
+        with nobody():
+            error = site.http.get("/ready")
+            assert error.status_code == 503 and "storage_denied" in error.json()["error"]["message"]
+            health = site.http.get("/health")
+            assert health.status_code == 200 and health.json()["status"] == "degraded"
+        (state / directory).chmod(0o777)
+        assert site.http.get("/ready").json() == {"ready": True}
+
+
+def test_adapters_that_cannot_be_read_are_a_507_and_not_ready(
+    model_dir: Path, public: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "PROBE_S", 0.0)
+    with whole(public / "state", model_dir) as site:
+        (public / "state" / "adapters").chmod(0o000)
+        with nobody():
+            for route in ("/v1/adapters", "/v1/models"):
+                answer = site.http.get(route)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (507, "storage_denied")
+            assert site.http.get("/ready").status_code == 503
+            assert "adapters_loaded" not in site.http.get("/health").json()
+            chat = {"messages": [{"role": "user", "content": "2+2?"}], "max_tokens": 2}
+            assert site.http.post("/v1/chat/completions", json=chat).status_code == 200  # the base is in memory
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS])
+def test_a_disk_that_fails_is_not_ready(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(storage, "PROBE_S", 0.0)
+    with whole(tmp_path, model_dir) as site:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fail)
+            assert os.strerror(code) in site.http.get("/ready").json()["error"]["message"]
+            assert metric(site, "groupwise_ready") == 0
+        assert site.http.get("/ready").json() == {"ready": True}
+        assert not list(tmp_path.rglob(".staging-*"))
+
+
+def test_a_damaged_ledger_is_not_ready_and_no_route_answers_500(model_dir: Path, tmp_path: Path) -> None:
+    with whole(tmp_path, model_dir) as site:
+        options = {"config": {"note": "x" * 3000}, "summary": {"warnings": []}, "payload": b"{}", "steps": 1}
+        jobs = [site.server.ledger.submit(kind="grpo", adapter="a", auto_load=True, **options)[0] for _ in range(8)]
+        with sqlite3.connect(tmp_path / "ledger.db") as db:
+            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        data = (tmp_path / "ledger.db").read_bytes()
+        (tmp_path / "ledger.db").write_bytes(data[:4096] + bytes(255 - byte for byte in data[4096:]))
+        routes = ["/v1/train/status", "/v1/train/queue", "/v1/rollouts", "/v1/health", "/metrics", "/v1/models"]
+        routes += [f"/v1/train/{what}/{jobs[3].id}" for what in ("status", "metrics", "events")]
+        answers = {route: site.http.get(route) for route in routes}
+        assert {answer.status_code for answer in answers.values()} <= {200, 503}
+        told = answers["/v1/train/status"]
+        assert (told.status_code, told.json()["error"]["code"]) == (503, "ledger_damaged")
+        assert told.headers["x-should-retry"] == "false" and "--repair-ledger" in told.json()["error"]["hint"]
+        body = {"examples": [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]}
+        assert site.http.post("/v1/train/sft", json=body).json()["error"]["code"] == "ledger_damaged"
+        assert site.http.post(f"/v1/train/cancel/{jobs[3].id}").json()["error"]["code"] == "ledger_damaged"
+        assert site.http.get("/ready").status_code == 503
+        assert site.http.get("/health").json()["status"] == "degraded"
 
 
 # ---- metrics ----

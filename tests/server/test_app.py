@@ -4,12 +4,13 @@ import json
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import httpx2
 import pytest
 
 from groupwise.errors import GroupwiseError
+from groupwise.ledger import Ledger
 from groupwise.server.app import serve
 from groupwise.server.config import ServeConfig
 from whole_server import whole
@@ -29,7 +31,9 @@ from groupwise.server.app import serve
 from groupwise.server.config import serve_config
 import json
 try:
-    serve(serve_config(json.loads(sys.argv[1])))
+    given = json.loads(sys.argv[1])
+    repair = given.pop("repair_ledger", False)
+    serve(serve_config(given), repair_ledger=repair)
 except GroupwiseError as error:
     print(error, file=sys.stderr)
     sys.exit(error.exit_code)
@@ -87,6 +91,11 @@ def started(model_dir: Path, tmp_path: Path) -> Iterator[Process]:
     process.popen.wait()
 
 
+def count_jobs(path: Path) -> int:
+    with closing(sqlite3.connect(path)) as db:
+        return db.execute("SELECT count(*) FROM job").fetchone()[0]
+
+
 # ---- what is missing is told at once ----
 @pytest.mark.parametrize("taken", ["port", "state directory"])
 def test_what_is_taken_ends_the_process_before_anything_is_loaded(taken: str, tmp_path: Path) -> None:
@@ -101,6 +110,38 @@ def test_what_is_taken_ends_the_process_before_anything_is_loaded(taken: str, tm
         assert time.monotonic() - began < 5  # well under a second on an idle machine
     assert process.said(f"port {port}" if taken == "port" else f"pid {os.getpid()} ")
     assert not process.said("loading", seconds=0)
+
+
+def test_a_damaged_ledger_ends_the_process_with_what_to_do_and_its_repair_loses_nothing(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    state = tmp_path / "state"
+    ledger = Ledger(state / "ledger.db")
+    options = {"summary": {"warnings": []}, "payload": b"{}", "steps": 1, "auto_load": True}
+    ids = [ledger.submit(kind="sft", adapter="a", config={"n": "x" * 500}, **options)[0].id for _ in range(9)]
+    ledger.back_up()
+    ids += [ledger.submit(kind="sft", adapter="a", config={"n": "x" * 500}, **options)[0].id for _ in range(3)]
+    ledger.close()
+    data = (state / "ledger.db").read_bytes()
+    (state / "ledger.db").write_bytes(data[:4096] + bytes(255 - byte for byte in data[4096:]))
+    process = start(state, model=str(model_dir))
+    assert process.popen.wait(timeout=30) == 3
+    assert process.said("ledger.db is damaged") and process.said("--repair-ledger") and process.said("9 jobs")
+    assert not process.said("Traceback", seconds=0) and not process.said("loading", seconds=0)
+
+    process = start(state, model=str(model_dir), repair_ledger=True)
+    try:
+        assert process.said("the ledger was repaired; the damaged file is kept as ledger.db.damaged-")
+        assert process.said("ready on"), process.lines
+        jobs = httpx2.get(f"{process.url}/v1/train/status", timeout=20).json()
+        assert {job["job_id"] for job in jobs} == set(ids)
+        until = time.monotonic() + 30
+        while not (state / "ledger.backup.db").exists() or count_jobs(state / "ledger.backup.db") < 12:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+    finally:
+        process.popen.kill()
+        process.popen.wait()
 
 
 def test_nothing_heavy_is_imported_before_the_port_is_bound() -> None:

@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import StreamingResponse
 from starlette.testclient import TestClient
 
-from groupwise.errors import ConflictError, NotReadyError, OverloadedError, StorageError
+from groupwise.errors import ConflictError, NotReadyError, OverloadedError, StorageFullError
 from groupwise.server.config import ServeConfig
 from groupwise.server.envelope import add_handlers
 from groupwise.server.guard import SMALL, UPLOADS, Gate, Guard, _Bytes, _Places, _Receiving, read_body
@@ -91,7 +91,7 @@ def _add_routes(app: FastAPI, site: Site) -> None:
 
     @app.get("/full")
     async def full() -> None:
-        raise StorageError("publishing failed: /srv/groupwise-state/adapters/x: no space left")
+        raise StorageFullError("publishing failed: /srv/groupwise-state/adapters/x: no space left")
 
     @app.get("/later")
     async def later() -> None:

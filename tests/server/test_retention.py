@@ -16,7 +16,7 @@ from groupwise.adapters import AdapterStore
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import AdapterNotFoundError, StorageError
 from groupwise.ledger import Ledger
-from groupwise.server.policies import Policies
+from groupwise.server.policies import AdapterInUseError, Policies
 from groupwise.server.retention import Retention
 from groupwise.types import PolicyVersion
 
@@ -160,6 +160,35 @@ def test_a_version_goes_only_when_it_was_free_for_a_while(site: Site) -> None:
         assert await retention.sweep() == [PolicyVersion("math", 1)]
 
     asyncio.run(test())
+
+
+def test_what_is_needed_is_asked_again_when_a_swap_is_over(site: Site) -> None:
+    """The sweep waits for a swap; a job that was posted meanwhile keeps its version."""
+    site.publish("math", 3)
+    retention = site.retention()
+
+    async def test() -> None:
+        await site.policies._changing.acquire()  # a swap that takes its time
+        sweeping = asyncio.create_task(retention.sweep())
+        await asyncio.sleep(0.05)
+        job = site.submit(base_adapter="math@1")
+        site.policies._changing.release()
+        assert list(await sweeping) == []
+        site.ledger.cancel(job)
+        assert list(await retention.sweep()) == [PolicyVersion("math", 1)]
+
+    asyncio.run(test())
+
+
+def test_what_another_process_reads_stays_until_it_has_read_it(site: Site) -> None:
+    site.publish("math", 4)
+    retention = site.retention()
+    with AdapterStore(site.store.root).held(PolicyVersion("math", 1)) as directory:  # as a job that begins
+        assert sweep(retention) == ["math@2"]
+        assert (directory / "groupwise.json").exists()
+        with pytest.raises(AdapterInUseError, match="math@1 cannot be deleted"):
+            asyncio.run(site.policies.delete([PolicyVersion("math", 1)]))
+    assert sweep(retention) == ["math@1"] and site.left() == [3, 4]
 
 
 def test_it_goes_on_after_a_failure(site: Site, monkeypatch: pytest.MonkeyPatch, caplog) -> None:

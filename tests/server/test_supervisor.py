@@ -4,9 +4,11 @@ import asyncio
 import json
 import os
 import signal
+import sqlite3
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,12 @@ while not (state / "room").exists():
 ledger.renew(held)
 (state / "renewed").touch()
 time.sleep(60)
+"""
+DAMAGED = """
+held = lease()
+while not (state / "damaged").exists():
+    time.sleep(0.01)
+sys.exit(3)
 """
 STUBBORN = """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -213,6 +221,32 @@ def test_the_worker_stands_behind_the_server_before_it_has_imported_anything(led
         assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, own + NICENESS)
 
     supervise(ledger, "time.sleep(60)", test, stop_s=0.1)
+
+
+def test_no_worker_is_started_on_a_damaged_ledger_and_no_job_is_blamed(
+    ledger: Ledger, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The worker meets the damage, and says it by its exit status; the server looks for itself."""
+    ids = [submit(ledger) for _ in range(3)]
+    path, met = ledger.path, ledger.path.parent / "damaged"
+
+    async def test(supervisor: Supervisor) -> None:
+        await until(lambda: ledger.job(ids[0]).attempt == 1)
+        with closing(sqlite3.connect(path)) as db:
+            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            (page,) = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'job_state'").fetchone()
+        with path.open("r+b") as file:
+            file.seek((page - 1) * 4096)
+            file.write(b"\xff" * 4096)
+        met.touch()
+        await until(lambda: supervisor.status.last_exit == "the ledger is damaged")
+        assert supervisor.status.restarts == 0 and starts(ledger) == 1
+        assert ledger.damage is not None
+
+    supervise(ledger, DAMAGED, test)
+    assert "no job is trained until the ledger is repaired" in caplog.text
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute("SELECT state, error FROM job NOT INDEXED WHERE seq = 1").fetchone() == ("running", None)
 
 
 def test_stopping_lets_the_worker_release_its_job(ledger: Ledger) -> None:

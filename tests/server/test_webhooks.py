@@ -266,7 +266,47 @@ def test_jobs_of_before_the_first_start_are_not_told(ledger: Ledger, record: str
     assert [body["error"] for body in receiver.bodies] == ["now"]
 
 
-def test_it_gives_up_on_an_end_that_is_a_day_old(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_is_set_gives_nothing_up(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """40 days ahead: the end of the job seems long ago, and has been told for less than a second."""
+    now = time.time
+    with Receiver(500, 500, 500) as receiver:
+        hooks = make(ledger, receiver.url)
+
+        def meanwhile() -> None:
+            fail(ledger)
+            monkeypatch.setattr(time, "time", lambda: now() + 40 * 24 * 3600)
+
+        run_until(hooks, lambda: len(receiver.requests) == 4, meanwhile=meanwhile)
+        assert hooks.pending == 0
+
+
+def test_how_long_it_was_tried_adds_up_over_restarts(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Receiver(*[500] * 99) as receiver:
+        hooks = make(ledger, receiver.url)
+        run_until(hooks, lambda: len(receiver.requests) >= 2, meanwhile=lambda: fail(ledger) and None)
+        assert hooks.pending == 1
+        record = json.loads((ledger.path.parent / "webhooks.json").read_bytes())
+        (id,) = record["tried_s"]
+        assert 0 <= record["tried_s"][id] < 60
+        record["tried_s"][id] = webhooks.KEEP_TRYING_S - 0.001
+        (ledger.path.parent / "webhooks.json").write_text(json.dumps(record))
+        again = make(ledger, receiver.url)
+        run_until(again, lambda: again.pending == 0 and bool(again._settled))
+        assert id in json.loads((ledger.path.parent / "webhooks.json").read_bytes())["settled"]
+
+
+@pytest.mark.parametrize(
+    "text", ['{"settled": [], "tried_s": {"a": "x"}}', '{"settled": 3, "tried_s": {}}', "[" * 9000]
+)
+def test_a_record_that_is_none_counts_as_lost(ledger: Ledger, text: str) -> None:
+    (ledger.path.parent / "webhooks.json").write_text(text)
+    fail(ledger, "long ago")
+    with Receiver() as receiver:
+        run_until(make(ledger, receiver.url), lambda: True)
+        assert not receiver.requests
+
+
+def test_it_gives_up_on_an_end_that_it_tried_for_a_day(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(webhooks, "KEEP_TRYING_S", 0.0)
     with Receiver(*[500] * 9) as receiver:
         hooks = make(ledger, receiver.url)

@@ -145,4 +145,6 @@ def _storing(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(f"cannot write {target}: {error.strerror or error}", hint="name another file") from error
+        raise StorageError.of(
+            error, f"cannot write {target}: {error.strerror or error}", hint="name another file"
+        ) from error

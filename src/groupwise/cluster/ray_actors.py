@@ -121,7 +121,8 @@ def enter(folder: str) -> None:
     try:
         os.chdir(folder)
     except OSError as error:
-        raise StorageError(
+        raise StorageError.of(
+            error,
             f"{this_machine()} has no directory {folder}, where the run was launched: {error.strerror}",
             hint="launch it from a directory that all machines share; a run on several machines needs one anyway",
         ) from None

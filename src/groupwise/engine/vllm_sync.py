@@ -90,7 +90,7 @@ class Shelf:
             model.save_pretrained(published.path)
         except OSError as error:
             self.remove(published)
-            raise StorageError(f"the weights of {version} cannot be written for vLLM: {error}") from error
+            raise StorageError.of(error, f"the weights of {version} cannot be written for vLLM: {error}") from error
         return published
 
     def _named(self, version: PolicyVersion) -> Published:

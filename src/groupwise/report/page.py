@@ -54,7 +54,9 @@ def write_page(runs: Sequence[RunRecord], path: Path, *, steps: Sequence[int] = 
     except OSError as error:
         with suppress(OSError):
             temporary.unlink()
-        raise StorageError(f"{path} cannot be written: {error}", hint="name another file with --out") from error
+        raise StorageError.of(
+            error, f"{path} cannot be written: {error}", hint="name another file with --out"
+        ) from error
     return path
 
 

@@ -32,7 +32,7 @@ def write_pngs(charts: Sequence[Chart], directory: Path) -> list[Path]:
             directory.mkdir(parents=True, exist_ok=True)
             _draw(chart, figures, path)
         except OSError as error:
-            raise StorageError(f"{path} cannot be written: {error}", hint="name another --png") from error
+            raise StorageError.of(error, f"{path} cannot be written: {error}", hint="name another --png") from error
         written.append(path)
     return written
 

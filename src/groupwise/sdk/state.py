@@ -67,7 +67,9 @@ def load(learner: Learner, directory: Path) -> dict[str, Any]:
         facts = json.loads((directory / FACTS).read_text(encoding="utf-8"))
         saved = FileSystemReader(directory).read_metadata().state_dict_metadata
     except (OSError, ValueError, RuntimeError, CheckpointException) as error:
-        raise StorageError(f"the state {directory} cannot be read: {error}", hint="name one that was saved") from error
+        raise StorageError.of(
+            error, f"the state {directory} cannot be read: {error}", hint="name one that was saved"
+        ) from error
     if facts["shape"] != _shape(learner):
         raise ConfigError(
             f"the state {directory} is of another policy: {facts['shape']}, and this one is {_shape(learner)}",
@@ -82,7 +84,9 @@ def load(learner: Learner, directory: Path) -> dict[str, Any]:
         with _single_process():
             read(tensors, checkpoint_id=directory, no_dist=True)
     except (OSError, RuntimeError, CheckpointException) as error:
-        raise StorageError(f"the state {directory} is damaged: {error}", hint="take the one before it") from error
+        raise StorageError.of(
+            error, f"the state {directory} is damaged: {error}", hint="take the one before it"
+        ) from error
     restore(learner, tensors, facts["learner"])
     return facts["extra"]
 

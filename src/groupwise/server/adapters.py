@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
@@ -57,6 +56,7 @@ from groupwise.server.protocol_adapters import (
 )
 from groupwise.server.retention import surplus
 from groupwise.server.state import Server, server_of
+from groupwise.server.storage import check_room
 from groupwise.server.wire import documented
 from groupwise.types import BASE, PolicyVersion
 
@@ -351,11 +351,6 @@ def _publish(server: Server, name: str, write: Callable[[Path], None], *, again:
 
     check_free_name(name, served_name=server.config.served_name)
     admit()
-    free, least = shutil.disk_usage(server.store.root).free, server.config.min_free_bytes
-    if free < least:
-        raise StorageError(
-            f"the disk has {free:,} free bytes; adapters are added while there are {least:,} (min_free_bytes)",
-            hint="delete adapters, or free some disk space",
-        )
+    check_room(server.store.root, server.config.min_free_bytes, what="adapters")
     info = Provenance(base_model=server.base.name, base_hash=server.base.hash)
     return server.store.publish(name, write, info=info, admit=admit)

@@ -1,13 +1,13 @@
 """How the server is: /health, /ready, /metrics, /v1/models, /v1/config and what it did lately.
 
-/health says that the process lives, and to whom has the key everything else that it knows. /ready is 503 where requests
-would fail: a full disk, a ledger that cannot be read. Both are cheap, and neither waits for the engine.
+/health says that the process lives, and to whom has the key everything else that it knows. /ready is 503 unless the
+server can do its whole work: answer, accept jobs, keep them, publish adapters. A disk that is full, fails or may not be
+written and a damaged ledger all end it. Both are cheap, and neither waits for the engine.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import time
 from collections import Counter
@@ -25,6 +25,7 @@ from groupwise.ledger import Job, JobState
 from groupwise.server.protocol_completions import ModelCard, ModelList
 from groupwise.server.recorder import Sample
 from groupwise.server.state import Server, server_of
+from groupwise.server.storage import room_problem
 from groupwise.server.wire import Answer, absent, documented
 
 STARTED = time.time()
@@ -116,6 +117,7 @@ def _checks(server: Server) -> Iterator[Check]:
     problems = {
         "model_loaded": server.engine.away,
         "ledger": _ledger_problem(server),
+        "storage": server.storage.problem(),
         "disk_space": _disk_problem(server),
         "training_worker": ended,
     }
@@ -124,16 +126,17 @@ def _checks(server: Server) -> Iterator[Check]:
 
 
 def _ledger_problem(server: Server) -> str | None:
+    if server.ledger.damage is not None:
+        return server.ledger.damage
     try:
         server.ledger.jobs(limit=1)
     except GroupwiseError as error:
         return error.message
-    return None if os.access(server.config.state_dir, os.W_OK) else "the state directory cannot be written"
+    return None
 
 
 def _disk_problem(server: Server) -> str | None:
-    free, least = shutil.disk_usage(server.config.state_dir).free, server.config.min_free_bytes
-    return None if free >= least else f"{free} bytes are free; it should be {least} (min_free_bytes)"
+    return room_problem(server.config.state_dir, server.config.min_free_bytes)
 
 
 def _unfinished(server: Server) -> list[Job]:
@@ -157,7 +160,7 @@ class Ready(Answer):
 
 @router.get("/ready", **documented(answer=Ready, errors=[NotReadyError]))
 async def ready(request: Request) -> Ready:
-    """Whether requests can be answered; 503 with the reason where not."""
+    """Whether the server can answer, accept jobs, keep them and publish adapters; 503 with the reason where not."""
     server = server_of(request)
     problem = await asyncio.to_thread(_problem, server)
     if problem is not None:
@@ -166,8 +169,9 @@ async def ready(request: Request) -> Ready:
 
 
 def _problem(server: Server) -> str | None:
-    """Why requests cannot be answered."""
-    return _ledger_problem(server) or _disk_problem(server) or server.engine.away
+    """Why the server cannot do all that it should."""
+    problem = _ledger_problem(server) or server.storage.problem() or _disk_problem(server)
+    return problem or server.engine.away
 
 
 # ---- metrics ----

@@ -4,7 +4,7 @@
     serve        a configuration -> a running server, until SIGTERM or SIGINT
 
     bind the port, lock the state directory    what is missing ends the process at once, with exit code 3
-    open ledger and store                      a crash's remains are repaired
+    open ledger and store                      a crash's remains are repaired; a damaged ledger ends the process, too
     answer: /health, and 503 to all else       while the model is loaded, in a thread
     activate what was active, start the worker, be ready
     SIGTERM or Ctrl-C                          503 to new requests; those in flight may end, the worker saves; exit
@@ -121,11 +121,13 @@ def _loading_app(config: ServeConfig, gate: Gate, recorder: Recorder) -> ASGIApp
 
 
 # ---- the process ----
-def serve(config: ServeConfig, *, announce: Callable[[str], None] | None = None) -> None:
-    """Serve until SIGTERM or SIGINT. `announce` is told what happens, a line at a time.
+def serve(config: ServeConfig, *, repair_ledger: bool = False, announce: Callable[[str], None] | None = None) -> None:
+    """Serve until SIGTERM or SIGINT. `announce` is told what happens, a line at a time. `repair_ledger`: first put the
+    ledger together again, if it is damaged.
 
     Raises:
         StartError: the port or the state directory is taken (exit code 3); before anything is loaded.
+        LedgerDamagedError: the ledger is damaged (exit code 3), and was left as it is.
         ModelError: the model cannot be loaded.
         StorageError: the state directory cannot be written.
     """
@@ -134,8 +136,10 @@ def serve(config: ServeConfig, *, announce: Callable[[str], None] | None = None)
         if not logging.getLogger().handlers:
             logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
             logging.getLogger("groupwise").setLevel(logging.INFO)
+        announce = announce or _say
+        state = _open_state(config, announce, repair=repair_ledger)
         sys.setswitchinterval(SWITCH_S)
-        asyncio.run(_Process(config, listener, announce or _say).run())
+        asyncio.run(_Process(config, listener, announce).run(*state))
 
 
 def _say(line: str) -> None:
@@ -159,9 +163,8 @@ class _Process:
         self._stop = asyncio.Event()
         self._server: Server | None = None
 
-    async def run(self) -> None:
+    async def run(self, ledger: Ledger, store: AdapterStore) -> None:
         self._catch_signals()
-        ledger, store = await asyncio.to_thread(_open_state, self._config)
         tasks = [asyncio.create_task(self._uvicorn.serve(sockets=[self._listener])), asyncio.create_task(self._sweep())]
         try:
             self._announce(f"loading {self._config.model}; {url_of(self._listener)}/health answers already")
@@ -171,7 +174,7 @@ class _Process:
                 _exit_now("stopped while the model was being loaded")  # a thread that loads cannot be interrupted
             await begun
             gc.freeze()  # what is here now stays; looking through it again and again would make requests wait
-            later = (_keep_house(ledger), self._keep_versions(), self._have_reader())
+            later = (_keep_house(ledger, self._config), self._keep_versions(), self._have_reader())
             tasks += [asyncio.create_task(each) for each in later]
             self._announce(f"ready on {url_of(self._listener)}")
             await _first(asyncio.create_task(self._stop.wait()), tasks[0])
@@ -257,12 +260,22 @@ class _Process:
         ledger.close()
 
 
-def _open_state(config: ServeConfig) -> tuple[Ledger, AdapterStore]:
+def _open_state(config: ServeConfig, announce: Callable[[str], None], *, repair: bool) -> tuple[Ledger, AdapterStore]:
+    """The store and the ledger, which was read from its first byte to its last. Raises LedgerDamagedError."""
+    from groupwise import ledger_repair
     from groupwise.adapters import AdapterStore
     from groupwise.ledger import Ledger
 
-    ledger = Ledger(config.state_dir / "ledger.db")
-    return ledger, AdapterStore(config.state_dir / "adapters")
+    store, path = AdapterStore(config.state_dir / "adapters"), config.state_dir / "ledger.db"
+
+    def find(adapter: str, job: str) -> tuple[str, bool] | None:
+        version = store.version_of_job(adapter, job)
+        return None if version is None else (str(version), store.was_active(version))
+
+    if repair:
+        announce(ledger_repair.repair(path, find=find) or "the ledger is whole: there is nothing to repair")
+    ledger_repair.check(path)
+    return Ledger(path), store
 
 
 def _load(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder: Recorder) -> Server:
@@ -301,13 +314,15 @@ async def _in_daemon(work: Callable[[], Server]) -> Server:
     return await outcome
 
 
-async def _keep_house(ledger: Ledger) -> None:
-    """Forget old jobs and rollouts, now and every hour."""
+async def _keep_house(ledger: Ledger, config: ServeConfig) -> None:
+    """Forget old jobs and rollouts, and read and back up the ledger, now and every hour."""
+    back_up = partial(ledger.back_up, least_free=config.min_free_bytes)
     while True:
-        try:
-            await asyncio.to_thread(ledger.prune)
-        except GroupwiseError as error:
-            log.warning("old jobs were not removed: %s", error)
+        for what, act in (("old jobs were not removed", ledger.prune), ("the ledger was not backed up", back_up)):
+            try:
+                await asyncio.to_thread(act)
+            except GroupwiseError as error:
+                log.warning("%s: %s", what, error)
         await asyncio.sleep(HOUSEKEEPING_S)
 
 

@@ -10,6 +10,7 @@ retry can help, `retry-after` says when; where it cannot, `x-should-retry: false
 
 from __future__ import annotations
 
+import copy
 import difflib
 import logging
 import math
@@ -24,7 +25,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import compile_path
 
-from groupwise.errors import DeadlineError, GroupwiseError, NotReadyError, RequestError, StorageError, TryAgainError
+from groupwise.errors import (
+    DeadlineError,
+    GroupwiseError,
+    LedgerDamagedError,
+    NotReadyError,
+    RequestError,
+    StorageError,
+    TryAgainError,
+)
 from groupwise.server.wire import ErrorBody, ErrorEnvelope
 
 ECHO = 64  # the longest piece of a request that a message repeats, characters
@@ -100,7 +109,7 @@ def envelope(error: GroupwiseError) -> tuple[int, dict[str, str], bytes]:
     headers = {"content-type": "application/json"}
     if isinstance(error, TryAgainError):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
-    elif status in NO_RETRY:
+    elif status in NO_RETRY or isinstance(error, LedgerDamagedError):
         headers["x-should-retry"] = "false"
     if status == 401:
         headers["www-authenticate"] = "Bearer"
@@ -112,8 +121,8 @@ def envelope(error: GroupwiseError) -> tuple[int, dict[str, str], bytes]:
 def respond(error: GroupwiseError, *, without: str | None = None) -> Response:
     """The envelope as a response; `without` is text that must not be shown, such as the server's own directory."""
     if without and without in error.message:
-        shown = GroupwiseError(error.message.replace(without, "<state_dir>"), hint=error.hint)
-        shown.__dict__ |= {"code": error.code, "status": error.status}
+        shown = copy.copy(error)  # of its kind, on which headers depend
+        shown.message = error.message.replace(without, "<state_dir>")
         error = shown
     status, headers, body = envelope(error)
     return Response(body, status_code=status, headers=headers)
@@ -125,7 +134,7 @@ def add_handlers(app: FastAPI, *, without: str | None = None) -> None:
 
     async def known(request: Request, error: Exception) -> Response:
         assert isinstance(error, GroupwiseError)
-        if isinstance(error, StorageError):  # while the disk is full that is every other request
+        if isinstance(error, StorageError | LedgerDamagedError):  # while it lasts that is every other request
             log.warning("%s %s: %s", request.method, printable(request.url.path), error.message)
         elif error.status >= 500 and not isinstance(error, TryAgainError):
             log.error("%s %s: %s", request.method, printable(request.url.path), error, exc_info=error)

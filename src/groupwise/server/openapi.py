@@ -26,7 +26,7 @@ EVERYWHERE = {
     403: "`forbidden`: another host name, or another site's page",
     429: "`overloaded`: too many requests at once; see `retry-after`",
     500: "`internal_error`: a bug; the log has it under the request id",
-    503: "`not_ready` or `shutting_down`; see `retry-after`",
+    503: "`not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it",
     504: "`deadline_exceeded`",
 }
 WITH_KEY = {401: "`invalid_api_key`"}

@@ -34,6 +34,7 @@ from groupwise.errors import (
     AdapterNotFoundError,
     ConflictError,
     GroupwiseError,
+    InUseError,
     ModelError,
     OverloadedError,
     RequestError,
@@ -245,20 +246,25 @@ class Policies:
             self._deleting.update(versions)
             try:
                 for version in versions:
-                    await asyncio.to_thread(self._store.delete, version)
+                    try:
+                        await asyncio.to_thread(self._store.delete, version)
+                    except InUseError as error:
+                        message = f"{version} cannot be deleted: a job that begins reads it"
+                        raise AdapterInUseError(message, hint="try again in a moment") from error
                     if version in self._loaded and self._loaded[version].idle:
                         self._unload(version)
             finally:
                 self._deleting.difference_update(versions)
 
-    async def prune(self, versions: Collection[PolicyVersion]) -> list[PolicyVersion]:
-        """Remove those of `versions` that nobody needs, and return them. Raises StorageError.
+    async def prune(self, find: Callable[[], Collection[PolicyVersion]]) -> list[PolicyVersion]:
+        """Remove those of the versions that `find` names that nobody needs, and return them. It is called, in a thread,
+        when nothing changes any more: a swap that is waited for takes its time. Raises StorageError.
 
         The active one, those that requests use, the one that rollback would go to, and the newest of a name stay.
         """
         async with self._changing:
             kept = {self._active, self._store.active, *(version for version, users in self.in_use.items() if users)}
-            free = set(versions) - kept
+            free = set(await asyncio.to_thread(find)) - kept
             self._deleting.update(free)
             try:
                 removed = await asyncio.to_thread(self._prune, free)

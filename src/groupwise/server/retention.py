@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 class Prunes(Protocol):
     """The part of `Policies` that is needed here."""
 
-    async def prune(self, versions: Collection[PolicyVersion]) -> Sequence[PolicyVersion]:
-        """Remove those of `versions` that nobody uses."""
+    async def prune(self, find: Callable[[], Collection[PolicyVersion]]) -> Sequence[PolicyVersion]:
+        """Remove those of the versions that `find` names, when nothing changes any more, that nobody uses."""
         ...
 
 
@@ -45,7 +45,8 @@ def surplus(infos: Iterable[AdapterInfo], *, keep: int | None) -> set[PolicyVers
 
 
 def needed(jobs: Iterable[Job]) -> set[PolicyVersion]:
-    """The versions that these jobs name: the one they begin from, the one they made. A bare name means the newest."""
+    """The versions that these jobs name: the one they begin from, the one they made. A bare name means the newest,
+    which stays in any case; while a job reads it, it is held (`AdapterStore.held`), also where a newer one comes."""
     named = [text for job in jobs for text in (job.config.get("base_adapter"), job.version)]
     return {PolicyVersion.parse(text) for text in named if text is not None and "@" in text}
 
@@ -80,8 +81,8 @@ class Retention:
         """Remove what has been free for long enough; returns it. Raises StorageError, NotReadyError."""
         free, now = await asyncio.to_thread(self._free), time.monotonic()
         self._free_since = {version: self._free_since.get(version, now) for version in free}
-        due = [version for version, since in self._free_since.items() if now - since >= self._grace_s]
-        removed = await self._policies.prune(due) if due else ()
+        due = {version for version, since in self._free_since.items() if now - since >= self._grace_s}
+        removed = await self._policies.prune(lambda: due & self._free()) if due else ()
         if removed:
             shown = ", ".join(map(str, sorted(removed)))
             log.info("removed %s: older than the newest %d that jobs made (keep_versions)", shown, self._keep)

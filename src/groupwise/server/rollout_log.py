@@ -12,8 +12,7 @@ from __future__ import annotations
 import hashlib
 import sqlite3
 from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -23,10 +22,9 @@ from starlette.concurrency import run_in_threadpool
 
 from groupwise.algo.advantage import DEFAULT_EPS, AdvantageSpec, advantages, gdpo_advantages
 from groupwise.chat import decode, stop_ids
-from groupwise.errors import JobNotFoundError, RequestError
+from groupwise.errors import DamagedPayloadError, JobNotFoundError, RequestError
 from groupwise.job_payload import GrpoPayload, ScoredGroup, parse_payload
 from groupwise.ledger import Job, Ledger
-from groupwise.ledger_schema import BUSY_SECONDS, storing
 from groupwise.server.generate import sendable
 from groupwise.server.protocol_rollouts import (
     MOST_ROWS,
@@ -54,7 +52,7 @@ router = APIRouter(prefix="/v1/rollouts", tags=["rollouts"])
 
 
 # ---- routes ----
-@router.get("", **documented(answer=RolloutPage, errors=[JobNotFoundError, RequestError]))
+@router.get("", **documented(answer=RolloutPage, errors=[JobNotFoundError, DamagedPayloadError, RequestError]))
 async def list_rollouts(
     request: Request,
     job: Annotated[str | None, Query(description="The completions that this job trained on.")] = None,
@@ -74,7 +72,9 @@ async def list_rollouts(
     return await run_in_threadpool(_of_job, server, job, after, limit, contains, rewards)
 
 
-@router.get("/{id}", **documented(answer=RolloutGroup, errors=[RolloutNotFoundError, JobNotFoundError]))
+@router.get(
+    "/{id}", **documented(answer=RolloutGroup, errors=[RolloutNotFoundError, JobNotFoundError, DamagedPayloadError])
+)
 async def show_rollout(request: Request, id: str) -> RolloutGroup:
     """The group of a rollout: every completion of its prompt, token by token."""
     return await run_in_threadpool(_group, server_of(request), id)
@@ -92,14 +92,6 @@ def _group(server: Server, id: str) -> RolloutGroup:
 
 
 # ---- sampled lately ----
-@contextmanager
-def _reading(ledger: Ledger) -> Iterator[sqlite3.Connection]:
-    uri = f"{ledger.path.absolute().as_uri()}?mode=ro"
-    with storing("reading the rollouts"), closing(sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS)) as db:
-        db.row_factory = sqlite3.Row
-        yield db
-
-
 def _recent(
     server: Server, after: int | None, limit: int, contains: str | None, finish_reason: str | None, version: str | None
 ) -> RolloutPage:
@@ -107,7 +99,7 @@ def _recent(
     wanted |= {"version = ?": version}
     given = {test: value for test, value in wanted.items() if value is not None}
     where = f"WHERE {' AND '.join(given)}" if given else ""
-    with _reading(server.ledger) as db:
+    with server.ledger.reader("reading the rollouts") as db:
         query = f"SELECT {_COLUMNS} FROM rollout {where} ORDER BY seq DESC LIMIT ?"
         found = db.execute(query, (*given.values(), limit)).fetchall()
     prompts = {
@@ -134,7 +126,7 @@ def _row(row: sqlite3.Row, prompt: str, text: str) -> dict[str, Any]:
 
 
 def _group_of_recent(server: Server, id: str) -> tuple[list[RolloutDetail], Sequence[int]]:
-    with _reading(server.ledger) as db:
+    with server.ledger.reader("reading the rollouts") as db:
         one = db.execute("SELECT prompt_ids, created_at FROM rollout WHERE id = ?", (id,)).fetchone()
         if one is None:
             raise RolloutNotFoundError(f"there is no rollout {id[:64]!r}", hint="rollouts are kept for 7 days")

@@ -106,7 +106,7 @@ class MetricsFile:
         except FileNotFoundError:  # a run that has just begun
             return self._forget(0)
         except OSError as error:
-            raise StorageError(f"{self._path} cannot be read: {error.strerror}", hint="see its permissions") from error
+            raise StorageError.of(error, f"{self._path} cannot be read: {error.strerror}") from error
         for line in new[: new.rfind(b"\n") + 1].splitlines(keepends=True):
             self._offset += len(line)
             record = _record(line)

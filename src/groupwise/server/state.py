@@ -6,7 +6,10 @@ server_of(request)    the `Server` behind a request
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, cast
+
+from groupwise.server.storage import StorageProbe
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -35,6 +38,11 @@ class Server:
     reader: Reader
     recorder: Recorder
     supervisor: Supervisor
+
+    @cached_property
+    def storage(self) -> StorageProbe:
+        """Whether the state directory can still be written."""
+        return StorageProbe(self.config.state_dir)
 
 
 def server_of(request: Request) -> Server:

@@ -1,5 +1,6 @@
 """The supervisor: keeps the worker process alive, and turns what it publishes into the active policy.
 
+    the ledger is damaged        no worker is started any more, and no job is blamed
     worker dies                  its jobs can be leased at once; it starts again after 1, 2, 4, ... up to 60 s
     ... for want of memory       as above, in smaller passes (`ledger_attempts`)
     worker outlives its lease    it hangs: SIGKILL, then as above; unless the disk is full, so that it cannot renew
@@ -30,7 +31,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from groupwise import faults
-from groupwise.errors import GroupwiseError
+from groupwise.errors import GroupwiseError, LedgerDamagedError, StorageError
 from groupwise.ledger import Cause, Job, Ledger
 from groupwise.ledger_schema import KEEP_SECONDS
 from groupwise.server.config import SECRETS
@@ -170,6 +171,11 @@ class Supervisor:
                 last_exit = str(error)
             if self._stopping.is_set():
                 return
+            if (damage := self._ledger.damage) is not None:
+                log.critical("no job is trained until the ledger is repaired: %s", damage)
+                self._status = replace(self._status, state="waiting", pid=None, last_exit="the ledger is damaged")
+                await self._stopping.wait()
+                return
             failures = 1 if time.monotonic() - began > LONGEST_DELAY_S else failures + 1
             delay = min(LONGEST_DELAY_S, self._first_delay_s * 2 ** min(failures - 1, 30))
             log.error("the worker ended (%s); it starts again in %g s; see %s", last_exit, delay, self._log_path)
@@ -203,6 +209,8 @@ class Supervisor:
             self._signal(signal.SIGTERM)
         code = await process.wait()
         self._process = None
+        if code == LedgerDamagedError.exit_code:
+            await asyncio.to_thread(self._ledger.verify)
         cause = Cause.MEMORY if code == -signal.SIGKILL and oom_kills() > kills else Cause.CRASH
         cause = Cause.STOP if self._stopping.is_set() else cause
         await self._take_back(_tail(self._log_path, self._log_offset), cause)
@@ -283,7 +291,7 @@ class Supervisor:
         except TimeoutError:  # it may be active a moment later, so that it must not be called refused
             raise TimeoutError(f"the swap took more than {self._swap_timeout_s:g} s") from None
         except GroupwiseError as error:
-            if error.exit_code == TEMPORARY:
+            if error.exit_code == TEMPORARY or isinstance(error, StorageError):  # the version does not spoil
                 raise
             return error
         except Exception:

@@ -11,7 +11,6 @@ import asyncio
 import hashlib
 import json
 import re
-import shutil
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Annotated, Literal
@@ -48,6 +47,7 @@ from groupwise.server.protocol_train import (
 )
 from groupwise.server.reader import Body, receive_body
 from groupwise.server.state import Server, server_of
+from groupwise.server.storage import check_room
 from groupwise.server.submit import Submission, read_grpo, read_sft
 from groupwise.server.webhooks import ACTIVE, ENDED, utc
 from groupwise.server.wire import documented
@@ -112,7 +112,7 @@ async def _receive(
 
 
 def _submit(server: Server, submission: Submission, fingerprint: str, key: str | None) -> TrainSubmitted:
-    _check_disk(server)
+    check_room(server.config.state_dir, server.config.min_free_bytes, what="jobs")
     try:
         check_free_name(submission.adapter, served_name=server.config.served_name)
     except AdapterError as error:
@@ -150,16 +150,6 @@ def _queued(job: Job) -> str:
         return f"Queued SFT training with {job.summary['examples']} examples ({position})"
     groups, completions = job.summary["groups"], job.summary["completions"]
     return f"Queued GRPO training with {groups} groups ({completions} completions, {position})"
-
-
-def _check_disk(server: Server) -> None:
-    free, least = shutil.disk_usage(server.config.state_dir).free, server.config.min_free_bytes
-    if free < least:
-        raise StorageError(
-            f"{free / 2**30:.1f} GiB of disk space are free, and jobs are taken from {least / 2**30:.1f} GiB on "
-            "(min_free_bytes)",
-            hint="free some disk space, delete adapters that are not needed, or lower min_free_bytes",
-        )
 
 
 # ---- looking ----

@@ -8,11 +8,12 @@
 
 The URL comes from the operator's configuration, never from a request; redirects are not followed, proxies and netrc are
 not read from the environment, and the answer's body is not read. An attempt has 5 s. Anything but a 2xx is tried again
-after 1, 2, 4, ... up to 300 s, until the job's end is 24 hours old.
+after 1, 2, 4, ... up to 300 s, for 24 hours in all; neither a clock that is set nor a server that is away counts.
 
 What is still to be told is not queued anywhere: it is every finished job of the ledger that the record (one small file
 beside it) does not list as settled. A kill between the two therefore repeats a delivery and never loses one. Where
-there is no record yet, the jobs that have finished by then count as settled.
+there is no record yet, the jobs that have finished by then count as settled. The record also says for how many seconds
+a job has been tried so far.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ import httpx2
 
 from groupwise import adapter_files
 from groupwise.adapters import AdapterStore
-from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError
+from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, StorageError
 from groupwise.ledger import Job, JobState, Ledger
+from groupwise.ledger_schema import elapsed
 from groupwise.types import PolicyVersion
 
 ACTIVE = (JobState.QUEUED, JobState.RUNNING)
@@ -48,9 +50,11 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Delivery:
-    """A job whose end is still to be told. `due` is on the monotonic clock."""
+    """A job whose end is still to be told. `due` is on the monotonic clock; `since` on that of `elapsed`, as if all the
+    seconds in which it was tried had been in a row."""
 
     job: Job
+    since: float
     attempts: int = 0
     due: float = 0.0
 
@@ -76,7 +80,7 @@ class Webhooks:
         self._ledger, self._store, self._record = ledger, store, record
         self._secret, self._poll_s, self._first_delay_s = secret, poll_s, first_delay_s
         self._pending: dict[str, _Delivery] = {}
-        self._settled = self._read_record()
+        self._settled, self._tried = self._read_record()
         self._seen: frozenset[str] | None = None
 
     @property
@@ -91,8 +95,9 @@ class Webhooks:
             while True:
                 try:
                     await asyncio.to_thread(self._notice)
-                    for delivery in [d for d in self._pending.values() if d.due <= time.monotonic()]:
-                        await self._attempt(client, delivery)
+                    due = [delivery for delivery in self._pending.values() if delivery.due <= time.monotonic()]
+                    if not all([await self._attempt(client, delivery) for delivery in due]):
+                        await asyncio.to_thread(self._write_record)
                 except Exception:
                     log.exception("webhooks: this round failed; the next is in %g s", self._poll_s)
                 await asyncio.sleep(self._poll_s)
@@ -112,7 +117,7 @@ class Webhooks:
         self._settled &= ended.keys()  # the ledger forgets finished jobs in time, and so does the record
         for id, job in reversed(ended.items()):
             if id not in self._settled:
-                self._pending.setdefault(id, _Delivery(job))
+                self._pending.setdefault(id, _Delivery(job, since=elapsed() - self._tried.pop(id, 0.0)))
         self._seen = seen
 
     def _settle(self, delivery: _Delivery) -> None:
@@ -121,22 +126,28 @@ class Webhooks:
         self._settled.add(delivery.job.id)
         self._write_record()
 
-    def _read_record(self) -> set[str] | None:
+    def _read_record(self) -> tuple[set[str] | None, dict[str, float]]:
+        """The settled jobs, None where nobody knows, and for how many seconds others have been tried."""
         try:
-            return set(json.loads(self._record.read_bytes())["settled"])
+            record = json.loads(self._record.read_bytes())
+            tried = {id: float(seconds) for id, seconds in record["tried_s"].items() if 0 <= seconds <= KEEP_TRYING_S}
+            return {str(id) for id in record["settled"]}, tried
         except FileNotFoundError:
-            return None
-        except (ValueError, KeyError, TypeError):
+            return None, {}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             log.warning("webhooks: %s cannot be read; the ends of past jobs count as told", self._record)
-            return None
+            return None, {}
 
     def _write_record(self) -> None:
+        tried = {id: round(elapsed() - delivery.since, 1) for id, delivery in self._pending.items()}
+        record = {"settled": sorted(self._settled or ()), "tried_s": tried}
         with adapter_files.writing(f"recording deliveries in {self._record}"):
-            adapter_files.replace(self._record, json.dumps({"settled": sorted(self._settled or ())}) + "\n")
+            adapter_files.replace(self._record, json.dumps(record) + "\n")
 
     # --- telling it ---
 
-    async def _attempt(self, client: httpx2.AsyncClient, delivery: _Delivery) -> None:
+    async def _attempt(self, client: httpx2.AsyncClient, delivery: _Delivery) -> bool:
+        """Whether it is settled now."""
         job = delivery.job
         delay = min(LONGEST_DELAY_S, self._first_delay_s * 2 ** min(delivery.attempts, 30))
         delivery.attempts += 1
@@ -145,11 +156,13 @@ class Webhooks:
         if problem is None:
             log.info("webhooks: told of job %s (%s)", job.id, job.state)
             await asyncio.to_thread(self._settle, delivery)
-        elif time.time() - (job.finished_at or job.created_at) > KEEP_TRYING_S:
+        elif elapsed() - delivery.since > KEEP_TRYING_S:
             log.error("webhooks: gave up on job %s after %d attempts: %s", job.id, delivery.attempts, problem)
             await asyncio.to_thread(self._settle, delivery)
         else:
             log.warning("webhooks: job %s, attempt %d: %s; again in %g s", job.id, delivery.attempts, problem, delay)
+            return False
+        return True
 
     async def _post(self, client: httpx2.AsyncClient, job: Job) -> str | None:
         """One attempt; None if it was taken, else why not."""
@@ -174,7 +187,7 @@ class Webhooks:
             return None
         try:
             return self._store.path(PolicyVersion.parse(job.version)).absolute()
-        except (AdapterError, AdapterNotFoundError):  # deleted, or damaged, since
+        except (AdapterError, AdapterNotFoundError, StorageError):  # deleted, or damaged, since; or not to be read
             return None
 
 

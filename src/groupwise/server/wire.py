@@ -31,7 +31,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from groupwise.errors import GroupwiseError
+from groupwise.errors import GroupwiseError, InUseError, StorageDeniedError, StorageError, StorageFullError
 from groupwise.server.config import ServeConfig
 
 REF = "#/components/schemas/{model}"
@@ -214,6 +214,9 @@ class ErrorEnvelope(Answer):
 
 
 # ---- what a route says of itself ----
+STORAGE_ERRORS = (StorageFullError, StorageDeniedError, StorageError, InUseError)
+
+
 def documented(
     body: type[BaseModel] | None = None,
     answer: Any = None,
@@ -230,7 +233,8 @@ def documented(
     no class stands for. `streams`: 200 may be server-sent events.
     """
     schema = {} if body is None else body.model_json_schema(mode="validation", ref_template=REF)
-    told = [(error.status, error.code) for error in errors] + [(400, code) for code in (*codes, *_codes_of(schema))]
+    kinds = [kind for error in errors for kind in (STORAGE_ERRORS if error is StorageError else (error,))]
+    told = [(error.status, error.code) for error in kinds] + [(400, code) for code in (*codes, *_codes_of(schema))]
     responses: dict[int | str, dict[str, Any]] = {}
     for status, code in dict.fromkeys(told):
         known = responses.setdefault(status, {"model": ErrorEnvelope, "description": ""})

@@ -101,7 +101,8 @@ def _as_storage_error(what: str) -> Iterator[None]:
     try:
         yield
     except (CheckpointException, OSError, KeyError, ValueError, SafetensorError) as error:
-        raise StorageError(
+        raise StorageError.of(
+            error,
             f"{what}: {type(error).__name__}: {error}",
             hint="a checkpoint of full-parameter training with FSDP needs a directory that all ranks share",
         ) from error
