@@ -59,6 +59,12 @@ def rollouts_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
 
+def sidecars_of(run_dir: Path) -> dict[str, dict[str, Any]]:
+    """groupwise.json of every version that is there, without the time at which it was written."""
+    paths: Sequence[Path] = sorted((run_dir / "adapters").rglob("groupwise.json"))
+    return {path.parent.name: {**json.loads(path.read_bytes()), "created": None} for path in paths}
+
+
 def adapter_bytes(run_dir: Path) -> dict[str, bytes]:
     """The weights of every version that is there, by name."""
     paths: Sequence[Path] = sorted((run_dir / "adapters").rglob("adapter_model.safetensors"))

@@ -389,6 +389,8 @@ def test_the_process_works_stops_in_order_and_goes_on(model_dir, tmp_path):
         try:
             until(lambda: ledger.job(first).state.is_final)
             assert ledger.job(first).state == JobState.COMPLETED
+            own = os.getpriority(os.PRIO_PROCESS, 0)
+            assert os.getpriority(os.PRIO_PROCESS, process.pid) >= min(19, own + jobs.NICENESS)
             second = queue(state, steps=10_000)[1]
             until(lambda: ledger.job(second).step > 3)
             process.send_signal(signal.SIGTERM)
@@ -444,6 +446,7 @@ def test_a_worker_waits_for_the_one_before_it(place, monkeypatch):
 
 
 def test_a_model_that_is_not_there_is_said_before_anything_is_leased(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(os, "nice", lambda more: None)
     monkeypatch.setattr(jobs, "_die_with_parent", lambda parent: os.getppid())
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     arguments = ["--state", str(tmp_path), "--model", str(tmp_path / "nowhere"), "--device", "cpu"]

@@ -15,7 +15,7 @@ from groupwise.display import LineDisplay
 from groupwise.errors import StorageError
 from groupwise.loop import run
 from groupwise.running import Running
-from running_jobs import Dies, adapter_bytes, config, metrics_of, rollouts_of
+from running_jobs import Dies, adapter_bytes, config, metrics_of, rollouts_of, sidecars_of
 
 EVALUATED = {
     "eval": {
@@ -46,7 +46,12 @@ def died(tmp_path: Path, step: int, **sections) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize("sections", [EVALUATED, ALL], ids=["plain", "with everything"])
+KEPT = {"adapters": {"keep": 100}}
+
+
+@pytest.mark.parametrize(
+    "sections", [{**EVALUATED, **KEPT}, ALL, KEPT], ids=["every version", "with everything", "without evaluations"]
+)
 def test_it_goes_on_bit_for_bit(tmp_path: Path, sections: dict) -> None:
     whole = run(config(tmp_path / "whole", **sections)).run_dir
     first = died(tmp_path, 5, **sections)
@@ -55,6 +60,7 @@ def test_it_goes_on_bit_for_bit(tmp_path: Path, sections: dict) -> None:
     assert metrics_of(first) == metrics_of(whole)
     assert rollouts_of(first) == rollouts_of(whole)
     assert adapter_bytes(first) == adapter_bytes(whole) != {}
+    assert sidecars_of(first) == sidecars_of(whole)
 
 
 def test_it_dies_before_the_first_checkpoint_and_twice(tmp_path: Path) -> None:

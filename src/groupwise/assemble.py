@@ -25,7 +25,8 @@ from groupwise.algo.advantage import AdvantageSpec
 from groupwise.algo.loss_spec import LossSpec, loss_of
 from groupwise.batches import Batches, Pace
 from groupwise.budget import load_of, longest_prompt
-from groupwise.config import RewardConfig, RunConfig, dump_resolved
+from groupwise.config import RewardConfig, RunConfig, identity, resolved
+from groupwise.configfile import to_yaml
 from groupwise.curriculum import Curriculum
 from groupwise.data import PromptSource, PromptStream, open_prompts
 from groupwise.engine.base import Sampler
@@ -69,7 +70,8 @@ class Plan:
 
     @cached_property
     def config_hash(self) -> str:
-        return hashlib.sha256(dump_resolved(self.config).encode()).hexdigest()[:16]
+        """Of what makes it this run: the same when it is resumed, wherever and on however many devices."""
+        return hashlib.sha256(to_yaml(identity(resolved(self.config))).encode()).hexdigest()[:16]
 
     @property
     def reward_weights(self) -> Mapping[str, float]:

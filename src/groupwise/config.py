@@ -36,6 +36,9 @@ from groupwise.types import NARROWING, SamplingParams
 
 Mode = Literal["greedy", "sampled"]
 
+_WHERE = ("run_dir", "output_dir", "resume", "launcher")
+_ON_WHAT = ("devices", "parallel", "cpu_offload", "deadline_s", "attention")  # of `train`
+
 
 # What other systems call our keys; only for "did you mean".
 OTHER_NAMES = {
@@ -478,11 +481,23 @@ def parse_config(data: Mapping[str, Any]) -> RunConfig:
     return validate(Document(dict(data)), RunConfig, other_names=OTHER_NAMES)
 
 
+def identity(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a configuration's `resolved` values that makes it this run and no other: not where it is kept, nor on
+    how many devices it is trained, which may change when it is resumed."""
+    kept = {key: value for key, value in values.items() if key not in _WHERE}
+    train = dict(kept.get("train") or {})
+    return kept | {"train": {key: value for key, value in train.items() if key not in _ON_WHAT}}
+
+
 def dump_resolved(config: RunConfig) -> str:
     """YAML with every effective value, headed by the sizes that follow from them."""
     rollout = config.rollout
     completions = rollout.prompts_per_step * rollout.group_size
     sizes = f"{rollout.prompts_per_step} prompts x {rollout.group_size} = {completions} completions a step"
     head = f"# {sizes}, at most {completions * rollout.max_tokens} completion tokens\n"
-    values = config.model_dump(mode="json") | {"folder": str(config.folder.resolve())}
-    return head + to_yaml(values)
+    return head + to_yaml(resolved(config))
+
+
+def resolved(config: RunConfig) -> dict[str, Any]:
+    """Every effective value."""
+    return config.model_dump(mode="json") | {"folder": str(config.folder.resolve())}

@@ -1,4 +1,4 @@
-"""The worker: a process that trains one leased job after another, beside the server.
+"""The worker: a process that trains one leased job after another, beside the server and below its priority.
 
     python -m groupwise.jobs --state DIR --model NAME --dtype D --device D [--threads N] [--worker ID]
 
@@ -67,6 +67,7 @@ PARENT_GRACE_S = 10.0  # for the step that is being done when the parent dies; n
 PREDECESSOR_S = 15.0  # how long to wait for a worker whose parent died
 PAUSE_S = 30.0  # after the disk was full
 MAX_PAUSES = 20  # of one job
+NICENESS = 10
 
 _PR_SET_PDEATHSIG = 1
 _NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
@@ -296,6 +297,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     if not (parent := _die_with_parent(options.parent)):
         return 0
+    with suppress(OSError):
+        os.nice(NICENESS)  # the server first
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     if options.threads is not None:
         torch.set_num_threads(options.threads)

@@ -27,7 +27,7 @@ from ruamel.yaml.error import YAMLError
 from groupwise import adapter_files as files
 from groupwise import checkpoint
 from groupwise.adapters import AdapterStore
-from groupwise.config import RunConfig, dump_resolved
+from groupwise.config import RunConfig, dump_resolved, identity, resolved
 from groupwise.configfile import to_yaml
 from groupwise.errors import ConfigError, InUseError
 from groupwise.evaluate import Evaluation
@@ -36,8 +36,6 @@ from groupwise.types import PolicyVersion
 
 CONFIG, METRICS, HEALTH = "config.yaml", "metrics.jsonl", "health.jsonl"
 ROLLOUTS, EVALUATIONS, ADAPTERS = "rollouts", "evaluations", "adapters"
-_WHERE = ("run_dir", "output_dir", "resume", "launcher")  # which do not make it another run
-_ON_WHAT = ("devices", "parallel", "cpu_offload", "deadline_s", "attention")  # of `train`: nor do these
 
 
 @contextmanager
@@ -140,14 +138,11 @@ def _changes(saved: Path, config: RunConfig) -> list[str]:
     """The keys in which a saved configuration differs from this one."""
     yaml = YAML(typ="safe")
     try:
-        before = dict(yaml.load(saved.read_text(encoding="utf-8")))
-        now = dict(yaml.load(dump_resolved(config)))
+        before = identity(dict(yaml.load(saved.read_text(encoding="utf-8"))))
+        now = identity(resolved(config))
     except (OSError, YAMLError, ValueError, TypeError):
         return ["configuration, or one that cannot be read"]
-    for data in (before, now):
-        data["train"] = {key: value for key, value in dict(data.get("train") or {}).items() if key not in _ON_WHAT}
-    keys = (key for key in {**before, **now} if key not in _WHERE)
-    return [key for key in keys if to_yaml({key: before.get(key)}) != to_yaml({key: now.get(key)})]
+    return [key for key in {**before, **now} if to_yaml({key: before.get(key)}) != to_yaml({key: now.get(key)})]
 
 
 def _wind_back(run_dir: Path, name: str, standing: checkpoint.Standing | None) -> None:

@@ -312,7 +312,7 @@ def _publish(run: _Run) -> PolicyVersion:
         parent=run.standing.parent,
         step=run.learner.steps,
         config_hash=hashlib.sha256(json.dumps(job.config, sort_keys=True).encode()).hexdigest()[:16],
-        metrics={key: value for key, value in run.metrics.items() if key.startswith(("reward/", "loss/"))},
+        metrics={key: value for key, value in run.metrics.items() if _is_told(key, value)},
         job=job.id,
         canary=_canary(run),
     )
@@ -322,6 +322,11 @@ def _publish(run: _Run) -> PolicyVersion:
         return store.version_of_job(job.adapter, job.id)
 
     return store.publish(job.adapter, run.learner.save_adapter, info=info, admit=admit)
+
+
+def _is_told(metric: str, value: float) -> bool:
+    """Of those that a version tells. The ledger keeps finite ones only: a job that goes on knows no others."""
+    return metric.startswith(("reward/", "loss/")) and math.isfinite(value)
 
 
 def _canary(run: _Run) -> dict[str, list[int] | list[float]]:

@@ -96,7 +96,8 @@ def _not_servable(place: Place, versions: dict[str, Path]) -> list[str]:
 
 
 def differing(place: Place) -> list[str]:
-    """The jobs whose adapter is not, byte for byte, what a worker makes of the same jobs if nobody disturbs it."""
+    """The jobs whose adapter is not, byte for byte, what a worker makes of the same jobs if nobody disturbs it, or
+    whose sidecar is another but for the job's id and the time."""
     state, rows = place.log.parent / "undisturbed", place.jobs()
     ledger = Ledger(state / "ledger.db")
     twins = {}
@@ -120,7 +121,12 @@ def differing(place: Place) -> list[str]:
         f"job {row['id']}, {row['version']}"
         for row in rows
         if sha256(mine[row["version"]] / WEIGHTS) != sha256(made[row["id"]] / WEIGHTS)
+        or _told(mine[row["version"]]) != _told(made[row["id"]])
     ]
+
+
+def _told(version: Path) -> dict[str, Any]:
+    return {**json.loads((version / "groupwise.json").read_bytes()), "job": None, "created": None}
 
 
 def _work(state: Path, ledger: Ledger) -> None:

@@ -13,7 +13,7 @@ import httpx2
 import pytest
 
 from groupwise.chat import encode_completion, encode_prompt
-from groupwise.errors import StorageError
+from groupwise.errors import StorageFullError
 from groupwise.server import chat, rollouts
 from groupwise.starter.tasks import CALCULATOR, prompts
 from groupwise.types import Prompt, SamplingParams, SamplingRequest
@@ -170,7 +170,7 @@ def test_unknown_policies_and_a_full_disk_are_told(api: Served, monkeypatch) -> 
     assert batch(api, {**SEED_PAGE, "adapter": "gone"}, status=404)["code"] == "adapter_not_found"
 
     def full(records) -> None:
-        raise StorageError("saving rollouts: no space left on device")
+        raise StorageFullError("saving rollouts: no space left on device")
 
     monkeypatch.setattr(api.server.ledger, "save_rollouts", full)
     assert batch(api, SEED_PAGE, status=507)["code"] == "storage_full"

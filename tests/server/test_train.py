@@ -184,10 +184,10 @@ def test_a_known_key_is_answered_before_anything_is_checked_again(
     site, headers = make_site(max_queued_jobs=1), {"idempotency-key": "abc"}
     first = site.http.post("/v1/train/grpo", json=SEED_PAGE, headers=headers).json()
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise StorageError("the disk is full")
 
-    monkeypatch.setattr(train, "_check_disk", refuse)  # and the queue is full, and the request is no longer valid:
+    monkeypatch.setattr(train, "check_room", refuse)  # and the queue is full, and the request is no longer valid:
     monkeypatch.setattr(submit, "GrpoRequest", SftRequest)
     again = site.http.post("/v1/train/grpo", json=SEED_PAGE, headers=headers)
     assert again.status_code == 200 and again.json()["job_id"] == first["job_id"]

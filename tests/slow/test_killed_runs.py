@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from running_jobs import adapter_bytes, metrics_of, rollouts_of
+from running_jobs import adapter_bytes, metrics_of, rollouts_of, sidecars_of
 
 pytestmark = pytest.mark.slow
 
@@ -75,6 +75,7 @@ def test_on_policy_it_is_bit_identical(tmp_path: Path) -> None:
     assert metrics_of(run_dir) == metrics_of(whole)
     assert rollouts_of(run_dir) == rollouts_of(whole)
     assert adapter_bytes(run_dir) == adapter_bytes(whole)
+    assert sidecars_of(run_dir) == sidecars_of(whole)
 
 
 @pytest.mark.parametrize("mode", [", max_staleness: 2", ", weight_sync_interval: 4"])

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
-from groupwise.server.storage import StorageProbe
-
 if TYPE_CHECKING:
     from starlette.requests import Request
 
@@ -22,6 +20,7 @@ if TYPE_CHECKING:
     from groupwise.server.policies import Policies
     from groupwise.server.reader import Reader
     from groupwise.server.recorder import Recorder
+    from groupwise.server.storage import StorageProbe
     from groupwise.server.supervisor import Supervisor
 
 
@@ -42,6 +41,10 @@ class Server:
     @cached_property
     def storage(self) -> StorageProbe:
         """Whether the state directory can still be written."""
+        from groupwise.server.storage import (
+            StorageProbe,
+        )  # numpy, which is not to be waited for before the port is bound
+
         return StorageProbe(self.config.state_dir)
 
 

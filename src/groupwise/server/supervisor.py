@@ -7,8 +7,8 @@
     job is published             `policies.swap(version)`, then `completed`; or `failed`, and the old version stays
     server stops                 SIGTERM (the worker saves, releases its lease and exits), SIGKILL at the deadline
 
-The worker runs below the server's priority from its first instruction on, and is what the kernel ends first when memory
-runs out. It writes straight into `logs/worker.log`, so that neither waits for the other. When it dies with a job, the
+The worker is what the kernel ends first when memory runs out, also while it still imports. It writes straight into
+`logs/worker.log`, so that neither waits for the other. When it dies with a job, the
 end of what it said is kept beside that file: a job that is given up because it killed its workers can say how.
 
 At start, what a crash left published but not active is finished before the first worker runs. A job that was running
@@ -43,7 +43,6 @@ WORKER = "worker"  # the name under which it leases; attempts tell one process f
 TEMPORARY = 75  # the exit code of errors that pass by themselves
 LONGEST_DELAY_S = 60.0
 SWAP_AGAIN_S = 5.0
-NICENESS = 10  # of the worker, more than the server's own
 OOM_SCORE = "500"  # when memory runs out the kernel is to end the worker, not the server
 MAX_LOG_BYTES = 16 << 20
 LAST_LINES, LAST_BYTES = 40, 16 << 10
@@ -202,7 +201,10 @@ class Supervisor:
                 env=environment,
                 process_group=0,  # Ctrl-C in the server's terminal is the server's
             )
-        _put_behind(process.pid)
+        with suppress(
+            OSError
+        ):  # at once, and not by the worker itself: its imports take seconds, and much of the memory
+            Path(f"/proc/{process.pid}/oom_score_adj").write_text(OOM_SCORE, encoding="ascii")
         self._process, self._has_run, kills = process, True, oom_kills()
         self._status = replace(self._status, state="running", pid=process.pid)
         if self._stopping.is_set():  # while it was being started
@@ -318,15 +320,6 @@ async def _guarded(work: Callable[[], Awaitable[None]]) -> bool:
         log.exception("%s failed", getattr(work, "__name__", work))
         return False
     return True
-
-
-def _put_behind(pid: int) -> None:
-    """Let the server go before this process: for the processors, and when memory runs out. At once, and not by the
-    process itself: importing takes seconds, and much of the memory."""
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, pid, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS))
-    with suppress(OSError):
-        Path(f"/proc/{pid}/oom_score_adj").write_text(OOM_SCORE, encoding="ascii")
 
 
 def _tail(path: Path, offset: int) -> str:
