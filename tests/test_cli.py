@@ -14,6 +14,7 @@ from cli_project import cli, row, save_model, write_rows
 from groupwise.adapter_files import Provenance
 from groupwise.adapters import AdapterStore
 from groupwise.model import STARTER_DIR, load_model
+from groupwise.rundir import owned
 from groupwise.starter import measure, report
 from groupwise.starter.measure import held_out
 from groupwise.starter.report import describe, write_report
@@ -350,6 +351,13 @@ def test_held_out_problems_are_as_many_as_there_are():
 def test_starter_build_does_not_write_over_a_model(model_dir):
     result = cli("starter", "build", "--out", model_dir)
     assert result.exit_code == 2 and "holds a model already" in result.stderr
+
+
+def test_starter_build_leaves_a_model_that_another_process_builds(tmp_path):
+    with owned(tmp_path / "new"):
+        result = cli("starter", "build", "--out", tmp_path / "new", "--steps", 2)
+    assert result.exit_code == 75 and "another process is training in" in result.stderr
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [".lock"]
 
 
 @pytest.mark.slow

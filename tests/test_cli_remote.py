@@ -383,8 +383,13 @@ def test_neither_a_server_nor_a_store(tmp_path):
 
 
 def test_serve_passes_on_what_it_was_told(monkeypatch):
-    served = []
-    monkeypatch.setattr("groupwise.server.app.serve", served.append)
+    served, repairs = [], []
+
+    def serve(config, *, repair_ledger):
+        served.append(config)
+        repairs.append(repair_ledger)
+
+    monkeypatch.setattr("groupwise.server.app.serve", serve)
     monkeypatch.setenv("GROUPWISE_API_KEY", "s3cret")
     flags = ["--host", "0.0.0.0", "--port", 0, "--state-dir", "state", "--dtype", "float32", "--worker-threads", 1]
     result = cli("serve", "some/Model", *flags, "--set", "max_queued_jobs=3", "--set", "allowed_hosts=[a.example]")
@@ -394,6 +399,7 @@ def test_serve_passes_on_what_it_was_told(monkeypatch):
     assert (config.dtype, config.worker_threads, config.max_queued_jobs) == ("float32", 1, 3)
     assert config.allowed_hosts == ("a.example",) and config.api_key == "s3cret"
     assert cli("serve").exit_code == 0 and served[1].model == "starter" and served[1].port == 8420
+    assert cli("serve", "--repair-ledger").exit_code == 0 and repairs == [False, False, True]
 
 
 def test_serve_refuses_what_cannot_be(monkeypatch):

@@ -363,18 +363,21 @@ def build(
 ) -> None:
     """Train the starter from scratch, about an hour on two CPU cores, and measure it."""
     _quiet_libraries()
+    from groupwise.rundir import owned
     from groupwise.starter.build import BuildSpec, build_starter
     from groupwise.starter.measure import measure_starter
     from groupwise.starter.report import describe, write_report
 
-    if (out / "config.json").exists():
-        raise ConfigError(f"{out} holds a model already", hint="name another directory with --out, or remove it first")
     spec = BuildSpec(seed=seed)
     if steps is not None:
         spec = replace(spec, lessons=tuple(replace(each, steps=min(steps, each.steps)) for each in spec.lessons))
-    build_starter(out, spec, report=say)
-    report = measure_starter(out, problems=problems, note=say)
-    write_report(out, report)
+    with owned(out):
+        if (out / "config.json").exists():
+            hint = "name another directory with --out, or remove it first"
+            raise ConfigError(f"{out} holds a model already", hint=hint)
+        build_starter(out, spec, report=say)
+        report = measure_starter(out, problems=problems, note=say)
+        write_report(out, report)
     if as_json:
         return print_json(report)
     print_pairs(describe(report))

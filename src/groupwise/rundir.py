@@ -73,8 +73,9 @@ def reserve_run_dir(config: RunConfig) -> Path:
 
 @contextmanager
 def owned(directory: Path) -> Iterator[None]:
-    """Within: no other process trains in this directory. Raises InUseError if one does."""
+    """Within: no other process trains in this directory, which is made if need be. Raises InUseError if one does."""
     with files.writing(f"locking {directory}"):
+        directory.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         if not files.try_lock(descriptor):

@@ -25,7 +25,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from groupwise import adapter_files as files
 from groupwise.adapters import AdapterStore
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError, GroupwiseError
@@ -134,8 +133,6 @@ class _LogPaths:
 
     def hold(self, path: Path) -> Callable[[], None]:
         """Make the directory and keep other processes out until what is returned is called. Raises StorageError."""
-        with files.writing(f"making the directory {path}"):
-            path.mkdir(parents=True, exist_ok=True)
         key = path.resolve()
         with self._lock:
             lock, count = self._held.get(key, (ExitStack(), 0))
