@@ -41,9 +41,7 @@ class Server:
     @cached_property
     def storage(self) -> StorageProbe:
         """Whether the state directory can still be written."""
-        from groupwise.server.storage import (
-            StorageProbe,
-        )  # numpy, which is not to be waited for before the port is bound
+        from groupwise.server.storage import StorageProbe  # imports numpy: too slow before the port is bound
 
         return StorageProbe(self.config.state_dir)
 

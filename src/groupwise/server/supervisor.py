@@ -201,9 +201,7 @@ class Supervisor:
                 env=environment,
                 process_group=0,  # Ctrl-C in the server's terminal is the server's
             )
-        with suppress(
-            OSError
-        ):  # at once, and not by the worker itself: its imports take seconds, and much of the memory
+        with suppress(OSError):  # now, not by the worker itself: its imports take seconds, and much of the memory
             Path(f"/proc/{process.pid}/oom_score_adj").write_text(OOM_SCORE, encoding="ascii")
         self._process, self._has_run, kills = process, True, oom_kills()
         self._status = replace(self._status, state="running", pid=process.pid)
