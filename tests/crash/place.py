@@ -85,6 +85,11 @@ class Place:
         self.until(lambda: not self.is_alive or self._answers("/ready"), "the server neither ends nor is ready")
         return self.is_alive
 
+    def ends_or_answers(self) -> bool:
+        """Whether the server that was started has its model, ready or not; it may also end by itself."""
+        self.until(lambda: not self.is_alive or self._answers("/v1/models"), "the server neither ends nor answers")
+        return self.is_alive
+
     @property
     def words(self) -> str:
         return self.log.read_text(errors="replace")[-4000:]

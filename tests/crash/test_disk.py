@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from groupwise.client import Client
@@ -140,7 +141,9 @@ def test_a_server_that_is_killed_on_a_full_disk_says_so_and_starts_once_there_is
             place.kill_server()
             place.kill_workers()
             place.start()
-            if place.ends_or_is_ready():
+            if place.ends_or_answers():
+                ready = httpx2.get(f"{place.url}/ready")
+                assert ready.status_code == 503 and "storage_full" in ready.text
                 assert client.adapters.list().active_version == version
                 refused(lambda: submit(client, "third"))
                 place.kill_server()

@@ -165,7 +165,9 @@ class Supervisor:
             began = time.monotonic()
             try:
                 last_exit = await self._run_worker()
-            except Exception as error:  # it could not even be started, or its end could not be recorded
+            except GroupwiseError as error:  # its end could not be recorded: a full disk, a damaged ledger
+                last_exit = error.message
+            except Exception as error:  # it could not even be started
                 log.exception("the worker process")
                 last_exit = str(error)
             if self._stopping.is_set():
