@@ -55,5 +55,5 @@ def written(loaded: LoadedRun, out: Path | None) -> str:
         except FileExistsError:
             raise ConfigError(f"{out} exists already", hint="name another file, or remove it first") from None
         except OSError as error:
-            raise StorageError(f"cannot write {out}: {error.strerror or error}") from error
+            raise StorageError.of(error, f"cannot write {out}: {error.strerror or error}") from error
     return text
