@@ -182,6 +182,15 @@ def test_jobs_by_state_and_limit(book):
     assert [job.id for job in book.jobs(limit=1)] == [waiting.id]
 
 
+def test_what_has_ended_is_listed_in_the_order_in_which_it_did(book, clock):
+    first, second, third, _ = (submit(book) for _ in range(4))
+    lease = take(book)
+    for end in (lambda: book.cancel(third.id), lambda: book.fail(lease, ERROR), lambda: book.cancel(second.id)):
+        clock.pass_(1)
+        end()
+    assert book.ended() == [third.id, first.id, second.id]
+
+
 def test_a_key_finds_its_job_for_a_day(book, clock):
     assert book.by_key("k", "a") is None
     job = submit(book, idempotency_key="k", fingerprint="a")

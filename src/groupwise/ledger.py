@@ -195,6 +195,14 @@ class Ledger:
         with self._db.reading("listing the jobs") as db:
             return [to_job(row) for row in db.execute(query, (*wanted, limit))]
 
+    def ended(self) -> list[str]:
+        """The ids of all jobs that have ended, in the order in which they did."""
+        with self._db.reading("listing the jobs that have ended") as db:
+            return [
+                row["id"]
+                for row in db.execute("SELECT id FROM job WHERE finished_at IS NOT NULL ORDER BY finished_at, seq")
+            ]
+
     def payload(self, id: str) -> bytes:
         """What the job was submitted with. Raises JobNotFoundError, or DamagedPayloadError where it is not that."""
         job = self.job(id)

@@ -111,7 +111,7 @@ def run_until(hooks: Webhooks, condition: Callable[[], bool], *, meanwhile: Call
 
     async def main() -> None:
         task = asyncio.ensure_future(hooks.run())
-        await until(lambda: hooks._seen is not None)  # what was finished before has been looked at
+        await until(lambda: hooks._settled is not None)  # what was finished before has been looked at
         meanwhile()
         await until(condition)
         await asyncio.sleep(0.1)  # what should not happen has time to
@@ -155,6 +155,52 @@ def test_a_completed_job_is_told_with_the_path_of_its_version(ledger: Ledger, ma
     assert Path(body["adapter_path"]) == store.path(version).absolute()
     assert (Path(body["adapter_path"]) / "adapter_model.safetensors").is_file()
     assert body["metrics"] == {"reward/mean": 0.5, "kl": 0.25} and (body["step"], body["steps"]) == (2, 2)
+
+
+def test_the_end_of_the_only_job_is_told_though_nothing_is_submitted_after_it(ledger: Ledger) -> None:
+    """A loop of submit, wait for the webhook, submit: each end is told while its job is still the newest one."""
+
+    async def rounds() -> None:
+        task = asyncio.ensure_future(hooks.run())
+        for told in range(1, 4):
+            submit(ledger)
+            lease = ledger.lease("w")
+            assert lease is not None
+            await asyncio.sleep(0.1)  # several looks at the job while it runs
+            ledger.fail(lease, {"code": "training_failed", "message": f"round {told}", "hint": None})
+            await until(lambda told=told: len(receiver.requests) == told)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    with Receiver() as receiver:
+        hooks = make(ledger, receiver.url)
+        asyncio.run(rounds())
+    assert [body["error"] for body in receiver.bodies] == ["round 1", "round 2", "round 3"]
+
+
+def test_an_end_that_cannot_be_posted_does_not_keep_back_the_others(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A bug in what is told of one job costs that job's delivery, which is tried again, and no other's."""
+    told = webhooks.payload
+
+    def payload(job, *, path):
+        if job.error["message"] == "first":
+            raise ValueError("no such thing")
+        return told(job, path=path)
+
+    monkeypatch.setattr(webhooks, "payload", payload)
+    with Receiver() as receiver:
+        hooks = make(ledger, receiver.url)
+
+        def meanwhile() -> None:
+            fail(ledger, "first")
+            fail(ledger, "second")
+
+        run_until(hooks, lambda: bool(receiver.requests), meanwhile=meanwhile)
+    assert [body["error"] for body in receiver.bodies] == ["second"]
+    assert hooks.pending == 1 and "no such thing" in caplog.text
 
 
 def test_a_cancelled_job_is_told_too(ledger: Ledger) -> None:
@@ -348,20 +394,16 @@ def test_the_log_does_not_hold_what_the_url_keeps_secret(ledger: Ledger, caplog:
     assert "ConnectError" in ours and "hush" not in ours
 
 
-def test_polling_reads_the_finished_jobs_only_when_something_ended(ledger: Ledger, monkeypatch) -> None:
+def test_polling_reads_no_job_whose_end_was_told(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
         fail(ledger)
-    reads: list[object] = []
-    jobs = ledger.jobs
-
-    def counted(**options):
-        reads.append(options.get("states"))
-        return jobs(**options)
-
-    monkeypatch.setattr(ledger, "jobs", counted)
+    looks, reads = [], []
+    ended, job = ledger.ended, ledger.job
+    monkeypatch.setattr(ledger, "ended", lambda: looks.append(1) or ended())
+    monkeypatch.setattr(ledger, "job", lambda id: reads.append(id) or job(id))
     with Receiver() as receiver:
-        run_until(make(ledger, receiver.url), lambda: len(reads) > 20)
-    assert reads.count(webhooks.ENDED) == 1
+        run_until(make(ledger, receiver.url), lambda: len(looks) > 20, meanwhile=lambda: fail(ledger, "now") and None)
+    assert reads == [ledger.jobs()[0].id]
 
 
 @pytest.mark.parametrize("url", ["", "hooks", "/hook", "ftp://host/x", "file:///etc/passwd", "http://", "http://[::"])

@@ -25,6 +25,8 @@ import json
 import logging
 import math
 import time
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,7 +36,7 @@ import httpx2
 
 from groupwise import adapter_files
 from groupwise.adapters import AdapterStore
-from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, StorageError
+from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, JobNotFoundError, StorageError
 from groupwise.ledger import Job, JobState, Ledger
 from groupwise.ledger_schema import elapsed
 from groupwise.types import PolicyVersion
@@ -81,7 +83,6 @@ class Webhooks:
         self._secret, self._poll_s, self._first_delay_s = secret, poll_s, first_delay_s
         self._pending: dict[str, _Delivery] = {}
         self._settled, self._tried = self._read_record()
-        self._seen: frozenset[str] | None = None
 
     @property
     def pending(self) -> int:
@@ -95,36 +96,35 @@ class Webhooks:
             while True:
                 try:
                     await asyncio.to_thread(self._notice)
-                    due = [delivery for delivery in self._pending.values() if delivery.due <= time.monotonic()]
-                    if not all([await self._attempt(client, delivery) for delivery in due]):
-                        await asyncio.to_thread(self._write_record)
                 except Exception:
-                    log.exception("webhooks: this round failed; the next is in %g s", self._poll_s)
+                    log.exception("webhooks: the ledger was not read; the next look is in %g s", self._poll_s)
+                try:
+                    await self._deliver(client)
+                except Exception:
+                    log.exception("webhooks: what was tried was not recorded; it is again in %g s", self._poll_s)
                 await asyncio.sleep(self._poll_s)
 
     # --- what is to be told ---
 
     def _notice(self) -> None:
-        """Find the jobs that have ended since the last call. A job can only end by leaving the active ones, or between
-        two calls, and then the newest job is another one: unless one of them changed, there is nothing to read."""
-        seen = frozenset(job.id for job in (*self._ledger.jobs(limit=1), *self._ledger.jobs(states=ACTIVE)))
-        if seen == self._seen:
-            return
-        ended = {job.id: job for job in self._ledger.jobs(states=ENDED)}
+        """Find the jobs that have ended and are not settled. The ledger is asked at every look, for ids alone: nothing
+        else that happens in the queue says whether a job has ended."""
+        ended = self._ledger.ended()
         if self._settled is None:
+            self._write_record(ended)
             self._settled = set(ended)
-            self._write_record()
-        self._settled &= ended.keys()  # the ledger forgets finished jobs in time, and so does the record
-        for id, job in reversed(ended.items()):
-            if id not in self._settled:
-                self._pending.setdefault(id, _Delivery(job, since=elapsed() - self._tried.pop(id, 0.0)))
-        self._seen = seen
+        self._settled &= set(ended)  # the ledger forgets finished jobs in time, and so does the record
+        for id in ended:
+            if id not in self._settled and id not in self._pending:
+                with suppress(JobNotFoundError):  # forgotten just now
+                    job = self._ledger.job(id)
+                    self._pending[id] = _Delivery(job, since=elapsed() - self._tried.pop(id, 0.0))
 
     def _settle(self, delivery: _Delivery) -> None:
         assert self._settled is not None
         self._pending.pop(delivery.job.id, None)
         self._settled.add(delivery.job.id)
-        self._write_record()
+        self._write_record(self._settled)
 
     def _read_record(self) -> tuple[set[str] | None, dict[str, float]]:
         """The settled jobs, None where nobody knows, and for how many seconds others have been tried."""
@@ -138,13 +138,24 @@ class Webhooks:
             log.warning("webhooks: %s cannot be read; the ends of past jobs count as told", self._record)
             return None, {}
 
-    def _write_record(self) -> None:
+    def _write_record(self, settled: Collection[str]) -> None:
         tried = {id: round(elapsed() - delivery.since, 1) for id, delivery in self._pending.items()}
-        record = {"settled": sorted(self._settled or ()), "tried_s": tried}
+        record = {"settled": sorted(settled), "tried_s": tried}
         with adapter_files.writing(f"recording deliveries in {self._record}"):
             adapter_files.replace(self._record, json.dumps(record) + "\n")
 
     # --- telling it ---
+
+    async def _deliver(self, client: httpx2.AsyncClient) -> None:
+        """An attempt at each delivery that is due; for how long the others have been tried is recorded."""
+        settled: list[bool] = []
+        for delivery in [each for each in self._pending.values() if each.due <= time.monotonic()]:
+            try:
+                settled.append(await self._attempt(client, delivery))
+            except Exception:
+                log.exception("webhooks: an attempt at job %s failed", delivery.job.id)
+        if not all(settled):
+            await asyncio.to_thread(self._write_record, self._settled or ())
 
     async def _attempt(self, client: httpx2.AsyncClient, delivery: _Delivery) -> bool:
         """Whether it is settled now."""
