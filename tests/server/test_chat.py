@@ -398,6 +398,49 @@ def test_a_call_is_begun_in_the_models_own_format(
 # ---- policies ----
 
 
+def test_sixty_requests_over_twelve_adapters_are_all_answered(api: Served, make_adapter) -> None:
+    """Four may be loaded at a time. The others wait their turn, streamed or not; nobody is told to come back."""
+    directory = make_adapter(starter(), seed=4)
+    for i in range(12):
+        api.publish(directory, f"twelve-{i}")
+
+    async def ask_one(client: AsyncOpenAI, i: int) -> str:
+        options = {"model": f"twelve-{i % 12}@1", "messages": ADD, "max_tokens": 3, "temperature": 0}
+        if i % 2:
+            stream = await client.chat.completions.create(stream=True, **options)
+            return [chunk async for chunk in stream][-1].system_fingerprint
+        return (await client.chat.completions.create(**options)).system_fingerprint
+
+    async def work() -> list[str]:
+        async with AsyncOpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0) as client:
+            return await asyncio.gather(*(ask_one(client, i) for i in range(60)))
+
+    assert asyncio.run(work()) == [f"twelve-{i % 12}@1" for i in range(60)]
+    assert api.server.policies.waiting == 0
+
+
+def test_a_request_that_waits_for_room_has_one_deadline_for_all_of_it(tmp_path, make_adapter) -> None:
+    """504 when it is over, not 429 at once; what holds the places goes on."""
+    with served(tmp_path, [chat.router], request_timeout_s=2.0, first_token_timeout_s=0.2) as server:
+        versions = [str(server.publish(make_adapter(starter(), seed=5), f"held-{i}")) for i in range(5)]
+
+        async def refused() -> None:
+            async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+                options = {"messages": ADD, "max_tokens": 900, "extra_body": {"ignore_eos": True}}
+                asked = (client.chat.completions.create(model=version, **options) for version in versions[:4])
+                hold = asyncio.gather(*asked, return_exceptions=True)
+                while sum(server.server.policies.in_use.values()) < 4:
+                    await asyncio.sleep(0.01)
+                    assert not hold.done()
+                with pytest.raises(InternalServerError) as caught:
+                    await client.chat.completions.create(model=versions[4], messages=ADD, stream=True, max_tokens=3)
+                assert caught.value.status_code == 504 and "no room for held-4@1" in caught.value.message
+                hold.cancel()
+                await asyncio.gather(hold, return_exceptions=True)
+
+        asyncio.run(refused())
+
+
 def test_model_and_adapter_choose_the_policy_and_the_answer_says_which(
     api: Served, client: OpenAI, make_adapter
 ) -> None:

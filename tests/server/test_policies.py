@@ -28,6 +28,7 @@ from groupwise.engine.local import LocalEngine
 from groupwise.errors import (
     AdapterError,
     AdapterNotFoundError,
+    DeadlineError,
     GroupwiseError,
     ModelError,
     OverloadedError,
@@ -228,24 +229,173 @@ def test_the_longest_unused_is_unloaded_and_comes_back(marked, engine, store, po
     run(work())
 
 
-def test_no_room_is_said_at_once_and_only_to_newcomers(marked, engine, store, policies: Policies):
+# --- waiting for room ---
+
+
+def test_where_there_is_no_room_newcomers_wait_their_turn(marked, engine, store, policies: Policies):
     versions = [marked.publish(store, "math", mark) for mark in range(4)]
+
+    async def late() -> tuple[int, ...]:
+        async with policies.lease(adapter=str(versions[2])) as version:
+            return await say(engine, version)
+
+    async def work():
+        async with AsyncExitStack() as first, AsyncExitStack() as second:
+            await first.enter_async_context(policies.lease(adapter=str(versions[0])))
+            await second.enter_async_context(policies.lease(adapter=str(versions[1])))
+            waits = asyncio.create_task(late())
+            await until(lambda: policies.waiting == 1)
+            await policies.swap(versions[3])  # the active one always has its place
+            async with policies.lease() as active:
+                assert await say(engine, active) == marked.said[3]
+            assert not waits.done() and set(policies.in_use) == {versions[0], versions[1], versions[3]}
+            await second.aclose()  # one of the two ends
+            assert await waits == marked.said[2]
+        assert policies.waiting == 0 and policies.in_use == {versions[0]: 0, versions[2]: 0, versions[3]: 0}
+
+    run(work())
+
+
+def test_sixty_requests_over_twelve_adapters_are_all_answered(marked, engine, store, policies: Policies):
+    """And in the order in which they came where they want the same adapter."""
+    marks = [i % MARKS for i in range(12)]
+    versions = [marked.publish(store, f"number-{i}", mark) for i, mark in enumerate(marks)]
+    began: list[int] = []
+
+    async def ask(i: int) -> None:
+        async with policies.lease(adapter=f"number-{i % 12}") as version:
+            assert version == versions[i % 12]
+            began.append(i)
+            assert await say(engine, version) == marked.said[marks[i % 12]]
+        assert len(policies.in_use) <= 2
+
+    async def work():
+        await asyncio.gather(*(ask(i) for i in range(60)))
+        assert policies.waiting == 0 and len(policies.in_use) == 2
+
+    run(work())
+    assert all(sorted(same) == same for same in ([i for i in began if i % 12 == k] for k in range(12)))
+
+
+def test_who_waits_is_not_starved_by_those_that_keep_coming(marked, engine, store, policies: Policies):
+    """Two adapters that are never idle by themselves, as their requests overlap: one lets go for who waits."""
+    versions = [marked.publish(store, "math", mark) for mark in range(3)]
+    answered = asyncio.Event()
+    asked = 0
+
+    async def keep_asking(version: PolicyVersion) -> None:
+        nonlocal asked
+        while not answered.is_set():
+            async with policies.lease(adapter=str(version)) as leased:
+                asked += 1
+                await say(engine, leased)
+            assert asked < 500, "it was passed over"
+
+    async def work():
+        crowd = [asyncio.create_task(keep_asking(version)) for version in versions[:2] for _ in range(4)]
+        await until(lambda: asked > 8)
+        async with policies.lease(adapter=str(versions[2])) as leased:
+            assert await say(engine, leased) == marked.said[2]
+        answered.set()
+        await asyncio.gather(*crowd)
+        assert policies.waiting == 0
+
+    run(work())
+
+
+def test_while_somebody_waits_only_one_adapter_lets_go(marked, engine, store, policies: Policies):
+    """The requests of the other one go on being admitted."""
+    versions = [marked.publish(store, "math", mark) for mark in range(3)]
+
+    async def work():
+        async with AsyncExitStack() as old, AsyncExitStack() as new:
+            await old.enter_async_context(policies.lease(adapter=str(versions[0])))
+            await new.enter_async_context(policies.lease(adapter=str(versions[1])))
+            waits = asyncio.create_task(hold(policies, versions[2]))
+            await until(lambda: policies.waiting == 1)
+            async with policies.lease(adapter=str(versions[1])):  # asked for last, so that it is not the one
+                pass
+            behind = asyncio.create_task(hold(policies, versions[0]))
+            await until(lambda: policies.waiting == 2)
+            waits.cancel()  # nobody needs its place any more
+            await asyncio.gather(waits, return_exceptions=True)
+            await asyncio.wait_for(behind, 30)
+        assert policies.waiting == 0
+
+    run(work())
+
+
+async def hold(policies: Policies, version: PolicyVersion, **options) -> PolicyVersion:
+    async with policies.lease(adapter=str(version), **options) as leased:
+        return leased
+
+
+def test_waiting_has_an_end_and_so_has_the_queue(marked, engine, store):
+    policies = Policies(store, engine, base=marked.base, served_name="tiny", max_loaded=1, max_waiting=2)
+    versions = [marked.publish(store, "math", mark) for mark in range(2)]
+
+    async def work():
+        async with policies.lease(adapter=str(versions[0])):
+            with pytest.raises(DeadlineError, match=r"0\.01 seconds.*math@2.*max_loaded_adapters"):
+                await hold(policies, versions[1], patience_s=0.01)
+            waits = [asyncio.create_task(hold(policies, versions[1])) for _ in range(2)]
+            await until(lambda: policies.waiting == 2)
+            with pytest.raises(OverloadedError, match="2 requests wait"):
+                await hold(policies, versions[1])
+            for task in waits:
+                task.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+            assert policies.waiting == 0
+            async with policies.lease(adapter=str(versions[0])):  # nobody waits for its place any more
+                pass
+        assert await hold(policies, versions[1]) == versions[1]
+        assert policies.in_use == {versions[1]: 0}
+
+    run(work())
+    policies.close()
+    engine.unload(versions[1])
+
+
+def test_who_is_given_up_just_when_its_turn_comes_takes_no_place(marked, engine, store):
+    policies = Policies(store, engine, base=marked.base, served_name="tiny", max_loaded=1)
+    versions = [marked.publish(store, "math", mark) for mark in range(3)]
+
+    async def work():
+        async with policies.lease(adapter=str(versions[0])):
+            gone, next_one = (asyncio.create_task(hold(policies, version)) for version in versions[1:])
+            await until(lambda: policies.waiting == 2)
+        gone.cancel()  # between the turn and the first thing it could do with it
+        assert await next_one == versions[2]
+        assert policies.in_use == {versions[2]: 0} and policies.waiting == 0
+
+    run(work())
+    policies.close()
+    engine.unload(versions[2])
+
+
+def test_a_version_that_is_deleted_while_a_request_waits_for_it(marked, engine, store, policies: Policies):
+    versions = [marked.publish(store, "math", mark) for mark in range(3)]
 
     async def work():
         async with AsyncExitStack() as held:
             for version in versions[:2]:
                 await held.enter_async_context(policies.lease(adapter=str(version)))
-            with pytest.raises(OverloadedError, match="2 adapters besides the active one"):
-                await held.enter_async_context(policies.lease(adapter=str(versions[2])))
-            async with policies.lease(adapter=str(versions[0])) as again:
-                assert policies.in_use[again] == 2
-            await policies.swap(versions[3])  # the active one always has its place
-            async with policies.lease() as active:
-                assert await say(engine, active) == marked.said[3]
-        async with policies.lease(adapter=str(versions[2])) as late:
-            assert await say(engine, late) == marked.said[2]
+            waits = asyncio.create_task(hold(policies, versions[2]))
+            await until(lambda: policies.waiting == 1)
+            await policies.delete([versions[2]])
+        with pytest.raises(AdapterNotFoundError, match="math@3"):
+            await waits
 
     run(work())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+# --- requests that are given up ---
 
 
 def test_a_request_that_is_given_up_while_it_loads(marked, engine, store, policies: Policies, monkeypatch):
@@ -633,9 +783,9 @@ def check_any_order(marked: Marked, engine: LocalEngine, *, examples: int, steps
             busy = {v for v, _ in self.leases if not v.is_base and v != self.active}
             full = not expected.is_base and expected != self.active and expected not in busy and len(busy) >= 2
             stack = AsyncExitStack()
-            lease = self.policies.lease(adapter=text)
+            lease = self.policies.lease(adapter=text, patience_s=0.0)
             if full and expected not in self.policies.in_use:
-                self.expect(OverloadedError, lambda: stack.enter_async_context(lease))
+                self.expect(DeadlineError, lambda: stack.enter_async_context(lease))
                 return
             got = self.do(stack.enter_async_context(lease))
             assert got == expected

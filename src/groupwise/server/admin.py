@@ -192,6 +192,7 @@ def gauges(server: Server) -> Iterator[Sample]:
     stats = server.engine.stats()
     yield "num_requests_running", name, stats["running"]
     yield "num_requests_waiting", name, stats["waiting"]
+    yield "num_requests_waiting_for_adapters", name, server.policies.waiting
     yield "adapter_versions_loaded", {}, stats["adapters"]
     active = server.policies.active
     yield "adapter_active_info", {"name": active.name, "version": str(active.number)}, 1

@@ -7,6 +7,7 @@ sampling_params   what a body asks for -> SamplingParams, checked against the mo
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import secrets
 import time
@@ -135,16 +136,19 @@ async def admit(
 
     Raises:
         ContextLengthError: a prompt does not fit, together with what is asked for.
-        ModelError, AdapterNotFoundError, AdapterError, OverloadedError, RequestError: as `Policies.lease`.
+        ModelError, AdapterNotFoundError, AdapterError, DeadlineError, OverloadedError, RequestError: as
+            `Policies.lease`, which may wait for room within the deadline of the request.
     """
-    server = server_of(http)
+    server, began = server_of(http), asyncio.get_running_loop().time()
     most_tokens, context = server.config.max_tokens_default, server.engine.context_length
     params = [
         sampling_params(body, ids, context=context, most_tokens=most_tokens, index=i, top_logprobs=top_logprobs)
         for i, ids in enumerate(prompts)
     ]
+    whole_s, first_s = server.config.request_timeout_s, server.config.first_token_timeout_s
+    patience_s = min(whole_s, first_s) if stream else whole_s
     version = await resources.enter_async_context(
-        server.policies.lease(model=body.model, adapter=body.adapter, adapters=body.adapters)
+        server.policies.lease(model=body.model, adapter=body.adapter, adapters=body.adapters, patience_s=patience_s)
     )
     n = body.n or 1
     interactive = interactive and n * len(prompts) <= INTERACTIVE
@@ -162,9 +166,10 @@ async def admit(
     generation = Generation(
         server.engine,
         () if body.most_tokens == 0 else requests,
-        timeout_s=server.config.request_timeout_s,
+        timeout_s=whole_s,
         stream=stream,
-        first_token_s=server.config.first_token_timeout_s,
+        first_token_s=first_s,
+        began=began,
     )
     resources.callback(generation.cancel)
     model = body.model or server.config.served_name

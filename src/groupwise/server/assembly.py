@@ -58,7 +58,12 @@ def assemble(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder:
     weights = state_dir / FILE  # or, on a GPU, opens the same memory
     engine = open_engine(config, base)
     policies = RecordedPolicies(
-        store, engine, base=base, served_name=config.served_name, max_loaded=config.max_loaded_adapters
+        store,
+        engine,
+        base=base,
+        served_name=config.served_name,
+        max_loaded=config.max_loaded_adapters,
+        max_waiting=max(1, config.max_concurrent // 2),  # the other half is for those that need not wait
     )
     policies.recorder = recorder
     command = worker_command(

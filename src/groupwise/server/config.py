@@ -128,7 +128,8 @@ class ServeConfig(Section):
     max_queued_jobs: int = Field(default=32, ge=1)
     """Training jobs that wait."""
     max_loaded_adapters: int = Field(default=8, ge=1)
-    """Adapter versions in memory at once, besides the active one; while all are in use a further one gets 429."""
+    """Adapter versions in memory at once, besides the active one; while all are in use requests for another one wait
+    their turn, up to half of `max_concurrent`."""
     keep_versions: int | None = Field(default=10, ge=1)
     """How many versions that jobs made are kept of each adapter; older ones go once nothing needs them. null: all."""
     min_free_bytes: int = Field(default=GIB, ge=0)

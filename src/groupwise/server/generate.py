@@ -51,9 +51,10 @@ class Generation:
     """Requests in the engine for one client. Make it in the event loop; `cancel` it when done with it, always.
 
     Args:
-        timeout_s: how long the requests may take, from now.
+        timeout_s: how long the requests may take, from `began`.
         stream: keep tokens for `next`; otherwise there are only the `completions`.
-        first_token_s: how long a stream may wait for its first token.
+        first_token_s: how long a stream may wait for its first token, from `began`.
+        began: the event loop's time; None is now.
 
     Raises:
         ContextLengthError, AdapterNotFoundError, ModelError: as the engine.
@@ -67,9 +68,10 @@ class Generation:
         timeout_s: float,
         stream: bool = False,
         first_token_s: float | None = None,
+        began: float | None = None,
     ):
         self._loop = asyncio.get_running_loop()
-        self._began, self._timeout_s = self._loop.time(), timeout_s
+        self._began, self._timeout_s = self._loop.time() if began is None else began, timeout_s
         self._allowed_s = min(timeout_s, first_token_s or timeout_s)  # until there is a first token
         self._unread: deque[Token] = deque()
         weight = 1 + max((request.params.top_logprobs for request in requests), default=0)

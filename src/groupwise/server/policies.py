@@ -8,6 +8,10 @@ version, one admitted after it begins on the new one, and a version that cannot 
 log-probabilities never becomes active. Swaps, rollbacks and deletions wait for each other, first come first served, so
 of a storm of swaps the newest wins.
 
+Where as many adapters are loaded as may be, requests for another one wait, first come first served. For each version
+that is waited for, one of those that are loaded (the one asked for longest ago) takes no new requests and makes room
+when its last one has ended: those that keep coming do not starve who waits, and who waits does not stop the others.
+
 Counts and the alias belong to the server's event loop and change only between awaits. Everything that is slow happens
 elsewhere: files in threads, the engine's loading in one thread of its own, one adapter at a time.
 """
@@ -33,6 +37,7 @@ from groupwise.errors import (
     AdapterError,
     AdapterNotFoundError,
     ConflictError,
+    DeadlineError,
     GroupwiseError,
     InUseError,
     ModelError,
@@ -89,6 +94,16 @@ class _Loaded:
         return self.users == 0 and self.loading.done()
 
 
+@dataclass(eq=False)
+class _Waiting:
+    """A request that waits until there is room for its adapter. `turn` is its adapter's entry, in which it is counted
+    already."""
+
+    version: PolicyVersion
+    load: Callable[[], None]
+    turn: asyncio.Future[_Loaded]
+
+
 class Policies:
     """The versions that can answer, over one store and one engine.
 
@@ -96,18 +111,29 @@ class Policies:
         base: the model under all adapters; an adapter of another one is refused.
         served_name: what `model` may say instead of nothing at all.
         max_loaded: adapters kept in the engine besides the active one. Those that no request uses are unloaded, the
-            one unused for longest first; where all are in use, a request for another one is turned away.
+            one unused for longest first; where all are in use, requests for another one wait.
+        max_waiting: how many requests may wait so; further ones are turned away.
     """
 
     def __init__(
-        self, store: AdapterStore, engine: LiveEngine, *, base: LoadedModel, served_name: str, max_loaded: int = 8
+        self,
+        store: AdapterStore,
+        engine: LiveEngine,
+        *,
+        base: LoadedModel,
+        served_name: str,
+        max_loaded: int = 8,
+        max_waiting: int = 128,
     ):
         self.served_name = served_name
         self.warnings: list[str] = []
         self.elsewhere: Callable[[str], str | None] = lambda text: None  # other names of policies -> ours (Tinker's)
-        self._store, self._engine, self._base, self._max_loaded = store, engine, base, max_loaded
+        self._store, self._engine, self._base = store, engine, base
+        self._max_loaded, self._max_waiting = max_loaded, max_waiting
         self._active = PolicyVersion.base()
         self._loaded: dict[PolicyVersion, _Loaded] = {}
+        self._waiting: list[_Waiting] = []  # in the order in which they came
+        self._leaving: set[PolicyVersion] = set()  # loaded, and taking no new requests: others wait for their places
         self._deleting: set[PolicyVersion] = set()
         self._leases = 0
         self._changing = asyncio.Lock()
@@ -142,6 +168,11 @@ class Policies:
         """The adapters in the engine, and how many requests use each."""
         return {version: entry.users for version, entry in self._loaded.items()}
 
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for room for their adapter."""
+        return len(self._waiting)
+
     def resolve(self, *, model: str | None = None, adapter: str | None = None) -> PolicyVersion:
         """The version that a request means: the active one, "base", "name@12", or "name" (active if it is of that name,
         else the newest).
@@ -174,22 +205,29 @@ class Policies:
 
     @asynccontextmanager
     async def lease(
-        self, *, model: str | None = None, adapter: str | None = None, adapters: Sequence[Part] | None = None
+        self,
+        *,
+        model: str | None = None,
+        adapter: str | None = None,
+        adapters: Sequence[Part] | None = None,
+        patience_s: float | None = None,
     ) -> AsyncIterator[PolicyVersion]:
         """The version that answers one request, which stays loaded until the request has ended.
 
-        `adapters`, one or more, asks for their sum, each times its scale.
+        `adapters`, one or more, asks for their sum, each times its scale. Where there is no room for it, this waits
+        for `patience_s` (None: without end).
 
         Raises:
             ModelError, AdapterNotFoundError, RequestError: as `resolve`.
             AdapterError: it cannot be loaded over this base model.
-            OverloadedError: as many adapters as may be loaded are in use.
+            DeadlineError: there was no room for it in time.
+            OverloadedError: too many requests wait for room already.
         """
         if adapters is None:
             version, load = self.resolve(model=model, adapter=adapter), None
         else:
             version, load = self._compose(adapters)
-        async with self._held(version, load=load):
+        async with self._held(version, load=load, patience_s=patience_s):
             yield version
 
     def _compose(self, parts: Sequence[Part]) -> tuple[PolicyVersion, Callable[[], None]]:
@@ -306,13 +344,18 @@ class Policies:
         await asyncio.to_thread(activate)
         faults.point("swap:after-activate")
         self._active = version
-        self._unload_idle()
+        self._settle()
 
     # --- what the engine holds ---
 
     @asynccontextmanager
     async def _held(
-        self, version: PolicyVersion, *, load: Callable[[], None] | None = None, always: bool = False
+        self,
+        version: PolicyVersion,
+        *,
+        load: Callable[[], None] | None = None,
+        always: bool = False,
+        patience_s: float | None = None,
     ) -> AsyncIterator[None]:
         """`version` is loaded and counted as used. `always`: also where as many are loaded as may be."""
         if version.is_base:
@@ -320,29 +363,87 @@ class Policies:
             return
         if version in self._deleting:
             raise AdapterNotFoundError(f"{version} is being deleted")
-        entry = self._loaded.get(version)
-        if entry is None or entry.failed:
-            if not always:
-                self._make_room()
-            entry = _Loaded(self._in_loader(load or (lambda: self._load_stored(version))))
-            self._loaded[version] = entry
-        self._leases += 1
-        entry.users, entry.used = entry.users + 1, self._leases
+        load = load or (lambda: self._load_stored(version))
+        if always or self._may_enter(version):
+            entry = self._enter(version, load)
+        else:
+            entry = await self._turn(version, load, patience_s)
         try:
             await asyncio.shield(entry.loading)  # whoever gives up does not stop it for the others
             yield
         finally:
-            entry.users -= 1
-            self._unload_idle()
+            self._leave(entry)
 
-    def _make_room(self) -> None:
-        """Unload something so that one more can be loaded. Raises OverloadedError if all is in use."""
-        self._unload_idle(room=1)
-        if len(self._others()) >= self._max_loaded:
+    def _may_enter(self, version: PolicyVersion) -> bool:
+        """Whether a request for it need not wait."""
+        if version == self._active or version in self._loaded:
+            return version not in self._leaving
+        return not self._waiting and self._has_room()
+
+    def _enter(self, version: PolicyVersion, load: Callable[[], None]) -> _Loaded:
+        """Count a request for `version`, and begin to load it where it is not there."""
+        entry = self._loaded.get(version)
+        if entry is None or entry.failed:
+            entry = self._loaded[version] = _Loaded(self._in_loader(load))
+            entry.loading.add_done_callback(lambda _: self._settle())  # perhaps nobody wants it any more, and it may go
+        self._leases += 1
+        entry.users, entry.used = entry.users + 1, self._leases
+        return entry
+
+    def _leave(self, entry: _Loaded) -> None:
+        """A request that was counted has ended."""
+        entry.users -= 1
+        self._settle()
+
+    async def _turn(self, version: PolicyVersion, load: Callable[[], None], patience_s: float | None) -> _Loaded:
+        """Wait for room. Raises DeadlineError, OverloadedError."""
+        if len(self._waiting) >= self._max_waiting:
             raise OverloadedError(
-                f"{self._max_loaded} adapters besides the active one are loaded, and requests use all of them",
+                f"{self._max_loaded} adapters besides the active one are loaded, requests use all of them, and "
+                f"{len(self._waiting)} requests wait for others",
                 hint="try again, use fewer adapters at a time, or raise max_loaded_adapters",
             )
+        mine = _Waiting(version, load, asyncio.get_running_loop().create_future())
+        self._waiting.append(mine)
+        self._settle()
+        try:
+            async with asyncio.timeout(patience_s):
+                return await mine.turn
+        except BaseException as error:
+            if mine in self._waiting:
+                self._waiting.remove(mine)
+                self._settle()
+            elif not mine.turn.cancelled():  # its turn came just now
+                self._leave(mine.turn.result())
+            if not isinstance(error, TimeoutError):
+                raise
+            raise DeadlineError(
+                f"after {patience_s:g} seconds there was still no room for {version}: {self._max_loaded} adapters "
+                "besides the active one are loaded (max_loaded_adapters), and requests use all of them",
+                hint="use fewer adapters at a time, or raise max_loaded_adapters",
+            ) from error
+
+    def _settle(self) -> None:
+        """Something has ended, or somebody waits or waits no more: let in who can be, and say who makes room for the
+        others."""
+        self._unload_idle()
+        for each in list(self._waiting):
+            if self._may_enter(each.version) or self._is_next(each):
+                self._waiting.remove(each)
+                self._leaving.discard(each.version)
+                each.turn.set_result(self._enter(each.version, each.load))
+        wanted = {each.version for each in self._waiting} - self._loaded.keys()
+        others = sorted(self._others(), key=lambda version: (version not in self._leaving, self._loaded[version].used))
+        self._leaving = set(others[: len(wanted)])
+
+    def _is_next(self, waiting: _Waiting) -> bool:
+        """Whether it is the first in the queue, and there is a place for its adapter or that is still loaded."""
+        return waiting is self._waiting[0] and (waiting.version in self._loaded or self._has_room())
+
+    def _has_room(self) -> bool:
+        """Whether one more can be loaded; unloads what nobody uses for it."""
+        self._unload_idle(room=1)
+        return len(self._others()) < self._max_loaded
 
     def _unload_idle(self, *, room: int = 0) -> None:
         """Forget failures, and unload idle adapters, longest unused first, until `room` more may be loaded."""

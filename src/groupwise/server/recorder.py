@@ -38,6 +38,7 @@ _SWAP = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 120)
 HELP = {  # of the gauges that others know
     "num_requests_running": "Completions being decoded.",
     "num_requests_waiting": "Completions that wait for a row.",
+    "num_requests_waiting_for_adapters": "Requests that wait for room for their adapter.",
     "adapter_versions_loaded": "Adapters in the engine.",
     "adapter_active_info": "The version that answers requests which name none.",
     "disk_free_bytes": "Free space where the state directory is.",
