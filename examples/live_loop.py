@@ -63,7 +63,8 @@ def main() -> None:
                     kl_coeff=0,
                     minibatches=4,
                 )
-                client.wait(job.id, timeout=600)
+                for warning in client.wait(job.id, timeout=600).warnings:
+                    print(f"          {warning}", flush=True)
 
 
 if __name__ == "__main__":

@@ -319,6 +319,23 @@ def test_the_version_of_a_job(store):
 # --- resolving and activating ---
 
 
+def test_a_name_does_not_mean_an_unhealthy_version(store):
+    well, sick = publish(store), publish(store, info=replace(ORIGIN, unhealthy="it fell apart"))
+    alone = publish(store, "alone", info=replace(ORIGIN, unhealthy="it fell apart"))
+    assert (store.unhealthy(well), store.unhealthy(sick)) == (None, "it fell apart")
+    assert store.newest("math") == store.resolve("math") == well and store.resolve("math@2") == sick
+    assert store.newest("alone") is None and store.newest("nothing") is None
+    with pytest.raises(AdapterNotFoundError, match=r"'alone' has no healthy version: of alone@1.* it fell apart"):
+        store.resolve("alone")
+    store.activate(alone)  # by hand
+    assert store.newest("alone") == store.resolve("alone") == alone
+    store.activate(sick)
+    assert store.newest("math") == store.resolve("math") == sick
+    better = publish(store)
+    assert store.newest("math") == better and store.resolve("math") == sick  # of that name, so the active one
+    assert AdapterStore(store.root).unhealthy(sick) == "it fell apart"
+
+
 def test_resolve(store):
     math1, math2, code1 = publish(store), publish(store), publish(store, "code")
     assert store.resolve(None) == BASE

@@ -112,6 +112,23 @@ def test_base_adapter_continues_and_output_name_is_stable(live: Live) -> None:
     assert live.chat(adapter="other")["system_fingerprint"] == "other@1"
 
 
+def test_a_destroyed_policy_does_not_become_active_by_itself(live: Live) -> None:
+    """A learning rate of 1 leaves nothing of the model. The version is kept; it answers when somebody says so."""
+    before = live.get("/v1/adapters")["active_version"]
+    job = live.ended(live.train(learning_rate=1.0, output_name="wrecked"))
+    assert (job["state"], job["phase"], job["adapter_version"]) == ("completed", "done", "wrecked@1"), job
+    assert job["metrics"]["final/logprob_drop"] > 0.5 and "policy.destroyed" in job["unhealthy"]
+    (warning,) = job["warnings"]
+    assert "not made active" in warning and 'POST /v1/adapters/wrecked/activate {"version": 1}' in warning
+    assert live.get(f"/v1/train/health/{job['job_id']}")["status"] == "error"
+    assert live.get("/v1/adapters")["active_version"] == live.chat()["system_fingerprint"] == before
+    assert "wrecked@1 was not made active" in live.shell(f"curl -sN {live.url}/v1/train/events/{job['job_id']}")
+    assert "not made active" in live.shell(f"groupwise train wait {job['job_id']} 2>&1")
+    assert live.post("/v1/adapters/wrecked/activate", {"version": 1})["version"] == "wrecked@1"  # by hand
+    assert live.chat()["system_fingerprint"] == "wrecked@1"
+    assert live.post("/v1/adapters/rollback", {})["version"] == before
+
+
 def test_the_guardrails_say_what_to_do(live: Live) -> None:
     alone = {**GROUP, "completions": GROUP["completions"][:1]}
     renamed = {**GROUP, "completions": [{"text": c["text"], "score": c["reward"]} for c in GROUP["completions"]]}

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import shutil
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,14 +15,16 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 
+from groupwise import train_job
 from groupwise.adapters import AdapterStore
 from groupwise.algo.loss import resolve_loss
+from groupwise.engine.local import LocalEngine
 from groupwise.errors import Interrupted
 from groupwise.ledger import JobState
 from groupwise.train.learner import Learner
 from groupwise.train.lora import LoraSpec
 from groupwise.train_job import run_job
-from groupwise.types import PolicyVersion, Sample
+from groupwise.types import PolicyVersion, Sample, SamplingParams, SamplingRequest
 from job_place import PROMPTS, REPLIES, REWARDS, SMALL, Place, examples, groups
 
 
@@ -52,6 +55,97 @@ def sampled(place: Place) -> dict:
         for each in group["completions"]:
             each["logprobs"] = logprobs(place, None, group["prompt_ids"], each["ids"])
     return posted
+
+
+# --- a policy that a step destroys ---
+
+DESTROYED = {"learning_rate": 1.0, "target_modules": "all-linear"}
+
+
+def said(place: Place) -> dict:
+    """Groups that the base model itself has sampled."""
+    with closing(LocalEngine(place.base)) as engine:
+        params = SamplingParams(max_tokens=12, seed=0, ignore_eos=True)
+        answered = engine.generate([SamplingRequest(prompt_ids=prompt, n=4, params=params) for prompt in PROMPTS])
+    scored = [
+        [
+            {"ids": list(each.token_ids), "logprobs": list(each.logprobs), "reward": reward}
+            for each, reward in zip(group, REWARDS, strict=True)
+        ]
+        for group in answered
+    ]
+    return {"groups": [{"prompt_ids": list(p), "completions": c} for p, c in zip(PROMPTS, scored, strict=True)]}
+
+
+def shown(place: Place) -> dict:
+    """The same as examples of what to say."""
+    groups = said(place)["groups"]
+    rows = [(group["prompt_ids"], each["ids"]) for group in groups for each in group["completions"]]
+    return {"examples": [{"prompt_ids": p, "completion_ids": c, "mask": [1] * len(c)} for p, c in rows]}
+
+
+def test_a_destroyed_policy_is_stored_and_not_made_active(place):
+    """One step, whose metrics were measured before it was taken: only what is measured afterwards shows it."""
+    job = place.do(said(place), **DESTROYED)
+    assert (job.state, job.phase, job.version, job.step) == ("completed", "done", "math@1", 1)
+    assert job.metrics["loss/kl"] < 0.01 and job.metrics["final/logprob_drop"] > 1
+    assert job.unhealthy is not None and "less likely than before the first (policy.destroyed)" in job.unhealthy
+    assert place.ledger.published_jobs() == []  # nothing is swapped in
+    last = place.ledger.events(job.id)[-1]
+    assert (last.level, last.data["state"]) == ("warning", "completed") and last.data["unhealthy"] == job.unhealthy
+    assert place.store.info(place.version(job)).unhealthy == job.unhealthy
+
+
+def test_supervised_training_destroys_a_policy_too(place):
+    job = place.do(shown(place), kind="sft", epochs=1, **DESTROYED)
+    assert job.unhealthy is not None and "policy.destroyed" in job.unhealthy
+
+
+def test_a_kl_term_that_exploded_is_an_error_of_health_too(place, monkeypatch):
+    """As the loss itself reports it, of a step before."""
+    monkeypatch.setattr(train_job, "_logprob_drop", lambda run: 0.0)
+    job = place.do(said(place), iterations=2, **DESTROYED)
+    assert job.metrics["loss/kl"] > 1000 and job.unhealthy is not None and "(kl.exploded)" in job.unhealthy
+
+
+def test_what_went_well_is_swapped_in(place):
+    for kind, payload in (("grpo", said(place)), ("sft", shown(place))):
+        job = place.do(payload, kind=kind, adapter=kind)
+        assert (job.phase, job.unhealthy) == ("swapping", None) and job.metrics["final/logprob_drop"] < 0.1
+
+
+def test_the_drop_is_from_what_the_job_started_from(place):
+    """Not from the base model, from which a version may be far by now; nor from whatever logprobs were posted."""
+    first = place.do(examples(), kind="sft", adapter="math", epochs=20)
+    assert first.metrics["final/logprob_drop"] < -1  # it says now what it was shown
+    second = place.do(groups(logprob=-0.001), learning_rate=0.0)
+    assert second.version == "math@2" and second.metrics["final/logprob_drop"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_the_next_job_goes_on_from_the_last_version_that_was_well(place):
+    well = place.do(said(place))
+    place.store.activate(place.version(well))
+    broken = place.do(said(place), learning_rate=1.0)
+    assert broken.version == "math@2" and broken.unhealthy is not None
+    job = place.do(said(place))
+    assert "continues math@1 (rank 2) with its optimizer's moments" in place.messages(job)
+    assert place.store.info(place.version(job)).parent == place.version(well)
+    named = place.do(said(place), base_adapter="math@2")  # by its number it can be had
+    assert "continues math@2 (rank 2) with a fresh optimizer" in place.messages(named)
+
+
+def test_where_no_version_is_well_the_name_starts_afresh(place):
+    assert place.do(said(place), **DESTROYED).unhealthy
+    job = place.do(said(place))
+    assert job.version == "math@2" and "begins with a fresh adapter of rank 2" in place.messages(job)
+
+
+def test_a_job_that_is_killed_before_the_ledger_knows_is_still_unhealthy(place, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(place.ledger, "published", lambda lease, version, **_: place.ledger.release(lease))
+        place.do(said(place), **DESTROYED)
+    job = place.do()
+    assert job.state == "completed" and job.unhealthy is not None
 
 
 # --- GRPO learns ---
@@ -186,7 +280,8 @@ def test_a_step_that_is_not_finite_is_refused_and_reported(place):
     posted["groups"] += groups(PROMPTS[1:2], logprob=-2.0)["groups"]
     job = place.do(posted, advantage="mean", minibatches=2, iterations=2)
     assert job.version == "math@1" and job.step == 4
-    assert job.metrics["optim/refused"] == 2.0
+    refused = [step["optim/refused"] for step in place.ledger.metrics(job.id)]
+    assert sorted(refused) == [0.0, 0.0, 1.0, 1.0]  # of each step, as in a run
     assert sum("was refused" in message for message in place.messages(job)) == 2
     sound = place.do(groups(PROMPTS[1:2], logprob=-2.0), advantage="mean", iterations=2, adapter="other")
     assert place.weights(job) == place.weights(sound)
@@ -511,7 +606,7 @@ def test_the_resumed_parent_is_the_one_it_began_with(place):
 def test_a_version_that_the_job_published_already_is_taken(place, monkeypatch):
     """Killed after the rename and before the ledger knew."""
     with monkeypatch.context() as patch:
-        patch.setattr(place.ledger, "published", lambda lease, version: place.ledger.release(lease))
+        patch.setattr(place.ledger, "published", lambda lease, version, **_: place.ledger.release(lease))
         place.do(groups())
     assert [str(version) for version in place.store.versions("math")] == ["math@1"]
     monkeypatch.setattr(Learner, "forward_backward", lambda *a, **k: pytest.fail("trained again"))

@@ -70,8 +70,10 @@ _EXPONENT_BITS = {
 class Provenance:
     """Where a version came from, as its publisher knows it. `base_hash` names the exact base weights.
 
-    `job` is the training job that made it. `canary` is what the trainer measured under it, for whoever loads it to
-    compare with: {"prompt_ids", "completion_ids", "logprobs"}, log-probabilities at temperature 1.
+    `job` is the training job that made it. `unhealthy` says what was wrong at its end, where that is an error: such a
+    version becomes active, and stands for its adapter's name, only by hand. `canary` is what the trainer measured under
+    it, for whoever loads it to compare with: {"prompt_ids", "completion_ids", "logprobs"}, log-probabilities at
+    temperature 1.
     """
 
     base_model: str
@@ -81,6 +83,7 @@ class Provenance:
     config_hash: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
     job: str | None = None
+    unhealthy: str | None = None
     canary: Mapping[str, Any] | None = None
 
 
@@ -229,6 +232,7 @@ def seal(directory: Path, *, provenance: Provenance) -> None:
         "config_hash": provenance.config_hash,
         "metrics": {key: value if math.isfinite(value) else None for key, value in provenance.metrics.items()},
         "job": provenance.job,
+        "unhealthy": provenance.unhealthy,
         "canary": None if provenance.canary is None else dict(provenance.canary),
         "created": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "files": files,
@@ -258,7 +262,8 @@ def read_info(directory: Path, *, version: PolicyVersion) -> AdapterInfo:
             step=raw["step"],
             config_hash=raw["config_hash"],
             metrics={key: math.nan if value is None else value for key, value in raw["metrics"].items()},
-            job=raw.get("job"),  # versions of before there were jobs have neither
+            job=raw.get("job"),  # an older sidecar does not have these
+            unhealthy=raw.get("unhealthy"),
             canary=raw.get("canary"),
             created=raw["created"],
             files={key: (whole_number(size), str(digest)) for key, (size, digest) in raw["files"].items()},

@@ -60,6 +60,7 @@ class AdapterStore:
         self.root = Path(root)
         self.warnings: list[str] = []
         self._verified: set[PolicyVersion] = set()
+        self._health: dict[PolicyVersion, str | None] = {}  # what `unhealthy` has read
         with files.writing(f"opening the adapter store {self.root}"):
             self.root.mkdir(parents=True, exist_ok=True)
             self.recover()
@@ -128,21 +129,38 @@ class AdapterStore:
                 raise
             yield self.path(version)
 
+    def unhealthy(self, version: PolicyVersion) -> str | None:
+        """What was wrong at the end of the job that made a version (`Provenance.unhealthy`); None where all was well,
+        and where the version cannot be read: whoever loads it is told."""
+        if version not in self._health:
+            try:
+                self._health[version] = files.read_info(self._directory(version), version=version).unhealthy
+            except AdapterError:
+                return None
+        return self._health[version]
+
+    def newest(self, name: str) -> PolicyVersion | None:
+        """The version that an adapter's name stands for: the newest that is not unhealthy, or the active one where that
+        is newer (somebody activated it by hand). None if there is none."""
+        active = self.active
+        found = (each for each in reversed(self.versions(name)) if each == active or self.unhealthy(each) is None)
+        return next(found, None)
+
     def resolve(self, text: str | None) -> PolicyVersion:
         """What a user's word means now: None the active version, "base", "name@12", or "name": the active version if
-        it is of that name, else the newest. Raises AdapterNotFoundError listing what there is."""
+        it is of that name, else the newest that is not unhealthy. Raises AdapterNotFoundError listing what there is."""
         if text is None or text == BASE:
             return self.active if text is None else PolicyVersion.base()
         if "@" in text:
             try:
-                found = [PolicyVersion.parse(text)]
+                found = PolicyVersion.parse(text)
             except ValueError:
-                found = []
+                found = None
         else:
-            found = [self.active] if self.active.name == text else self.versions(text)
-        if not found or not self._exists(found[-1]):
+            found = self.active if self.active.name == text else self.newest(text)
+        if found is None or not self._exists(found):
             raise self._not_found(text)
-        return found[-1]
+        return found
 
     def check_base(self, version: PolicyVersion, base_hash: str) -> None:
         """Raise AdapterError unless `version` was trained on the base model with this hash."""
@@ -352,6 +370,7 @@ class AdapterStore:
         target.parent.mkdir(exist_ok=True)
         self._write_state(self._read_state().without(version))
         self._directory(version).rename(target)
+        self._health.pop(version, None)
         target.with_name(f"{target.name}.txt").write_text(f"{version}: {reason}\n", encoding="utf-8")
         self._verified.discard(version)
         then = f"; it was active, {self.active} is active instead" if was_active else ""
@@ -396,6 +415,12 @@ class AdapterStore:
         return self._directory(version)
 
     def _not_found(self, text: str) -> AdapterNotFoundError:
+        if unhealthy := self.versions(text):
+            last = unhealthy[-1]
+            return AdapterNotFoundError(
+                f"{text!r} has no healthy version: of {last}, the newest, {self.unhealthy(last)}",
+                hint=f"name it with its number ({last}), or activate it by hand, if it is meant all the same",
+            )
         newest = [str(self.versions(name)[-1]) for name in self.names()]
         shown = ", ".join((BASE, *newest[:20])) + (f" and {len(newest) - 20} more" if len(newest) > 20 else "")
         return AdapterNotFoundError(f"there is no adapter {text[:80]!r}", hint=f"there are (newest versions): {shown}")
@@ -430,6 +455,7 @@ class AdapterStore:
             directory, trash, before=lambda: self._write_state(self._read_state().without(version))
         ):
             return False
+        self._health.pop(version, None)
         self._verified.discard(version)
         shutil.rmtree(trash, ignore_errors=True)
         return True

@@ -283,9 +283,7 @@ def wait(
 
     with open_client(url, api_key) as client, _going_on(job_id):
         job = client.wait(job_id, timeout=timeout, on_event=show if follow else None)
-    if as_json:
-        return print_answer(job)
-    print_line(f"{job.id} {job.state}: {job.version or job.adapter}")
+    _print_end(job, as_json=as_json)
 
 
 def _submission(
@@ -371,6 +369,13 @@ def _report(client: Client, submitted: Any, *, wait: bool, timeout: float, as_js
     say(f"{submitted.id}: {submitted.message}")
     with _going_on(submitted.id):
         job = client.wait(submitted.id, timeout=timeout, on_event=lambda event: say(_line(event)))
+    _print_end(job, as_json=as_json, told=submitted.warnings)
+
+
+def _print_end(job: Job, *, as_json: bool, told: Sequence[str] = ()) -> None:
+    """How a job ended; on stderr its warnings, but for those that were told."""
+    for warning in (each for each in job.warnings if each not in told):
+        say(f"warning: {warning}")
     if as_json:
         return print_answer(job)
     print_line(f"{job.id} {job.state}: {job.version or job.adapter}")

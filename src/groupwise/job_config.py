@@ -99,12 +99,13 @@ class JobConfig(NullIsAbsent, Section):
     """Fixes initialisation, dropout and the order of minibatches."""
 
     def parent(self, store: AdapterStore, *, name: str | None) -> PolicyVersion:
-        """What a job of this output name would continue now. Raises AdapterNotFoundError."""
+        """What a job of this output name would continue now; a name alone means its newest healthy version. Raises
+        AdapterNotFoundError."""
         wanted = self.base_adapter or name
         if wanted in (None, BASE):
             return PolicyVersion.base()
-        if versions := store.versions(wanted):
-            return versions[-1]
+        if (newest := store.newest(wanted)) is not None:
+            return newest
         return PolicyVersion.base() if self.base_adapter is None else store.resolve(wanted)
 
     def differences(self, saved: Mapping[str, Any]) -> list[tuple[str, object, object]]:

@@ -91,6 +91,11 @@ class Task:
         """Completion tokens of step `step`."""
         return sum(len(self.samples[row].completion_ids) for row in self.batch(step))
 
+    def some(self, tokens: int) -> list[Sample]:
+        """Of the samples as many as have about this many tokens together, at least one, from all over the job."""
+        each = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in self.samples) / len(self.samples)
+        return list(self.samples[:: max(1, math.ceil(len(self.samples) * each / tokens))])
+
     def _portion(self, count: int, step: int) -> list[int]:
         """Which of `count` things step `step` takes: the parts of a pass are of about the same size, and in a new order
         each pass if there are several."""

@@ -313,10 +313,11 @@ class Ledger:
                 record_event(db, row["seq"], "message", message)
         faults.point("progress:after-commit")
 
-    def published(self, lease: Lease, version: str) -> None:
+    def published(self, lease: Lease, version: str, *, unhealthy: str | None = None) -> None:
         """The job's version is in the store: the worker is done, the server now swaps and completes it.
 
-        Without `auto_load` there is nothing to swap and the job is completed. Raises LeaseLostError.
+        Without `auto_load` there is nothing to swap and the job is completed. So it is where the version is `unhealthy`
+        (which says why): it is not to become active by itself. Raises LeaseLostError.
         """
         faults.point("publish:before-ledger")
         with self._db.transaction("recording a publication") as db:
@@ -325,9 +326,13 @@ class Ledger:
             update_job(
                 db, row["seq"], version=version, phase="swapping", cancel_requested=False, worker=None, lease_until=0
             )
+            update_job(db, row["seq"], unhealthy=unhealthy)
             data = {"state": JobState.RUNNING, "phase": "swapping", "version": version, "attempt": lease.attempt}
             record_event(db, row["seq"], "state", f"published {version}{late}", data=data)
-            if not row["auto_load"]:
+            if unhealthy is not None:
+                message = f"completed, and {version} was not made active: {unhealthy}"
+                finish(db, row["seq"], JobState.COMPLETED, message, level="warning", unhealthy=unhealthy)
+            elif not row["auto_load"]:
                 finish(db, row["seq"], JobState.COMPLETED, "completed without loading it, as asked")
         faults.point("publish:after-ledger")
 

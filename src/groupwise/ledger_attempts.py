@@ -67,16 +67,23 @@ def requeue(db: sqlite3.Connection, seq: int, message: str, *, level: str = "war
 
 
 def finish(
-    db: sqlite3.Connection, seq: int, state: JobState, message: str, *, error: Mapping[str, Any] | None = None
+    db: sqlite3.Connection,
+    seq: int,
+    state: JobState,
+    message: str,
+    *,
+    error: Mapping[str, Any] | None = None,
+    level: str = "info",
+    **more: Any,
 ) -> None:
-    """The job has ended. One that failed keeps the phase it failed in."""
+    """The job has ended. One that failed keeps the phase it failed in. `more` stands in the event's data."""
     update_job(db, seq, state=state, finished_at=time.time(), worker=None, lease_until=0)
     if state is JobState.FAILED:
         update_job(db, seq, error=dump(error))
     else:
         update_job(db, seq, phase="done")
-    data = {"state": state, **({"error": error} if error else {})}
-    record_event(db, seq, "state", message, level="error" if state is JobState.FAILED else "info", data=data)
+    data = {"state": state, **({"error": error} if error else {}), **more}
+    record_event(db, seq, "state", message, level="error" if state is JobState.FAILED else level, data=data)
 
 
 def take_back(db: sqlite3.Connection, row: sqlite3.Row, cause: Cause, *, max_attempts: int) -> None:

@@ -119,6 +119,10 @@ MIGRATIONS = (
     -- the options by which only a part of the distribution was drawn from, as top_p=0.9
     ALTER TABLE rollout ADD COLUMN narrowed TEXT NOT NULL DEFAULT ''
     """,
+    """
+    -- what was wrong at the end of the job, so that the version it made was not activated
+    ALTER TABLE job ADD COLUMN unhealthy TEXT
+    """,
 )
 
 JOBS = """
@@ -176,7 +180,8 @@ class Job:
     `phase` is one of PHASES; a failed job keeps the one it failed in. `attempt` counts how often a worker took it.
     `metrics` are those of the last step, without the ones that were not finite. `error` is {"code", "message", "hint"}.
     `position` is 1 for the next of the waiting jobs, and None unless it waits. `micro_tokens` is None until memory ran
-    out: then the number of tokens in a pass that the job goes on with, instead of its configuration's.
+    out: then the number of tokens in a pass that the job goes on with, instead of its configuration's. `unhealthy` says
+    what was wrong at its end, where that is an error of health: its version is stored and becomes active by hand only.
     """
 
     id: str
@@ -199,6 +204,7 @@ class Job:
     finished_at: float | None
     position: int | None
     micro_tokens: int | None = None
+    unhealthy: str | None = None
 
     @property
     def progress(self) -> float:

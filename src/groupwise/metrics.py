@@ -109,6 +109,8 @@ _TRAINING = {
     "optim/grad_norm": "Norm of the gradient before clipping.",
     "optim/refused": "Share of the step's optimizer steps that were refused because the gradient was not finite.",
     "optim/lr": "Learning rate.",
+    "final/logprob_drop": "Of a job of the live server, after its last step: by how many nats a token what it was "
+    "trained on is less likely than under the policy that it started from. Measured on some 8,192 tokens of it.",
     "eval/<mode>/reward": "Mean reward on the held-out prompts.",
     "eval/<mode>/<value>/reward": "The same for the prompts with one value of the column `eval.by`.",
     "eval/<mode>/reward_stderr": "Standard error of `eval/<mode>/reward`, over prompts.",

@@ -3,7 +3,9 @@
     parent      the version that is continued, or a fresh adapter
     task        what each optimizer step trains on (`job_task`)
     step 1..n   gradient, AdamW, every few steps a checkpoint; metrics into the ledger
-    publish     into the adapter store, with a canary for whoever loads it; the server then swaps
+    after it    how much less likely what was trained on has become: a policy that a step destroyed shows only here
+    publish     into the adapter store, with a canary for whoever loads it; the server then swaps, unless by its metrics
+                the job's health is `error`: such a version is kept and marked, and becomes active by hand only
 
 Killed anywhere and leased again, a job goes on from its last checkpoint, or begins anew, and ends with the same bytes
 as one that was never disturbed, in one version: a version that carries the job's id is taken instead of a second one.
@@ -16,7 +18,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,6 +29,7 @@ from groupwise import faults
 from groupwise.adapter_files import Provenance
 from groupwise.adapters import AdapterStore
 from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, Interrupted, TrainingError
+from groupwise.health import examine_job
 from groupwise.job_checkpoint import (
     Checkpoints,
     Standing,
@@ -53,6 +56,7 @@ from groupwise.train.lora import LoraSpec
 from groupwise.types import BASE, PolicyVersion, Sample
 
 CANARY_TOKENS = 16
+MEASURED_TOKENS = 8192  # prompts included: of the samples that are looked at before and after training
 
 # what reading rubbish raises
 _DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError, SafetensorError)
@@ -112,9 +116,11 @@ def run_job(lease: Lease, place: Workplace, *, attend: Callable[[], None]) -> Po
         _train(run, attend)
         attend()
         version = _publish(run)
-    checkpoints.become_moments(version)
-    prune_moments(place.state_dir, place.store)
-    place.ledger.published(lease, str(version))
+    unhealthy = place.store.unhealthy(version)
+    if unhealthy is None:  # else the next job goes on from the version before, whose moments stay
+        checkpoints.become_moments(version)
+        prune_moments(place.state_dir, place.store)
+    place.ledger.published(lease, str(version), unhealthy=unhealthy)
     checkpoints.discard()
     return version
 
@@ -287,8 +293,10 @@ def _step(run: _Run) -> None:
     faults.point("train:after-step")
     run.standing = replace(run.standing, step=step + 1, applied=run.standing.applied + result.applied)
     seconds = time.monotonic() - began
-    refused = run.standing.step - run.standing.applied
-    metrics |= {"optim/lr": rate, "optim/grad_norm": result.grad_norm, "optim/refused": float(refused)}
+    metrics |= {"optim/lr": rate, "optim/grad_norm": result.grad_norm, "optim/refused": float(not result.applied)}
+    if run.standing.step == task.steps:
+        with suppress(AdapterNotFoundError):  # what it started from was deleted meanwhile
+            metrics |= {"final/logprob_drop": _logprob_drop(run)}
     run.metrics = metrics | {"time/step_s": seconds, "perf/tok_s": task.tokens(step) / seconds}
     message = f"step {step + 1} was refused: its gradient is not finite, and the weights stay as they were"
     run.place.ledger.progress(
@@ -298,6 +306,27 @@ def _step(run: _Run) -> None:
         metrics=run.metrics,
         message=None if result.applied else message,
     )
+
+
+def _logprob_drop(run: _Run) -> float:
+    """By how many nats a token the samples are less likely under the policy that is there now than under the one that
+    the job started from; of some of them."""
+    task, config, parent = run.task, run.config, run.standing.parent
+    samples = task.some(MEASURED_TOKENS)
+    if parent.is_base:
+        before = run.learner.forward(samples, temperature=task.temperature, reference=True)
+    else:
+        start = _new_learner(config, run.standing.lora, run.place.base)
+        start.load_adapter(run.place.store.path(parent))
+        before = start.forward(samples, temperature=task.temperature)
+    after = run.learner.forward(samples, temperature=task.temperature)
+    drops = [
+        then - now
+        for sample, rows in zip(samples, zip(before, after, strict=True), strict=True)
+        for then, now, trained in zip(*rows, sample.mask, strict=True)
+        if trained
+    ]
+    return math.fsum(drops) / len(drops) if drops else 0.0
 
 
 # --- publishing ---
@@ -314,6 +343,7 @@ def _publish(run: _Run) -> PolicyVersion:
         config_hash=hashlib.sha256(json.dumps(job.config, sort_keys=True).encode()).hexdigest()[:16],
         metrics={key: value for key, value in run.metrics.items() if _is_told(key, value)},
         job=job.id,
+        unhealthy=_unhealthy(run),
         canary=_canary(run),
     )
 
@@ -327,6 +357,13 @@ def _publish(run: _Run) -> PolicyVersion:
 def _is_told(metric: str, value: float) -> bool:
     """Of those that a version tells. The ledger keeps finite ones only: a job that goes on knows no others."""
     return metric.startswith(("reward/", "loss/")) and math.isfinite(value)
+
+
+def _unhealthy(run: _Run) -> str | None:
+    """What is wrong with the job by its metrics, where that is an error; None where its version may become active."""
+    report = examine_job(run.place.ledger.metrics(run.lease.job.id))
+    errors = [finding for finding in report.standing if finding.severity == "error"]
+    return "; ".join(f"{finding.says} ({finding.label})" for finding in errors) or None
 
 
 def _canary(run: _Run) -> dict[str, list[int] | list[float]]:

@@ -86,6 +86,8 @@ CASES = {
     "entropy.collapse": Case({"loss/entropy": 0.005}, {"loss/entropy": 0.4}, 10, {"loss/entropy": 0.0}),
     "entropy.high": Case({"loss/entropy": lambda t: 1.5 + 0.01 * t}, {"loss/entropy": 0.4}, 20),
     "kl.high": Case({"kl/mean": 1.0}, {"kl/mean": 0.1}, 10, {"kl/mean": 3.0}),
+    "kl.exploded": Case({"loss/kl": 50.0}, {"loss/kl": 0.1}, 1, {"loss/kl": 156_433.0}),
+    "policy.destroyed": Case({"final/logprob_drop": 0.3}, {"final/logprob_drop": 0.03}, 1, {"final/logprob_drop": 7.7}),
     "clip.high": Case({"loss/clip_frac": 0.4}, {"loss/clip_frac": 0.05}, 10),
     "eval.regress": Case(
         {"eval/greedy/reward": lambda t: 0.8 if t == 0 else 0.7},

@@ -484,6 +484,25 @@ def test_activations_that_are_refused(api: Api, published, path: str, body: dict
     assert api.policies.active.is_base
 
 
+def test_an_unhealthy_version_is_activated_by_its_number(api: Api, published, directories: list[Path]):
+    info = Provenance(base_model="tiny", base_hash=api.base.hash, job="job-3", unhealthy="it fell apart")
+    sick, alone = (api.store.import_(directories[2], name, info=info) for name in ("math", "alone"))
+    assert [each["unhealthy"] for each in api.json("GET", "/math")["history"]] == [None, None, "it fell apart"]
+    for path, body in (("/load", {"name": "math"}), ("/math/activate", {})):
+        assert api.json("POST", path, json=body)["version"] == "math@2"
+    for path, body in (("/load", {"name": "alone"}), ("/alone/activate", {})):
+        error = api.json("POST", path, json=body, status=404)
+        assert "no healthy version: of alone@1, the newest, it fell apart" in error["message"]
+        assert "alone@1" in error["hint"]
+    for path, body, version in (
+        ("/math/activate", {"version": 3}, sick),
+        ("/load", {"name": "alone@1"}, alone),
+        ("/math@3/activate", {}, sick),
+    ):
+        assert api.json("POST", path, json=body)["version"] == str(version) == str(api.policies.active)
+    assert api.json("POST", "/math/activate")["version"] == "math@3"  # which is active: it stands for its name now
+
+
 def test_an_activation_that_fails_leaves_the_old_one(api: Api, published, make_adapter):
     """A version of another base is in the store: a job that ran before the model was changed."""
     api.json("POST", "/load", json={"name": "sql"})

@@ -31,8 +31,8 @@ class Site:
         self.store, self.ledger = AdapterStore(root / "adapters"), Ledger(root / "ledger.db")
         self.policies = Policies(self.store, engine, base=base, served_name="tiny")
 
-    def publish(self, name: str, count: int = 1, *, job: str | None = "some job") -> None:
-        info = Provenance(base_model="tiny", base_hash=self.base.hash, job=job)
+    def publish(self, name: str, count: int = 1, *, job: str | None = "some job", unhealthy: str | None = None) -> None:
+        info = Provenance(base_model="tiny", base_hash=self.base.hash, job=job, unhealthy=unhealthy)
         for _ in range(count):
             self.store.import_(self.adapter, name, info=info)
 
@@ -87,6 +87,13 @@ def test_what_people_brought_stays_and_takes_nobodys_place(site: Site) -> None:
     site.publish("math", job=None)
     assert sweep(site.retention()) == ["math@3"]
     assert site.left() == [1, 2, 4, 5, 6]
+
+
+def test_unhealthy_versions_do_not_push_out_those_that_are_well(site: Site) -> None:
+    site.publish("math", 3)
+    site.publish("math", 4, unhealthy="it fell apart")
+    assert sweep(site.retention()) == ["math@1", "math@4", "math@5"]
+    assert site.left() == [2, 3, 6, 7] and str(site.store.newest("math")) == "math@3"
 
 
 def test_nothing_is_removed_where_all_is_to_be_kept(site: Site) -> None:

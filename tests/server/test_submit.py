@@ -321,6 +321,22 @@ def test_other_targets_than_the_continued_ones_are_refused(grpo: Grpo) -> None:
     assert "down_proj" in caught.value.message
 
 
+def test_an_unhealthy_version_is_passed_over_and_named(base: LoadedModel, tmp_path, make_adapter) -> None:
+    store = AdapterStore(tmp_path)
+    grpo, adapter = Grpo(base, store), make_adapter(base)
+    for name, unhealthy in (("math", None), ("math", "it fell apart"), ("only", "it fell apart")):
+        info = Provenance(base_model="starter", base_hash=base.hash, unhealthy=unhealthy)
+        store.import_(adapter, name, info=info)
+    (warning,) = grpo(group(GOOD, BAD), config={"output_name": "math"}).warnings
+    assert "starts from math@1: math@2, the newest version, is unhealthy (it fell apart)" in warning
+    assert "config.base_adapter: 'math@2'" in warning
+    (fresh,) = grpo(group(GOOD, BAD), config={"output_name": "only", "lora_rank": 7}).warnings
+    assert "starts from base: only@1" in fresh
+    assert grpo(group(GOOD, BAD), config={"output_name": "math", "base_adapter": "math@2"}).warnings == []
+    with pytest.raises(RequestError, match=r"'only' has no healthy version: of only@1, the newest, it fell apart"):
+        grpo(group(GOOD, BAD), config={"base_adapter": "only"})
+
+
 @pytest.mark.parametrize("missing", ["physics", "math@9", "physics@1"])
 def test_an_unknown_base_adapter_is_refused_with_what_there_is(grpo: Grpo, missing: str) -> None:
     with pytest.raises(RequestError, match=missing) as caught:

@@ -300,6 +300,22 @@ def test_a_status_has_what_kiln_has_and_more(site: Site) -> None:
     assert times == sorted(times) and all(text.endswith("Z") and "T" in text for text in times)
 
 
+def test_a_status_says_why_a_version_was_not_made_active_and_how_to_do_it(site: Site) -> None:
+    id = site.submit(config={"output_name": "math"})["job_id"]
+    lease = site.ledger.lease("w")
+    assert lease is not None
+    site.ledger.published(lease, "math@4", unhealthy="it fell apart (policy.destroyed)")
+    done = site.get(f"status/{id}")
+    assert (done["state"], done["phase"], done["adapter_version"]) == ("completed", "done", "math@4")
+    assert done["unhealthy"] == "it fell apart (policy.destroyed)" and done["error"] is None
+    (warning,) = done["warnings"]
+    assert warning.startswith("math@4 is stored and was not made active") and done["unhealthy"] in warning
+    assert 'POST /v1/adapters/math/activate {"version": 4}' in warning
+    assert f"GET /v1/train/health/{id}" in warning
+    last = site.ledger.events(id)[-1]
+    assert (last.kind, last.level) == ("state", "warning") and "math@4 was not made active" in last.message
+
+
 def test_the_list_begins_with_what_runs(site: Site) -> None:
     ids = [site.submit()["job_id"] for _ in range(5)]
     for _ in range(2):  # the first two come to an end

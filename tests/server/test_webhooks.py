@@ -203,6 +203,20 @@ def test_an_end_that_cannot_be_posted_does_not_keep_back_the_others(
     assert hooks.pending == 1 and "no such thing" in caplog.text
 
 
+def test_why_a_version_was_not_made_active_is_told(ledger: Ledger) -> None:
+    def complete() -> None:
+        submit(ledger)
+        lease = ledger.lease("w")
+        assert lease is not None
+        ledger.published(lease, "math@1", unhealthy="it fell apart")
+
+    with Receiver() as receiver:
+        run_until(make(ledger, receiver.url), lambda: bool(receiver.requests), meanwhile=complete)
+    (body,) = receiver.bodies
+    assert (body["status"], body["error"], body["unhealthy"]) == ("completed", None, "it fell apart")
+    assert "groupwise adapters activate math@1" in body["warnings"][0]
+
+
 def test_a_cancelled_job_is_told_too(ledger: Ledger) -> None:
     with Receiver() as receiver:
         hooks = make(ledger, receiver.url)

@@ -209,7 +209,8 @@ class JobError:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A training job. `state` is queued, running, completed, failed or cancelled; completed means served."""
+    """A training job. `state` is queued, running, completed, failed or cancelled; completed means served, unless it was
+    not to be (`auto_load`) or is `unhealthy`: then its version is stored, and `warnings` say how to activate it."""
 
     id: Annotated[str, Field(alias="job_id")]
     kind: str = ""
@@ -232,6 +233,7 @@ class Job:
     error: JobError | None = None
     config: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
+    unhealthy: str | None = None
     warnings: tuple[str, ...] = ()
 
     @property
@@ -286,7 +288,7 @@ class Health:
 @dataclass(frozen=True, kw_only=True)
 class AdapterVersion:
     """One version, and where it came from. `parent` is the version that its training started from. A `surplus` one is
-    older than what the server keeps, and goes once nothing needs it."""
+    older than what the server keeps, and goes once nothing needs it; an `unhealthy` one becomes active by hand only."""
 
     version: str
     number: int
@@ -297,6 +299,7 @@ class AdapterVersion:
     parent: str = ""
     step: int = 0
     job_id: str | None = None
+    unhealthy: str | None = None
     surplus: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
 

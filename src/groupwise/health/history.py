@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from groupwise.config import RunConfig
+from groupwise.health.rules import RULES
 from groupwise.health.watch import Event, Finding, Health
 
 Status = Literal["ok", "warn", "error"]
+
+# A job's batch is the same at each of its steps, so how its rewards and lengths change from step to step says nothing.
+_OF_RUNS = ("reward.stuck_zero", "reward.falling", "reward.hack_suspect", "len.monotone_max", "len.collapse")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +47,17 @@ class Report:
 
 def examine(records: Iterable[Mapping[str, Any]], *, config: RunConfig | None = None) -> Report:
     """Judge a run by its records, as `read_metrics` gives them: the same as if it had been watched."""
-    records, health = list(records), Health(config)
+    return _judged(records, Health(config))
+
+
+def examine_job(steps: Iterable[Mapping[str, Any]]) -> Report:
+    """Judge a job of the live server by its steps, as `Ledger.metrics` gives them."""
+    records = [{**dict.fromkeys(step.get("non_finite", ())), **step} for step in steps]
+    return _judged(records, Health(rules=[rule for rule in RULES if rule.id not in _OF_RUNS]))
+
+
+def _judged(records: Iterable[Mapping[str, Any]], health: Health) -> Report:
+    records = list(records)
     events = health.replay(records)
     ended = [event.finding for event in events if event.kind == "ended" and event.finding is not None]
     return Report(

@@ -143,6 +143,7 @@ def _history(info: AdapterInfo, active: PolicyVersion, *, surplus: bool) -> Adap
         parent=str(info.parent),
         step=info.step,
         job_id=info.job,
+        unhealthy=info.unhealthy,
         surplus=surplus,
         metrics={key: value for key, value in info.metrics.items() if math.isfinite(value)},
     )
@@ -197,7 +198,10 @@ async def roll_back(request: Request) -> AdapterLoaded:
 
 
 async def _activate(server: Server, text: str) -> PolicyVersion:
-    version = PolicyVersion.base() if text == BASE else _versions(server, text)[-1]
+    """A name alone means its newest version that is not unhealthy."""
+    if text != BASE:
+        files.check_name(text.partition("@")[0])
+    version = server.store.newest(text) or server.policies.resolve(adapter=text)
     await server.policies.swap(version)
     return version
 

@@ -243,13 +243,14 @@ def _models(server: Server) -> list[ModelCard]:
     def card(id: str, root: str, parent: str | None, created: int = started) -> ModelCard:
         return ModelCard(id=id, created=created, owned_by="groupwise", root=root, parent=parent, max_model_len=length)
 
+    newest = {name: active if name == active.name else server.store.newest(name) for name in server.store.names()}
     cards = {served: card(served, str(active), None), "base": card("base", server.base.name, None)}
     for info in server.store.list():
         version, parent = info.version, str(info.parent)
         created = int(datetime.fromisoformat(info.created).timestamp())
         cards[str(version)] = card(str(version), str(version), parent, created)
-        if version.name != served and (version == active or active.name != version.name):
-            cards[version.name] = card(version.name, str(version), parent, created)  # the newest comes last
+        if version.name != served and version == newest.get(version.name):
+            cards[version.name] = card(version.name, str(version), parent, created)
     return list(cards.values())
 
 

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from starlette.concurrency import run_in_threadpool
 
 from groupwise.errors import JobNotFoundError
-from groupwise.health import Finding, Report, examine
+from groupwise.health import Finding, Report, examine_job
 from groupwise.server.job_remedies import in_job_words, job_remedies
 from groupwise.server.state import Server, server_of
 from groupwise.server.wire import Answer, documented
@@ -57,7 +57,7 @@ async def job_health(request: Request, job_id: str) -> JobHealth:
 
 
 def _judged(server: Server, job_id: str) -> JobHealth:
-    job, report = server.ledger.job(job_id), examine(server.ledger.metrics(job_id))
+    job, report = server.ledger.job(job_id), examine_job(server.ledger.metrics(job_id))
 
     def remedies(finding: Finding) -> list[str]:
         return job_remedies(finding.id, job.kind, job.config, name=finding.name)

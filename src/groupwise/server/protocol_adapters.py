@@ -65,6 +65,9 @@ class AdapterVersion(Answer):
     """The version that its training started from."""
     step: int
     job_id: str | None
+    unhealthy: str | None
+    """What was wrong at the end of the job that made it. Such a version becomes active, answers to its adapter's name
+    and is continued only by hand: activated, or named with its number."""
     surplus: bool
     """Older than the newest `keep_versions` that jobs made: removed once it is neither active, nor the one active
     before, nor in use, nor what a job that has not ended begins from."""

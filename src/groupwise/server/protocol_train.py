@@ -163,6 +163,8 @@ class TrainStatus(Answer):
     config: dict[str, Any]
     summary: dict[str, Any]
     """What was submitted, in numbers."""
+    unhealthy: str | None
+    """What was wrong at its end, where that is an error of health: the version is stored and was not made active."""
     warnings: list[str]
 
 

@@ -39,9 +39,13 @@ class Prunes(Protocol):
 
 
 def surplus(infos: Iterable[AdapterInfo], *, keep: int | None) -> set[PolicyVersion]:
-    """Of the versions of one adapter, oldest first: those beyond the newest `keep` that jobs made. None keeps all."""
-    made = [info.version for info in infos if info.job is not None]
-    return set() if keep is None else set(made[:-keep])
+    """Of the versions of one adapter, oldest first: those beyond the newest `keep` that jobs made. None keeps all.
+
+    Unhealthy ones are counted apart: they are not to push out the last that is well.
+    """
+    made = [info for info in infos if info.job is not None]
+    kinds = [[info.version for info in made if (info.unhealthy is None) is well] for well in (True, False)]
+    return set() if keep is None else {version for versions in kinds for version in versions[:-keep]}
 
 
 def needed(jobs: Iterable[Job]) -> set[PolicyVersion]:

@@ -125,9 +125,10 @@ def prepare_grpo(
             **tokens,
             "rollouts": len(records),
             "reward_mean": math.fsum(rewards) / len(rewards),
-            "warnings": list(
-                _warnings(config, groups, flat=flat, trained=trained, recorded=recorded, records=records, start=start)
-            ),
+            "warnings": [
+                *_passed_over(config, store, start),
+                *_warnings(config, groups, flat=flat, trained=trained, recorded=recorded, records=records, start=start),
+            ],
         },
         payload=payload,
         steps=steps,
@@ -142,7 +143,7 @@ def prepare_sft(
     examples, config = request.examples, request.config
     if not examples:
         raise RequestError("examples is empty", hint="give at least one conversation", param="examples")
-    _continued(config, base=base, store=store, pending=pending)
+    start = _continued(config, base=base, store=store, pending=pending)
     steps = config.steps(examples=len(examples))
     _check_warmup(config, steps)
     name = config.output_name or f"sft-{uuid4().hex[:8]}"
@@ -163,7 +164,7 @@ def prepare_sft(
         summary={
             "examples": len(examples),
             **tokens,
-            "warnings": [],
+            "warnings": list(_passed_over(config, store, start)),
         },
         payload=payload,
         steps=steps,
@@ -269,8 +270,24 @@ def _continued(
     except (AdapterNotFoundError, AdapterError) as error:
         field = "output_name" if asked is None else "base_adapter"
         raise at_field(error, f"config.{field}") from error
+    _check_shape(config, version, saved, same_targets=targets is None or set(targets) == set(adapted))
+    return version
+
+
+def _passed_over(config: JobConfig, store: AdapterStore, start: PolicyVersion | None) -> Iterator[str]:
+    """That a newer version is not continued, since it is unhealthy."""
+    versions = store.versions(config.base_adapter or config.output_name or "")
+    if start is not None and versions and (newest := versions[-1]) != start:
+        yield (
+            f"training starts from {start}: {newest}, the newest version, is unhealthy ({store.unhealthy(newest)}); "
+            f"config.base_adapter: '{newest}' continues it all the same"
+        )
+
+
+def _check_shape(config: JobConfig, version: PolicyVersion, saved: Mapping[str, Any], *, same_targets: bool) -> None:
+    """An adapter that is continued keeps its rank, scale and targets."""
     differences = config.differences(saved)
-    if targets is not None and set(targets) != set(adapted):
+    if not same_targets:
         differences += [("target_modules", config.target_modules, saved.get("target_modules"))]
     for field, given, has in differences:
         raise RequestError(
@@ -278,7 +295,6 @@ def _continued(
             hint=f"leave {field} out, or start a fresh adapter with base_adapter: {BASE!r}",
             param=f"config.{field}",
         )
-    return version
 
 
 def _targeted(config: JobConfig, base: TextModel) -> list[str] | None:

@@ -49,7 +49,7 @@ from groupwise.server.reader import Body, receive_body
 from groupwise.server.state import Server, server_of
 from groupwise.server.storage import check_room
 from groupwise.server.submit import Submission, read_grpo, read_sft
-from groupwise.server.webhooks import ACTIVE, ENDED, utc
+from groupwise.server.webhooks import ACTIVE, ENDED, utc, warnings_of
 from groupwise.server.wire import documented
 
 EVENTS_POLL_S = 0.25
@@ -226,17 +226,9 @@ def _status(server: Server, job: Job) -> TrainStatus:
         error=_error(server, job),
         config=dict(job.config),
         summary={key: value for key, value in job.summary.items() if key != "warnings"},
-        warnings=[*job.summary.get("warnings", ()), *_memory_warning(job)],
+        unhealthy=job.unhealthy,
+        warnings=warnings_of(job),
     )
-
-
-def _memory_warning(job: Job) -> list[str]:
-    if job.micro_tokens is None:
-        return []
-    return [
-        f"memory ran out: the job went on with at most {job.micro_tokens} tokens in a pass; config.micro_tokens is "
-        f"{job.config.get('micro_tokens')}"
-    ]
 
 
 def _kind(job: Job) -> Literal["grpo", "sft"]:

@@ -218,9 +218,29 @@ def payload(job: Job, *, path: Path | None) -> dict[str, Any]:
         "step": job.step,
         "steps": job.steps,
         "metrics": {name: value for name, value in job.metrics.items() if math.isfinite(value)},
+        "unhealthy": job.unhealthy,
+        "warnings": warnings_of(job),
         "created_at": utc(job.created_at),
         "started_at": utc(job.started_at),
     }
+
+
+def warnings_of(job: Job) -> list[str]:
+    """What is legal and perhaps not meant, what the job did not do as it was asked to, and what to do about it."""
+    warnings = list(job.summary.get("warnings", ()))
+    if job.micro_tokens is not None:
+        warnings.append(
+            f"memory ran out: the job went on with at most {job.micro_tokens} tokens in a pass; config.micro_tokens is "
+            f"{job.config.get('micro_tokens')}"
+        )
+    if job.unhealthy is not None and job.version is not None:
+        name, _, number = job.version.partition("@")
+        warnings.append(
+            f"{job.version} is stored and was not made active, as the job's health is error: {job.unhealthy}. "
+            f"GET /v1/train/health/{job.id} has causes and remedies; to activate it all the same: "
+            f'POST /v1/adapters/{name}/activate {{"version": {number}}}, or groupwise adapters activate {job.version}'
+        )
+    return warnings
 
 
 def signature(secret: str, *, timestamp: int, body: bytes) -> str:
