@@ -18,7 +18,6 @@ from groupwise.chat import encode_prompt
 from groupwise.server import admission, chat
 from groupwise.server.protocol import ChatRequest
 from groupwise.starter.tasks import CALCULATOR, calculate, is_correct, prompts
-from groupwise.starter.tokenizer import build_tokenizer, render
 from groupwise.types import Prompt, SamplingParams, SamplingRequest
 from serving import Served, served, starter
 
@@ -284,45 +283,48 @@ def test_a_streamed_call_comes_whole_in_one_delta(client: OpenAI) -> None:
     assert streamed["content"] == "" and call.id != whole.id
 
 
+SEARCH = {"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "shown"),
+    [
+        ("required", "tool_choice is 'required'"),
+        ({"type": "function", "function": {"name": "search"}}, "tool_choice names the tool 'search'"),
+        ({"type": "function", "function": {"name": "nothing"}}, "tool_choice names the tool 'nothing'"),
+    ],
+)
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_can_be_insisted_on(client: OpenAI, stream: bool) -> None:
-    """Left alone, the starter calls nothing but the calculator."""
-    search = {"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}
+def test_a_call_that_cannot_be_guaranteed_is_refused(client: OpenAI, choice: Any, shown: str, stream: bool) -> None:
+    """Decoding is not constrained: the starter, told to call what it does not know, says something else."""
     (row,) = prompts("tool", "test", n=1, seed=4)
-
-    def outcome(choice: Any) -> tuple[str, list[str]]:
-        options = {"tools": [CALCULATOR, search], "tool_choice": choice, "temperature": 0, "stream": stream}
-        answer = ask(client, row["prompt"], **options)
-        if stream:
-            whole = joined(answer)[0]
-            return whole["finish"], [call.function.name for call in whole["calls"]]
-        (choice,) = answer.choices
-        return choice.finish_reason, [call.function.name for call in choice.message.tool_calls or ()]
-
-    assert outcome("auto") == outcome("required") == ("tool_calls", ["calculator"])
-    assert outcome({"type": "function", "function": {"name": "search"}}) == ("tool_calls", ["search"])
+    with pytest.raises(BadRequestError) as refused:
+        ask(client, row["prompt"], tools=[CALCULATOR, SEARCH], tool_choice=choice, stream=stream)
+    assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "tool_choice")
+    assert shown in refused.value.message and "cannot guarantee" in refused.value.message
+    assert "use 'auto'" in refused.value.body["hint"]
 
 
-def test_a_call_that_did_not_become_one_is_content(client: OpenAI) -> None:
-    """Here the starter does not know how to go on with the call that it has to make."""
-    messages = [{"role": "user", "content": "Ada is 12 years old. Write it as JSON."}]
-    search = {"type": "function", "function": {"name": "search"}}
-    options = {"tools": [CALCULATOR, search], "tool_choice": "required", "temperature": 0, "max_tokens": 30}
-    answer = ask(client, messages, return_token_ids=True, **options)
-    assert starter().tokenizer.decode(answer.prompt_token_ids).endswith("<|im_start|>assistant\n<tool_call>")
-    (choice,) = answer.choices
-    assert choice.message.tool_calls is None and choice.finish_reason == "stop"
-    assert choice.message.content.startswith('<tool_call>\n{"name": "')
-    assert joined(ask(client, messages, stream=True, **options))[0]["content"] == choice.message.content
-
-
-def test_a_required_call_can_only_be_of_the_one_tool_there_is(client: OpenAI) -> None:
-    """The starter knows a calculator, and would call that."""
+def test_a_schema_that_cannot_be_guaranteed_is_refused(client: OpenAI) -> None:
+    strict = {"type": "function", "function": {**CALCULATOR["function"], "strict": True}}
+    with pytest.raises(BadRequestError) as refused:
+        ask(client, ADD, tools=[SEARCH, strict])
+    assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "tools[1].function.strict")
+    assert "cannot guarantee" in refused.value.message and "leave strict out" in refused.value.body["hint"]
     (row,) = prompts("tool", "test", n=1, seed=4)
-    add = {"type": "function", "function": {**CALCULATOR["function"], "name": "add"}}
-    (choice,) = ask(client, row["prompt"], tools=[add], tool_choice="required", temperature=0).choices
-    assert choice.finish_reason == "tool_calls"
-    assert [call.function.name for call in choice.message.tool_calls] == ["add"]
+    lax = {"type": "function", "function": {**CALCULATOR["function"], "strict": False}}
+    for tools in ([lax], [CALCULATOR]):
+        (choice,) = ask(client, row["prompt"], tools=tools, tool_choice="auto", temperature=0).choices
+        assert choice.finish_reason == "tool_calls" and choice.message.tool_calls[0].function.name == "calculator"
+
+
+def test_a_call_that_did_not_become_one_is_content() -> None:
+    """Such as the starter makes of tools that it does not know; the reply is written here."""
+    text = '<tool_call>\n{"name": "search", "arguments": {"query": }}\n</tool_call>'
+    reply = chat.Reply(ChatRequest(messages=ADD, tools=[SEARCH]), chat.ChatPrompt(ids=(1,)))
+    deltas = [*reply.push(text), *reply.finish()]
+    assert reply.message().content == text == "".join(delta.content or "" for delta in deltas)
+    assert reply.message().tool_calls is None
 
 
 def test_no_call_where_none_is_wanted(client: OpenAI) -> None:
@@ -348,51 +350,6 @@ def test_several_calls_become_one_if_asked() -> None:
         assert message.content == "Two."
         assert [call.index for delta in deltas for call in delta.tool_calls or ()] == list(range(len(expected)))
         assert len({call.id for call in message.tool_calls}) == len(expected)
-
-
-MISTRALS = (
-    "{% for m in messages %}{{ '[INST]' + m.content + '[/INST]' if m.role == 'user' else m.content + '</s>' }}"
-    "{% for c in m.tool_calls or [] %}{{ '[TOOL_CALLS]' + c.function.name + '[ARGS]' }}{% endfor %}{% endfor %}"
-)
-
-
-@pytest.mark.parametrize(
-    ("template", "choice", "opening", "rest", "name"),
-    [
-        (MISTRALS, "required", "[TOOL_CALLS]", 'add[ARGS]{"a": 1}', "add"),
-        (MISTRALS, "search", "[TOOL_CALLS]search[ARGS]", '{"a": 1}', "search"),
-        (
-            MISTRALS.replace("[ARGS]", ""),
-            "search",
-            '[TOOL_CALLS] [{"name": "search", "arguments":',
-            ' {"a": 1}}]',
-            "search",
-        ),
-        ("<|python_tag|>", "required", '{"name": "', 'add", "parameters": {"a": 1}}', "add"),
-    ],
-)
-def test_a_call_is_begun_in_the_models_own_format(
-    template: str, choice: str, opening: str, rest: str, name: str
-) -> None:
-    """[TOOL_CALLS] is a special token of Mistral's: it must come as one, and not as a text that looks like it."""
-    tokenizer = build_tokenizer([render(list(ADD))], vocab_size=300)
-    tokenizer.add_tokens(["[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]"], special_tokens=True)
-    written = "{{ messages[0].content }}{# " + template + " #}" if "python_tag" in template else template
-    tokenizer.chat_template = written
-    tools = [{"type": "function", "function": {"name": each}} for each in ("add", "search")]
-    wanted = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
-    body = ChatRequest(messages=ADD, tools=tools, tool_choice=wanted)
-    prompt = chat.chat_prompt(body, tokenizer)
-    assert tokenizer.decode(list(prompt.ids)).endswith(opening) and prompt.said == opening
-    marker = tokenizer.convert_tokens_to_ids("[TOOL_CALLS]")
-    assert (marker in prompt.ids) == ("[TOOL_CALLS]" in opening)
-    reply = chat.Reply(body, prompt)
-    for letter in rest:
-        assert not reply.push(letter)
-    reply.finish()
-    (call,) = reply.message().tool_calls or ()
-    assert (call.function.name, json.loads(call.function.arguments)) == (name, {"a": 1})
-    assert len(call.id) == 9 if "[TOOL_CALLS]" in opening else call.id.startswith("call_")
 
 
 # ---- policies ----
@@ -487,9 +444,6 @@ def test_what_is_wrong_is_said_before_the_first_byte(client: OpenAI, stream: boo
     with pytest.raises(BadRequestError) as several:
         ask(client, ADD, n=129, stream=stream)
     assert several.value.param == "n"
-    with pytest.raises(BadRequestError, match="the last message is the assistant's") as forced:
-        ask(client, [*ADD, {"role": "assistant", "content": "185"}], tools=[CALCULATOR], tool_choice="required")
-    assert forced.value.param == "tool_choice"
 
 
 def test_without_max_tokens_the_context_is_the_limit(client: OpenAI) -> None:

@@ -31,12 +31,13 @@ from groupwise.server.protocol import (
 )
 from groupwise.server.protocol_adapters import ActivateRequest, LoadRequest, MergeRequest
 from groupwise.server.protocol_completions import BatchRequest, CompletionRequest
-from groupwise.server.protocol_messages import CalledFunction, FunctionSchema, TextPart, Tool, ToolCall
+from groupwise.server.protocol_messages import CalledFunction, FunctionSchema, OfferedFunction, TextPart, Tool, ToolCall
 from groupwise.server.protocol_train import GrpoRequest, ScoredCompletion, ScoredGroup, SftExample, SftRequest
 from groupwise.server.wire import Unsupported
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+STRICT = {"type": "function", "function": {**TOOL["function"], "name": "sub", "strict": True}}
 PAIR = [{"text": "a", "reward": 1}, {"text": "b", "reward": 0.5}]
 VALID: dict[type[BaseModel], dict[str, Any]] = {
     ChatRequest: {"messages": HI},
@@ -55,6 +56,7 @@ LEAST: dict[type[BaseModel], dict[str, Any]] = {
     CalledFunction: {"name": "f", "arguments": "{}"},
     Tool: TOOL,
     FunctionSchema: {"name": "f"},
+    OfferedFunction: {"name": "f"},
     AdapterShare: {"name": "math"},
     ScoredCompletion: PAIR[0],
     ScoredGroup: {"completions": PAIR},
@@ -87,8 +89,8 @@ def test_the_least_body_of_each_route(model: type[BaseModel]) -> None:
         {"stop": "x"},
         {"stop": ["x", "y"], "stop_token_ids": [5]},
         {"n": 3, "temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0.5, "seed": -1, "max_completion_tokens": 5},
-        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}},
-        {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False},
+        {"tools": [TOOL], "tool_choice": "auto", "parallel_tool_calls": False},
+        {"tools": [TOOL], "tool_choice": "none"},
         {"stream": True, "stream_options": {"include_usage": True}},
         {"logprobs": True, "top_logprobs": 20},
         {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "response_format": {"type": "text"}},
@@ -172,7 +174,11 @@ REFUSED: list[tuple[type[BaseModel], dict[str, Any], str, str]] = [
     (ChatRequest, {"messages": HI, "adapters": [{"name": "b", "weight": 1}]}, "adapters[0].weight", "unknown"),
     (ChatRequest, {"messages": HI, "top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
     (ChatRequest, {"messages": HI, "stream_options": {}}, "stream_options", "needs stream: true"),
-    (ChatRequest, {"messages": HI, "tool_choice": "required"}, "tool_choice", "there are no tools"),
+    (ChatRequest, {"messages": HI, "tool_choice": "required"}, "tool_choice", "cannot guarantee a call"),
+    (ChatRequest, {"messages": HI, "tools": [TOOL], "tool_choice": "any"}, "tool_choice", "'none' or 'auto'"),
+    (ChatRequest, {"messages": HI, "tools": [STRICT]}, "tools[0].function.strict", "cannot guarantee it"),
+    (BatchRequest, {"prompts": [HI], "tools": [TOOL, STRICT]}, "tools[1].function.strict", "cannot guarantee it"),
+    (BatchRequest, {"prompts": [HI], "tools": [TOOL, TOOL]}, "tools", "same name"),
     (ChatRequest, {"messages": HI, "tools": [TOOL, TOOL]}, "tools", "same name"),
     (ChatRequest, {"messages": HI, "tools": [{"type": "web"}]}, "tools[0].type", "'web'"),
     (ChatRequest, {"messages": HI, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs.tools", "unknown"),

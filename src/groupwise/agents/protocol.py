@@ -1,8 +1,9 @@
 """The part of OpenAI's chat completions that a training run answers: bodies in, answers and events out.
 
-What the policy samples with is the run's. `temperature`, `top_p`, `seed` and the penalties of a request change nothing;
-the answer's header `x-ignored`, the metric `env/ignored_parameters` and a note say that they were there. Answering as
-they ask would draw from another distribution than the one that is trained. What cannot be ignored
+What the policy samples with is the run's. `temperature`, `top_p`, `seed` and the penalties of a request change nothing,
+nor does `strict` of a tool, which some libraries always send; the answer's header `x-ignored`, the metric
+`env/ignored_parameters` and a note say that they were there. Answering as they ask would draw from another distribution
+than the one that is trained. What cannot be ignored
 without a lie is refused: `n` above 1, a required tool call (its first tokens would not be the policy's), a response
 format, content that is no text, and a last message of the assistant's that is to be continued.
 
@@ -87,16 +88,17 @@ class FunctionSchema(_Part):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Tool(_Part):
-    """A tool that the policy may call; `strict` and the like are not shown to it."""
+    """A tool that the policy may call. It is not shown `strict`, which cannot be kept: arguments may be anything."""
 
     type: Literal["function"]
     function: FunctionSchema
 
     def as_dict(self) -> dict[str, Any]:
-        return self.model_dump(exclude_none=True)
+        return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
 
 
 class StreamOptions(_Part):
@@ -145,7 +147,8 @@ class ChatRequest(BaseModel):
     def ignored(self) -> list[str]:
         """The parameters that are there, would change something, and do not."""
         extra = self.model_extra or {}
-        return [name for name, neutral in RUN_DECIDES.items() if extra.get(name) not in (None, neutral)]
+        strict = ["tools.strict"] if any(tool.function.strict for tool in self.tools or ()) else []
+        return [name for name, neutral in RUN_DECIDES.items() if extra.get(name) not in (None, neutral)] + strict
 
 
 def read_request(body: bytes) -> ChatRequest:

@@ -102,7 +102,7 @@ class ChatOptions(SamplingOptions, total=False):
     """What a chat has besides."""
 
     n: int
-    tool_choice: str | Mapping[str, Any]
+    tool_choice: str  # auto or none
     parallel_tool_calls: bool
     top_logprobs: int
 

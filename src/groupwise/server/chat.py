@@ -4,9 +4,8 @@
     Reply           a reply's text in pieces of any size -> deltas, and the message that they add up to
 
 A reply is split by one parser whether it is streamed or not, so the deltas of a stream join to the message. A tool call
-is one delta, sent when it is whole. `tool_choice` "required" or a tool's name is kept by beginning the reply with the
-call: the model completes it. Log-probabilities and token ids are those of every sampled token, the one that ended the
-turn too: they are as many as `completion_tokens`.
+is one delta, sent when it is whole. Log-probabilities and token ids are those of every sampled token, also of the one
+that ended the turn: they are as many as `completion_tokens`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request, Response
 
 from groupwise.chat import THINK_END, THINK_START, encode_prompt, opens_thought
-from groupwise.errors import RequestError
 from groupwise.server.admission import SAMPLING_ERRORS, Admission, admit
 from groupwise.server.bodies import parse_body
 from groupwise.server.config import ServeConfig
@@ -38,7 +36,6 @@ from groupwise.server.protocol import (
     ChatLogprobs,
     ChatMessage,
     ChatRequest,
-    NamedTool,
     TokenLogprob,
     TopLogprob,
     as_messages,
@@ -48,7 +45,7 @@ from groupwise.server.state import server_of
 from groupwise.server.text import Part, ReplyParser, token_text
 from groupwise.server.wire import documented
 from groupwise.tool_calls import ToolCallFormat, format_of
-from groupwise.types import Completion, FinishReason, Message, Prompt
+from groupwise.types import Completion, FinishReason, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,11 +99,10 @@ def read_chat(raw: bytes, base: TextModel, config: ServeConfig, *, context: int)
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A conversation as token ids. `said` is what the reply begins with and the prompt holds; `thinks` whether the
-    reply continues a thought. The model writes its calls in `calls`' format."""
+    """A conversation as token ids. `thinks` says whether the reply continues a thought. The model writes its calls in
+    `calls`' format."""
 
     ids: tuple[int, ...]
-    said: str = ""
     thinks: bool = False
     calls: ToolCallFormat = ToolCallFormat.HERMES
 
@@ -117,44 +113,22 @@ def chat_prompt(body: ChatRequest, tokenizer: PreTrainedTokenizerBase, *, contex
     Raises:
         ChatError: the template refuses the messages.
         ContextLengthError: they are far longer than `context` tokens.
-        RequestError: a call is required, and the assistant has begun to say something else.
     """
-    form = format_of(tokenizer)
-    messages, said = as_messages(body.messages), _call_to_complete(body, form)
-    if said and messages[-1]["role"] == "assistant":
-        raise RequestError(
-            "tool_choice asks for a call, and the last message is the assistant's, which the reply continues",
-            hint="end with a user or tool message, or let tool_choice be auto",
-            param="tool_choice",
-        )
+    messages = as_messages(body.messages)
     tools = () if body.tool_choice == "none" else tuple(tool.as_dict() for tool in body.tools or ())
     options = template_kwargs(body.chat_template_kwargs)
-    if said and form.end is not None:
-        messages = (*messages, Message(role="assistant", content=said))
     ids = encode_prompt(
         Prompt(id="messages", messages=messages, tools=tools), tokenizer, template_kwargs=options, context=context
     ).token_ids
-    if said and form.end is None:  # in content, a marker that is a special token would be quoted
-        ids = (*ids, *tokenizer.encode(said, add_special_tokens=False))
     continued = said_last(body.messages) if body.messages[-1].role == "assistant" else ""
     thinks = THINK_START in continued and THINK_END not in continued
-    return ChatPrompt(ids, said, thinks=thinks or opens_thought(ids, tokenizer), calls=form)
+    return ChatPrompt(ids, thinks=thinks or opens_thought(ids, tokenizer), calls=format_of(tokenizer))
 
 
 def said_last(messages: Sequence[ChatMessage]) -> str:
     """The text of the last message."""
     content = messages[-1].content or ""
     return content if isinstance(content, str) else "".join(part.text for part in content)
-
-
-def _call_to_complete(body: ChatRequest, form: ToolCallFormat) -> str:
-    """The beginning of the call that `tool_choice` insists on."""
-    if isinstance(body.tool_choice, NamedTool):
-        return form.opening(body.tool_choice.function.name)
-    if body.tool_choice != "required":
-        return ""
-    only = body.tools[0].function.name if body.tools and len(body.tools) == 1 else None
-    return form.opening(only)
 
 
 # ---- the reply ----
@@ -166,7 +140,6 @@ class Reply:
         self._parser = ReplyParser(thinks=prompt.thinks, calls=prompt.calls if tools else None, tools=tools)
         self._form = prompt.calls
         self._most_calls = 1 if body.parallel_tool_calls is False else None
-        self._parser.push(prompt.said)
         self._said: list[ChatDelta] = []
         self.calls: list[AnsweredCall] = []
 

@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from groupwise.section import NullIsAbsent
 from groupwise.server.protocol_messages import ChatMessage as ChatMessage
-from groupwise.server.protocol_messages import Conversation, NamedTool, Tool, ToolChoice, Tools
+from groupwise.server.protocol_messages import Conversation, OfferedTools, Tool, ToolChoice
 from groupwise.server.protocol_messages import as_messages as as_messages
 from groupwise.server.wire import Answer, AtMost, FailFast, OpenRequest, OwnPart, Part, Unsupported, absent, fault
 
@@ -155,9 +155,9 @@ class ChatRequest(Sampling, OpenRequest):
     bookkeeping: ClassVar = BOOKKEEPING
 
     messages: Conversation
-    tools: Tools | None = None
+    tools: OfferedTools | None = None
     tool_choice: ToolChoice | None = None
-    """`auto` (the default with tools), `none`, `required`, or one tool by name."""
+    """`auto` (the default with tools) or `none`. A call cannot be insisted on."""
     parallel_tool_calls: bool | None = None
     """false keeps the first call only."""
     stream: bool | None = None
@@ -185,7 +185,7 @@ class ChatRequest(Sampling, OpenRequest):
         if self.top_logprobs and not self.logprobs:
             message = "top_logprobs is {count} and needs logprobs: true"
             raise fault("invalid_value", message, count=self.top_logprobs, param="top_logprobs")
-        _check_choice(self.tools, self.tool_choice)
+        check_tools(self.tools)
         return self
 
 
@@ -194,15 +194,10 @@ def check_stream(stream: bool | None, options: StreamOptions | None) -> None:
         raise fault("invalid_value", "stream_options needs stream: true", param="stream_options")
 
 
-def _check_choice(tools: Sequence[Tool] | None, choice: str | NamedTool | None) -> None:
+def check_tools(tools: Sequence[Tool] | None) -> None:
     names = [tool.function.name for tool in tools or ()]
     if len(set(names)) < len(names):
         raise fault("invalid_value", "two tools have the same name; give each its own", param="tools")
-    if isinstance(choice, NamedTool) and choice.function.name not in names:
-        message = "tool_choice names '{name}', which is not in tools"
-        raise fault("invalid_value", message, name=choice.function.name, param="tool_choice")
-    if choice == "required" and not names:
-        raise fault("invalid_value", "tool_choice is 'required' and there are no tools", param="tool_choice")
 
 
 class TopLogprob(Answer):

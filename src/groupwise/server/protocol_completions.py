@@ -14,10 +14,11 @@ from groupwise.server.protocol import (
     Sampling,
     StreamOptions,
     TemplateOptions,
-    Tools,
     Usage,
     check_stream,
+    check_tools,
 )
+from groupwise.server.protocol_messages import OfferedTools
 from groupwise.server.wire import (
     Answer,
     AtMost,
@@ -139,7 +140,7 @@ class BatchRequest(Sampling, OwnRequest):
 
     prompts: Annotated[list[Conversation], FailFast(), Field(min_length=1)]
     """Conversations, each up to where the assistant speaks."""
-    tools: Tools | None = None
+    tools: OfferedTools | None = None
     logprobs: bool | None = None
     """Give back the behaviour log-probability of each token."""
     chat_template_kwargs: TemplateOptions | None = None
@@ -149,6 +150,7 @@ class BatchRequest(Sampling, OwnRequest):
         n, most = self.n or 1, limits_of(info).max_batch_completions
         if len(self.prompts) * n > most:
             raise _too_many(f"{len(self.prompts)} prompts x {n} = {len(self.prompts) * n} completions", most)
+        check_tools(self.tools)
         return self
 
 

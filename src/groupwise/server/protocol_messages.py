@@ -20,7 +20,7 @@ from groupwise import types
 from groupwise.section import NullIsAbsent
 from groupwise.server.config import MOST_MESSAGES
 from groupwise.server.envelope import echo
-from groupwise.server.wire import AtMost, FailFast, JsonObject, Part, fault
+from groupwise.server.wire import AtMost, FailFast, JsonObject, Part, Unsupported, fault
 
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
@@ -133,6 +133,7 @@ class FunctionSchema(Part):
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
+    """Of a conversation that is trained, it says nothing."""
 
 
 class Tool(Part):
@@ -149,22 +150,42 @@ class Tool(Part):
 Tools = Annotated[list[Tool], FailFast(), AtMost("max_tools")]
 
 
-class NamedFunction(Part):
-    name: FunctionName
+# ---- what would have to be guaranteed ----
+class OfferedFunction(FunctionSchema):
+    """The function of a tool that is offered for a reply."""
+
+    strict: Annotated[
+        Any,
+        Unsupported(
+            False,
+            says="is true, and this server cannot guarantee it: decoding is not constrained to a schema",
+            hint="leave strict out (OpenAI's agents: strict_mode=False), and check the arguments of the call",
+        ),
+    ] = None
 
 
-class NamedTool(Part):
-    """`tool_choice` that names the one tool to call."""
+class OfferedTool(Tool):
+    """A tool that is offered for a reply."""
 
-    type: Literal["function"]
-    function: NamedFunction
-
-
-def _kind_of_choice(value: Any) -> str:
-    return "tool" if isinstance(value, dict | NamedTool) else "word"
+    function: OfferedFunction  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
-ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("word")] | Annotated[NamedTool, Tag("tool")],
-    Discriminator(_kind_of_choice),
-]
+OfferedTools = Annotated[list[OfferedTool], FailFast(), AtMost("max_tools")]
+
+
+def _not_forced(value: Any) -> Any:
+    """A call that is insisted on, of any tool or of a named one, cannot be guaranteed."""
+    if value == "required" or (isinstance(value, dict) and "type" in value):
+        named = value.get("function") if isinstance(value, dict) else None
+        shown = f"names the tool {echo(named.get('name'))}" if isinstance(named, dict) else f"is {echo(value)}"
+        raise fault(
+            "unsupported_parameter",
+            "{shown}, and this server cannot guarantee a call: decoding is not constrained",
+            shown=shown,
+            hint="use 'auto', offer only the tools that may be called, say in a message that one is to be called, and "
+            "look whether the reply has tool_calls",
+        )
+    return value
+
+
+ToolChoice = Annotated[Literal["none", "auto"], BeforeValidator(_not_forced)]

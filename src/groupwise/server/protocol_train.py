@@ -12,7 +12,8 @@ from pydantic import Field
 
 from groupwise.job_config import JOB_OTHER_NAMES, MODELS, GrpoJobConfig, SftJobConfig
 from groupwise.section import NullIsAbsent
-from groupwise.server.protocol import Conversation, TemplateOptions, TokenIds, Tools
+from groupwise.server.protocol import Conversation, TemplateOptions, TokenIds
+from groupwise.server.protocol_messages import Tools
 from groupwise.server.wire import Answer, FailFast, OwnPart, OwnRequest, absent
 
 RolloutId = Annotated[str, Field(min_length=1, max_length=64)]

@@ -178,8 +178,8 @@ def with_limits(schema: Any, config: ServeConfig) -> Any:
 class Unsupported:
     """Annotated[Any, Unsupported(0, 0.0)]: an option that is known and not offered; these values change nothing."""
 
-    def __init__(self, *neutral: Any, hint: str = "leave it out"):
-        self.neutral, self.hint = (None, *neutral), hint
+    def __init__(self, *neutral: Any, hint: str = "leave it out", says: str = "is not supported by this server"):
+        self.neutral, self.hint, self._says = (None, *neutral), hint, says
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
@@ -190,7 +190,7 @@ class Unsupported:
     def _check(self, value: Any) -> Any:
         if any(type(value) is type(same) and value == same for same in self.neutral):
             return value
-        raise fault("unsupported_parameter", "is not supported by this server", hint=self.hint)
+        raise fault("unsupported_parameter", self._says, hint=self.hint)
 
 
 # ---- errors ----
