@@ -217,6 +217,11 @@ class Peer:
             stop_ids=tuple(token for token in body["stop_token_ids"] if token not in eos),
             ignore_eos=body["ignore_eos"],
             top_logprobs=body["logprobs"],
+            repetition_penalty=body["repetition_penalty"],
+            presence_penalty=body["presence_penalty"],
+            frequency_penalty=body["frequency_penalty"],
+            logit_bias=tuple((int(token), bias) for token, bias in (body["logit_bias"] or {}).items()),
+            min_tokens=body["min_tokens"],
             seed=(body["seed"] + j) & (2**63 - 1),
         )
         return SamplingRequest(prompt_ids=prompt, version=version, params=params)
@@ -228,6 +233,8 @@ class Peer:
             logprobs = completion.logprobs
             if self.faults.raw_logprobs:
                 logprobs = self.engine.score(prompt, completion.token_ids, version)
+            if body["repetition_penalty"] != 1:
+                logprobs = [-9.0] * len(logprobs)  # of the distribution after it, which is another one
             if body["top_k"]:
                 logprobs = self._narrowed(prompt, completion.token_ids, version, body)
             reason = completion.finish_reason.value

@@ -6,6 +6,7 @@
     encode_completion   the ids of a completion known only as text (scored over HTTP)
     encode_supervised   a whole conversation as a Sample; the mask is 1 on what the assistant said
     decode              ids -> text, without the end-of-turn token
+    stopped_text        the same of a completion that a stop string or a stop id has ended
     split_thinking      a reply without its <think> block, and that
     opens_thought       whether a reply begins inside a thought
     stop_ids            the ids that end a turn;  special_ids  all special ones;  check_length  whether all fits
@@ -35,7 +36,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, cast
 
 from groupwise.errors import ChatError, ContextLengthError
-from groupwise.types import Message, Prompt, Sample
+from groupwise.types import Message, Prompt, Sample, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -300,6 +301,28 @@ def decode(
         length -= 1
     text = tokenizer.decode(list(token_ids[:length]), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text if isinstance(text, str) else "".join(text)
+
+
+def stopped_text(
+    token_ids: Sequence[int],
+    params: SamplingParams,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    ends: Collection[int | None] | None = None,
+) -> str | None:
+    """The text of a completion that its last token has ended by one of `params`' stop strings or ids; None where it has
+    not. What ended it is cut off, unless it is to stay (`include_stop`). A stop string that stands before the end of
+    the first `min_tokens` tokens ends nothing."""
+    if len(token_ids) <= params.min_tokens:
+        return None
+    by_id = token_ids[-1] in params.stop_ids
+    text = decode(token_ids[:-1] if by_id and not params.include_stop else token_ids, tokenizer, ends=ends)
+    early = len(decode(token_ids[: params.min_tokens], tokenizer, ends=())) if params.min_tokens else 0
+    found = ((text.find(stop, max(0, early - len(stop) + 1)), stop) for stop in params.stop)
+    cuts = [(at, at + len(stop) * params.include_stop) for at, stop in found if at >= 0]
+    if not (by_id or cuts):
+        return None
+    return text[: min(cuts)[1]] if cuts else text
 
 
 def closing_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, ...]:

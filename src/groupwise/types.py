@@ -23,8 +23,9 @@ Ids and behaviour logprobs come from the engine and are never decoded and encode
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, NotRequired, TypedDict
 
@@ -91,7 +92,13 @@ class SamplingParams:
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 and `min_p` 0 are off. `seed` fixes the draw of every completion:
     completion j of a prompt uses (seed, j), whatever else is in the batch. `stop` strings end a completion and are cut
     from its text; `stop_ids` are added to the model's own end-of-turn ids and, like them, stay in `token_ids`.
-    `top_logprobs` is how many of the likeliest tokens are reported beside each sampled one.
+    With `include_stop` what ended the completion, a stop string or one of `stop_ids`, stays in the text. `top_logprobs`
+    is how many of the likeliest tokens are reported beside each sampled one.
+
+    The last five change the logits from which tokens are drawn, as OpenAI and vLLM define them (`engine.sampling`):
+    `repetition_penalty` (1 is off) counts what stands in prompt and completion, `presence_penalty` and
+    `frequency_penalty` (0 is off) what stands in the completion, `logit_bias` has (token id, what is added), and before
+    `min_tokens` tokens nothing ends a completion but `max_tokens`.
     """
 
     max_tokens: int = 256
@@ -101,9 +108,15 @@ class SamplingParams:
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
+    include_stop: bool = False
     seed: int | None = None
     ignore_eos: bool = False
     top_logprobs: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
         checks = (
@@ -114,6 +127,14 @@ class SamplingParams:
             (0 <= self.min_p <= 1, f"min_p is {self.min_p}; it must be in [0, 1]"),
             (all(self.stop), "an empty stop string would stop at once; remove it"),
             (self.top_logprobs >= 0, f"top_logprobs is {self.top_logprobs}; it must be 0 (none) or more"),
+            (
+                0 < self.repetition_penalty < math.inf,
+                f"repetition_penalty is {self.repetition_penalty}; it must be above 0, and 1 is off",
+            ),
+            (
+                0 <= self.min_tokens <= self.max_tokens,
+                f"min_tokens is {self.min_tokens}; it must be 0 to max_tokens, {self.max_tokens}",
+            ),
         )
         for valid, message in checks:
             if not valid:
@@ -128,6 +149,28 @@ class SamplingParams:
         return ", ".join(
             f"{name}={getattr(self, name):g}" for name, off in NARROWING.items() if getattr(self, name) != off
         )
+
+    @property
+    def reshaped(self) -> tuple[str, ...]:
+        """The parameters by which tokens are drawn from another distribution than the policy's at this temperature.
+
+        Log-probabilities are reported, and trainers compute them, of the policy's. What was sampled with any of these
+        was therefore not sampled with the probabilities that stand beside it, and is no on-policy sample.
+
+        >>> SamplingParams(top_p=0.9, min_tokens=3).reshaped, SamplingParams(temperature=0.7).reshaped
+        (('top_p', 'min_tokens'), ())
+        """
+        narrowing = ("top_p", "top_k", "min_p") if self.temperature > 0 else ()  # greedy draws the likeliest anyway
+        return tuple(name for name in (*narrowing, *_CHANGE_LOGITS) if getattr(self, name) != _DEFAULTS[name])
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether any of the parameters that change logits, and do not only leave tokens out, does."""
+        return any(getattr(self, name) != _DEFAULTS[name] for name in _CHANGE_LOGITS)
+
+
+_CHANGE_LOGITS = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens")
+_DEFAULTS: Mapping[str, Any] = {each.name: each.default for each in fields(SamplingParams)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,9 +206,10 @@ class Completion:
     """What the engine sampled for one prompt.
 
     `logprobs[t]` (nats) is the log-probability of `token_ids[t]` under the whole temperature-scaled distribution, which
-    is what the trainer computes; with top_k, top_p or min_p on, the truncated distribution that was drawn from is
-    narrower. The end-of-turn token, when there was one, is the last of `token_ids` and is not in `text`.
-    `top_logprobs[t]` are the likeliest (id, logprob) at t, likeliest first, where the request asked for them.
+    is what the trainer computes; with any of `SamplingParams.reshaped` it was drawn from another distribution. The
+    end-of-turn token, when there was one, is the last of `token_ids` and is not in `text`. `top_logprobs[t]` are the
+    likeliest (id, logprob) at t, likeliest first, where the request asked for them. `cached_tokens` is how many tokens
+    of the prompt were not computed for it, as they were known from other requests; None where the engine does not say.
     """
 
     token_ids: tuple[int, ...]
@@ -174,6 +218,7 @@ class Completion:
     finish_reason: FinishReason
     version: PolicyVersion = PolicyVersion()
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    cached_tokens: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

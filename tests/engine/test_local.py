@@ -297,6 +297,104 @@ def test_stop_strings(open_engine, make_base):
     assert stop in decode(completion.token_ids, tokenizer) and stop not in decode(completion.token_ids[:-1], tokenizer)
 
 
+def test_what_stopped_it_may_stay_in_the_text(open_engine, make_base):
+    engine = open_engine()
+    run = engine.generate([request(n=64, max_tokens=16)])[0]
+    place, free = next((j, c) for j, c in enumerate(run) if c.text[:8].isascii())
+    stop, end = free.text[3:6], free.token_ids[7]
+    asked = [
+        request(n=64, max_tokens=16, stop=(stop, free.text[4:6]), include_stop=True),
+        request(n=64, max_tokens=16, stop_ids=(end,), include_stop=True),
+    ]
+    by_text, by_id = (group[place] for group in engine.generate(asked))
+    assert by_text.finish_reason is FinishReason.STOP
+    assert by_text.text == free.text[: free.text.index(stop) + len(stop)]
+    first = free.token_ids.index(end) + 1
+    assert by_id.text == decode(free.token_ids[:first], make_base().tokenizer, ends=())
+
+
+# ---- changed logits ----
+
+CHANGES = {
+    "repetition": {"repetition_penalty": 1.4},
+    "presence": {"presence_penalty": 3.0},
+    "frequency": {"frequency_penalty": 1.5},
+    "bias": {"logit_bias": ((7, 6.0), (9, -100.0))},
+    "all": {"repetition_penalty": 1.2, "frequency_penalty": 1.0, "presence_penalty": -0.5, "logit_bias": ((7, 3.0),)},
+}
+
+
+def replayed(base, asked: SamplingRequest) -> tuple[int, ...]:
+    """The greedy completion by transformers' own forward and the definitions, token by token."""
+    params, ids = asked.params, list(asked.prompt_ids)
+    while len(ids) < len(asked.prompt_ids) + params.max_tokens:
+        logits = base.model(input_ids=torch.tensor([ids])).logits[0, -1].detach().clone()
+        said = ids[len(asked.prompt_ids) :]
+        for token, bias in params.logit_bias:
+            logits[token] += bias
+        for token in set(ids):
+            logits[token] = (
+                logits[token] / params.repetition_penalty
+                if logits[token] > 0
+                else (logits[token] * params.repetition_penalty)
+            )
+        for token in set(said):
+            logits[token] -= params.frequency_penalty * said.count(token) + params.presence_penalty
+        ids.append(int(logits.argmax()))
+    return tuple(ids[len(asked.prompt_ids) :])
+
+
+def test_penalties_and_biases_draw_otherwise_and_report_the_policys_logprobs(open_engine, make_base):
+    """Rows with different ones, and with none, in one batch."""
+    base, engine = make_base(), open_engine()
+    plain = request((5, 9, 2, 7) * 3, temperature=0.0, max_tokens=12)
+    asked = {name: replace(plain, params=replace(plain.params, **change)) for name, change in CHANGES.items()}
+    said = dict(zip(["plain", *asked], engine.generate([plain, *asked.values()]), strict=True))
+    for name, each in {"plain": plain, **asked}.items():
+        (completion,) = said[name]
+        assert completion.token_ids == replayed(base, each), name
+        scored = engine.score(each.prompt_ids, completion.token_ids, BASE)
+        assert completion.logprobs == pytest.approx(scored, abs=1e-9)
+    assert len({group[0].token_ids for group in said.values()}) >= 4  # they did something
+
+
+def test_nothing_ends_a_completion_before_min_tokens(open_engine, make_base):
+    engine, base = open_engine(), make_base()
+    free = engine.generate([request(n=64, max_tokens=40, temperature=1.5, ignore_eos=False)])[0]
+    assert any(len(each.token_ids) <= 8 for each in free)
+    asked = request(n=64, max_tokens=40, min_tokens=8, temperature=1.5, ignore_eos=False, stop_ids=(7,))
+    late = engine.generate([asked])[0]
+    ends = {*base.eos_ids, 7}
+    for completion in late:
+        assert len(completion.token_ids) > 8 and not ends & set(completion.token_ids[:8])
+    assert any(completion.finish_reason is FinishReason.STOP for completion in late)
+
+
+def test_a_stop_string_before_min_tokens_stops_nothing(open_engine, make_base):
+    engine, tokenizer = open_engine(), make_base().tokenizer
+    run = engine.generate([request(n=64, max_tokens=24)])[0]
+    place, free = next((j, c) for j, c in enumerate(run) if c.text[:8].isascii())
+    stop = free.text[1:3]
+    for min_tokens in (0, 6, 20):
+        completion = engine.generate([request(n=64, max_tokens=24, min_tokens=min_tokens, stop=(stop,))])[0][place]
+        early = len(decode(free.token_ids[:min_tokens], tokenizer, ends=()))
+        at = free.text.find(stop, max(0, early - 1))
+        assert completion.text == (free.text if at < 0 else free.text[:at]), min_tokens
+
+
+def test_what_of_a_prompt_was_known_is_counted(open_engine):
+    """From the turn before, and from requests for the same prompt that are answered now."""
+    engine = open_engine("qwen3", context=256)
+    prompt = tuple(range(1, 60))
+    first = replace(request(prompt, max_tokens=9), cache=True)
+    (done,) = engine.generate([first])[0]
+    assert done.cached_tokens == 0
+    again = replace(request((*prompt, *done.token_ids, 3, 4, 5), max_tokens=4), cache=True)
+    assert engine.generate([again])[0][0].cached_tokens == len(prompt) + 8  # the token sampled last was never run
+    one, other, third = engine.generate([request(prompt, n=2), request(prompt), request((9, 9, 9))])
+    assert [each.cached_tokens for each in (*one, *other, *third)] == [0, 0, len(prompt), 0]
+
+
 # ---- errors ----
 
 

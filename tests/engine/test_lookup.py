@@ -109,6 +109,21 @@ def test_the_draws_of_plain_decoding(open_pair: OpenPair, architecture: str, eag
     assert plain.stats().keys().isdisjoint({"drafted", "accepted"})
 
 
+def test_the_draws_of_plain_decoding_with_changed_logits(open_pair: OpenPair, eager: None):
+    """Completions with penalties are not drafted; those with a bias, or a least length, are."""
+    plain, drafting = open_pair(max_rows=12)
+    asked = [
+        request(temperature=0.0, max_tokens=40),
+        request(temperature=0.4, logit_bias=((5, 2.0), (11, -3.0)), max_tokens=30),
+        request((1, 2, 3), n=2, temperature=0.5, min_tokens=20, max_tokens=30, ignore_eos=False, stop_ids=(2, 9)),
+        request(temperature=0.4, repetition_penalty=1.3),
+        request(temperature=0.4, frequency_penalty=0.5, presence_penalty=0.5, seed=7),
+    ]
+    assert_same(drafting.generate(asked), plain.generate(asked))
+    drafted, accepted = counts(drafting)
+    assert 0 < accepted < drafted
+
+
 @pytest.mark.parametrize("draft_tokens", [1, 3, 9])
 def test_whatever_is_drafted_the_draws_are_the_same(open_pair: OpenPair, architecture: str, foresee, draft_tokens: int):
     """Drafts that are right for a while and then, one time in two, wrong; at temperature 1, in uneven rows."""

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupwise.engine.sampling import RowParams, completion_seed, sample_tokens, truncate, uniforms
+from groupwise.engine.sampling import RowParams, completion_seed, reshape, sample_tokens, truncate, uniforms
+from groupwise.types import SamplingParams
 
 few = settings(derandomize=True, deadline=None, max_examples=60)
 
@@ -170,3 +171,59 @@ def test_uniforms_are_uniform_and_uncorrelated(vary: str):
 def test_completion_seeds_differ():
     seeds = {completion_seed(seed, j) for seed in (-1, 0, 1, 2**63, 2**64 - 2) for j in range(100)}
     assert len(seeds) == 500
+
+
+# ---- changed logits ----
+
+
+def naive_reshape(logits: list[float], params: SamplingParams, prompt: list[int], said: list[int], ends: list[int]):
+    """Token by token, as the definitions of OpenAI, CTRL and vLLM read."""
+    shaped = list(logits)
+    for token in range(len(shaped)):
+        if token in ends and len(said) < params.min_tokens:
+            shaped[token] = -math.inf
+        shaped[token] += dict(params.logit_bias).get(token, 0.0)
+        if token in prompt or token in said:
+            r = params.repetition_penalty
+            shaped[token] = shaped[token] / r if shaped[token] > 0 else shaped[token] * r
+        shaped[token] -= params.frequency_penalty * said.count(token) + params.presence_penalty * (token in said)
+    return shaped
+
+
+@few
+@given(
+    logits=st.lists(st.floats(-6, 6), min_size=6, max_size=6),
+    prompt=st.lists(st.integers(0, 5), max_size=4),
+    said=st.lists(st.integers(0, 5), max_size=8),
+    repetition=st.sampled_from([1.0, 1.3, 0.7]),
+    frequency=st.sampled_from([0.0, 0.5, -1.0]),
+    presence=st.sampled_from([0.0, 1.5, -2.0]),
+    bias=st.sampled_from([(), ((2, 100.0),), ((0, -1.5), (5, 2.0))]),
+    min_tokens=st.integers(0, 4),
+)
+def test_logits_are_changed_as_the_definitions_say(
+    logits, prompt, said, repetition, frequency, presence, bias, min_tokens
+):
+    given_params = SamplingParams(
+        repetition_penalty=repetition,
+        frequency_penalty=frequency,
+        presence_penalty=presence,
+        logit_bias=bias,
+        min_tokens=min_tokens,
+    )
+    row, ends = torch.tensor(logits, dtype=torch.float64), [1, 4]
+    ids = {"prompt_P": torch.tensor(prompt, dtype=torch.long), "said_T": torch.tensor(said, dtype=torch.long)}
+    shaped = reshape(row, given_params, **ids, ends=ends)
+    assert shaped.tolist() == pytest.approx(naive_reshape(logits, given_params, prompt, said, ends), abs=1e-12)
+    assert row.tolist() == logits
+
+
+def test_tokens_are_drawn_from_the_changed_logits_and_have_the_policys_logprobs():
+    n = 4000
+    logits, drawn = torch.tensor([2.0, 1.0, -1.0]).double(), torch.tensor([-3.0, 1.0, 2.0]).double()
+    token_B, logprob_B = sample_tokens(logits.expand(n, -1), params(n), grid(n), drawn_BV=drawn.expand(n, -1))
+    counts = torch.bincount(token_B, minlength=3).double() / n
+    torch.testing.assert_close(counts, drawn.softmax(-1), atol=1e-3, rtol=0)
+    torch.testing.assert_close(logprob_B, logits.log_softmax(-1)[token_B])
+    greedy, _ = sample_tokens(logits[None], params(1, temperature=0.0), grid(1), drawn_BV=drawn[None])
+    assert greedy.tolist() == [2]

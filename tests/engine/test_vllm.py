@@ -154,6 +154,8 @@ def test_what_cannot_be_is_refused_before_it_is_sent(attach, tiny):
             (request(top_k=5), ConfigError, "top_k is 5"),
             (request(top_p=0.5), ConfigError, "top_p is 0.5"),
             (request(min_p=0.1), ConfigError, "min_p is 0.1"),
+            (request(repetition_penalty=1.1), ConfigError, "repetition_penalty is 1.1"),
+            (request(min_tokens=2), ConfigError, "min_tokens is 2"),
         ):
             with pytest.raises(error, match=said):
                 engine.submit([request(), asked])

@@ -115,6 +115,25 @@ def test_a_narrowed_draw_has_the_logprobs_of_the_whole_distribution(attach, peer
     assert engine.generate([asked])[0] == [each]
 
 
+def test_a_draw_with_penalties_is_vllms_and_has_the_policys_logprobs(attach, peer, tiny_engine):
+    engine = attach(peer)
+    changes = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "logit_bias": ((7, 2.0),), "min_tokens": 4}
+    asked = request(temperature=0.0, **changes)
+    heard, (each,) = streamed(engine, asked)
+    assert each.token_ids == tiny_engine.generate([asked])[0][0].token_ids == heard.ids()
+    assert each.logprobs == pytest.approx(tiny_engine.score(PROMPT, each.token_ids, BASE), abs=1e-4)
+    sent = changes | {"logit_bias": {"7": 2.0}}
+    assert sent.items() <= peer.seen[-1].items()
+
+
+def test_a_stop_string_may_stay(attach, peer, tiny_engine, tokenizer):
+    engine = attach(peer)
+    (free,) = engine.generate([request(max_tokens=40, temperature=0.0)])[0]
+    asked = request(max_tokens=40, temperature=0.0, stop=(tokenizer.decode(free.token_ids[4:6]),), include_stop=True)
+    (ours,), (theirs,) = engine.generate([asked])[0], tiny_engine.generate([asked])[0]
+    assert ours.text == theirs.text and ours.text.endswith(asked.params.stop[0])
+
+
 def test_a_stream_whose_server_is_lost_goes_on_from_what_was_heard(attach, peer, tiny_engine):
     engine = attach(peer, recovery_timeout_s=20.0)
     asked = request(temperature=0.0, max_tokens=24)

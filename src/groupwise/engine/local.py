@@ -33,7 +33,7 @@ from torch import Tensor
 
 from groupwise.algo.attention import Layout, SharedPrompts
 from groupwise.backbone import Backbone
-from groupwise.chat import closing_ids, decode
+from groupwise.chat import closing_ids, decode, stopped_text
 from groupwise.engine.admission import Admitted, GoingOn, admitted, known_of, pieces_of, together
 from groupwise.engine.base import TokenSink
 from groupwise.engine.cache import Apart, Extend, Grid, KeyValueCache, Prefill, Prefilled, PromptKey, parts_of
@@ -42,7 +42,7 @@ from groupwise.engine.lookup import Lookup
 from groupwise.engine.lora import AdapterBank, AdapterWeights, add_adapters, read_adapter
 from groupwise.engine.prefix_cache import Kept, PrefixCache
 from groupwise.engine.rows import Job, Rows
-from groupwise.engine.sampling import sample_tokens, scaled_logprobs, uniforms
+from groupwise.engine.sampling import reshape, sample_tokens, scaled_logprobs, uniforms
 from groupwise.errors import AdapterNotFoundError, ConfigError, ContextLengthError, GroupwiseError, ModelError
 from groupwise.model import Head, LoadedModel, share_weights
 from groupwise.packed_check import why_not_packed
@@ -290,7 +290,10 @@ class LocalEngine:
                     break
                 past = known_of(job, self._past)
                 slots = slots or self._cache.whole()
-                if past or not (job.prompt in slots or job.prompt in new):
+                there = job.prompt in slots or job.prompt in new
+                if not job.started:
+                    job.cached = past[1] if past else len(job.request.prompt_ids) if there else 0
+                if past or not there:
                     longest = max(longest, len(job.request.prompt_ids) - (past[1] if past else 0))
                     if self._admitted and (computed + 1) * longest > PREFILL_TOKENS:
                         break
@@ -465,7 +468,21 @@ class LocalEngine:
         """The tokens in these places of the completions in the rows `at`, and their log-probabilities."""
         seed_S = self._rows.seed[at if isinstance(at, slice) else at.cpu().numpy()]
         uniform_S = torch.from_numpy(uniforms(seed_S, place_S.cpu().numpy())).to(place_S.device)
-        return sample_tokens(logits_SV, self._rows.params(at), uniform_S)
+        drawn_SV = self._reshaped(at, place_S, logits_SV) if self._rows.reshaped else None
+        return sample_tokens(logits_SV, self._rows.params(at), uniform_S, drawn_BV=drawn_SV)
+
+    def _reshaped(self, at: slice | Tensor, place_S: Tensor, logits_SV: Tensor) -> Tensor:
+        """The logits that are drawn from, where some of the rows change theirs."""
+        rows, drawn_SV = self._rows, logits_SV.clone()
+        owners = range(at.start, at.stop) if isinstance(at, slice) else at.tolist()
+        for s, (i, place) in enumerate(zip(owners, place_S.tolist(), strict=True)):
+            if i in rows.reshaped:
+                job = rows.owners[i].job
+                params, prompt_P = job.request.params, job.prompt_words.to(logits_SV.device)
+                ends = (*(() if params.ignore_eos else self._eos_ids), *params.stop_ids)
+                said_T = rows.tokens[i, :place]  # with drafts among them where nothing depends on what was said
+                drawn_SV[s] = reshape(logits_SV[s], params, prompt_P=prompt_P, said_T=said_T, ends=ends)
+        return drawn_SV
 
     def _watch(self, i: int, count: int, logprob: float, logits_V: Tensor) -> str | None:
         """Tell the stream of a row's latest token, the `count`-th, and keep its alternatives; the text before a stop of
@@ -479,12 +496,9 @@ class LocalEngine:
             row.alternatives.append(top)
         if row.job.on_token is not None:
             row.job.on_token(row.index, token, logprob, top)
-        by_id = token in params.stop_ids
-        if not (params.stop or by_id):
+        if not params.stop and token not in params.stop_ids:
             return None
-        text = decode(tokens.tolist()[: count - by_id], self._base.tokenizer, ends=self._ends)
-        found = [text.find(stop) for stop in params.stop if stop in text]
-        return text[: min(found, default=len(text))] if by_id or found else None
+        return stopped_text(tokens.tolist(), params, self._base.tokenizer, ends=self._ends)
 
     def _retire(self, reasons: dict[int, FinishReason], cut: dict[int, str]) -> None:
         """Make the completions of finished rows, whose text is `cut` or else all of it, and free the rows."""
@@ -499,6 +513,7 @@ class LocalEngine:
                 finish_reason=reason,
                 version=job.request.version,
                 top_logprobs=tuple(row.alternatives),
+                cached_tokens=job.cached,
             )
             if job.request.cache and self._past.most_bytes:  # the token sampled last was never seen by the model
                 seen = (*job.request.prompt_ids, *ids[:-1])

@@ -19,6 +19,8 @@ rounding: a forward of more tokens, like any other batch, may add in another ord
 Keys and values of drafts that did not stand lie behind the row's count. Whatever reads a row ends there or masks what
 is beyond, and the next forward writes over them, starting at the count.
 
+What a penalty does to token t depends on the drafts before it; completions with penalties have none.
+
 A step of more tokens saves time while it is bound by starting operations or by reading weights, and no longer once it
 is bound by its products: drafts are cut so that a step runs at most `MOST_RUN` tokens, and many rows have none. Nor are
 few drafts checked among many rows: with fewer than `LEAST_DRAFTED` for each row a step is run without.
@@ -68,7 +70,9 @@ class Lookup:
                 history.add((token,))
             elif count > history.said:
                 history.add(rows.tokens[i, history.said : count].tolist())
-            drafts.append(history.draft(min(most, row.job.max_tokens - count - 1)))
+            params = row.job.request.params
+            alone = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+            drafts.append([] if alone else history.draft(min(most, row.job.max_tokens - count - 1)))
         drafted = sum(map(len, drafts))
         return drafts if drafted and drafted >= LEAST_DRAFTED * rows.active else None
 

@@ -39,11 +39,17 @@ class Job:
     future: Future[list[Completion]] = field(default_factory=Future)
     done: dict[int, Completion] = field(default_factory=dict)
     started: int = 0  # completions that have been given a row
+    cached: int = 0  # tokens of the prompt that were known when it was
 
     @cached_property
     def prompt(self) -> PromptKey:
         """Whose prompt it is, and which."""
         return id(self.weights), tuple(self.request.prompt_ids)
+
+    @cached_property
+    def prompt_words(self) -> Tensor:
+        """The ids of the prompt, each once."""
+        return torch.tensor(sorted(set(self.request.prompt_ids)), dtype=torch.long)
 
     @cached_property
     def ngrams(self) -> Ngrams:
@@ -171,4 +177,5 @@ class Rows:
         self.truncated = any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in every)
         self.greedy = any(p.temperature == 0 for p in every)
         self.watched = [i for i, row in enumerate(self.owners) if row.watched]
+        self.reshaped = frozenset(i for i, p in enumerate(every) if p.changes_logits)
         self.weights = [row.job.weights for row in self.owners]

@@ -1,11 +1,12 @@
 """One fused sampling step for a whole batch: logits in, one token per row and its log-probability out.
 
-Each row has its own temperature, top-k, top-p, min-p and seed. Randomness is counter-based: the uniform of token t of a
-completion is a hash of (seed, t) and nothing else, so a completion does not depend on what shares its batch. A token is
-drawn by inverting the cumulative distribution at that uniform.
+Each row has its own temperature, top-k, top-p, min-p, penalties and seed. Randomness is counter-based: the uniform of
+token t of a completion is a hash of (seed, t) and nothing else, so a completion does not depend on what shares its
+batch. A token is drawn by inverting the cumulative distribution at that uniform.
 
-The reported log-probability is that of the whole temperature-scaled distribution, before top-k, top-p and min-p: it is
-what the trainer's forward computes (at temperature 0, the untempered distribution's).
+The reported log-probability is that of the whole temperature-scaled distribution of the policy, before penalties and
+biases and before top-k, top-p and min-p: it is what the trainer's forward computes (at temperature 0, the untempered
+distribution's).
 
 Shapes: B rows, V vocabulary.
 """
@@ -13,11 +14,14 @@ Shapes: B rows, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from groupwise.types import SamplingParams
 
 COLDEST = 1e-5  # a lower temperature is this one: the division must not overflow
 
@@ -58,16 +62,50 @@ class RowParams:
     greedy: bool = True
 
 
-def sample_tokens(logits_BV: Tensor, params: RowParams, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
-    """-> (token_B int64, logprob_B in the logits' type). `uniform_B` is float64 in [0, 1)."""
+def sample_tokens(
+    logits_BV: Tensor, params: RowParams, uniform_B: Tensor, *, drawn_BV: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """-> (token_B int64, logprob_B in the logits' type). `uniform_B` is float64 in [0, 1). `drawn_BV` are the logits
+    that tokens are drawn from, where they are not the policy's (`reshape`)."""
     logprobs_BV = scaled_logprobs(logits_BV, params.temperature_B)
-    probs_BV = logprobs_BV.exp()
+    wanted_BV = logits_BV if drawn_BV is None else drawn_BV
+    probs_BV = (logprobs_BV if drawn_BV is None else scaled_logprobs(drawn_BV, params.temperature_B)).exp()
     if params.truncated:
         probs_BV = truncate(probs_BV.double(), params)
     token_B = _draw(probs_BV, uniform_B)
     if params.greedy:
-        token_B = torch.where(params.temperature_B == 0, logits_BV.argmax(-1), token_B)
+        token_B = torch.where(params.temperature_B == 0, wanted_BV.argmax(-1), token_B)
     return token_B, logprobs_BV.gather(-1, token_B[:, None])[:, 0]
+
+
+def reshape(
+    logits_V: Tensor, params: SamplingParams, *, prompt_P: Tensor, said_T: Tensor, ends: Sequence[int]
+) -> Tensor:
+    """The logits that a row's next token is drawn from, in the order in which vLLM applies them.
+
+        min_tokens            `ends` cannot be drawn before so many tokens
+        logit_bias            is added
+        repetition_penalty    r: of each token of prompt or completion, l / r where l > 0, else l * r (Keskar et al.
+                              2019, CTRL, arXiv 1909.05858, section 4.1)
+        frequency_penalty     times how often the completion has the token, is subtracted
+        presence_penalty      is subtracted for each token that the completion has
+
+    `prompt_P` are the ids of the prompt, each at least once, `said_T` those of the completion so far.
+    """
+    shaped_V = logits_V.clone()
+    if len(said_T) < params.min_tokens and ends:
+        shaped_V[list(ends)] = -math.inf
+    if params.logit_bias:
+        ids, added = zip(*params.logit_bias, strict=True)
+        shaped_V[list(ids)] += torch.tensor(added, dtype=shaped_V.dtype, device=shaped_V.device)
+    if params.repetition_penalty != 1:
+        seen = torch.cat((prompt_P, said_T)).unique()
+        at = shaped_V[seen]
+        shaped_V[seen] = torch.where(at > 0, at / params.repetition_penalty, at * params.repetition_penalty)
+    if params.frequency_penalty or params.presence_penalty:
+        used, counts = said_T.unique(return_counts=True)
+        shaped_V[used] -= params.frequency_penalty * counts.to(shaped_V.dtype) + params.presence_penalty
+    return shaped_V
 
 
 def _draw(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:

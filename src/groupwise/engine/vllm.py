@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from groupwise.chat import closing_ids, decode
+from groupwise.chat import closing_ids, decode, stopped_text
 from groupwise.config_engine import VllmConfig
 from groupwise.engine.sampling import completion_seed
 from groupwise.engine.vllm_fleet import Fleet
 from groupwise.engine.vllm_handshake import Accepted, Handshake
-from groupwise.engine.vllm_http import Sampled, Server, is_narrowed, sampling_body
+from groupwise.engine.vllm_http import Sampled, Server, sampling_body
 from groupwise.engine.vllm_server import Launch
 from groupwise.engine.vllm_sync import Lease, Leases, Published, Reference, Shelf, publish, reload
 from groupwise.errors import (
@@ -226,12 +226,11 @@ class VllmEngine:
 
     def _check_supported(self, params: SamplingParams) -> None:
         """Raises ConfigError for what no trainer can use."""
-        if is_narrowed(params):
-            wide = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-            name = next(name for name, off in wide.items() if getattr(params, name) != off)
+        if params.reshaped:
+            name = params.reshaped[0]
             raise ConfigError(
-                f"{name} is {getattr(params, name)}: vLLM gives the log-probabilities of what it leaves of the "
-                "distribution, and the trainer needs those of all of it",
+                f"{name} is {getattr(params, name)}: vLLM gives the log-probabilities of what it makes of the "
+                "distribution, and the trainer needs those of the policy's own",
                 hint=f"turn {name} off, or sample with engine: local",
             )
 
@@ -262,10 +261,8 @@ class VllmEngine:
 
     def _text(self, ids: Sequence[int], params: SamplingParams) -> str:
         """The text of a completion, without the stop string or the stop id that ended it."""
-        by_id = ids[-1] in params.stop_ids
-        text = decode(ids[:-1] if by_id else ids, self._base.tokenizer, ends=self._ends)
-        found = [text.find(stop) for stop in params.stop if stop in text]
-        return text[: min(found, default=len(text))]
+        text = stopped_text(ids, params, self._base.tokenizer, ends=self._ends) if ids else ""
+        return decode(ids, self._base.tokenizer, ends=self._ends) if text is None else text
 
     # -- versions ------------------------------------------------------------------------------------------------------
 

@@ -89,7 +89,7 @@ def sampling_body(
     prompt_ids: Sequence[int], params: SamplingParams, *, n: int, max_tokens: int, seed: int, eos_ids: Sequence[int]
 ) -> dict[str, Any]:
     """The options of /v1/completions. Completion j draws from `seed` + j."""
-    narrowed = is_narrowed(params)
+    narrowed = params.temperature > 0
     return {
         "prompt": list(prompt_ids),
         "n": n,
@@ -98,9 +98,11 @@ def sampling_body(
         "top_p": params.top_p if narrowed else 1.0,
         "top_k": params.top_k if narrowed else 0,
         "min_p": params.min_p if narrowed else 0.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "repetition_penalty": params.repetition_penalty,
+        "logit_bias": {str(token): bias for token, bias in params.logit_bias} or None,
+        "min_tokens": params.min_tokens,
         "seed": seed,
         "stop": list(params.stop),
         "stop_token_ids": [*([] if params.ignore_eos else eos_ids), *params.stop_ids],
@@ -111,11 +113,6 @@ def sampling_body(
         "return_token_ids": True,
         "return_tokens_as_token_ids": params.top_logprobs > 0,  # so that alternatives have ids, not texts
     }
-
-
-def is_narrowed(params: SamplingParams) -> bool:
-    """Whether tokens are drawn from a part of the distribution only."""
-    return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
 
 
 class Server:

@@ -6,8 +6,9 @@ use it. A live server asks for more:
     streams        each completion is a request of its own, whose tokens are heard as they come. When its server is lost
                    the rest is asked of the next one, as the continuation of what was heard: what a client has read
                    stays read, and token by token the distribution is the same
-    top_k, top_p   vLLM gives the log-probabilities of what they leave of the distribution. The tokens are scored once
-    and min_p      more here, so that what is kept for training is that of all of it; such a stream comes in one piece
+    top_k, top_p,  vLLM gives the log-probabilities of what they make of the distribution. The tokens are scored once
+    min_p,         more here, so that what is reported is that of the policy's own; such a stream comes in one piece
+    penalties
     scoring        is the local engine's: of prompts, of canaries
     sums           of adapters are merged into one of all their ranks (`adapter_merge`), which is exact
 
@@ -33,7 +34,7 @@ from groupwise.config_engine import VllmConfig
 from groupwise.engine.base import TokenSink
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.vllm import SEEDS, Job, VllmEngine
-from groupwise.engine.vllm_http import Sampled, Server, is_narrowed
+from groupwise.engine.vllm_http import Sampled, Server
 from groupwise.engine.vllm_open import shape_of
 from groupwise.engine.vllm_server import launch_of, rank_of
 from groupwise.engine.vllm_sync import FILES
@@ -70,7 +71,7 @@ class LiveVllm(VllmEngine):
 
     async def _answer(self, job: Job) -> list[Completion]:
         completions = await super()._answer(job)
-        if not is_narrowed(job.request.params):
+        if not job.request.params.reshaped:
             return completions
         return [await asyncio.to_thread(self._scored, job.request, each) for each in completions]
 
@@ -83,7 +84,7 @@ class LiveVllm(VllmEngine):
 
     async def _streamed(self, on_token: TokenSink, job: Job) -> list[Completion]:
         request = job.request
-        if is_narrowed(request.params):
+        if request.params.reshaped:
             completions = await self._answer(job)
             for index, each in enumerate(completions):
                 _tell(on_token, index, each.token_ids, each.logprobs, each.top_logprobs)
