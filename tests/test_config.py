@@ -107,7 +107,7 @@ def test_a_part_of_the_distribution_is_not_trained(engine, key, value, off):
     with pytest.raises(ConfigError, match=rf"rollout\.{key}: {value} draws from a part.*Set it to {off} \(off\)"):
         parse_config(MINIMAL | {"engine": engine, "rollout": {key: value}})
     assert (
-        not parse_config(MINIMAL | {"rollout": {key: float(off) if key != "top_k" else 0}}).rollout.sampling().narrowed
+        not parse_config(MINIMAL | {"rollout": {key: float(off) if key != "top_k" else 0}}).rollout.sampling().reshaped
     )
 
 

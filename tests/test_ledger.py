@@ -537,15 +537,11 @@ def rollout(id: str, *, text: str = "4") -> RolloutRecord:
 def test_rollouts_come_back_exactly(book):
     records = [rollout(f"r{i}", text="\u00e9\U0001f600" * i) for i in range(2500)]
     book.save_rollouts(records)
-    book.save_rollouts([RolloutRecord("empty", (), (), (), "base", 0.0, "length", "", narrowed="top_p=0.9")])
+    book.save_rollouts([RolloutRecord("empty", (), (), (), "base", 0.0, "length", "", ("top_p", "min_p"))])
     found = book.rollouts([*(record.id for record in records), "unknown", "empty"])
     assert [found[record.id] for record in records] == records
-    assert (
-        found["empty"].completion_ids == ()
-        and found["empty"].narrowed == "top_p=0.9"
-        and "unknown" not in found
-        and len(found) == 2501
-    )
+    assert found["empty"].reshaped == ("top_p", "min_p") and found["r1"].reshaped == ()
+    assert found["empty"].completion_ids == () and "unknown" not in found and len(found) == 2501
     book.save_rollouts([rollout("r0", text="again")])
     assert book.rollouts(["r0"])["r0"].text == "again"
     assert book.rollouts([]) == {}
@@ -568,6 +564,21 @@ def test_old_rollouts_are_forgotten_and_so_are_too_many(book, clock, monkeypatch
 
 
 # --- pruning ---
+
+
+def test_rollouts_are_kept_up_to_so_many_bytes(tmp_path, clock):
+    """Ten thousand long ones fill a disk; a million short ones need not."""
+    book = Ledger(tmp_path / "other.db", rollout_bytes=6_000)
+    long = replace(rollout("long"), completion_ids=tuple(range(500)), logprobs=(-1.0,) * 500)  # 6,000 bytes and more
+    book.save_rollouts([rollout("first"), long])
+    assert book.rollouts(["first", "long"]).keys() == {"long"}
+    book.save_rollouts([replace(long, id="longer")])
+    assert book.rollouts(["first", "long", "longer"]).keys() == {"longer"}
+    book.save_rollouts([rollout(f"short-{i}") for i in range(20)])
+    assert len(book.rollouts([f"short-{i}" for i in range(20)])) == 20
+    book.prune()
+    assert len(book.rollouts([f"short-{i}" for i in range(20)])) == 20
+    book.close()
 
 
 def test_what_is_finished_is_forgotten_by_age_and_by_number(book, clock, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -162,8 +163,16 @@ def test_a_ledger_of_the_first_version_is_brought_forward(tmp_path: Path) -> Non
         old.execute("PRAGMA user_version=1")
         columns = "id, kind, adapter, config, summary, auto_load, steps, created_at"
         old.execute(f"INSERT INTO job ({columns}) VALUES (?, 'grpo', 'math', '{{}}', '{{}}', 1, 4, 0)", ("a" * 32,))
+        for i in range(3):
+            old.execute(
+                "INSERT INTO rollout (id, prompt_ids, completion_ids, logprobs, version, temperature, finish_reason, "
+                "text, created_at) VALUES (?, x'', x'01000000', zeroblob(8), 'base', 1, 'stop', 'four', ?)",
+                (f"r{i}", time.time()),
+            )
     old.close()
+    Ledger(path, rollout_bytes=16).prune()  # they have 16 bytes each
     book = Ledger(path)
+    assert list(book.rollouts(["r0", "r1", "r2"])) == ["r2"] and book.rollouts(["r2"])["r2"].reshaped == ()
     lease = take(book)
     assert lease.job.id == "a" * 32 and lease.job.micro_tokens is None
     for _ in range(MAX_SERVER_DEATHS - 1):

@@ -9,6 +9,7 @@
     stopped_text        the same of a completion that a stop string or a stop id has ended
     split_thinking      a reply without its <think> block, and that
     opens_thought       whether a reply begins inside a thought
+    template_reads      whether the chat template reads a variable of this name
     stop_ids            the ids that end a turn;  special_ids  all special ones;  check_length  whether all fits
     least_tokens        how many tokens a text has at least, from its length alone;  check_text  whether it may fit
 
@@ -63,13 +64,15 @@ def encode_prompt(
     *,
     template_kwargs: Mapping[str, Any] | None = None,
     context: int | None = None,
+    continues: bool | None = None,
 ) -> Prompt:
     """`prompt` with its `token_ids`; a prompt that has them already is returned as it is.
 
     Messages are rendered with the generation prompt; when the assistant spoke last, its message is left open and the
-    completion continues it. `template_kwargs` reach the template (`enable_thinking=False`). Plain text gets the special
-    tokens that the tokenizer puts in front by itself, once, and none behind. With `context`, a text that is far longer
-    than that many tokens is refused before it is rendered or tokenised whole.
+    completion continues it, unless `continues` is False. `template_kwargs` reach the template
+    (`enable_thinking=False`). Plain text gets the special tokens that the tokenizer puts in front by itself, once, and
+    none behind. With `context`, a text that is far longer than that many tokens is refused before it is rendered or
+    tokenised whole.
 
     Raises:
         ChatError: the template is missing or refuses the messages, or the prompt comes to no tokens.
@@ -80,7 +83,9 @@ def encode_prompt(
         return prompt
     if prompt.messages is not None:
         _check_messages(prompt.messages, tokenizer, context)
-        text = render_prompt(prompt.messages, tokenizer, tools=prompt.tools, template_kwargs=template_kwargs)
+        text = render_prompt(
+            prompt.messages, tokenizer, tools=prompt.tools, template_kwargs=template_kwargs, continues=continues
+        )
         check_text(text, tokenizer, context)
         ids = _encode(text, tokenizer)
     elif prompt.text is not None:
@@ -99,11 +104,12 @@ def render_prompt(
     *,
     tools: Sequence[dict[str, Any]] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    continues: bool | None = None,
 ) -> str:
     """The text whose ids `encode_prompt` gives, special tokens in content as codes. For `encode_rendered` and
     `bridge_of`. Raises ChatError as `encode_prompt` does."""
     chat = _normalised(messages, tokenizer)
-    open_turn = chat[-1]["role"] == "assistant"
+    open_turn = chat[-1]["role"] == "assistant" if continues is None else continues
     text, _ = _render(
         chat,
         tokenizer,
@@ -357,6 +363,13 @@ def split_thinking(text: str) -> tuple[str | None, str]:
     return thought.strip().removeprefix(THINK_START).strip(), rest.strip()
 
 
+def template_reads(name: str, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template, or one of several, mentions a variable of this name."""
+    template = tokenizer.chat_template
+    texts = template.values() if isinstance(template, Mapping) else [template or ""]
+    return any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts)
+
+
 def opens_thought(prompt_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether a prompt ends with <think>, so that the reply begins inside a thought."""
     return decode(prompt_ids[-8:], tokenizer).rstrip().endswith(THINK_START)
@@ -460,7 +473,7 @@ def _render(
                 return_assistant_tokens_mask=marked and not continue_final_message,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                **{**tokenizer.special_tokens_map, **(template_kwargs or {})},
+                **{**tokenizer.special_tokens_map, **_quote(template_kwargs or {}, _quotable(tokenizer))},
             )
     except (TemplateError, TypeError, ValueError, KeyError) as error:
         roles = ", ".join(message["role"] for message in chat)

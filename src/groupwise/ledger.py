@@ -50,6 +50,7 @@ from groupwise.ledger_repair import BACKUP
 from groupwise.ledger_schema import (
     FORGET_ROWS,
     JOBS,
+    KEEP_ROLLOUT_BYTES,
     KEEP_SECONDS,
     SPOOL,
     SPOOLED,
@@ -98,9 +99,9 @@ class Ledger:
     NotReadyError when other processes keep the file locked for seconds.
     """
 
-    def __init__(self, path: Path, *, max_attempts: int = 3):
+    def __init__(self, path: Path, *, max_attempts: int = 3, rollout_bytes: int = KEEP_ROLLOUT_BYTES):
         self.path = Path(path)
-        self.max_attempts = max_attempts
+        self.max_attempts, self._rollout_bytes = max_attempts, rollout_bytes
         self._spool = self.path.parent / SPOOL
         self._checkpoints = self.path.parent / "checkpoints"
         self._began = time.time() - elapsed()
@@ -442,10 +443,10 @@ class Ledger:
     # --- rollouts ---
 
     def save_rollouts(self, records: Sequence[RolloutRecord]) -> None:
-        """Keep what was sampled for 7 days, and of all at most the newest million."""
+        """Keep what was sampled for 7 days, and of all at most the newest million and the newest `rollout_bytes`."""
         with self._db.transaction("saving rollouts") as db:
             write_rollouts(db, records)
-            forget_rollouts(db, now=self._now())
+            forget_rollouts(db, now=self._now(), keep_bytes=self._rollout_bytes)
 
     def rollouts(self, ids: Sequence[str]) -> dict[str, RolloutRecord]:
         """Those of the rollouts that are still kept, by id."""
@@ -512,7 +513,7 @@ class Ledger:
         pruned = FORGET_ROWS
         while pruned == FORGET_ROWS:
             with self._db.transaction("pruning rollouts") as db:
-                pruned = forget_rollouts(db, now=self._now())
+                pruned = forget_rollouts(db, now=self._now(), keep_bytes=self._rollout_bytes)
         self._sweep(older_than=time.time() - _TORN_SECONDS)
 
     def recover(self) -> None:

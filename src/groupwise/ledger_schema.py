@@ -38,7 +38,7 @@ from groupwise.errors import (
 
 BUSY_SECONDS = 5.0
 KEEP_SECONDS = 7 * 24 * 3600.0  # finished jobs and rollouts
-KEEP_ROLLOUTS = 1_000_000
+KEEP_ROLLOUTS, KEEP_ROLLOUT_BYTES = 1_000_000, 4 << 30
 FORGET_ROWS = 10_000  # in one transaction: nobody waits long for a large clean-up
 SPOOL, SPOOLED = "spool", ".payload"  # the directory beside the ledger, and what follows a job's id there
 REPAIR = "stop the server, and start it once with --repair-ledger: docs/troubleshooting.md#ledger_damaged"
@@ -116,12 +116,17 @@ MIGRATIONS = (
     ALTER TABLE job ADD COLUMN least_tokens INTEGER
     """,
     """
-    -- the options by which only a part of the distribution was drawn from, as top_p=0.9
-    ALTER TABLE rollout ADD COLUMN narrowed TEXT NOT NULL DEFAULT ''
-    """,
-    """
     -- what was wrong at the end of the job, so that the version it made was not activated
-    ALTER TABLE job ADD COLUMN unhealthy TEXT
+    ALTER TABLE job ADD COLUMN unhealthy TEXT;
+    -- names, with spaces between: SamplingParams.reshaped
+    ALTER TABLE rollout ADD COLUMN reshaped TEXT NOT NULL DEFAULT '';
+    -- bytes of all rollouts up to this one, those that are forgotten included
+    ALTER TABLE rollout ADD COLUMN upto INTEGER NOT NULL DEFAULT 0;
+    UPDATE rollout SET upto = sums.upto FROM (
+        SELECT seq, sum(length(prompt_ids) + length(completion_ids) + length(logprobs) + length(text))
+            OVER (ORDER BY seq) AS upto FROM rollout
+    ) AS sums WHERE sums.seq = rollout.seq;
+    CREATE INDEX rollout_upto ON rollout (upto)
     """,
 )
 
@@ -130,7 +135,7 @@ JOBS = """
         (SELECT count(*) FROM job AS other WHERE other.state = 'queued' AND other.seq <= job.seq) END AS position
     FROM job
 """
-_ROLLOUT_COLUMNS = "id, prompt_ids, completion_ids, logprobs, version, temperature, finish_reason, text, narrowed"
+_ROLLOUT_COLUMNS = "id, prompt_ids, completion_ids, logprobs, version, temperature, finish_reason, text, reshaped"
 
 _DISK = {  # the error of the file system that SQLite's stands for; 0 where it does not say
     sqlite3.SQLITE_FULL: errno.ENOSPC,
@@ -238,8 +243,11 @@ class Event:
 
 @dataclass(frozen=True)
 class RolloutRecord:
-    """A completion that was sampled over HTTP, so that a reward for its id is enough to train on it. `narrowed` names
-    the options by which only a part of the distribution was drawn from (`SamplingParams.narrowed`)."""
+    """A completion that was sampled over HTTP, so that a reward for its id is enough to train on it.
+
+    `logprobs` are the policy's own at this temperature. `reshaped` names the sampling parameters by which its tokens
+    were drawn from another distribution (`SamplingParams.reshaped`); none for an on-policy sample.
+    """
 
     id: str
     prompt_ids: tuple[int, ...]
@@ -249,7 +257,7 @@ class RolloutRecord:
     temperature: float
     finish_reason: str
     text: str
-    narrowed: str = ""
+    reshaped: tuple[str, ...] = ()
 
 
 class Database:
@@ -514,13 +522,15 @@ def update_job(db: sqlite3.Connection, seq: int, **columns: Any) -> None:
 
 def write_rollouts(db: sqlite3.Connection, records: Iterable[RolloutRecord]) -> None:
     """Add rollouts; one with a known id replaces it."""
-    statement = f"INSERT OR REPLACE INTO rollout ({_ROLLOUT_COLUMNS}, created_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
-    now = time.time()
+    columns = f"{_ROLLOUT_COLUMNS}, created_at, upto"
+    statement = f"INSERT OR REPLACE INTO rollout ({columns}) VALUES ({marks(columns.split(','))})"
+    now, upto = time.time(), db.execute("SELECT coalesce(max(upto), 0) FROM rollout").fetchone()[0]
     for record in records:
         prompt, completion = (array("i", ids).tobytes() for ids in (record.prompt_ids, record.completion_ids))
         logprobs = array("d", record.logprobs).tobytes()
-        rest = (record.version, record.temperature, record.finish_reason, record.text, record.narrowed, now)
-        db.execute(statement, (record.id, prompt, completion, logprobs, *rest))
+        upto += len(prompt) + len(completion) + len(logprobs) + len(record.text.encode())
+        rest = (record.version, record.temperature, record.finish_reason, record.text, " ".join(record.reshaped))
+        db.execute(statement, (record.id, prompt, completion, logprobs, *rest, now, upto))
 
 
 def read_rollouts(db: sqlite3.Connection, ids: Sequence[str]) -> dict[str, RolloutRecord]:
@@ -529,19 +539,24 @@ def read_rollouts(db: sqlite3.Connection, ids: Sequence[str]) -> dict[str, Rollo
     for begin in range(0, len(ids), 1000):
         some = list(ids[begin : begin + 1000])
         query = f"SELECT {_ROLLOUT_COLUMNS} FROM rollout WHERE id IN ({marks(some)})"
-        for id, prompt, completion, logprobs, *rest in db.execute(query, some):
-            with _readable("rollout", id):
-                token_ids = (tuple(array("i", prompt)), tuple(array("i", completion)))
-                found[id] = RolloutRecord(id, *token_ids, tuple(array("d", logprobs)), *rest)
+        for row in db.execute(query, some):
+            values: dict[str, Any] = dict(row)
+            with _readable("rollout", values["id"]):
+                for name, kind in (("prompt_ids", "i"), ("completion_ids", "i"), ("logprobs", "d")):
+                    values[name] = tuple(array(kind, values[name]))
+                values["reshaped"] = tuple(values["reshaped"].split())
+                found[values["id"]] = RolloutRecord(**values)
     return found
 
 
-def forget_rollouts(db: sqlite3.Connection, *, now: float) -> int:
-    """Delete at most FORGET_ROWS of the rollouts that are too old or too many; returns how many."""
+def forget_rollouts(db: sqlite3.Connection, *, now: float, keep_bytes: int) -> int:
+    """Delete at most FORGET_ROWS of the rollouts that are too old, too many, or of which nothing is within the newest
+    `keep_bytes`; returns how many."""
     too_old = "SELECT seq FROM rollout WHERE created_at < ?"
     too_many = "SELECT seq FROM rollout WHERE seq <= (SELECT max(seq) FROM rollout) - ?"
-    statement = f"DELETE FROM rollout WHERE seq IN ({too_old} UNION ALL {too_many} LIMIT ?)"
-    return db.execute(statement, (now - KEEP_SECONDS, KEEP_ROLLOUTS, FORGET_ROWS)).rowcount
+    too_large = "SELECT seq FROM rollout WHERE upto <= (SELECT max(upto) FROM rollout) - ?"
+    statement = f"DELETE FROM rollout WHERE seq IN ({too_old} UNION {too_many} UNION {too_large} LIMIT ?)"
+    return db.execute(statement, (now - KEEP_SECONDS, KEEP_ROLLOUTS, keep_bytes, FORGET_ROWS)).rowcount
 
 
 def elapsed() -> float:

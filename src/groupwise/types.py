@@ -141,16 +141,6 @@ class SamplingParams:
                 raise ValueError(message)
 
     @property
-    def narrowed(self) -> str:
-        """The options by which only a part of the distribution is drawn from, as "top_p=0.9, top_k=20"; "" if none is.
-
-        Log-probabilities are of the whole distribution, so that what was drawn from a part of it is not trained.
-        """
-        return ", ".join(
-            f"{name}={getattr(self, name):g}" for name, off in NARROWING.items() if getattr(self, name) != off
-        )
-
-    @property
     def reshaped(self) -> tuple[str, ...]:
         """The parameters by which tokens are drawn from another distribution than the policy's at this temperature.
 
@@ -160,7 +150,7 @@ class SamplingParams:
         >>> SamplingParams(top_p=0.9, min_tokens=3).reshaped, SamplingParams(temperature=0.7).reshaped
         (('top_p', 'min_tokens'), ())
         """
-        narrowing = ("top_p", "top_k", "min_p") if self.temperature > 0 else ()  # greedy draws the likeliest anyway
+        narrowing = tuple(NARROWING) if self.temperature > 0 else ()  # greedy draws the likeliest anyway
         return tuple(name for name in (*narrowing, *_CHANGE_LOGITS) if getattr(self, name) != _DEFAULTS[name])
 
     @property

@@ -161,7 +161,7 @@ def test_vllm_is_the_engine():
     loaded = imported(*HOTEL, *said)
     config = loaded.runnable()
     assert (config.engine, config.vllm.mode, config.vllm.urls) == ("vllm", "server", ("http://gpu:8000/v1",))
-    assert not config.rollout.sampling().narrowed
+    assert not config.rollout.sampling().reshaped
     colocated = imported(*HOTEL, "--use-vllm", "--vllm-gpu-memory-utilization", "0.25").runnable()
     assert (colocated.vllm.mode, colocated.vllm.gpu_memory_utilization) == ("colocate", 0.25)
     loaded = imported(*HOTEL, "--vllm-gpu-memory-utilization", "0.3", "--vllm-tensor-parallel-size", "1")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from groupwise.engine.sampling import completion_seed
-from groupwise.errors import ContextLengthError
-from groupwise.server.admission import prompt_seed, sampling_params
+from groupwise.errors import ContextLengthError, RequestError
+from groupwise.server.admission import prompt_seed, sampling_params, truncated
 from groupwise.server.protocol import ChatRequest
 from groupwise.types import SamplingParams
 
@@ -27,6 +27,32 @@ def test_everything_is_passed_on() -> None:
     expected = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "stop": ("x",), "stop_ids": (3,), "seed": 5}
     assert params(10, ignore_eos=True, **body) == SamplingParams(max_tokens=50, ignore_eos=True, **expected)
     assert params(10, temperature=0.0).temperature == 0.0
+
+
+def test_changes_of_the_logits_are_passed_on() -> None:
+    body = {"presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.2, "min_tokens": 3}
+    made = params(10, logit_bias={"7": 2, "9": -100}, include_stop_str_in_output=True, top_k=-1, **body)
+    changes = {**body, "logit_bias": ((7, 2.0), (9, -100.0)), "include_stop": True}
+    assert made == SamplingParams(max_tokens=50, **changes)
+    assert made.reshaped == ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens")
+    assert params(10, top_p=0.5, temperature=0).reshaped == () != params(10, top_p=0.5).reshaped
+
+
+def test_a_least_length_above_the_longest_is_refused() -> None:
+    with pytest.raises(RequestError, match="min_tokens is 8, and a completion has at most 7") as refused:
+        params(10, min_tokens=8, max_tokens=7)
+    assert refused.value.param == "min_tokens"
+    with pytest.raises(RequestError, match="at most 1 "):
+        params(99, min_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("keep", "max_tokens", "length"), [(None, None, 90), (30, None, 30), (200, None, 90), (-1, 40, 60), (-1, None, 90)]
+)
+def test_a_prompt_is_cut_from_the_left(keep: int | None, max_tokens: int | None, length: int) -> None:
+    body = {"messages": HELLO, "truncate_prompt_tokens": keep, "max_tokens": max_tokens}
+    asked = ChatRequest.model_validate(body, strict=False)
+    assert truncated(asked, range(90), context=100) == range(90 - length, 90)
 
 
 @pytest.mark.parametrize(

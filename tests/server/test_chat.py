@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import threading
 import time
@@ -15,9 +16,11 @@ import pytest
 from openai import APIError, AsyncOpenAI, BadRequestError, InternalServerError, NotFoundError, OpenAI
 
 from groupwise.chat import encode_prompt
+from groupwise.errors import RequestError
 from groupwise.server import admission, chat
 from groupwise.server.protocol import ChatRequest
 from groupwise.starter.tasks import CALCULATOR, calculate, is_correct, prompts
+from groupwise.starter.tokenizer import build_tokenizer, render
 from groupwise.types import Prompt, SamplingParams, SamplingRequest
 from serving import Served, served, starter
 
@@ -96,8 +99,9 @@ def test_greedy_with_several_choices_is_allowed_and_gives_equal_ones(client: Ope
 
 
 def test_a_seed_fixes_the_answer_and_without_one_answers_differ(client: OpenAI) -> None:
-    def words(**options) -> str:
-        return ask(client, SORT, temperature=1.5, max_tokens=24, ignore_eos=True, **options).choices[0].message.content
+    def words(**options) -> list[int]:
+        options |= {"temperature": 1.5, "max_tokens": 24, "ignore_eos": True, "return_token_ids": True}
+        return ask(client, SORT, **options).choices[0].token_ids
 
     assert words(seed=7) == words(seed=7) != words(seed=8)
     assert words() != words()
@@ -350,6 +354,152 @@ def test_several_calls_become_one_if_asked() -> None:
         assert message.content == "Two."
         assert [call.index for delta in deltas for call in delta.tool_calls or ()] == list(range(len(expected)))
         assert len({call.id for call in message.tool_calls}) == len(expected)
+
+
+# ---- how it is drawn, and what it goes on from ----
+
+OPEN = [*ADD, {"role": "assistant", "content": "It is"}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_penalties_and_biases_act(api: Served, client: OpenAI, stream: bool) -> None:
+    """As in the engine, whose log-probabilities they leave as they are."""
+    options = {"temperature": 0, "max_tokens": 12, "logprobs": True}
+    changes = {"presence_penalty": 2.0, "frequency_penalty": 1.5, "logit_bias": {"40": 100.0}}
+    ours = {"repetition_penalty": 1.5, "min_tokens": 6}
+    asked = client.chat.completions.create(
+        model="starter", messages=THINK, stream=stream, **options, **changes, extra_body=ours
+    )
+    if stream:
+        whole = joined(asked)[0]
+        content, logprobs = whole["content"], whole["logprobs"]
+    else:
+        content, logprobs = asked.choices[0].message.content, asked.choices[0].logprobs.content
+    params = {**options, **changes, **ours, "logit_bias": ((40, 100.0),)}
+    del params["logprobs"]
+    (expected,) = sampled(api, THINK, **params)
+    assert content == expected.text and expected.token_ids != sampled(api, THINK, temperature=0)[0].token_ids
+    assert [each.logprob for each in logprobs] == pytest.approx(expected.logprobs)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_stop_string_may_stay(client: OpenAI, stream: bool) -> None:
+    def said(**extra: Any) -> str:
+        options = {"temperature": 0, "stop": ["="], "stream": stream, "extra_body": extra}
+        answer = client.chat.completions.create(model="starter", messages=THINK, **options)
+        if stream:
+            whole = joined(answer)[0]
+            return whole["content"] + whole["reasoning"]
+        message = answer.choices[0].message
+        return (message.content or "") + (getattr(message, "reasoning_content", None) or "")
+
+    cut = said()
+    assert cut and "=" not in cut and said(include_stop_str_in_output=True) == cut + "="
+    assert said(min_tokens=12).startswith(cut + "=") and len(said(min_tokens=12)) > len(cut) + 1
+
+
+def test_who_speaks_last_and_what_goes_on(client: OpenAI) -> None:
+    """The reply goes on with the assistant's last message unless it is told not to."""
+
+    def prompt(**extra: Any) -> str:
+        body = {"return_token_ids": True, **extra}
+        answer = client.chat.completions.create(model="starter", messages=OPEN, max_tokens=1, extra_body=body)
+        return starter().tokenizer.decode(answer.prompt_token_ids)
+
+    going_on = prompt()
+    assert going_on.endswith("<|im_start|>assistant\nIt is")
+    assert prompt(continue_final_message=True, add_generation_prompt=False) == going_on
+    assert prompt(continue_final_message=True) == prompt(add_generation_prompt=False) == going_on
+    own_turn = prompt(continue_final_message=False)
+    assert own_turn.endswith("It is<|im_end|>\n<|im_start|>assistant\n") and own_turn.startswith(going_on)
+    assert prompt(add_generation_prompt=True) == own_turn
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_it_goes_on_with_can_be_given_back(client: OpenAI, stream: bool) -> None:
+    def said(messages: Any, **extra: Any) -> tuple[str, str]:
+        options = {"temperature": 0, "max_tokens": 12, "stream": stream, "extra_body": extra}
+        answer = client.chat.completions.create(model="starter", messages=messages, **options)
+        if stream:
+            whole = joined(answer)[0]
+            return whole["content"], whole["reasoning"]
+        message = answer.choices[0].message
+        return message.content or "", getattr(message, "reasoning_content", None) or ""
+
+    rest, _ = said(OPEN)
+    assert said(OPEN, echo=True) == ("It is" + rest, "")
+    thought = [*THINK, {"role": "assistant", "content": "<think>\n7+8=15\n"}]
+    _, reasoning = said(thought)
+    assert reasoning and said(thought, echo=True)[1] == "7+8=15\n" + reasoning  # of what was said before, too
+
+
+def test_what_of_a_prompt_was_known_is_in_the_usage_and_in_the_metrics(api: Served, client: OpenAI) -> None:
+    """The turn before was computed already, but for the token sampled last."""
+
+    def counters() -> tuple[float, float]:
+        text = api.server.recorder.exposition().decode()
+        names = ("groupwise_prefix_cache_queries_total", "groupwise_prefix_cache_hits_total")
+        return tuple(float(re.findall(rf"^{name}{{.*}} (\S+)$", text, re.M)[0]) for name in names)
+
+    asked = ("Which is larger: 4 or 9?", "12 + 13?")
+    first = [{"role": "user", "content": asked[0]}, {"role": "assistant", "content": "9"}]
+    first.append({"role": "user", "content": asked[1]})
+    options = {"model": "starter", "temperature": 0, "max_tokens": 8}
+    client.chat.completions.create(messages=[{"role": "user", "content": "Never asked before: 1 + 1?"}], **options)
+    queries, hits = counters()
+    one = client.chat.completions.create(messages=first, **options)
+    assert one.usage.prompt_tokens_details.cached_tokens < 8  # at most the template's own first words
+    said = {"role": "assistant", "content": one.choices[0].message.content}
+    turn = [*first, said, {"role": "user", "content": "And 2 + 2?"}]
+    two = client.chat.completions.create(messages=turn, **options)
+    known = two.usage.prompt_tokens_details.cached_tokens
+    assert one.usage.prompt_tokens <= known < two.usage.prompt_tokens
+    with client.chat.completions.create(
+        messages=turn, stream=True, stream_options={"include_usage": True}, **options
+    ) as stream:
+        again = list(stream)[-1].usage
+    assert known < again.prompt_tokens_details.cached_tokens < again.prompt_tokens
+    asked = one.usage.prompt_tokens + two.usage.prompt_tokens + again.prompt_tokens
+    cached = sum(each.prompt_tokens_details.cached_tokens for each in (one.usage, two.usage, again))
+    assert counters() == (queries + asked, hits + cached)
+
+
+def test_the_beginning_of_a_prompt_can_be_left_out(client: OpenAI) -> None:
+    options = {"model": "starter", "messages": THINK, "max_tokens": 1}
+    whole = client.chat.completions.create(**options, extra_body={"return_token_ids": True})
+    cut = client.chat.completions.create(**options, extra_body={"return_token_ids": True, "truncate_prompt_tokens": 9})
+    assert cut.prompt_token_ids == whole.prompt_token_ids[-9:] and cut.usage.prompt_tokens == 9
+    long = [{"role": "user", "content": "7 " * 1200}]
+    with pytest.raises(BadRequestError, match="maximum context length"):
+        client.chat.completions.create(model="starter", messages=long, max_tokens=20)
+    fits = client.chat.completions.create(
+        model="starter", messages=long, max_tokens=20, extra_body={"truncate_prompt_tokens": -1}
+    )
+    assert fits.usage.prompt_tokens == 1024 - 20
+
+
+def test_token_ids_of_a_bias_are_the_models(client: OpenAI) -> None:
+    with pytest.raises(BadRequestError) as refused:
+        client.chat.completions.create(model="starter", messages=ADD, logit_bias={"99999": 1})
+    assert refused.value.param == "logit_bias.99999" and "0 to 1023" in refused.value.message
+
+
+def test_the_template_is_told_what_it_reads(client: OpenAI) -> None:
+    tokenizer = build_tokenizer([render(list(ADD))], vocab_size=300)
+    tokenizer.chat_template = "{{ date or 'no date' }}|{{ place.name }}|{{ messages[0].content }}"
+    given = {"date": "<|im_end|>1 May", "place": {"name": "home"}}
+    prompt = chat.chat_prompt(ChatRequest(messages=ADD, chat_template_kwargs=given), tokenizer)
+    assert tokenizer.decode(list(prompt.ids)) == f"<|im_end|>1 May|home|{ADD[0]['content']}"
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") not in prompt.ids  # what is told cannot end a turn
+    for name, reason in (("dates", "does not read 'dates'"), ("bos_token", "special tokens")):
+        tokenizer.bos_token = "<|im_start|>"
+        with pytest.raises(RequestError, match=reason) as refused:
+            chat.chat_prompt(ChatRequest(messages=ADD, chat_template_kwargs={name: "x"}), tokenizer)
+        assert refused.value.param == f"chat_template_kwargs.{name}"
+    chat.chat_prompt(ChatRequest(messages=ADD, chat_template_kwargs={**given, "enable_thinking": False}), tokenizer)
+    with pytest.raises(BadRequestError) as unknown:
+        ask(client, ADD, chat_template_kwargs={"reasoning_effort": "high"})
+    assert unknown.value.param == "chat_template_kwargs.reasoning_effort"
 
 
 # ---- policies ----

@@ -93,7 +93,7 @@ def test_streamed_text_joins_to_the_engines_text(make_base, stop: tuple[str, ...
     engine.close()
     assert any(completion.finish_reason is FinishReason.STOP for completion in completions)
     for j, completion in enumerate(completions):
-        stream = TextStream(base.tokenizer, stop=stop)
+        stream = TextStream(base.tokenizer, SamplingParams(stop=tuple(stop)))
         pieces = [stream.push(token.id) for token in tokens if token.choice == j]
         assert completion.text.startswith("".join(pieces))
         assert "".join(pieces) + stream.finish(completion.text) == completion.text

@@ -33,10 +33,12 @@ from groupwise.server.protocol_adapters import ActivateRequest, LoadRequest, Mer
 from groupwise.server.protocol_completions import BatchRequest, CompletionRequest
 from groupwise.server.protocol_messages import CalledFunction, FunctionSchema, OfferedFunction, TextPart, Tool, ToolCall
 from groupwise.server.protocol_train import GrpoRequest, ScoredCompletion, ScoredGroup, SftExample, SftRequest
+from groupwise.server.protocol_trainers import ChatsRequest, GenerateRequest
 from groupwise.server.wire import Unsupported
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+SAID = [*HI, {"role": "assistant", "content": "Well"}]
 STRICT = {"type": "function", "function": {**TOOL["function"], "name": "sub", "strict": True}}
 PAIR = [{"text": "a", "reward": 1}, {"text": "b", "reward": 0.5}]
 VALID: dict[type[BaseModel], dict[str, Any]] = {
@@ -94,6 +96,12 @@ def test_the_least_body_of_each_route(model: type[BaseModel]) -> None:
         {"stream": True, "stream_options": {"include_usage": True}},
         {"logprobs": True, "top_logprobs": 20},
         {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "response_format": {"type": "text"}},
+        {"presence_penalty": -2, "frequency_penalty": 2, "repetition_penalty": 1.1, "logit_bias": {"5": -100}},
+        {"min_tokens": 5, "include_stop_str_in_output": True, "truncate_prompt_tokens": 7, "top_k": -1},
+        {"best_of": 1, "length_penalty": 1.0, "use_beam_search": False, "skip_special_tokens": False},
+        {"regex": None, "typical_p": 1, "no_repeat_ngram_size": 0, "options": {}, "do_sample": True},
+        {"continue_final_message": False, "add_generation_prompt": True},
+        {"chat_template_kwargs": {"enable_thinking": False, "date": "today", "depth": {"a": [1, 2.5, None]}}},
         {"model": "anything at all", "user": "u", "metadata": {"a": 1}, "store": True, "never_heard_of": [1]},
         {"adapter": "math@3"},
         {"adapters": [{"name": "math", "scale": 0.5}, {"name": "sql@2"}]},
@@ -181,7 +189,23 @@ REFUSED: list[tuple[type[BaseModel], dict[str, Any], str, str]] = [
     (BatchRequest, {"prompts": [HI], "tools": [TOOL, TOOL]}, "tools", "same name"),
     (ChatRequest, {"messages": HI, "tools": [TOOL, TOOL]}, "tools", "same name"),
     (ChatRequest, {"messages": HI, "tools": [{"type": "web"}]}, "tools[0].type", "'web'"),
-    (ChatRequest, {"messages": HI, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs.tools", "unknown"),
+    (ChatRequest, {"messages": HI, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs.tools", "server's own"),
+    (ChatRequest, {"messages": HI, "chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs.a b", "no name of"),
+    (BatchRequest, {"prompts": [HI], "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "own"),
+    (ChatRequest, {"messages": HI, "top_k": -2}, "top_k", "greater than or equal to -1"),
+    (ChatRequest, {"messages": HI, "presence_penalty": 2.5}, "presence_penalty", "less than or equal to 2"),
+    (ChatRequest, {"messages": HI, "repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+    (ChatRequest, {"messages": HI, "logit_bias": {"5": 101}}, "logit_bias.5", "less than or equal to 100"),
+    (ChatRequest, {"messages": HI, "logit_bias": {"the": 1}}, "logit_bias.the", "pattern"),
+    (ChatRequest, {"messages": HI, "logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "at most 1024"),
+    (ChatRequest, {"messages": HI, "min_tokens": -1}, "min_tokens", "greater than or equal to 0"),
+    (ChatRequest, {"messages": HI, "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "leaves nothing"),
+    (ChatRequest, {"messages": HI, "continue_final_message": True}, "continue_final_message", "role 'user'"),
+    (ChatRequest, {"messages": HI, "add_generation_prompt": False}, "add_generation_prompt", "role 'user'"),
+    (ChatRequest, {"messages": SAID, "continue_final_message": True, "add_generation_prompt": True},
+     "continue_final_message", "both true; they are opposites"),
+    (ChatRequest, {"messages": HI, "echo": True}, "echo", "goes on with none"),
+    (ChatRequest, {"messages": SAID, "echo": True, "continue_final_message": False}, "echo", "goes on with none"),
     (CompletionRequest, {"prompt": ""}, "prompt", "none of them empty"),
     (CompletionRequest, {"prompt": []}, "prompt", "none of them empty"),
     (CompletionRequest, {"prompt": [[1], []]}, "prompt", "none of them empty"),
@@ -244,19 +268,57 @@ def test_a_batch_has_a_limit_of_its_own() -> None:
 @pytest.mark.parametrize(
     "extra",
     [
-        {"presence_penalty": 0.5},
-        {"presence_penalty": False},
-        {"logit_bias": {"5": 1}},
         {"response_format": {"type": "json_object"}},
         {"functions": [{"name": "f"}]},
-        {"repetition_penalty": 1.1},
         {"chat_template": "{{ 1 }}"},
+        {"best_of": 2},
+        {"best_of": True},
+        {"use_beam_search": True},
+        {"length_penalty": 1.2},
+        {"prompt_logprobs": 0},
+        {"skip_special_tokens": True},
+        {"allowed_token_ids": [1]},
+        {"bad_words": ["x"]},
+        {"guided_json": {}},
+        {"regex": "a+"},
+        {"grammar": "root"},
+        {"enable_thinking": False},
+        {"no_repeat_ngram_size": 3},
+        {"typical_p": 0.9},
+        {"do_sample": False},
+        {"options": {"temperature": 0}},
     ],
 )
-def test_what_is_not_offered_is_refused_not_ignored(extra: dict[str, Any]) -> None:
-    error = refusal(ChatRequest, {"messages": HI, **extra})
+@pytest.mark.parametrize("model", [ChatRequest, CompletionRequest])
+def test_what_is_not_offered_is_refused_not_ignored(model: Any, extra: dict[str, Any]) -> None:
+    if model is CompletionRequest and next(iter(extra)) in ("functions", "chat_template"):
+        return  # no client sends these to a route without messages
+    error = refusal(model, VALID[model] | extra)
     assert (error.code, error.param) == ("unsupported_parameter", next(iter(extra)))
-    assert error.hint
+    assert error.hint and "not supported" in error.message
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -1},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": {"5": 1}},
+        {"min_tokens": 4},
+        {"truncate_prompt_tokens": 8},
+        {"include_stop_str_in_output": True},
+    ],
+)
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [(BatchRequest, VALID[BatchRequest]), (GenerateRequest, {"prompts": "x"}), (ChatsRequest, {"messages": [HI]})],
+)
+def test_what_is_sampled_for_training_is_drawn_from_the_policy(model: Any, body: Any, extra: dict[str, Any]) -> None:
+    error = refusal(model, body | extra)
+    assert (error.code, error.param) == ("unsupported_parameter", next(iter(extra)))
+    neutral = {"presence_penalty": 0, "repetition_penalty": 1.0, "logit_bias": {}, "min_tokens": 0, "top_k": -1}
+    parse(model, body | neutral)
 
 
 # ---- what OpenAI's clients send ----

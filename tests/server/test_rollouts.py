@@ -101,16 +101,16 @@ def test_what_was_sampled_is_kept_under_its_id(api: Served) -> None:
         assert list(record.prompt_ids) == one["prompt_token_ids"]
         assert list(record.logprobs) == pytest.approx(one["logprobs"])
         assert (record.version, record.temperature, record.text) == ("base", 0.9, one["text"])
-        assert record.finish_reason == one["finish_reason"]
+        assert record.finish_reason == one["finish_reason"] and record.reshaped == ()
 
 
 def test_what_was_drawn_from_a_part_of_the_distribution_is_marked(api: Served) -> None:
     """So that a job can refuse it."""
-    asked = [{}, {"top_p": 0.9}, {"top_k": 4, "min_p": 0.05}, {"top_p": 1, "top_k": 0}]
+    asked = [{}, {"top_p": 0.9}, {"top_k": 4, "min_p": 0.05}, {"top_p": 1, "top_k": -1}]
     answers = [batch(api, {"prompts": [THINK], "n": 1, **options}) for options in asked]
     ids = [answer["completions"][0]["rollout_id"] for answer in answers]
     kept = api.server.ledger.rollouts(ids)
-    assert [kept[id].narrowed for id in ids] == ["", "top_p=0.9", "top_k=4, min_p=0.05", ""]
+    assert [kept[id].reshaped for id in ids] == [(), ("top_p",), ("top_k", "min_p"), ()]
 
 
 def test_the_text_alone_is_enough_to_train_on_what_was_sampled(api: Served) -> None:

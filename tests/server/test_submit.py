@@ -240,12 +240,12 @@ def test_rollouts_of_another_version_need_a_correction_where_the_anchor_is_the_t
 
 def test_rollouts_drawn_from_a_part_of_the_distribution_are_refused(grpo: Grpo) -> None:
     grpo.record("a", "185")
-    grpo.record("b", "184", narrowed="top_p=0.95, top_k=20")
+    grpo.record("b", "184", reshaped=("top_p", "top_k"))
     rollouts = {"completions": [{"rollout_id": "a", "reward": 1}, {"rollout_id": "b", "reward": 0}]}
-    with pytest.raises(RequestError, match=r"completions\[1\] was sampled with top_p=0\.95, top_k=20") as caught:
+    with pytest.raises(RequestError, match=r"completions\[1\] was sampled with top_p, top_k, from") as caught:
         grpo(rollouts)
     assert caught.value.param == "groups[0].completions[1].rollout_id"
-    assert "without top_p, top_k and min_p" in str(caught.value.hint)
+    assert "without top_p, top_k; a lower" in str(caught.value.hint)
 
 
 def test_rollouts_of_another_version_than_the_one_trained_are_a_warning(grpo: Grpo) -> None:

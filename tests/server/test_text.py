@@ -26,6 +26,7 @@ from groupwise.server.text import (
     token_text,
 )
 from groupwise.tool_calls import ToolCallFormat, parse
+from groupwise.types import SamplingParams
 
 SAMPLE = "naïve café 東京タワー 🙂👩‍👩‍👧 ﷽ <think>\n</think> STOP end 12\n"
 REPLACEMENT = "\ufffd"
@@ -176,7 +177,7 @@ STOPS = st.lists(
 def test_a_stream_joins_to_the_text_and_never_shows_a_stop_string(case, stop) -> None:
     tokenizer, ids = case
     ids, text = as_the_engine_stops(tokenizer, ids, stop=stop)
-    stream = TextStream(tokenizer, stop=stop)
+    stream = TextStream(tokenizer, SamplingParams(stop=tuple(stop)))
     pieces = [stream.push(i) for i in ids]
     assert text.startswith("".join(pieces))
     assert "".join(pieces) + stream.finish(text) == text
@@ -185,7 +186,7 @@ def test_a_stream_joins_to_the_text_and_never_shows_a_stop_string(case, stop) ->
 def test_only_what_may_become_a_stop_string_is_held_back() -> None:
     tokenizer = byte_level()
     letters = [tokenizer.get_vocab()[letter] for letter in "tSTaSTO1STOP"]
-    stream = TextStream(tokenizer, stop=["STOP", "OP!"])
+    stream = TextStream(tokenizer, SamplingParams(stop=("STOP", "OP!")))
     assert [stream.push(i) for i in letters] == ["t", "", "", "STa", "", "", "", "STO1", "", "", "", ""]
     assert stream.finish("tSTaSTO1") == ""
 
@@ -193,7 +194,7 @@ def test_only_what_may_become_a_stop_string_is_held_back() -> None:
 def test_a_stop_id_is_not_text() -> None:
     tokenizer = byte_level()
     a, b = (tokenizer.get_vocab()[letter] for letter in "ab")
-    stream = TextStream(tokenizer, stop_ids=[b])
+    stream = TextStream(tokenizer, SamplingParams(stop_ids=(b,)))
     assert [stream.push(a), stream.push(b), stream.finish("a")] == ["a", "", ""]
 
 

@@ -216,7 +216,7 @@ def _token_ids(given: Any) -> tuple[int, ...]:
 
 def _entry(request: SamplingRequest, completion: Completion, before: tuple[float | None, ...]) -> SampledCompletion:
     prompt_ids = request.prompt_ids
-    own = (None,) * len(completion.logprobs) if request.params.narrowed else completion.logprobs
+    own = (None,) * len(completion.logprobs) if request.params.reshaped else completion.logprobs
     statuses = {FinishReason.STOP: Status.OK, FinishReason.LENGTH: Status.TRUNCATED}
     status = statuses.get(completion.finish_reason, Status.FAILED)
     return SampledCompletion(

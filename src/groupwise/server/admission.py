@@ -75,7 +75,7 @@ class Admission:
     def said(self) -> Said:
         """For one completion of a stream."""
         params = self.requests[0].params
-        return Said(TextStream(self.server.base.tokenizer, stop=params.stop, stop_ids=params.stop_ids))
+        return Said(TextStream(self.server.base.tokenizer, params))
 
     async def next(self) -> list[Token] | None:
         """`Generation.next`, recorded; no tokens where it is time for a ping."""
@@ -87,7 +87,9 @@ class Admission:
         """Each prompt counts once, and every sampled token, also the one that ended a turn."""
         prompt = sum(len(request.prompt_ids) for request in self.requests)
         completion = sum(len(completion.token_ids) for group in groups for completion in group)
-        return usage(prompt, completion).model_copy(update={"prompt_tokens_details": CachedTokens()})
+        known = [group[0].cached_tokens for group in groups]
+        cached = None if None in known else CachedTokens(cached_tokens=sum(each or 0 for each in known))
+        return usage(prompt, completion).model_copy(update={"prompt_tokens_details": cached})
 
     def finished(self, groups: Sequence[Sequence[Completion]], *, finish_reason: str | None = None) -> None:
         """Record that all completions are there."""
@@ -97,6 +99,7 @@ class Admission:
             finish_reason=finish_reason or first.finish_reason.value,
             prompt_tokens=used.prompt_tokens,
             completion_tokens=used.completion_tokens,
+            cached_tokens=None if used.prompt_tokens_details is None else used.prompt_tokens_details.cached_tokens,
             completion=first.text,
         )
 
@@ -141,6 +144,8 @@ async def admit(
     """
     server, began = server_of(http), asyncio.get_running_loop().time()
     most_tokens, context = server.config.max_tokens_default, server.engine.context_length
+    _check_biased(body, server.base.vocabulary)
+    prompts = [truncated(body, ids, context=context) for ids in prompts]
     params = [
         sampling_params(body, ids, context=context, most_tokens=most_tokens, index=i, top_logprobs=top_logprobs)
         for i, ids in enumerate(prompts)
@@ -206,18 +211,44 @@ def sampling_params(
             f"the model's maximum context length is {context} tokens, but you requested {total}",
             hint=f"lower max_tokens to {room} or less, or shorten the prompt" if room > 0 else "shorten the prompt",
         )
+    most = min(most_tokens, room) if asked is None else max(1, asked)
+    if body.min_tokens and body.min_tokens > most:
+        message = f"min_tokens is {body.min_tokens}, and a completion has at most {most} (max_tokens)"
+        raise RequestError(message, hint=f"lower min_tokens to {most} or less, or raise max_tokens", param="min_tokens")
     return SamplingParams(
-        max_tokens=min(most_tokens, room) if asked is None else max(1, asked),
+        max_tokens=most,
         temperature=1.0 if body.temperature is None else body.temperature,
         top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=body.top_k or 0,
+        top_k=max(body.top_k or 0, 0),
         min_p=body.min_p or 0.0,
         stop=tuple(body.stop or ()),
         stop_ids=tuple(body.stop_token_ids or ()),
+        include_stop=bool(body.include_stop_str_in_output),
         seed=None if body.seed is None else prompt_seed(body.seed, index),
         ignore_eos=bool(body.ignore_eos),
         top_logprobs=top_logprobs,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items()),
+        min_tokens=body.min_tokens or 0,
     )
+
+
+def truncated(body: Sampling, prompt_ids: Sequence[int], *, context: int) -> Sequence[int]:
+    """The last of the prompt's tokens, as many as the body wants to keep."""
+    most = body.truncate_prompt_tokens
+    if most == -1:
+        most = max(1, context - max(1, body.most_tokens or 1))
+    return prompt_ids if most is None else prompt_ids[-most:]
+
+
+def _check_biased(body: Sampling, vocabulary: int) -> None:
+    """Raise RequestError for a token id that the model does not have."""
+    for token in body.logit_bias or ():
+        if int(token) >= vocabulary:
+            message = f"logit_bias has the token id {token}; this model has the ids 0 to {vocabulary - 1}"
+            raise RequestError(message, hint="give ids of this model's tokenizer", param=f"logit_bias.{token}")
 
 
 def prompt_seed(seed: int, index: int) -> int:

@@ -275,7 +275,7 @@ def _open_state(config: ServeConfig, announce: Callable[[str], None], *, repair:
     if repair:
         announce(ledger_repair.repair(path, find=find) or "the ledger is whole: there is nothing to repair")
     ledger_repair.check(path)
-    return Ledger(path), store
+    return Ledger(path, rollout_bytes=config.rollout_bytes), store
 
 
 def _load(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder: Recorder) -> Server:

@@ -22,6 +22,7 @@ from groupwise.chat import THINK_END, THINK_START, encode_prompt, opens_thought
 from groupwise.server.admission import SAMPLING_ERRORS, Admission, admit
 from groupwise.server.bodies import parse_body
 from groupwise.server.config import ServeConfig
+from groupwise.server.encode import template_options
 from groupwise.server.events import PING, EventStream, sse, while_connected
 from groupwise.server.generate import Said, Token, sendable, tokens_of
 from groupwise.server.protocol import (
@@ -39,7 +40,6 @@ from groupwise.server.protocol import (
     TokenLogprob,
     TopLogprob,
     as_messages,
-    template_kwargs,
 )
 from groupwise.server.state import server_of
 from groupwise.server.text import Part, ReplyParser, token_text
@@ -94,15 +94,17 @@ async def chat_completions(http: Request) -> Response:
 def read_chat(raw: bytes, base: TextModel, config: ServeConfig, *, context: int) -> tuple[ChatRequest, ChatPrompt]:
     """A body and its prompt. Raises RequestError, ChatError, ContextLengthError."""
     body = parse_body(raw, ChatRequest, config)
-    return body, chat_prompt(body, base.tokenizer, context=context)
+    is_cut = body.truncate_prompt_tokens is not None
+    return body, chat_prompt(body, base.tokenizer, context=None if is_cut else context)
 
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A conversation as token ids. `thinks` says whether the reply continues a thought. The model writes its calls in
-    `calls`' format."""
+    """A conversation as token ids. `said` is what is given back in front of the reply; `thinks` says whether the reply
+    continues a thought. The model writes its calls in `calls`' format."""
 
     ids: tuple[int, ...]
+    said: str = ""
     thinks: bool = False
     calls: ToolCallFormat = ToolCallFormat.HERMES
 
@@ -116,13 +118,14 @@ def chat_prompt(body: ChatRequest, tokenizer: PreTrainedTokenizerBase, *, contex
     """
     messages = as_messages(body.messages)
     tools = () if body.tool_choice == "none" else tuple(tool.as_dict() for tool in body.tools or ())
-    options = template_kwargs(body.chat_template_kwargs)
-    ids = encode_prompt(
-        Prompt(id="messages", messages=messages, tools=tools), tokenizer, template_kwargs=options, context=context
-    ).token_ids
-    continued = said_last(body.messages) if body.messages[-1].role == "assistant" else ""
+    options = template_options(body.chat_template_kwargs, tokenizer)
+    prompt = Prompt(id="messages", messages=messages, tools=tools)
+    ids = encode_prompt(prompt, tokenizer, template_kwargs=options, context=context, continues=body.continues).token_ids
+    continued, form = said_last(body.messages) if body.continues else "", format_of(tokenizer)
+    if body.echo:
+        return ChatPrompt(ids, said=continued, calls=form)
     thinks = THINK_START in continued and THINK_END not in continued
-    return ChatPrompt(ids, thinks=thinks or opens_thought(ids, tokenizer), calls=format_of(tokenizer))
+    return ChatPrompt(ids, thinks=thinks or opens_thought(ids, tokenizer), calls=form)
 
 
 def said_last(messages: Sequence[ChatMessage]) -> str:
@@ -141,10 +144,12 @@ class Reply:
         self._form = prompt.calls
         self._most_calls = 1 if body.parallel_tool_calls is False else None
         self._said: list[ChatDelta] = []
+        self._echo = prompt.said
         self.calls: list[AnsweredCall] = []
 
     def push(self, text: str) -> list[ChatDelta]:
-        return self._deltas(self._parser.push(text))
+        echo, self._echo = self._echo, ""
+        return self._deltas(self._parser.push(echo + text))
 
     def finish(self) -> list[ChatDelta]:
         return self._deltas(self._parser.finish())
@@ -187,7 +192,7 @@ class _Chat:
 
     def __init__(self, asked: Admission, body: ChatRequest, prompt: ChatPrompt):
         self._asked, self._body, self._prompt = asked, body, prompt
-        self._prompt_ids = list(prompt.ids) if body.return_token_ids else None
+        self._prompt_ids = list(asked.requests[0].prompt_ids) if body.return_token_ids else None
 
     def whole(self, completions: Sequence[Completion]) -> ChatCompletion:
         return ChatCompletion(

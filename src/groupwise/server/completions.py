@@ -78,12 +78,13 @@ def read_completions(
 ) -> tuple[CompletionRequest, list[tuple[int, ...]]]:
     """A body and its prompts. Raises RequestError, ContextLengthError."""
     body = parse_body(raw, CompletionRequest, config)
-    return body, encode_raw(body.prompt, base, context=context)
+    is_cut = body.truncate_prompt_tokens is not None
+    return body, encode_raw(body.prompt, base, context=None if is_cut else context)
 
 
-def encode_raw(prompts: Sequence[Raw], base: TextModel, *, context: int) -> list[tuple[int, ...]]:
+def encode_raw(prompts: Sequence[Raw], base: TextModel, *, context: int | None) -> list[tuple[int, ...]]:
     """Token ids of each prompt. Raises RequestError for an id that the model does not have, ContextLengthError for a
-    text that is far longer than the context."""
+    text that is far longer than the context; without `context` any length will do."""
     encoded = []
     for i, prompt in enumerate(prompts):
         if isinstance(prompt, str):
@@ -92,7 +93,7 @@ def encode_raw(prompts: Sequence[Raw], base: TextModel, *, context: int) -> list
         elif max(prompt) >= base.vocabulary:
             what = f"the prompt has the token id {max(prompt)}; this model has the ids 0 to {base.vocabulary - 1}"
             raise RequestError(what, hint="encode the prompt with this model's tokenizer", param="prompt")
-        elif len(prompt) > context:
+        elif context is not None and len(prompt) > context:
             raise too_long(f"{len(prompt)} tokens", context)
         encoded.append(prompt)
     return encoded
@@ -110,12 +111,13 @@ class _Row:
 class _Choice:
     """One choice: what is echoed in front of it, what was sampled and not sent, and where the next token's text is."""
 
-    def __init__(self, index: int, asked: Admission, prompt: int, raw: Raw, *, echo: bool):
+    def __init__(self, index: int, asked: Admission, prompt: int, raw: Raw, body: CompletionRequest):
         tokenizer = asked.server.base.tokenizer
         self.index, self.prompt_ids = index, asked.requests[prompt].prompt_ids
         self.said = asked.said()
-        decoded = plain_text(self.prompt_ids, tokenizer) if echo else ""
-        self.echoed = raw if echo and isinstance(raw, str) else decoded
+        decoded = plain_text(self.prompt_ids, tokenizer) if body.echo else ""
+        as_given = body.echo and isinstance(raw, str) and body.truncate_prompt_tokens is None
+        self.echoed = str(raw) if as_given else decoded
         self._detokenizer = Detokenizer(tokenizer)
         self._at = len(self.echoed) - len(decoded)  # what the tokenizer puts in front by itself is not shown
 
@@ -133,9 +135,7 @@ class _Answer:
         self._asked, self._body, self._n = asked, body, body.n or 1
         self._tokenizer = asked.server.base.tokenizer
         self._choices = [
-            _Choice(p * self._n + j, asked, p, raw, echo=bool(body.echo))
-            for p, raw in enumerate(body.prompt)
-            for j in range(self._n)
+            _Choice(p * self._n + j, asked, p, raw, body) for p, raw in enumerate(body.prompt) for j in range(self._n)
         ]
 
     async def sampled(self) -> tuple[list[list[_Row]], list[list[Completion]]]:
@@ -178,7 +178,7 @@ class _Answer:
     async def _completions(self) -> list[list[Completion]]:
         if self._body.most_tokens != 0:
             return await self._asked.generation.completions()
-        empty = Completion(token_ids=(), logprobs=(), text="", finish_reason=FinishReason.LENGTH)
+        empty = Completion(token_ids=(), logprobs=(), text="", finish_reason=FinishReason.LENGTH, cached_tokens=0)
         return [[empty] * self._n for _ in self._asked.requests]
 
     async def _scored(self) -> list[list[_Row]]:

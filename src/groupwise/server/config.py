@@ -132,6 +132,9 @@ class ServeConfig(Section):
     their turn, up to half of `max_concurrent`."""
     keep_versions: int | None = Field(default=10, ge=1)
     """How many versions that jobs made are kept of each adapter; older ones go once nothing needs them. null: all."""
+    rollout_bytes: int = Field(default=4 * GIB, ge=MIB, le=1 << 50)
+    """What is kept of the rollouts that were sampled, so that jobs can name them, for 7 days and a million at most; the
+    oldest go first."""
     min_free_bytes: int = Field(default=GIB, ge=0)
     """Free disk space below which the server says that it is not ready and takes no jobs."""
     worker_threads: int | None = Field(default=None, ge=1)

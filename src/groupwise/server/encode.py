@@ -2,6 +2,7 @@
 
     encode_group     the prompt that the completions of a group share, and each completion
     encode_example   a conversation, with a mask of what the assistant says
+    template_options what a request tells the chat template besides
 
 Prompts, and completions known only by their text, go through the chat template, once. A completion known by its rollout
 or its token ids is taken as it was sampled. Every refusal is a RequestError with the field's JSON path.
@@ -17,16 +18,35 @@ from typing import TYPE_CHECKING, Any
 from groupwise import chat, job_payload
 from groupwise.errors import ChatError, ContextLengthError, GroupwiseError, RequestError
 from groupwise.ledger import RolloutRecord
-from groupwise.server.protocol import Tool, as_messages, template_kwargs
+from groupwise.server.protocol import TemplateOptions, Tool, as_messages
 from groupwise.server.protocol_train import ScoredCompletion, ScoredGroup, SftExample
 from groupwise.types import Prompt
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from groupwise.server.reader import TextModel
 
 Ids = tuple[int, ...]
 
 ROUNDING = 1e-4  # nats that a log-probability may be above 0
+
+
+def template_options(
+    options: TemplateOptions | None, tokenizer: PreTrainedTokenizerBase, at: str = "chat_template_kwargs"
+) -> dict[str, Any]:
+    """What the chat template is told besides the messages. Raises RequestError for what it does not read."""
+    given = {} if options is None else options.model_dump(exclude_none=True)
+    for name, value in given.items():
+        where = f"{at}.{name}"
+        if name in tokenizer.special_tokens_map:
+            message = f"{where} is one of the tokenizer's special tokens; a request cannot set it"
+            raise RequestError(message, hint="leave it out", param=where)
+        says_nothing = name == "enable_thinking" and value is False  # to a model that does not think
+        if not says_nothing and not chat.template_reads(name, tokenizer):
+            message = f"{where} changes nothing: this model's chat template does not read {name!r}"
+            raise RequestError(message, hint="leave it out, or look its name up in that template", param=where)
+    return given
 
 
 def encode_group(
@@ -60,7 +80,9 @@ def encode_example(example: SftExample, at: str, base: TextModel) -> job_payload
             as_messages(example.messages),
             base.tokenizer,
             tools=_dicts(example.tools) or None,
-            template_kwargs=template_kwargs(example.chat_template_kwargs),
+            template_kwargs=template_options(
+                example.chat_template_kwargs, base.tokenizer, f"{at}.chat_template_kwargs"
+            ),
             context=base.context_length,
         )
     except (ChatError, ContextLengthError) as error:
@@ -76,7 +98,8 @@ class _Texts:
     """A group's prompt, if it has messages, and completions that are known by their text."""
 
     def __init__(self, group: ScoredGroup, at: str, base: TextModel):
-        self._options, self._base = template_kwargs(group.chat_template_kwargs), base
+        self._options = template_options(group.chat_template_kwargs, base.tokenizer, f"{at}.chat_template_kwargs")
+        self._base = base
         self.prompt = None if group.messages is None else self._prompt(group, at)
 
     def _prompt(self, group: ScoredGroup, at: str) -> Prompt:

@@ -1,25 +1,52 @@
 """The bodies of /v1/chat/completions, and what every route that samples has in common with it.
 
-Names and meanings are OpenAI's; `adapter`, `adapters` and what gives token ids back are ours. Ranges and what excludes
-what are checked here, before anything is tokenised. An option that this server does not have is refused, unless its
-value changes nothing; what says nothing about the answer (`BOOKKEEPING`) and fields that nobody here knows are ignored
-on OpenAI's routes and refused on ours. null is a field that is left out.
+Names and meanings are OpenAI's, and vLLM's where OpenAI has none; `adapter`, `adapters` and what gives token ids back
+are ours. Ranges and what excludes what are checked here, before anything is tokenised. An option that this server does
+not have is refused, unless its value changes nothing, also one that only other servers have (`OTHERS`); what says
+nothing about the answer (`BOOKKEEPING`) and fields that nobody here knows are ignored on OpenAI's routes and refused on
+ours. null is a field that is left out.
+
+What is sampled for training (`Sampling` alone) has no penalties and no biases: its tokens would be drawn from another
+distribution than the one that is trained. They are `ShapedSampling`'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
 from groupwise.section import NullIsAbsent
 from groupwise.server.protocol_messages import ChatMessage as ChatMessage
 from groupwise.server.protocol_messages import Conversation, OfferedTools, Tool, ToolChoice
 from groupwise.server.protocol_messages import as_messages as as_messages
-from groupwise.server.wire import Answer, AtMost, FailFast, OpenRequest, OwnPart, Part, Unsupported, absent, fault
+from groupwise.server.wire import (
+    Answer,
+    AtMost,
+    FailFast,
+    OpenRequest,
+    OwnPart,
+    Part,
+    Strict,
+    Unsupported,
+    absent,
+    check_finite,
+    fault,
+)
 
 MAX_COMPOSED = 16
+MAX_BIASED = 1024  # tokens of one request
+RENDERED = (
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversations",
+    "messages",
+    "return_assistant_tokens_mask",
+    "tools",
+)  # what the server itself tells the chat template
 MAX_TOKEN_ID = (1 << 31) - 1
 
 BOOKKEEPING = frozenset(
@@ -41,6 +68,10 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 TokenIds = Annotated[list[TokenId], FailFast()]
 Finish = Literal["stop", "length", "tool_calls"]
 MaxTokens = Annotated[int, Field(ge=1, le=1 << 20)]
+LogitBias = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=MAX_BIASED),
+]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
@@ -84,6 +115,49 @@ Stop = Annotated[
 
 
 _FORMAT = "describe the format in the prompt"
+_ON_POLICY = "what is sampled for training is drawn from the policy itself; /v1/chat/completions has it for other text"
+_SCORE = "POST /v1/completions with echo: true, logprobs and max_tokens: 0 gives those of a prompt's tokens"
+_ONE_BY_ONE = "completions are drawn token by token; use n, and choose yourself"
+_THINKING = "use chat_template_kwargs.enable_thinking"
+
+
+def _refused(*names: str, neutral: Sequence[Any] = (), hint: str = "leave it out") -> dict[str, Unsupported]:
+    return dict.fromkeys(names, Unsupported(*neutral, hint=hint))
+
+
+OTHERS: Mapping[str, Unsupported] = {
+    **_refused("regex", "ebnf", "grammar", "json_schema", "structured_outputs_regex", hint=_FORMAT),
+    **_refused("enable_thinking", "think", "thinking", hint=_THINKING),
+    **_refused("n_predict", "thinking_token_budget", hint="use max_tokens"),
+    **_refused("repeat_penalty", "encoder_repetition_penalty", neutral=(1, 1.0), hint="use repetition_penalty"),
+    **_refused(
+        "no_repeat_ngram_size", "dry_multiplier", "penalty_alpha", neutral=(0, 0.0), hint="use repetition_penalty"
+    ),
+    **_refused("typical_p", "tfs_z", neutral=(1, 1.0), hint="use top_p or min_p"),
+    **_refused(
+        "top_a",
+        "epsilon_cutoff",
+        "eta_cutoff",
+        "xtc_probability",
+        "mirostat",
+        neutral=(0, 0.0),
+        hint="use top_p or min_p",
+    ),
+    **_refused("top_n_sigma", neutral=(-1, -1.0, 0, 0.0), hint="use top_p or min_p"),
+    **_refused("dynatemp_range", neutral=(0, 0.0), hint="use temperature"),
+    **_refused("guidance_scale", neutral=(1, 1.0)),
+    "min_new_tokens": Unsupported(0, hint="use min_tokens"),
+    "num_beams": Unsupported(1, hint=_ONE_BY_ONE),
+    "do_sample": Unsupported(True, hint="temperature: 0 is greedy"),
+    "watermark": Unsupported(False),
+    "stop_regex": Unsupported([], hint="use stop"),
+    "no_stop_trim": Unsupported(False, hint="use include_stop_str_in_output"),
+    "lora_path": Unsupported(hint="use adapter"),
+    "logits_processors": Unsupported([]),
+    "custom_logit_processor": Unsupported(),
+    "options": Unsupported({}, hint="give temperature, top_p and the like beside messages"),
+    "documents": Unsupported([], hint="use chat_template_kwargs.documents, where the template reads it"),
+}  # of vLLM, SGLang, llama.cpp, Ollama, transformers and text-generation-inference
 
 
 class Sampling(PolicyChoice):
@@ -95,8 +169,8 @@ class Sampling(PolicyChoice):
     """0 is greedy; default 1."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Draw among the likeliest tokens that make up this probability; default 1, off."""
-    top_k: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
-    """Draw among this many likeliest tokens; default 0, off."""
+    top_k: Annotated[int, Field(ge=-1, le=1 << 31)] | None = None
+    """Draw among this many likeliest tokens; default 0, off, as is -1."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     """Leave out tokens less likely than this fraction of the likeliest; default 0, off."""
     max_tokens: MaxTokens | None = None
@@ -113,12 +187,24 @@ class Sampling(PolicyChoice):
     return_token_ids: bool | None = None
     """Give back the ids of prompt and completion: what training needs."""
 
-    presence_penalty: Annotated[Any, Unsupported(0, 0.0)] = None
-    frequency_penalty: Annotated[Any, Unsupported(0, 0.0)] = None
-    repetition_penalty: Annotated[Any, Unsupported(1, 1.0)] = None
-    logit_bias: Annotated[Any, Unsupported({})] = None
-    min_tokens: Annotated[Any, Unsupported(0)] = None
-    bad_words: Annotated[Any, Unsupported([])] = None
+    presence_penalty: Annotated[Any, Unsupported(0, 0.0, hint=_ON_POLICY)] = None
+    frequency_penalty: Annotated[Any, Unsupported(0, 0.0, hint=_ON_POLICY)] = None
+    repetition_penalty: Annotated[Any, Unsupported(1, 1.0, hint=_ON_POLICY)] = None
+    logit_bias: Annotated[Any, Unsupported({}, hint=_ON_POLICY)] = None
+    min_tokens: Annotated[Any, Unsupported(0, hint=_ON_POLICY)] = None
+    include_stop_str_in_output: Annotated[Any, Unsupported(False, hint="the token ids hold it")] = None
+    truncate_prompt_tokens: Annotated[Any, Unsupported(-1, hint="shorten the prompts")] = None
+
+    bad_words: Annotated[Any, Unsupported([], hint="use logit_bias on /v1/chat/completions")] = None
+    allowed_token_ids: Annotated[Any, Unsupported([], hint="use logit_bias on /v1/chat/completions")] = None
+    best_of: Annotated[Any, Unsupported(1, hint=_ONE_BY_ONE)] = None
+    use_beam_search: Annotated[Any, Unsupported(False, hint=_ONE_BY_ONE)] = None
+    length_penalty: Annotated[Any, Unsupported(1, 1.0, hint=_ONE_BY_ONE)] = None
+    early_stopping: Annotated[Any, Unsupported(False, hint=_ONE_BY_ONE)] = None
+    prompt_logprobs: Annotated[Any, Unsupported(hint=_SCORE)] = None
+    skip_special_tokens: Annotated[Any, Unsupported(False, hint="special tokens stay in the text")] = None
+    return_tokens_as_token_ids: Annotated[Any, Unsupported(False, hint="use return_token_ids")] = None
+    response_format: Annotated[Any, Unsupported({"type": "text"}, hint=_FORMAT)] = None
     structured_outputs: Annotated[Any, Unsupported(hint=_FORMAT)] = None
     guided_json: Annotated[Any, Unsupported(hint=_FORMAT)] = None
     guided_regex: Annotated[Any, Unsupported(hint=_FORMAT)] = None
@@ -131,15 +217,49 @@ class Sampling(PolicyChoice):
         return min((m for m in (self.max_tokens, self.max_completion_tokens) if m is not None), default=None)
 
 
-class TemplateOptions(OwnPart):
-    """What a request may tell the chat template."""
+class ShapedSampling(Sampling):
+    """How completions are drawn that are not for training: also from other logits than the policy's. Log-probabilities
+    are the policy's all the same."""
+
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    """Subtracted from the logits of what the completion has already; default 0."""
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    """The same times how often it has it; default 0."""
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    """What prompt or completion have is made less likely by this factor of its logit; default 1, off."""
+    logit_bias: LogitBias | None = None
+    """Token id -> what is added to its logit; -100 and 100 all but ban and force it."""
+    min_tokens: Annotated[int, Field(ge=0, le=1 << 20)] | None = None
+    """Before so many tokens neither the end of the turn nor `stop` ends a completion; default 0."""
+    include_stop_str_in_output: bool | None = None
+    """Leave the stop string, or the text of the stop token id, in the text."""
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    """Keep only so many of the last tokens of a prompt; -1: as many as fit beside what is asked for."""
+
+    @field_validator("truncate_prompt_tokens")
+    @classmethod
+    def _keeps_something(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise fault("invalid_value", "is 0, which leaves nothing; it must be at least 1, or -1 for what fits")
+        return value
+
+
+class TemplateOptions(Strict):
+    """What a request tells the chat template besides the messages: what the template reads, by its names."""
+
+    model_config = ConfigDict(extra="allow")
 
     enable_thinking: bool | None = None
 
-
-def template_kwargs(options: TemplateOptions | None) -> dict[str, Any]:
-    """What the template is told besides the messages."""
-    return {} if options is None else options.model_dump(exclude_none=True)
+    @model_validator(mode="after")
+    def _for_the_template(self) -> TemplateOptions:
+        for name, value in (self.model_extra or {}).items():
+            if name in RENDERED or not re.fullmatch(r"[A-Za-z]\w{0,63}", name, re.ASCII):
+                why = "the server's own" if name in RENDERED else "no name of a template's variable"
+                shown = name if name in RENDERED else repr(name[:64])
+                raise fault("invalid_value", f"{{name}} is {why}; it cannot be given here", name=shown, param=name[:64])
+            check_finite(value)
+        return self
 
 
 class StreamOptions(Part):
@@ -149,10 +269,11 @@ class StreamOptions(Part):
 
 
 # ---- /v1/chat/completions ----
-class ChatRequest(Sampling, OpenRequest):
+class ChatRequest(ShapedSampling, OpenRequest):
     """The body of POST /v1/chat/completions."""
 
     bookkeeping: ClassVar = BOOKKEEPING
+    others: ClassVar = OTHERS
 
     messages: Conversation
     tools: OfferedTools | None = None
@@ -167,14 +288,21 @@ class ChatRequest(Sampling, OpenRequest):
     top_logprobs: Annotated[int, Field(ge=0), AtMost("max_top_logprobs")] | None = None
     """Report this many likeliest tokens beside each."""
     chat_template_kwargs: TemplateOptions | None = None
+    continue_final_message: bool | None = None
+    """Whether the reply goes on with the last message, where that is the assistant's; by default it does. With false it
+    is a turn of its own."""
+    add_generation_prompt: bool | None = None
+    """The opposite of `continue_final_message`, as other servers also have it."""
+    echo: bool | None = None
+    """Give back the message that the reply goes on with, in front of it."""
 
-    response_format: Annotated[Any, Unsupported({"type": "text"}, hint=_FORMAT)] = None
+    add_special_tokens: Annotated[Any, Unsupported(False, hint="the chat template writes them")] = None
     functions: Annotated[Any, Unsupported([], hint="use tools")] = None
     function_call: Annotated[Any, Unsupported("none", hint="use tool_choice")] = None
     chat_template: Annotated[Any, Unsupported(hint="the model's own template is used")] = None
     modalities: Annotated[Any, Unsupported(["text"])] = None
     audio: Annotated[Any, Unsupported()] = None
-    reasoning_effort: Annotated[Any, Unsupported(hint="use chat_template_kwargs.enable_thinking")] = None
+    reasoning_effort: Annotated[Any, Unsupported(hint=_THINKING)] = None
     verbosity: Annotated[Any, Unsupported("medium", hint="ask for it in the prompt")] = None
     web_search_options: Annotated[Any, Unsupported(hint="offer a search tool in tools")] = None
     moderation: Annotated[Any, Unsupported()] = None
@@ -185,8 +313,31 @@ class ChatRequest(Sampling, OpenRequest):
         if self.top_logprobs and not self.logprobs:
             message = "top_logprobs is {count} and needs logprobs: true"
             raise fault("invalid_value", message, count=self.top_logprobs, param="top_logprobs")
+        self._check_continuation()
         check_tools(self.tools)
         return self
+
+    @property
+    def continues(self) -> bool:
+        """Whether the reply goes on with the last message."""
+        asked = self.continue_final_message
+        if asked is None and self.add_generation_prompt is not None:
+            asked = not self.add_generation_prompt
+        return self.messages[-1].role == "assistant" if asked is None else asked
+
+    def _check_continuation(self) -> None:
+        if self.continue_final_message is not None and self.add_generation_prompt == self.continue_final_message:
+            message = "continue_final_message and add_generation_prompt are both {value}; they are opposites"
+            shown = str(self.add_generation_prompt).lower()
+            raise fault("invalid_value", message, value=shown, param="continue_final_message")
+        spoken = "the last message is of role '{role}', not the assistant's"
+        if self.continues and self.messages[-1].role != "assistant":
+            param = "add_generation_prompt" if self.continue_final_message is None else "continue_final_message"
+            message = f"{param} asks for a reply that goes on with the last message, and {spoken}"
+            raise fault("invalid_value", message, role=self.messages[-1].role, param=param)
+        if self.echo and not self.continues:
+            message = "echo gives back the message that the reply goes on with, and it goes on with none"
+            raise fault("invalid_value", message, hint="end with a message of the assistant's", param="echo")
 
 
 def check_stream(stream: bool | None, options: StreamOptions | None) -> None:
@@ -253,6 +404,8 @@ class ChatChoice(Answer):
 
 
 class CachedTokens(Answer):
+    """Of the prompt's tokens, those that were known from other requests and not computed again."""
+
     cached_tokens: int = 0
 
 
@@ -263,6 +416,7 @@ class Usage(Answer):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens | None = absent()
+    """Left out where the engine does not say (vLLM)."""
 
 
 class ChatCompletion(Answer):

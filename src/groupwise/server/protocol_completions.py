@@ -10,8 +10,10 @@ from pydantic_core import core_schema
 from groupwise.server.protocol import (
     BOOKKEEPING,
     MAX_TOKEN_ID,
+    OTHERS,
     Conversation,
     Sampling,
+    ShapedSampling,
     StreamOptions,
     TemplateOptions,
     Usage,
@@ -55,10 +57,11 @@ def _prompt(value: Any) -> Raw:
 Prompts = Annotated[tuple[Raw, ...], BeforeValidator(_prompts), WithJsonSchema(_PROMPT)]
 
 
-class CompletionRequest(Sampling, OpenRequest):
+class CompletionRequest(ShapedSampling, OpenRequest):
     """The body of POST /v1/completions: the prompt is sampled as it is, without a chat template."""
 
     bookkeeping: ClassVar = BOOKKEEPING
+    others: ClassVar = OTHERS
 
     prompt: Prompts
     """A text, token ids, or a list of either. Special tokens count as such."""
@@ -72,7 +75,7 @@ class CompletionRequest(Sampling, OpenRequest):
     stream_options: StreamOptions | None = None
 
     suffix: Annotated[Any, Unsupported("")] = None
-    best_of: Annotated[Any, Unsupported(1, hint="use n, and choose yourself")] = None
+    add_special_tokens: Annotated[Any, Unsupported(True, hint="give token ids")] = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> CompletionRequest:

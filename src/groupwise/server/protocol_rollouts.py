@@ -37,6 +37,9 @@ class RolloutRow(Answer):
     """What sampled it; null where a job was not told."""
     finish_reason: Literal["stop", "length"] | None
     temperature: float
+    reshaped: list[str]
+    """The sampling parameters by which it was drawn from another distribution than the policy's at this temperature,
+    of which the log-probabilities are. None for an on-policy sample; a job is not told."""
     prompt_tokens: int
     completion_tokens: int
     created_at: str

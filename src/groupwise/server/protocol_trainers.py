@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from groupwise.server.protocol import Sampling, TemplateOptions
 from groupwise.server.protocol_completions import Prompts
-from groupwise.server.protocol_messages import Conversation, Tools
+from groupwise.server.protocol_messages import Conversation, OfferedTools
 from groupwise.server.wire import Answer, AtMost, OwnPart, OwnRequest, Unsupported
 
 DEFAULT_TOKENS = 16  # theirs
@@ -21,8 +21,6 @@ DEFAULT_TOKENS = 16  # theirs
 class _Drawn(Sampling):
     """vLLM's sampling parameters."""
 
-    top_k: Annotated[int, Field(ge=0, le=1 << 31), BeforeValidator(lambda k: 0 if k == -1 else k)] | None = None
-    """-1 and 0 are off."""
     logprobs: Annotated[int, Field(ge=0), AtMost("max_top_logprobs")] | None = None
     """So many likeliest tokens besides the sampled one."""
 
@@ -40,7 +38,6 @@ class Drawn(_Drawn, OwnRequest):
     generation_kwargs: Further | None = None
 
     images: Annotated[Any, Unsupported([])] = None
-    truncate_prompt_tokens: Annotated[Any, Unsupported(-1, hint="shorten the prompts")] = None
     structured_outputs_regex: Annotated[Any, Unsupported(hint="describe the format in the prompt")] = None
     guided_decoding_regex: Annotated[Any, Unsupported(hint="describe the format in the prompt")] = None
 
@@ -63,7 +60,7 @@ class ChatsRequest(Drawn):
 
     messages: Annotated[list[Conversation], Field(min_length=1), AtMost("max_batch_completions")]
     """One or more conversations."""
-    tools: Tools | None = None
+    tools: OfferedTools | None = None
     chat_template_kwargs: TemplateOptions | None = None
 
 

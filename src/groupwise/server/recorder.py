@@ -108,6 +108,8 @@ class Recorder:
         self._http = self._counter("http_requests", "Requests answered.", "handler", "method", "status")
         self._http_seconds = self._histogram("http_request_duration_seconds", "Of whole answers.", _LATENCY, "handler")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens taken in.", "model_name")
+        self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up.", "model_name")
+        self._hits = self._counter("prefix_cache_hits", "Of them, those that were known already.", "model_name")
         self._generation_tokens = self._counter("generation_tokens", "Tokens sampled.", "model_name")
         self._success = self._counter("request_success", "Finished requests.", "model_name", "finished_reason")
         self._in_progress = Gauge(
@@ -157,6 +159,7 @@ class Recorder:
         finish_reason: str,
         prompt_tokens: int = 0,
         completion_tokens: int | None = None,
+        cached_tokens: int | None = None,
         completion: str = "",
     ) -> None:
         """It ended: stop, length, tool_calls, or timeout, error, client_disconnect. Only the first call counts."""
@@ -169,6 +172,9 @@ class Recorder:
         model = self._model_name
         self._in_progress.labels(model).dec()
         self._prompt_tokens.labels(model).inc(prompt_tokens)
+        if cached_tokens is not None:
+            self._queries.labels(model).inc(prompt_tokens)
+            self._hits.labels(model).inc(cached_tokens)
         self._generation_tokens.labels(model).inc(total)
         self._success.labels(model, finish_reason).inc()
         self._whole.labels(model).observe(now - record.began)

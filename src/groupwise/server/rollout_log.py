@@ -46,7 +46,9 @@ if TYPE_CHECKING:
 
 MOST_IN_GROUP = 1024
 
-_COLUMNS = "seq, id, prompt_ids, completion_ids, logprobs, version, temperature, finish_reason, text, created_at"
+_COLUMNS = (
+    "seq, id, prompt_ids, completion_ids, logprobs, version, temperature, finish_reason, text, reshaped, created_at"
+)
 
 router = APIRouter(prefix="/v1/rollouts", tags=["rollouts"])
 
@@ -117,6 +119,7 @@ def _row(row: sqlite3.Row, prompt: str, text: str) -> dict[str, Any]:
         "group": key,
         "prompt": prompt,
         "text": text,
+        "reshaped": row["reshaped"].split(),
         "reward": None,
         "advantage": None,
         "prompt_tokens": len(row["prompt_ids"]) // array("i").itemsize,
@@ -197,6 +200,7 @@ class _Posted:
             "version": None,
             "finish_reason": None,
             "temperature": self.temperature,
+            "reshaped": [],
             "prompt_tokens": len(group.prompt_ids),
             "completion_tokens": len(group.completions[j].ids),
             "created_at": str(utc(job.created_at)),

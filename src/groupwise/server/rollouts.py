@@ -22,9 +22,10 @@ from groupwise.server.admission import SAMPLING_ERRORS, Admission, admit, usage
 from groupwise.server.bodies import parse_body
 from groupwise.server.chat import said_last
 from groupwise.server.config import ServeConfig
+from groupwise.server.encode import template_options
 from groupwise.server.events import while_connected
 from groupwise.server.generate import sendable
-from groupwise.server.protocol import TemplateOptions, as_messages, template_kwargs
+from groupwise.server.protocol import TemplateOptions, as_messages
 from groupwise.server.protocol_completions import BatchAnswer, BatchCompletion, BatchRequest
 from groupwise.server.protocol_messages import Conversation, Tool
 from groupwise.server.state import server_of
@@ -82,7 +83,7 @@ def encode_conversations(
 ) -> list[tuple[int, ...]]:
     """Token ids of each conversation of a body's `field`. Raises RequestError, with its path, for one that the template
     refuses or that is far longer than the context."""
-    offered, said = tuple(tool.as_dict() for tool in tools or ()), template_kwargs(options)
+    offered, said = tuple(tool.as_dict() for tool in tools or ()), template_options(options, tokenizer)
     encoded = []
     for i, messages in enumerate(conversations):
         at = f"{field}[{i}]"
@@ -106,7 +107,7 @@ def _records(asked: Admission, groups: Sequence[Sequence[Completion]]) -> list[R
             temperature=request.params.temperature,
             finish_reason=completion.finish_reason.value,
             text=completion.text,
-            narrowed=request.params.narrowed,
+            reshaped=request.params.reshaped,
         )
         for request, group in zip(asked.requests, groups, strict=True)
         for completion in group

@@ -32,6 +32,7 @@ from groupwise.server.protocol_rollouts import (
 )
 from groupwise.server.run_files import RunFiles
 from groupwise.tracking import ROLLOUTS
+from groupwise.types import SamplingParams
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -158,8 +159,7 @@ class _Line:
         self.prompt_ids: Sequence[int] = raw["prompt"]["token_ids"]
         self.tokenizer = _tokenizer(config.get("model"))
         self.prompt = _prompt(raw["prompt"], self.tokenizer)
-        rollout = config.get("rollout")
-        self._temperature = float(rollout.get("temperature", 1.0)) if isinstance(rollout, Mapping) else 1.0
+        self._params = _params(config.get("rollout"))
         modified = (run.directory / ROLLOUTS / f"step_{step:06d}.jsonl").stat().st_mtime
         self._created = datetime.fromtimestamp(modified, UTC).isoformat(timespec="milliseconds")
 
@@ -186,7 +186,8 @@ class _Line:
             "advantage": finite(raw["advantage"]),
             "version": str(turns[-1]["version"]) if turns else None,
             "finish_reason": reason if reason in ("stop", "length") else None,
-            "temperature": self._temperature,
+            "temperature": self._params.temperature,
+            "reshaped": list(self._params.reshaped),
             "prompt_tokens": len(self.prompt_ids),
             "completion_tokens": sum(len(turn["token_ids"]) for turn in turns),
             "created_at": self._created,
@@ -203,6 +204,13 @@ class _Line:
             tokens=[piece.text for piece in shown.pieces],
             logprobs=[piece.logprob for piece in shown.pieces],
         )
+
+
+def _params(rollout: object) -> SamplingParams:
+    """How a run of this configuration samples, as far as it says."""
+    given = rollout if isinstance(rollout, Mapping) else {}
+    names = ("temperature", "top_p", "top_k", "min_p")
+    return SamplingParams(**{name: given[name] for name in names if isinstance(given.get(name), int | float)})
 
 
 def _group(line: _Line) -> RolloutGroup:

@@ -340,9 +340,9 @@ def _temperature(config: GrpoJobConfig, groups: Sequence[ScoredGroup], records: 
         if completion.rollout_id is None:
             continue
         record = records[completion.rollout_id]
-        if record.narrowed:
-            hint = "sample rollouts without top_p, top_k and min_p; a lower temperature can be trained"
-            message = f"{at} was sampled with {record.narrowed}, from a part of the distribution that would be trained"
+        if record.reshaped:
+            hint = f"sample rollouts without {', '.join(record.reshaped)}; a lower temperature can be trained"
+            message = f"{at} was sampled with {', '.join(record.reshaped)}, from another distribution than is trained"
             raise RequestError(message, hint=hint, param=f"{at}.rollout_id")
         temperature = record.temperature
         if temperature <= 0:

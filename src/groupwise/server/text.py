@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from groupwise.chat import THINK_END, THINK_START, closing_ids
 from groupwise.tool_calls import Call, MalformedCall, ToolCallFormat, pieces
+from groupwise.types import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,15 +65,13 @@ class Detokenizer:
 
 class TextStream:
     """The text of one completion while it is sampled; what `push` and `finish` return joins to the engine's text.
-
-    Args:
-        stop: the stop strings that the engine watches.
-        stop_ids: the ids that end this completion beside the tokenizer's own.
+    `params` are those that the engine samples with: they say what stops it, and whether that stays in the text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, stop: Sequence[str] = (), stop_ids: Sequence[int] = ()):
-        self._detokenizer = Detokenizer(tokenizer, ends=stop_ids)
-        self._stop = tuple(stop)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, params: SamplingParams):
+        self._detokenizer = Detokenizer(tokenizer, ends=params.stop_ids)
+        self._stop = params.stop
+        self._early = params.min_tokens  # tokens in which nothing stops it
         self._held = ""
         self._given = 0
         self._stopped = False
@@ -80,9 +79,10 @@ class TextStream:
     def push(self, token_id: int) -> str:
         """The text that is certain now."""
         self._held += self._detokenizer.push(token_id)
+        self._early -= 1
         if self._stopped or not self._held:
             return ""
-        found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0] if self._early < 0 else []
         self._stopped = bool(found)
         return self._give(min(found) if found else len(self._held) - beginning_length(self._held, self._stop))
 

@@ -41,13 +41,13 @@ _NOT_SUPPORTED = "Not supported; these values change nothing."
 _DEFAULTS = ServeConfig()
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
     model_config = ConfigDict(
         strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=()
     )
 
 
-class Request(_Strict):
+class Request(Strict):
     """A body. `elsewhere` says of names that people write here what to write instead."""
 
     elsewhere: ClassVar[Mapping[str, str]] = {}
@@ -60,10 +60,16 @@ class OpenRequest(Request):
 
     bookkeeping: ClassVar[frozenset[str]] = frozenset()
     """Fields of OpenAI's that are ignored on purpose: none of them says what is to be sampled."""
+    others: ClassVar[Mapping[str, Unsupported]] = {}
+    """Fields of other servers that would change the answer: refused like a field of ours that is not supported."""
 
     @model_validator(mode="after")
     def _not_misspelt(self) -> Self:
-        for name in islice(self.model_extra or (), MOST_SLIPS):
+        given = self.model_extra or {}
+        for name, option in self.others.items():
+            if not option.is_neutral(given.get(name)):
+                raise fault("unsupported_parameter", f"{{name}} {option.says}", name=name, param=name, hint=option.hint)
+        for name in islice((each for each in given if each not in self.others), MOST_SLIPS):
             meant = difflib.get_close_matches(name[:64], type(self).model_fields, n=1, cutoff=NEARLY)
             if meant and name not in self.bookkeeping:
                 hint = f"did you mean {meant[0]}?"
@@ -75,13 +81,13 @@ class OwnRequest(Request):
     model_config = ConfigDict(extra="forbid")
 
 
-class Part(_Strict):
+class Part(Strict):
     """A piece of a body on any route; what it does not know is ignored (messages come from many clients)."""
 
     model_config = ConfigDict(extra="ignore")
 
 
-class OwnPart(_Strict):
+class OwnPart(Strict):
     """A piece of a body on our own routes."""
 
     model_config = ConfigDict(extra="forbid")
@@ -114,16 +120,17 @@ def fault(code: str, message: str, **context: Any) -> PydanticCustomError:
     return PydanticCustomError(code, message, context)  # pyright: ignore[reportArgumentType]
 
 
-def _finite(value: Any) -> Any:
+def check_finite(value: Any) -> Any:
+    """`value`, if JSON can have every number in it."""
     if isinstance(value, float) and not math.isfinite(value):
         raise fault("invalid_value", "holds {value}, which is not a JSON number", value=str(value))
     if isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
-            _finite(item)
+            check_finite(item)
     return value
 
 
-JsonObject = Annotated[dict[str, Any], AfterValidator(_finite)]  # what is passed on as it is
+JsonObject = Annotated[dict[str, Any], AfterValidator(check_finite)]  # what is passed on as it is
 
 
 class FailFast:
@@ -179,7 +186,7 @@ class Unsupported:
     """Annotated[Any, Unsupported(0, 0.0)]: an option that is known and not offered; these values change nothing."""
 
     def __init__(self, *neutral: Any, hint: str = "leave it out", says: str = "is not supported by this server"):
-        self.neutral, self.hint, self._says = (None, *neutral), hint, says
+        self.neutral, self.hint, self.says = (None, *neutral), hint, says
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
@@ -187,10 +194,14 @@ class Unsupported:
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         return {"enum": list(self.neutral), "description": _NOT_SUPPORTED}
 
+    def is_neutral(self, value: Any) -> bool:
+        """Whether it changes nothing."""
+        return any(type(value) is type(same) and value == same for same in self.neutral)
+
     def _check(self, value: Any) -> Any:
-        if any(type(value) is type(same) and value == same for same in self.neutral):
+        if self.is_neutral(value):
             return value
-        raise fault("unsupported_parameter", self._says, hint=self.hint)
+        raise fault("unsupported_parameter", self.says, hint=self.hint)
 
 
 # ---- errors ----
