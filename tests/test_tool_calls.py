@@ -234,14 +234,8 @@ def test_what_is_no_call_stays_word_for_word(
 
 @pytest.mark.parametrize("form", ToolCallFormat)
 def test_deep_nesting_is_malformed(form: ToolCallFormat) -> None:
-    begun = {
-        HERMES: '<tool_call>\n{"name": "f", "arguments":',
-        QWEN_XML: "<tool_call>\n<function=f>\n",
-        LLAMA: "<|python_tag|>",
-        MISTRAL: '[TOOL_CALLS] [{"name": "f", "arguments":',
-        MISTRAL_ARGS: "[TOOL_CALLS]f[ARGS]",
-    }
-    assert parse(begun[form] + "[" * 100_000 + (form.end or ""), form).malformed
+    start = form.opening("f") if form is not LLAMA else "<|python_tag|>"
+    assert parse(start + "[" * 100_000 + (form.end or ""), form).malformed
 
 
 @pytest.mark.parametrize(
@@ -323,6 +317,21 @@ def test_an_answer_in_json_is_no_call() -> None:
 
 def test_a_long_malformed_call_is_shown_in_part() -> None:
     assert len(str(MalformedCall("x" * 10_000, "Why."))) < 400
+
+
+@pytest.mark.parametrize("form", ToolCallFormat)
+def test_a_begun_call_can_be_completed(form: ToolCallFormat) -> None:
+    """`parseJSON` holds what a careless replacement would replace."""
+    rest = {
+        HERMES: "{}}</tool_call>",
+        QWEN_XML: "</function></tool_call>",
+        LLAMA: "{}}",
+        MISTRAL: "{}}]",
+        MISTRAL_ARGS: "{}",
+    }
+    (call,) = parse(form.opening("parseJSON") + rest[form], form).calls
+    assert call["function"] == {"name": "parseJSON", "arguments": {}}
+    assert form.opening("parseJSON").startswith(form.opening()[:8])
 
 
 def test_ids_are_what_mistrals_templates_take() -> None:

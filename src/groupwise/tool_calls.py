@@ -60,6 +60,15 @@ class ToolCallFormat(StrEnum):
         """The marker that closes a call; None where calls go on until the reply ends."""
         return _GRAMMARS[self].end
 
+    def opening(self, name: str | None = None) -> str:
+        """The beginning of a call, of the tool `name` if given; the model completes it.
+
+        >>> ToolCallFormat.LLAMA.opening("add"), ToolCallFormat.MISTRAL_ARGS.opening()
+        ('{"name": "add", "parameters":', '[TOOL_CALLS]')
+        """
+        grammar = _GRAMMARS[self]
+        return grammar.opening if name is None else grammar.opening_of(name)
+
     def call_id(self, index: int) -> str:
         """The id of a reply's call number `index`. Mistral's templates take nine letters and digits and nothing else.
 
@@ -379,6 +388,8 @@ class _Grammar:
     end: str | None
     begin: re.Pattern[str]
     read: Callable[[str, re.Match[str], Sequence[Mapping[str, Any]]], tuple[Found, int]]
+    opening: str
+    opening_of: Callable[[str], str]
 
 
 _TAGGED = re.compile(re.escape(CALL_START))
@@ -389,29 +400,39 @@ _GRAMMARS = {
         end=CALL_END,
         begin=_TAGGED,
         read=_read_hermes,
+        opening=CALL_START,
+        opening_of=lambda name: f'{CALL_START}\n{{"name": {json.dumps(name)}, "arguments":',
     ),
     ToolCallFormat.QWEN_XML: _Grammar(
         start=CALL_START,
         end=CALL_END,
         begin=_TAGGED,
         read=_read_xml,
+        opening=f"{CALL_START}\n<function=",
+        opening_of=lambda name: f"{CALL_START}\n<function={name}>\n",
     ),
     ToolCallFormat.LLAMA: _Grammar(
         start=PYTHON_TAG,
         end=None,
         begin=re.compile(f"{re.escape(PYTHON_TAG)}|{_BARE_CALL}"),
         read=_read_llama,
+        opening='{"name": "',
+        opening_of=lambda name: f'{{"name": {json.dumps(name)}, "parameters":',
     ),
     ToolCallFormat.MISTRAL: _Grammar(
         start=TOOL_CALLS,
         end=None,
         begin=_LISTED,
         read=_read_mistral,
+        opening=f'{TOOL_CALLS} [{{"name": "',
+        opening_of=lambda name: f'{TOOL_CALLS} [{{"name": {json.dumps(name)}, "arguments":',
     ),
     ToolCallFormat.MISTRAL_ARGS: _Grammar(
         start=TOOL_CALLS,
         end=None,
         begin=_LISTED,
         read=_read_mistral,
+        opening=TOOL_CALLS,
+        opening_of=lambda name: f"{TOOL_CALLS}{name}{ARGS}",
     ),
 }

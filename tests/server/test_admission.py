@@ -72,7 +72,7 @@ def test_how_long_a_completion_may_be(prompt: int, body: dict, expected: int) ->
 
 @pytest.mark.parametrize(("prompt", "body", "requested"), [(100, {}, 101), (10, {"max_tokens": 91}, 101)])
 def test_what_does_not_fit_is_refused_in_the_words_that_clients_look_for(prompt, body, requested) -> None:
-    message = f"maximum context length is 100 tokens, but you requested {requested} "
+    message = f"^This model's maximum context length is 100 tokens. However, you requested {requested} tokens"
     with pytest.raises(ContextLengthError, match=message):
         params(prompt, **body)
 

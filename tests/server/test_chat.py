@@ -578,7 +578,7 @@ def test_what_is_wrong_is_said_before_the_first_byte(client: OpenAI, stream: boo
         ask(client, ADD, adapter="gone@3", stream=stream)
     assert adapter.value.code == "adapter_not_found"
     with pytest.raises(
-        BadRequestError, match=r"maximum context length is 1024 tokens, but you requested 1\d\d\d"
+        BadRequestError, match=r"This model's maximum context length is 1024 tokens\. However, you requested 1\d\d\d"
     ) as long:
         ask(client, ADD, max_tokens=1020, stream=stream)
     assert long.value.code == "context_length_exceeded"

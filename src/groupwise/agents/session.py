@@ -156,7 +156,7 @@ class Session:
             self.stop = self.stop or "context"
             context, held = self.sampler.context_length, len(asked.transcript.prompt_ids)
             raise ContextLengthError(
-                f"this model's maximum context length is {context} tokens; the messages have {held}",
+                f"This model's maximum context length is {context} tokens. However, the messages have {held} tokens",
                 hint="shorten the conversation; the episode goes on",
             )
         most = min(room, self.params.max_tokens, request.most_tokens or room)

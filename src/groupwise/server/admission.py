@@ -206,9 +206,10 @@ def sampling_params(
     """
     asked, room = body.most_tokens, context - len(prompt_ids)
     if room < (1 if asked is None else asked):
-        total = f"{len(prompt_ids) + (asked or 1)} ({len(prompt_ids)} in the prompt, {asked or 1} for the completion)"
-        raise ContextLengthError(
-            f"the model's maximum context length is {context} tokens, but you requested {total}",
+        prompt, total = len(prompt_ids), len(prompt_ids) + (asked or 1)
+        raise ContextLengthError(  # in OpenAI's words: clients know the error by its first ones
+            f"This model's maximum context length is {context} tokens. However, you requested {total} tokens "
+            f"({prompt} in the prompt, {asked or 1} for the completion)",
             hint=f"lower max_tokens to {room} or less, or shorten the prompt" if room > 0 else "shorten the prompt",
         )
     most = min(most_tokens, room) if asked is None else max(1, asked)
