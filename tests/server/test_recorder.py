@@ -88,12 +88,7 @@ def test_decode_stats_are_of_the_last_minute(recorder: Recorder, clock: Clock) -
 
 def test_without_tokens_there_are_no_gaps(recorder: Recorder) -> None:
     stats = recorder.decode_stats()
-    assert (stats["tok_per_sec"], stats["p50_itl_ms"], stats["mean_itl_ms"], stats["sample_count"]) == (
-        0,
-        None,
-        None,
-        0,
-    )
+    assert stats.pop("window_secs") == 60 and set(stats.values()) == {0}  # numbers, as clients read them
 
 
 def test_an_unstreamed_answer_counts_towards_the_speed(recorder: Recorder, clock: Clock) -> None:

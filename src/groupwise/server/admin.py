@@ -281,14 +281,15 @@ async def config(request: Request) -> ConfigAnswer:
 
 
 class DecodeStats(Answer):
-    """The last minute. Gaps between tokens are those of streams; null where there were none."""
+    """The last minute. Gaps between tokens are those of streams."""
 
     tok_per_sec: float
-    p50_itl_ms: float | None
-    p99_itl_ms: float | None
-    mean_itl_ms: float | None
+    p50_itl_ms: float
+    p99_itl_ms: float
+    mean_itl_ms: float
     sample_count: int
     window_secs: float
+    """Gaps that were measured; where this is 0 the latencies are 0, too, and say nothing."""
 
 
 @router.get("/v1/stats/decode", **documented(answer=DecodeStats))

@@ -201,8 +201,9 @@ class Recorder:
         """The latest requests that sampled, newest first."""
         return list(self._recent)
 
-    def decode_stats(self) -> dict[str, float | int | None]:
-        """The last minute: tokens a second over all requests, and the gaps between the tokens of a stream."""
+    def decode_stats(self) -> dict[str, float | int]:
+        """The last minute: tokens a second over all requests, and the gaps between the tokens of a stream; all 0 where
+        `sample_count` is."""
         now = time.monotonic()
         while self._window and self._window[0].at < now - WINDOW_S:
             self._window.popleft()
@@ -212,7 +213,7 @@ class Recorder:
             "tok_per_sec": sum(tokens.count for tokens in self._window) / seconds,
             "p50_itl_ms": _quantile(gaps, 0.5),
             "p99_itl_ms": _quantile(gaps, 0.99),
-            "mean_itl_ms": 1000 * sum(gaps) / len(gaps) if gaps else None,
+            "mean_itl_ms": 1000 * sum(gaps) / len(gaps) if gaps else 0.0,
             "sample_count": len(gaps),
             "window_secs": WINDOW_S,
         }
@@ -243,6 +244,6 @@ def _preview(text: str, length: int) -> str:
     return text if len(text) <= length else text[:length] + "…"
 
 
-def _quantile(values: Sequence[float], q: float) -> float | None:
-    """In milliseconds; the nearest rank of sorted `values`."""
-    return 1000 * values[max(0, math.ceil(q * len(values)) - 1)] if values else None
+def _quantile(values: Sequence[float], q: float) -> float:
+    """In milliseconds; the nearest rank of sorted `values`, 0 where there are none."""
+    return 1000 * values[max(0, math.ceil(q * len(values)) - 1)] if values else 0.0
