@@ -342,6 +342,7 @@ WRITES = {
     "check": lambda book, lease: book.check(lease),
     "progress": lambda book, lease: book.progress(lease, phase="training", step=3, metrics={"loss": 1.0}, message="m"),
     "published": lambda book, lease: book.published(lease, "math@9"),
+    "settled": lambda book, lease: book.settled(lease, {"lora_rank": 16}),
     "fail": lambda book, lease: book.fail(lease, ERROR),
     "cancelled": lambda book, lease: book.cancelled(lease),
     "release": lambda book, lease: book.release(lease),

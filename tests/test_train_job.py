@@ -57,6 +57,21 @@ def sampled(place: Place) -> dict:
     return posted
 
 
+# --- what acts ---
+
+
+def test_a_job_says_what_it_was_begun_with(place):
+    """Where the request says nothing, the adapter that is continued does."""
+    defaults = dict.fromkeys(("lora_rank", "lora_alpha", "target_modules"))
+    fresh = place.do(groups(), **defaults)
+    acting = {"lora_rank": 16, "lora_alpha": 32.0, "target_modules": "all-linear"}
+    assert fresh.effective == {**acting, "checkpoint_interval": 10, "kl": "k3"} and fresh.config["lora_rank"] is None
+    place.do(groups(), adapter="small", kl_coeff=0.0)
+    going_on = place.do(groups(), adapter="small", checkpoint_interval=5, **defaults)
+    expected = {"lora_rank": 2, "lora_alpha": 4.0, "target_modules": ["down_proj", "q_proj"], "kl": "k3"}
+    assert going_on.effective == expected
+
+
 # --- a policy that a step destroys ---
 
 DESTROYED = {"learning_rate": 1.0, "target_modules": "all-linear"}

@@ -108,6 +108,18 @@ class JobConfig(NullIsAbsent, Section):
             return newest
         return PolicyVersion.base() if self.base_adapter is None else store.resolve(wanted)
 
+    def effective(self, saved: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What acts where the request says nothing, of the fields for which that can be said: those of a fresh adapter,
+        or of the one that is continued, whose PEFT configuration is `saved`."""
+        own = {"r": LORA_RANK, "lora_alpha": LORA_ALPHA, "target_modules": LORA_TARGETS} if saved is None else saved
+        found = {
+            "lora_rank": own.get("r"),
+            "lora_alpha": own.get("lora_alpha"),
+            "target_modules": own.get("target_modules"),
+            "checkpoint_interval": CHECKPOINT_INTERVAL,
+        }
+        return {name: value for name, value in found.items() if getattr(self, name) is None}
+
     def differences(self, saved: Mapping[str, Any]) -> list[tuple[str, object, object]]:
         """(field, given, the adapter's own) where the request wants another adapter than the one it continues."""
         own = {"lora_rank": saved["r"], "lora_alpha": saved["lora_alpha"]}
@@ -156,6 +168,10 @@ class GrpoJobConfig(AlgoConfig, JobConfig):
     def trains_flat(self, *, recorded: bool) -> bool:
         """Whether groups of equal rewards are trained too, because another term of the loss has a gradient there."""
         return self.loss(recorded=recorded).needs_flat(self.iterations * self.minibatches, stale=recorded)
+
+    def effective(self, saved: Mapping[str, Any] | None) -> dict[str, Any]:
+        kl = {"kl": _KL} if self.kl is None and self.kl_coeff else {}
+        return super().effective(saved) | kl
 
     def steps(self, *, groups: int) -> int:
         """Optimizer steps of a job that trains on this many groups."""

@@ -128,8 +128,11 @@ class Ledger:
         idempotency_key: str | None = None,
         fingerprint: str = "",
         max_queued: int = 32,
+        id: str | None = None,
+        effective: Mapping[str, Any] | None = None,
     ) -> tuple[Job, bool]:
-        """Queue a job: (job, True). When this returns, the job and its payload are on the disk.
+        """Queue a job: (job, True). When this returns, the job and its payload are on the disk. `id` is 32 hexadecimal
+        digits that no job has; None makes some up. `effective` is what is known of `Job.effective` by now.
 
         An `idempotency_key` of the last 24 hours gives (its job, False), if the body's `fingerprint` is the same.
 
@@ -141,9 +144,9 @@ class Ledger:
             if known := self._find_known(db, idempotency_key, fingerprint):
                 return known, False
             _check_room(db, max_queued)
-        id = uuid4().hex
+        id = id or uuid4().hex
         row = {"id": id, "kind": kind, "adapter": adapter, "config": dump(config), "summary": dump(summary)}
-        row |= {"auto_load": auto_load, "steps": steps, "created_at": time.time()}
+        row |= {"auto_load": auto_load, "steps": steps, "created_at": time.time(), "effective": dump(effective or {})}
         key = None if idempotency_key is None else {"key": idempotency_key, "fingerprint": fingerprint}
         temporary = self._spool / f".{id}.tmp"
         try:
@@ -360,6 +363,11 @@ class Ledger:
         """What memory depends on: the tokens of the job's `largest` pass, and of its `longest` sample."""
         with self._db.transaction("recording the size of a job") as db:
             update_job(db, held_by(db, lease)["seq"], pass_tokens=largest, least_tokens=longest)
+
+    def settled(self, lease: Lease, effective: Mapping[str, Any]) -> None:
+        """What acts where the job's configuration has null. Raises LeaseLostError."""
+        with self._db.transaction("recording what a job was begun with") as db:
+            update_job(db, held_by(db, lease)["seq"], effective=dump(effective))
 
     def shrink(self, lease: Lease, reason: str) -> Job | None:
         """Memory ran out: the job is to go on with half the tokens in a pass. None if its passes cannot be smaller.

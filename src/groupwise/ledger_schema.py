@@ -21,7 +21,7 @@ import time
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,8 @@ MIGRATIONS = (
     """
     -- what was wrong at the end of the job, so that the version it made was not activated
     ALTER TABLE job ADD COLUMN unhealthy TEXT;
+    -- fields of config that are null, and what acts in their place
+    ALTER TABLE job ADD COLUMN effective TEXT NOT NULL DEFAULT '{}';
     -- names, with spaces between: SamplingParams.reshaped
     ALTER TABLE rollout ADD COLUMN reshaped TEXT NOT NULL DEFAULT '';
     -- bytes of all rollouts up to this one, those that are forgotten included
@@ -145,7 +147,7 @@ _DISK = {  # the error of the file system that SQLite's stands for; 0 where it d
     sqlite3.SQLITE_CANTOPEN: 0,
 }
 READABLE = {  # what holds for every row that can be read
-    "job": "json_valid(config) AND json_valid(summary) AND json_valid(metrics)"
+    "job": "json_valid(config) AND json_valid(summary) AND json_valid(metrics) AND json_valid(effective)"
     " AND (error IS NULL OR json_valid(error))"
     " AND state IN ('queued', 'running', 'completed', 'failed', 'cancelled')",
     "event": "json_valid(data)",
@@ -153,7 +155,7 @@ READABLE = {  # what holds for every row that can be read
     "idempotency": "typeof(key) = 'text'",
 }
 _ACCEPTED = {  # of a job when it is accepted
-    **dict.fromkeys(("id", "kind", "adapter", "config", "summary"), str),
+    **dict.fromkeys(("id", "kind", "adapter", "config", "summary", "effective"), str),
     "auto_load": bool,
     "steps": int,
     "created_at": float,
@@ -182,6 +184,7 @@ class JobState(StrEnum):
 class Job:
     """A training job as it stood when it was read.
 
+    `effective` is what acts where `config` has null, as far as it is known: for sure once a worker has begun.
     `phase` is one of PHASES; a failed job keeps the one it failed in. `attempt` counts how often a worker took it.
     `metrics` are those of the last step, without the ones that were not finite. `error` is {"code", "message", "hint"}.
     `position` is 1 for the next of the waiting jobs, and None unless it waits. `micro_tokens` is None until memory ran
@@ -210,6 +213,7 @@ class Job:
     position: int | None
     micro_tokens: int | None = None
     unhealthy: str | None = None
+    effective: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def progress(self) -> float:
@@ -468,7 +472,7 @@ def to_job(row: sqlite3.Row) -> Job:
     """A row of JOBS as the record."""
     values: dict[str, Any] = {key: row[key] for key in Job.__dataclass_fields__}
     with _readable("job", row["seq"]):
-        values |= {key: json.loads(row[key]) for key in ("config", "summary", "metrics")}
+        values |= {key: json.loads(row[key]) for key in ("config", "summary", "metrics", "effective")}
         values |= {key: bool(row[key]) for key in ("auto_load", "cancel_requested")}
         values["state"] = JobState(row["state"])
         values["error"] = None if row["error"] is None else json.loads(row["error"])

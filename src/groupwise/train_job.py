@@ -136,8 +136,12 @@ def _open(lease: Lease, place: Workplace) -> _Run:
     task = make_task(config, parse_payload(job.kind, place.ledger.payload(job.id)), base=place.base)
     largest = min(task.largest, max(config.micro_tokens, task.longest))
     place.ledger.measured(lease, largest=largest, longest=task.longest)
-    run = _resumed(lease, place, config, task)
-    return _begun(lease, place, config, task) if run is None else run
+    run = _resumed(lease, place, config, task) or _begun(lease, place, config, task)
+    targets = run.standing.lora.targets
+    saved = {"r": run.standing.lora.rank, "lora_alpha": run.standing.lora.alpha}
+    saved["target_modules"] = targets if isinstance(targets, str) else list(targets)
+    place.ledger.settled(lease, config.effective(saved))
+    return run
 
 
 def _resumed(lease: Lease, place: Workplace, config: JobConfig, task: Task) -> _Run | None:

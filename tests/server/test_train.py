@@ -15,6 +15,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
+from groupwise.adapter_files import Provenance
 from groupwise.adapters import AdapterStore
 from groupwise.errors import StorageError
 from groupwise.job_payload import parse_payload
@@ -147,7 +148,14 @@ def test_conversations_are_queued_behind_it(site: Site) -> None:
     answer = site.submit("sft", config={"auto_load": False})
     assert answer["message"] == "Queued SFT training with 1 examples (position 2 in queue)"
     job = site.ledger.job(answer["job_id"])
-    assert (job.kind, job.auto_load) == ("sft", False) and job.adapter.startswith("sft-")
+    assert (job.kind, job.auto_load) == ("sft", False)
+
+
+def test_a_made_up_name_is_the_beginning_of_the_jobs_id(site: Site) -> None:
+    for kind in ("grpo", "sft"):
+        answer = site.submit(kind, config={})
+        assert answer["adapter_name"] == f"{kind}-{answer['job_id'][:8]}"
+        assert site.ledger.job(answer["job_id"]).config["output_name"] == answer["adapter_name"]
 
 
 def test_a_rollout_id_and_a_reward_are_enough(site: Site) -> None:
@@ -298,6 +306,31 @@ def test_a_status_has_what_kiln_has_and_more(site: Site) -> None:
     assert done["elapsed_secs"] == pytest.approx(job.finished_at - job.created_at, abs=1e-3)
     times = [done["created_at"], done["started_at"], done["finished_at"]]
     assert times == sorted(times) and all(text.endswith("Z") and "T" in text for text in times)
+
+
+def test_a_status_shows_what_acts_where_the_request_said_nothing(site: Site, base: LoadedModel, make_adapter) -> None:
+    """Of a fresh adapter, of one that is continued, and of one that a job ahead has yet to make."""
+    names = ("lora_rank", "lora_alpha", "target_modules", "checkpoint_interval", "kl")
+
+    def shown(**config: Any) -> list[Any]:
+        acting = site.get(f"status/{site.submit(config=config)['job_id']}")["config"]
+        return [acting[name] for name in names]
+
+    store = train_store(site)
+    store.import_(make_adapter(base), "math", info=Provenance(base_model="starter", base_hash=base.hash))
+    assert shown() == [16, 32.0, "all-linear", 10, "k3"]
+    assert shown(lora_rank=4, kl_coeff=0, checkpoint_interval=2) == [4, 32.0, "all-linear", 2, None]
+    rank, alpha, targets, *_ = shown(base_adapter="math", output_name="other")
+    assert (rank, alpha) == (3, 6.0) and "q_proj" in targets
+    assert shown(output_name="other")[:3] == [None] * 3  # what the job ahead makes is not there yet
+    lease = site.ledger.lease("w")
+    assert lease is not None
+    site.ledger.settled(lease, {"lora_rank": 5})
+    assert site.get(f"status/{lease.job.id}")["config"]["lora_rank"] == 5
+
+
+def train_store(site: Site) -> AdapterStore:
+    return AdapterStore(site.ledger.path.parent / "adapters")
 
 
 def test_a_status_says_why_a_version_was_not_made_active_and_how_to_do_it(site: Site) -> None:

@@ -162,6 +162,7 @@ class TrainStatus(Answer):
     cancel_requested: bool
     error: JobError | None
     config: dict[str, Any]
+    """As it acts: rank, scale and targets of the adapter that is continued or begun, where the request names none."""
     summary: dict[str, Any]
     """What was submitted, in numbers."""
     unhealthy: str | None

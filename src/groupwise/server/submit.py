@@ -48,8 +48,11 @@ SHOWN = 5  # paths that one message names
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """A job that can be queued. `config` parses as the job's configuration; `summary` has "warnings"."""
+    """A job that can be queued. `config` parses as the job's configuration, `effective` says what acts where it has
+    null; `summary` has "warnings"."""
 
+    id: str
+    effective: dict[str, Any]
     kind: str
     adapter: str
     config: dict[str, Any]
@@ -96,14 +99,14 @@ def prepare_grpo(
     flat = [i for i, group in enumerate(groups) if not differ([c.reward for c in group.completions])]
     if len(flat) == len(groups):
         raise _no_signal(groups)
-    start = _continued(config, base=base, store=store, pending=pending)
+    start, effective = _continued(config, base=base, store=store, pending=pending)
     records = _found(groups, rollouts)
     temperature = _temperature(config, groups, records)
     recorded = any(c.logprobs is not None or c.rollout_id is not None for _, c in _completions(groups))
     trained = len(groups) if config.trains_flat(recorded=recorded) else len(groups) - len(flat)
     steps = config.steps(groups=trained)
     _check_warmup(config, steps)
-    name = config.output_name or f"grpo-{uuid4().hex[:8]}"
+    id, name = _named("grpo", config, store)
     rewards = [completion.reward for group in groups for completion in group.completions]
     tokens = {"prompt_tokens": 0, "completion_tokens": 0}
 
@@ -116,6 +119,8 @@ def prepare_grpo(
 
     payload = dump_groups(encoded(), temperature=temperature)
     return Submission(
+        id=id,
+        effective=effective,
         kind="grpo",
         adapter=name,
         config=config.model_dump(mode="json") | {"output_name": name, "temperature": temperature},
@@ -143,10 +148,10 @@ def prepare_sft(
     examples, config = request.examples, request.config
     if not examples:
         raise RequestError("examples is empty", hint="give at least one conversation", param="examples")
-    start = _continued(config, base=base, store=store, pending=pending)
+    start, effective = _continued(config, base=base, store=store, pending=pending)
     steps = config.steps(examples=len(examples))
     _check_warmup(config, steps)
-    name = config.output_name or f"sft-{uuid4().hex[:8]}"
+    id, name = _named("sft", config, store)
     tokens = {"tokens": 0, "trained_tokens": 0}
 
     def encoded() -> Iterator[EncodedExample]:
@@ -158,6 +163,8 @@ def prepare_sft(
 
     payload = dump_examples(encoded())
     return Submission(
+        id=id,
+        effective=effective,
         kind="sft",
         adapter=name,
         config=config.model_dump(mode="json") | {"output_name": name},
@@ -170,6 +177,15 @@ def prepare_sft(
         steps=steps,
         auto_load=config.auto_load,
     )
+
+
+def _named(kind: str, config: JobConfig, store: AdapterStore) -> tuple[str, str]:
+    """An id for the job, and what its adapter is called: a name that is made up begins as the id does."""
+    while True:
+        id = uuid4().hex
+        name = config.output_name or f"{kind}-{id[:8]}"
+        if config.output_name or not store.versions(name):
+            return id, name
 
 
 # ---- what is wrong by itself ----
@@ -250,19 +266,20 @@ def _check_warmup(config: JobConfig, steps: int) -> None:
 # ---- what it continues ----
 def _continued(
     config: JobConfig, *, base: TextModel, store: AdapterStore, pending: Collection[str]
-) -> PolicyVersion | None:
-    """The version from which the job would start now; None if a job ahead of it decides that.
+) -> tuple[PolicyVersion | None, dict[str, Any]]:
+    """The version from which the job would start now, None if a job ahead of it decides that; and what then acts where
+    the request says nothing.
 
     A bare name is left as it is: it means the newest version when the job runs, so that queued rounds add up.
     """
     asked = config.base_adapter
     targets = _targeted(config, base)
     if (asked or config.output_name) in pending:
-        return None
+        return None, config.effective({})
     try:
         version = config.parent(store, name=config.output_name)
         if version.is_base:
-            return version
+            return version, config.effective(None)
         store.check_base(version, base.hash)
         directory = store.path(version)
         saved = json.loads((directory / adapter_files.CONFIG).read_bytes())
@@ -271,7 +288,7 @@ def _continued(
         field = "output_name" if asked is None else "base_adapter"
         raise at_field(error, f"config.{field}") from error
     _check_shape(config, version, saved, same_targets=targets is None or set(targets) == set(adapted))
-    return version
+    return version, config.effective(saved)
 
 
 def _passed_over(config: JobConfig, store: AdapterStore, start: PolicyVersion | None) -> Iterator[str]:

@@ -119,6 +119,8 @@ def _submit(server: Server, submission: Submission, fingerprint: str, key: str |
         raise at_field(error, "config.output_name") from error
     job, is_new = server.ledger.submit(
         kind=submission.kind,
+        id=submission.id,
+        effective=submission.effective,
         adapter=submission.adapter,
         config=submission.config,
         summary=submission.summary,
@@ -224,7 +226,7 @@ def _status(server: Server, job: Job) -> TrainStatus:
         attempt=job.attempt,
         cancel_requested=job.cancel_requested,
         error=_error(server, job),
-        config=dict(job.config),
+        config={**job.config, **job.effective},
         summary={key: value for key, value in job.summary.items() if key != "warnings"},
         unhealthy=job.unhealthy,
         warnings=warnings_of(job),
