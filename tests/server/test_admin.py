@@ -273,6 +273,17 @@ def test_the_configuration_shows_without_its_secrets(site: Whole) -> None:
     assert shown["config"]["max_n"] == 128 and re.fullmatch(r"[0-9a-f]{64}", shown["base_hash"])
 
 
+def test_an_error_names_no_directory_of_the_machine(model_dir: Path, tmp_path: Path, make_adapter: Any) -> None:
+    with whole(tmp_path, model_dir) as site:
+        version = site.publish(make_adapter(site.server.base, seed=1), "math")
+        (site.server.store.path(version) / "adapter_model.safetensors").write_bytes(b"not any more")
+        answer = site.http.post("/v1/adapters/math/activate")
+        said = answer.json()["error"]
+    assert (answer.status_code, said["code"]) == (409, "swap_refused")
+    assert "<state_dir>/adapters/math/v000001" in said["message"]
+    assert str(tmp_path) not in answer.text and str(model_dir) not in answer.text
+
+
 # ---- HEAD ----
 STREAM = "/v1/events"  # without an end; test_live.py reads it
 

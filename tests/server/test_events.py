@@ -144,19 +144,20 @@ def test_a_failure_after_the_first_event_is_an_event_and_the_stream_still_ends()
         async def events() -> AsyncGenerator[bytes, None]:
             yield sse('{"ok":1}')
             yield PING
-            raise DeadlineError("too late", hint="hurry") if http.url.path == "/known" else KeyError("secret")
+            known = DeadlineError("too late", hint="see /srv/state/log")
+            raise known if http.url.path == "/known" else KeyError("secret")
 
         failing = events()
         resources = AsyncExitStack()
         resources.push(lambda kind, *_: told.append(kind))
-        return EventStream(await anext(failing), failing, resources=resources)
+        return EventStream(await anext(failing), failing, resources=resources, without={"/srv/state": "<state_dir>"})
 
     with serving_routes(*(Route(path, failing, methods=["POST"]) for path in ("/known", "/bug"))) as port:
         known, bug = (body_of(post(port, path)).split("\n\n") for path in ("/known", "/bug"))
     assert known[:2] == bug[:2] == ['data: {"ok":1}', ": ping"]
     assert known[3:] == bug[3:] == ["data: [DONE]", ""]
     error = json.loads(known[2].removeprefix("data: "))["error"]
-    assert (error["message"], error["code"], error["hint"]) == ("too late", "deadline_exceeded", "hurry")
+    assert (error["message"], error["code"], error["hint"]) == ("too late", "deadline_exceeded", "see <state_dir>/log")
     assert json.loads(bug[2].removeprefix("data: "))["error"]["code"] == "internal_error"
     assert "secret" not in bug[2]
     assert told == [DeadlineError, KeyError]

@@ -45,7 +45,7 @@ class Site:
         self.recorder = Recorder(model_name="tiny")
         self.app = FastAPI(openapi_url="/openapi.json", docs_url=None, redoc_url=None, redirect_slashes=False)
         self.app.state.server = SimpleNamespace(config=self.config)
-        add_handlers(self.app, without="/srv/groupwise-state")
+        add_handlers(self.app, without={"/srv/groupwise-state": "<state_dir>"})
         describe(self.app, self.config)
         _add_routes(self.app, self)
         self.asgi = Guard(self.app, config=self.config, gate=self.gate, recorder=self.recorder)

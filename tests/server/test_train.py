@@ -381,6 +381,18 @@ def test_a_job_that_killed_its_workers_shows_the_last_words(site: Site) -> None:
     assert (error["code"], error["log"]) == ("crashed_repeatedly", "Killed: line 42")
 
 
+def test_what_a_job_says_of_the_disk_names_no_directory_of_the_machine(site: Site, tmp_path: Path) -> None:
+    id = site.submit()["job_id"]
+    lease = site.ledger.lease("w")
+    assert lease is not None
+    hint = f"look into {tmp_path}/logs/worker.log"
+    site.ledger.fail(lease, {"code": "storage", "message": f"{tmp_path} is full", "hint": hint})
+    error = site.get(f"status/{id}")["error"]
+    assert (error["message"], error["hint"]) == ("<state_dir> is full", "look into <state_dir>/logs/worker.log")
+    told = site.http.get(f"/v1/train/events/{id}").text
+    assert str(tmp_path) not in told and told.count("<state_dir> is full") == 2  # the message, and the error in data
+
+
 def test_metrics_have_a_line_a_step(site: Site) -> None:
     id = site.submit()["job_id"]
     assert site.get(f"metrics/{id}") == {"job_id": id, "steps": []}

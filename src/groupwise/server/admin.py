@@ -22,6 +22,7 @@ from pydantic import Field
 from groupwise import __version__
 from groupwise.errors import GroupwiseError, ModelError, NotReadyError
 from groupwise.ledger import Job, JobState
+from groupwise.server.envelope import hidden
 from groupwise.server.protocol_completions import ModelCard, ModelList
 from groupwise.server.recorder import Sample
 from groupwise.server.state import Server, server_of
@@ -122,7 +123,7 @@ def _checks(server: Server) -> Iterator[Check]:
         "training_worker": ended,
     }
     for name, problem in problems.items():
-        yield Check(name=name, passed=problem is None, detail=problem)
+        yield Check(name=name, passed=problem is None, detail=hidden(problem, server.paths))
 
 
 def _ledger_problem(server: Server) -> str | None:
@@ -288,8 +289,8 @@ class DecodeStats(Answer):
     p99_itl_ms: float
     mean_itl_ms: float
     sample_count: int
-    window_secs: float
     """Gaps that were measured; where this is 0 the latencies are 0, too, and say nothing."""
+    window_secs: float
 
 
 @router.get("/v1/stats/decode", **documented(answer=DecodeStats))

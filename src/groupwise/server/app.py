@@ -59,7 +59,7 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
 
     from groupwise import __version__
     from groupwise.server import adapters, admin, chat, completions, findings, live, rollout_log, rollouts, train
-    from groupwise.server.envelope import add_handlers
+    from groupwise.server.envelope import add_handlers, private_paths
     from groupwise.server.guard import Gate, Guard
     from groupwise.server.openapi import describe
     from groupwise.server.web import Web
@@ -77,7 +77,7 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
         from groupwise.server.tinker_routes import mount  # needs the extra `tinker`
 
         mount(app, server)
-    add_handlers(app, without=str(config.state_dir.absolute()))
+    add_handlers(app, without=private_paths(config.state_dir, config.model))
     describe(app, config)
     app.add_middleware(Guard, config=config, gate=gate or Gate("ready"), recorder=server.recorder)
     if config.cors_origins:

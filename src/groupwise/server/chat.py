@@ -87,7 +87,8 @@ async def chat_completions(http: Request) -> Response:
             return asked.answer(answer)
         events = chat.events()
         first = await while_connected(http, anext(events))
-        return EventStream(first, events, resources=resources.pop_all(), headers=asked.headers)
+        without = server_of(http).paths
+        return EventStream(first, events, resources=resources.pop_all(), headers=asked.headers, without=without)
 
 
 # ---- the prompt ----

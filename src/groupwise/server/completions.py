@@ -70,7 +70,8 @@ async def completions(http: Request) -> Response:
             return await asyncio.to_thread(lambda: asked.answer(answer.whole(scored, groups)))
         events = answer.events()
         first = await while_connected(http, anext(events))
-        return EventStream(first, events, resources=resources.pop_all(), headers=asked.headers)
+        without = server_of(http).paths
+        return EventStream(first, events, resources=resources.pop_all(), headers=asked.headers, without=without)
 
 
 def read_completions(

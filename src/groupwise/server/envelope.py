@@ -3,6 +3,7 @@
     envelope        a GroupwiseError -> status, headers, body
     respond         the same as a response
     add_handlers    the application's exceptions -> envelopes
+    private_paths   where things are on this machine;  hidden   text, or what holds text, without that
 
 `type` is OpenAI's word for the status; `code` is ours, stable, and has an entry in the troubleshooting guide. Where a
 retry can help, `retry-after` says when; where it cannot, `x-should-retry: false` keeps clients from doubling the load.
@@ -10,13 +11,14 @@ retry can help, `retry-after` says when; where it cannot, `x-should-retry: false
 
 from __future__ import annotations
 
-import copy
 import difflib
 import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import lru_cache
+from pathlib import Path as FilePath
+from typing import Any, TypeVar, cast
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -100,6 +102,43 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text)
 
 
+Shown = TypeVar("Shown")
+Paths = Mapping[str, str]  # an absolute path of this machine -> what stands in its place
+
+
+@lru_cache(maxsize=8)
+def private_paths(state_dir: FilePath, model: str) -> Paths:
+    """The directories of this machine that errors may name, and that clients have no use for."""
+    places = [(state_dir, "<state_dir>"), (FilePath(__file__).parents[1], "<groupwise>"), (FilePath.cwd(), "<cwd>")]
+    places += [(FilePath(model), "<model>")] if FilePath(model).is_dir() else []
+    places += [(FilePath.home(), "~")]
+    found: dict[str, str] = {}
+    for path, shown in places:
+        for each in (path.absolute(), path.resolve()):
+            if len(each.parts) > 1:  # not the root of the file system
+                found.setdefault(str(each), shown)
+    return dict(sorted(found.items(), key=lambda each: -len(each[0])))
+
+
+def hidden(value: Shown, paths: Paths) -> Shown:
+    """`value` with something else in place of each path, in a text and in every text of a list or an object.
+
+    >>> hidden({"said": ["in /srv/state/logs and /srv/stateful"]}, {"/srv/state": "<state_dir>"})
+    {'said': ['in <state_dir>/logs and /srv/stateful']}
+    """
+    if isinstance(value, dict):
+        return cast("Shown", {key: hidden(each, paths) for key, each in value.items()})
+    if isinstance(value, list):
+        return cast("Shown", [hidden(each, paths) for each in value])
+    if not isinstance(value, str):
+        return value
+    text: str = value
+    for path, shown in paths.items():
+        if path in text:
+            text = re.sub(rf"{re.escape(path)}(?![\w.-]*[\w-])", lambda _, shown=shown: shown, text)
+    return cast("Shown", text)
+
+
 def envelope(error: GroupwiseError) -> tuple[int, dict[str, str], bytes]:
     """The status, the headers that the status asks for, and the body."""
     status = error.status if 400 <= error.status < 600 else 500
@@ -118,26 +157,34 @@ def envelope(error: GroupwiseError) -> tuple[int, dict[str, str], bytes]:
     return status, headers, ErrorEnvelope(error=body).model_dump_json().encode()
 
 
-def respond(error: GroupwiseError, *, without: str | None = None) -> Response:
-    """The envelope as a response; `without` is text that must not be shown, such as the server's own directory."""
-    if without and without in error.message:
-        shown = copy.copy(error)  # of its kind, on which headers depend
-        shown.message = error.message.replace(without, "<state_dir>")
-        error = shown
-    status, headers, body = envelope(error)
+def respond(error: GroupwiseError, *, without: Paths | None = None) -> Response:
+    """The envelope as a response, in which the paths `without` are hidden."""
+    status, headers, body = envelope(without_paths(error, without or {}))
     return Response(body, status_code=status, headers=headers)
 
 
+def without_paths(error: GroupwiseError, paths: Paths) -> GroupwiseError:
+    """The same error as it may be shown."""
+    message, hint = hidden(error.message, paths), error.hint and hidden(error.hint, paths)
+    if (message, hint) == (error.message, error.hint):
+        return error
+    shown = type(error).__new__(type(error))  # what its constructor asks for is in its __dict__ already
+    shown.__dict__ |= {**error.__dict__, "message": message, "hint": hint}
+    shown.args = (message,)
+    return shown
+
+
 # ---- the application's exceptions ----
-def add_handlers(app: FastAPI, *, without: str | None = None) -> None:
-    """Answer every exception of the routes with the envelope."""
+def add_handlers(app: FastAPI, *, without: Paths | None = None) -> None:
+    """Answer every exception of the routes with the envelope, in which the paths `without` are hidden."""
 
     async def known(request: Request, error: Exception) -> Response:
         assert isinstance(error, GroupwiseError)
-        if isinstance(error, StorageError | LedgerDamagedError):  # while it lasts that is every other request
-            log.warning("%s %s: %s", request.method, printable(request.url.path), error.message)
+        id = getattr(request.state, "request_id", "-")
+        if isinstance(error, StorageError | LedgerDamagedError):  # while the disk is full that is every other request
+            log.warning("request %s: %s %s: %s", id, request.method, printable(request.url.path), error.message)
         elif error.status >= 500 and not isinstance(error, TryAgainError):
-            log.error("%s %s: %s", request.method, printable(request.url.path), error, exc_info=error)
+            log.error("request %s: %s %s: %s", id, request.method, printable(request.url.path), error, exc_info=error)
         return respond(error, without=without)
 
     async def invalid(request: Request, error: Exception) -> Response:

@@ -22,7 +22,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from groupwise.errors import GroupwiseError
-from groupwise.server.envelope import INTERNAL, ShuttingDownError, envelope
+from groupwise.server.envelope import INTERNAL, Paths, ShuttingDownError, envelope, without_paths
 
 PING_S = 15.0  # the longest silence of a stream; proxies cut connections that say nothing for a minute or less
 STALL_S = 60.0  # how long one write may wait for a client that reads nothing at all
@@ -76,9 +76,9 @@ def sse(data: str) -> bytes:
     return f"data: {data}\n\n".encode()
 
 
-def failure(error: GroupwiseError) -> bytes:
-    """The event that says what went wrong."""
-    _, _, body = envelope(error)
+def failure(error: GroupwiseError, *, without: Paths | None = None) -> bytes:
+    """The event that says what went wrong, in which the paths `without` are hidden."""
+    _, _, body = envelope(without_paths(error, without or {}))
     return sse(body.decode())
 
 
@@ -100,8 +100,8 @@ async def _with_pings(events: AsyncGenerator[bytes, None]) -> AsyncIterator[byte
 class EventStream(Response):
     """The answer as server-sent events: those of `events`, which has given its `first` one already, then [DONE].
 
-    A failure becomes an error event. However it ends, `events` is closed and then `resources`, which are told of the
-    failure. Somebody who has read nothing for `stall_s` seconds is given up.
+    A failure becomes an error event, in which the paths `without` are hidden. However it ends, `events` is closed and
+    then `resources`, which are told of the failure. Somebody who has read nothing for `stall_s` seconds is given up.
     """
 
     media_type = "text/event-stream"
@@ -113,14 +113,17 @@ class EventStream(Response):
         *,
         resources: AsyncExitStack,
         headers: Mapping[str, str] | None = None,
+        without: Paths | None = None,
         stall_s: float = STALL_S,
     ):
         super().__init__(headers={**HEADERS, **(headers or {})})
         del self.headers["content-length"]
         self._first, self._events, self._resources, self._stall_s = first, events, resources, stall_s
+        self._without, self._request_id = without, "-"
         self._failed: BaseException | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._request_id = scope.get("state", {}).get("request_id", "-")
         writer = asyncio.ensure_future(self._write(send))
         gone = asyncio.ensure_future(until_gone(receive))
         try:
@@ -171,8 +174,8 @@ class EventStream(Response):
                 yield event
         except GroupwiseError as error:
             self._failed = error
-            yield failure(error)
+            yield failure(error, without=self._without)
         except Exception as error:
             self._failed = error
-            log.exception("a stream failed")
+            log.exception("request %s: a stream failed", self._request_id)
             yield failure(INTERNAL)

@@ -5,6 +5,7 @@ server_of(request)    the `Server` behind a request
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, cast
@@ -44,6 +45,13 @@ class Server:
         from groupwise.server.storage import StorageProbe  # imports numpy: too slow before the port is bound
 
         return StorageProbe(self.config.state_dir)
+
+    @property
+    def paths(self) -> Mapping[str, str]:
+        """The directories of this machine that no answer names, and what stands in their place."""
+        from groupwise.server.envelope import private_paths  # which needs fastapi; this module is read before a start
+
+        return private_paths(self.config.state_dir, self.config.model)
 
 
 def server_of(request: Request) -> Server:

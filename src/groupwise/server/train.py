@@ -32,6 +32,7 @@ from groupwise.errors import (
 from groupwise.ledger import Event, Job, JobState
 from groupwise.server.bodies import check_content_type
 from groupwise.server.encode import at_field
+from groupwise.server.envelope import Paths, hidden
 from groupwise.server.events import following
 from groupwise.server.policies import check_free_name
 from groupwise.server.protocol_train import (
@@ -118,9 +119,9 @@ def _submit(server: Server, submission: Submission, fingerprint: str, key: str |
     except AdapterError as error:
         raise at_field(error, "config.output_name") from error
     job, is_new = server.ledger.submit(
-        kind=submission.kind,
         id=submission.id,
         effective=submission.effective,
+        kind=submission.kind,
         adapter=submission.adapter,
         config=submission.config,
         summary=submission.summary,
@@ -229,7 +230,7 @@ def _status(server: Server, job: Job) -> TrainStatus:
         config={**job.config, **job.effective},
         summary={key: value for key, value in job.summary.items() if key != "warnings"},
         unhealthy=job.unhealthy,
-        warnings=warnings_of(job),
+        warnings=hidden(warnings_of(job), server.paths),
     )
 
 
@@ -242,7 +243,8 @@ def _error(server: Server, job: Job) -> JobError | None:
         return None
     code = str(job.error.get("code", "error"))
     words = server.supervisor.last_words(job.id) if code == "crashed_repeatedly" else None
-    return JobError(code=code, message=str(job.error.get("message", "")), hint=job.error.get("hint"), log=words)
+    said = {"message": str(job.error.get("message", "")), "hint": job.error.get("hint"), "log": words}
+    return JobError(code=code, **hidden(said, server.paths))
 
 
 # ---- following ----
@@ -290,7 +292,7 @@ async def _follow(server: Server, job_id: str, after: int) -> AsyncGenerator[byt
         job, found = await run_in_threadpool(_look, server, job_id, after)
         for event in found:
             after = event.seq
-            yield _sse(event)
+            yield _sse(event, server.paths)
         if len(found) == PAGE:
             continue
         if job.state.is_final or server.supervisor.status.state == "stopped":  # then nothing more happens here
@@ -299,9 +301,9 @@ async def _follow(server: Server, job_id: str, after: int) -> AsyncGenerator[byt
         await asyncio.sleep(EVENTS_POLL_S)
 
 
-def _sse(event: Event) -> bytes:
+def _sse(event: Event, private: Paths) -> bytes:
     fields = {"kind": event.kind, "at": utc(event.at), "level": event.level, "message": event.message}
-    data = json.dumps({**fields, "data": dict(event.data)}, allow_nan=False)
+    data = json.dumps(hidden({**fields, "data": dict(event.data)}, private), allow_nan=False)
     return f"id: {event.seq}\ndata: {data}\n\n".encode()
 
 
