@@ -264,6 +264,14 @@ def test_an_unknown_model_is_404(site: Whole, name: str) -> None:
     assert error["param"] == "model" and len(error["message"]) < 200
 
 
+def test_a_recent_request_goes_by_the_ids_of_its_answer(site: Whole) -> None:
+    answer = site.http.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": "mine-1"})
+    batch = site.http.post("/v1/completions/batch", json={"prompts": [CHAT["messages"]], "max_tokens": 1})
+    newest, before, *_ = site.http.get("/v1/stats/recent-requests").json()
+    assert (before["id"], before["request_id"]) == (answer.json()["id"], "mine-1")
+    assert (newest["id"], newest["request_id"]) == (batch.json()["id"], batch.headers["x-request-id"])
+
+
 # ---- configuration ----
 def test_the_configuration_shows_without_its_secrets(site: Whole) -> None:
     response = site.http.get("/v1/config")

@@ -243,6 +243,20 @@ def test_a_full_disk_is_a_line_in_the_log_not_a_traceback(site: Site, caplog: py
     assert "GET /full: publishing failed" in record.getMessage()
 
 
+def test_a_request_has_a_line_in_the_log_by_its_id(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="groupwise")
+    site.http.get("/v1/adapters/x?api_key=sk-secret", headers={"x-request-id": "abc-1"})
+    site.http.get("/no/such%0AGET%20/route", headers={"x-request-id": "abc-2"})
+    site.http.get("/api/v1/links/secret", headers={"x-request-id": "abc-3"})
+    site.http.get("/health")
+    said = [record.getMessage() for record in caplog.records if record.name == "groupwise.access"]
+    assert [re.sub(r"\d+ ms", "N ms", line) for line in said] == [
+        "GET /v1/adapters/x 200 N ms request abc-1",
+        r"GET /no/such\u000aGET /route 404 N ms request abc-2",
+        "GET /api/v1/links/... 404 N ms request abc-3",
+    ]
+
+
 @pytest.mark.parametrize("given", ["a" * 65, "a b", "é".encode(), "a;b", ""])
 def test_a_request_id_is_kept_only_if_it_is_one(site: Site, given: Any) -> None:
     assert site.http.get("/health", headers={"x-request-id": "ok_1-A"}).headers["x-request-id"] == "ok_1-A"

@@ -303,6 +303,9 @@ class RecentRequest(Answer):
     """A request that sampled."""
 
     id: str
+    """The answer's own `id`."""
+    request_id: str
+    """The answer's `x-request-id`, by which the server's log calls it, too."""
     timestamp_unix_ms: int
     route: str
     model: str

@@ -177,17 +177,23 @@ async def admit(
         began=began,
     )
     resources.callback(generation.cancel)
-    model = body.model or server.config.served_name
+    model, id = body.model or server.config.served_name, f"{kind}-{secrets.token_hex(12)}"
     admission = Admission(
         server=server,
-        id=f"{kind}-{secrets.token_hex(12)}",
+        id=id,
         created=int(time.time()),
         model=model,
         version=version,
         requests=requests,
         generation=generation,
         record=server.recorder.request_started(
-            http.url.path, model=model, adapter=str(version), prompt=preview, streamed=stream
+            http.url.path,
+            id=id,
+            request_id=getattr(http.state, "request_id", ""),
+            model=model,
+            adapter=str(version),
+            prompt=preview,
+            streamed=stream,
         ),
     )
     resources.push(admission.failed)

@@ -1,6 +1,6 @@
 """What stands before every route: who may ask, how much at once, how large and how slowly; and every error's envelope.
 
-    request id      `x-request-id`, the client's where it is one, on every answer
+    request id      `x-request-id`, the client's where it is one, on every answer, and on its line in the log
     Host, Origin    on loopback only local names (DNS rebinding); no writing from other sites' pages (CSRF)
     API key         `authorization: Bearer <key>` but for /health and Tinker's links, compared in constant time
     phase           503 with `retry-after` while the model loads and while the server drains; /health always answers
@@ -62,6 +62,7 @@ OPEN = "/health"  # the one route without a key, and the one that answers in eve
 READS = ("GET", "HEAD", "OPTIONS")
 WATCHED = ("/v1/train/events/", "/v1/events")
 POLLED = "/api/v1/retrieve_future"  # many at once, and all they do is wait
+QUIET = (OPEN, "/v1/health", "/ready", "/metrics", POLLED)  # asked by the second; a line for each would hide the others
 LINKS = "/api/v1/links/"  # whose paths hold a secret of their own
 OPENAI_PREFIX = "/oai/api"  # where Tinker has OpenAI's routes
 TINKER, TINKER_OPENAI = "/api/v1/", f"{OPENAI_PREFIX}/v1/"  # routes of Tinker's clients: x-api-key, or a bearer
@@ -84,6 +85,7 @@ class Take(Protocol):
 _REQUEST_ID = re.compile(r"[\w-]{1,64}", re.ASCII)
 
 log = logging.getLogger(__name__)
+access = logging.getLogger("groupwise.access")
 
 
 @dataclass
@@ -161,7 +163,9 @@ class Guard:
                 await self._refuse(INTERNAL, scope, receive, answer, cause=error)
         finally:
             route = OPEN if scope["path"] == OPEN else getattr(scope.get("route"), "path", "unmatched")
-            self._recorder.http(route, method, answer.status or 500, time.monotonic() - began)
+            status, seconds = answer.status or 500, time.monotonic() - began
+            self._recorder.http(route, method, status, seconds)
+            _log_access(scope["path"], method, status, seconds, request_id)
 
     async def _run(self, scope: Scope, headers: Headers, body: _Receiving, answer: _Sending) -> None:
         """The application, until its answer begins or its time is over."""
@@ -288,6 +292,14 @@ class Guard:
         elif path in ("/api/v1/forward_backward", "/api/v1/forward"):
             name = "tinker_body_bytes"
         return getattr(self._config, name), name
+
+
+def _log_access(path: str, method: str, status: int, seconds: float, request_id: str) -> None:
+    """A line for a request that was answered. What may be a secret is left out: queries, and what a link ends with."""
+    path = f"{LINKS}..." if path.startswith(LINKS) else path
+    level = logging.DEBUG if path in QUIET and status < 400 else logging.INFO
+    asked = f"{printable(method)} {printable(path)}"
+    access.log(level, "%s %d %.0f ms request %s", asked, status, 1000 * seconds, request_id)
 
 
 def _digest(text: str) -> bytes:

@@ -17,9 +17,8 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-from uuid import uuid4
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -58,6 +57,8 @@ Sample = tuple[str, Mapping[str, str], float]  # a gauge's name without prefix, 
 class RequestRecord:
     """A request that is being answered. Its fields are the recorder's."""
 
+    id: str
+    request_id: str
     route: str
     model: str
     adapter: str
@@ -65,7 +66,6 @@ class RequestRecord:
     streamed: bool
     began: float
     wall: float
-    id: str = field(default_factory=lambda: uuid4().hex)
     last: float | None = None  # when its latest token came
     count: int = 0
     over: bool = False
@@ -132,12 +132,23 @@ class Recorder:
     # --- requests that sample ---
 
     def request_started(
-        self, route: str, *, model: str = "", adapter: str = "base", prompt: str = "", streamed: bool = False
+        self,
+        route: str,
+        *,
+        id: str = "",
+        request_id: str = "",
+        model: str = "",
+        adapter: str = "base",
+        prompt: str = "",
+        streamed: bool = False,
     ) -> RequestRecord:
-        """A request was admitted. `route` is its template, `adapter` the version that answers it."""
+        """A request was admitted. `route` is its template, `id` its answer's, `request_id` what its answer's header and
+        the log call it, `adapter` the version that answers it."""
         self._in_progress.labels(self._model_name).inc()
         preview = _preview(prompt, PROMPT_PREVIEW)
-        return RequestRecord(route, model, adapter, preview, streamed, began=time.monotonic(), wall=time.time())
+        return RequestRecord(
+            id, request_id, route, model, adapter, preview, streamed, began=time.monotonic(), wall=time.time()
+        )
 
     def tokens(self, record: RequestRecord, count: int = 1) -> None:
         """`count` tokens came just now."""
@@ -183,6 +194,7 @@ class Recorder:
         self._recent.appendleft(
             {
                 "id": record.id,
+                "request_id": record.request_id,
                 "timestamp_unix_ms": int(1000 * record.wall),
                 "route": record.route,
                 "model": record.model,
