@@ -146,7 +146,7 @@ def _crashed(db: sqlite3.Connection, row: sqlite3.Row, cause: Cause, *, max_atte
         error = {"code": "out_of_memory", "message": message, "hint": hint}
     else:
         message = f"{attempts} attempts crashed; the last {where}"
-        hint = "see logs/worker.log; if memory ran out, ask for fewer or shorter completions or a lower rank"
+        hint = "see the end of logs/worker.log; a worker that was killed from outside has no last words there"
         error = {"code": "crashed_repeatedly", "message": message, "hint": hint}
     finish(db, row["seq"], JobState.FAILED, message, error=error)
 

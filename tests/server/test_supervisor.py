@@ -404,10 +404,11 @@ def test_a_job_is_not_to_blame_for_a_few_deaths_of_the_server_but_for_many_witho
 def test_a_worker_that_the_kernel_ended_for_want_of_memory_goes_on_in_smaller_passes(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel's count is a file of the test's; the worker, its SIGKILL and everything else are real."""
+    """The kernel's count is a file of the test's; the worker, its SIGKILL and everything else are real. A group of
+    processes is not told, so that the machine's count is read."""
     counts = ledger.path.parent / "vmstat"
     counts.write_text("nr_free_pages 12345\noom_kill 7\npgfault 1\n")
-    monkeypatch.setattr(memory, "COUNTS", counts)
+    monkeypatch.setattr(memory, "PROC", counts.parent)
     id = submit(ledger)
 
     async def test(supervisor: Supervisor) -> None:
@@ -421,12 +422,60 @@ def test_a_worker_that_the_kernel_ended_for_want_of_memory_goes_on_in_smaller_pa
 
 
 def test_the_kernels_count_is_read_where_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "COUNTS", tmp_path / "nowhere")
+    monkeypatch.setattr(memory, "PROC", tmp_path)
     assert memory.oom_kills() == 0
-    monkeypatch.setattr(memory, "COUNTS", tmp_path / "vmstat")
     for text, count in (("oom_kill 3\n", 3), ("oom_killer 4\n", 0), ("oom_kill many\n", 0), ("", 0)):
         (tmp_path / "vmstat").write_text(text)
         assert memory.oom_kills() == count
+
+
+@pytest.mark.parametrize(
+    ("told", "at"),
+    [
+        ("0::/a.slice/b.service", "a.slice/b.service/memory.events.local"),
+        ("0::/", "memory.events.local"),
+        ("0::/../elsewhere", "memory.events"),
+        ("5:cpu,cpuacct:/x\n4:memory:/x/y\n0::/", "memory/x/y/memory.oom_control"),
+        ("9:memory,hugetlb:/docker/ab\n0::/", "memory/memory.oom_control"),
+    ],
+)
+def test_the_count_of_the_workers_own_group_counts_before_the_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str, at: str
+) -> None:
+    monkeypatch.setattr(memory, "PROC", tmp_path)
+    monkeypatch.setattr(memory, "GROUPS", tmp_path / "groups")
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text(f"{told}\n")
+    (tmp_path / "vmstat").write_text("oom_kill 70\n")
+    assert memory.oom_kills() == 70
+    (tmp_path / "groups" / at).parent.mkdir(parents=True)
+    (tmp_path / "groups" / at).write_text("low 1\noom 2\noom_kill 3\noom_group_kill 4\n")
+    assert memory.oom_kills() == 3
+
+
+def test_nobody_says_of_a_worker_that_was_killed_by_hand_that_memory_ran_out(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though meanwhile the kernel ended somebody else's process: the machine's count rises, its group's does not."""
+    state = ledger.path.parent
+    monkeypatch.setattr(memory, "PROC", state)
+    monkeypatch.setattr(memory, "GROUPS", state)
+    (state / "self").mkdir()
+    (state / "self" / "cgroup").write_text("0::/server\n")
+    (state / "server").mkdir()
+    (state / "server" / "memory.events.local").write_text("oom_kill 0\n")
+    (state / "vmstat").write_text("nr_free_pages 12345\noom_kill 7\npgfault 1\n")
+    id = submit(ledger)
+
+    async def test(supervisor: Supervisor) -> None:
+        await until(lambda: ledger.job(id).state is JobState.FAILED)
+
+    supervisor = supervise(ledger, STARVED, test)
+    job = ledger.job(id)
+    assert (state / "vmstat").read_text().splitlines()[1] != "oom_kill 7"
+    assert job.error is not None and job.error["code"] == "crashed_repeatedly" and job.micro_tokens is None
+    said = [*job.error.values(), *(event.message for event in ledger.events(id)), supervisor.status.last_exit]
+    assert "memory" not in " ".join(map(str, said)) and supervisor.status.last_exit == "SIGKILL"
 
 
 def test_a_worker_that_is_stopped_by_force_was_no_attempt_that_failed(ledger: Ledger) -> None:
