@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -136,12 +137,7 @@ def _open(lease: Lease, place: Workplace) -> _Run:
     task = make_task(config, parse_payload(job.kind, place.ledger.payload(job.id)), base=place.base)
     largest = min(task.largest, max(config.micro_tokens, task.longest))
     place.ledger.measured(lease, largest=largest, longest=task.longest)
-    run = _resumed(lease, place, config, task) or _begun(lease, place, config, task)
-    targets = run.standing.lora.targets
-    saved = {"r": run.standing.lora.rank, "lora_alpha": run.standing.lora.alpha}
-    saved["target_modules"] = targets if isinstance(targets, str) else list(targets)
-    place.ledger.settled(lease, config.effective(saved))
-    return run
+    return _resumed(lease, place, config, task) or _begun(lease, place, config, task)
 
 
 def _resumed(lease: Lease, place: Workplace, config: JobConfig, task: Task) -> _Run | None:
@@ -177,12 +173,15 @@ def _begun(lease: Lease, place: Workplace, config: JobConfig, task: Task) -> _Ru
             )
             learner = _new_learner(config, lora, place.base)
             message = f"begins with a fresh adapter of rank {lora.rank}"
+            acting = config.effective(None)
         else:
             place.store.check_base(parent, place.base.hash)
             lora = _lora_of_parent(config, parent, directory)
+            acting = config.effective(_saved(directory))
             learner, has_moments = _continued(config, lora, parent, directory, place)
             moments = "with its optimizer's moments" if has_moments else "with a fresh optimizer"
             message = f"continues {parent} (rank {lora.rank}) {moments}"
+    place.ledger.settled(lease, acting)
     if task.reads_start:
         task = task.started(learner)
     run = _Run(place, lease, config, task, learner, Standing(parent=parent, lora=lora), {})
@@ -208,9 +207,14 @@ def _parent(config: JobConfig, store: AdapterStore, *, name: str) -> Iterator[tu
         yield version, directory
 
 
+def _saved(directory: Path) -> dict[str, Any]:
+    """PEFT's configuration of a version."""
+    return json.loads((directory / files.CONFIG).read_text(encoding="utf-8"))
+
+
 def _lora_of_parent(config: JobConfig, parent: PolicyVersion, directory: Path) -> LoraSpec:
     """The adapter as it is. Raises ConfigError if the request wants another one."""
-    saved = json.loads((directory / files.CONFIG).read_text(encoding="utf-8"))
+    saved = _saved(directory)
     for key, given, own in config.differences(saved):
         raise _differs(key, given, own, parent)
     targets = config.target_modules or files.adapted_names(directory)
@@ -234,8 +238,7 @@ def _continued(
     except AdapterError as error:
         if config.target_modules is None:
             raise
-        saved = json.loads((directory / files.CONFIG).read_text(encoding="utf-8"))
-        raise _differs("target_modules", config.target_modules, saved.get("target_modules"), parent) from error
+        raise _differs("target_modules", config.target_modules, _saved(directory)["target_modules"], parent) from error
     if (moments := find_moments(place.state_dir, parent)) is None:
         return learner, False
     try:
