@@ -186,6 +186,7 @@ def upload(
     name: Annotated[str, typer.Argument(metavar="NAME", help="What to call it.")],
     source: Annotated[Path, typer.Argument(metavar="DIR|TAR.GZ", help="As PEFT saves it, or a tar.gz of that.")],
     new_version: Annotated[bool, typer.Option("--new-version", help="Add to an adapter that exists.")] = False,
+    any_base: Annotated[bool, typer.Option("--any-base", help="Even if it names another base model.")] = False,
     url: Url = None,
     api_key: ApiKey = None,
     as_json: AsJson = False,
@@ -193,7 +194,8 @@ def upload(
 ) -> None:
     """Give a server an adapter that PEFT saved."""
     with open_client(url, api_key) as client:
-        _print_result(client.adapters.upload(name, source, new_version=new_version), "version", as_json=as_json)
+        uploaded = client.adapters.upload(name, source, new_version=new_version, any_base=any_base)
+    _print_result(uploaded, "version", as_json=as_json)
 
 
 @app.command()

@@ -26,6 +26,7 @@ from groupwise.adapter_files import CONFIG, WEIGHTS, Provenance
 from groupwise.adapter_merge import MergeMode, MergeSource, merge_adapters
 from groupwise.adapters import AdapterStore
 from groupwise.engine.local import LocalEngine
+from groupwise.ledger import Ledger
 from groupwise.model import LoadedModel
 from groupwise.server import adapters
 from groupwise.server.config import ServeConfig
@@ -45,6 +46,7 @@ class Api:
     store: AdapterStore
     engine: LocalEngine
     policies: Policies
+    ledger: Ledger
     base: LoadedModel
     make_base: Any
     root: Path
@@ -108,9 +110,12 @@ def api(make_base, base: LoadedModel, engine: LocalEngine, client: TestClient, t
     policies = Policies(store, engine, base=base, served_name="tiny", max_loaded=4)
     state: Any = client.app
     state = state.state
-    state.server = SimpleNamespace(config=state.config, base=base, engine=engine, store=store, policies=policies)
-    yield Api(client, store, engine, policies, base, make_base, tmp_path)
+    ledger = Ledger(tmp_path / "ledger.db")
+    parts = {"base": base, "engine": engine, "store": store, "policies": policies, "ledger": ledger}
+    state.server = SimpleNamespace(config=state.config, **parts)
+    yield Api(client, store, engine, policies, ledger, base, make_base, tmp_path)
     policies.close()
+    ledger.close()
     for version in policies.in_use:
         engine.unload(version)
     assert engine.stats()["adapters"] == 0
@@ -208,6 +213,29 @@ def test_a_download_uploads_again_elsewhere(api: Api, published):
 
 
 # --- uploads that are not taken ---
+
+
+@pytest.mark.parametrize(
+    "made_for",
+    ["Other/Model", "/home/me/models/other-model/", r"C:\models\other", "/hub/models--Other--Model/snapshots/0a1b2c"],
+)
+def test_an_adapter_made_for_another_model_is_refused_though_its_shapes_fit(api: Api, directories, made_for: str):
+    config = json.loads((directories[0] / CONFIG).read_bytes()) | {"base_model_name_or_path": made_for}
+    archive = archive_of(directories[0], config=json.dumps(config).encode())
+    error = api.upload("mine", archive, status=400)
+    assert error["code"] == "invalid_adapter" and "any_base=true" in error["hint"]
+    assert "'tiny-qwen3' is served" in error["message"] and made_for not in error["message"].replace("Other/Model", "")
+    assert api.store.versions("mine") == ()
+    assert api.upload("mine", archive, any_base="true")["version"] == "mine@1"
+    assert api.upload("mine", archive, status=400, any_base="yes")["param"] == "any_base"
+
+
+@pytest.mark.parametrize(
+    "made_for", [None, "", "Owner/Tiny-Qwen3", "/models/tiny-qwen3/", "/hub/models--Owner--tiny-qwen3/snapshots/0a1b2c"]
+)
+def test_the_served_model_may_have_another_owner_or_folder(api: Api, directories, made_for: str | None):
+    config = json.loads((directories[0] / CONFIG).read_bytes()) | {"base_model_name_or_path": made_for}
+    assert api.upload("mine", archive_of(directories[0], config=json.dumps(config).encode()))["version"] == "mine@1"
 
 
 def test_an_adapter_that_does_not_fit_is_refused_with_tensor_and_shapes(api: Api, published):
@@ -533,6 +561,18 @@ def test_what_is_active_is_not_deleted(api: Api, published):
     assert len(api.store.versions("math")) == 2
     api.json("DELETE", "/math@2")
     api.json("POST", "/unload")
+    api.json("DELETE", "/math")
+
+
+def test_what_a_waiting_job_begins_from_is_not_deleted(api: Api, published):
+    submission = {"summary": {}, "payload": b"{}", "steps": 1, "auto_load": True}
+    job, _ = api.ledger.submit(kind="grpo", adapter="new", config={"base_adapter": "math@1"}, **submission)
+    for path in ("/math@1", "/math"):
+        error = api.json("DELETE", path, status=409)
+        assert error["code"] == "adapter_in_use" and f"job {job.id} (queued) needs it" in error["message"]
+    assert len(api.store.versions("math")) == 2
+    api.json("DELETE", "/math@2")
+    api.ledger.cancel(job.id)
     api.json("DELETE", "/math")
 
 

@@ -281,6 +281,17 @@ def test_the_configuration_shows_without_its_secrets(site: Whole) -> None:
     assert shown["config"]["max_n"] == 128 and re.fullmatch(r"[0-9a-f]{64}", shown["base_hash"])
 
 
+def test_the_configuration_shows_memory_and_what_a_job_trains_with_that_says_nothing(site: Whole) -> None:
+    shown = site.http.get("/v1/config").json()
+    weights = sum(each.nbytes for each in site.server.base.model.parameters()) / 1e9
+    assert shown["memory"]["model_gb"] == pytest.approx(weights) and shown["memory"]["free_gb"] is None
+    assert shown["memory"]["total_gb"] == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    grpo, sft = shown["training"]["grpo"], shown["training"]["sft"]
+    assert (grpo["lora_rank"], grpo["target_modules"], grpo["micro_tokens"]) == (16, "all-linear", 8192)
+    assert (grpo["kl"], grpo["kl_coeff"], sft["epochs"], sft["learning_rate"]) == ("k3", 0.1, 3, 1e-4)
+    assert "kl" not in sft
+
+
 def test_an_error_names_no_directory_of_the_machine(model_dir: Path, tmp_path: Path, make_adapter: Any) -> None:
     with whole(tmp_path, model_dir) as site:
         version = site.publish(make_adapter(site.server.base, seed=1), "math")

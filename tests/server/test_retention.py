@@ -15,9 +15,9 @@ from groupwise.adapter_files import Provenance
 from groupwise.adapters import AdapterStore
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import AdapterNotFoundError, StorageError
-from groupwise.ledger import Ledger
+from groupwise.ledger import JobState, Ledger
 from groupwise.server.policies import AdapterInUseError, Policies
-from groupwise.server.retention import Retention
+from groupwise.server.retention import Retention, needing
 from groupwise.types import PolicyVersion
 
 KEEP = 2
@@ -150,6 +150,28 @@ def test_what_jobs_begin_from_or_have_made_stays_until_they_have_ended(site: Sit
     assert sweep(retention) == ["math@2"]
     site.ledger.cancel(waiting)
     assert sweep(retention) == ["math@3"] and site.left() == [5, 6]
+
+
+def test_a_job_that_has_not_ended_needs_what_it_begins_from(site: Site) -> None:
+    """Named by number it is that version; by name, or by the job's own, any one of that name that is well."""
+    site.publish("math", 2)
+    site.publish("math", unhealthy="kl")
+    one, two, bad = site.store.versions("math")
+
+    def needed(*versions: PolicyVersion, **config: Any) -> bool:
+        id = site.submit(**config)
+        try:
+            return needing(site.ledger.jobs(states=[JobState.QUEUED]), versions, site.store) is not None
+        finally:
+            site.ledger.cancel(id)
+
+    assert needed(one, base_adapter="math@1") and not needed(two, bad, base_adapter="math@1")
+    assert needed(bad, base_adapter="math@3")
+    for config in ({"base_adapter": "math"}, {}):
+        assert needed(one, two, bad, **config) and needed(one, two, **config)
+        assert not needed(one, **config) and not needed(two, bad, **config)
+    assert not needed(one, two, bad, base_adapter="base")
+    assert not needed(one, base_adapter="a-job-ahead-makes-it")
 
 
 def test_a_version_goes_only_when_it_was_free_for_a_while(site: Site) -> None:

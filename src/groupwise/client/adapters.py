@@ -72,10 +72,18 @@ class AdapterCalls(Flows):
 
     @Call
     def upload(
-        self, name: str, source: Path | str, *, new_version: bool = False, timeout: float = MOVE_S
+        self,
+        name: str,
+        source: Path | str,
+        *,
+        new_version: bool = False,
+        any_base: bool = False,
+        timeout: float = MOVE_S,
     ) -> Flow[UploadedAdapter]:
-        """A directory that PEFT saved, or a tar.gz of one, as an adapter; `new_version` adds to one that exists."""
-        fields = {"name": name} | ({"new_version": "true"} if new_version else {})
+        """A directory that PEFT saved, or a tar.gz of one, as an adapter; `new_version` adds to one that exists, and
+        `any_base` takes one that names another base model than the one that is served."""
+        flags = {"new_version": new_version, "any_base": any_base}
+        fields = {"name": name} | {field: "true" for field, is_set in flags.items() if is_set}
         with _archive(Path(source), name) as file:
             answer = yield from self.exchange(Send("POST", "/v1/adapters/upload", timeout, form=Form(fields, file)))
         return read(UploadedAdapter, answer.json())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
@@ -54,9 +55,10 @@ from groupwise.server.protocol_adapters import (
     LoadRequest,
     MergeRequest,
 )
-from groupwise.server.retention import surplus
+from groupwise.server.retention import needing, surplus
 from groupwise.server.state import Server, server_of
 from groupwise.server.storage import check_room
+from groupwise.server.webhooks import ACTIVE
 from groupwise.server.wire import documented
 from groupwise.types import BASE, PolicyVersion
 
@@ -72,6 +74,11 @@ _FIELDS = {
         "description": "tar.gz of adapter_config.json and adapter_model.safetensors, as PEFT saves them.",
     },
     "new_version": {"type": "string", "enum": ["true"], "description": "Add a version to an adapter that exists."},
+    "any_base": {
+        "type": "string",
+        "enum": ["true"],
+        "description": "Take it although its base_model_name_or_path names another model than the one that is served.",
+    },
 }
 _FORM = {"type": "object", "required": ["name", "archive"], "properties": _FIELDS}
 _UPLOAD = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}}
@@ -213,11 +220,23 @@ async def _activate(server: Server, text: str) -> PolicyVersion:
     "/{name}", **documented(answer=AdapterDeleted, errors=[AdapterError, AdapterNotFoundError, AdapterInUseError])
 )
 async def delete_adapter(name: str, request: Request) -> AdapterDeleted:
-    """Delete one version, or all of an adapter. Refused while one is active or answers a request."""
+    """Delete one version, or all of an adapter. Refused while one is active, answers a request, or is what a job that
+    has not ended begins from."""
     server = server_of(request)
     versions = _versions(server, name)
+    await asyncio.to_thread(_check_no_job_needs, server, versions)
     await server.policies.delete(versions)
     return AdapterDeleted(name=name, versions=[str(version) for version in versions])
+
+
+def _check_no_job_needs(server: Server, versions: Sequence[PolicyVersion]) -> None:
+    job = needing(server.ledger.jobs(states=ACTIVE), versions, server.store)
+    if job is not None:
+        shown = ", ".join(map(str, versions[-3:]))
+        raise AdapterInUseError(
+            f"{shown} cannot be deleted: job {job.id} ({job.state}) needs it",
+            hint=f"wait until the job has ended, or cancel it: DELETE /v1/train/{job.id}",
+        )
 
 
 # ---- in and out ----
@@ -237,6 +256,7 @@ class _Upload(NamedTuple):
     name: str
     archive: BinaryIO
     new_version: bool
+    any_base: bool
 
 
 @asynccontextmanager
@@ -251,14 +271,15 @@ async def _upload(request: Request) -> AsyncIterator[_Upload]:
     try:
         if unknown := [field for field in form if field not in _FIELDS]:
             raise RequestError(f"the form has an unknown field {unknown[0][:64]!r}", hint=_FORM_HINT)
-        (name, *names), (archive, *archives), again = ([*form.getlist(field), None] for field in _FIELDS)
+        (name, *names), (archive, *archives), *flags = ([*form.getlist(field), None] for field in _FIELDS)
         if not isinstance(name, str) or names != [None]:
             raise RequestError("the form has no text 'name', or several", hint=_FORM_HINT, param="name")
         if not isinstance(archive, UploadFile) or archives != [None]:
             raise RequestError("the form has no file 'archive', or several", hint=_FORM_HINT, param="archive")
-        if again not in ([None], ["true", None], ["false", None]):
-            raise RequestError("new_version is neither 'true' nor 'false'", hint=_FORM_HINT, param="new_version")
-        yield _Upload(name, archive.file, again[0] == "true")
+        for field, flag in zip(("new_version", "any_base"), flags, strict=True):
+            if flag not in ([None], ["true", None], ["false", None]):
+                raise RequestError(f"{field} is neither 'true' nor 'false'", hint=_FORM_HINT, param=field)
+        yield _Upload(name, archive.file, *(flag[0] == "true" for flag in flags))
     finally:
         await form.close()
 
@@ -268,10 +289,31 @@ def _import(server: Server, upload: _Upload) -> PolicyVersion:
 
     def write(directory: Path) -> None:
         read_archive(upload.archive, directory)
+        if not upload.any_base:
+            _check_made_for(directory, server.base)
         _check_modules(server.base, directory)
         server.policies.verify_files(directory)
 
     return _publish(server, upload.name, write, again=upload.new_version)
+
+
+def _check_made_for(directory: Path, base: LoadedModel) -> None:
+    """Raise AdapterError if the adapter says that it was trained on another model. Only the models' own names count: an
+    owner, a folder or the cache's revision before or after it says nothing."""
+    made_for = json.loads((directory / files.CONFIG).read_bytes()).get("base_model_name_or_path")
+    served = [_model_name(str(name)) for name in (base.name, base.model.config.name_or_path) if name]
+    if isinstance(made_for, str) and made_for and _model_name(made_for).casefold() not in map(str.casefold, served):
+        raise AdapterError(
+            f"{files.CONFIG}: the adapter was made for {_model_name(made_for)[:80]!r}; {served[0]!r} is served",
+            hint="serve the model that it was trained on; if it is the same one by another name, send any_base=true",
+        )
+
+
+def _model_name(text: str) -> str:
+    """The last part of "owner/name" or of a path; of "models--owner--name/snapshots/revision" in a cache: name."""
+    *_, last = parts = re.split(r"[/\\]+", text.strip().rstrip("/\\")) or [""]
+    cached = [part for part in parts if part.startswith("models--")]
+    return cached[-1].split("--")[-1] if cached else last
 
 
 def _check_modules(base: LoadedModel, directory: Path) -> None:

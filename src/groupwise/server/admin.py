@@ -20,8 +20,11 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from groupwise import __version__
+from groupwise.budget import device_memory
 from groupwise.errors import GroupwiseError, ModelError, NotReadyError
+from groupwise.job_config import GrpoJobConfig, JobConfig, SftJobConfig
 from groupwise.ledger import Job, JobState
+from groupwise.model import LoadedModel
 from groupwise.server.envelope import hidden
 from groupwise.server.protocol_completions import ModelCard, ModelList
 from groupwise.server.recorder import Sample
@@ -256,6 +259,23 @@ def _models(server: Server) -> list[ModelCard]:
 
 
 # ---- configuration and history ----
+class MemoryShown(Answer):
+    """The device's memory, in GB (10^9 bytes): a GPU's, or on a CPU the machine's."""
+
+    total_gb: float
+    free_gb: float | None
+    """Null on a CPU."""
+    model_gb: float
+    """Of it the base model's weights."""
+
+
+class TrainingShown(Answer):
+    """What a job trains with that says nothing itself: every field of `config` of /v1/train/grpo and /v1/train/sft."""
+
+    grpo: dict[str, Any]
+    sft: dict[str, Any]
+
+
 class ConfigAnswer(Answer):
     """What this server was told, and what came of it. Secrets are left out."""
 
@@ -265,6 +285,8 @@ class ConfigAnswer(Answer):
     device: str
     dtype: str
     config: dict[str, Any]
+    memory: MemoryShown
+    training: TrainingShown
 
 
 @router.get("/v1/config", **documented(answer=ConfigAnswer))
@@ -278,7 +300,19 @@ async def config(request: Request) -> ConfigAnswer:
         device=str(server.base.device),
         dtype=str(server.base.model.dtype).removeprefix("torch."),
         config=server.config.public(),
+        memory=_memory(server.base),
+        training=TrainingShown(grpo=_acting(GrpoJobConfig()), sft=_acting(SftJobConfig())),
     )
+
+
+def _memory(base: LoadedModel) -> MemoryShown:
+    weights = sum(each.numel() * each.element_size() for each in base.model.parameters())
+    free = torch.cuda.mem_get_info(base.device)[0] / 1e9 if base.device.type == "cuda" else None
+    return MemoryShown(total_gb=device_memory(base.device) / 1e9, free_gb=free, model_gb=weights / 1e9)
+
+
+def _acting(config: JobConfig) -> dict[str, Any]:
+    return config.model_dump(mode="json") | config.effective(None)
 
 
 class DecodeStats(Answer):

@@ -2,6 +2,7 @@
 
     surplus    which versions of an adapter are older than that
     needed     which versions jobs that have not ended begin from, or have just made
+    needing    a job that could not begin, or be finished, without some versions
     Retention  removes what is surplus and not needed, some time after it became so
 
 The active version, the one that rollback would go to, and what answers a request stay, however old. What people
@@ -21,6 +22,7 @@ from typing import Protocol
 from groupwise.adapter_files import AdapterInfo
 from groupwise.adapters import AdapterStore
 from groupwise.errors import AdapterError, AdapterNotFoundError, GroupwiseError
+from groupwise.job_config import parse_job_config
 from groupwise.ledger import Job, JobState, Ledger
 from groupwise.types import PolicyVersion
 
@@ -53,6 +55,23 @@ def needed(jobs: Iterable[Job]) -> set[PolicyVersion]:
     which stays in any case; while a job reads it, it is held (`AdapterStore.held`), also where a newer one comes."""
     named = [text for job in jobs for text in (job.config.get("base_adapter"), job.version)]
     return {PolicyVersion.parse(text) for text in named if text is not None and "@" in text}
+
+
+def needing(jobs: Iterable[Job], versions: Collection[PolicyVersion], store: AdapterStore) -> Job | None:
+    """One of `jobs` that cannot do without `versions`. One that names an adapter, and no version, needs any one version
+    that is as healthy as the one that it would begin from now."""
+    return next((job for job in jobs if needed([job]) & set(versions) or _has_no_other(job, versions, store)), None)
+
+
+def _has_no_other(job: Job, versions: Collection[PolicyVersion], store: AdapterStore) -> bool:
+    try:
+        start = parse_job_config(job.kind, job.config).parent(store, name=job.adapter)
+        if start not in versions:
+            return False
+        others = [version for version in store.versions(start.name) if version not in versions]
+        return not (others if store.unhealthy(start) else [other for other in others if store.unhealthy(other) is None])
+    except (AdapterNotFoundError, AdapterError):  # a job ahead of it is to make it; or nothing can begin from it
+        return False
 
 
 class Retention:
