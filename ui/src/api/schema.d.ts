@@ -353,7 +353,8 @@ export interface paths {
         post?: never;
         /**
          * Delete Adapter
-         * @description Delete one version, or all of an adapter. Refused while one is active or answers a request.
+         * @description Delete one version, or all of an adapter. Refused while one is active, answers a request, or is what a job that
+         *     has not ended begins from.
          */
         delete: operations["delete_adapter_v1_adapters__name__delete"];
         options?: never;
@@ -914,6 +915,12 @@ export interface components {
             /** Job Id */
             job_id: string | null;
             /**
+             * Unhealthy
+             * @description What was wrong at the end of the job that made it. Such a version becomes active, answers to its adapter's name
+             *     and is continued only by hand: activated, or named with its number.
+             */
+            unhealthy: string | null;
+            /**
              * Surplus
              * @description Older than the newest `keep_versions` that jobs made: removed once it is neither active, nor the one active
              *     before, nor in use, nor what a job that has not ended begins from.
@@ -1065,7 +1072,7 @@ export interface components {
             top_p?: number | null;
             /**
              * Top K
-             * @description Draw among this many likeliest tokens; default 0, off.
+             * @description Draw among this many likeliest tokens; default 0, off, as is -1.
              */
             top_k?: number | null;
             /**
@@ -1136,11 +1143,79 @@ export interface components {
              */
             min_tokens?: null | 0;
             /**
+             * Include Stop Str In Output
+             * @description Not supported; these values change nothing.
+             * @enum {unknown}
+             */
+            include_stop_str_in_output?: null | false;
+            /**
+             * Truncate Prompt Tokens
+             * @description Not supported; these values change nothing.
+             * @enum {unknown}
+             */
+            truncate_prompt_tokens?: null | -1;
+            /**
              * Bad Words
              * @description Not supported; these values change nothing.
              * @enum {unknown}
              */
             bad_words?: null | never[];
+            /**
+             * Allowed Token Ids
+             * @description Not supported; these values change nothing.
+             * @enum {unknown}
+             */
+            allowed_token_ids?: null | never[];
+            /**
+             * Best Of
+             * @description Not supported; these values change nothing.
+             * @enum {unknown}
+             */
+            best_of?: null | 1;
+            /**
+             * Use Beam Search
+             * @description Not supported; these values change nothing.
+             * @enum {unknown}
+             */
+            use_beam_search?: null | false;
+            /**
+             * Length Penalty
+             * @description Not supported; these values change nothing.
+             * @enum {unknown}
+             */
+            length_penalty?: null | 1 | 1;
+            /**
+             * Early Stopping
+             * @description Not supported; these values change nothing.
+             * @enum {unknown}
+             */
+            early_stopping?: null | false;
+            /**
+             * Prompt Logprobs
+             * @description Not supported; these values change nothing.
+             * @enum {unknown}
+             */
+            prompt_logprobs?: null;
+            /**
+             * Skip Special Tokens
+             * @description Not supported; these values change nothing.
+             * @enum {unknown}
+             */
+            skip_special_tokens?: null | false;
+            /**
+             * Return Tokens As Token Ids
+             * @description Not supported; these values change nothing.
+             * @enum {unknown}
+             */
+            return_tokens_as_token_ids?: null | false;
+            /**
+             * Response Format
+             * @description Not supported; these values change nothing.
+             * @enum {unknown}
+             */
+            response_format?: null | {
+                type: "text";
+            };
             /**
              * Structured Outputs
              * @description Not supported; these values change nothing.
@@ -1177,7 +1252,7 @@ export interface components {
              */
             prompts: components["schemas"]["ChatMessage"][][];
             /** Tools */
-            tools?: components["schemas"]["Tool"][] | null;
+            tools?: components["schemas"]["OfferedTool"][] | null;
             /**
              * Logprobs
              * @description Give back the behaviour log-probability of each token.
@@ -1185,7 +1260,10 @@ export interface components {
             logprobs?: boolean | null;
             chat_template_kwargs?: components["schemas"]["TemplateOptions"] | null;
         };
-        /** CachedTokens */
+        /**
+         * CachedTokens
+         * @description Of the prompt's tokens, those that were known from other requests and not computed again.
+         */
         CachedTokens: {
             /**
              * Cached Tokens
@@ -1322,7 +1400,7 @@ export interface components {
             top_p?: number | null;
             /**
              * Top K
-             * @description Draw among this many likeliest tokens; default 0, off.
+             * @description Draw among this many likeliest tokens; default 0, off, as is -1.
              */
             top_k?: number | null;
             /**
@@ -1364,40 +1442,103 @@ export interface components {
             return_token_ids?: boolean | null;
             /**
              * Presence Penalty
-             * @description Not supported; these values change nothing.
-             * @enum {unknown}
+             * @description Subtracted from the logits of what the completion has already; default 0.
              */
-            presence_penalty?: null | 0 | 0;
+            presence_penalty?: number | null;
             /**
              * Frequency Penalty
-             * @description Not supported; these values change nothing.
-             * @enum {unknown}
+             * @description The same times how often it has it; default 0.
              */
-            frequency_penalty?: null | 0 | 0;
+            frequency_penalty?: number | null;
             /**
              * Repetition Penalty
-             * @description Not supported; these values change nothing.
-             * @enum {unknown}
+             * @description What prompt or completion have is made less likely by this factor of its logit; default 1, off.
              */
-            repetition_penalty?: null | 1 | 1;
+            repetition_penalty?: number | null;
             /**
              * Logit Bias
-             * @description Not supported; these values change nothing.
-             * @enum {unknown}
+             * @description Token id -> what is added to its logit; -100 and 100 all but ban and force it.
              */
-            logit_bias?: null | Record<string, never>;
+            logit_bias?: {
+                [key: string]: number;
+            } | null;
             /**
              * Min Tokens
-             * @description Not supported; these values change nothing.
-             * @enum {unknown}
+             * @description Before so many tokens neither the end of the turn nor `stop` ends a completion; default 0.
              */
-            min_tokens?: null | 0;
+            min_tokens?: number | null;
+            /**
+             * Include Stop Str In Output
+             * @description Leave the stop string, or the text of the stop token id, in the text.
+             */
+            include_stop_str_in_output?: boolean | null;
+            /**
+             * Truncate Prompt Tokens
+             * @description Keep only so many of the last tokens of a prompt; -1: as many as fit beside what is asked for.
+             */
+            truncate_prompt_tokens?: number | null;
             /**
              * Bad Words
              * @description Not supported; these values change nothing.
              * @enum {unknown}
              */
             bad_words?: null | never[];
+            /**
+             * Allowed Token Ids
+             * @description Not supported; these values change nothing.
+             * @enum {unknown}
+             */
+            allowed_token_ids?: null | never[];
+            /**
+             * Best Of
+             * @description Not supported; these values change nothing.
+             * @enum {unknown}
+             */
+            best_of?: null | 1;
+            /**
+             * Use Beam Search
+             * @description Not supported; these values change nothing.
+             * @enum {unknown}
+             */
+            use_beam_search?: null | false;
+            /**
+             * Length Penalty
+             * @description Not supported; these values change nothing.
+             * @enum {unknown}
+             */
+            length_penalty?: null | 1 | 1;
+            /**
+             * Early Stopping
+             * @description Not supported; these values change nothing.
+             * @enum {unknown}
+             */
+            early_stopping?: null | false;
+            /**
+             * Prompt Logprobs
+             * @description Not supported; these values change nothing.
+             * @enum {unknown}
+             */
+            prompt_logprobs?: null;
+            /**
+             * Skip Special Tokens
+             * @description Not supported; these values change nothing.
+             * @enum {unknown}
+             */
+            skip_special_tokens?: null | false;
+            /**
+             * Return Tokens As Token Ids
+             * @description Not supported; these values change nothing.
+             * @enum {unknown}
+             */
+            return_tokens_as_token_ids?: null | false;
+            /**
+             * Response Format
+             * @description Not supported; these values change nothing.
+             * @enum {unknown}
+             */
+            response_format?: null | {
+                type: "text";
+            };
             /**
              * Structured Outputs
              * @description Not supported; these values change nothing.
@@ -1431,12 +1572,12 @@ export interface components {
             /** Messages */
             messages: components["schemas"]["ChatMessage"][];
             /** Tools */
-            tools?: components["schemas"]["Tool"][] | null;
+            tools?: components["schemas"]["OfferedTool"][] | null;
             /**
              * Tool Choice
-             * @description `auto` (the default with tools), `none`, `required`, or one tool by name.
+             * @description `auto` (the default with tools) or `none`. A call cannot be insisted on.
              */
-            tool_choice?: (("none" | "auto" | "required") | components["schemas"]["NamedTool"]) | null;
+            tool_choice?: ("none" | "auto") | null;
             /**
              * Parallel Tool Calls
              * @description false keeps the first call only.
@@ -1457,13 +1598,27 @@ export interface components {
             top_logprobs?: number | null;
             chat_template_kwargs?: components["schemas"]["TemplateOptions"] | null;
             /**
-             * Response Format
+             * Continue Final Message
+             * @description Whether the reply goes on with the last message, where that is the assistant's; by default it does. With false it
+             *     is a turn of its own.
+             */
+            continue_final_message?: boolean | null;
+            /**
+             * Add Generation Prompt
+             * @description The opposite of `continue_final_message`, as other servers also have it.
+             */
+            add_generation_prompt?: boolean | null;
+            /**
+             * Echo
+             * @description Give back the message that the reply goes on with, in front of it.
+             */
+            echo?: boolean | null;
+            /**
+             * Add Special Tokens
              * @description Not supported; these values change nothing.
              * @enum {unknown}
              */
-            response_format?: null | {
-                type: "text";
-            };
+            add_special_tokens?: null | false;
             /**
              * Functions
              * @description Not supported; these values change nothing.
@@ -1602,7 +1757,7 @@ export interface components {
             top_p?: number | null;
             /**
              * Top K
-             * @description Draw among this many likeliest tokens; default 0, off.
+             * @description Draw among this many likeliest tokens; default 0, off, as is -1.
              */
             top_k?: number | null;
             /**
@@ -1647,40 +1802,103 @@ export interface components {
             return_token_ids?: boolean | null;
             /**
              * Presence Penalty
-             * @description Not supported; these values change nothing.
-             * @enum {unknown}
+             * @description Subtracted from the logits of what the completion has already; default 0.
              */
-            presence_penalty?: null | 0 | 0;
+            presence_penalty?: number | null;
             /**
              * Frequency Penalty
-             * @description Not supported; these values change nothing.
-             * @enum {unknown}
+             * @description The same times how often it has it; default 0.
              */
-            frequency_penalty?: null | 0 | 0;
+            frequency_penalty?: number | null;
             /**
              * Repetition Penalty
-             * @description Not supported; these values change nothing.
-             * @enum {unknown}
+             * @description What prompt or completion have is made less likely by this factor of its logit; default 1, off.
              */
-            repetition_penalty?: null | 1 | 1;
+            repetition_penalty?: number | null;
             /**
              * Logit Bias
-             * @description Not supported; these values change nothing.
-             * @enum {unknown}
+             * @description Token id -> what is added to its logit; -100 and 100 all but ban and force it.
              */
-            logit_bias?: null | Record<string, never>;
+            logit_bias?: {
+                [key: string]: number;
+            } | null;
             /**
              * Min Tokens
-             * @description Not supported; these values change nothing.
-             * @enum {unknown}
+             * @description Before so many tokens neither the end of the turn nor `stop` ends a completion; default 0.
              */
-            min_tokens?: null | 0;
+            min_tokens?: number | null;
+            /**
+             * Include Stop Str In Output
+             * @description Leave the stop string, or the text of the stop token id, in the text.
+             */
+            include_stop_str_in_output?: boolean | null;
+            /**
+             * Truncate Prompt Tokens
+             * @description Keep only so many of the last tokens of a prompt; -1: as many as fit beside what is asked for.
+             */
+            truncate_prompt_tokens?: number | null;
             /**
              * Bad Words
              * @description Not supported; these values change nothing.
              * @enum {unknown}
              */
             bad_words?: null | never[];
+            /**
+             * Allowed Token Ids
+             * @description Not supported; these values change nothing.
+             * @enum {unknown}
+             */
+            allowed_token_ids?: null | never[];
+            /**
+             * Best Of
+             * @description Not supported; these values change nothing.
+             * @enum {unknown}
+             */
+            best_of?: null | 1;
+            /**
+             * Use Beam Search
+             * @description Not supported; these values change nothing.
+             * @enum {unknown}
+             */
+            use_beam_search?: null | false;
+            /**
+             * Length Penalty
+             * @description Not supported; these values change nothing.
+             * @enum {unknown}
+             */
+            length_penalty?: null | 1 | 1;
+            /**
+             * Early Stopping
+             * @description Not supported; these values change nothing.
+             * @enum {unknown}
+             */
+            early_stopping?: null | false;
+            /**
+             * Prompt Logprobs
+             * @description Not supported; these values change nothing.
+             * @enum {unknown}
+             */
+            prompt_logprobs?: null;
+            /**
+             * Skip Special Tokens
+             * @description Not supported; these values change nothing.
+             * @enum {unknown}
+             */
+            skip_special_tokens?: null | false;
+            /**
+             * Return Tokens As Token Ids
+             * @description Not supported; these values change nothing.
+             * @enum {unknown}
+             */
+            return_tokens_as_token_ids?: null | false;
+            /**
+             * Response Format
+             * @description Not supported; these values change nothing.
+             * @enum {unknown}
+             */
+            response_format?: null | {
+                type: "text";
+            };
             /**
              * Structured Outputs
              * @description Not supported; these values change nothing.
@@ -1736,11 +1954,11 @@ export interface components {
              */
             suffix?: null | "";
             /**
-             * Best Of
+             * Add Special Tokens
              * @description Not supported; these values change nothing.
              * @enum {unknown}
              */
-            best_of?: null | 1;
+            add_special_tokens?: null | true;
         } & {
             [key: string]: unknown;
         };
@@ -1763,21 +1981,26 @@ export interface components {
             config: {
                 [key: string]: unknown;
             };
+            memory: components["schemas"]["MemoryShown"];
+            training: components["schemas"]["TrainingShown"];
         };
         /**
          * DecodeStats
-         * @description The last minute. Gaps between tokens are those of streams; null where there were none.
+         * @description The last minute. Gaps between tokens are those of streams.
          */
         DecodeStats: {
             /** Tok Per Sec */
             tok_per_sec: number;
             /** P50 Itl Ms */
-            p50_itl_ms: number | null;
+            p50_itl_ms: number;
             /** P99 Itl Ms */
-            p99_itl_ms: number | null;
+            p99_itl_ms: number;
             /** Mean Itl Ms */
-            mean_itl_ms: number | null;
-            /** Sample Count */
+            mean_itl_ms: number;
+            /**
+             * Sample Count
+             * @description Gaps that were measured; where this is 0 the latencies are 0, too, and say nothing.
+             */
             sample_count: number;
             /** Window Secs */
             window_secs: number;
@@ -1827,7 +2050,10 @@ export interface components {
             parameters?: {
                 [key: string]: unknown;
             } | null;
-            /** Strict */
+            /**
+             * Strict
+             * @description Of a conversation that is trained, it says nothing.
+             */
             strict?: boolean | null;
         };
         /**
@@ -1877,7 +2103,8 @@ export interface components {
             lora_dropout: number | null;
             /**
              * Target Modules
-             * @description `all-linear` or names of modules; null is those of the adapter that is continued, all-linear for a fresh one.
+             * @description `all-linear` (the projections of attention and of dense MLPs; no router, no routed expert) or names of linear
+             *     modules; null is those of the adapter that is continued, all-linear for a fresh one.
              */
             target_modules?: string | string[] | null;
             /**
@@ -2252,6 +2479,24 @@ export interface components {
             name: string;
         };
         /**
+         * MemoryShown
+         * @description The device's memory, in GB (10^9 bytes): a GPU's, or on a CPU the machine's.
+         */
+        MemoryShown: {
+            /** Total Gb */
+            total_gb: number;
+            /**
+             * Free Gb
+             * @description Null on a CPU.
+             */
+            free_gb: number | null;
+            /**
+             * Model Gb
+             * @description Of it the base model's weights.
+             */
+            model_gb: number;
+        };
+        /**
          * MergeRequest
          * @description The body of POST /v1/adapters/merge.
          */
@@ -2322,22 +2567,37 @@ export interface components {
             /** Data */
             data: components["schemas"]["ModelCard"][];
         };
-        /** NamedFunction */
-        NamedFunction: {
+        /**
+         * OfferedFunction
+         * @description The function of a tool that is offered for a reply.
+         */
+        OfferedFunction: {
             /** Name */
             name: string;
+            /** Description */
+            description?: string | null;
+            /** Parameters */
+            parameters?: {
+                [key: string]: unknown;
+            } | null;
+            /**
+             * Strict
+             * @description Not supported; these values change nothing.
+             * @enum {unknown}
+             */
+            strict?: null | false;
         };
         /**
-         * NamedTool
-         * @description `tool_choice` that names the one tool to call.
+         * OfferedTool
+         * @description A tool that is offered for a reply.
          */
-        NamedTool: {
+        OfferedTool: {
             /**
              * Type
              * @constant
              */
             type: "function";
-            function: components["schemas"]["NamedFunction"];
+            function: components["schemas"]["OfferedFunction"];
         };
         /** Ready */
         Ready: {
@@ -2349,8 +2609,16 @@ export interface components {
          * @description A request that sampled.
          */
         RecentRequest: {
-            /** Id */
+            /**
+             * Id
+             * @description The answer's own `id`.
+             */
             id: string;
+            /**
+             * Request Id
+             * @description The answer's `x-request-id`, by which the server's log calls it, too.
+             */
+            request_id: string;
             /** Timestamp Unix Ms */
             timestamp_unix_ms: number;
             /** Route */
@@ -2409,6 +2677,12 @@ export interface components {
             finish_reason: ("stop" | "length") | null;
             /** Temperature */
             temperature: number;
+            /**
+             * Reshaped
+             * @description The sampling parameters by which it was drawn from another distribution than the policy's at this temperature,
+             *     of which the log-probabilities are. None for an on-policy sample; a job is not told.
+             */
+            reshaped: string[];
             /** Prompt Tokens */
             prompt_tokens: number;
             /** Completion Tokens */
@@ -2499,6 +2773,12 @@ export interface components {
             finish_reason: ("stop" | "length") | null;
             /** Temperature */
             temperature: number;
+            /**
+             * Reshaped
+             * @description The sampling parameters by which it was drawn from another distribution than the policy's at this temperature,
+             *     of which the log-probabilities are. None for an on-policy sample; a job is not told.
+             */
+            reshaped: string[];
             /** Prompt Tokens */
             prompt_tokens: number;
             /** Completion Tokens */
@@ -2618,7 +2898,8 @@ export interface components {
             lora_dropout: number | null;
             /**
              * Target Modules
-             * @description `all-linear` or names of modules; null is those of the adapter that is continued, all-linear for a fresh one.
+             * @description `all-linear` (the projections of attention and of dense MLPs; no router, no routed expert) or names of linear
+             *     modules; null is those of the adapter that is continued, all-linear for a fresh one.
              */
             target_modules?: string | string[] | null;
             /**
@@ -2732,11 +3013,13 @@ export interface components {
         };
         /**
          * TemplateOptions
-         * @description What a request may tell the chat template.
+         * @description What a request tells the chat template besides the messages: what the template reads, by its names.
          */
         TemplateOptions: {
             /** Enable Thinking */
             enable_thinking?: boolean | null;
+        } & {
+            [key: string]: unknown;
         };
         /**
          * TextCompletion
@@ -2911,7 +3194,10 @@ export interface components {
             /** Cancel Requested */
             cancel_requested: boolean;
             error: components["schemas"]["JobError"] | null;
-            /** Config */
+            /**
+             * Config
+             * @description As it acts: rank, scale and targets of the adapter that is continued or begun, where the request names none.
+             */
             config: {
                 [key: string]: unknown;
             };
@@ -2922,6 +3208,11 @@ export interface components {
             summary: {
                 [key: string]: unknown;
             };
+            /**
+             * Unhealthy
+             * @description What was wrong at its end, where that is an error of health: the version is stored and was not made active.
+             */
+            unhealthy: string | null;
             /** Warnings */
             warnings: string[];
         };
@@ -2953,6 +3244,20 @@ export interface components {
             warnings: string[];
         };
         /**
+         * TrainingShown
+         * @description What a job trains with that says nothing itself: every field of `config` of /v1/train/grpo and /v1/train/sft.
+         */
+        TrainingShown: {
+            /** Grpo */
+            grpo: {
+                [key: string]: unknown;
+            };
+            /** Sft */
+            sft: {
+                [key: string]: unknown;
+            };
+        };
+        /**
          * Usage
          * @description Tokens. A prompt counts once, whatever n is; the end-of-turn token counts.
          */
@@ -2963,6 +3268,7 @@ export interface components {
             completion_tokens: number;
             /** Total Tokens */
             total_tokens: number;
+            /** @description Left out where the engine does not say (vLLM). */
             prompt_tokens_details?: components["schemas"]["CachedTokens"] | null;
         };
         /**
@@ -3032,6 +3338,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -3097,6 +3413,16 @@ export interface operations {
             };
             /** @description `internal_error`: a bug; the log has it under the request id */
             500: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `engine_failed` */
+            502: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -3163,6 +3489,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -3228,6 +3564,16 @@ export interface operations {
             };
             /** @description `internal_error`: a bug; the log has it under the request id */
             500: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `engine_failed` */
+            502: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -3293,6 +3639,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -3358,6 +3714,16 @@ export interface operations {
             };
             /** @description `internal_error`: a bug; the log has it under the request id */
             500: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `engine_failed` */
+            502: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -3437,6 +3803,16 @@ export interface operations {
             };
             /** @description `invalid_value`; `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -3541,6 +3917,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -3633,6 +4019,16 @@ export interface operations {
             };
             /** @description `invalid_value`, `invalid_messages`, `context_length_exceeded`, `unsupported_content`, `adapter_not_found`, `invalid_adapter`, `no_signal`, `rollout_not_found`, `limit_exceeded`; `invalid_json`, or `invalid_value` (`param` says where) */
             400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -3785,6 +4181,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -3923,6 +4329,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -4001,6 +4417,16 @@ export interface operations {
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -4103,6 +4529,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -4181,6 +4617,16 @@ export interface operations {
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -4300,6 +4746,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -4388,6 +4844,16 @@ export interface operations {
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -4503,6 +4969,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -4610,6 +5086,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -4704,6 +5190,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -4782,6 +5278,16 @@ export interface operations {
             };
             /** @description `invalid_adapter`; `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -4878,6 +5384,16 @@ export interface operations {
             };
             /** @description `invalid_adapter`; `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -4995,6 +5511,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -5079,7 +5605,17 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `engine_failed` */
+            502: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `not_ready`; `not_ready` or `shutting_down`; see `retry-after` */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -5135,6 +5671,16 @@ export interface operations {
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -5244,6 +5790,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -5328,7 +5884,17 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `engine_failed` */
+            502: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `not_ready`; `not_ready` or `shutting_down`; see `retry-after` */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -5392,6 +5958,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -5444,7 +6020,17 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `engine_failed` */
+            502: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `not_ready`; `not_ready` or `shutting_down`; see `retry-after` */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -5501,6 +6087,11 @@ export interface operations {
                      * @enum {string}
                      */
                     new_version?: "true";
+                    /**
+                     * @description Take it although its base_model_name_or_path names another model than the one that is served.
+                     * @enum {string}
+                     */
+                    any_base?: "true";
                 };
             };
         };
@@ -5517,6 +6108,16 @@ export interface operations {
             };
             /** @description `invalid_adapter`; `invalid_json`, or `invalid_value` (`param` says where) */
             400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -5666,6 +6267,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -5756,6 +6367,16 @@ export interface operations {
             };
             /** @description `invalid_adapter`; `invalid_json`, or `invalid_value` (`param` says where) */
             400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -5943,6 +6564,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -6019,6 +6650,16 @@ export interface operations {
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -6111,6 +6752,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -6187,6 +6838,16 @@ export interface operations {
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -6273,6 +6934,16 @@ export interface operations {
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -6375,6 +7046,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -6451,6 +7132,16 @@ export interface operations {
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -6543,6 +7234,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -6620,6 +7321,16 @@ export interface operations {
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;

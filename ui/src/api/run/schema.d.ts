@@ -309,6 +309,12 @@ export interface components {
             finish_reason: ("stop" | "length") | null;
             /** Temperature */
             temperature: number;
+            /**
+             * Reshaped
+             * @description The sampling parameters by which it was drawn from another distribution than the policy's at this temperature,
+             *     of which the log-probabilities are. None for an on-policy sample; a job is not told.
+             */
+            reshaped: string[];
             /** Prompt Tokens */
             prompt_tokens: number;
             /** Completion Tokens */
@@ -399,6 +405,12 @@ export interface components {
             finish_reason: ("stop" | "length") | null;
             /** Temperature */
             temperature: number;
+            /**
+             * Reshaped
+             * @description The sampling parameters by which it was drawn from another distribution than the policy's at this temperature,
+             *     of which the log-probabilities are. None for an on-policy sample; a job is not told.
+             */
+            reshaped: string[];
             /** Prompt Tokens */
             prompt_tokens: number;
             /** Completion Tokens */
