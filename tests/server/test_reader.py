@@ -12,6 +12,7 @@ import time
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -356,11 +357,13 @@ def test_a_job_is_the_same_from_either(reader: Reader, tmp_path: Path) -> None:
             raw = json.dumps(body | {"config": {"output_name": "math"}}).encode()
             far: Submission = read_to_train(reader, function, raw, **state, **more)
             near = function(raw, TextModel.of(starter()), ServeConfig(), **state, **more)
-            assert far == near
+            assert len({far.id, near.id}) == 2 and replace(far, id=near.id) == near
     ledger.close()
 
 
-def test_what_cannot_fit_is_refused_before_the_tokenizer_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_fit_is_refused_before_the_tokenizer_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = TextModel.of(starter())
 
     def untouched(*_: Any, **__: Any) -> None:
@@ -383,13 +386,15 @@ def test_what_cannot_fit_is_refused_before_the_tokenizer_is_called(monkeypatch: 
         (read_grpo, {"groups": [group]}, "groups[0].messages"),
     ):
         more = {"ledger": Path("nowhere")} if function is read_grpo else {}
-        store = AdapterStore.__new__(AdapterStore)
+        store = AdapterStore(tmp_path / "adapters")
         with pytest.raises(RequestError) as caught:
             function(json.dumps(body).encode(), base, ServeConfig(), store=store, pending=(), **more)
         assert caught.value.code == "context_length_exceeded" and caught.value.param == at
 
 
-def test_a_completion_that_cannot_fit_is_refused_before_it_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_completion_that_cannot_fit_is_refused_before_it_is_tokenised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base, sizes = TextModel.of(starter()), list[int]()
     encode = base.tokenizer.encode
 
@@ -400,7 +405,7 @@ def test_a_completion_that_cannot_fit_is_refused_before_it_is_tokenised(monkeypa
     monkeypatch.setattr(base.tokenizer, "encode", counted)
     completions = [{"text": "a", "reward": 1}, {"text": "x" * 100_000, "reward": 0}]
     body = {"groups": [{"messages": [{"role": "user", "content": "hi"}], "completions": completions}]}
-    store = AdapterStore.__new__(AdapterStore)
+    store = AdapterStore(tmp_path / "adapters")
     with pytest.raises(RequestError, match="the text has 100000 characters") as caught:
         read_grpo(json.dumps(body).encode(), base, ServeConfig(), store=store, ledger=Path("nowhere"), pending=())
     assert caught.value.param == "groups[0].completions[1].text" and max(sizes) < 100
