@@ -235,7 +235,7 @@ def _check_no_job_needs(server: Server, versions: Sequence[PolicyVersion]) -> No
         shown = ", ".join(map(str, versions[-3:]))
         raise AdapterInUseError(
             f"{shown} cannot be deleted: job {job.id} ({job.state}) needs it",
-            hint=f"wait until the job has ended, or cancel it: DELETE /v1/train/{job.id}",
+            hint=f"wait until the job has ended, or cancel it: POST /v1/train/cancel/{job.id}",
         )
 
 

@@ -156,7 +156,7 @@ class Guard:
         except GroupwiseError as error:
             await self._refuse(error, scope, receive, answer)
         except Exception as error:
-            log.exception("request %s: %s %s", request_id, method, printable(scope["path"]))
+            log.exception("request %s: %s %s", request_id, method, _shown(scope["path"]))
             if answer.begun and not answer.complete:
                 raise  # uvicorn closes the connection, and so the client sees that something is missing
             if not answer.begun:
@@ -295,11 +295,15 @@ class Guard:
 
 
 def _log_access(path: str, method: str, status: int, seconds: float, request_id: str) -> None:
-    """A line for a request that was answered. What may be a secret is left out: queries, and what a link ends with."""
-    path = f"{LINKS}..." if path.startswith(LINKS) else path
+    """A line for a request that was answered. Queries are left out, as there may be a key in one."""
     level = logging.DEBUG if path in QUIET and status < 400 else logging.INFO
-    asked = f"{printable(method)} {printable(path)}"
+    asked = f"{printable(method)} {_shown(path)}"
     access.log(level, "%s %d %.0f ms request %s", asked, status, 1000 * seconds, request_id)
+
+
+def _shown(path: str) -> str:
+    """A path for the log, without the secret that a link ends with."""
+    return f"{LINKS}..." if path.startswith(LINKS) else printable(path)
 
 
 def _digest(text: str) -> bytes:

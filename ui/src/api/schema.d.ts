@@ -2367,7 +2367,7 @@ export interface components {
             active_version?: string | null;
             /**
              * Adapters Loaded
-             * @description Adapters in the store.
+             * @description Adapters in the engine: versions that answer without being loaded first.
              */
             adapters_loaded?: number | null;
             /**
