@@ -306,7 +306,7 @@ def test_a_step_that_is_not_finite_is_refused_and_reported(place):
 def test_a_job_whose_every_step_is_refused_fails(place, iterations, says):
     job = place.do(groups(logprob=-1.0), temperature=1e-44, iterations=iterations)
     assert job.state == "failed" and says in job.error["message"]
-    assert "learning_rate" in job.error["hint"] and "train." not in job.error["hint"]
+    assert "learning" in job.error["hint"] and "train." not in job.error["hint"]
     assert place.store.versions("math") == ()
 
 

@@ -106,7 +106,7 @@ def test_every_operation_names_the_key_and_the_guards_errors(document: dict[str,
 
 ELSEWHERE = {  # answered where there is no operation, or in a stream; or a base of others
     *("route_not_found", "method_not_allowed", "invalid_http", "bad_request", "client_too_slow", "try_again"),
-    *("checkpoint_not_found", "future_gone", "session_gone"),  # under /api/v1, which is Tinker's
+    *("checkpoint_not_found", "future_gone", "not_offered", "session_gone"),  # under /api/v1, which is Tinker's
     "run_not_found",  # of `groupwise ui`
 }
 
