@@ -483,10 +483,10 @@ def test_an_error_inside_reaches_the_caller_and_the_engine_goes_on(open_engine, 
     expected = engine.generate([request(n=3)])
     steps = iter(range(100))
 
-    def breaks(*args):
+    def breaks(*args, **options):
         if next(steps) == 3:
             raise ArithmeticError("step 3")
-        return sample_tokens(*args)
+        return sample_tokens(*args, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(local, "sample_tokens", breaks)
