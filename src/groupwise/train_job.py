@@ -324,7 +324,8 @@ def _logprob_drop(run: _Run) -> float:
         before = run.learner.forward(samples, temperature=task.temperature, reference=True)
     else:
         start = _new_learner(config, run.standing.lora, run.place.base)
-        start.load_adapter(run.place.store.path(parent))
+        with run.place.store.held(parent) as directory:
+            start.load_adapter(directory)
         before = start.forward(samples, temperature=task.temperature)
     after = run.learner.forward(samples, temperature=task.temperature)
     drops = [
