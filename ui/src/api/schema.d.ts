@@ -553,7 +553,7 @@ export interface paths {
         };
         /**
          * Ready
-         * @description Whether requests can be answered; 503 with the reason where not.
+         * @description Whether the server can answer, accept jobs, keep them and publish adapters; 503 with the reason where not.
          */
         get: operations["ready_ready_get"];
         put?: never;
@@ -3431,7 +3431,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -3582,7 +3582,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -3732,7 +3732,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `in_use`; `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -3754,7 +3754,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `storage_full` */
+            /** @description `storage_full`, `storage_denied`, `storage_failed` */
             507: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -3841,6 +3841,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `payload_damaged` */
+            410: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `overloaded`: too many requests at once; see `retry-after` */
             429: {
                 headers: {
@@ -3862,7 +3872,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -3947,6 +3957,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `payload_damaged` */
+            410: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `overloaded`: too many requests at once; see `retry-after` */
             429: {
                 headers: {
@@ -3968,7 +3988,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -4111,7 +4131,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `in_use`; `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -4133,7 +4153,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `storage_full` */
+            /** @description `storage_full`, `storage_denied`, `storage_failed` */
             507: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -4265,7 +4285,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `in_use`; `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -4287,7 +4307,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `storage_full` */
+            /** @description `storage_full`, `storage_denied`, `storage_failed` */
             507: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -4370,7 +4390,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -4476,7 +4496,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -4570,7 +4590,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -4676,7 +4696,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -4797,7 +4817,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -4914,7 +4934,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -5031,7 +5051,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -5137,7 +5157,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -5231,7 +5251,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -5337,7 +5357,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -5454,7 +5474,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -5615,7 +5635,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready`; `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `in_use`, `not_ready`; `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -5637,7 +5657,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `storage_full` */
+            /** @description `storage_full`, `storage_denied`, `storage_failed` */
             507: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -5720,7 +5740,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `in_use`; `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -5742,7 +5762,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `storage_full` */
+            /** @description `storage_full`, `storage_denied`, `storage_failed` */
             507: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -5894,7 +5914,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready`; `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `in_use`, `not_ready`; `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -5916,7 +5936,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `storage_full` */
+            /** @description `storage_full`, `storage_denied`, `storage_failed` */
             507: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -6030,7 +6050,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready`; `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `in_use`, `not_ready`; `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -6052,7 +6072,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `storage_full` */
+            /** @description `storage_full`, `storage_denied`, `storage_failed` */
             507: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -6200,7 +6220,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `in_use`; `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -6222,7 +6242,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `storage_full` */
+            /** @description `storage_full`, `storage_denied`, `storage_failed` */
             507: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -6318,7 +6338,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -6469,7 +6489,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `in_use`; `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -6491,7 +6511,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `storage_full` */
+            /** @description `storage_full`, `storage_denied`, `storage_failed` */
             507: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -6605,7 +6625,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -6699,7 +6719,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready`; `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `not_ready`; `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -6793,7 +6813,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -6887,7 +6907,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -6993,7 +7013,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -7087,7 +7107,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -7181,7 +7201,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -7275,7 +7295,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -7370,7 +7390,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];

@@ -713,7 +713,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -809,7 +809,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -908,7 +908,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -1004,7 +1004,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -1100,7 +1100,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -1209,7 +1209,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -1306,7 +1306,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -1391,7 +1391,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -1502,7 +1502,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `not_ready` or `shutting_down`; see `retry-after` */
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
             503: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
