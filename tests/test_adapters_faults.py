@@ -36,7 +36,9 @@ FILE_SYSTEM_CALLS = ("open", "mkdir", "rename", "replace", "fsync", "unlink", "r
 
 def publish(store: AdapterStore, *, width: int = 8) -> PolicyVersion:
     def write(directory: Path):
-        (directory / CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
+        (directory / CONFIG).write_text(
+            json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]})
+        )
         weights = {KEY.format("A"): np.ones((2, width), np.float32), KEY.format("B"): np.ones((width, 2), np.float32)}
         save_file(weights, directory / WEIGHTS)
 
@@ -296,7 +298,9 @@ def test_a_version_being_written_is_not_swept_by_another_process(tmp_path):
         subprocess.run(
             [sys.executable, "-c", f"from groupwise.adapters import *; AdapterStore({str(tmp_path)!r})"], check=True
         )
-        (directory / CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
+        (directory / CONFIG).write_text(
+            json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]})
+        )
         weights = {KEY.format("A"): np.ones((2, 8), np.float32), KEY.format("B"): np.ones((8, 2), np.float32)}
         save_file(weights, directory / WEIGHTS)
 

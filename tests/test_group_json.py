@@ -61,7 +61,8 @@ def test_the_example_has_every_field():
         for field in dataclasses.fields(kind):
             default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             shown = any(getattr(part, field.name) != default for part in parts)
-            assert shown or (kind, field.name) == (Prompt, "text"), field.name  # a prompt has messages or text
+            if field.compare:  # what is not compared is of the moment: how much of the prompt was known to the engine
+                assert shown or (kind, field.name) == (Prompt, "text"), field.name  # a prompt has messages or text
 
 
 def test_numbers_that_are_not_finite_come_back():

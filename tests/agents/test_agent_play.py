@@ -110,7 +110,8 @@ def test_the_policy_is_not_shown_what_only_clients_know_and_the_answer_says_so(p
                 ignored.append(answer.headers.get("x-ignored"))
         return 1.0
 
-    group = play_group(agent, takes=FOUR)
+    with pytest.warns(UserWarning, match="asks with tools.strict, which change nothing"):
+        group = play_group(agent, takes=FOUR)
     (first, _), (second, _) = recorder.turns
     assert first.prompt_ids == second.prompt_ids
     assert ignored == ["tools.strict", None] and group.rollouts[0].info["ignored_parameters"] == 1

@@ -114,7 +114,7 @@ def packed_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature: f
     """The one forward. -> (logprobs_N, entropy_N), float32 (float64 for a float64 model)."""
     assert not isinstance(batch.layout, Padded)
     # The last token of the longest row is a target only: nothing reads it, and there may be no position for it.
-    longest = max(len(sample.prompt_ids) + len(sample.completion_ids) for sample in batch.samples)
+    longest = max((len(s.prompt_ids) + len(s.completion_ids) for s in batch.samples), default=0)  # none: an idle rank
     positions_S = batch.positions_S.clamp(max=max(longest - 2, 0))
     hidden_SH = Backbone(model, project_with_lora)(batch.input_ids_S, positions_S, batch.layout)
     hidden_NH = hidden_SH.index_select(0, batch.source_N)
