@@ -18,8 +18,8 @@ test: lint
 	$(BIN)/pytest -q -n auto --dist loadgroup
 
 lint: $(VENV)/.installed-dev
-	$(BIN)/ruff check src tests benchmarks examples docs
-	$(BIN)/ruff format --check src tests benchmarks examples docs
+	$(BIN)/ruff check src tests benchmarks examples docs tools
+	$(BIN)/ruff format --check src tests benchmarks examples docs tools
 	$(BIN)/lint-imports
 	$(BIN)/pyright
 

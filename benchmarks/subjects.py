@@ -17,10 +17,14 @@ import torch
 from transformers import AutoTokenizer
 from transformers.utils import logging
 
-from groupwise.model import STARTER, STARTER_DIR, LoadedModel, load_model
-from groupwise.starter.build import BuildSpec, new_model
+from groupwise.config import STARTER, STARTER_DIR
+from groupwise.model import LoadedModel, load_model
 from groupwise.train.learner import Learner
 from groupwise.types import Sample
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+
+from starter import BuildSpec, new_model
 
 SIZES = {"25M": (512, 9), "150M": (1024, 14)}  # hidden size, layers
 

@@ -1,4 +1,4 @@
-"""The commands around a run: help, errors, check, eval, the adapter store and the starter."""
+"""The commands around a run: help, errors, check, eval, and the adapter store."""
 
 import json
 import shutil
@@ -13,11 +13,7 @@ import groupwise
 from cli_project import cli, row, save_model, write_rows
 from groupwise.adapter_files import Provenance
 from groupwise.adapters import AdapterStore
-from groupwise.model import STARTER_DIR, load_model
-from groupwise.rundir import owned
-from groupwise.starter import measure, report
-from groupwise.starter.measure import held_out
-from groupwise.starter.report import describe, write_report
+from groupwise.model import load_model
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +48,11 @@ def test_help_names_the_commands_and_the_exit_codes():
     result = cli("--help")
     assert result.exit_code == 0
     text = " ".join(result.stdout.split())
-    for word in ("run", "check", "eval", "adapters", "starter", "doctor", "75 temporary", "130 interrupted"):
+    for word in ("run", "check", "eval", "adapters", "doctor", "75 temporary", "130 interrupted"):
         assert word in text
 
 
-@pytest.mark.parametrize(
-    "command", ["run", "check", "eval", "doctor", "adapters list", "adapters export", "starter build"]
-)
+@pytest.mark.parametrize("command", ["run", "check", "eval", "doctor", "adapters list", "adapters export"])
 def test_every_command_has_help(command):
     result = cli(*command.split(), "--help")
     assert result.exit_code == 0 and "--json" in result.stdout
@@ -315,54 +309,3 @@ def test_adapters_of_nowhere(tmp_path, monkeypatch):
     both = cli("adapters", "list", "--store", tmp_path, "--run", tmp_path)
     assert both.exit_code == 2 and "both a run and a store" in both.stderr
     assert not any(tmp_path.iterdir())  # looking makes nothing
-
-
-# ---- the starter ----
-
-
-def test_starter_info_measures_and_reads(model_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(measure, "MAX_TOKENS", 8)  # a random model would not stop before
-    directory = tmp_path / "model"
-    shutil.copytree(model_dir, directory)
-    missing = cli("starter", "info", "--dir", directory)
-    assert missing.exit_code == 3 and "--measure" in missing.stderr
-    measured = json.loads(cli("starter", "info", "--dir", directory, "--measure", "--problems", 1, "--json").stdout)
-    assert len(measured["skills"]) == 13 and all(0 <= row["greedy"] <= 1 for row in measured["skills"])
-    write_report(directory, measured)
-    assert json.loads(cli("starter", "info", "--dir", directory, "--json").stdout) == measured
-    table = cli("starter", "info", "--dir", directory).stdout
-    assert len(table.splitlines()) >= 13 and "think" in table
-    assert [line[:2] for line in describe(measured)][-1] == ("add", "tags")
-
-
-def test_the_report_of_the_model_in_the_package_is_of_that_model():
-    assert report.STARTER_DIR == STARTER_DIR
-    read = json.loads(cli("starter", "info", "--json").stdout)
-    assert read["base_hash"] == load_model("starter").hash
-    greedy = [row["greedy"] for row in read["skills"]]
-    assert len(greedy) == 13 and 0.1 < sum(greedy) / 13 < 0.9  # half good: GRPO has something to do
-
-
-def test_held_out_problems_are_as_many_as_there_are():
-    assert len(held_out("add", style="bare", at_most=50)) == 50
-    assert 100 < len(held_out("mul", style="bare", at_most=300)) < 200
-
-
-def test_starter_build_does_not_write_over_a_model(model_dir):
-    result = cli("starter", "build", "--out", model_dir)
-    assert result.exit_code == 2 and "holds a model already" in result.stderr
-
-
-def test_starter_build_leaves_a_model_that_another_process_builds(tmp_path):
-    with owned(tmp_path / "new"):
-        result = cli("starter", "build", "--out", tmp_path / "new", "--steps", 2)
-    assert result.exit_code == 75 and "another process is training in" in result.stderr
-    assert [path.name for path in (tmp_path / "new").iterdir()] == [".lock"]
-
-
-@pytest.mark.slow
-def test_starter_build_makes_a_model_and_its_report(tmp_path):
-    result = cli("starter", "build", "--out", tmp_path / "new", "--steps", 2, "--problems", 1, "--json")
-    assert result.exit_code == 0, result.stderr
-    measured = json.loads((tmp_path / "new" / "report.json").read_text())
-    assert measured == json.loads(result.stdout) and measured["base_hash"] == load_model(str(tmp_path / "new")).hash

@@ -23,7 +23,6 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
         "import groupwise; groupwise.Message, groupwise.Prompt, groupwise.PolicyVersion, groupwise.GroupwiseError",
         "import groupwise; groupwise.load_config, groupwise.parse_config, groupwise.RunConfig, groupwise.resolve_loss",
         "import groupwise.cli",
-        "import groupwise.starter.report",
         "from typer.testing import CliRunner; from groupwise.cli import app; "
         "assert CliRunner().invoke(app, ['run', '--help']).exit_code == 0",
     ],

@@ -18,7 +18,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from cli_project import cli
-from groupwise.config import dump_resolved, parse_config
+from groupwise.config import STARTER_DIR, dump_resolved, parse_config
 from groupwise.errors import ConfigError, DataError, StorageError
 from groupwise.evaluate import Evaluation
 from groupwise.report import svg, text
@@ -30,7 +30,6 @@ from groupwise.report.png import write_pngs
 from groupwise.report.record import read_run, read_runs
 from groupwise.report.samples import MAX_TOKENS, choose_steps, read_change, read_samples
 from groupwise.rundir import save_evaluations
-from groupwise.starter.report import STARTER_DIR
 from groupwise.tracking import Tracking
 from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Turn
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,7 +31,7 @@ from groupwise import (
 )
 from groupwise.cli_frame import EXIT_CODES, OPTIONS, ApiKey, AsJson, Debug, Set, examples
 from groupwise.errors import ConfigError, Interrupted
-from groupwise.output import print_json, print_pairs, say, stdout
+from groupwise.output import print_json, say, stdout
 from groupwise.world import world
 
 if TYPE_CHECKING:
@@ -50,7 +49,6 @@ Overrides = Annotated[
 FLAGS = {"help_option_names": ["-h", "--help"], "ignore_unknown_options": True}  # --rl-env-module and others
 
 app = typer.Typer(epilog=EXIT_CODES, **OPTIONS)
-starter = typer.Typer(help="The small model in the package: what it can do, and how it is made.", **OPTIONS)
 cli_remote.add_to(app)
 cli_launch.add_to(app)
 cli_runs.add_to(app)
@@ -60,7 +58,6 @@ cli_vllm.add_to(app)
 app.add_typer(cli_adapters.app, name="adapters")
 app.add_typer(cli_rewards.app, name="rewards")
 app.add_typer(cli_envs.app, name="env")
-app.add_typer(starter, name="starter")
 
 
 def main() -> None:
@@ -321,66 +318,6 @@ def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
         print_json({"ok": not failed, "checks": [vars(finding) for finding in findings]})
     if failed:
         raise typer.Exit(1)
-
-
-# ---- the starter ----
-
-
-@starter.command()
-def info(
-    measure: Annotated[bool, typer.Option("--measure", help="Measure it now instead of reading the report.")] = False,
-    problems: Annotated[int, typer.Option(min=1, help="Held-out problems a row, with --measure.")] = 300,
-    directory: Annotated[Path | None, typer.Option("--dir", help="A model that `build` made; default: ours.")] = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """What the starter can do: its accuracy on held-out problems, skill by skill."""
-    from groupwise.starter.report import STARTER_DIR, describe, read_report
-
-    path = directory or STARTER_DIR
-    if measure:
-        _quiet_libraries()
-        from groupwise.starter.measure import measure_starter
-
-        report = measure_starter(path, problems=problems, note=say)
-    else:
-        report = read_report(path)
-    if as_json:
-        return print_json(report)
-    print_pairs(describe(report))
-
-
-@starter.command()
-def build(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="A new directory for the model.")] = Path("starter-model"),
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="At most this many steps a lesson; default: the recipe's.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the data and the weights.")] = 0,
-    problems: Annotated[int, typer.Option(min=1, help="Held-out problems a row of the report.")] = 300,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Train the starter from scratch, about an hour on two CPU cores, and measure it."""
-    _quiet_libraries()
-    from groupwise.rundir import owned
-    from groupwise.starter.build import BuildSpec, build_starter
-    from groupwise.starter.measure import measure_starter
-    from groupwise.starter.report import describe, write_report
-
-    spec = BuildSpec(seed=seed)
-    if steps is not None:
-        spec = replace(spec, lessons=tuple(replace(each, steps=min(steps, each.steps)) for each in spec.lessons))
-    with owned(out):
-        if (out / "config.json").exists():
-            hint = "name another directory with --out, or remove it first"
-            raise ConfigError(f"{out} holds a model already", hint=hint)
-        build_starter(out, spec, report=say)
-        report = measure_starter(out, problems=problems, note=say)
-        write_report(out, report)
-    if as_json:
-        return print_json(report)
-    print_pairs(describe(report))
 
 
 # ---- shared ----

@@ -34,6 +34,9 @@ from groupwise.errors import ConfigError
 from groupwise.section import AdapterName, Name, Section, Text, Texts, conflict
 from groupwise.types import NARROWING, SamplingParams
 
+STARTER = "starter"  # the model in the package
+STARTER_DIR = Path(__file__).parent / "starter" / "model"
+
 Mode = Literal["greedy", "sampled"]
 
 _WHERE = ("run_dir", "output_dir", "resume", "launcher")

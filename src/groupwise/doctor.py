@@ -128,7 +128,8 @@ def check_disk(directory: Path) -> Finding:
 
 def check_starter() -> Finding:
     """The embedded model is there, and the packed forward agrees with its own."""
-    from groupwise.model import STARTER, load_model, share_weights
+    from groupwise.config import STARTER
+    from groupwise.model import load_model, share_weights
     from groupwise.packed_check import packed_forward_gap, packed_tolerance
 
     model = share_weights(load_model(STARTER).model)
@@ -149,7 +150,7 @@ def check_template() -> Finding:
     from transformers import AutoTokenizer
 
     from groupwise.chat import decode, encode_completion, encode_prompt, encode_supervised
-    from groupwise.model import STARTER_DIR
+    from groupwise.config import STARTER_DIR
     from groupwise.types import Message, Prompt
 
     reply = "185 <think> caf\u00e9"

@@ -31,12 +31,11 @@ from transformers.pytorch_utils import Conv1D
 
 from groupwise.algo.attention import ATTENTION
 from groupwise.chat import stop_ids
+from groupwise.config import STARTER, STARTER_DIR
 from groupwise.errors import ConfigError, ModelError
 from groupwise.hub import reading
 
 ALL_LINEAR = "all-linear"
-STARTER = "starter"
-STARTER_DIR = Path(__file__).parent / "starter" / "model"
 _UNREADABLE = (OSError, ValueError, KeyError, SafetensorError)
 
 

@@ -178,7 +178,7 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
 def tokenizer_of(model: str | None) -> Any:
     from transformers import AutoTokenizer
 
-    from groupwise.model import STARTER, STARTER_DIR
+    from groupwise.config import STARTER, STARTER_DIR
 
     if model is None:
         return None

@@ -10,12 +10,14 @@ An address holds a secret, works for an hour and asks for no key: the package fe
 from __future__ import annotations
 
 import asyncio
+import importlib
 import secrets
 import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 from groupwise import adapter_files as files
@@ -165,7 +167,7 @@ def _recipients(keys: Sequence[str]) -> list[object]:
     if not keys:
         return []
     try:
-        import pyrage  # pyright: ignore[reportMissingImports]
+        pyrage = _pyrage()
     except ImportError:
         raise RequestError(
             "age_encryption_recipients needs pyrage, which the server has not",
@@ -181,8 +183,12 @@ def _recipients(keys: Sequence[str]) -> list[object]:
 
 def _encrypt(directory: Path, recipients: Sequence[object]) -> None:
     """Every file for these recipients, under its name and `ENCRYPTED`."""
-    import pyrage  # pyright: ignore[reportMissingImports]
-
+    pyrage = _pyrage()
     for path in [*directory.iterdir()]:
         pyrage.encrypt_file(str(path), f"{path}{ENCRYPTED}", list(recipients))
         path.unlink()
+
+
+def _pyrage() -> Any:
+    """The package of the extra `tinker`, whose stubs do not say what it has. Raises ImportError without it."""
+    return importlib.import_module("pyrage")

@@ -23,8 +23,9 @@ from typing import Any, TypeVar
 import torch
 
 from groupwise import adapter_files as files
+from groupwise.config import STARTER, STARTER_DIR
 from groupwise.errors import ConfigError, ConflictError, OverloadedError, RequestError
-from groupwise.model import STARTER, STARTER_DIR, LoadedModel
+from groupwise.model import LoadedModel
 from groupwise.sdk import state
 from groupwise.sdk.datums import Datum
 from groupwise.sdk.losses import CROSS_ENTROPY, datum_loss, weights_of
