@@ -2,12 +2,13 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
 from cli_project import cli, save_model
-from groupwise import doctor, model, sandbox
+from groupwise import config, doctor, model, sandbox
 from groupwise.doctor import (
     Finding,
     check_disk,
@@ -30,8 +31,14 @@ def by_name(findings) -> dict[str, Finding]:
     return {finding.name: finding for finding in findings}
 
 
+def put_starter(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    """Have the package's model lie in `directory`."""
+    for module in (config, model):
+        monkeypatch.setattr(module, "STARTER_DIR", directory)
+
+
 def test_all_is_well_with_a_whole_model(tiny_model, monkeypatch, tmp_path):
-    monkeypatch.setattr(model, "STARTER_DIR", tiny_model)
+    put_starter(monkeypatch, tiny_model)
     found = by_name(examine(directory=tmp_path))
     for name in ("python", "torch", "transformers", "peft", "datasets", "math_verify", "starter", "chat template"):
         assert found[name].status == "ok", found[name]
@@ -40,7 +47,7 @@ def test_all_is_well_with_a_whole_model(tiny_model, monkeypatch, tmp_path):
 
 
 def test_a_missing_model_fails_and_says_what_to_do(monkeypatch, tmp_path):
-    monkeypatch.setattr(model, "STARTER_DIR", tmp_path / "nothing")
+    put_starter(monkeypatch, tmp_path / "nothing")
     found = by_name(examine(directory=tmp_path))
     for name in ("starter", "chat template"):
         assert found[name].status == "fail" and "install the groupwise wheel again" in found[name].remedy
@@ -51,7 +58,7 @@ def test_a_damaged_model_is_a_finding_and_not_a_crash(tiny_model, monkeypatch, t
     damaged = tmp_path / "model"
     shutil.copytree(tiny_model, damaged)
     (damaged / "model.safetensors").write_bytes(b"\x08")
-    monkeypatch.setattr(model, "STARTER_DIR", damaged)
+    put_starter(monkeypatch, damaged)
     found = by_name(examine(directory=tmp_path))
     assert found["starter"].status == "fail" and found["chat template"].status == "ok"
 
@@ -60,7 +67,7 @@ def test_a_template_that_drops_the_reply_is_found(tiny_model, monkeypatch, tmp_p
     damaged = tmp_path / "model"
     shutil.copytree(tiny_model, damaged)
     (damaged / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content | upper }}{% endfor %}")
-    monkeypatch.setattr(model, "STARTER_DIR", damaged)
+    put_starter(monkeypatch, damaged)
     assert by_name(examine(directory=tmp_path))["chat template"].status == "fail"
 
 
@@ -100,7 +107,7 @@ def test_versions_are_said():
 
 def test_the_command_exits_with_1_when_something_needed_fails(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(model, "STARTER_DIR", tmp_path / "nothing")
+    put_starter(monkeypatch, tmp_path / "nothing")
     result = cli("doctor")
     assert result.exit_code == 1
     assert "fail   starter" in result.stdout and "ok     python" in result.stdout
@@ -108,7 +115,7 @@ def test_the_command_exits_with_1_when_something_needed_fails(monkeypatch, tmp_p
 
 def test_the_command_as_json(tiny_model, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(model, "STARTER_DIR", tiny_model)
+    put_starter(monkeypatch, tiny_model)
     result = cli("doctor", "--json")
     assert result.exit_code == 0
     report = json.loads(result.stdout)
