@@ -42,7 +42,7 @@ from groupwise.workers import START_S, Lane, Loss, WorkerProcess
 
 GRACE_S = 1.0  # beyond the time of a method, for its process to give it up by itself
 AGAIN = 3  # times that an episode is played again
-PATIENCE = 12  # episodes one after another that lost their processes, after which it is not asked whose doing it was
+PATIENCE = 8  # episodes one after another that lost their processes, after which it is not asked whose doing it was
 PATIENCE_S = START_S + 60.0  # for a process to be started, and an episode to be played again
 
 
