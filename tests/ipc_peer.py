@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from groupwise.config_train import LoraSpec
 from groupwise.errors import ModelError
 from groupwise.model import load_model, weights_hash
 from groupwise.model_ipc import attach_weights
 from groupwise.train.learner import Learner
-from groupwise.train.lora import LoraSpec
 from groupwise.types import Sample
 
 

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from groupwise.algo.attention import SharedPrompts
 from groupwise.backbone import Backbone, project_plainly
+from groupwise.config_train import LoraSpec
 from groupwise.model import share_weights
-from groupwise.train.lora import LoraSpec, adapter_off, add_lora, project_with_lora
+from groupwise.train.lora import adapter_off, add_lora, project_with_lora
 
 LAYOUT = ([5, 3], [4, 2, 6], [0, 0, 1])
 TOKENS = sum(LAYOUT[0]) + sum(LAYOUT[1])

@@ -19,7 +19,8 @@ from groupwise.engine.local import LocalEngine
 from groupwise.errors import DataError, RewardError
 from groupwise.play import SingleTurn
 from groupwise.replay import ReplayBuffer, RerollQueue
-from groupwise.rollout import Collected, samples_of
+from groupwise.rollout import Collected
+from groupwise.segments import samples_of
 from groupwise.types import PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams
 
 BASE = PolicyVersion.base()

@@ -11,12 +11,12 @@ import torch
 
 from groupwise import checkpoint, faults
 from groupwise.algo.loss import resolve_loss
-from groupwise.checkpoint import Standing
+from groupwise.checkpoint import RunState
 from groupwise.errors import StorageError
 from groupwise.train.learner import Learner
 from groupwise.types import PolicyVersion
 
-STANDING = Standing(
+STANDING = RunState(
     step=3,
     version=PolicyVersion("math", 3),
     sampler=PolicyVersion("math", 2),
@@ -42,9 +42,9 @@ def test_what_is_saved_is_what_is_read(learner: Learner, make_samples, tmp_path:
 
 def test_only_the_newest_is_kept(learner: Learner, tmp_path: Path) -> None:
     for step in (3, 10, 101):
-        checkpoint.save(tmp_path, learner, Standing(**{**vars(STANDING), "step": step}))
+        checkpoint.save(tmp_path, learner, RunState(**{**vars(STANDING), "step": step}))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000101"]
-    checkpoint.save(tmp_path, learner, Standing(**{**vars(STANDING), "step": 101, "finished": True}))
+    checkpoint.save(tmp_path, learner, RunState(**{**vars(STANDING), "step": 101, "finished": True}))
     found = checkpoint.newest(tmp_path)
     assert found is not None and checkpoint.read(found).finished
 
@@ -57,11 +57,11 @@ def test_one_that_was_not_finished_is_not_seen(learner: Learner, tmp_path: Path,
 
     monkeypatch.setattr(faults, "point", die)
     with pytest.raises(KeyboardInterrupt, match="before-rename"):
-        checkpoint.save(tmp_path, learner, Standing(**{**vars(STANDING), "step": 4}))
+        checkpoint.save(tmp_path, learner, RunState(**{**vars(STANDING), "step": 4}))
     monkeypatch.undo()
     found = checkpoint.newest(tmp_path)
     assert found is not None and checkpoint.read(found) == STANDING
-    checkpoint.save(tmp_path, learner, Standing(**{**vars(STANDING), "step": 5}))
+    checkpoint.save(tmp_path, learner, RunState(**{**vars(STANDING), "step": 5}))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000005"]
 
 

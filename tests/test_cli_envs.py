@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from groupwise.cli_envs import app
+from groupwise.cli_envs import envs_app
 
 ROOT = Path(__file__).parent.parent
 MINE = '''
@@ -260,7 +260,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: object) -> Result:
-    result = CliRunner().invoke(app, ["check", *map(str, arguments)])
+    result = CliRunner().invoke(envs_app, ["check", *map(str, arguments)])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result

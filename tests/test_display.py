@@ -9,18 +9,10 @@ import sys
 import pytest
 from rich.console import Console
 
-from groupwise.display import (
-    LineDisplay,
-    LiveDisplay,
-    before_after_table,
-    open_display,
-    said,
-    side_by_side,
-    sparkline,
-    visible,
-)
-from groupwise.health import Event, Finding
+from groupwise.display import LineDisplay, LiveDisplay, before_after_table, open_display, said, side_by_side, sparkline
 from groupwise.health.rule import Severity
+from groupwise.health.watch import Event, Finding
+from groupwise.transcript import visible
 from groupwise.types import Completion, FinishReason, Rollout, Turn
 
 METRICS = {

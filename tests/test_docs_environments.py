@@ -13,7 +13,7 @@ from pydantic_core import PydanticUndefined
 from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
-from groupwise.cli_envs import app
+from groupwise.cli_envs import envs_app
 from groupwise.config import parse_config
 from groupwise.config_env import EnvConfig
 from groupwise.envs.load import load_env
@@ -88,7 +88,7 @@ def test_there_are_examples():
 
 @pytest.mark.parametrize("name", ["my_envs:Guess", "my_shop:Shop"])
 def test_the_environments_are_fit(folder, name):
-    result = CliRunner().invoke(app, ["check", name, "--folder", str(folder), "--no-model", "--json"])
+    result = CliRunner().invoke(envs_app, ["check", name, "--folder", str(folder), "--no-model", "--json"])
     answer = json.loads(result.stdout)
     assert [each for each in answer["findings"] if each["severity"] == "error"] == [] and result.exit_code == 0
     assert not [each for each in answer["findings"] if each["check"] == "hack"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from episodes import AsyncEcho, Bad, Echo, cases, config, play
-from groupwise.envs import StepResult
+from groupwise.envs.base import StepResult
 from groupwise.errors import EnvError
 from groupwise.segments import segments_of
 from groupwise.types import SamplingParams
@@ -122,7 +122,7 @@ def test_tool_calls_are_limited(rollouts):
 
     class Calls(Talker):
         def reset(self, case, seed):
-            from groupwise.envs import Observation
+            from groupwise.envs.base import Observation
 
             return Observation(messages=[{"role": "user", "content": "What is 47 + 138?"}], tools=[tool])
 

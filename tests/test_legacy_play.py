@@ -21,7 +21,7 @@ from groupwise.envs.load import EnvFactory
 from groupwise.errors import AdapterNotFoundError, EnvError
 from groupwise.legacy_play import LegacyEpisodes
 from groupwise.play import play_all
-from groupwise.rollout import samples_of
+from groupwise.segments import samples_of
 from groupwise.tracking import read_metrics
 from groupwise.types import PolicyVersion, RolloutGroup, SamplingParams
 

@@ -12,12 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cli_project import Project, cli, save_model
+from groupwise.config_train import LoraSpec
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import AdapterError, ModelError
 from groupwise.jobs import Pulse, Worker
 from groupwise.model import load_model
 from groupwise.train.learner import Learner
-from groupwise.train.lora import LoraSpec
 from groupwise.train_job import Workplace
 from groupwise.types import PolicyVersion, Sample
 from whole_server import whole

@@ -22,11 +22,11 @@ import torch
 from torch.multiprocessing import reductions
 
 from groupwise import jobs, model_ipc
+from groupwise.config_train import LoraSpec
 from groupwise.errors import ModelError
 from groupwise.model import LoadedModel, load_model, weights_hash
 from groupwise.model_ipc import CudaIpc, attach_weights, offer_weights
 from groupwise.train.learner import Learner
-from groupwise.train.lora import LoraSpec
 from groupwise.types import Sample
 from ipc_peer import SharedMemory
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from groupwise.config_train import LoraSpec
 from groupwise.model import load_model, weights_hash
 from groupwise.model_map import is_mapped, map_weights
 from groupwise.train.learner import Learner
-from groupwise.train.lora import LoraSpec
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not list its mappings")
 

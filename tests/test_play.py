@@ -16,7 +16,7 @@ from groupwise.engine.local import LocalEngine
 from groupwise.envs.base import Observation
 from groupwise.errors import ContextLengthError
 from groupwise.play import Episodes, Lockstep, SingleTurn, Slots, play_all, together
-from groupwise.rollout import samples_of
+from groupwise.segments import samples_of
 from groupwise.types import PolicyVersion, Prompt, SamplingParams, SamplingRequest
 
 BASE = PolicyVersion.base()

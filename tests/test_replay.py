@@ -14,14 +14,14 @@ import torch
 from groupwise.algo.advantage import AdvantageSpec, with_advantages
 from groupwise.algo.loss_spec import resolve_loss
 from groupwise.chat import encode_prompt
+from groupwise.config_train import LoraSpec
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import DataError
 from groupwise.model import load_model
 from groupwise.play import SingleTurn, play_all
 from groupwise.replay import ReplayBuffer, RerollQueue, signal
-from groupwise.rollout import samples_of
+from groupwise.segments import samples_of
 from groupwise.train.learner import Learner
-from groupwise.train.lora import LoraSpec
 from groupwise.types import (
     Completion,
     FinishReason,

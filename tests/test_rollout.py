@@ -13,7 +13,7 @@ from groupwise.algo.advantage import AdvantageSpec, with_advantages
 from groupwise.algo.batch import micro_batches
 from groupwise.engine.local import LocalEngine
 from groupwise.play import SingleTurn, play_all
-from groupwise.rollout import samples_of
+from groupwise.segments import samples_of
 from groupwise.types import FinishReason, PolicyVersion, Prompt, RolloutGroup, SamplingParams
 
 

@@ -14,15 +14,15 @@ import torch
 from groupwise import checkpoint, rundir
 from groupwise.adapter_files import Provenance
 from groupwise.adapters import AdapterStore
-from groupwise.checkpoint import Standing
+from groupwise.checkpoint import RunState
 from groupwise.config import RunConfig, load_config, parse_config
 from groupwise.errors import ConfigError, StorageError
-from groupwise.evaluate import Evaluation
-from groupwise.rundir import load_evaluations, open_run_dir, owned, save_evaluations
+from groupwise.evaluate import Evaluation, load_evaluations, save_evaluations
+from groupwise.rundir import open_run_dir, owned
 from groupwise.train.learner import Learner
 from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Turn
 
-STANDING = Standing(step=2, version=PolicyVersion("run", 2), sampler=PolicyVersion("run", 2), synced=2)
+STANDING = RunState(step=2, version=PolicyVersion("run", 2), sampler=PolicyVersion("run", 2), synced=2)
 
 
 def config(tmp_path: Path, **keys) -> RunConfig:
@@ -36,7 +36,7 @@ def config(tmp_path: Path, **keys) -> RunConfig:
     return parse_config({**data, **keys})
 
 
-def opened(given: RunConfig) -> tuple[Path, Standing | None]:
+def opened(given: RunConfig) -> tuple[Path, RunState | None]:
     with open_run_dir(given) as found:
         return found
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from groupwise.config import TrackingConfig
 from groupwise.errors import ConfigError, DataError, StorageError
-from groupwise.health import Event
+from groupwise.health.watch import Event
 from groupwise.tracking import Tracking, open_trackers, read_metrics, read_rollouts
 from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Turn
 

@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 from groupwise import train_job
 from groupwise.adapters import AdapterStore
 from groupwise.algo.loss import resolve_loss
+from groupwise.config_train import LoraSpec
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import Interrupted
 from groupwise.ledger import JobState
 from groupwise.train.learner import Learner
-from groupwise.train.lora import LoraSpec
 from groupwise.train_job import run_job
 from groupwise.types import PolicyVersion, Sample, SamplingParams, SamplingRequest
 from job_place import PROMPTS, REPLIES, REWARDS, SMALL, Place, examples, groups

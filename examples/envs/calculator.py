@@ -9,7 +9,7 @@ nothing until its result is said.
 import random
 import re
 
-from groupwise.envs import ToolEnv
+from groupwise.envs.tool_env import ToolEnv
 
 QUESTIONS = {
     "minus": ("{a} minus {b}", "-"),

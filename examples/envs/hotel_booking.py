@@ -17,7 +17,8 @@ import json
 import random
 import re
 
-from groupwise.envs import ToolEnv, ToolError
+from groupwise.envs.tool_env import ToolEnv
+from groupwise.envs.tools import ToolError
 
 CITIES = ("Paris", "Rome", "Oslo", "Bern", "Lima", "Cairo", "Tokyo", "Delhi")
 MUSTS = ("pool", "gym", "bar", "sauna")

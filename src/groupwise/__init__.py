@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from groupwise.adapters import AdapterStore as AdapterStore
     from groupwise.algo.loss_spec import LossSpec as LossSpec
     from groupwise.algo.loss_spec import resolve_loss as resolve_loss
-    from groupwise.client import AsyncClient as AsyncClient
-    from groupwise.client import Client as Client
+    from groupwise.client.calls import AsyncClient as AsyncClient
+    from groupwise.client.calls import Client as Client
     from groupwise.config import RunConfig as RunConfig
     from groupwise.config import dump_resolved as dump_resolved
     from groupwise.config import parse_config as parse_config

@@ -26,6 +26,7 @@ from groupwise.algo.loss_spec import LossSpec, loss_of
 from groupwise.batches import Batches, Pace
 from groupwise.budget import load_of, longest_prompt
 from groupwise.config import RewardConfig, RunConfig, identity, resolved
+from groupwise.config_train import LoraSpec
 from groupwise.configfile import to_yaml
 from groupwise.curriculum import Curriculum
 from groupwise.data import PromptSource, PromptStream, open_prompts
@@ -46,7 +47,6 @@ from groupwise.rewards.classifier import load_models, reward_model, reward_model
 from groupwise.rewards.pool import RewardPool
 from groupwise.scorer import Scorer
 from groupwise.train.learner import Learner, OptimizerSpec
-from groupwise.train.lora import LoraSpec
 from groupwise.train.reference import ReferenceSpec
 from groupwise.types import Prompt
 

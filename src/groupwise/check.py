@@ -26,7 +26,7 @@ from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.estimate import Memory, StepSize, memory, step_size
 from groupwise.play import play_all
 from groupwise.rewards.base import load_rewards, refuse_failed, summarize
-from groupwise.rollout import samples_of
+from groupwise.segments import samples_of
 from groupwise.swap import Policy
 from groupwise.template_check import TemplateCheck, template_check
 from groupwise.types import (

@@ -1,7 +1,7 @@
 """What a run that was killed goes on from.
 
     <run>/checkpoints/step-000020/learner.safetensors, learner.json    the policy, the optimizer (`Learner.save`)
-    <run>/checkpoints/step-000020/run.json                             `Standing`: everything else
+    <run>/checkpoints/step-000020/run.json                             `RunState`: everything else
 
 A checkpoint is a directory that is written under another name, forced to the disk and renamed, so that one that can be
 seen is whole; the ones before are removed after that.
@@ -14,20 +14,22 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from groupwise import adapter_files as files
 from groupwise import faults
 from groupwise.errors import StorageError
-from groupwise.train.learner import Learner
 from groupwise.types import PolicyVersion
+
+if TYPE_CHECKING:
+    from groupwise.train.learner import Learner
 
 CHECKPOINTS = "checkpoints"
 _STEP, _STAGING, _STANDING = "step-", ".staging-", "run.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class RunState:
     """Where a run stands after `step`: the newest version, the one that samples and the step that it is of, and by name
     the state of each part of the run."""
 
@@ -43,14 +45,14 @@ class Standing:
         return json.dumps({**vars(self), **versions, "parts": dict(self.parts)}, allow_nan=False)
 
     @classmethod
-    def parse(cls, text: str) -> Standing:
+    def parse(cls, text: str) -> RunState:
         raw = json.loads(text)
         versions = {key: PolicyVersion.parse(raw[key]) for key in ("version", "sampler")}
         steps = {key: files.whole_number(raw[key]) for key in ("step", "synced")}
         return cls(**{**raw, **versions, **steps})
 
 
-def save(run_dir: Path, learner: Learner, standing: Standing) -> None:
+def save(run_dir: Path, learner: Learner, standing: RunState) -> None:
     """Write a checkpoint and remove the ones before. Raises StorageError; the one before is then still there."""
     root = run_dir / CHECKPOINTS
     target, staging = (root / f"{prefix}{standing.step:06d}" for prefix in (_STEP, _STAGING))
@@ -86,10 +88,10 @@ def _step_of(path: Path) -> int:
     return int(path.name.removeprefix(_STEP))
 
 
-def read(checkpoint: Path) -> Standing:
+def read(checkpoint: Path) -> RunState:
     """Raises StorageError if it is damaged."""
     try:
-        return Standing.parse((checkpoint / _STANDING).read_text(encoding="utf-8"))
+        return RunState.parse((checkpoint / _STANDING).read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StorageError.of(
             error,

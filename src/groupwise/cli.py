@@ -50,14 +50,14 @@ FLAGS = {"help_option_names": ["-h", "--help"], "ignore_unknown_options": True} 
 
 app = typer.Typer(epilog=EXIT_CODES, **OPTIONS)
 cli_remote.add_to(app)
-cli_launch.add_to(app)
+cli_launch.add_launch(app)
 cli_runs.add_to(app)
-cli_ui.add_to(app)
-cli_profiles.add_to(app)
-cli_vllm.add_to(app)
+cli_ui.add_ui(app)
+cli_profiles.add_profiles(app)
+cli_vllm.add_vllm(app)
 app.add_typer(cli_adapters.app, name="adapters")
-app.add_typer(cli_rewards.app, name="rewards")
-app.add_typer(cli_envs.app, name="env")
+app.add_typer(cli_rewards.rewards_app, name="rewards")
+app.add_typer(cli_envs.envs_app, name="env")
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from groupwise.output import finite, print_json, print_line, print_pairs, say
 
 if TYPE_CHECKING:
     from groupwise.adapters import AdapterStore
-    from groupwise.client import Client
+    from groupwise.client.calls import Client
 
 PROBE_S = 1.0  # a server on this machine answers at once, or is not the one to ask
 
@@ -254,7 +254,7 @@ def _server(url: str | None, api_key: str | None, run: Path | None, store: Path 
 
 def _answers(client: Client) -> bool:
     """Whether a server is there, without trying again."""
-    from groupwise.client import Client
+    from groupwise.client.calls import Client
 
     try:
         with Client(client.url, retries=0) as probe:

@@ -19,18 +19,19 @@ from groupwise.output import finite, print_json, print_line, say, stdout
 
 if TYPE_CHECKING:
     from groupwise.config_env import EnvConfig
-    from groupwise.env_check.judge import Report
+    from groupwise.env_check.judge import EnvReport
     from groupwise.env_check.opening import Wanted
 
-app = typer.Typer(help="Environments: is one fit to train in?", **OPTIONS)
+ROWS = 32  # of the engine that plays the episodes
+envs_app = typer.Typer(help="Environments: is one fit to train in?", **OPTIONS)
 
 
-@app.callback()
+@envs_app.callback()
 def env() -> None:
     """Environments: is one fit to train in?"""
 
 
-@app.command(
+@envs_app.command(
     epilog=examples(
         "groupwise env check calculator:Calculator --folder examples/envs",
         "groupwise env check my_envs:Shop --args '{\"items\": 20}' --no-model",
@@ -79,7 +80,7 @@ def check(
         wanted = Wanted(env=config, folder=folder, data=data, model=model, scripts_only=no_model, params=params)
         report = _check(wanted, episodes=episodes, best=best, seed=seed)
     tokenizer = _tokenizer(model) if report.shown is not None else None
-    print_json(_as_json(report, tokenizer)) if as_json else _print(report, tokenizer)
+    print_json(_env_json(report, tokenizer)) if as_json else _print_env(report, tokenizer)
     if report.verdict == "error":
         raise typer.Exit(1)
 
@@ -115,13 +116,14 @@ def _quiet_libraries() -> None:
     logging.disable_progress_bar()
 
 
-def _check(wanted: Wanted, *, episodes: int, best: float, seed: int) -> Report:
+def _check(wanted: Wanted, *, episodes: int, best: float, seed: int) -> EnvReport:
+    from groupwise.engine.local import LocalEngine
     from groupwise.env_check.judge import judge, refused
     from groupwise.env_check.opening import opened
     from groupwise.env_check.trial import try_out
 
     try:
-        with opened(wanted, say=say) as (environment, engine):
+        with opened(wanted, say=say, engine_of=lambda base: LocalEngine(base, max_rows=ROWS)) as (environment, engine):
             say("playing ...")
             trial = asyncio.run(try_out(environment, engine=engine, episodes=episodes, seed=seed))
     except (EnvError, DataError) as error:
@@ -138,7 +140,7 @@ def _tokenizer(model: str) -> Any:
 # ---- what is printed ----
 
 
-def _as_json(report: Report, tokenizer: Any) -> dict[str, Any]:
+def _env_json(report: EnvReport, tokenizer: Any) -> dict[str, Any]:
     from groupwise.env_check.shown import runs_of
 
     shown = report.shown
@@ -167,7 +169,7 @@ def _as_json(report: Report, tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def _print(report: Report, tokenizer: Any) -> None:
+def _print_env(report: EnvReport, tokenizer: Any) -> None:
     tools = f", tools {', '.join(report.tools)}" if report.tools else ""
     print_line(f"{report.name}: {report.verdict} ({report.cases} cases{tools})")
     for finding in report.findings:
@@ -197,7 +199,7 @@ def _print(report: Report, tokenizer: Any) -> None:
         _print_episode(report, tokenizer)
 
 
-def _print_episode(report: Report, tokenizer: Any) -> None:
+def _print_episode(report: EnvReport, tokenizer: Any) -> None:
     from groupwise.env_check.shown import drawn, summary
 
     assert report.shown is not None

@@ -10,12 +10,12 @@ import typer
 from rich.cells import cell_len
 from typer.core import TyperGroup
 
-from groupwise.display import visible
 from groupwise.errors import GroupwiseError, Interrupted
 from groupwise.output import print_json, print_line, say
+from groupwise.transcript import visible
 
 if TYPE_CHECKING:
-    from groupwise.client import Client
+    from groupwise.client.calls import Client
 
 EXIT_CODES = (
     "Exit codes: 0 done; 1 the run failed; 2 the configuration or the command line is wrong; 3 the model or something "
@@ -76,7 +76,7 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
 
 def open_client(url: str | None, api_key: str | None) -> Client:
     """The client of the server that is meant; what it waits for is said on stderr."""
-    from groupwise.client import Client
+    from groupwise.client.calls import Client
 
     return Client(url, api_key=api_key, note=say)
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from groupwise.config import RunConfig
 
 
-def add_to(app: typer.Typer) -> None:
+def add_launch(app: typer.Typer) -> None:
     """Make the command part of `groupwise`."""
     app.command(
         context_settings={"help_option_names": ["-h", "--help"], "ignore_unknown_options": True},

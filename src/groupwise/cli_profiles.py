@@ -19,7 +19,7 @@ HEAD = ("profile", "device", "memory", "weights", "trains", "longest", "rows", "
 TRAINS = {"any": "both", "lora": "adapter", "full": "all parameters"}
 
 
-def add_to(app: typer.Typer) -> None:
+def add_profiles(app: typer.Typer) -> None:
     """Make the command part of `groupwise`."""
     app.command(epilog=examples("groupwise profiles", "groupwise profiles --json"))(profiles)
 

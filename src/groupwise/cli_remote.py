@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from groupwise.cli_frame import OPTIONS, ApiKey, AsJson, Debug, Url, examples, open_client, print_answer, print_table
-from groupwise.display import visible
 from groupwise.errors import ConfigError, DataError
 from groupwise.output import print_line, print_pairs, say
+from groupwise.transcript import visible
 
 if TYPE_CHECKING:
-    from groupwise.client import Client
+    from groupwise.client.calls import Client
     from groupwise.client.types import Job, JobEvent
 
 Adapter = Annotated[

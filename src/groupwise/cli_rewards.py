@@ -20,13 +20,13 @@ from groupwise.output import print_json, print_line, say
 
 if TYPE_CHECKING:
     from groupwise.rewards.base import RewardFunction
-    from groupwise.rewards.lint import Report
+    from groupwise.rewards.lint import RewardReport
     from groupwise.rewards.probes import Row
 
-app = typer.Typer(help="The rewards in the package, and what is wrong with yours.", **OPTIONS)
+rewards_app = typer.Typer(help="The rewards in the package, and what is wrong with yours.", **OPTIONS)
 
 
-@app.command("list", epilog=examples("groupwise rewards list", "groupwise rewards list --json"))
+@rewards_app.command("list", epilog=examples("groupwise rewards list", "groupwise rewards list --json"))
 def list_rewards(as_json: AsJson = False, debug: Debug = False) -> None:
     """Every reward in the package: what to write under `rewards:`, and what it gives."""
     from groupwise.rewards.catalogue import built_in
@@ -41,7 +41,7 @@ def list_rewards(as_json: AsJson = False, debug: Debug = False) -> None:
         print_line(f"  {reference.partition(':')[2]:<28} {gives}")
 
 
-@app.command(
+@rewards_app.command(
     epilog=examples(
         "groupwise rewards lint my_rewards",
         "groupwise rewards lint my_rewards:exact --data prompts.jsonl",
@@ -76,9 +76,9 @@ def lint(
         chosen = _rows(data, folder=folder, gold=gold, count=rows)
         reports = _lint(functions, folder=folder, rows=chosen, deadline=deadline)
     if as_json:
-        print_json({"rewards": [_as_json(each) for each in reports], "skipped": lacking})
+        print_json({"rewards": [_rewards_json(each) for each in reports], "skipped": lacking})
     else:
-        _print(reports, lacking)
+        _print_rewards(reports, lacking)
     if any(report.verdict == "error" for report in reports):
         raise typer.Exit(1)
 
@@ -166,11 +166,13 @@ def _rows(source: str | None, *, folder: Path, gold: str | None, count: int) -> 
     ]
 
 
-def _lint(functions: Sequence[RewardFunction], *, folder: Path, rows: Sequence[Row], deadline: float) -> list[Report]:
+def _lint(
+    functions: Sequence[RewardFunction], *, folder: Path, rows: Sequence[Row], deadline: float
+) -> list[RewardReport]:
     from groupwise.rewards.lint import lint as lint_one
     from groupwise.rewards.pool import RewardPool
 
-    async def lint_all() -> list[Report]:
+    async def lint_all() -> list[RewardReport]:
         reports = []
         for function in functions:
             say(f"{function.name} ...")
@@ -185,7 +187,7 @@ def _lint(functions: Sequence[RewardFunction], *, folder: Path, rows: Sequence[R
 # ---- what is printed ----
 
 
-def _as_json(report: Report) -> dict[str, Any]:
+def _rewards_json(report: RewardReport) -> dict[str, Any]:
     return {
         "function": report.name,
         "verdict": report.verdict,
@@ -205,7 +207,7 @@ def _as_json(report: Report) -> dict[str, Any]:
     }
 
 
-def _print(reports: Sequence[Report], lacking: Mapping[str, list[str]]) -> None:
+def _print_rewards(reports: Sequence[RewardReport], lacking: Mapping[str, list[str]]) -> None:
     """A verdict and the findings for each; and of one alone, what every probe got."""
     for report in reports:
         hack = (
@@ -222,7 +224,7 @@ def _print(reports: Sequence[Report], lacking: Mapping[str, list[str]]) -> None:
         print_table(_table(reports[0]))
 
 
-def _table(report: Report) -> list[list[str]]:
+def _table(report: RewardReport) -> list[list[str]]:
     """A line a probe, a column a row."""
     count = max(each.row for each in report.tried) + 1
     lines: dict[str, list[str]] = {}

@@ -23,7 +23,8 @@ from groupwise.output import print_json, print_line, say
 
 if TYPE_CHECKING:
     from groupwise.config import RunConfig
-    from groupwise.health import Finding, Report
+    from groupwise.health.history import Report
+    from groupwise.health.watch import Finding
 
 METRICS, CONFIG = "metrics.jsonl", "config.yaml"
 Run = Annotated[
@@ -82,7 +83,7 @@ def health(
             hint="leave RUN out for the server's health, or --url and --api-key for the run's",
         )
     run_dir = find_run(run)
-    from groupwise.health import examine
+    from groupwise.health.history import examine
     from groupwise.tracking import read_metrics
 
     config = _config(run_dir)

@@ -20,7 +20,7 @@ from groupwise.output import say
 PORT = 8421  # beside `groupwise serve`, which is on 8420
 
 
-def add_to(app: typer.Typer) -> None:
+def add_ui(app: typer.Typer) -> None:
     """Make the command part of `groupwise`."""
     app.command(
         epilog=examples("groupwise ui arithmetic", "groupwise ui runs/arithmetic-*", "groupwise ui a b --port 0")

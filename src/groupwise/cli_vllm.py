@@ -19,7 +19,7 @@ from groupwise.output import say
 DEFAULT_PORT = 8000  # vLLM's
 
 
-def add_to(app: typer.Typer) -> None:
+def add_vllm(app: typer.Typer) -> None:
     """Make the command part of `groupwise`."""
     shown = examples("groupwise vllm-serve configs/arithmetic.yaml", "groupwise vllm-serve my.yaml vllm.port=8001")
     app.command(name="vllm-serve", epilog=shown)(vllm_serve)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from groupwise.section import Section, Text, conflict
+
+ALL_LINEAR = "all-linear"
+
 
 ADVANTAGE_EPS = 1e-4
 
@@ -221,3 +225,13 @@ class TrainConfig(Section):
         if self.cpu_offload and self.parallel != "fsdp":
             raise conflict("cpu_offload", f"acts with parallel fsdp only, not {self.parallel}")
         return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSpec:
+    """Which adapter to train. `targets` are names of linear modules, or "all-linear" (`model.adapted_modules`)."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    targets: str | Sequence[str] = ALL_LINEAR

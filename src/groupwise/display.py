@@ -19,8 +19,10 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from groupwise.transcript import visible
+
 if TYPE_CHECKING:
-    from groupwise.health import Event, Finding
+    from groupwise.health.watch import Event, Finding
     from groupwise.types import Message, Rollout
 
 # How a metric is called in one word, and how it is written.
@@ -37,10 +39,6 @@ _BARS = "▁▂▃▄▅▆▇█"
 _SPARKLINE_STEPS = 40
 _ETA_STEPS = 20
 _MESSAGES, _MESSAGE_CHARS = 10, 400  # shown of an episode
-
-# C0 and C1 controls but newline and tab, and the marks that reorder what is seen, each to a visible stand-in
-_VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
-_VISIBLE |= dict.fromkeys([0x7F, *range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD)
 
 
 class Display(Protocol):
@@ -225,15 +223,6 @@ def findings_line(standing: Iterable[Finding]) -> Text:
         )
         for finding in standing
     )
-
-
-def visible(text: str) -> str:
-    """`text` with control characters replaced by something that is only seen.
-
-    >>> visible("a\\x1b[31mb\\n")
-    'a␛[31mb\\n'
-    """
-    return text.translate(_VISIBLE)
 
 
 def said(rollout: Rollout) -> str:

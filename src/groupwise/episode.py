@@ -26,11 +26,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from groupwise.config_env import EnvConfig
-from groupwise.envs.base import Episode, Observation, observation_of, reward_of, step_result_of
+from groupwise.envs.base import Episode, Observation, observation_of, priced, reward_of, step_result_of
 from groupwise.envs.call import OwnThread
 from groupwise.envs.tool_env import ToolEnv
 from groupwise.errors import ChatError, ClusterError, EnvError, GroupwiseError
-from groupwise.rollout import priced
 from groupwise.transcript import Transcript
 from groupwise.types import Completion, FinishReason, Message, Rollout, SamplingParams
 

@@ -12,17 +12,22 @@ independent. Completions that failed are counted and left out; only if all of a 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from groupwise import adapter_files as files
 from groupwise.chat import check_length
 from groupwise.errors import DataError
+from groupwise.group_json import group_from_json, group_to_json
 from groupwise.play import Play, play_all
 from groupwise.rewards.base import refuse_failed
 from groupwise.rollout import Score
+from groupwise.rundir import EVALUATIONS
 from groupwise.types import FinishReason, PolicyVersion, Prompt, RolloutGroup, SamplingParams
 
 SUCCESS = 1.0  # the reward of a right answer, where nothing else is said
@@ -215,3 +220,30 @@ def _rewards(group: RolloutGroup) -> list[float]:
 def _means(groups: Sequence[RolloutGroup]) -> list[float]:
     """The mean reward of each prompt of which anything could be scored."""
     return [math.fsum(rewards) / len(rewards) for rewards in map(_rewards, groups) if rewards]
+
+
+def save_evaluations(run_dir: Path, step: int, evaluations: Mapping[str, Evaluation]) -> None:
+    """Write down what was evaluated at `step`, by mode; done again it replaces what was there. Raises StorageError."""
+    directory = run_dir / EVALUATIONS
+    with files.writing(f"writing the evaluation at step {step}"):
+        directory.mkdir(exist_ok=True)
+        for mode, evaluation in evaluations.items():
+            head = {"version": str(evaluation.version), "success": evaluation.success}
+            lines = [head, *(group_to_json(group) for group in evaluation.groups)]
+            text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+            files.replace(directory / f"step_{step:06d}.{mode}.jsonl", text)
+
+
+def load_evaluations(run_dir: Path, step: int) -> dict[str, Evaluation]:
+    """Inverse of `save_evaluations`. Raises DataError for a file that is none."""
+    found = {}
+    for path in sorted((run_dir / EVALUATIONS).glob(f"step_{step:06d}.*.jsonl")):
+        mode = path.name.split(".")[1]
+        head, *groups = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        found[mode] = Evaluation(
+            mode=mode,
+            version=PolicyVersion.parse(head["version"]),
+            success=head["success"],
+            groups=tuple(map(group_from_json, groups)),
+        )
+    return found

@@ -9,7 +9,7 @@ seen is whole. At the end of a job it is renamed once more and becomes the momen
 
     learner.safetensors, learner.json    `Learner.save`: parameters, moments, counters
     start.safetensors                    log-probabilities under the policy that the job started from, if it reads them
-    run.json                             `Standing`
+    run.json                             `JobProgress`
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,16 +28,18 @@ from safetensors.torch import load_file, save_file
 from groupwise import adapter_files as files
 from groupwise import faults
 from groupwise.adapters import AdapterStore
-from groupwise.train.learner import Learner
-from groupwise.train.lora import LoraSpec
+from groupwise.checkpoint import _STAGING, _STEP
+from groupwise.config_train import LoraSpec
 from groupwise.types import PolicyVersion
 
-_STEP, _STAGING = "step-", ".staging-"
-_START, _STANDING = "start.safetensors", "run.json"
+if TYPE_CHECKING:
+    from groupwise.train.learner import Learner
+
+_START, _JOB_STATE = "start.safetensors", "run.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class JobProgress:
     """Where a job stands: `applied` of its `step` steps changed the weights. `parent` is what it started from."""
 
     parent: PolicyVersion
@@ -49,7 +52,7 @@ class Standing:
         return json.dumps({"parent": str(self.parent), "lora": lora, "step": self.step, "applied": self.applied})
 
     @classmethod
-    def parse(cls, text: str) -> Standing:
+    def parse(cls, text: str) -> JobProgress:
         raw = json.loads(text)
         return cls(
             parent=PolicyVersion.parse(raw["parent"]),
@@ -70,7 +73,7 @@ class Checkpoints:
         """The checkpoint with the highest step."""
         return max(self._directory.glob(f"{_STEP}*"), default=None)
 
-    def save(self, learner: Learner, standing: Standing, start: Sequence[tuple[float, ...]] | None) -> None:
+    def save(self, learner: Learner, standing: JobProgress, start: Sequence[tuple[float, ...]] | None) -> None:
         """Write a checkpoint and remove the ones before. Raises StorageError; the one before is then still there."""
         target = self._directory / f"{_STEP}{standing.step:09d}"
         staging = self._directory / f"{_STAGING}{standing.step:09d}"
@@ -83,7 +86,7 @@ class Checkpoints:
             if start is not None:
                 flat = torch.tensor([value for row in start for value in row], dtype=torch.float64)
                 save_file({"start": flat}, staging / _START)
-            (staging / _STANDING).write_text(standing.dump(), encoding="utf-8")
+            (staging / _JOB_STATE).write_text(standing.dump(), encoding="utf-8")
             for path in (*staging.iterdir(), staging):
                 files.fsync(path)
             faults.point("checkpoint:before-rename")
@@ -112,9 +115,9 @@ class Checkpoints:
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
-def read_standing(checkpoint: Path) -> Standing:
+def read_standing(checkpoint: Path) -> JobProgress:
     """Raises OSError, ValueError, KeyError or TypeError if the checkpoint is damaged."""
-    return Standing.parse((checkpoint / _STANDING).read_text(encoding="utf-8"))
+    return JobProgress.parse((checkpoint / _JOB_STATE).read_text(encoding="utf-8"))
 
 
 def read_start(checkpoint: Path, *, lengths: Sequence[int]) -> list[tuple[float, ...]] | None:

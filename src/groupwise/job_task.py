@@ -21,15 +21,15 @@ from itertools import accumulate, compress, groupby
 
 from groupwise.algo.advantage import AdvantageSpec, has_signal, with_advantages
 from groupwise.algo.batch import count_loss_tokens
-from groupwise.algo.loss import LossSpec
+from groupwise.algo.loss_spec import LossSpec
 from groupwise.errors import ContextLengthError, DataError, TrainingError
 from groupwise.job_config import GrpoJobConfig, SftJobConfig
 from groupwise.job_payload import GrpoPayload, ScoredGroup, SftPayload
-from groupwise.metrics import rollout_metrics
+from groupwise.metrics import Metrics, rollout_metrics
 from groupwise.model import LoadedModel
-from groupwise.rollout import samples_of
+from groupwise.segments import samples_of
 from groupwise.train.batch_step import snapshot
-from groupwise.train.learner import Learner, Metrics
+from groupwise.train.learner import Learner
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Sample, Turn
 
 Rows = Sequence[tuple[float, ...]]  # a log-probability per token of each sample

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING
 
 from groupwise.chat import encode_prompt
 from groupwise.engine.base import Sampler
+from groupwise.envs.base import REWARD, priced
 from groupwise.envs.call import OwnThread
 from groupwise.envs.legacy import CASE, LegacyEnv, warn
 from groupwise.errors import EnvError, GroupwiseError
 from groupwise.model import LoadedModel
 from groupwise.play import Lockstep, Slots, together
 from groupwise.recording import LimitReached, Origin, RecordingPolicy
-from groupwise.rollout import REWARD, priced
 from groupwise.types import (
     Completion,
     FinishReason,

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from groupwise.assemble import Elsewhere, make_plan, open_parts
-from groupwise.checkpoint import Standing
+from groupwise.checkpoint import RunState
 from groupwise.cluster.learners import on_all_ranks
 from groupwise.config import RunConfig
 from groupwise.display import Display, open_display
@@ -100,7 +100,7 @@ def _run(
         return asyncio.run(train(running, standing, stop=stop))
 
 
-async def train(running: Running, standing: Standing | None, *, stop: StopRequest) -> RunResult:
+async def train(running: Running, standing: RunState | None, *, stop: StopRequest) -> RunResult:
     """The loop itself."""
     config, batches = running.plan.config, running.parts.batches
     step = await running.begin() if standing is None else running.resume(standing)

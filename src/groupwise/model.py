@@ -32,10 +32,10 @@ from transformers.pytorch_utils import Conv1D
 from groupwise.algo.attention import ATTENTION
 from groupwise.chat import stop_ids
 from groupwise.config import STARTER, STARTER_DIR
+from groupwise.config_train import ALL_LINEAR
 from groupwise.errors import ConfigError, ModelError
 from groupwise.hub import reading
 
-ALL_LINEAR = "all-linear"
 _UNREADABLE = (OSError, ValueError, KeyError, SafetensorError)
 
 

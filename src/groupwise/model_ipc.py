@@ -83,7 +83,7 @@ def offer_weights(base: LoadedModel, path: Path, *, transport: Transport | None 
         tensors = {name: transport.export(p.detach()) for name, p in base.model.named_parameters()}  # tied ones once
         offer = {"format": FORMAT, "pid": os.getpid(), "base_hash": base.hash, "tensors": tensors}
         with files.writing(f"offering the base weights in {path}"):
-            _write(path, json.dumps(offer))
+            _write_offer(path, json.dumps(offer))
     except (RuntimeError, StorageError) as error:
         log.warning("the base weights are not shared, so that the worker will have a copy of its own: %s", error)
         with suppress(OSError):  # what a server before this one offered, which is not believed anyway
@@ -134,7 +134,7 @@ def _not_shared(why: str) -> ModelError:
     return ModelError(f"the server's base weights cannot be used: {why}")
 
 
-def _write(path: Path, text: str) -> None:
+def _write_offer(path: Path, text: str) -> None:
     """Put `text` at `path` in one step, for its owner's eyes: who can read it can reach the memory."""
     temporary = files.staging_path(path.parent)
     try:

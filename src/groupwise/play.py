@@ -24,9 +24,17 @@ from groupwise.chat import encode_prompt
 from groupwise.config_env import EnvConfig
 from groupwise.engine.base import Sampler
 from groupwise.episode import Player
-from groupwise.rollout import group_of
 from groupwise.seeds import seed_of
-from groupwise.types import Completion, PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams, SamplingRequest
+from groupwise.types import (
+    Completion,
+    PolicyVersion,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+    SamplingRequest,
+    Turn,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -382,3 +390,10 @@ async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def group_of(prompt: Prompt, completions_G: Sequence[Completion]) -> RolloutGroup:
+    """Single-turn rollouts of an encoded prompt, unscored."""
+    return RolloutGroup(
+        prompt=prompt, rollouts=tuple(Rollout(turns=(Turn(prompt.token_ids, c),)) for c in completions_G)
+    )

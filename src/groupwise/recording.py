@@ -28,9 +28,9 @@ from torch import Tensor
 
 from groupwise.chat import decode, encode_bridge, encode_prompt
 from groupwise.config_env import EnvConfig
-from groupwise.engine.asking import Asking
+from groupwise.engine.asking import BlockingPolicy
 from groupwise.engine.base import Submits
-from groupwise.envs.generate_options import Asked, asked_of
+from groupwise.envs.generate_options import GenerateOptions, generate_options_of
 from groupwise.errors import AdapterNotFoundError, EnvError
 from groupwise.model import LoadedModel
 from groupwise.seeds import seed_of
@@ -108,7 +108,7 @@ class RecordingPolicy:
     ):
         self._origin, self._params, self._version = origin, params, version
         self._seed, self._number = seed, number
-        self._asking = Asking(origin.sampler)
+        self._asking = BlockingPolicy(origin.sampler)
         self._lock = self._asking.lock
         self._calls = 0
         self._lines: list[list[Turn]] = [[Turn(asked.token_ids, first)]]
@@ -138,7 +138,7 @@ class RecordingPolicy:
         tokenizer: Any = self._origin.tokenizer
         pad = tokenizer.pad_token_id if options.get("pad_token_id") is None else options["pad_token_id"]
         prompts = _unpadded(ids_BT, attention_mask, pad=pad, eos=tokenizer.eos_token_id)
-        asked = asked_of(generation_config, options, given=self._params, run=self._origin.run)
+        asked = generate_options_of(generation_config, options, given=self._params, run=self._origin.run)
         answers = self._ask(prompts, asked)
         prompts = [prompt for prompt in prompts for _ in range(asked.n)]
         said = [completion for each in answers for completion in each]
@@ -164,7 +164,9 @@ class RecordingPolicy:
         Where the messages go on from an answer of before, its ids are kept and only what is new is encoded. Options are
         those of `generate`. Raises as it does, and ChatError for messages that the template refuses.
         """
-        asked = asked_of(None, options | {"max_new_tokens": max_new_tokens}, given=self._params, run=self._origin.run)
+        asked = generate_options_of(
+            None, options | {"max_new_tokens": max_new_tokens}, given=self._params, run=self._origin.run
+        )
         if asked.n != 1:
             raise EnvError(f"chat was asked for {asked.n} answers; it gives one")
         listed: list[Message] = [dict(message) for message in messages]  # type: ignore[misc]
@@ -250,7 +252,7 @@ class RecordingPolicy:
 
     # -- sampling ------------------------------------------------------------------------------------------------------
 
-    def _ask(self, prompts: Sequence[tuple[int, ...]], asked: Asked) -> list[list[Completion]]:
+    def _ask(self, prompts: Sequence[tuple[int, ...]], asked: GenerateOptions) -> list[list[Completion]]:
         """Sample all rows together and wait. Raises LimitReached, PolicyClosedError, and what the engine raises."""
         with self._lock:
             self._check_open()
@@ -274,7 +276,7 @@ class RecordingPolicy:
             self.failure = error
             raise
 
-    def _request(self, prompt_ids: tuple[int, ...], asked: Asked, *, seed: int) -> SamplingRequest:
+    def _request(self, prompt_ids: tuple[int, ...], asked: GenerateOptions, *, seed: int) -> SamplingRequest:
         context = self._origin.sampler.context_length
         if not prompt_ids:
             raise EnvError("the policy was asked with no token ids", hint="give a prompt of at least one token")
@@ -293,7 +295,7 @@ class RecordingPolicy:
             cache=True,
         )
 
-    def _left(self, asked: Asked) -> int:
+    def _left(self, asked: GenerateOptions) -> int:
         """Tokens that the policy may still say in this episode."""
         config, turns = self._origin.config, self.turns
         if len(turns) + asked.n > config.max_turns:
@@ -316,7 +318,7 @@ class RecordingPolicy:
     # -- recording -----------------------------------------------------------------------------------------------------
 
     def _record(
-        self, prompts: Sequence[tuple[int, ...]], completions: Sequence[Completion], asked: Asked
+        self, prompts: Sequence[tuple[int, ...]], completions: Sequence[Completion], asked: GenerateOptions
     ) -> list[Turn]:
         if asked.otherwise:
             self._origin.note(f"what is generated with {asked.otherwise} is not trained: the run samples otherwise")
@@ -356,7 +358,7 @@ class RecordingPolicy:
                     return turn.prompt_ids + turn.completion.token_ids + bridge
         return encode_prompt(Prompt(id="chat", messages=tuple(messages), tools=tools), tokenizer).token_ids
 
-    def _cut(self, prompt_ids: tuple[int, ...], completion: Completion, asked: Asked) -> Completion:
+    def _cut(self, prompt_ids: tuple[int, ...], completion: Completion, asked: GenerateOptions) -> Completion:
         """The completion up to where the stopping criteria would have ended it."""
         if not asked.criteria:
             return completion

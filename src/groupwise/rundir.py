@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,8 +30,6 @@ from groupwise.adapters import AdapterStore
 from groupwise.config import RunConfig, dump_resolved, identity, resolved
 from groupwise.configfile import to_yaml
 from groupwise.errors import ConfigError, InUseError
-from groupwise.evaluate import Evaluation
-from groupwise.group_json import group_from_json, group_to_json
 from groupwise.types import PolicyVersion
 
 CONFIG, METRICS, HEALTH = "config.yaml", "metrics.jsonl", "health.jsonl"
@@ -39,7 +37,7 @@ ROLLOUTS, EVALUATIONS, ADAPTERS = "rollouts", "evaluations", "adapters"
 
 
 @contextmanager
-def open_run_dir(config: RunConfig) -> Iterator[tuple[Path, checkpoint.Standing | None]]:
+def open_run_dir(config: RunConfig) -> Iterator[tuple[Path, checkpoint.RunState | None]]:
     """Within: the run's directory, in which no other process trains, and where the run stands if it is one that goes on
     (`resume: auto`). The run that `run_dir` names may be finished: then there is nothing left but to conclude it again.
 
@@ -95,7 +93,7 @@ def _made(path: Path) -> Path:
     raise AssertionError("there is always a free number")
 
 
-def _entered(run_dir: Path, config: RunConfig) -> checkpoint.Standing | None:
+def _entered(run_dir: Path, config: RunConfig) -> checkpoint.RunState | None:
     """Make the directory ready for the run: wound back to its checkpoint, or with its configuration. It is locked."""
     _check_free(run_dir, config)
     if not (run_dir / CONFIG).exists() or config.resume == "never":
@@ -146,7 +144,7 @@ def _changes(saved: Path, config: RunConfig) -> list[str]:
     return [key for key in {**before, **now} if to_yaml({key: before.get(key)}) != to_yaml({key: now.get(key)})]
 
 
-def _wind_back(run_dir: Path, name: str, standing: checkpoint.Standing | None) -> None:
+def _wind_back(run_dir: Path, name: str, standing: checkpoint.RunState | None) -> None:
     """Forget what was written after the checkpoint: it will be written again."""
     step = -1 if standing is None else standing.step
     version = PolicyVersion.base() if standing is None else standing.version
@@ -169,30 +167,3 @@ def _is_of(line: str, step: int) -> bool:
         return json.loads(line)["step"] <= step
     except (ValueError, KeyError, TypeError):
         return False
-
-
-def save_evaluations(run_dir: Path, step: int, evaluations: Mapping[str, Evaluation]) -> None:
-    """Write down what was evaluated at `step`, by mode; done again it replaces what was there. Raises StorageError."""
-    directory = run_dir / EVALUATIONS
-    with files.writing(f"writing the evaluation at step {step}"):
-        directory.mkdir(exist_ok=True)
-        for mode, evaluation in evaluations.items():
-            head = {"version": str(evaluation.version), "success": evaluation.success}
-            lines = [head, *(group_to_json(group) for group in evaluation.groups)]
-            text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
-            files.replace(directory / f"step_{step:06d}.{mode}.jsonl", text)
-
-
-def load_evaluations(run_dir: Path, step: int) -> dict[str, Evaluation]:
-    """Inverse of `save_evaluations`. Raises DataError for a file that is none."""
-    found = {}
-    for path in sorted((run_dir / EVALUATIONS).glob(f"step_{step:06d}.*.jsonl")):
-        mode = path.name.split(".")[1]
-        head, *groups = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-        found[mode] = Evaluation(
-            mode=mode,
-            version=PolicyVersion.parse(head["version"]),
-            success=head["success"],
-            groups=tuple(map(group_from_json, groups)),
-        )
-    return found

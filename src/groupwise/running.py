@@ -9,13 +9,13 @@ from pathlib import Path
 from groupwise import checkpoint
 from groupwise.adapters import AdapterStore
 from groupwise.assemble import Parts, Plan
-from groupwise.checkpoint import Standing
+from groupwise.checkpoint import RunState
 from groupwise.display import Display
-from groupwise.evaluate import BestVersion, Evaluation, evaluate
-from groupwise.health import Health
+from groupwise.evaluate import BestVersion, Evaluation, evaluate, load_evaluations, save_evaluations
+from groupwise.health.watch import Health
 from groupwise.locate import find_adapter
 from groupwise.metrics import Metrics, time_metrics
-from groupwise.rundir import ADAPTERS, METRICS, load_evaluations, save_evaluations
+from groupwise.rundir import ADAPTERS, METRICS
 from groupwise.swap import Policy
 from groupwise.tracking import Tracking, read_metrics
 from groupwise.types import PolicyVersion, RolloutGroup
@@ -58,7 +58,7 @@ class Running:
         await self.evaluate(0)
         return 0
 
-    def resume(self, standing: Standing) -> int:
+    def resume(self, standing: RunState) -> int:
         """Go on from the newest checkpoint, whose standing this is. Returns the steps done."""
         found, saved, batches = checkpoint.newest(self.run_dir), standing.parts, self.parts.batches
         assert found is not None
@@ -81,7 +81,7 @@ class Running:
     def save(self, step: int, *, finished: bool) -> None:
         """Write a checkpoint of the run after `step`."""
         version = self.publish({}, sync=False)
-        standing = Standing(
+        standing = RunState(
             step=step,
             version=version,
             sampler=self.policy.sampling,

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from groupwise.types import Turn
+from groupwise.types import RolloutGroup, Sample, Turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,3 +64,25 @@ def _segment(run: Sequence[Turn]) -> Segment | None:
         mask += [0] * len(between) + [int(turn.trained)] * len(said.token_ids)
         logprobs += [0.0] * len(between) + list(said.logprobs)
     return Segment(prompt_ids=run[0].prompt_ids, completion_ids=tuple(ids), mask=tuple(mask), logprobs=tuple(logprobs))
+
+
+def samples_of(groups: Sequence[RolloutGroup], *, mask_truncated: bool = False) -> list[Sample]:
+    """The samples of groups that have advantages, one per segment; rollouts without one (unscorable) are left out.
+
+    Token ids and behaviour logprobs are those of the engine, untouched. With `mask_truncated`, no token of a completion
+    that was cut at its longest is trained, of an episode none of any turn.
+    """
+    return [
+        Sample(
+            prompt_ids=segment.prompt_ids,
+            completion_ids=segment.completion_ids,
+            mask=(0,) * len(segment.mask) if mask_truncated and rollout.truncated else segment.mask,
+            advantage=rollout.advantage,
+            behaviour_logprobs=segment.logprobs,
+            continues=number > 0,
+        )
+        for group in groups
+        for rollout in group.rollouts
+        if rollout.advantage is not None
+        for number, segment in enumerate(segments_of(rollout.turns))
+    ]

@@ -20,13 +20,14 @@ from groupwise.adapters import AdapterStore
 from groupwise.check import CheckReport, StepTrial
 from groupwise.config import STARTER, STARTER_DIR, RunConfig
 from groupwise.configfile import inline
-from groupwise.display import before_after_table, said, side_by_side, visible
+from groupwise.display import before_after_table, said, side_by_side
 from groupwise.estimate import StepSize
 from groupwise.evaluate import Evaluation, compare
 from groupwise.frontends.spelling import LoadedRun
 from groupwise.loop import RunResult
 from groupwise.output import finite, print_line, print_pairs
 from groupwise.tracking import METRICS, read_metrics
+from groupwise.transcript import visible
 from groupwise.types import Prompt
 
 _TEXT_CHARS = 60  # of a completion in a table

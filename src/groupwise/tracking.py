@@ -25,14 +25,16 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from groupwise.config import TrackingConfig
 from groupwise.errors import ConfigError, DataError, StorageError
 from groupwise.group_json import group_from_json, group_to_json
-from groupwise.health import Event
 from groupwise.trl_names import TokenCount, trl_metrics
 from groupwise.types import RolloutGroup
+
+if TYPE_CHECKING:
+    from groupwise.health.watch import Event
 
 log = logging.getLogger(__name__)
 

@@ -29,11 +29,12 @@ from groupwise import adapter_files as files
 from groupwise import faults
 from groupwise.adapter_files import Provenance
 from groupwise.adapters import AdapterStore
+from groupwise.config_train import LoraSpec
 from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, Interrupted, TrainingError
-from groupwise.health import examine_job
+from groupwise.health.history import examine_job
 from groupwise.job_checkpoint import (
     Checkpoints,
-    Standing,
+    JobProgress,
     find_moments,
     prune_moments,
     read_standing,
@@ -51,9 +52,9 @@ from groupwise.job_payload import parse_payload
 from groupwise.job_task import Task, make_task
 from groupwise.ledger import Ledger
 from groupwise.ledger_schema import Lease
+from groupwise.metrics import Metrics
 from groupwise.model import LoadedModel
-from groupwise.train.learner import Learner, Metrics, OptimizerSpec, learning_rate_at
-from groupwise.train.lora import LoraSpec
+from groupwise.train.learner import Learner, OptimizerSpec, learning_rate_at
 from groupwise.types import BASE, PolicyVersion, Sample
 
 CANARY_TOKENS = 16
@@ -86,7 +87,7 @@ class _Run:
     config: JobConfig
     task: Task
     learner: Learner
-    standing: Standing
+    standing: JobProgress
     metrics: Metrics  # of the last step
 
     @property
@@ -184,7 +185,7 @@ def _begun(lease: Lease, place: Workplace, config: JobConfig, task: Task) -> _Ru
     place.ledger.settled(lease, acting)
     if task.reads_start:
         task = task.started(learner)
-    run = _Run(place, lease, config, task, learner, Standing(parent=parent, lora=lora), {})
+    run = _Run(place, lease, config, task, learner, JobProgress(parent=parent, lora=lora), {})
     run.say(message)
     return run
 

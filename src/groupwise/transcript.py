@@ -29,6 +29,10 @@ from groupwise.chat import (
 from groupwise.tool_calls import format_of, parse
 from groupwise.types import Completion, FinishReason, Message, Turn
 
+# C0 and C1 controls but newline and tab, and the marks that reorder what is seen, each to a visible stand-in
+_VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
+_VISIBLE |= dict.fromkeys([0x7F, *range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD)
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -125,3 +129,12 @@ class Transcript:
 def _text(message: Message) -> str:
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def visible(text: str) -> str:
+    """`text` with control characters replaced by something that is only seen.
+
+    >>> visible("a\\x1b[31mb\\n")
+    'a␛[31mb\\n'
+    """
+    return text.translate(_VISIBLE)

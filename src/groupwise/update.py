@@ -23,8 +23,9 @@ from groupwise.algo.loss_spec import LossSpec
 from groupwise.assemble import Plan
 from groupwise.batches import Batches
 from groupwise.metrics import Metrics, rollout_metrics, sample_metrics, time_metrics
-from groupwise.rollout import Collected, samples_of
+from groupwise.rollout import Collected
 from groupwise.scorer import Scorer
+from groupwise.segments import samples_of
 from groupwise.train.learner import Learner
 from groupwise.train.schedule import learning_rate_at
 from groupwise.train.streamed_step import StreamedStep

@@ -21,8 +21,7 @@ from groupwise.errors import EnvError, GroupwiseError
 from groupwise.frontends.spelling import load_config
 from groupwise.loop import run
 from groupwise.rewards.base import RewardFunction, score
-from groupwise.rollout import samples_of
-from groupwise.segments import Segment, segments_of
+from groupwise.segments import Segment, samples_of, segments_of
 from groupwise.starter.tasks import CALCULATOR, calculate
 from groupwise.tracking import read_metrics
 from groupwise.types import Completion, FinishReason, PolicyVersion, Rollout, SamplingParams

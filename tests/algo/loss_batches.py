@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from groupwise.algo.loss import LossInputs, LossSpec, policy_loss
+from groupwise.algo.loss import LossInputs, policy_loss
+from groupwise.algo.loss_spec import LossSpec
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_batches import Padded, random_batch
 
-from groupwise.algo.loss import PRESETS, LossInputs, LossSpec, policy_loss, resolve_loss
+from groupwise.algo.loss import PRESETS, LossInputs, policy_loss, resolve_loss
 from groupwise.algo.loss_metrics import combined
+from groupwise.algo.loss_spec import LossSpec
 from groupwise.errors import ConfigError
 
 few = settings(derandomize=True, deadline=None, max_examples=8)

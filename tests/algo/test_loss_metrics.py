@@ -9,8 +9,9 @@ import pytest
 import torch
 from loss_batches import Padded, random_batch
 
-from groupwise.algo.loss import LossSpec, resolve_loss
+from groupwise.algo.loss import resolve_loss
 from groupwise.algo.loss_metrics import averaged, combined, rescaled
+from groupwise.algo.loss_spec import LossSpec
 
 ROOT = Path(__file__).parents[2]
 

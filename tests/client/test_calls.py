@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 import groupwise
-from groupwise.client import AsyncClient, Client
 from groupwise.client import calls as client_module
 from groupwise.client import http as client_http
+from groupwise.client.calls import AsyncClient, Client
 from groupwise.client.drive import server_url
 from groupwise.client.http import EventReader, encode
 from groupwise.client.types import Job, SampledGroup, as_json, read

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.checkpoint import Standing
+from groupwise.checkpoint import RunState
 from groupwise.cluster import ray_launch
 from groupwise.cluster.crew import WorkerLost
 from groupwise.cluster.ray_launch import _outcome, roles_of, supervise
@@ -159,9 +159,9 @@ def test_learners_that_come_later_find_a_run_that_is_finished(
 ) -> None:
     """The first are lost after the last checkpoint; it is that run which the next conclude, and no new one."""
     version = PolicyVersion("run", 2)
-    standing = Standing(step=2, version=version, sampler=version, synced=2, finished=True)
+    standing = RunState(step=2, version=version, sampler=version, synced=2, finished=True)
 
-    def attempt(config: RunConfig, *_: Any) -> tuple[Path, Standing | None]:
+    def attempt(config: RunConfig, *_: Any) -> tuple[Path, RunState | None]:
         with open_run_dir(config) as (run_dir, found):
             pass
         if found is not None:

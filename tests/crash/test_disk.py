@@ -14,7 +14,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from groupwise.client import Client
+from groupwise.client.calls import Client
 from groupwise.errors import RemoteError
 from groupwise.jobs import LEASE_S
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from groupwise.client import Client
+from groupwise.client.calls import Client
 from groupwise.errors import RemoteError
 
 AWAY = (0, 429, 503)  # no connection, or not now

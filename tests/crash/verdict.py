@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from groupwise.client import Client
+from groupwise.client.calls import Client
 from groupwise.ledger import Ledger
 from groupwise.ledger_schema import read_payload
 

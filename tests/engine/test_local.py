@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from groupwise.chat import decode
+from groupwise.config_train import LoraSpec
 from groupwise.engine import admission, local
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.sampling import sample_tokens
@@ -25,7 +26,6 @@ from groupwise.errors import (
     ModelError,
 )
 from groupwise.train.learner import Learner
-from groupwise.train.lora import LoraSpec
 from groupwise.types import Completion, FinishReason, PolicyVersion, Sample, SamplingParams, SamplingRequest
 
 BASE = PolicyVersion.base()

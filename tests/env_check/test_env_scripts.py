@@ -10,7 +10,7 @@ import pytest
 
 from groupwise.env_check import scripts
 from groupwise.env_check.scripts import SCRIPTS, Asked, call_text, example_of
-from groupwise.envs import Tool
+from groupwise.envs.tools import Tool
 from groupwise.tool_calls import ToolCallFormat, parse
 
 LOOK = {

@@ -8,7 +8,7 @@ import pytest
 
 from groupwise.config_env import EnvConfig
 from groupwise.data import to_prompt
-from groupwise.envs.generate_options import asked_of
+from groupwise.envs.generate_options import generate_options_of
 from groupwise.envs.legacy import LegacyEnv, for_user_code
 from groupwise.envs.load import EnvFactory
 from groupwise.errors import ConfigError, DataError, EnvError
@@ -213,21 +213,21 @@ RUN = SamplingParams(max_tokens=16, temperature=1.0, top_k=50, stop=("###",))
     ],
 )
 def test_the_runs_own_sampling_however_it_is_said(options):
-    asked = asked_of(None, options, given=RUN, run=RUN)
+    asked = generate_options_of(None, options, given=RUN, run=RUN)
     assert asked.params == RUN and asked.otherwise == ""
 
 
 def test_other_sampling_is_done_as_asked_and_named():
-    asked = asked_of(None, {"temperature": 0.5, "top_k": 50}, given=RUN, run=RUN)
+    asked = generate_options_of(None, {"temperature": 0.5, "top_k": 50}, given=RUN, run=RUN)
     assert (asked.params.temperature, asked.params.top_k, asked.otherwise) == (0.5, 50, "temperature=0.5")
-    greedy = asked_of(None, {"do_sample": False, "temperature": 1.0}, given=RUN, run=RUN)
+    greedy = generate_options_of(None, {"do_sample": False, "temperature": 1.0}, given=RUN, run=RUN)
     assert (greedy.params.temperature, greedy.otherwise) == (0.0, "do_sample=False")
 
 
 def test_in_a_greedy_evaluation_the_runs_own_is_greedy_too():
     given = SamplingParams(max_tokens=16, temperature=0.0)
-    assert asked_of(None, {"do_sample": True, "temperature": 1.0}, given=given, run=RUN).params == given
-    other = asked_of(None, {"temperature": 0.5}, given=given, run=RUN)
+    assert generate_options_of(None, {"do_sample": True, "temperature": 1.0}, given=given, run=RUN).params == given
+    other = generate_options_of(None, {"temperature": 0.5}, given=given, run=RUN)
     assert (other.params.temperature, other.params.top_k) == (0.5, 50)
 
 
@@ -235,7 +235,9 @@ def test_a_generation_config_counts_and_options_win_over_it():
     from transformers import GenerationConfig
 
     config = GenerationConfig(max_new_tokens=5, do_sample=True, temperature=0.5, eos_token_id=[3, 4])
-    asked = asked_of(config, {"temperature": 1.0, "stop_strings": "end", "num_return_sequences": 2}, given=RUN, run=RUN)
+    asked = generate_options_of(
+        config, {"temperature": 1.0, "stop_strings": "end", "num_return_sequences": 2}, given=RUN, run=RUN
+    )
     assert (asked.params.max_tokens, asked.params.stop_ids, asked.params.stop) == (5, (3, 4), ("end",))
     assert asked.n == 2 and asked.otherwise == ""
 
@@ -253,5 +255,5 @@ def test_a_generation_config_counts_and_options_win_over_it():
 )
 def test_what_the_engine_cannot_do_is_refused(options, message):
     with pytest.raises(EnvError) as caught:
-        asked_of(None, options, given=RUN, run=RUN)
+        generate_options_of(None, options, given=RUN, run=RUN)
     assert message in str(caught.value)

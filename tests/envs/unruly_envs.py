@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from groupwise.envs import Observation, StepResult, ToolEnv
+from groupwise.envs.base import Observation, StepResult
+from groupwise.envs.tool_env import ToolEnv
 
 
 class Steady:

@@ -13,9 +13,10 @@ import pytest
 
 from groupwise.config import RunConfig, parse_config
 from groupwise.configfile import parse_keys
-from groupwise.health import Event, Health, examine
+from groupwise.health.history import examine
 from groupwise.health.rule import Condition, Rule, aggregate
 from groupwise.health.rules import RULES
+from groupwise.health.watch import Event, Health
 
 ROOT = Path(__file__).parent.parent.parent
 Value = float | Callable[[int], float]

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.config import parse_config
-from groupwise.health import Health, examine
+from groupwise.health.history import examine
 from groupwise.health.rule import Condition, Remedy, Rule
 from groupwise.health.rules import RULES
+from groupwise.health.watch import Health
 from groupwise.tracking import Tracking, read_metrics
 
 HIGH = Rule(

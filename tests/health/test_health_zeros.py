@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from groupwise.health import Health
+from groupwise.health.watch import Health
 from groupwise.health.zeros import explain_zeros
 
 TRAINED = {

@@ -18,20 +18,20 @@ from groupwise.rewards import probes
 from groupwise.rewards.base import load_rewards
 from groupwise.rewards.call import RewardFunction
 from groupwise.rewards.catalogue import built_in, first_sentence, functions_in
-from groupwise.rewards.lint import Report, lint, needed_options
+from groupwise.rewards.lint import RewardReport, lint, needed_options
 from groupwise.rewards.pool import RewardPool
 from groupwise.rewards.probes import ROWS, Row
 
 
-def report_on(function: Callable, *, rows=ROWS, pool=None, **args) -> Report:
+def report_on(function: Callable, *, rows=ROWS, pool=None, **args) -> RewardReport:
     return asyncio.run(lint(RewardFunction(name=function.__name__, function=function, args=args), rows=rows, pool=pool))
 
 
-def found(report: Report) -> set[tuple[str, str]]:
+def found(report: RewardReport) -> set[tuple[str, str]]:
     return {(each.severity, each.check) for each in report.findings}
 
 
-def shown_by(report: Report, check: str) -> set[str]:
+def shown_by(report: RewardReport, check: str) -> set[str]:
     return {each.probe for each in report.findings if each.check == check}
 
 

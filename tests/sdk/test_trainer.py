@@ -16,13 +16,13 @@ import torch
 from sdk_cases import ADAM, gradient, scored, sequences, weights
 
 from groupwise.algo.loss_spec import resolve_loss
+from groupwise.config_train import LoraSpec
 from groupwise.errors import ConfigError, ContextLengthError, DataError, StorageError, TrainingError
 from groupwise.model import LoadedModel, plain_attention
 from groupwise.sdk import losses
 from groupwise.sdk.datums import Datum, build_grpo_datums, datum_of
 from groupwise.sdk.losses import make_loss_fn
 from groupwise.sdk.trainer import AdamParams, TrainingClient, TrainingService
-from groupwise.train.lora import LoraSpec
 
 LORA = LoraSpec(rank=3, alpha=6.0)
 

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from groupwise.adapter_files import WEIGHTS, Provenance
 from groupwise.adapter_merge import MergeMode, MergeSource, merge_adapters
 from groupwise.adapters import AdapterStore
+from groupwise.config_train import LoraSpec
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import (
     AdapterError,
@@ -39,7 +40,6 @@ from groupwise.errors import (
 from groupwise.model import LoadedModel
 from groupwise.server.policies import AdapterInUseError, Policies, canary_tolerance
 from groupwise.train.learner import Learner
-from groupwise.train.lora import LoraSpec
 from groupwise.types import PolicyVersion, Sample, SamplingParams, SamplingRequest
 
 BASE = PolicyVersion.base()

@@ -14,11 +14,11 @@ import pytest
 
 pytest.importorskip("google.protobuf")
 
+from groupwise.config_train import LoraSpec
 from groupwise.sdk.datums import Datum
 from groupwise.sdk.trainer import AdamParams, TrainingService
 from groupwise.server.tinker_routes import NOT_OFFERED
 from groupwise.server.tinker_training import ALPHA
-from groupwise.train.lora import LoraSpec
 from raw_http import connect
 from serving import running
 from tinker_wire import PROTOBUF, Wire, datum, read_samples, request, sample, snapshot, supervised, tinker_site

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 
 from groupwise.adapter_archive import stream_archive
+from groupwise.config_train import LoraSpec
 from groupwise.model import LoadedModel
-from groupwise.train.lora import LoraSpec, add_lora, lora_tensors, save_lora
+from groupwise.train.lora import add_lora, lora_tensors, save_lora
 
 STRENGTH = 1e5  # far above what the rest of the model adds to its last hidden state
 

@@ -22,12 +22,12 @@ import tinker
 
 from crash.place import Place, a_place
 from groupwise.chat import encode_prompt
+from groupwise.config_train import LoraSpec
 from groupwise.engine.local import LocalEngine
 from groupwise.model import LoadedModel, load_model
 from groupwise.sdk.datums import Datum
 from groupwise.sdk.trainer import AdamParams, TrainingService
 from groupwise.starter.tasks import supervised_conversations
-from groupwise.train.lora import LoraSpec
 from groupwise.types import PolicyVersion, Prompt, SamplingParams, SamplingRequest
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from groupwise.algo.loss import resolve_loss
+from groupwise.config_train import LoraSpec
 from groupwise.train.learner import Learner
-from groupwise.train.lora import LoraSpec
 from groupwise.types import Sample
 
 LORA = LoraSpec(rank=2, alpha=4.0, targets=["k_proj", "down_proj"])  # PEFT takes a while for every module

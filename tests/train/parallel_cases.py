@@ -13,8 +13,8 @@ import torch
 from learner_cases import SPECS, on_policy
 from torch.distributed.tensor import DTensor
 
+from groupwise.config_train import LoraSpec
 from groupwise.train.learner import Learner
-from groupwise.train.lora import LoraSpec
 from groupwise.types import Sample
 
 # (prompt tokens, completion tokens): the first group has more than half of all tokens, and is cut between two ranks

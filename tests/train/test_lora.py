@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from groupwise.adapter_files import check_adapter
+from groupwise.config_train import LoraSpec
 from groupwise.errors import AdapterError, ConfigError
 from groupwise.model import share_weights
 from groupwise.train.learner import Learner
-from groupwise.train.lora import LoraSpec, adapter_off, add_lora, load_lora, lora_tensors, save_lora
+from groupwise.train.lora import adapter_off, add_lora, load_lora, lora_tensors, save_lora
 
 
 def an_adapted_model(base, *, seed: int = 0, spec: LoraSpec = LoraSpec(rank=3, alpha=7.0)):

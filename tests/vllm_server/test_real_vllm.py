@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from groupwise.config import load_config
 from groupwise.config_engine import VllmConfig
+from groupwise.config_train import LoraSpec
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.vllm import VllmEngine
 from groupwise.engine.vllm_handshake import linear_names
@@ -35,7 +36,6 @@ from groupwise.errors import EngineError
 from groupwise.loop import run
 from groupwise.model import LoadedModel, load_model, wrap_model
 from groupwise.train.learner import Learner
-from groupwise.train.lora import LoraSpec
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
 from processes import becomes, descendants
 from seed_page import ROLLOUTS, SCORED, serving

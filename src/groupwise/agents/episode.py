@@ -24,9 +24,9 @@ from groupwise.agents.conversations import Conversations, Opening
 from groupwise.agents.load import CLIENT, Agent, Outcome, is_async, outcome_of
 from groupwise.agents.protocol import MODEL
 from groupwise.agents.session import Session
+from groupwise.envs.base import priced
 from groupwise.envs.call import OwnThread
 from groupwise.errors import EnvError
-from groupwise.rollout import priced
 from groupwise.segments import segments_of
 from groupwise.types import Rollout
 

@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from groupwise.engine.asking import Asking
+from groupwise.engine.asking import BlockingPolicy
 from groupwise.engine.base import Sampler
 from groupwise.errors import ContextLengthError, EnvError
 from groupwise.seeds import seed_of
 from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingParams, SamplingRequest
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-GIVEN = (*SAMPLING, "max_tokens", "stop", "stop_token_ids", "n")
+CALL_OPTIONS = (*SAMPLING, "max_tokens", "stop", "stop_token_ids", "n")
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "repetition_penalty": (1.0,),
     "presence_penalty": (0.0,),
@@ -38,7 +38,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class CallOptions:
     """What one call asks for. `otherwise` names the options in which it is not as the run samples; "" if it is."""
 
     params: SamplingParams
@@ -47,7 +47,7 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Said:
+class RecordedCompletion:
     """A completion, and whether it was sampled as the run samples."""
 
     completion: Completion
@@ -73,11 +73,11 @@ class PolicyCalls:
         seed: int,
         note: Callable[[str], None],
     ):
-        self._asking, self._given, self._run = Asking(sampler), given, run
+        self._asking, self._given, self._run = BlockingPolicy(sampler), given, run
         self._context = sampler.context_length
         self._version, self._seed, self._note = version, seed, note
         self._lock = self._asking.lock
-        self._said: dict[tuple[int, ...], list[Said]] = {}  # by the ids of the prompt
+        self._said: dict[tuple[int, ...], list[RecordedCompletion]] = {}  # by the ids of the prompt
         self._asked = 0
         self.failure: Exception | None = None  # of the engine: the function is not to blame
 
@@ -95,7 +95,7 @@ class PolicyCalls:
 
         Raises EnvError for options and ids that the engine cannot do, ContextLengthError, and what the engine raises.
         """
-        asked = asked_of(options, given=self._given, run=self._run)
+        asked = call_options_of(options, given=self._given, run=self._run)
         if asked.otherwise:
             self._note(f"what is generated with {asked.otherwise} is not trained: the run samples otherwise")
         runs = [(ids, len(list(equal)) * asked.n) for ids, equal in groupby(prompts)]
@@ -109,11 +109,11 @@ class PolicyCalls:
         with self._lock:
             for (ids, _), answer in zip(runs, answers, strict=True):
                 self._said.setdefault(ids, []).extend(
-                    Said(completion=each, as_run=not asked.otherwise) for each in answer
+                    RecordedCompletion(completion=each, as_run=not asked.otherwise) for each in answer
                 )
         return [completion for answer in answers for completion in answer]
 
-    def said(self, prompt_ids: tuple[int, ...], token_ids: tuple[int, ...]) -> Said | None:
+    def said(self, prompt_ids: tuple[int, ...], token_ids: tuple[int, ...]) -> RecordedCompletion | None:
         """The completion of this prompt that begins with these ids, if one was sampled."""
         with self._lock:
             said = self._said.get(prompt_ids, ())
@@ -148,14 +148,14 @@ class PolicyCalls:
         return answers
 
 
-def asked_of(options: Mapping[str, Any], *, given: SamplingParams, run: SamplingParams) -> Asked:
+def call_options_of(options: Mapping[str, Any], *, given: SamplingParams, run: SamplingParams) -> CallOptions:
     """vLLM's options as sampling parameters; None is not said. Raises EnvError for what the engine cannot do."""
     said = {name: value for name, value in options.items() if value is not None}
     for name, value in said.items():
-        if name not in GIVEN and not any(value == each for each in NEUTRAL.get(name, ())):
+        if name not in CALL_OPTIONS and not any(value == each for each in NEUTRAL.get(name, ())):
             raise EnvError(
                 f"generate({name}={value!r}) is not here: the engine samples from the policy itself",
-                hint=f"it knows {', '.join(GIVEN)}",
+                hint=f"it knows {', '.join(CALL_OPTIONS)}",
             )
     if "top_k" in said:
         said["top_k"] = max(0, said["top_k"])  # -1 is off too
@@ -173,4 +173,4 @@ def asked_of(options: Mapping[str, Any], *, given: SamplingParams, run: Sampling
     except (TypeError, ValueError) as error:
         raise EnvError(f"generate was given options that are none: {error}") from error
     otherwise = ", ".join(f"{name}={value}" for name, value in changed.items())
-    return Asked(params=params, n=int(said.get("n", 1)), otherwise=otherwise)
+    return CallOptions(params=params, n=int(said.get("n", 1)), otherwise=otherwise)

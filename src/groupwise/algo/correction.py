@@ -48,7 +48,7 @@ class Correction:
 
 def correction_of(t: Tokens, spec: LossSpec) -> Correction:
     """c_t of every token; all ones without behaviour logprobs, which a spec that corrects has."""
-    log_ratio_N = _log_ratio(t, spec)
+    log_ratio_N = _correction_log_ratio(t, spec)
     log_weight_N = torch.zeros_like(t.old_N)
     clipped_N, masked_N = log_weight_N.bool(), log_weight_N.bool()
     if spec.correction != "none":
@@ -73,7 +73,7 @@ def correction_of(t: Tokens, spec: LossSpec) -> Correction:
     )
 
 
-def _log_ratio(t: Tokens, spec: LossSpec) -> Tensor:
+def _correction_log_ratio(t: Tokens, spec: LossSpec) -> Tensor:
     """g of the token, of its row, or the row's mean, as the correction reads it; the token's where there is none."""
     if t.behaviour_N is None:
         return torch.zeros_like(t.old_N)

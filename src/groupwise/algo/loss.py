@@ -56,7 +56,7 @@ def policy_loss(
     """
     _require(inputs, spec, entropy_N)
     t = select_tokens(logprobs_N, inputs, entropy_N, old_is_anchor=spec.anchor == "old")
-    log_ratio_N = _log_ratio(t, spec)
+    log_ratio_N = _policy_log_ratio(t, spec)
     ratio_N = _ratio(t, log_ratio_N, spec)
     correction = correction_of(t, spec)
     weight_N = correction.kept_N if spec.surrogate == "vespo" else correction.weight_N
@@ -86,7 +86,7 @@ def policy_loss(
     return loss, {name: value.detach() for name, value in metrics.items()}
 
 
-def _log_ratio(t: Tokens, spec: LossSpec) -> Tensor:
+def _policy_log_ratio(t: Tokens, spec: LossSpec) -> Tensor:
     """log pi - log anchor of each token; what reads no anchor gets the current policy's own, 0."""
     if spec.anchor == "behaviour" and spec.reads_anchor:
         assert t.behaviour_N is not None

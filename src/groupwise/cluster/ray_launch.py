@@ -33,7 +33,7 @@ from groupwise.errors import ClusterError, ConfigError, RankLostError, TrainingE
 from groupwise.interrupt import StopRequest
 from groupwise.rundir import reserve_run_dir
 
-LOOK_S = 0.5  # between two looks whether Ctrl-C was pressed
+INTERRUPT_CHECK_S = 0.5  # between two looks whether Ctrl-C was pressed
 LEADS_S = 10.0  # for rank 0 to fail, after another that did because of it
 
 R_co = TypeVar("R_co", covariant=True)
@@ -211,7 +211,7 @@ def _outcome(running: Sequence[Future[Any]], ask_to_stop: Callable[[], object], 
     """What rank 0 returned, once all have; what the first of them raised."""
     told, left = False, set(running)
     while left:
-        done, left = wait(left, timeout=LOOK_S, return_when=FIRST_COMPLETED)
+        done, left = wait(left, timeout=INTERRUPT_CHECK_S, return_when=FIRST_COMPLETED)
         if any(isinstance(each.exception(), TrainingError) for each in done):
             wait(running[:1], timeout=LEADS_S)  # another rank says only that rank 0 ended; that one says why
         for each in running:

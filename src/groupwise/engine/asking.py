@@ -11,7 +11,7 @@ from groupwise.engine.base import Submits
 from groupwise.types import Completion, SamplingRequest
 
 
-class Asking:
+class BlockingPolicy:
     """What threads ask of an engine and wait for; after `close` nobody is answered any more. `lock` guards all of it,
     and what its owner records of the answers."""
 

@@ -66,7 +66,7 @@ class MethodRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class EnvReport:
     """What is to be said of an environment; `shown` is the episode to look at."""
 
     name: str
@@ -84,13 +84,13 @@ class Report:
         return "error" if "error" in severities else "warning" if "warning" in severities else "ok"
 
 
-def judge(trial: Trial, *, best: float = 1.0) -> Report:
+def judge(trial: Trial, *, best: float = 1.0) -> EnvReport:
     """The findings, the gravest first. `best` is what an episode is worth in which all is right."""
     checks = (_failures, _tools, _sameness, _cases, _stops, _calls, _forks, _slowness)
     findings = [finding for check in checks for finding in check(trial)]
     findings += [*_rewards(trial), *_hacks(trial, best)]
     order = ("error", "warning", "note")
-    return Report(
+    return EnvReport(
         name=trial.opened.name,
         cases=len(trial.opened.prompts),
         tools=tuple(str(function_of(tool).get("name")) for tool in trial.tools),
@@ -101,10 +101,10 @@ def judge(trial: Trial, *, best: float = 1.0) -> Report:
     )
 
 
-def refused(name: str, message: str) -> Report:
+def refused(name: str, message: str) -> EnvReport:
     """The report of an environment that could not be played."""
     finding = Finding(severity="error", check="cases", message=message)
-    return Report(name=name, cases=0, tools=(), findings=(finding,), policies=(), methods=(), shown=None)
+    return EnvReport(name=name, cases=0, tools=(), findings=(finding,), policies=(), methods=(), shown=None)
 
 
 # ---- the contract ----

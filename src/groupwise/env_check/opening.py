@@ -13,7 +13,6 @@ from groupwise.config import DatasetConfig
 from groupwise.config_env import EnvConfig
 from groupwise.data import open_prompts
 from groupwise.engine.base import Sampler
-from groupwise.engine.local import LocalEngine
 from groupwise.env_check.trial import Opened
 from groupwise.env_check.watch import Watch, WatchedLegacyEnv
 from groupwise.envs.call import OwnThread
@@ -24,7 +23,6 @@ from groupwise.model import LoadedModel, load_model, load_tokenizer
 from groupwise.play import Episodes
 from groupwise.types import Prompt, SamplingParams
 
-ROWS = 32  # the engine's
 METHODS_AN_EPISODE = 6  # so many times a method's time for a whole episode that is one method
 CONTEXT = 8192  # tokens, of a model that is not loaded and whose tokenizer does not say
 T = TypeVar("T")
@@ -44,8 +42,10 @@ class Wanted:
 
 
 @contextmanager
-def opened(wanted: Wanted, *, say: Callable[[str], None]) -> Iterator[tuple[Opened, Sampler | None]]:
-    """The environment, and the engine of the model that plays it.
+def opened(
+    wanted: Wanted, *, say: Callable[[str], None], engine_of: Callable[[LoadedModel], Sampler]
+) -> Iterator[tuple[Opened, Sampler | None]]:
+    """The environment, and the engine of the model that plays it, which `engine_of` makes of the loaded model.
 
     Raises LoadError and ConfigError for what is no environment, DataError and EnvError for cases that cannot be had,
     ModelError.
@@ -55,7 +55,7 @@ def opened(wanted: Wanted, *, say: Callable[[str], None]) -> Iterator[tuple[Open
     if factory.legacy or not wanted.scripts_only:  # code that is given the model may ask it for its configuration
         say(f"loading {wanted.model} ...")
         base = load_model(wanted.model, device="cpu" if wanted.scripts_only else "auto", dtype="auto")
-    engine = None if base is None or wanted.scripts_only else LocalEngine(base, max_rows=ROWS)
+    engine = None if base is None or wanted.scripts_only else engine_of(base)
     try:
         if factory.legacy:
             assert base is not None

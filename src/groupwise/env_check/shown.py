@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from groupwise.display import visible
 from groupwise.segments import Segment, segments_of
+from groupwise.transcript import visible
 from groupwise.types import Rollout
 
 if TYPE_CHECKING:

@@ -24,11 +24,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from groupwise.config_env import EnvConfig
 from groupwise.errors import EnvError
-from groupwise.types import MAX_REWARD, Message
+from groupwise.types import MAX_REWARD, Message, Rollout
+
+REWARD = "env"  # the name of an environment's reward among those of reward functions
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SAYING = ("system", "developer", "user", "tool")  # the assistant's turns are the policy's
@@ -167,3 +170,18 @@ def _numbers(info: Any) -> dict[str, float]:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}... ({type(value).__name__})"
+
+
+def priced(played: Rollout, config: EnvConfig) -> Rollout:
+    """A played episode with what it is worth: `reward`, or of one that has an `error` what `env.on_error` says.
+
+    Raises EnvError where an error is to end the run.
+    """
+    reward, error, stop = played.reward, played.error, played.stop
+    if error is not None:
+        if config.on_error == "stop":
+            raise EnvError(error, hint="env.on_error: exclude goes on without such episodes")
+        reward, stop = 0.0 if config.on_error == "zero" and played.turns else None, "error"
+    rewards, left = ({}, error) if reward is None else ({REWARD: reward}, None)
+    info = {**played.info, "turns": float(len(played.turns)), "failed": float(error is not None)}
+    return replace(played, rewards=rewards, reward=reward, error=left, stop=stop, info=info)

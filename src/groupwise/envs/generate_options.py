@@ -27,9 +27,9 @@ use_cache cache_implementation cache_config past_key_values pad_token_id bos_tok
 synced_gpus token_type_ids position_ids tokenizer disable_compile compile_config use_model_defaults
 transformers_version renormalize_logits remove_invalid_values
 """
-GIVEN, IDLE = frozenset(_GIVEN.split()), frozenset(_IDLE.split())
+GENERATE_OPTIONS, IDLE = frozenset(_GIVEN.split()), frozenset(_IDLE.split())
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "num_beams": (1,),
     "num_beam_groups": (1,),
     "early_stopping": (False,),
@@ -53,7 +53,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class GenerateOptions:
     """What one call asks for. `otherwise` says in which options it is not as the run samples; "" if it is."""
 
     params: SamplingParams
@@ -64,7 +64,9 @@ class Asked:
     otherwise: str = ""
 
 
-def asked_of(config: Any, options: Mapping[str, Any], *, given: SamplingParams, run: SamplingParams) -> Asked:
+def generate_options_of(
+    config: Any, options: Mapping[str, Any], *, given: SamplingParams, run: SamplingParams
+) -> GenerateOptions:
     """Options, which win over those of a GenerationConfig; what is not said is as in `given`, or of None.
 
     `given` is how the mode samples, `run` how training does: an option that says the same as `run` is not heard.
@@ -73,10 +75,10 @@ def asked_of(config: Any, options: Mapping[str, Any], *, given: SamplingParams, 
     said = {} if config is None else config.to_diff_dict()
     said = {name: value for name, value in {**said, **options}.items() if value is not None}
     for name, value in said.items():
-        if name not in GIVEN and name not in IDLE and value not in NEUTRAL.get(name, ()):
+        if name not in GENERATE_OPTIONS and name not in IDLE and value not in NEUTRAL_VALUES.get(name, ()):
             raise EnvError(
                 f"generate({name}={value!r}) is not here: the engine samples from the policy itself",
-                hint=f"it knows {', '.join(sorted(GIVEN))}",
+                hint=f"it knows {', '.join(sorted(GENERATE_OPTIONS))}",
             )
     stop, ids, criteria = said.get("stop_strings", ()), said.get("eos_token_id", ()), said.get("stopping_criteria", ())
     try:
@@ -98,7 +100,7 @@ def asked_of(config: Any, options: Mapping[str, Any], *, given: SamplingParams, 
     words = ", ".join(f"{name}={value:g}" for name, value in otherwise.items())
     if otherwise and said.get("do_sample") is False:
         words = "do_sample=False"
-    return Asked(
+    return GenerateOptions(
         params=params,
         n=n,
         max_length=said["max_length"] if "max_length" in said and "max_new_tokens" not in said else None,

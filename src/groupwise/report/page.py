@@ -21,7 +21,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from groupwise.errors import StorageError
-from groupwise.health import Finding, Report
+from groupwise.health.history import Report
+from groupwise.health.watch import Finding
 from groupwise.report import svg
 from groupwise.report.charts import Chart, charts_of, constants
 from groupwise.report.completion import Piece, ShownCompletion

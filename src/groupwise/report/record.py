@@ -14,10 +14,10 @@ from typing import Any
 from groupwise.config import RunConfig, parse_config
 from groupwise.configfile import Document
 from groupwise.errors import ConfigError, DataError
-from groupwise.health import Report, examine
-from groupwise.tracking import METRICS, ROLLOUTS, read_metrics
+from groupwise.health.history import Report, examine
+from groupwise.rundir import CONFIG, EVALUATIONS, METRICS, ROLLOUTS
+from groupwise.tracking import read_metrics
 
-CONFIG, EVALUATIONS = "config.yaml", "evaluations"
 Point = tuple[int, float | None]  # None: it was recorded, and was not finite
 
 

@@ -38,7 +38,7 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class RewardReport:
     """What is to be said of one function.
 
     `hack` is how far the best junk gets from a wrong answer (0) to a right one (1); None where the function does not
@@ -64,13 +64,13 @@ def needed_options(function: RewardFunction) -> list[str]:
     return [name for name in function.missing(GOLD) if parameters[name].kind is only]
 
 
-async def lint(function: RewardFunction, *, rows: Sequence[Row] = ROWS, pool: RewardPool | None = None) -> Report:
+async def lint(function: RewardFunction, *, rows: Sequence[Row] = ROWS, pool: RewardPool | None = None) -> RewardReport:
     """Try the function on the `rows`, in the pool if that runs it, and judge what came of it."""
     trial = await try_out(function, rows, pool=pool)
     return judge(function.name if function.spec is None else function.spec.function, trial)
 
 
-def judge(name: str, trial: Trial) -> Report:
+def judge(name: str, trial: Trial) -> RewardReport:
     """The findings, the gravest first."""
     seconds = sorted(trial.seconds)
     p95 = seconds[math.ceil(0.95 * len(seconds)) - 1]
@@ -79,7 +79,7 @@ def judge(name: str, trial: Trial) -> Report:
     if p95 > SLOW_S and not trial.lost:
         findings.append(Finding(severity="warning", check="slow", message=f"one call in 20 takes {p95:.1f} s or more"))
     order = ("error", "warning", "note")
-    return Report(
+    return RewardReport(
         name=name,
         findings=tuple(sorted(findings, key=lambda each: order.index(each.severity))),
         tried=tuple(trial.singles),

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import torch
 
 from groupwise.adapters import AdapterStore
+from groupwise.config_train import LoraSpec
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.frontends import cookbook
@@ -40,7 +41,6 @@ from groupwise.sdk.profiles import HardwareProfile, Machine, choose_profile, fin
 from groupwise.sdk.sampler import DeploymentSampler
 from groupwise.sdk.trainer import BUILDING, ReferenceClient, TrainingClient, TrainingService
 from groupwise.sdk.weight_sync import WeightSyncer
-from groupwise.train.lora import LoraSpec
 
 T = TypeVar("T")
 Client = TypeVar("Client", TrainingClient, ReferenceClient)

@@ -27,18 +27,19 @@ import torch
 from torch import Tensor
 
 from groupwise.algo.batch import MicroBatch, count_sequences
-from groupwise.algo.loss import LossSpec
 from groupwise.algo.loss_metrics import rescaled
+from groupwise.algo.loss_spec import LossSpec
+from groupwise.config_train import LoraSpec
 from groupwise.errors import ConfigError, ContextLengthError, DataError, TrainingError
 from groupwise.job_task import check_ids
+from groupwise.metrics import Metrics
 from groupwise.model import LoadedModel
 from groupwise.sdk import state
 from groupwise.sdk.alignment import UNKNOWN
 from groupwise.sdk.datums import Datum
 from groupwise.sdk.losses import CROSS_ENTROPY, LossFn, built_in, check_inputs, checked_custom, rows_of, weights_of
 from groupwise.sdk.pending import Pending
-from groupwise.train.learner import Learner, Metrics, OptimizerSpec, StepResult
-from groupwise.train.lora import LoraSpec
+from groupwise.train.learner import Learner, OptimizerSpec, StepResult
 from groupwise.train.streamed_step import SUMS
 from groupwise.types import Sample
 from groupwise.update import learner_thread

@@ -20,7 +20,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 from pydantic_core.core_schema import ErrorType
-from starlette.requests import Request
+from starlette.requests import Request as HTTPRequest
 
 from groupwise.configfile import dotted, key_paths
 from groupwise.errors import MediaTypeError, RequestError
@@ -43,7 +43,7 @@ _ADAPTER = "^[A-Za-z0-9][A-Za-z0-9._-]"  # how the pattern of an adapter's name 
 _NAMED = "a name is 1 to 64 of A-Z a-z 0-9 . _ - starting with a letter or digit"
 
 
-async def read_body(request: Request, model: type[M], *, optional: bool = False) -> M:
+async def read_body(request: HTTPRequest, model: type[M], *, optional: bool = False) -> M:
     """The body as a `model`; with `optional`, an empty one counts as `{}`. The raw bytes stay in `request.body()`.
 
     Raises:
@@ -62,7 +62,7 @@ async def read_body(request: Request, model: type[M], *, optional: bool = False)
     return parse_body(raw, model, config)
 
 
-def check_content_type(request: Request, *, wanted: str = "application/json") -> None:
+def check_content_type(request: HTTPRequest, *, wanted: str = "application/json") -> None:
     """Raise MediaTypeError unless the request says that its body is `wanted`."""
     given = request.headers.get("content-type", "")
     kind, _, parameters = given.partition(";")

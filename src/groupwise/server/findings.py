@@ -12,7 +12,8 @@ from fastapi import APIRouter, Request
 from starlette.concurrency import run_in_threadpool
 
 from groupwise.errors import JobNotFoundError
-from groupwise.health import Finding, Report, examine_job
+from groupwise.health.history import Report, examine_job
+from groupwise.health.watch import Finding
 from groupwise.server.job_remedies import in_job_words, job_remedies
 from groupwise.server.state import Server, server_of
 from groupwise.server.wire import Answer, documented

@@ -26,7 +26,7 @@ from groupwise.config import parse_config
 from groupwise.configfile import Document
 from groupwise.errors import ConfigError, RequestError, StorageError
 from groupwise.group_json import plain
-from groupwise.health import Report, examine
+from groupwise.health.history import Report, examine
 from groupwise.report.record import CONFIG, leaves
 from groupwise.server.protocol_runs import RunDetail, RunState, RunSummary
 from groupwise.tracking import METRICS

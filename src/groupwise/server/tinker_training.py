@@ -24,6 +24,7 @@ import torch
 
 from groupwise import adapter_files as files
 from groupwise.config import STARTER, STARTER_DIR
+from groupwise.config_train import LoraSpec
 from groupwise.errors import ConfigError, ConflictError, OverloadedError, RequestError
 from groupwise.model import LoadedModel
 from groupwise.sdk import state
@@ -38,7 +39,6 @@ from groupwise.server.tinker_datums import datums_of, encode_output, loss_config
 from groupwise.server.tinker_futures import Answer, Future, Futures, Turns, answer
 from groupwise.server.tinker_json import output_as_json
 from groupwise.server.tinker_sessions import GO_ON, SessionGoneError
-from groupwise.train.lora import LoraSpec
 
 ALPHA = 32.0  # of every adapter, whatever its rank
 PLACE_S = 75.0  # a while more than a session that is gone is given

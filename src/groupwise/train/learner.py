@@ -42,10 +42,13 @@ from groupwise.algo.batch import (
 )
 from groupwise.algo.kl import kl_metrics, measured_rows
 from groupwise.algo.layouts import FLEX, MERGED, Layouts
-from groupwise.algo.loss import LossInputs, LossSpec, policy_loss
+from groupwise.algo.loss import LossInputs, policy_loss
 from groupwise.algo.loss_metrics import combined
+from groupwise.algo.loss_spec import LossSpec
 from groupwise.backbone import is_lean
+from groupwise.config_train import LoraSpec
 from groupwise.errors import ConfigError, ContextLengthError, ModelError, TrainingError
+from groupwise.metrics import Metrics
 from groupwise.model import LoadedModel, longest_row, plain_implementation, share_weights
 from groupwise.packed_check import head_gap, packed_tolerance, why_not_packed
 from groupwise.train.batch_step import train_on_batch
@@ -53,7 +56,7 @@ from groupwise.train.flex_trial import why_not_flex
 from groupwise.train.lanes import Lanes
 from groupwise.train.learner_state import load_state, save_state
 from groupwise.train.logprobs import packed_logprobs, plain_logprobs
-from groupwise.train.lora import LoraSpec, add_lora, load_lora, save_lora
+from groupwise.train.lora import add_lora, load_lora, save_lora
 from groupwise.train.reference import Reference, ReferenceSpec
 from groupwise.train.schedule import learning_rate_at
 from groupwise.train.streamed_step import StreamedStep
@@ -64,7 +67,6 @@ __all__ = ["Learner", "Metrics", "OptimizerSpec", "StepResult", "learning_rate_a
 MAX_REFUSED_STEPS = 5  # in a row
 LANE_BYTES = 1 << 28  # of weights, up to which a model is small: `train.lanes`
 
-Metrics = dict[str, float]
 Rows = Sequence[tuple[float, ...]]  # a log-probability per completion token of each sample
 TokenLoss = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]  # logprobs_N, entropy_N -> loss, metrics
 Gradients = Sequence[Tensor | None]  # of the parameters, in their order; empty where they are added up already

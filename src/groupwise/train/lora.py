@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +25,13 @@ from transformers.pytorch_utils import Conv1D
 
 from groupwise.adapter_config import applied_scales, check_config
 from groupwise.backbone import project_plainly
+from groupwise.config_train import LoraSpec
 from groupwise.errors import AdapterError
-from groupwise.model import ALL_LINEAR, adapted_modules
+from groupwise.model import adapted_modules
 
 _PEFT_PREFIX = "base_model.model."
 _A = ".lora_A.weight"
 _ADAPTER = "default"
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoraSpec:
-    """Which adapter to train. `targets` are names of linear modules, or "all-linear" (`model.adapted_modules`)."""
-
-    rank: int = 16
-    alpha: float = 32.0
-    dropout: float = 0.0
-    targets: str | Sequence[str] = ALL_LINEAR
 
 
 def add_lora(model: PreTrainedModel, spec: LoraSpec, *, seed: int) -> LoraConfig:

@@ -26,8 +26,9 @@ from torch import Tensor
 from groupwise.algo.batch import MicroBatch
 from groupwise.algo.loss_metrics import combined
 from groupwise.errors import ConfigError
+from groupwise.metrics import Metrics
 from groupwise.model import LoadedModel
-from groupwise.train.learner import Learner, Listener, Metrics, TokenLoss
+from groupwise.train.learner import Learner, Listener, TokenLoss
 from groupwise.train.learner_state import restore, state_of
 from groupwise.train.ranks import Ranks
 from groupwise.train.shares import shares

@@ -34,8 +34,9 @@ from transformers import PreTrainedModel
 
 from groupwise.algo.batch import MicroBatch, pack, pad
 from groupwise.errors import ConfigError
+from groupwise.metrics import Metrics
 from groupwise.model import LoadedModel
-from groupwise.train.learner import Listener, Metrics
+from groupwise.train.learner import Listener
 from groupwise.train.learner_state import is_sharded
 from groupwise.train.logprobs import packed_logprobs, plain_logprobs
 from groupwise.train.parallel import ParallelLearner, Term
