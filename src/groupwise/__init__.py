@@ -74,22 +74,65 @@ __version__ = "0.1.0"
 # module -> the public names in it; the imports above say the same to type checkers
 _PUBLIC = {
     "adapters": ("AdapterStore",),
-    "algo.loss_spec": ("LossSpec", "resolve_loss"),
-    "client": ("AsyncClient", "Client"),
-    "config": ("RunConfig", "dump_resolved", "parse_config"),
+    "algo.loss_spec": (
+        "LossSpec",
+        "resolve_loss",
+    ),
+    "client.calls": (
+        "AsyncClient",
+        "Client",
+    ),
+    "config": (
+        "RunConfig",
+        "dump_resolved",
+        "parse_config",
+    ),
     "engine.local": ("LocalEngine",),
-    "errors": ("GroupwiseError", "JobFailedError", "RemoteError"),
+    "errors": (
+        "GroupwiseError",
+        "JobFailedError",
+        "RemoteError",
+    ),
     "frontends.spelling": ("load_config",),
     "frontends.trl": ("from_trl",),
-    "loop": ("RunResult", "run"),
-    "model": ("LoadedModel", "load_model"),
+    "loop": (
+        "RunResult",
+        "run",
+    ),
+    "model": (
+        "LoadedModel",
+        "load_model",
+    ),
     "rewards.base": ("RewardFunction",),
-    "sdk.config": ("DeployConfig", "InfraConfig", "LoopConfig", "WeightSyncConfig", "WeightSyncScope"),
-    "sdk.datums": ("Datum", "build_grpo_datums", "compute_advantages"),
-    "sdk.infra": ("Infra", "setup_infra"),
-    "sdk.losses": ("grpo_loss", "make_grpo_loss_fn"),
-    "sdk.sampler": ("DeploymentSampler", "SampledCompletion"),
-    "sdk.trainer": ("AdamParams", "TrainingClient", "TrainingService"),
+    "sdk.config": (
+        "DeployConfig",
+        "InfraConfig",
+        "LoopConfig",
+        "WeightSyncConfig",
+        "WeightSyncScope",
+    ),
+    "sdk.datums": (
+        "Datum",
+        "build_grpo_datums",
+        "compute_advantages",
+    ),
+    "sdk.infra": (
+        "Infra",
+        "setup_infra",
+    ),
+    "sdk.losses": (
+        "grpo_loss",
+        "make_grpo_loss_fn",
+    ),
+    "sdk.sampler": (
+        "DeploymentSampler",
+        "SampledCompletion",
+    ),
+    "sdk.trainer": (
+        "AdamParams",
+        "TrainingClient",
+        "TrainingService",
+    ),
     "train.learner": ("Learner",),
     "types": (
         "Completion",

@@ -30,7 +30,6 @@ from groupwise.config_train import LoraSpec
 from groupwise.configfile import to_yaml
 from groupwise.curriculum import Curriculum
 from groupwise.data import PromptSource, PromptStream, open_prompts
-from groupwise.engine.base import Sampler
 from groupwise.engine.local import LocalEngine
 from groupwise.envs.legacy import LegacyEnv
 from groupwise.envs.load import EnvFactory, load_env
@@ -48,7 +47,7 @@ from groupwise.rewards.pool import RewardPool
 from groupwise.scorer import Scorer
 from groupwise.train.learner import Learner, OptimizerSpec
 from groupwise.train.reference import ReferenceSpec
-from groupwise.types import Prompt
+from groupwise.types import Prompt, Sampler
 
 if TYPE_CHECKING:
     from groupwise.train.ranks import Ranks

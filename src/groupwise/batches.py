@@ -39,8 +39,7 @@ from groupwise.errors import DataError, RewardError
 from groupwise.play import Play
 from groupwise.replay import ReplayBuffer, RerollQueue
 from groupwise.rollout import Collected, Score
-from groupwise.seeds import seed_of
-from groupwise.types import PolicyVersion, Prompt, RolloutGroup, SamplingParams
+from groupwise.types import PolicyVersion, Prompt, RolloutGroup, SamplingParams, seed_of
 
 AHEAD = 3  # steps that sampling runs ahead where the policy is never synced
 IN_VAIN_GROUPS, IN_VAIN_S = 4, 30.0  # after which a run whose every completion fails to be scored is stopped

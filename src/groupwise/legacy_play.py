@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from groupwise.chat import encode_prompt
-from groupwise.engine.base import Sampler
 from groupwise.envs.base import REWARD, priced
 from groupwise.envs.call import OwnThread
 from groupwise.envs.legacy import CASE, LegacyEnv, warn
@@ -37,6 +36,7 @@ from groupwise.types import (
     Prompt,
     Rollout,
     RolloutGroup,
+    Sampler,
     SamplingParams,
     SamplingRequest,
     Turn,

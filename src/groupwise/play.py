@@ -22,18 +22,18 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from groupwise.chat import encode_prompt
 from groupwise.config_env import EnvConfig
-from groupwise.engine.base import Sampler
 from groupwise.episode import Player
-from groupwise.seeds import seed_of
 from groupwise.types import (
     Completion,
     PolicyVersion,
     Prompt,
     Rollout,
     RolloutGroup,
+    Sampler,
     SamplingParams,
     SamplingRequest,
     Turn,
+    seed_of,
 )
 
 if TYPE_CHECKING:

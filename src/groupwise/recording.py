@@ -29,11 +29,9 @@ from torch import Tensor
 from groupwise.chat import decode, encode_bridge, encode_prompt
 from groupwise.config_env import EnvConfig
 from groupwise.engine.asking import BlockingPolicy
-from groupwise.engine.base import Submits
 from groupwise.envs.generate_options import GenerateOptions, generate_options_of
 from groupwise.errors import AdapterNotFoundError, EnvError
 from groupwise.model import LoadedModel
-from groupwise.seeds import seed_of
 from groupwise.types import (
     Completion,
     FinishReason,
@@ -42,7 +40,9 @@ from groupwise.types import (
     Prompt,
     SamplingParams,
     SamplingRequest,
+    Submits,
     Turn,
+    seed_of,
 )
 
 if TYPE_CHECKING:

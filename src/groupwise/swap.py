@@ -11,10 +11,9 @@ from pathlib import Path
 
 from groupwise.adapter_files import Provenance
 from groupwise.adapters import AdapterStore
-from groupwise.engine.base import Sampler
 from groupwise.model import LoadedModel
 from groupwise.train.learner import Learner
-from groupwise.types import PolicyVersion
+from groupwise.types import PolicyVersion, Sampler
 
 
 class Policy:

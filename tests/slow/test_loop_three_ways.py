@@ -33,8 +33,7 @@ from groupwise import AdamParams, Client, compute_advantages, setup_infra
 from groupwise.chat import encode_prompt
 from groupwise.client.types import SampledGroup
 from groupwise.model import load_tokenizer
-from groupwise.seeds import seed_of
-from groupwise.types import Prompt
+from groupwise.types import Prompt, seed_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 types: Any = tinker.types

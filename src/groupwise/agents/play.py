@@ -11,10 +11,9 @@ from groupwise.agents.episode import AgentEpisode
 from groupwise.agents.load import Agent
 from groupwise.agents.session import Session
 from groupwise.config_env import EnvConfig
-from groupwise.engine.base import Sampler
 from groupwise.envs.legacy import warn
 from groupwise.play import Slots, case_of, together
-from groupwise.types import PolicyVersion, Prompt, RolloutGroup, SamplingParams
+from groupwise.types import PolicyVersion, Prompt, RolloutGroup, Sampler, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

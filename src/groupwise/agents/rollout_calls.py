@@ -17,10 +17,8 @@ from itertools import groupby
 from typing import Any
 
 from groupwise.engine.asking import BlockingPolicy
-from groupwise.engine.base import Sampler
 from groupwise.errors import ContextLengthError, EnvError
-from groupwise.seeds import seed_of
-from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingParams, SamplingRequest
+from groupwise.types import Completion, FinishReason, PolicyVersion, Sampler, SamplingParams, SamplingRequest, seed_of
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 CALL_OPTIONS = (*SAMPLING, "max_tokens", "stop", "stop_token_ids", "n")

@@ -18,15 +18,13 @@ from groupwise.agents.rollout_func import RolloutFunc
 from groupwise.agents.rollout_rows import FOREIGN, Reader
 from groupwise.agents.rollout_trainer import Trainer
 from groupwise.config_env import EnvConfig
-from groupwise.engine.base import Sampler
 from groupwise.envs.base import priced
 from groupwise.envs.call import OwnThread
 from groupwise.envs.legacy import warn
 from groupwise.errors import ConfigError, DataError, EnvError, GroupwiseError
 from groupwise.model import LoadedModel
 from groupwise.play import Slots
-from groupwise.seeds import seed_of
-from groupwise.types import PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams
+from groupwise.types import PolicyVersion, Prompt, Rollout, RolloutGroup, Sampler, SamplingParams, seed_of
 
 
 @dataclass(frozen=True, kw_only=True)

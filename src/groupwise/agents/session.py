@@ -24,10 +24,17 @@ from typing import TYPE_CHECKING, Any
 from groupwise.agents.conversations import Asked, Conversations
 from groupwise.agents.protocol import ChatRequest, Reply
 from groupwise.config_env import EnvConfig
-from groupwise.engine.base import Sampler
 from groupwise.errors import ChatError, ContextLengthError, EnvError, GroupwiseError, RequestError
-from groupwise.seeds import seed_of
-from groupwise.types import Completion, FinishReason, Message, PolicyVersion, SamplingParams, SamplingRequest
+from groupwise.types import (
+    Completion,
+    FinishReason,
+    Message,
+    PolicyVersion,
+    Sampler,
+    SamplingParams,
+    SamplingRequest,
+    seed_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

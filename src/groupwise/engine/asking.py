@@ -7,8 +7,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 
-from groupwise.engine.base import Submits
-from groupwise.types import Completion, SamplingRequest
+from groupwise.types import Completion, SamplingRequest, Submits
 
 
 class BlockingPolicy:

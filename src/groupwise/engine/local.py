@@ -35,7 +35,6 @@ from groupwise.algo.attention import Layout, SharedPrompts
 from groupwise.backbone import Backbone
 from groupwise.chat import closing_ids, decode, stopped_text
 from groupwise.engine.admission import Admitted, GoingOn, admitted, known_of, pieces_of, together
-from groupwise.engine.base import TokenSink
 from groupwise.engine.cache import Apart, Extend, Grid, KeyValueCache, Prefill, Prefilled, PromptKey, parts_of
 from groupwise.engine.compiled import Compiled
 from groupwise.engine.lookup import Lookup
@@ -46,7 +45,7 @@ from groupwise.engine.sampling import reshape, sample_tokens, scaled_logprobs, u
 from groupwise.errors import AdapterNotFoundError, ConfigError, ContextLengthError, GroupwiseError, ModelError
 from groupwise.model import Head, LoadedModel, share_weights
 from groupwise.packed_check import why_not_packed
-from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingRequest
+from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingRequest, TokenSink
 
 PREFILL_TOKENS = 8192  # prompt tokens prefilled in one forward, counting the padding to the longest of them
 SORT_EVERY, MOST_BEYOND = 16, 1.5  # decode steps; tokens read per token there is, beyond which rows are sorted

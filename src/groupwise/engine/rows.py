@@ -19,12 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.engine.base import TokenSink
 from groupwise.engine.cache import PromptKey
 from groupwise.engine.lora import AdapterWeights
 from groupwise.engine.ngrams import History, Ngrams, ngrams_of
 from groupwise.engine.sampling import RowParams, completion_seed
-from groupwise.types import Completion, SamplingRequest
+from groupwise.types import Completion, SamplingRequest, TokenSink
 
 
 @dataclass

@@ -31,7 +31,6 @@ from typing import Any
 
 from groupwise.adapter_merge import MergeMode, MergeSource, merge_adapters
 from groupwise.config_engine import VllmConfig
-from groupwise.engine.base import TokenSink
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.vllm import SEEDS, Job, VllmEngine
 from groupwise.engine.vllm_http import Sampled, Server
@@ -40,7 +39,7 @@ from groupwise.engine.vllm_server import launch_of, rank_of
 from groupwise.engine.vllm_sync import FILES
 from groupwise.errors import AdapterError, EngineError, NotReadyError
 from groupwise.model import LoadedModel
-from groupwise.types import Completion, PolicyVersion, SamplingParams, SamplingRequest
+from groupwise.types import Completion, PolicyVersion, SamplingParams, SamplingRequest, TokenSink
 
 RANK = 32  # of the largest adapter, where vllm.max_lora_rank does not say
 ANOTHER = 1_000_003  # between the seed of a completion and those of its continuations

@@ -26,10 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from groupwise.engine.base import Scores
 from groupwise.engine.vllm_http import Server, sampling_body
 from groupwise.errors import AdapterError, EngineError, StorageError
-from groupwise.types import PolicyVersion, SamplingParams
+from groupwise.types import PolicyVersion, SamplingParams, Scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from groupwise.config import DatasetConfig
 from groupwise.config_env import EnvConfig
 from groupwise.data import open_prompts
-from groupwise.engine.base import Sampler
 from groupwise.env_check.trial import Opened
 from groupwise.env_check.watch import Watch, WatchedLegacyEnv
 from groupwise.envs.call import OwnThread
@@ -21,7 +20,7 @@ from groupwise.errors import EnvError
 from groupwise.legacy_play import LegacyEpisodes
 from groupwise.model import LoadedModel, load_model, load_tokenizer
 from groupwise.play import Episodes
-from groupwise.types import Prompt, SamplingParams
+from groupwise.types import Prompt, Sampler, SamplingParams
 
 METHODS_AN_EPISODE = 6  # so many times a method's time for a whole episode that is one method
 CONTEXT = 8192  # tokens, of a model that is not loaded and whose tokenizer does not say

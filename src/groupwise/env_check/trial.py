@@ -18,14 +18,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from groupwise.chat import decode
-from groupwise.engine.base import Sampler
 from groupwise.env_check.samplers import Again, Canned
 from groupwise.env_check.scripts import SCRIPTS, Asked, Script
 from groupwise.env_check.watch import Called
 from groupwise.play import Play, play_all
-from groupwise.seeds import seed_of
 from groupwise.tool_calls import format_of
-from groupwise.types import PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams
+from groupwise.types import PolicyVersion, Prompt, Rollout, RolloutGroup, Sampler, SamplingParams, seed_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

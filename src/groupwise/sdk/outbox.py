@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import Future
 
-from groupwise.engine.base import Sampler
-from groupwise.types import Completion, SamplingRequest
+from groupwise.types import Completion, Sampler, SamplingRequest
 
 
 class Outbox:

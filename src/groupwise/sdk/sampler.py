@@ -31,8 +31,16 @@ from groupwise.sdk.concurrency import AdaptiveConcurrency
 from groupwise.sdk.datums import Datum, datum_of
 from groupwise.sdk.deployment import Deployment
 from groupwise.sdk.outbox import Outbox
-from groupwise.seeds import seed_of
-from groupwise.types import Completion, FinishReason, Message, PolicyVersion, Prompt, SamplingParams, SamplingRequest
+from groupwise.types import (
+    Completion,
+    FinishReason,
+    Message,
+    PolicyVersion,
+    Prompt,
+    SamplingParams,
+    SamplingRequest,
+    seed_of,
+)
 
 
 class Status(StrEnum):

@@ -7,7 +7,6 @@ import time
 from transformers.utils.logging import disable_progress_bar
 
 from groupwise.adapters import AdapterStore
-from groupwise.engine.base import LiveEngine
 from groupwise.engine.local import LocalEngine
 from groupwise.ledger import Ledger
 from groupwise.model import LoadedModel, load_model
@@ -21,7 +20,7 @@ from groupwise.server.recorder import Recorder
 from groupwise.server.state import Server
 from groupwise.server.supervisor import Supervisor, worker_command
 from groupwise.server.webhooks import Webhooks
-from groupwise.types import PolicyVersion
+from groupwise.types import LiveEngine, PolicyVersion
 
 RESERVED = 8  # one row in so many is kept back for interactive requests
 

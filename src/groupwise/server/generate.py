@@ -18,13 +18,12 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
-from groupwise.engine.base import LiveEngine
 from groupwise.errors import (
     DeadlineError,
     GroupwiseError,
 )
 from groupwise.server.text import TextStream
-from groupwise.types import Completion, SamplingRequest
+from groupwise.types import Completion, LiveEngine, SamplingRequest
 
 MOST_UNREAD = 8192  # tokens and alternatives that may wait for a slow reader,
 LEAST_STEPS = 64  # or this many tokens of each completion, where that is more

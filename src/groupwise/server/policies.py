@@ -32,7 +32,6 @@ import torch
 
 from groupwise import faults
 from groupwise.adapters import AdapterStore
-from groupwise.engine.base import LiveEngine
 from groupwise.errors import (
     AdapterError,
     AdapterNotFoundError,
@@ -46,7 +45,7 @@ from groupwise.errors import (
     SwapRefusedError,
 )
 from groupwise.model import LoadedModel
-from groupwise.types import PolicyVersion
+from groupwise.types import LiveEngine, PolicyVersion
 
 _MAX_TEXT = 80  # more than any name@number has: what is longer is not found, though as a file name it would be an error
 _PROBE = tuple(range(1, 9))  # ids of any vocabulary: half a prompt, half a completion

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from groupwise.adapters import AdapterStore
-    from groupwise.engine.base import LiveEngine
     from groupwise.ledger import Ledger
     from groupwise.model import LoadedModel
     from groupwise.server.config import ServeConfig
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from groupwise.server.recorder import Recorder
     from groupwise.server.storage import StorageProbe
     from groupwise.server.supervisor import Supervisor
+    from groupwise.types import LiveEngine
 
 
 @dataclass(frozen=True, kw_only=True)
