@@ -80,7 +80,7 @@ def one_thread() -> None:
 
 def job(config: str, overrides: list[str]) -> dict[str, Any]:
     """One run -> its evaluations, its wall time, its last metrics."""
-    from groupwise.config import load_config
+    from groupwise.config.run import load_config
     from groupwise.loop import run
     from groupwise.tracking import read_metrics
 

@@ -33,7 +33,7 @@ from subjects import write_model
 
 from groupwise.assemble import make_plan, open_envs, open_play
 from groupwise.chat import decode, encode_prompt
-from groupwise.config import parse_config
+from groupwise.config.run import parse_config
 from groupwise.engine.local import LocalEngine
 from groupwise.model import LoadedModel, load_model
 from groupwise.play import play_all

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from groupwise.adapters import AdapterStore
-from groupwise.config import RunConfig, load_config
+from groupwise.config.run import RunConfig, load_config
 from groupwise.engine.local import LocalEngine
 from groupwise.loop import RunResult, run
 from groupwise.model import load_model

@@ -237,7 +237,7 @@ def peer(*, requests: int, clients: int = 16) -> dict[str, Any]:
 
     Both have the same weights in float32, so most replies must be the same; how many are is part of the result.
     """
-    from groupwise.config import STARTER_DIR
+    from groupwise.config.run import STARTER_DIR
 
     port = free_port()
     url = f"http://127.0.0.1:{port}"

@@ -37,7 +37,7 @@ from step_vs_trl import machine
 from subjects import load, random_ids
 
 from groupwise.chat import encode_rendered, render_prompt
-from groupwise.config import STARTER
+from groupwise.config.run import STARTER
 from groupwise.engine.local import LocalEngine
 from groupwise.model import LoadedModel
 from groupwise.starter.tasks import prompts

@@ -29,7 +29,7 @@ from groupwise.algo.attention import SharedPrompts
 from groupwise.algo.batch import MicroBatch, micro_batches
 from groupwise.algo.loss import resolve_loss
 from groupwise.backbone import is_lean
-from groupwise.config_train import LoraSpec
+from groupwise.config.run import LoraSpec
 from groupwise.model import LoadedModel, load_model, wrap_model
 from groupwise.train.learner import Learner
 from groupwise.types import Sample

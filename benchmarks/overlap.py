@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from groupwise.config import load_config
+from groupwise.config.run import load_config
 from groupwise.loop import run
 from groupwise.tracking import read_metrics
 

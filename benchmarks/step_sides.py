@@ -146,7 +146,7 @@ def even_ids(completions: list[Any], completion_ids: list[list[int]], **columns:
 def run_groupwise(case: Case, folder: Path) -> dict[str, Any]:
     """`loop.train` for warm-up and measured steps."""
     from groupwise import assemble, loop
-    from groupwise.config import parse_config
+    from groupwise.config.run import parse_config
     from groupwise.interrupt import StopRequest
     from groupwise.rundir import open_run_dir
     from groupwise.running import Running

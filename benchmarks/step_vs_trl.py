@@ -214,7 +214,7 @@ def case_of(shape: str, args: argparse.Namespace, folder: Path) -> Case:
 
 def demo_case(args: argparse.Namespace, folder: Path) -> Case:
     """A step of configs/arithmetic.yaml."""
-    from groupwise.config import STARTER_DIR
+    from groupwise.config.run import STARTER_DIR
 
     case = case_of("1,40,8,32", args, folder)
     return replace(case, model=str(STARTER_DIR), prompts_file=str(folder / "demo.jsonl"), natural=True)

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoTokenizer
 from transformers.utils import logging
 
-from groupwise.config import STARTER, STARTER_DIR
+from groupwise.config.run import STARTER, STARTER_DIR
 from groupwise.model import LoadedModel, load_model
 from groupwise.train.learner import Learner
 from groupwise.types import Sample

@@ -30,7 +30,7 @@ from peft import PeftModel
 from subjects import save_adapter
 from transformers import AutoModelForCausalLM
 
-from groupwise.config_engine import VllmConfig
+from groupwise.config.engine import VllmConfig
 from groupwise.engine.vllm_http import Sampled, Server, ServerLost, sampling_body
 from groupwise.engine.vllm_open import shape_of
 from groupwise.engine.vllm_server import Launch, ServerProcess, Shape, engine_options, launch_of

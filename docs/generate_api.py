@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from groupwise.config.serve import ServeConfig
 from groupwise.server.app import build_app
-from groupwise.server.config import ServeConfig
 from groupwise.server.openapi import EVERYWHERE, WITH_BODY, WITH_KEY
 from groupwise.server.recorder import Recorder
 from groupwise.server.state import Server

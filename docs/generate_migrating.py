@@ -20,10 +20,12 @@ from typing import Any
 
 import ruamel.yaml
 
-from groupwise.configfile import Document, inline
+from groupwise.config.importers import aitraining as aitraining_keys
+from groupwise.config.importers import axolotl_keys
+from groupwise.config.importers import trl as trl_keys
+from groupwise.config.importers.base import Key
+from groupwise.config.yaml import Document, inline
 from groupwise.errors import ConfigError
-from groupwise.frontends import aitraining_keys, axolotl_keys, trl_keys
-from groupwise.frontends.keys import Key
 from groupwise.frontends.spelling import LoadedRun, understand
 
 TARGET = Path(__file__).parent / "migrating.md"

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from groupwise.config_env import EnvConfig
+from groupwise.config.run import EnvConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.envs.base import Observation, StepResult
 from groupwise.envs.load import EnvFactory

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.config_train import LoraSpec
+from groupwise.config.run import LoraSpec
 from groupwise.errors import ModelError
 from groupwise.model import load_model, weights_hash
 from groupwise.model_ipc import attach_weights

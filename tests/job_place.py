@@ -22,7 +22,7 @@ import torch
 
 from groupwise import adapter_files, faults
 from groupwise.adapters import AdapterStore
-from groupwise.job_config import parse_job_config
+from groupwise.config.job import parse_job_config
 from groupwise.jobs import Pulse, Worker
 from groupwise.ledger import Ledger
 from groupwise.ledger_schema import Job, JobState, Lease

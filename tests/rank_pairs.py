@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from groupwise.config.launch import World
 from groupwise.errors import RankLostError
 from groupwise.train.ranks import Ranks, join
-from groupwise.world import World
 
 CPU = torch.device("cpu")
 Work = Callable[[Ranks], Any]

@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from groupwise.server.config import ServeConfig
+from groupwise.config.serve import ServeConfig
 from groupwise.server.connections import close_overdue, make_server
 from groupwise.server.listen import bind
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from groupwise.config import STARTER_DIR, dump_resolved, parse_config
+from groupwise.config.run import STARTER_DIR, dump_resolved, parse_config
 from groupwise.tracking import Tracking
 from groupwise.types import Completion, FinishReason, Message, PolicyVersion, Prompt, Rollout, RolloutGroup, Turn
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from groupwise.config import RunConfig, parse_config
+from groupwise.config.run import RunConfig, parse_config
 from groupwise.display import LineDisplay
 
 NOT_COMPARED = ("time", "time/", "perf/")

@@ -17,10 +17,10 @@ from starlette.types import ASGIApp
 
 from groupwise.adapter_files import Provenance
 from groupwise.adapters import AdapterStore
+from groupwise.config.serve import ServeConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.ledger import Ledger
 from groupwise.model import LoadedModel, load_model
-from groupwise.server.config import ServeConfig
 from groupwise.server.envelope import add_handlers
 from groupwise.server.guard import Gate, Guard
 from groupwise.server.policies import Policies

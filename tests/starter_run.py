@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from groupwise.config import parse_config
+from groupwise.config.run import parse_config
 from groupwise.loop import RunResult, run
 
 

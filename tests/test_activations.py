@@ -14,7 +14,7 @@ from groupwise.algo.batch import micro_batches
 from groupwise.algo.loss import resolve_loss
 from groupwise.algo.tree import PrefixTree
 from groupwise.backbone import is_lean
-from groupwise.config_train import LoraSpec
+from groupwise.config.run import LoraSpec
 from groupwise.model import LoadedModel, wrap_model
 from groupwise.train.learner import Learner
 from groupwise.types import Sample

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from groupwise.algo.attention import SharedPrompts
 from groupwise.backbone import Backbone, project_plainly
-from groupwise.config_train import LoraSpec
+from groupwise.config.run import LoraSpec
 from groupwise.model import share_weights
 from groupwise.train.lora import adapter_off, add_lora, project_with_lora
 

@@ -16,7 +16,7 @@ import torch
 
 from cli_project import Project, cli
 from groupwise.adapters import AdapterStore
-from groupwise.config import load_config
+from groupwise.config.run import load_config
 from groupwise.engine.local import LocalEngine
 from groupwise.model import load_model
 from groupwise.tracking import read_metrics, read_rollouts

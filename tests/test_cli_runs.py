@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cli_project import cli
-from groupwise.config import dump_resolved, load_config, parse_config
+from groupwise.config.run import dump_resolved, load_config, parse_config
 from groupwise.tracking import Tracking
 
 SICK = {

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from groupwise.algo.loss_spec import LossSpec, resolve_loss
-from groupwise.config import OTHER_NAMES, RunConfig, dump_resolved, load_config, parse_config
-from groupwise.config_train import AlgoConfig
-from groupwise.configfile import key_paths, models_in
+from groupwise.config.loss import LossSpec, resolve_loss
+from groupwise.config.run import OTHER_NAMES, AlgoConfig, RunConfig, dump_resolved, load_config, parse_config
+from groupwise.config.yaml import key_paths, models_in
 from groupwise.errors import ConfigError
 
 MINIMAL = {"data": {"source": "prompts.jsonl"}, "rewards": ["groupwise.rewards.text:exact_match"]}
@@ -285,6 +284,6 @@ def test_any_valid_run_survives_the_dump(tmp_path_factory, seed, rate, stop, wei
 
 def test_importing_the_package_stays_light():
     code = "import sys, groupwise; print('pydantic' in sys.modules)"
-    code += "; import groupwise.config; print('torch' in sys.modules)"
+    code += "; import groupwise.config.run; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["False", "False"]

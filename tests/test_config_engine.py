@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from groupwise.config import dump_resolved, parse_config
-from groupwise.config_engine import OF_SERVERS, VllmConfig
+from groupwise.config.engine import OF_SERVERS, VllmConfig
+from groupwise.config.run import dump_resolved, parse_config
 from groupwise.errors import ConfigError
 
 RUN: dict[str, Any] = {"data": {"source": "p.jsonl"}, "rewards": ["m:f"]}

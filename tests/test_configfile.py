@@ -1,6 +1,6 @@
 import pytest
 
-from groupwise.configfile import Document, dotted, inline, parse_keys, to_yaml
+from groupwise.config.yaml import Document, dotted, inline, parse_keys, to_yaml
 from groupwise.errors import ConfigError
 
 SHORTHAND = {"rewards": "function"}

@@ -19,8 +19,8 @@ import pytest
 import typer
 
 from groupwise.cli import app
-from groupwise.job_config import GrpoJobConfig, SftJobConfig
-from groupwise.server.config import ServeConfig
+from groupwise.config.job import GrpoJobConfig, SftJobConfig
+from groupwise.config.serve import ServeConfig
 from groupwise.server.protocol import ChatRequest
 from groupwise.server.wire import Unsupported
 

@@ -14,8 +14,7 @@ from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
 from groupwise.cli_envs import envs_app
-from groupwise.config import parse_config
-from groupwise.config_env import EnvConfig
+from groupwise.config.run import EnvConfig, parse_config
 from groupwise.envs.load import load_env
 from groupwise.envs.tools import Outcome
 from groupwise.health.rules import RULES

@@ -18,8 +18,8 @@ import torch
 from ruamel.yaml import YAML
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
-from groupwise.config import parse_config
-from groupwise.load import load_object
+from groupwise.config.load import load_object
+from groupwise.config.run import parse_config
 from groupwise.rewards.base import load_rewards, score, summarize
 from groupwise.rewards.catalogue import functions_in
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Turn

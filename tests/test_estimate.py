@@ -11,7 +11,7 @@ from groupwise import activations
 from groupwise.activations import ModelSize
 from groupwise.algo import attention
 from groupwise.algo.batch import MAX_PADDING
-from groupwise.config import RunConfig, parse_config
+from groupwise.config.run import RunConfig, parse_config
 from groupwise.engine import lora
 from groupwise.errors import ConfigError
 from groupwise.estimate import (

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.assemble import loss_of
-from groupwise.config import load_config, parse_config
+from groupwise.config.run import load_config, parse_config
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "groupwise"

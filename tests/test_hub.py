@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 from huggingface_hub import constants
 
-from groupwise import hub
-from groupwise.config import DatasetConfig
+from groupwise.config import hub
+from groupwise.config.run import DatasetConfig
 from groupwise.data import open_prompts
 from groupwise.errors import DataError, ModelError
 from groupwise.model import load_tokenizer

@@ -9,10 +9,10 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from groupwise.algo.loss_spec import PRESETS, resolve_loss
-from groupwise.config_train import AlgoConfig
+from groupwise.config.job import GrpoJobConfig, SftJobConfig, parse_job_config
+from groupwise.config.loss import PRESETS, resolve_loss
+from groupwise.config.run import AlgoConfig
 from groupwise.errors import ConfigError
-from groupwise.job_config import GrpoJobConfig, SftJobConfig, parse_job_config
 
 SEED_EXAMPLE = {
     "learning_rate": 1e-5,
@@ -177,5 +177,5 @@ def test_base_adapter_may_be_a_version_a_name_or_the_base():
 
 
 def test_torch_is_not_imported():
-    code = "import sys, groupwise.job_config, groupwise.job_payload; assert 'torch' not in sys.modules"
+    code = "import sys, groupwise.config.job, groupwise.job_payload; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -364,7 +364,7 @@ def worker_command(state: Path, model: Path) -> list[str]:
 
 
 def queue(state: Path, *, steps: int) -> tuple[Ledger, str]:
-    from groupwise.job_config import parse_job_config
+    from groupwise.config.job import parse_job_config
 
     state.mkdir(exist_ok=True)
     ledger = Ledger(state / "ledger.db")

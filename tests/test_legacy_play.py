@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cli_project import cli, save_model
-from groupwise.config_env import EnvConfig
+from groupwise.config.run import EnvConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.envs.legacy import LegacyEnv
 from groupwise.envs.load import EnvFactory

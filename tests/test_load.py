@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from groupwise.config.load import load_object
 from groupwise.errors import LoadError
-from groupwise.load import load_object
 
 
 @pytest.fixture

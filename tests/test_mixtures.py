@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cli_project import Project, cli, save_model
-from groupwise.config_train import LoraSpec
+from groupwise.config.run import LoraSpec
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import AdapterError, ModelError
 from groupwise.jobs import Pulse, Worker

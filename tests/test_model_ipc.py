@@ -22,7 +22,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from groupwise import jobs, model_ipc
-from groupwise.config_train import LoraSpec
+from groupwise.config.run import LoraSpec
 from groupwise.errors import ModelError
 from groupwise.model import LoadedModel, load_model, weights_hash
 from groupwise.model_ipc import CudaIpc, attach_weights, offer_weights

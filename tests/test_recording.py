@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from groupwise.chat import encode_prompt
-from groupwise.config_env import EnvConfig
+from groupwise.config.run import EnvConfig
 from groupwise.envs.legacy import for_user_code
 from groupwise.errors import EnvError
 from groupwise.recording import LimitReached, Origin, PolicyClosedError, RecordingPolicy

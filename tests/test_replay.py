@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from groupwise.algo.advantage import AdvantageSpec, with_advantages
-from groupwise.algo.loss_spec import resolve_loss
 from groupwise.chat import encode_prompt
-from groupwise.config_train import LoraSpec
+from groupwise.config.loss import resolve_loss
+from groupwise.config.run import LoraSpec
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import DataError
 from groupwise.model import load_model

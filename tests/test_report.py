@@ -18,7 +18,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from cli_project import cli
-from groupwise.config import STARTER_DIR, dump_resolved, parse_config
+from groupwise.config.run import STARTER_DIR, dump_resolved, parse_config
 from groupwise.errors import ConfigError, DataError, StorageError
 from groupwise.evaluate import Evaluation, save_evaluations
 from groupwise.report import svg, text

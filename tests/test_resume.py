@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.adapters import AdapterStore
-from groupwise.config import RunConfig
+from groupwise.config.run import RunConfig
 from groupwise.display import LineDisplay
 from groupwise.errors import StorageError
 from groupwise.loop import run

@@ -15,7 +15,7 @@ from groupwise import checkpoint, rundir
 from groupwise.adapter_files import Provenance
 from groupwise.adapters import AdapterStore
 from groupwise.checkpoint import RunState
-from groupwise.config import RunConfig, load_config, parse_config
+from groupwise.config.run import RunConfig, load_config, parse_config
 from groupwise.errors import ConfigError, StorageError
 from groupwise.evaluate import Evaluation, load_evaluations, save_evaluations
 from groupwise.rundir import open_run_dir, owned

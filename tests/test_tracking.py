@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from groupwise.config import TrackingConfig
+from groupwise.config.run import TrackingConfig
 from groupwise.errors import ConfigError, DataError, StorageError
 from groupwise.health.watch import Event
 from groupwise.tracking import Tracking, open_trackers, read_metrics, read_rollouts
@@ -306,7 +306,7 @@ def test_wandb_itself_without_a_key(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     code = (
         "import sys, pathlib\n"
-        "from groupwise.config import TrackingConfig\n"
+        "from groupwise.config.run import TrackingConfig\n"
         "from groupwise.tracking import open_trackers\n"
         "where = pathlib.Path(sys.argv[1])\n"
         "config = TrackingConfig(wandb='p')\n"

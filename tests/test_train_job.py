@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from groupwise import train_job
 from groupwise.adapters import AdapterStore
 from groupwise.algo.loss import resolve_loss
-from groupwise.config_train import LoraSpec
+from groupwise.config.run import LoraSpec
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import Interrupted
 from groupwise.ledger import JobState

@@ -1,7 +1,7 @@
 import pytest
 
+from groupwise.config.launch import World, world
 from groupwise.errors import ConfigError
-from groupwise.world import World, world
 
 
 def test_one_process_unless_torchrun_says_more(monkeypatch) -> None:

@@ -13,10 +13,10 @@ from starlette.testclient import TestClient
 
 from groupwise.adapter_files import Provenance
 from groupwise.adapters import AdapterStore
+from groupwise.config.serve import ServeConfig
 from groupwise.ledger import Ledger
 from groupwise.server.app import build_app
 from groupwise.server.assembly import assemble
-from groupwise.server.config import ServeConfig
 from groupwise.server.guard import Gate
 from groupwise.server.recorder import Recorder
 from groupwise.server.state import Server

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from groupwise.chat import encode_prompt, encode_supervised
 from groupwise.cli_frame import OPTIONS, AsJson, Debug
-from groupwise.config import STARTER, STARTER_DIR
+from groupwise.config.run import STARTER, STARTER_DIR
 from groupwise.data import to_prompt
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError, DataError, ModelError

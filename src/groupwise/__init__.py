@@ -21,19 +21,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from groupwise.adapters import AdapterStore as AdapterStore
-    from groupwise.algo.loss_spec import LossSpec as LossSpec
-    from groupwise.algo.loss_spec import resolve_loss as resolve_loss
     from groupwise.client.calls import AsyncClient as AsyncClient
     from groupwise.client.calls import Client as Client
-    from groupwise.config import RunConfig as RunConfig
-    from groupwise.config import dump_resolved as dump_resolved
-    from groupwise.config import parse_config as parse_config
+    from groupwise.config.importers.trl import from_trl as from_trl
+    from groupwise.config.loss import LossSpec as LossSpec
+    from groupwise.config.loss import resolve_loss as resolve_loss
+    from groupwise.config.run import RunConfig as RunConfig
+    from groupwise.config.run import dump_resolved as dump_resolved
+    from groupwise.config.run import parse_config as parse_config
     from groupwise.engine.local import LocalEngine as LocalEngine
     from groupwise.errors import GroupwiseError as GroupwiseError
     from groupwise.errors import JobFailedError as JobFailedError
     from groupwise.errors import RemoteError as RemoteError
     from groupwise.frontends.spelling import load_config as load_config
-    from groupwise.frontends.trl import from_trl as from_trl
     from groupwise.loop import RunResult as RunResult
     from groupwise.loop import run as run
     from groupwise.model import LoadedModel as LoadedModel
@@ -74,15 +74,16 @@ __version__ = "0.1.0"
 # module -> the public names in it; the imports above say the same to type checkers
 _PUBLIC = {
     "adapters": ("AdapterStore",),
-    "algo.loss_spec": (
-        "LossSpec",
-        "resolve_loss",
-    ),
     "client.calls": (
         "AsyncClient",
         "Client",
     ),
-    "config": (
+    "config.importers.trl": ("from_trl",),
+    "config.loss": (
+        "LossSpec",
+        "resolve_loss",
+    ),
+    "config.run": (
         "RunConfig",
         "dump_resolved",
         "parse_config",
@@ -94,7 +95,6 @@ _PUBLIC = {
         "RemoteError",
     ),
     "frontends.spelling": ("load_config",),
-    "frontends.trl": ("from_trl",),
     "loop": (
         "RunResult",
         "run",

@@ -22,7 +22,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import regex
 
-from groupwise.config_train import MAX_ALPHA
+from groupwise.config.run import MAX_ALPHA
 from groupwise.errors import AdapterError
 
 CONFIG = "adapter_config.json"

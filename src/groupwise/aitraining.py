@@ -14,8 +14,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from groupwise.config import RunConfig
-from groupwise.configfile import Document
+from groupwise.config.run import RunConfig
+from groupwise.config.yaml import Document
 from groupwise.frontends.spelling import understand
 from groupwise.loop import RunResult, run
 

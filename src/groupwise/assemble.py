@@ -22,12 +22,11 @@ from groupwise.agents.play import AgentPlay
 from groupwise.agents.rollout_func import RolloutFunc
 from groupwise.agents.rollout_play import RolloutPlay
 from groupwise.algo.advantage import AdvantageSpec
-from groupwise.algo.loss_spec import LossSpec, loss_of
 from groupwise.batches import Batches, Pace
 from groupwise.budget import load_of, longest_prompt
-from groupwise.config import RewardConfig, RunConfig, identity, resolved
-from groupwise.config_train import LoraSpec
-from groupwise.configfile import to_yaml
+from groupwise.config.loss import LossSpec, loss_of
+from groupwise.config.run import LoraSpec, RewardConfig, RunConfig, identity, resolved
+from groupwise.config.yaml import to_yaml
 from groupwise.curriculum import Curriculum
 from groupwise.data import PromptSource, PromptStream, open_prompts
 from groupwise.engine.local import LocalEngine

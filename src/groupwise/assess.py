@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 
 from groupwise.assemble import Plan, local_engine, make_plan, open_envs, open_play, open_scorer
-from groupwise.config import RunConfig
+from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError
 from groupwise.evaluate import SUCCESS, Evaluation, evaluate, prepare_all
 from groupwise.locate import Located, find_adapter

@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from groupwise.algo.advantage import AdvantageSpec, has_signal
-from groupwise.config import RolloutConfig
+from groupwise.config.run import RolloutConfig
 from groupwise.data import Issued, PromptStream
 from groupwise.errors import DataError, RewardError
 from groupwise.play import Play

@@ -12,7 +12,7 @@ import torch
 from groupwise.activations import ModelSize
 from groupwise.algo.layouts import FLEX
 from groupwise.backbone import is_lean
-from groupwise.config import RunConfig
+from groupwise.config.run import RunConfig
 from groupwise.estimate import GIB, Load
 from groupwise.model import LoadedModel, plain_implementation
 from groupwise.play import Play

@@ -20,7 +20,7 @@ from groupwise.adapters import AdapterStore
 from groupwise.algo.advantage import with_advantages
 from groupwise.assemble import Parts, Plan, loss_of, make_plan, open_parts
 from groupwise.budget import device_memory, load_of, longest_allowed
-from groupwise.config import RunConfig
+from groupwise.config.run import RunConfig
 from groupwise.data import open_prompts
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.estimate import Memory, StepSize, memory, step_size

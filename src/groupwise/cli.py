@@ -30,12 +30,12 @@ from groupwise import (
     cli_vllm,
 )
 from groupwise.cli_frame import EXIT_CODES, OPTIONS, ApiKey, AsJson, Debug, Set, examples
+from groupwise.config.launch import world
 from groupwise.errors import ConfigError, Interrupted
 from groupwise.output import print_json, say, stdout
-from groupwise.world import world
 
 if TYPE_CHECKING:
-    from groupwise.config import RunConfig
+    from groupwise.config.run import RunConfig
     from groupwise.frontends.spelling import LoadedRun
 
 Config = Annotated[
@@ -265,7 +265,7 @@ def serve(
     # threads that wait for each other give up the core: on two cores a server beside its training worker was 50 times
     # slower while they spun
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from groupwise.configfile import Document
+    from groupwise.config.yaml import Document
 
     document = Document({"model": model}, "the command line")
     for text in set_ or ():
@@ -285,7 +285,7 @@ def serve(
         "tinker": tinker,
         "trainer_routes": trainer_routes,
     }
-    from groupwise.server.config import serve_config
+    from groupwise.config.serve import serve_config
 
     config = serve_config(document.data | {key: value for key, value in flags.items() if value is not None})
     from groupwise.server.app import serve as serve_until_stopped  # imports nothing heavy before it has the port

@@ -18,7 +18,7 @@ from groupwise.errors import ConfigError, DataError, EnvError
 from groupwise.output import finite, print_json, print_line, say, stdout
 
 if TYPE_CHECKING:
-    from groupwise.config_env import EnvConfig
+    from groupwise.config.run import EnvConfig
     from groupwise.env_check.judge import EnvReport
     from groupwise.env_check.opening import Wanted
 
@@ -89,8 +89,8 @@ def _config(name: str, *, args: str, deadline: float, overrides: Sequence[str]) 
     """The `env` section of a run. Raises ConfigError."""
     from pydantic import ValidationError
 
-    from groupwise.config_env import EnvConfig
-    from groupwise.configfile import Document
+    from groupwise.config.run import EnvConfig
+    from groupwise.config.yaml import Document
 
     try:
         given = json.loads(args)

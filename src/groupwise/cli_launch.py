@@ -21,7 +21,7 @@ from groupwise.errors import ConfigError, GroupwiseError, Interrupted
 from groupwise.output import print_json, say, stdout
 
 if TYPE_CHECKING:
-    from groupwise.config import RunConfig
+    from groupwise.config.run import RunConfig
 
 
 def add_launch(app: typer.Typer) -> None:

@@ -290,7 +290,7 @@ def _submission(
     path: Path, what: str, settings: Sequence[str] | None, output_name: str | None
 ) -> tuple[list[Any], dict[str, Any]]:
     """The groups or examples of a file, and its config with what the command line says over it."""
-    from groupwise.configfile import Document
+    from groupwise.config.yaml import Document
 
     rows, config = _rows(path, what)
     document = Document(dict(config), "config")

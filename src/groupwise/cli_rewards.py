@@ -95,7 +95,7 @@ def _options(text: str) -> dict[str, Any]:
 
 def _load(name: str, *, folder: Path, options: dict[str, Any]) -> tuple[Sequence[RewardFunction], dict[str, list[str]]]:
     """The functions, and by reference the options that those of a module lack without which they cannot be called."""
-    from groupwise.config import RewardConfig
+    from groupwise.config.run import RewardConfig
     from groupwise.rewards.base import load_rewards
     from groupwise.rewards.lint import needed_options
 
@@ -123,7 +123,7 @@ def _load(name: str, *, folder: Path, options: dict[str, Any]) -> tuple[Sequence
 
 def _find(name: str, folder: Path) -> dict[str, Callable[..., Any]]:
     """Reference -> function: the one that is named, or all of the module."""
-    from groupwise.load import load_object
+    from groupwise.config.load import load_object
     from groupwise.rewards.catalogue import functions_in
 
     if ":" in name:
@@ -141,7 +141,7 @@ def _find(name: str, folder: Path) -> dict[str, Callable[..., Any]]:
 
 def _rows(source: str | None, *, folder: Path, gold: str | None, count: int) -> Sequence[Row]:
     """The built-in rows, or the first of a dataset: the wrong answer to one is the right one to another."""
-    from groupwise.config import DatasetConfig
+    from groupwise.config.run import DatasetConfig
     from groupwise.data import open_prompts
     from groupwise.rewards.probes import GOLD, ROWS, Row
 

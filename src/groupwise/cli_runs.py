@@ -22,7 +22,7 @@ from groupwise.errors import ConfigError, DataError
 from groupwise.output import print_json, print_line, say
 
 if TYPE_CHECKING:
-    from groupwise.config import RunConfig
+    from groupwise.config.run import RunConfig
     from groupwise.health.history import Report
     from groupwise.health.watch import Finding
 
@@ -135,7 +135,7 @@ def report_(
 
 def _config(run_dir: Path) -> RunConfig | None:
     """The run's configuration; None, and a word about it, where this version cannot read it."""
-    from groupwise.config import load_config
+    from groupwise.config.run import load_config
 
     try:
         return load_config(run_dir / CONFIG)

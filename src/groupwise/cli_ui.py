@@ -37,7 +37,7 @@ def ui(
     debug: Debug = False,
 ) -> None:
     """Look at runs in a browser: curves, seeds as bands, configurations, completions token by token, findings."""
-    from groupwise.server.config import serve_config
+    from groupwise.config.serve import serve_config
     from groupwise.server.run_app import serve_runs
     from groupwise.server.run_files import open_runs
 

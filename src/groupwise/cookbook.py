@@ -6,7 +6,7 @@
                          policy_loss="dapo", deployment=DeployConfig(tokenizer_model="Qwen/Qwen3-0.6B"),
                          weight_sync=WeightSyncConfig(weight_sync_interval=4, dcp_save_interval=20)))
 
-What its fields mean here is in `groupwise.frontends.cookbook`. The same script, started again, goes on from the newest
+What its fields mean here is in `groupwise.config.importers.cookbook`. The same script, started again, goes on from the newest
 checkpoint in `log_path`.
 """
 
@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.adapter_files import replace
-from groupwise.errors import ConfigError
-from groupwise.frontends.cookbook import (
+from groupwise.config.importers.cookbook import (
     CISPOConfig,
     ConcurrencyConfig,
     Config,
@@ -38,6 +37,7 @@ from groupwise.frontends.cookbook import (
     notes,
     run_config,
 )
+from groupwise.errors import ConfigError
 from groupwise.loop import RunResult, run
 from groupwise.model import load_tokenizer
 from groupwise.rundir import ROLLOUTS

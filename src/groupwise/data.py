@@ -22,10 +22,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from groupwise.config import FILES, DataConfig, DatasetConfig
+from groupwise.config.hub import reading
+from groupwise.config.load import load_object
+from groupwise.config.run import FILES, DataConfig, DatasetConfig
 from groupwise.errors import ConfigError, DataError
-from groupwise.hub import reading
-from groupwise.load import load_object
 from groupwise.types import Message, Prompt, RolloutGroup
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 
+from groupwise.config.launch import world
 from groupwise.errors import GroupwiseError
 from groupwise.finding import Finding
-from groupwise.world import world
 
 REQUIRED = ("transformers", "peft", "datasets", "math_verify")
 OPTIONAL = {
@@ -128,7 +128,7 @@ def check_disk(directory: Path) -> Finding:
 
 def check_starter() -> Finding:
     """The embedded model is there, and the packed forward agrees with its own."""
-    from groupwise.config import STARTER
+    from groupwise.config.run import STARTER
     from groupwise.model import load_model, share_weights
     from groupwise.packed_check import packed_forward_gap, packed_tolerance
 
@@ -150,7 +150,7 @@ def check_template() -> Finding:
     from transformers import AutoTokenizer
 
     from groupwise.chat import decode, encode_completion, encode_prompt, encode_supervised
-    from groupwise.config import STARTER_DIR
+    from groupwise.config.run import STARTER_DIR
     from groupwise.types import Message, Prompt
 
     reply = "185 <think> caf\u00e9"

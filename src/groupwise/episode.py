@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from groupwise.config_env import EnvConfig
+from groupwise.config.run import EnvConfig
 from groupwise.envs.base import Episode, Observation, observation_of, priced, reward_of, step_result_of
 from groupwise.envs.call import OwnThread
 from groupwise.envs.tool_env import ToolEnv

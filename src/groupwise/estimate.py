@@ -19,9 +19,9 @@ import math
 from dataclasses import dataclass, fields, replace
 
 from groupwise.activations import ModelSize, PackedShape, Training, activation_bytes
-from groupwise.config import RunConfig
+from groupwise.config.launch import world
+from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError
-from groupwise.world import world
 
 OPTIMIZER_STATES = 2  # AdamW's moments
 ENGINE_VERSIONS = 2  # of an adapter: the one that samples and the one it is given

@@ -29,7 +29,7 @@ from groupwise import adapter_files as files
 from groupwise import faults
 from groupwise.adapters import AdapterStore
 from groupwise.checkpoint import _STAGING, _STEP
-from groupwise.config_train import LoraSpec
+from groupwise.config.run import LoraSpec
 from groupwise.types import PolicyVersion
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from typing import Annotated, Self
 
 from pydantic import Field, ValidationError, model_validator
 
+from groupwise.config.yaml import Section
 from groupwise.errors import DataError
-from groupwise.section import Section
 
 Id = Annotated[int, Field(ge=0)]
 Ids = Annotated[tuple[Id, ...], Field(strict=False)]

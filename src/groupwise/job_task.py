@@ -21,9 +21,9 @@ from itertools import accumulate, compress, groupby
 
 from groupwise.algo.advantage import AdvantageSpec, has_signal, with_advantages
 from groupwise.algo.batch import count_loss_tokens
-from groupwise.algo.loss_spec import LossSpec
+from groupwise.config.job import GrpoJobConfig, SftJobConfig
+from groupwise.config.loss import LossSpec
 from groupwise.errors import ContextLengthError, DataError, TrainingError
-from groupwise.job_config import GrpoJobConfig, SftJobConfig
 from groupwise.job_payload import GrpoPayload, ScoredGroup, SftPayload
 from groupwise.metrics import Metrics, rollout_metrics
 from groupwise.model import LoadedModel

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from groupwise.assemble import Elsewhere, make_plan, open_parts
 from groupwise.checkpoint import RunState
 from groupwise.cluster.learners import on_all_ranks
-from groupwise.config import RunConfig
+from groupwise.config.run import RunConfig
 from groupwise.display import Display, open_display
 from groupwise.interrupt import StopRequest
 from groupwise.rewards.base import RewardFunction

@@ -31,10 +31,9 @@ from transformers.pytorch_utils import Conv1D
 
 from groupwise.algo.attention import ATTENTION
 from groupwise.chat import stop_ids
-from groupwise.config import STARTER, STARTER_DIR
-from groupwise.config_train import ALL_LINEAR
+from groupwise.config.hub import reading
+from groupwise.config.run import ALL_LINEAR, STARTER, STARTER_DIR
 from groupwise.errors import ConfigError, ModelError
-from groupwise.hub import reading
 
 _UNREADABLE = (OSError, ValueError, KeyError, SafetensorError)
 

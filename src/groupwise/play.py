@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from groupwise.chat import encode_prompt
-from groupwise.config_env import EnvConfig
+from groupwise.config.run import EnvConfig
 from groupwise.episode import Player
 from groupwise.types import (
     Completion,

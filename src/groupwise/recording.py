@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from groupwise.chat import decode, encode_bridge, encode_prompt
-from groupwise.config_env import EnvConfig
+from groupwise.config.run import EnvConfig
 from groupwise.engine.asking import BlockingPolicy
 from groupwise.envs.generate_options import GenerateOptions, generate_options_of
 from groupwise.errors import AdapterNotFoundError, EnvError

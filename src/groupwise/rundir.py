@@ -27,8 +27,8 @@ from ruamel.yaml.error import YAMLError
 from groupwise import adapter_files as files
 from groupwise import checkpoint
 from groupwise.adapters import AdapterStore
-from groupwise.config import RunConfig, dump_resolved, identity, resolved
-from groupwise.configfile import to_yaml
+from groupwise.config.run import RunConfig, dump_resolved, identity, resolved
+from groupwise.config.yaml import to_yaml
 from groupwise.errors import ConfigError, InUseError
 from groupwise.types import PolicyVersion
 

@@ -18,8 +18,8 @@ from rich.text import Text
 
 from groupwise.adapters import AdapterStore
 from groupwise.check import CheckReport, StepTrial
-from groupwise.config import STARTER, STARTER_DIR, RunConfig
-from groupwise.configfile import inline
+from groupwise.config.run import STARTER, STARTER_DIR, RunConfig
+from groupwise.config.yaml import inline
 from groupwise.display import before_after_table, said, side_by_side
 from groupwise.estimate import StepSize
 from groupwise.evaluate import Evaluation, compare

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from groupwise.config import TrackingConfig
+from groupwise.config.run import TrackingConfig
 from groupwise.errors import ConfigError, DataError, StorageError
 from groupwise.group_json import group_from_json, group_to_json
 from groupwise.trl_names import TokenCount, trl_metrics

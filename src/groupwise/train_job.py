@@ -29,7 +29,15 @@ from groupwise import adapter_files as files
 from groupwise import faults
 from groupwise.adapter_files import Provenance
 from groupwise.adapters import AdapterStore
-from groupwise.config_train import LoraSpec
+from groupwise.config.job import (
+    CHECKPOINT_INTERVAL,
+    LORA_ALPHA,
+    LORA_RANK,
+    LORA_TARGETS,
+    JobConfig,
+    parse_job_config,
+)
+from groupwise.config.run import LoraSpec
 from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, Interrupted, TrainingError
 from groupwise.health.history import examine_job
 from groupwise.job_checkpoint import (
@@ -39,14 +47,6 @@ from groupwise.job_checkpoint import (
     prune_moments,
     read_standing,
     read_start,
-)
-from groupwise.job_config import (
-    CHECKPOINT_INTERVAL,
-    LORA_ALPHA,
-    LORA_RANK,
-    LORA_TARGETS,
-    JobConfig,
-    parse_job_config,
 )
 from groupwise.job_payload import parse_payload
 from groupwise.job_task import Task, make_task

@@ -19,9 +19,9 @@ import torch
 
 from groupwise.algo.advantage import with_advantages
 from groupwise.algo.kl import AdaptiveKL, kl_metrics, sequence_kl, with_kl_penalty
-from groupwise.algo.loss_spec import LossSpec
 from groupwise.assemble import Plan
 from groupwise.batches import Batches
+from groupwise.config.loss import LossSpec
 from groupwise.metrics import Metrics, rollout_metrics, sample_metrics, time_metrics
 from groupwise.rollout import Collected
 from groupwise.scorer import Scorer

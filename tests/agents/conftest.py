@@ -10,7 +10,7 @@ import pytest
 
 from groupwise.agents.load import NEEDED, Agent
 from groupwise.agents.play import AgentPlay
-from groupwise.config_env import EnvConfig
+from groupwise.config.run import EnvConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.model import LoadedModel
 from groupwise.play import play_all

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.agents.load import Outcome, is_async, load_agent, outcome_of
-from groupwise.config import parse_config
-from groupwise.config_env import EnvConfig
+from groupwise.config.run import EnvConfig, parse_config
 from groupwise.errors import ConfigError, EnvError, LoadError
 
 CODE = """

@@ -20,7 +20,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from groupwise.agents.load import load_agent
 from groupwise.agents.rollout_func import RolloutFunc
 from groupwise.agents.rollout_play import RolloutPlay
-from groupwise.config_env import EnvConfig
+from groupwise.config.run import EnvConfig
 from groupwise.errors import AdapterNotFoundError, ConfigError, DataError, EnvError, LoadError
 from groupwise.play import play_all
 from groupwise.rewards.base import RewardFunction, score

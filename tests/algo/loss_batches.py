@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from groupwise.algo.loss import LossInputs, policy_loss
-from groupwise.algo.loss_spec import LossSpec
+from groupwise.config.loss import LossSpec
 
 
 @dataclass(frozen=True)

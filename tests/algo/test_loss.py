@@ -12,7 +12,7 @@ from loss_batches import Padded, random_batch
 
 from groupwise.algo.loss import PRESETS, LossInputs, policy_loss, resolve_loss
 from groupwise.algo.loss_metrics import combined
-from groupwise.algo.loss_spec import LossSpec
+from groupwise.config.loss import LossSpec
 from groupwise.errors import ConfigError
 
 few = settings(derandomize=True, deadline=None, max_examples=8)

@@ -14,7 +14,7 @@ from torch import Tensor
 from groupwise.algo.advantage import AdvantageSpec, advantages, with_advantages
 from groupwise.algo.kl import with_kl_penalty
 from groupwise.algo.loss import LossInputs, policy_loss, resolve_loss
-from groupwise.algo.loss_spec import LossSpec
+from groupwise.config.loss import LossSpec
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Turn
 
 V, T = 3, 2

@@ -11,7 +11,7 @@ from loss_batches import Padded, random_batch
 
 from groupwise.algo.loss import resolve_loss
 from groupwise.algo.loss_metrics import averaged, combined, rescaled
-from groupwise.algo.loss_spec import LossSpec
+from groupwise.config.loss import LossSpec
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,8 +10,8 @@ import torch
 from loss_batches import Padded, random_batch
 
 from groupwise.algo.loss import LossInputs, policy_loss
-from groupwise.algo.loss_spec import PRESETS, LossSpec, loss_of, resolve_loss
-from groupwise.config_train import AlgoConfig
+from groupwise.config.loss import PRESETS, LossSpec, loss_of, resolve_loss
+from groupwise.config.run import AlgoConfig
 from groupwise.errors import ConfigError
 
 # knob -> another value that a loss which reads it must notice

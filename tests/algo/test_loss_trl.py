@@ -14,7 +14,7 @@ import torch
 from loss_batches import Padded, random_batch
 
 from groupwise.algo.loss import resolve_loss
-from groupwise.algo.loss_spec import loss_of
+from groupwise.config.loss import loss_of
 from groupwise.errors import ConfigError
 from groupwise.frontends.spelling import read_run
 from trl_peer import MAX_LENGTH, trl_loss

@@ -11,9 +11,9 @@ import pytest
 
 from groupwise.cluster import health
 from groupwise.cluster.health import Facts, cluster_findings, host_findings
+from groupwise.config.launch import World, world
 from groupwise.finding import Finding
 from groupwise.train.ranks import Ranks
-from groupwise.world import World, world
 from rank_pairs import on_ranks
 
 

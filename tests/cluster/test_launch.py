@@ -15,7 +15,7 @@ import pytest
 from cli_project import cli
 from groupwise.cluster import launch
 from groupwise.cluster.launch import launch_of
-from groupwise.config import RunConfig, parse_config
+from groupwise.config.run import RunConfig, parse_config
 from groupwise.errors import ConfigError
 
 RUN = ("run", "my config.yaml", "train.devices=4", "name=it's", 'rewards=["a b"]')

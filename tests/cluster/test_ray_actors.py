@@ -15,7 +15,7 @@ from groupwise.cluster import ray_engines
 from groupwise.cluster.ray_actors import enter, seen_here
 from groupwise.cluster.ray_engines import EngineActor
 from groupwise.cluster.ray_rewards import RewardActor
-from groupwise.config import RunConfig, parse_config
+from groupwise.config.run import RunConfig, parse_config
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ModelError, StorageError
 from groupwise.model import LoadedModel, load_model

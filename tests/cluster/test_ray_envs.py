@@ -19,7 +19,7 @@ from groupwise.assemble import Elsewhere, local_engine, make_plan, open_parts
 from groupwise.cluster import ray_envs
 from groupwise.cluster.crew import WorkerLost
 from groupwise.cluster.ray_envs import EnvActor, RayEnvs
-from groupwise.config import RunConfig, parse_config
+from groupwise.config.run import RunConfig, parse_config
 from groupwise.envs.base import Episode, StepResult
 from groupwise.envs.load import load_env
 from groupwise.errors import ClusterError, EnvError

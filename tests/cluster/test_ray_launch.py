@@ -16,7 +16,7 @@ from groupwise.checkpoint import RunState
 from groupwise.cluster import ray_launch
 from groupwise.cluster.crew import WorkerLost
 from groupwise.cluster.ray_launch import _outcome, roles_of, supervise
-from groupwise.config import RunConfig, parse_config
+from groupwise.config.run import RunConfig, parse_config
 from groupwise.errors import ConfigError, RewardError, TrainingError
 from groupwise.interrupt import StopRequest
 from groupwise.rundir import open_run_dir

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from groupwise.algo.attention import SharedPrompts
 from groupwise.assemble import local_engine
 from groupwise.backbone import Backbone
-from groupwise.config import parse_config
+from groupwise.config.run import parse_config
 from groupwise.engine.compiled import Compiled, Functions
 from groupwise.engine.graphs import bucket_of, tensors_in
 from groupwise.engine.local import LocalEngine

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from groupwise.chat import decode
-from groupwise.config_train import LoraSpec
+from groupwise.config.run import LoraSpec
 from groupwise.engine import admission, local
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.sampling import sample_tokens

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from groupwise.chat import decode
-from groupwise.config import RolloutConfig
+from groupwise.config.run import RolloutConfig
+from groupwise.config.serve import ServeConfig
 from groupwise.engine import lookup, ngrams
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.lookup import standing
 from groupwise.engine.ngrams import History
 from groupwise.errors import ConfigError
-from groupwise.server.config import ServeConfig
 from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingParams, SamplingRequest
 
 BASE, FIRST, SECOND = PolicyVersion.base(), PolicyVersion("first", 1), PolicyVersion("second", 3)

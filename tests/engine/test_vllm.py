@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from groupwise.config import load_config
-from groupwise.config_engine import VllmConfig
+from groupwise.config.engine import VllmConfig
+from groupwise.config.run import load_config
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.vllm import VllmEngine
 from groupwise.engine.vllm_handshake import linear_names

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from groupwise.config_engine import VllmConfig
+from groupwise.config.engine import VllmConfig
 from groupwise.engine import vllm_fleet
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.vllm_handshake import linear_names

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from groupwise.cli import app
-from groupwise.config_engine import VllmConfig
+from groupwise.config.engine import VllmConfig
 from groupwise.engine import vllm_server
 from groupwise.engine.vllm_server import Launch, ServerProcess, Shape, keep_up, launch_of, rank_of
 from groupwise.errors import ConfigError

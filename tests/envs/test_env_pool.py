@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.config_env import EnvConfig
+from groupwise.config.run import EnvConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.envs.load import load_env
 from groupwise.envs.pool import EnvPool

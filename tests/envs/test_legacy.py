@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from groupwise.config_env import EnvConfig
+from groupwise.config.run import EnvConfig
 from groupwise.data import to_prompt
 from groupwise.envs.generate_options import generate_options_of
 from groupwise.envs.legacy import LegacyEnv, for_user_code

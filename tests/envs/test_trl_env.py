@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.config_env import EnvConfig
+from groupwise.config.run import EnvConfig
 from groupwise.envs.base import Episode
 from groupwise.envs.load import load_env
 from groupwise.envs.trl import TrlEnvironment

@@ -6,9 +6,8 @@ import pytest
 
 from cli_project import cli
 from groupwise.aitraining import LLMTrainingParams, train
+from groupwise.config.importers.aitraining import KEYS, flags
 from groupwise.errors import ConfigError
-from groupwise.frontends.aitraining import flags
-from groupwise.frontends.aitraining_keys import KEYS
 from groupwise.frontends.importing import import_run
 from groupwise.frontends.spelling import LoadedRun, read_run
 from groupwise.tracking import read_metrics

@@ -10,12 +10,11 @@ import pytest
 import ruamel.yaml
 from reference_files import CPU, DORA, FULL_ASYNC, QUICK_START, write_project
 
-from groupwise.algo.loss_spec import loss_of
-from groupwise.config import RunConfig
-from groupwise.config_train import AlgoConfig
-from groupwise.configfile import key_paths
+from groupwise.config.importers.axolotl_keys import ASYNC_ONLY, KEYS
+from groupwise.config.loss import loss_of
+from groupwise.config.run import AlgoConfig, RunConfig
+from groupwise.config.yaml import key_paths
 from groupwise.errors import ConfigError
-from groupwise.frontends.axolotl_keys import ASYNC_ONLY, KEYS
 from groupwise.frontends.spelling import LoadedRun, read_run
 
 LOCAL = ("trl.use_vllm=false",)
@@ -565,7 +564,7 @@ def test_a_reward_model_is_a_reward(read):
     config = read(QUICK_START, *LOCAL, "trl.reward_funcs[1]=owner/reward-model-1.5B").runnable()
     assert config.rewards[1].function == "groupwise.rewards.classifier:reward_model"
     assert config.rewards[1].args == {"model": "owner/reward-model-1.5B"}
-    from groupwise.load import load_object
+    from groupwise.config.load import load_object
 
     assert callable(load_object(config.rewards[1].function))
 

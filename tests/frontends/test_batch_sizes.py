@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_files import QUICK_START
 
+from groupwise.config.importers.grpo_args import Batch, Names, SizeError, Sizes, batch_sizes
 from groupwise.errors import ConfigError
-from groupwise.frontends.batch_sizes import Batch, Names, SizeError, Sizes, batch_sizes
 from groupwise.frontends.spelling import LoadedRun, read_run
 
 NAMES = Names(micro="micro", accumulate="accumulate", group="group", generation="generation", processes="processes")

@@ -9,7 +9,7 @@ import pytest
 from reference_files import QUICK_START, write_project
 
 from cli_project import Project, cli
-from groupwise.config import load_config
+from groupwise.config.run import load_config
 from groupwise.tracking import read_metrics
 
 STARTER = ("base_model=starter", "trl.use_vllm=false")

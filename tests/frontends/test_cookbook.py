@@ -10,11 +10,8 @@ from typing import Any
 
 import pytest
 
-from groupwise.algo.loss_spec import loss_of
-from groupwise.config import RunConfig
-from groupwise.errors import ConfigError, DataError
-from groupwise.frontends import cookbook
-from groupwise.frontends.cookbook import (
+from groupwise.config.importers import cookbook
+from groupwise.config.importers.cookbook import (
     IDLE,
     LOSSES,
     NOT_HERE,
@@ -34,6 +31,9 @@ from groupwise.frontends.cookbook import (
     notes,
     run_config,
 )
+from groupwise.config.loss import loss_of
+from groupwise.config.run import RunConfig
+from groupwise.errors import ConfigError, DataError
 
 
 def shorter(completion: str, row: dict) -> float:

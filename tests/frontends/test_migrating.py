@@ -14,14 +14,13 @@ import pytest
 import typer
 
 from groupwise.cli import app
-from groupwise.config import RunConfig
-from groupwise.config_train import AlgoConfig
-from groupwise.configfile import key_paths
-from groupwise.frontends.aitraining_keys import KEYS as AITRAINING
-from groupwise.frontends.axolotl_keys import KEYS as AXOLOTL
-from groupwise.frontends.cookbook import Config
-from groupwise.frontends.keys import Key
-from groupwise.frontends.trl_keys import KEYS as TRL
+from groupwise.config.importers.aitraining import KEYS as AITRAINING
+from groupwise.config.importers.axolotl_keys import KEYS as AXOLOTL
+from groupwise.config.importers.base import Key
+from groupwise.config.importers.cookbook import Config
+from groupwise.config.importers.trl import KEYS as TRL
+from groupwise.config.run import AlgoConfig, RunConfig
+from groupwise.config.yaml import key_paths
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "migrating.md").read_text(encoding="utf-8")

@@ -9,7 +9,7 @@ import ruamel.yaml
 from reference_files import CPU, FULL_ASYNC, QUICK_START, write_project
 
 import groupwise
-from groupwise.config import dump_resolved, load_config
+from groupwise.config.run import dump_resolved, load_config
 from groupwise.errors import ConfigError
 from groupwise.frontends.importing import import_run, written
 from groupwise.frontends.native_yaml import native_yaml

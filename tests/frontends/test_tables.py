@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from reference_files import QUICK_START
 
-from groupwise.configfile import inline
+from groupwise.config.importers.aitraining import KEYS as AITRAINING
+from groupwise.config.importers.axolotl_keys import KEYS as AXOLOTL
+from groupwise.config.importers.base import Key
+from groupwise.config.importers.trl import KEYS as TRL
+from groupwise.config.yaml import inline
 from groupwise.errors import ConfigError
-from groupwise.frontends.aitraining_keys import KEYS as AITRAINING
-from groupwise.frontends.axolotl_keys import KEYS as AXOLOTL
-from groupwise.frontends.keys import Key
 from groupwise.frontends.spelling import LoadedRun, read_run
-from groupwise.frontends.trl_keys import KEYS as TRL
 
 FILES = {
     "axolotl": QUICK_START.replace("use_vllm: true", "use_vllm: false").replace(

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from groupwise.algo.loss_spec import loss_of
-from groupwise.config import RunConfig
+from groupwise.config.importers.trl import KEYS, from_trl
+from groupwise.config.load import load_object
+from groupwise.config.loss import loss_of
+from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError, LoadError
 from groupwise.frontends.spelling import LoadedRun, read_run
-from groupwise.frontends.trl import from_trl
-from groupwise.frontends.trl_keys import KEYS
-from groupwise.load import load_object
 from groupwise.loop import run
 
 FILE = """\
@@ -283,7 +282,7 @@ def test_a_dataset_lambdas_instances_and_a_lora_config_are_trained(tmp_path):
 
 def test_what_was_handed_over_is_missing_in_another_process():
     with pytest.raises(LoadError, match="'rows_of_another_process' was handed over in Python") as caught:
-        load_object("groupwise.frontends.callables:rows_of_another_process")
+        load_object("groupwise.config.importers.base:rows_of_another_process")
     assert "run the script that made it again" in str(caught.value)
 
 

@@ -6,8 +6,8 @@ import shlex
 
 import pytest
 
-from groupwise.algo.loss_spec import loss_of
-from groupwise.config import RunConfig, dump_resolved, load_config, parse_config
+from groupwise.config.loss import loss_of
+from groupwise.config.run import RunConfig, dump_resolved, load_config, parse_config
 from groupwise.health.remedies import advise
 from groupwise.health.rule import Remedy, Times
 from groupwise.health.rules import RULES

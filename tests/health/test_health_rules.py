@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.config import RunConfig, parse_config
-from groupwise.configfile import parse_keys
+from groupwise.config.run import RunConfig, parse_config
+from groupwise.config.yaml import parse_keys
 from groupwise.health.history import examine
 from groupwise.health.rule import Condition, Rule, aggregate
 from groupwise.health.rules import RULES

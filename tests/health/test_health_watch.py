@@ -9,7 +9,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupwise.config import parse_config
+from groupwise.config.run import parse_config
 from groupwise.health.history import examine
 from groupwise.health.rule import Condition, Remedy, Rule
 from groupwise.health.rules import RULES

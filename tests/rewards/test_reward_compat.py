@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from groupwise.config import RewardConfig
+from groupwise.config.run import RewardConfig
 from groupwise.rewards import compat
 from groupwise.rewards.base import load_rewards
 from groupwise.rewards.catalogue import functions_in

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.config import RewardConfig
+from groupwise.config.run import RewardConfig
 from groupwise.rewards.base import load_rewards
 from groupwise.rewards.call import RewardFunction
 from groupwise.rewards.catalogue import functions_in

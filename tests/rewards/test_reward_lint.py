@@ -12,7 +12,7 @@ from difflib import SequenceMatcher
 
 import pytest
 
-from groupwise.config import RewardConfig
+from groupwise.config.run import RewardConfig
 from groupwise.errors import LoadError
 from groupwise.rewards import probes
 from groupwise.rewards.base import load_rewards

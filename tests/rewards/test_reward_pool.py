@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from groupwise.config import RewardConfig
+from groupwise.config.run import RewardConfig
 from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards.base import RewardFunction, RewardLog, load_rewards, score, score_group
 from groupwise.rewards.call import TrainerState

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from groupwise.config import RewardConfig
+from groupwise.config.run import RewardConfig
 from groupwise.rewards import presets
 from groupwise.rewards.base import load_rewards, score
 from groupwise.rewards.presets import MATH_REASONING, QUESTION_ANSWERING, SUMMARIZATION

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from groupwise.algo.loss_spec import resolve_loss
+from groupwise.config.loss import resolve_loss
 from groupwise.errors import ConfigError, DataError
 from groupwise.sdk import losses
 from groupwise.sdk.datums import Datum

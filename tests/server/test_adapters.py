@@ -25,11 +25,11 @@ from starlette.testclient import TestClient
 from groupwise.adapter_files import CONFIG, WEIGHTS, Provenance
 from groupwise.adapter_merge import MergeMode, MergeSource, merge_adapters
 from groupwise.adapters import AdapterStore
+from groupwise.config.serve import ServeConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.ledger import Ledger
 from groupwise.model import LoadedModel
 from groupwise.server import adapters
-from groupwise.server.config import ServeConfig
 from groupwise.server.envelope import add_handlers
 from groupwise.server.policies import Policies
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest

@@ -18,17 +18,17 @@ from typing import Any
 import httpx2
 import pytest
 
+from groupwise.config.serve import ServeConfig
 from groupwise.errors import GroupwiseError
 from groupwise.ledger import Ledger
 from groupwise.server.app import serve
-from groupwise.server.config import ServeConfig
 from whole_server import whole
 
 SERVE = """
 import sys
 from groupwise.errors import GroupwiseError
 from groupwise.server.app import serve
-from groupwise.server.config import serve_config
+from groupwise.config.serve import serve_config
 import json
 try:
     given = json.loads(sys.argv[1])
@@ -145,7 +145,7 @@ def test_a_damaged_ledger_ends_the_process_with_what_to_do_and_its_repair_loses_
 
 
 def test_nothing_heavy_is_imported_before_the_port_is_bound() -> None:
-    code = "import sys, groupwise.server.app, groupwise.server.config\n"
+    code = "import sys, groupwise.server.app, groupwise.config.serve\n"
     code += (
         "heavy = {'torch', 'transformers', 'fastapi', 'uvicorn', 'numpy'} & set(sys.modules)\nassert not heavy, heavy"
     )

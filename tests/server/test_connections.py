@@ -10,8 +10,8 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
+from groupwise.config.serve import ServeConfig
 from groupwise.server import connections
-from groupwise.server.config import ServeConfig
 from groupwise.server.connections import (
     ACCEPTED,
     LEAST_CONNECTIONS,

@@ -15,8 +15,8 @@ from fastapi import FastAPI, Request
 from starlette.responses import StreamingResponse
 from starlette.testclient import TestClient
 
+from groupwise.config.serve import ServeConfig
 from groupwise.errors import ConflictError, NotReadyError, OverloadedError, StorageFullError
-from groupwise.server.config import ServeConfig
 from groupwise.server.envelope import add_handlers
 from groupwise.server.guard import SMALL, UPLOADS, Gate, Guard, _Bytes, _Places, _Receiving, read_body
 from groupwise.server.openapi import describe

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from groupwise.adapter_files import WEIGHTS, Provenance
 from groupwise.adapter_merge import MergeMode, MergeSource, merge_adapters
 from groupwise.adapters import AdapterStore
-from groupwise.config_train import LoraSpec
+from groupwise.config.run import LoraSpec
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import (
     AdapterError,

@@ -14,11 +14,11 @@ from openai.resources.chat.completions import Completions as Chat
 from openai.resources.completions import Completions
 from pydantic import BaseModel, ValidationError
 
+from groupwise.config.job import GrpoJobConfig
+from groupwise.config.serve import ServeConfig
 from groupwise.errors import RequestError
-from groupwise.job_config import GrpoJobConfig
 from groupwise.server import bodies
 from groupwise.server.bodies import parse_body
-from groupwise.server.config import ServeConfig
 from groupwise.server.protocol import (
     AdapterShare,
     AnsweredMessage,

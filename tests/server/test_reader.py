@@ -21,6 +21,7 @@ from starlette.requests import Request
 
 from groupwise.adapters import AdapterStore
 from groupwise.chat import encode_prompt
+from groupwise.config.serve import MIB, ServeConfig
 from groupwise.errors import (
     BodyTooLargeError,
     ChatError,
@@ -33,7 +34,6 @@ from groupwise.ledger import Ledger
 from groupwise.server import reader as reading
 from groupwise.server.chat import ChatPrompt, read_chat
 from groupwise.server.completions import read_completions
-from groupwise.server.config import MIB, ServeConfig
 from groupwise.server.events import ClientGone
 from groupwise.server.reader import SHORT, SHORT_TO_TRAIN, Body, Reader, TextModel, receive_body
 from groupwise.server.reader_process import _most_bytes

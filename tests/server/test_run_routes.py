@@ -15,7 +15,7 @@ import httpx2
 import pytest
 from starlette.testclient import TestClient
 
-from groupwise.server.config import ServeConfig
+from groupwise.config.serve import ServeConfig
 from groupwise.server.run_app import build_run_app
 from groupwise.server.run_files import RunFiles, open_runs
 from groupwise.server.run_rollouts import PLACES
@@ -260,7 +260,7 @@ def test_no_torch_and_no_transformers(tmp_path: Path) -> None:
     run = make_run(tmp_path / "r", rollouts=STEPS)
     code = (
         "import sys; from pathlib import Path; from starlette.testclient import TestClient\n"
-        "from groupwise.server.config import ServeConfig; from groupwise.server.run_app import build_run_app\n"
+        "from groupwise.config.serve import ServeConfig; from groupwise.server.run_app import build_run_app\n"
         "from groupwise.server.run_files import open_runs\n"
         f"http = TestClient(build_run_app(open_runs([Path({str(run)!r})]), ServeConfig()), base_url='http://localhost')\n"
         "for path in ('/v1/runs/r', '/v1/runs/r/health', '/v1/runs/r/rollouts', '/v1/runs/r/rollouts/1.0.0'):\n"

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from groupwise.config.serve import ServeConfig, is_loopback, serve_config
 from groupwise.errors import ConfigError
-from groupwise.server.config import ServeConfig, is_loopback, serve_config
 
 KEY = "sk-planted-0123456789"
 

@@ -10,8 +10,8 @@ import pytest
 import seed_page
 from groupwise.adapter_files import Provenance
 from groupwise.adapters import AdapterStore
+from groupwise.config.job import parse_job_config
 from groupwise.errors import RequestError
-from groupwise.job_config import parse_job_config
 from groupwise.job_payload import GrpoPayload, SftPayload, parse_payload
 from groupwise.ledger import RolloutRecord
 from groupwise.model import LoadedModel, load_model

@@ -16,9 +16,9 @@ import torch
 
 from groupwise.adapter_files import Provenance
 from groupwise.adapters import AdapterStore
+from groupwise.config.job import GrpoJobConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import NotReadyError, StorageError, SwapRefusedError
-from groupwise.job_config import GrpoJobConfig
 from groupwise.ledger import JobState, Ledger
 from groupwise.ledger_attempts import MAX_SERVER_DEATHS
 from groupwise.model import LoadedModel, load_model

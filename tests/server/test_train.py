@@ -17,12 +17,12 @@ from fastapi import FastAPI
 
 from groupwise.adapter_files import Provenance
 from groupwise.adapters import AdapterStore
+from groupwise.config.serve import ServeConfig
 from groupwise.errors import StorageError
 from groupwise.job_payload import parse_payload
 from groupwise.ledger import JobState, Ledger, RolloutRecord
 from groupwise.model import LoadedModel, load_model
 from groupwise.server import events, submit, train
-from groupwise.server.config import ServeConfig
 from groupwise.server.envelope import add_handlers
 from groupwise.server.protocol_train import SftRequest
 from groupwise.server.reader import Reader, TextModel

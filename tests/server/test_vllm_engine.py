@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from groupwise.config.serve import serve_config
 from groupwise.errors import ConfigError
 from groupwise.model import load_model
-from groupwise.server.config import serve_config
 from groupwise.types import PolicyVersion
 from processes import becomes
 from vllm_peer import Peer, serving

@@ -9,8 +9,8 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
+from groupwise.config.serve import ServeConfig
 from groupwise.server.app import build_app
-from groupwise.server.config import ServeConfig
 from groupwise.server.guard import Gate
 from groupwise.server.recorder import Recorder
 from groupwise.server.run_app import build_run_app

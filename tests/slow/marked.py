@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from groupwise.adapter_archive import stream_archive
-from groupwise.config_train import LoraSpec
+from groupwise.config.run import LoraSpec
 from groupwise.model import LoadedModel
 from groupwise.train.lora import add_lora, lora_tensors, save_lora
 

@@ -20,7 +20,7 @@ import pytest
 
 pytest.importorskip("openenv.core")
 
-from groupwise.config import parse_config
+from groupwise.config.run import parse_config
 from groupwise.envs.openenv import OpenEnvironment
 from groupwise.loop import run
 from groupwise.tracking import read_metrics

@@ -25,7 +25,7 @@ pytest.importorskip("math_verify")
 from tinker_cookbook.recipes import rl_loop
 
 from crash.place import Place, a_place
-from groupwise.config import STARTER_DIR
+from groupwise.config.run import STARTER_DIR
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

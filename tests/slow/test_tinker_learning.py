@@ -22,7 +22,7 @@ import tinker
 
 from crash.place import Place, a_place
 from groupwise.chat import encode_prompt
-from groupwise.config_train import LoraSpec
+from groupwise.config.run import LoraSpec
 from groupwise.engine.local import LocalEngine
 from groupwise.model import LoadedModel, load_model
 from groupwise.sdk.datums import Datum

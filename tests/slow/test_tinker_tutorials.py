@@ -23,7 +23,7 @@ pytest.importorskip("tinker_cookbook")
 pytest.importorskip("marimo")
 
 from crash.place import Place, a_place
-from groupwise.config import STARTER_DIR
+from groupwise.config.run import STARTER_DIR
 
 TUTORIALS = os.environ.get("TINKER_TUTORIALS")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not TUTORIALS, reason="TINKER_TUTORIALS names no folder")]

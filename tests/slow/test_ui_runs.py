@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.server.config import ServeConfig
+from groupwise.config.serve import ServeConfig
 from groupwise.server.run_app import build_run_app
 from groupwise.server.run_files import open_runs
 from run_place import group, make_run, scored, write_line

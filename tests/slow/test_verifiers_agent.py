@@ -19,8 +19,7 @@ if tuple(map(int, version("verifiers").split(".")[:2])) >= (0, 4):
     pytest.skip("verifiers from 0.4 on has other environments", allow_module_level=True)
 
 from groupwise.agents.load import load_agent
-from groupwise.config import parse_config
-from groupwise.config_env import EnvConfig
+from groupwise.config.run import EnvConfig, parse_config
 from groupwise.errors import ConfigError
 from groupwise.group_json import group_from_json
 from groupwise.loop import run

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from groupwise.algo.loss import resolve_loss
-from groupwise.config_train import LoraSpec
+from groupwise.config.run import LoraSpec
 from groupwise.errors import AdapterError, ConfigError, TrainingError
 from groupwise.train.learner import Learner, OptimizerSpec
 from groupwise.train.reference import Reference

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from groupwise.adapter_files import check_adapter
-from groupwise.config_train import LoraSpec
+from groupwise.config.run import LoraSpec
 from groupwise.errors import AdapterError, ConfigError
 from groupwise.model import share_weights
 from groupwise.train.learner import Learner

@@ -25,9 +25,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from groupwise.config import load_config
-from groupwise.config_engine import VllmConfig
-from groupwise.config_train import LoraSpec
+from groupwise.config.engine import VllmConfig
+from groupwise.config.run import LoraSpec, load_config
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.vllm import VllmEngine
 from groupwise.engine.vllm_handshake import linear_names

@@ -31,11 +31,11 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.agents.rollout_func import RolloutFunc, check_keys
-from groupwise.config_env import EnvConfig
+from groupwise.config.load import load_object
+from groupwise.config.run import EnvConfig
 from groupwise.envs.base import reward_of
 from groupwise.envs.load import EnvFactory, parameters_of
 from groupwise.errors import ConfigError, EnvError, GroupwiseError
-from groupwise.load import load_object
 from groupwise.types import Prompt
 
 CLIENT = "client"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from groupwise.agents.episode import AgentEpisode
 from groupwise.agents.load import Agent
 from groupwise.agents.session import Session
-from groupwise.config_env import EnvConfig
+from groupwise.config.run import EnvConfig
 from groupwise.envs.legacy import warn
 from groupwise.play import Slots, case_of, together
 from groupwise.types import PolicyVersion, Prompt, RolloutGroup, Sampler, SamplingParams

@@ -21,9 +21,9 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from groupwise.config_env import EnvConfig
+from groupwise.config.load import load_object
+from groupwise.config.run import EnvConfig
 from groupwise.errors import ConfigError
-from groupwise.load import load_object
 
 NOT_HERE = ("max_turns", "max_tokens", "max_tool_calls", "max_characters", "concurrency")  # the function decides
 

@@ -17,7 +17,7 @@ from groupwise.agents.rollout_calls import PolicyCalls
 from groupwise.agents.rollout_func import RolloutFunc
 from groupwise.agents.rollout_rows import FOREIGN, Reader
 from groupwise.agents.rollout_trainer import Trainer
-from groupwise.config_env import EnvConfig
+from groupwise.config.run import EnvConfig
 from groupwise.envs.base import priced
 from groupwise.envs.call import OwnThread
 from groupwise.envs.legacy import warn

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise.agents.conversations import Asked, Conversations
 from groupwise.agents.protocol import ChatRequest, Reply
-from groupwise.config_env import EnvConfig
+from groupwise.config.run import EnvConfig
 from groupwise.errors import ChatError, ContextLengthError, EnvError, GroupwiseError, RequestError
 from groupwise.types import (
     Completion,

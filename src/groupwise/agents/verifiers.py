@@ -21,8 +21,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from groupwise.config.load import load_object
 from groupwise.errors import ConfigError, EnvError
-from groupwise.load import load_object
 
 SUPPORTED = "verifiers>=0.1.14,<0.4"
 

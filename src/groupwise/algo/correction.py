@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from groupwise.algo.loss_inputs import MAX_LOG_RATIO, Tokens
-from groupwise.algo.loss_spec import LossSpec
+from groupwise.config.loss import LossSpec
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from torch import Tensor
 from groupwise.algo.correction import Correction, correction_of
 from groupwise.algo.loss_inputs import MAX_LOG_RATIO, LossInputs, Tokens, exp_ratio, select_tokens
 from groupwise.algo.loss_metrics import kl_metrics, mismatch_metrics, ratio_metrics
-from groupwise.algo.loss_spec import PRESETS, LossSpec, resolve_loss
+from groupwise.config.loss import PRESETS, LossSpec, resolve_loss
 from groupwise.errors import ConfigError
 
 __all__ = ["PRESETS", "LossInputs", "LossSpec", "policy_loss", "resolve_loss"]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from groupwise.algo.correction import Correction
 from groupwise.algo.loss_inputs import MAX_LOG_RATIO, Tokens, exp_ratio
-from groupwise.algo.loss_spec import LossSpec
+from groupwise.config.loss import LossSpec
 
 COUNTS = ("mismatch/dropped_tokens",)
 

@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from groupwise.config.launch import World, world
 from groupwise.errors import ConfigError, RankLostError
 from groupwise.finding import Finding
 from groupwise.train.ranks import Ranks, join
-from groupwise.world import World, world
 
 PORT = 29500  # of torchrun and of `launcher.port`, unless they say another
 PACKAGES = ("groupwise", "torch", "transformers", "peft", "safetensors")

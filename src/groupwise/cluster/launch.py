@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from groupwise.config import RunConfig
+from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError
 
 NODE = '"$SLURM_NODEID"'

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from groupwise.assemble import open_learner
-from groupwise.config import RunConfig
+from groupwise.config.launch import World, world
+from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError, RankLostError
 from groupwise.model import load_model, resolve_device
-from groupwise.world import World, world
 
 if TYPE_CHECKING:
     from groupwise.train.ranks import Ranks

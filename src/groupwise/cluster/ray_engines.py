@@ -19,7 +19,7 @@ import torch
 from groupwise.assemble import open_engine
 from groupwise.cluster.crew import Crew
 from groupwise.cluster.ray_actors import Actor, Place, enter, seen_here, this_machine
-from groupwise.config import RunConfig
+from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError, ModelError
 from groupwise.model import LoadedModel, load_model
 from groupwise.types import Completion, PolicyVersion, SamplingRequest

@@ -18,8 +18,7 @@ from typing import Any
 
 from groupwise.cluster.crew import Crew, WorkerLost
 from groupwise.cluster.ray_actors import Actor, Place, enter
-from groupwise.config import RunConfig
-from groupwise.config_env import EnvConfig
+from groupwise.config.run import EnvConfig, RunConfig
 from groupwise.envs.base import Episode, Observation, StepResult
 from groupwise.envs.load import EnvFactory, load_env
 from groupwise.envs.pool import PATIENCE_S, EnvPool, PooledEnv

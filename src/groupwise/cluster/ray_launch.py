@@ -27,7 +27,7 @@ from groupwise.cluster.ray_actors import Actor, Bundle, Place, connected, enter,
 from groupwise.cluster.ray_engines import RayEngines
 from groupwise.cluster.ray_envs import RayEnvs
 from groupwise.cluster.ray_rewards import RayRewards
-from groupwise.config import RunConfig
+from groupwise.config.run import RunConfig
 from groupwise.envs.load import load_env
 from groupwise.errors import ClusterError, ConfigError, RankLostError, TrainingError
 from groupwise.interrupt import StopRequest

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from groupwise.chat import closing_ids, decode, stopped_text
-from groupwise.config_engine import VllmConfig
+from groupwise.config.engine import VllmConfig
 from groupwise.engine.sampling import completion_seed
 from groupwise.engine.vllm_fleet import Fleet
 from groupwise.engine.vllm_handshake import Accepted, Handshake

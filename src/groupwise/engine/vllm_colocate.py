@@ -19,7 +19,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from groupwise.config_engine import VllmConfig
+from groupwise.config.engine import VllmConfig
 from groupwise.engine.vllm_http import Facts, Sampled, Server, likeliest
 from groupwise.engine.vllm_server import Shape, engine_options
 from groupwise.errors import EngineError, ModelError

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from groupwise.config_engine import VllmConfig
+from groupwise.config.engine import VllmConfig
 from groupwise.engine.vllm_handshake import Accepted
 from groupwise.engine.vllm_http import Server, ServerLost
 from groupwise.engine.vllm_server import Launch, ServerProcess

@@ -30,7 +30,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from groupwise.adapter_merge import MergeMode, MergeSource, merge_adapters
-from groupwise.config_engine import VllmConfig
+from groupwise.config.engine import VllmConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.vllm import SEEDS, Job, VllmEngine
 from groupwise.engine.vllm_http import Sampled, Server

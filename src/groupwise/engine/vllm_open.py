@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from groupwise.config import STARTER, STARTER_DIR, RunConfig
+from groupwise.config.hub import reading
+from groupwise.config.run import STARTER, STARTER_DIR, RunConfig
 from groupwise.engine.vllm import VllmEngine
 from groupwise.engine.vllm_handshake import linear_names
 from groupwise.engine.vllm_server import Launch, Shape, launch_of
 from groupwise.engine.vllm_sync import Reference
 from groupwise.errors import ConfigError, ModelError
-from groupwise.hub import reading
 from groupwise.model import LoadedModel, context_length, resolve_device, resolve_dtype
 
 

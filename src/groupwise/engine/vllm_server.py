@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from groupwise.config_engine import VllmConfig
+from groupwise.config.engine import VllmConfig
 from groupwise.errors import ConfigError
 from groupwise.sandbox import Box, SandboxError, trusted
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from groupwise.config import DatasetConfig
-from groupwise.config_env import EnvConfig
+from groupwise.config.run import DatasetConfig, EnvConfig
 from groupwise.data import open_prompts
 from groupwise.env_check.trial import Opened
 from groupwise.env_check.watch import Watch, WatchedLegacyEnv

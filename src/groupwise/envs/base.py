@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from groupwise.config_env import EnvConfig
+from groupwise.config.run import EnvConfig
 from groupwise.errors import EnvError
 from groupwise.types import MAX_REWARD, Message, Rollout
 

@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from groupwise.chat import RENDERING
-from groupwise.config_env import EnvConfig
+from groupwise.config.run import EnvConfig
 from groupwise.data import to_prompt
 from groupwise.envs.base import reward_of
 from groupwise.envs.load import EnvFactory

@@ -14,9 +14,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from groupwise.config_env import EnvConfig
+from groupwise.config.load import load_object
+from groupwise.config.run import EnvConfig
 from groupwise.errors import ConfigError, DataError, EnvError
-from groupwise.load import load_object
 from groupwise.types import Prompt
 
 MODERN, THREE_METHODS = ("reset", "step"), ("build_dataset", "score_episode")

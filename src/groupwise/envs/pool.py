@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from groupwise.config_env import EnvConfig
+from groupwise.config.run import EnvConfig
 from groupwise.envs.base import Episode, Observation, StepResult
 from groupwise.envs.pool_worker import decode_answer
 from groupwise.errors import EnvError

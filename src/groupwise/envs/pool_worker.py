@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from groupwise.config_env import EnvConfig
+from groupwise.config.run import EnvConfig
 from groupwise.envs.base import Episode, Observation, StepResult, observation_of, reward_of, step_result_of
 from groupwise.envs.call import OwnThread
 from groupwise.envs.load import EnvFactory, load_env

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from groupwise.config.importers import aitraining
 from groupwise.errors import ConfigError, StorageError
-from groupwise.frontends import aitraining
 from groupwise.frontends.native_yaml import native_yaml
 from groupwise.frontends.spelling import LoadedRun, System, read_run, understand
 

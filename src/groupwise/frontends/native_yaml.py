@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from groupwise.configfile import inline
+from groupwise.config.yaml import inline
 from groupwise.frontends.spelling import MISSING, LoadedRun
 
 

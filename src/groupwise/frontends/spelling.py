@@ -20,15 +20,14 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from groupwise.config import OTHER_NAMES, DataConfig, RunConfig
-from groupwise.config_env import EnvConfig
-from groupwise.configfile import Document, Keys, dotted, parse_keys, validate
+from groupwise.config.importers import aitraining, axolotl, trl
+from groupwise.config.importers.base import Note, Translation
+from groupwise.config.run import OTHER_NAMES, DataConfig, EnvConfig, RunConfig
+from groupwise.config.yaml import Document, Keys, dotted, parse_keys, validate
 from groupwise.data import open_prompts
 from groupwise.envs.legacy import LegacyEnv
 from groupwise.envs.load import load_env
 from groupwise.errors import ConfigError, GroupwiseError
-from groupwise.frontends import aitraining, axolotl, trl
-from groupwise.frontends.translation import Note, Translation
 
 System = Literal["Groupwise", "Axolotl", "TRL", "aitraining"]
 SHORTHAND = {"rewards": "function"}

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from groupwise.config import RunConfig
+from groupwise.config.run import RunConfig
 from groupwise.health.rules import RULES
 from groupwise.health.watch import Event, Finding, Health
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise.algo.loss_spec import loss_of
-from groupwise.config import RunConfig, parse_config
-from groupwise.configfile import Document, parse_keys
+from groupwise.config.loss import loss_of
+from groupwise.config.run import RunConfig, parse_config
+from groupwise.config.yaml import Document, parse_keys
 from groupwise.errors import ConfigError
 from groupwise.health.rule import Remedy, Times
 

@@ -19,7 +19,7 @@ from functools import cache
 from operator import itemgetter
 from typing import Any, Literal
 
-from groupwise.config import RunConfig
+from groupwise.config.run import RunConfig
 from groupwise.health.remedies import Advice, advise
 from groupwise.health.rule import Aggregate, Condition, Op, Rule, Severity
 from groupwise.health.rules import RULES

@@ -11,8 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from groupwise.config import RunConfig, parse_config
-from groupwise.configfile import Document
+from groupwise.config.run import RunConfig, parse_config
+from groupwise.config.yaml import Document
 from groupwise.errors import ConfigError, DataError
 from groupwise.health.history import Report, examine
 from groupwise.rundir import CONFIG, EVALUATIONS, METRICS, ROLLOUTS

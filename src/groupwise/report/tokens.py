@@ -13,7 +13,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from groupwise.config import STARTER_DIR
+from groupwise.config.run import STARTER_DIR
 
 log = logging.getLogger(__name__)
 _STARTER = "starter"

@@ -40,9 +40,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from groupwise.config import RewardConfig
+from groupwise.config.load import load_object
+from groupwise.config.run import RewardConfig
 from groupwise.errors import ConfigError, RewardError
-from groupwise.load import load_object
 from groupwise.rewards.call import (
     AT_START,
     Answer,

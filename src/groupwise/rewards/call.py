@@ -20,7 +20,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
-from groupwise.config import RewardConfig
+from groupwise.config.run import RewardConfig
 from groupwise.types import MAX_REWARD
 
 OFFERED = ("completions", "prompts", "completion_ids")  # besides the dataset's columns

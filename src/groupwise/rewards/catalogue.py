@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from groupwise import rewards
-from groupwise.load import load_object
+from groupwise.config.load import load_object
 
 
 def functions_in(module: str, *, folder: str | Path | None = None) -> dict[str, Callable[..., Any]]:

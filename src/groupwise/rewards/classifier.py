@@ -20,9 +20,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise.config import RewardConfig
+from groupwise.config.hub import reading
+from groupwise.config.run import RewardConfig
 from groupwise.errors import ModelError, RewardError
-from groupwise.hub import reading
 from groupwise.rewards.base import RewardWorkers, text_of
 from groupwise.rewards.call import Call, Failure, RewardFunction, call_here
 from groupwise.rewards.text import prompt_text

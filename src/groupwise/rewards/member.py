@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from groupwise.config import RewardConfig
+from groupwise.config.run import RewardConfig
 from groupwise.errors import ConfigError
 from groupwise.rewards.base import load_rewards
 from groupwise.rewards.call import Call, Failure, RewardFunction, TrainerState, call_here

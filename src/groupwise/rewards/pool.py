@@ -32,7 +32,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from groupwise.config import RewardConfig
+from groupwise.config.run import RewardConfig
 from groupwise.errors import RewardError
 from groupwise.rewards.base import reward_names
 from groupwise.rewards.call import AT_START, Answer, FailureKind, RewardFunction, TrainerState

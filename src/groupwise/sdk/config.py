@@ -13,9 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 
 from groupwise.adapter_files import is_name
-from groupwise.errors import ConfigError
-from groupwise.frontends import cookbook
-from groupwise.frontends.cookbook import (
+from groupwise.config.importers import cookbook
+from groupwise.config.importers.cookbook import (
     NAMES,
     DeployConfig,
     InfraConfig,
@@ -23,6 +22,7 @@ from groupwise.frontends.cookbook import (
     WeightSyncScope,
     model_of,
 )
+from groupwise.errors import ConfigError
 
 __all__ = ["DeployConfig", "InfraConfig", "LoopConfig", "WeightSyncConfig", "WeightSyncScope"]
 

@@ -26,11 +26,11 @@ from typing import Any, TypeVar
 import torch
 
 from groupwise.adapters import AdapterStore
-from groupwise.config_train import LoraSpec
+from groupwise.config.importers import cookbook
+from groupwise.config.importers.cookbook import SERVICE, idle_notes, require_tokenizer
+from groupwise.config.run import LoraSpec
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError, GroupwiseError
-from groupwise.frontends import cookbook
-from groupwise.frontends.cookbook import SERVICE, idle_notes, require_tokenizer
 from groupwise.model import LoadedModel, load_model
 from groupwise.rundir import owned
 from groupwise.sdk.attach import Running

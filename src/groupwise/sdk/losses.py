@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from groupwise.algo.loss import LossInputs, policy_loss, resolve_loss
-from groupwise.algo.loss_spec import LossSpec
+from groupwise.config.loss import LossSpec
 from groupwise.errors import ConfigError, DataError, TrainingError
 from groupwise.sdk.datums import Datum, build_grpo_datums
 

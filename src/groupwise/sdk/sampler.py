@@ -24,8 +24,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from groupwise.chat import encode_prompt
+from groupwise.config.importers.cookbook import require_tokenizer
 from groupwise.errors import ConfigError, ContextLengthError, DataError
-from groupwise.frontends.cookbook import require_tokenizer
 from groupwise.model import load_tokenizer
 from groupwise.sdk.concurrency import AdaptiveConcurrency
 from groupwise.sdk.datums import Datum, datum_of

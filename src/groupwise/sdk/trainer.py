@@ -28,8 +28,8 @@ from torch import Tensor
 
 from groupwise.algo.batch import MicroBatch, count_sequences
 from groupwise.algo.loss_metrics import rescaled
-from groupwise.algo.loss_spec import LossSpec
-from groupwise.config_train import LoraSpec
+from groupwise.config.loss import LossSpec
+from groupwise.config.run import LoraSpec
 from groupwise.errors import ConfigError, ContextLengthError, DataError, TrainingError
 from groupwise.job_task import check_ids
 from groupwise.metrics import Metrics

@@ -21,8 +21,8 @@ from pydantic import Field
 
 from groupwise import __version__
 from groupwise.budget import device_memory
+from groupwise.config.job import GrpoJobConfig, JobConfig, SftJobConfig
 from groupwise.errors import GroupwiseError, ModelError, NotReadyError
-from groupwise.job_config import GrpoJobConfig, JobConfig, SftJobConfig
 from groupwise.ledger import Job, JobState
 from groupwise.model import LoadedModel
 from groupwise.server.envelope import hidden

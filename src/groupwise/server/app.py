@@ -29,8 +29,8 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from groupwise.config.serve import ServeConfig
 from groupwise.errors import GroupwiseError
-from groupwise.server.config import ServeConfig
 from groupwise.server.listen import bind, incoming, own, url_of
 from groupwise.server.state import Server as Server
 

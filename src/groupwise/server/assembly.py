@@ -7,13 +7,13 @@ import time
 from transformers.utils.logging import disable_progress_bar
 
 from groupwise.adapters import AdapterStore
+from groupwise.config.serve import ServeConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.ledger import Ledger
 from groupwise.model import LoadedModel, load_model
 from groupwise.model_ipc import FILE, offer_weights
 from groupwise.model_map import map_weights
 from groupwise.server.admin import gauges
-from groupwise.server.config import ServeConfig
 from groupwise.server.policies import Policies
 from groupwise.server.reader import Reader, TextModel
 from groupwise.server.recorder import Recorder

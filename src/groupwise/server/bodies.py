@@ -22,9 +22,9 @@ from pydantic_core import ErrorDetails, from_json
 from pydantic_core.core_schema import ErrorType
 from starlette.requests import Request as HTTPRequest
 
-from groupwise.configfile import dotted, key_paths
+from groupwise.config.serve import ServeConfig
+from groupwise.config.yaml import dotted, key_paths
 from groupwise.errors import MediaTypeError, RequestError
-from groupwise.server.config import ServeConfig
 from groupwise.server.envelope import echo, printable
 from groupwise.server.state import server_of
 from groupwise.server.wire import OwnRequest

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request, Response
 
 from groupwise.chat import THINK_END, THINK_START, encode_prompt, opens_thought
+from groupwise.config.serve import ServeConfig
 from groupwise.server.admission import SAMPLING_ERRORS, Admission, admit
 from groupwise.server.bodies import parse_body
-from groupwise.server.config import ServeConfig
 from groupwise.server.encode import template_options
 from groupwise.server.events import PING, EventStream, sse, while_connected
 from groupwise.server.generate import Said, Token, sendable, tokens_of

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request, Response
 
 from groupwise.chat import encode_prompt, too_long
+from groupwise.config.serve import ServeConfig
 from groupwise.errors import RequestError
 from groupwise.server.admission import SAMPLING_ERRORS, Admission, admit
 from groupwise.server.bodies import parse_body
-from groupwise.server.config import ServeConfig
 from groupwise.server.events import PING, EventStream, sse, while_connected
 from groupwise.server.generate import Token, sendable, tokens_of
 from groupwise.server.protocol import Usage

@@ -29,8 +29,8 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from groupwise.config.serve import ServeConfig
 from groupwise.errors import RequestError
-from groupwise.server.config import ServeConfig
 from groupwise.server.envelope import envelope
 from groupwise.server.listen import BACKLOG, StartError
 

@@ -34,6 +34,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from groupwise.config.serve import MIB, ServeConfig, is_loopback
 from groupwise.errors import (
     AuthenticationError,
     BodyTooLargeError,
@@ -44,7 +45,6 @@ from groupwise.errors import (
     OverloadedError,
 )
 from groupwise.server.bodies import check_content_type, parse_body, read_body
-from groupwise.server.config import MIB, ServeConfig, is_loopback
 from groupwise.server.envelope import (
     INTERNAL,
     ForbiddenError,

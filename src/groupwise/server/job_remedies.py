@@ -13,11 +13,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from groupwise.config.job import MODELS, parse_job_config
 from groupwise.errors import ConfigError
 from groupwise.health.remedies import changed
 from groupwise.health.rule import Remedy
 from groupwise.health.rules import RULES
-from groupwise.job_config import MODELS, parse_job_config
 
 _REMEDIES: Mapping[str, Sequence[Remedy]] = {rule.id: rule.remedies for rule in RULES}
 _FIELDS = {

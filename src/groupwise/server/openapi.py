@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from groupwise.server.config import ServeConfig
+from groupwise.config.serve import ServeConfig
 from groupwise.server.envelope import NO_RETRY
 from groupwise.server.wire import REF, ErrorEnvelope, with_limits
 

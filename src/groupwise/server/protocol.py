@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
-from groupwise.section import NullIsAbsent
+from groupwise.config.yaml import NullIsAbsent
 from groupwise.server.protocol_messages import ChatMessage as ChatMessage
 from groupwise.server.protocol_messages import Conversation, OfferedTools, Tool, ToolChoice
 from groupwise.server.protocol_messages import as_messages as as_messages

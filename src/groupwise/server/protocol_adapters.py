@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from groupwise.section import Name, NullIsAbsent
+from groupwise.config.yaml import Name, NullIsAbsent
 from groupwise.server.protocol import MAX_COMPOSED, Selector
 from groupwise.server.wire import Answer, OwnPart, OwnRequest, absent, fault
 

@@ -17,8 +17,8 @@ from pydantic import (
 )
 
 from groupwise import types
-from groupwise.section import NullIsAbsent
-from groupwise.server.config import MOST_MESSAGES
+from groupwise.config.serve import MOST_MESSAGES
+from groupwise.config.yaml import NullIsAbsent
 from groupwise.server.envelope import echo
 from groupwise.server.wire import AtMost, FailFast, JsonObject, Part, Unsupported, fault
 

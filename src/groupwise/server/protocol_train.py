@@ -10,8 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from groupwise.job_config import JOB_OTHER_NAMES, MODELS, GrpoJobConfig, SftJobConfig
-from groupwise.section import NullIsAbsent
+from groupwise.config.job import JOB_OTHER_NAMES, MODELS, GrpoJobConfig, SftJobConfig
+from groupwise.config.yaml import NullIsAbsent
 from groupwise.server.protocol import Conversation, TemplateOptions, TokenIds
 from groupwise.server.protocol_messages import Tools
 from groupwise.server.wire import Answer, FailFast, OwnPart, OwnRequest, absent

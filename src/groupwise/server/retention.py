@@ -21,8 +21,8 @@ from typing import Protocol
 
 from groupwise.adapter_files import AdapterInfo
 from groupwise.adapters import AdapterStore
+from groupwise.config.job import parse_job_config
 from groupwise.errors import AdapterError, AdapterNotFoundError, GroupwiseError
-from groupwise.job_config import parse_job_config
 from groupwise.ledger import Job, JobState, Ledger
 from groupwise.types import PolicyVersion
 

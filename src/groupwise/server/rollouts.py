@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter, Request, Response
 
 from groupwise.chat import encode_prompt, opens_thought
+from groupwise.config.serve import ServeConfig
 from groupwise.errors import ChatError, ContextLengthError, RequestError, StorageError
 from groupwise.ledger import RolloutRecord
 from groupwise.server.admission import SAMPLING_ERRORS, Admission, admit, usage
 from groupwise.server.bodies import parse_body
 from groupwise.server.chat import said_last
-from groupwise.server.config import ServeConfig
 from groupwise.server.encode import template_options
 from groupwise.server.events import while_connected
 from groupwise.server.generate import sendable

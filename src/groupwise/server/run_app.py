@@ -16,7 +16,7 @@ from contextlib import suppress
 from fastapi import FastAPI
 
 from groupwise import __version__
-from groupwise.server.config import ServeConfig
+from groupwise.config.serve import ServeConfig
 from groupwise.server.connections import close_overdue, make_server
 from groupwise.server.envelope import add_handlers
 from groupwise.server.guard import Gate, Guard

@@ -22,8 +22,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from groupwise.config import parse_config
-from groupwise.configfile import Document
+from groupwise.config.run import parse_config
+from groupwise.config.yaml import Document
 from groupwise.errors import ConfigError, RequestError, StorageError
 from groupwise.group_json import plain
 from groupwise.health.history import Report, examine

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from groupwise.adapters import AdapterStore
+    from groupwise.config.serve import ServeConfig
     from groupwise.ledger import Ledger
     from groupwise.model import LoadedModel
-    from groupwise.server.config import ServeConfig
     from groupwise.server.policies import Policies
     from groupwise.server.reader import Reader
     from groupwise.server.recorder import Recorder

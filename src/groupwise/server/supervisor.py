@@ -31,10 +31,10 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from groupwise import faults
+from groupwise.config.serve import SECRETS
 from groupwise.errors import GroupwiseError, LedgerDamagedError, StorageError
 from groupwise.ledger import Cause, Job, Ledger
 from groupwise.ledger_schema import KEEP_SECONDS
-from groupwise.server.config import SECRETS
 from groupwise.server.memory import oom_kills
 from groupwise.server.webhooks import Webhooks
 from groupwise.types import PolicyVersion

@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 import torch
 
 from groupwise import adapter_files as files
-from groupwise.config import STARTER, STARTER_DIR
-from groupwise.config_train import LoraSpec
+from groupwise.config.run import STARTER, STARTER_DIR, LoraSpec
+from groupwise.config.serve import ServeConfig
 from groupwise.errors import ConfigError, ConflictError, OverloadedError, RequestError
 from groupwise.model import LoadedModel
 from groupwise.sdk import state
@@ -32,7 +32,6 @@ from groupwise.sdk.datums import Datum
 from groupwise.sdk.losses import CROSS_ENTROPY, datum_loss, weights_of
 from groupwise.sdk.trainer import AdamParams, TrainingClient, TrainingService
 from groupwise.server import tinker_bodies as bodies
-from groupwise.server.config import ServeConfig
 from groupwise.server.envelope import echo
 from groupwise.server.tinker_checkpoints import WEIGHTS, Checkpoint, Checkpoints, check_checkpoint_name
 from groupwise.server.tinker_datums import datums_of, encode_output, loss_config, widths_of, wire_metrics

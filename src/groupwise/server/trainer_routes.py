@@ -26,11 +26,11 @@ from fastapi import APIRouter, Request, Response
 
 from groupwise import adapter_files as files
 from groupwise.adapter_files import Provenance
+from groupwise.config.serve import ServeConfig
 from groupwise.errors import AdapterError, AdapterNotFoundError, ConflictError, RequestError, StorageError
 from groupwise.server.admission import SAMPLING_ERRORS, admit
 from groupwise.server.bodies import parse_body, read_body
 from groupwise.server.completions import encode_raw
-from groupwise.server.config import ServeConfig
 from groupwise.server.events import while_connected
 from groupwise.server.generate import sendable
 from groupwise.server.policies import AdapterInUseError, check_free_name

@@ -31,8 +31,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from groupwise.config.serve import ServeConfig
 from groupwise.errors import GroupwiseError, InUseError, StorageDeniedError, StorageError, StorageFullError
-from groupwise.server.config import ServeConfig
 
 REF = "#/components/schemas/{model}"
 NEARLY = 0.8  # how similar to ours a name is, of 1, that is a slip

@@ -15,8 +15,8 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from groupwise.algo.loss_metrics import averaged
-from groupwise.algo.loss_spec import LossSpec
 from groupwise.algo.prefixes import groups_of
+from groupwise.config.loss import LossSpec
 from groupwise.types import Sample
 
 if TYPE_CHECKING:

@@ -44,9 +44,9 @@ from groupwise.algo.kl import kl_metrics, measured_rows
 from groupwise.algo.layouts import FLEX, MERGED, Layouts
 from groupwise.algo.loss import LossInputs, policy_loss
 from groupwise.algo.loss_metrics import combined
-from groupwise.algo.loss_spec import LossSpec
 from groupwise.backbone import is_lean
-from groupwise.config_train import LoraSpec
+from groupwise.config.loss import LossSpec
+from groupwise.config.run import LoraSpec
 from groupwise.errors import ConfigError, ContextLengthError, ModelError, TrainingError
 from groupwise.metrics import Metrics
 from groupwise.model import LoadedModel, longest_row, plain_implementation, share_weights

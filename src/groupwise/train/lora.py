@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from groupwise.adapter_config import applied_scales, check_config
 from groupwise.backbone import project_plainly
-from groupwise.config_train import LoraSpec
+from groupwise.config.run import LoraSpec
 from groupwise.errors import AdapterError
 from groupwise.model import adapted_modules
 

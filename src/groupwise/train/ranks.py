@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
+from groupwise.config.launch import World
 from groupwise.errors import RankLostError
-from groupwise.world import World
 
 T = TypeVar("T")
 MOST_BEAT_S = 5.0

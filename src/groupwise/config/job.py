@@ -20,12 +20,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from groupwise.algo.loss_spec import LossSpec, loss_of
-from groupwise.config import OTHER_NAMES, RolloutConfig
-from groupwise.config_train import MAX_ALPHA, AlgoConfig, Betas, Targets
-from groupwise.configfile import Document, validate
+from groupwise.config.loss import LossSpec, loss_of
+from groupwise.config.run import MAX_ALPHA, OTHER_NAMES, AlgoConfig, Betas, RolloutConfig, Targets
+from groupwise.config.yaml import AdapterName, Document, NullIsAbsent, Section, conflict, validate
 from groupwise.errors import ConfigError
-from groupwise.section import AdapterName, NullIsAbsent, Section, conflict
 from groupwise.types import BASE, PolicyVersion
 
 if TYPE_CHECKING:

@@ -18,10 +18,9 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from groupwise.config_engine import Engine, VllmConfig
-from groupwise.configfile import Document, validate
+from groupwise.config.engine import Engine, VllmConfig
+from groupwise.config.yaml import Document, Section, Text, Texts, conflict, validate
 from groupwise.errors import ConfigError
-from groupwise.section import Section, Text, Texts, conflict
 
 MIB, GIB = 1 << 20, 1 << 30
 MOST_MESSAGES = 1 << 16  # of one conversation, whatever is configured

@@ -6,9 +6,7 @@ Axolotl pins TRL 1.8.0, so what it leaves to TRL has the defaults of that. Its o
 
 from __future__ import annotations
 
-from groupwise.frontends.grpo_args import DEFAULTS_1_8
-from groupwise.frontends.grpo_args import KEYS as GRPO_KEYS
-from groupwise.frontends.keys import (
+from groupwise.config.importers.base import (
     absent,
     all_idle,
     anything,
@@ -23,9 +21,16 @@ from groupwise.frontends.keys import (
     texts,
     under,
 )
-from groupwise.frontends.optimizer_args import OptimizerNames, optimizer_keys
-from groupwise.frontends.parallel_args import DEEPSPEED, FSDP, SHARDS, WHOLE_KEYS
-from groupwise.frontends.vllm_keys import AXOLOTL_SECTION_KEYS
+from groupwise.config.importers.grpo_args import AXOLOTL_SECTION_KEYS, DEFAULTS_1_8
+from groupwise.config.importers.grpo_args import KEYS as GRPO_KEYS
+from groupwise.config.importers.optimizer_args import (
+    DEEPSPEED,
+    FSDP,
+    SHARDS,
+    WHOLE_KEYS,
+    OptimizerNames,
+    optimizer_keys,
+)
 
 NAMES = OptimizerNames(
     learning_rate="learning_rate",
@@ -158,7 +163,7 @@ DATASET_KEYS = (
         "datasets",
         anything,
         "data",
-        what="with a `type`, or several entries: groupwise.frontends.axolotl_data makes the rows",
+        what="with a `type`, or several entries: groupwise.config.importers.axolotl makes the rows",
     ),
     made("test_datasets", anything, "eval", what="the same, for evaluation"),
     *(

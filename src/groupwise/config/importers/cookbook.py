@@ -26,11 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.adapter_files import is_name, replace
-from groupwise.config import RunConfig, parse_config
+from groupwise.config.importers.base import named, run_name
+from groupwise.config.load import load_object
+from groupwise.config.run import RunConfig, parse_config
 from groupwise.errors import ConfigError, DataError
-from groupwise.frontends.callables import named
-from groupwise.frontends.translation import run_name
-from groupwise.load import load_object
 from groupwise.rewards.base import text_of
 
 LOSSES = ("grpo", "importance_sampling", "reinforce", "dapo", "dro", "gspo", "cispo")

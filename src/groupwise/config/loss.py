@@ -30,7 +30,7 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from groupwise.config_train import AlgoConfig
+from groupwise.config.run import AlgoConfig
 from groupwise.errors import ConfigError
 
 Surrogate = Literal["clip", "unclipped", "cispo", "dro", "reinforce", "sapo", "vespo"]

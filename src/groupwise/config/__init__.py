@@ -1,0 +1,1 @@
+"""One description of every knob, for YAML files, HTTP jobs and the SDK; and importers of other systems' files."""

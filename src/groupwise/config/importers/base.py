@@ -1,0 +1,456 @@
+"""A document of another system on its way to a configuration of ours, with where every value came from.
+
+A `Translation` reads the document against the system's table of keys: unknown keys and wrong values are problems, what
+is idle or absent is noted, plain keys are copied. The system's module then reads the rest by name and puts what it
+makes of it into the draft; `finish` validates that as a RunConfig, with errors that point into the user's file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from groupwise.config.run import OTHER_NAMES, RunConfig
+from groupwise.config.yaml import Document, Keys, dotted, parse_keys, problems_error, validate
+from groupwise.errors import ConfigError, LoadError
+from groupwise.types import BASE
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The keys of another system: what may stand there, what it is when nothing does, and what becomes of it here.
+#
+# A table of a system is a sequence of keys. There are four things that can become of one:
+#
+#     plain     its value is the value of one of our keys
+#     made      the translation makes something of it, often together with others
+#     idle      it says how to reach on their machinery what is reached here anyway: accepted, and listed by `check`
+#     absent    it asks for something that is not here: the file is read and explained, but not run; `instead` is the
+#               override with which it is. Some values do not ask for it (`off`) and are nothing to speak of
+#
+# A name is dotted as its users write it; `datasets[].path` is a key of each entry of a list.
+# ----------------------------------------------------------------------------------------------------------------------
+
+Kind = Callable[[Any], Any]  # a value as it was written -> as it is meant; raises ValueError saying what it must be
+Fate = Literal["plain", "made", "idle", "absent"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One key. `what` is a clause for the documentation and for messages: how it is made, or why it does nothing."""
+
+    name: str
+    fate: Fate
+    what: str
+    kind: Kind
+    here: tuple[str, ...] = ()
+    default: Any = None
+    off: tuple[Any, ...] = ()
+    instead: str = ""
+
+
+# ---- kinds ----
+
+
+def integer(value: Any) -> int:
+    """A whole number; YAML 1.1 and flags give some as text."""
+    try:
+        whole = int(value) if isinstance(value, str) else value
+    except ValueError:
+        whole = None
+    if isinstance(whole, float) and whole.is_integer():
+        whole = int(whole)
+    if isinstance(whole, bool) or not isinstance(whole, int):
+        raise ValueError("a whole number")
+    return whole
+
+
+def number(value: Any) -> float:
+    """A number; PyYAML reads 1e-5 as text, so files that were written for it may quote it."""
+    try:
+        read = float(value) if isinstance(value, str) else value
+    except ValueError:
+        read = None
+    if isinstance(read, bool) or not isinstance(read, int | float):
+        raise ValueError("a number")
+    return read
+
+
+def boolean(value: Any) -> bool:
+    """True or false, and what YAML 1.1 reads so: yes, no, on, off."""
+    words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+    read = words.get(value.lower()) if isinstance(value, str) else value
+    if not isinstance(read, bool):
+        raise ValueError("true or false")
+    return read
+
+
+def text(value: Any) -> str:
+    """A string that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise ValueError("a string")
+    return value
+
+
+def texts(value: Any) -> list[str]:
+    """A list of strings."""
+    if not isinstance(value, list) or not all(isinstance(each, str) and each for each in value):
+        raise ValueError("a list of strings")
+    return value
+
+
+def numbers(value: Any) -> list[float]:
+    """A list of numbers."""
+    if not isinstance(value, list):
+        raise ValueError("a list of numbers")
+    return [number(each) for each in value]
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """A mapping."""
+    if not isinstance(value, Mapping):
+        raise ValueError("a mapping")
+    return dict(value)
+
+
+def json_object(value: Any) -> dict[str, Any]:
+    """A JSON object as text, or a mapping."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    wanted = """a JSON object, as in '{"difficulty": "hard"}'"""
+    try:
+        read = json.loads(value)
+    except TypeError:
+        raise ValueError(wanted) from None
+    except ValueError as error:
+        raise ValueError(f"{wanted}; {error}") from None
+    if not isinstance(read, dict):
+        raise ValueError(wanted)
+    return read
+
+
+def anything(value: Any) -> Any:
+    """Whatever stands there."""
+    return value
+
+
+def flag_or_text(value: Any) -> Any:
+    """True, false, or a word such as `auto`."""
+    read = switch(value)
+    return read if isinstance(read, bool) else text(read)
+
+
+def switch(value: Any) -> Any:
+    """What stands there, with yes, no, on and off as YAML 1.1 reads them."""
+    try:
+        return boolean(value)
+    except ValueError:
+        return value
+
+
+def one_of(*words: str) -> Kind:
+    """One of some words."""
+
+    def choice(value: Any) -> str:
+        if value not in words:
+            raise ValueError(f"one of {', '.join(words)}")
+        return value
+
+    return choice
+
+
+# ---- the four ----
+
+
+def plain(name: str, kind: Kind, here: str, default: Any = None, *, what: str = "") -> Key:
+    """Copied to `here`; `default` is what it is there if nothing is said, None if it leaves our default alone."""
+    return Key(name=name, fate="plain", kind=kind, here=(here,), default=default, what=what)
+
+
+def made(name: str, kind: Kind, *here: str, default: Any = None, what: str) -> Key:
+    """Made into `here` as `what` says."""
+    return Key(name=name, fate="made", kind=kind, here=here, default=default, what=what)
+
+
+def idle(name: str, what: str, kind: Kind = anything) -> Key:
+    """Accepted without effect, because of `what`."""
+    return Key(name=name, fate="idle", kind=kind, what=what)
+
+
+def absent(
+    name: str, what: str, instead: str | None = None, *, off: Iterable[Any] = (False,), kind: Kind = switch
+) -> Key:
+    """Not here, because of `what`. `instead` is by default the key's removal; "" says that nothing makes it run."""
+    instead = f"{name}=null" if instead is None else instead
+    return Key(name=name, fate="absent", kind=kind, what=what, off=tuple(off), instead=instead)
+
+
+def all_idle(what: str, *names: str) -> tuple[Key, ...]:
+    """Several that are idle for one reason."""
+    return tuple(idle(name, what) for name in names)
+
+
+def under(prefix: str, keys: Iterable[Key], defaults: Mapping[str, Any]) -> tuple[Key, ...]:
+    """The same keys in a section of another file, some with other defaults there."""
+
+    def moved(key: Key) -> Key:
+        name = f"{prefix}{key.name}"
+        instead = f"{prefix}{key.instead}" if key.instead else ""
+        fields = vars(key) | {"name": name, "instead": instead, "default": defaults.get(key.name, key.default)}
+        return Key(**fields)
+
+    return tuple(moved(key) for key in keys)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """Something to know about a key: `place` is the key with its file and line."""
+
+    place: str
+    text: str
+    instead: str = ""  # of what is absent: the override without it
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.text}"
+
+
+def run_name(said: str) -> str:
+    """A run's and adapter's name from the name of a file or project."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", said).strip("-._")[:64]
+    return "run" if name in ("", BASE) else name
+
+
+@dataclass(frozen=True)
+class Draft(Document):
+    """The configuration that is being made; `origins` say by dotted key what its values were made of."""
+
+    origins: dict[str, str] = field(default_factory=dict)
+
+    def origin(self, keys: Keys) -> str:
+        for end in range(len(keys), 0, -1):
+            if any(assigned == keys[:end] for assigned, _ in self.overrides):
+                return super().origin(keys)
+            if (origin := self.origins.get(dotted(keys[:end]))) is not None:
+                return origin
+        return ""
+
+
+class Translation:
+    """See the module. `values` are what is given, by name; `t[name]` is that or the system's default."""
+
+    def __init__(self, document: Document, *, system: str, keys: Iterable[Key]):
+        self.document, self.system = document, system
+        self.keys = {key.name: key for key in keys}
+        self.values: dict[str, Any] = {}
+        self.draft = Draft({}, document.name)
+        self.idle: list[Note] = []
+        self.differs: list[Note] = []
+        self.refused: list[Note] = []
+        self.problems: list[str] = []
+        self._paths: dict[str, Keys] = {}
+        self._read(document.data, (), "")
+        for key in self.keys.values():
+            if key.fate == "plain":
+                self.put(key.here[0], self[key.name], key.name)
+
+    # ---- what the file says ----
+
+    def given(self, *names: str) -> bool:
+        """Whether one of these has a value in the file or on the command line."""
+        return any(name in self.values for name in names)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name] if name in self.values else self.keys[name].default
+
+    def place(self, name: str) -> str:
+        """ "trl.beta (a.yaml:12)"."""
+        keys = self._paths.get(name, parse_keys(name))
+        return dotted(keys) + (self.document.where(keys) if name in self._paths else "")
+
+    def stand_in(self, name: str, other: str) -> None:
+        """`other` says what `name` would, if only `other` is given."""
+        if self.given(other) and not self.given(name):
+            self.values[name], self._paths[name] = self.values[other], self._paths[other]
+
+    # ---- what becomes of it ----
+
+    def clear(self, to: str, *names: str, origin: str = "") -> None:
+        """Set our key `to` to null."""
+        self.put(to, "", *names, origin=origin)
+        *sections, last = to.split(".")
+        target = self.draft.data
+        for section in sections:
+            target = target[section]
+        target[last] = None
+
+    def drop(self, section: str) -> None:
+        """Leave out what was put under a key at the top level."""
+        del self.draft.data[section]
+        for key in [key for key in self.draft.origins if f"{key}.".startswith(f"{section}.")]:
+            del self.draft.origins[key]
+
+    def put(self, to: str, value: Any, *names: str, origin: str = "") -> None:
+        """Set our key `to`, made of the keys `names`; None leaves our default alone."""
+        if value is None:
+            return
+        *sections, last = to.split(".")
+        target = self.draft.data
+        for section in sections:
+            target = target.setdefault(section, {})
+        target[last] = value
+        paths = [self._paths[name] for name in names if name in self._paths]
+        said = [f"{dotted(path)} {self.document.origin(path)}".strip() for path in paths]
+        default = f"{self.system}'s default" + (f" of {names[0]}" if names else "")
+        self.draft.origins[to] = origin or ", ".join(said) or default
+
+    def note_idle(self, name: str, why: str) -> None:
+        """Accepted without effect."""
+        self.idle.append(Note(place=self.place(name), text=why))
+
+    def note_difference(self, name: str, what: str) -> None:
+        """Something comes out otherwise than there; said before every run."""
+        self.differs.append(Note(place=self.place(name), text=what))
+
+    def refuse(self, name: str, why: str, *, instead: str | None = None) -> None:
+        """Not here. `instead` is the override that makes it run; by default the key's removal."""
+        keys = self._paths.get(name, parse_keys(name))
+        instead = f"{dotted(keys)}=null" if instead is None else instead
+        self.refused.append(Note(place=self.place(name), text=why, instead=instead))
+
+    def problem(self, name: str, message: str) -> None:
+        """The file cannot be read as anything."""
+        self.problems.append(f"{self.place(name)}: {message}")
+
+    def finish(self) -> RunConfig:
+        """The configuration. Raises ConfigError with every problem."""
+        self.raise_problems()
+        return validate(self.draft, RunConfig, other_names=OTHER_NAMES)
+
+    def raise_problems(self) -> None:
+        """Raise ConfigError if there are problems."""
+        if self.problems:
+            raise problems_error(self.document, self.problems)
+
+    # ---- reading ----
+
+    def _read(self, section: Mapping[Any, Any], path: Keys, pattern: str) -> None:
+        """Every key of a section, whose keys' names begin with `pattern`."""
+        for name, value in section.items():
+            keys, known = (*path, name), f"{pattern}{name}"
+            place = dotted(keys) + self.document.where(keys)
+            if known in self.keys and value is not None:
+                self._paths[known] = keys
+                self._take(self.keys[known], keys, value)
+            inside, entries = self._has(f"{known}."), self._has(f"{known}[].")
+            if value is not None and inside:
+                if isinstance(value, Mapping):
+                    self._read(value, keys, f"{known}.")
+                else:
+                    self.problems.append(f"{place}: {value!r} is not valid; it must be a mapping")
+            if value is not None and entries:
+                if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
+                    for index, each in enumerate(value):
+                        self._read(each, (*keys, index), f"{known}[].")
+                else:
+                    self.problems.append(f"{place}: {value!r} is not valid; it must be a list of mappings")
+            if not (known in self.keys or inside or entries):
+                self.problems.append(f"{place}: unknown; {self._suggest(known)}")
+
+    def _take(self, key: Key, keys: Keys, value: Any) -> None:
+        try:
+            value = key.kind(value)
+        except ValueError as error:
+            place = dotted(keys) + self.document.where(keys)
+            self.problems.append(f"{place}: {value!r} is not valid; it must be {error}")
+            return
+        self.values[key.name] = value
+        if key.fate == "idle":
+            self.note_idle(key.name, key.what)
+        elif key.fate == "absent" and value not in key.off:
+            self.refuse(key.name, key.what, instead=None if "[]" in key.name else key.instead)
+
+    def _has(self, prefix: str) -> bool:
+        return any(name.startswith(prefix) for name in self.keys)
+
+    def _suggest(self, known: str) -> str:
+        """The key that was probably meant: the same name elsewhere, a similar one beside it, a similar one anywhere."""
+        section, _, last = known.rpartition(".")
+        names = list(self.keys) + [name.partition(".")[0].removesuffix("[]") for name in self.keys if "." in name]
+        elsewhere = {name.rpartition(".")[2]: name for name in reversed(names)}
+        beside = {name.rpartition(".")[2]: name for name in names if name.rpartition(".")[0] == section}
+        if last in elsewhere:
+            return f"did you mean {elsewhere[last]}?"
+        if similar := difflib.get_close_matches(last, beside, n=1):
+            return f"did you mean {beside[similar[0]]}?"
+        if similar := difflib.get_close_matches(last, elsewhere, n=1, cutoff=0.75):
+            return f"did you mean {elsewhere[similar[0]]}?"
+        if not section and last in RunConfig.model_fields:
+            return f"it is a key of Groupwise's own files; give it on the command line, as in {last}.KEY=VALUE"
+        return f"no such key of {self.system} is known here; docs/migrating.md lists them"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Objects that are handed over in Python, as names that a configuration can hold.
+#
+# A function at the top level of a module has a name that other processes can use too. Any other object (a lambda, what a
+# function made, an instance, a dataset) is held here, under a name that this process alone understands.
+# ----------------------------------------------------------------------------------------------------------------------
+
+_held: dict[str, tuple[Any, Callable[..., Any]]] = {}  # name -> what was handed over, the function for it
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    if name in _held:
+        return _held[name][1]
+    if name.startswith("_"):
+        raise AttributeError(name)
+    message = f"{name!r} was handed over in Python, to a process that has ended"
+    raise LoadError(message, hint="run the script that made it again")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Named:
+    """`module:function`, the folder from which the module is imported, and whether only this process has it."""
+
+    name: str
+    folder: Path
+    only_here: bool
+
+
+def named(function: Callable[..., Any], *, what: str) -> Named:
+    """The name of a function. Raises ConfigError for one that is not at the top level of a module."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "<object>")
+    if module is None or not name.isidentifier():
+        hint = "define it at the top level of a module"
+        raise ConfigError(f"{what} {name} cannot be found by its name", hint=hint)
+    file = getattr(sys.modules.get(module), "__file__", None)
+    folder = Path.cwd() if file is None else Path(file).resolve().parents[module.count(".")]
+    return Named(name=f"{module}:{name}", folder=folder, only_here=module == "__main__")
+
+
+def named_or_held(function: Callable[..., Any], *, what: str) -> Named:
+    """`named`, and for a function that cannot be found by its name the one under which it is held here."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", type(function).__qualname__)
+    if getattr(sys.modules.get(str(module)), name, None) is function:
+        return named(function, what=what)
+    return Named(name=held(function, name=name), folder=Path.cwd(), only_here=True)
+
+
+def held(function: Callable[..., Any], *, name: str, of: Any = None) -> str:
+    """A reference, made of `name`, by which this process finds `function` as long as it lives. `of` is what was handed
+    over, where that is something else: the same gets the same reference.
+
+    The same names in the same order give the same references, so a script that is run again finds its run.
+    """
+    base = re.sub(r"\W+", "_", name.rpartition(".")[2]).strip("_") or "function"
+    base = f"f_{base}" if base[0].isdigit() or base in globals() else base
+    free, number = base, 2
+    given = function if of is None else of
+    while free in _held and _held[free][0] is not given:
+        free, number = f"{base}_{number}", number + 1
+    _held[free] = (given, function)
+    return f"{__name__}:{free}"
