@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.algo.advantage import AdvantageSpec, has_signal, with_advantages
+from groupwise.algo.samples import samples_of
 from groupwise.batches import Batches, Pace
 from groupwise.data import PromptSource
 from groupwise.engine.local import LocalEngine
@@ -20,7 +21,6 @@ from groupwise.errors import DataError, RewardError
 from groupwise.play import SingleTurn
 from groupwise.replay import ReplayBuffer, RerollQueue
 from groupwise.rollout import Collected
-from groupwise.segments import samples_of
 from groupwise.types import PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams
 
 BASE = PolicyVersion.base()

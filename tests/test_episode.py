@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from episodes import AsyncEcho, Bad, Echo, cases, config, play
+from groupwise.algo.samples import segments_of
 from groupwise.envs.base import StepResult
 from groupwise.errors import EnvError
-from groupwise.segments import segments_of
 from groupwise.types import SamplingParams
 
 NEVER = threading.Event()

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from cli_project import cli, save_model
+from groupwise.algo.samples import samples_of
 from groupwise.config.run import EnvConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.envs.legacy import LegacyEnv
@@ -21,7 +22,6 @@ from groupwise.envs.load import EnvFactory
 from groupwise.errors import AdapterNotFoundError, EnvError
 from groupwise.legacy_play import LegacyEpisodes
 from groupwise.play import play_all
-from groupwise.segments import samples_of
 from groupwise.tracking import read_metrics
 from groupwise.types import PolicyVersion, RolloutGroup, SamplingParams
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.algo.advantage import AdvantageSpec
-from groupwise.metrics import DEFINITIONS, rollout_metrics, sample_metrics, time_metrics
+from groupwise.algo.metrics import DEFINITIONS, rollout_metrics, sample_metrics, time_metrics
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Sample, Turn
 
 DOC = (Path(__file__).parent.parent / "docs" / "metrics.md").read_text(encoding="utf-8")

@@ -7,12 +7,12 @@ import threading
 import pytest
 import torch
 
+from groupwise.algo.samples import segments_of
 from groupwise.chat import encode_prompt
 from groupwise.config.run import EnvConfig
 from groupwise.envs.legacy import for_user_code
 from groupwise.errors import EnvError
 from groupwise.recording import LimitReached, Origin, PolicyClosedError, RecordingPolicy
-from groupwise.segments import segments_of
 from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, SamplingParams, SamplingRequest
 
 RUN = SamplingParams(max_tokens=6, temperature=1.0)

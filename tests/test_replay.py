@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from groupwise.algo.advantage import AdvantageSpec, with_advantages
+from groupwise.algo.samples import samples_of
 from groupwise.chat import encode_prompt
 from groupwise.config.loss import resolve_loss
 from groupwise.config.run import LoraSpec
@@ -20,7 +21,6 @@ from groupwise.errors import DataError
 from groupwise.model import load_model
 from groupwise.play import SingleTurn, play_all
 from groupwise.replay import ReplayBuffer, RerollQueue, signal
-from groupwise.segments import samples_of
 from groupwise.train.learner import Learner
 from groupwise.types import (
     Completion,

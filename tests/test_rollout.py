@@ -11,9 +11,9 @@ import torch
 
 from groupwise.algo.advantage import AdvantageSpec, with_advantages
 from groupwise.algo.batch import micro_batches
+from groupwise.algo.samples import samples_of
 from groupwise.engine.local import LocalEngine
 from groupwise.play import SingleTurn, play_all
-from groupwise.segments import samples_of
 from groupwise.types import FinishReason, PolicyVersion, Prompt, RolloutGroup, SamplingParams
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupwise.segments import Segment, samples_of, segments_of
+from groupwise.algo.samples import Segment, samples_of, segments_of
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Turn
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH

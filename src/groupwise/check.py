@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 
 from groupwise.adapters import AdapterStore
 from groupwise.algo.advantage import with_advantages
+from groupwise.algo.samples import samples_of
 from groupwise.assemble import Parts, Plan, loss_of, make_plan, open_parts
 from groupwise.budget import device_memory, load_of, longest_allowed
 from groupwise.config.run import RunConfig
@@ -26,7 +27,6 @@ from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.estimate import Memory, StepSize, memory, step_size
 from groupwise.play import play_all
 from groupwise.rewards.base import load_rewards, refuse_failed, summarize
-from groupwise.segments import samples_of
 from groupwise.swap import Policy
 from groupwise.template_check import TemplateCheck, template_check
 from groupwise.types import (

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from groupwise import checkpoint
 from groupwise.adapters import AdapterStore
+from groupwise.algo.metrics import Metrics, time_metrics
 from groupwise.assemble import Parts, Plan
 from groupwise.checkpoint import RunState
 from groupwise.display import Display
 from groupwise.evaluate import BestVersion, Evaluation, evaluate, load_evaluations, save_evaluations
 from groupwise.health.watch import Health
 from groupwise.locate import find_adapter
-from groupwise.metrics import Metrics, time_metrics
 from groupwise.rundir import ADAPTERS, METRICS
 from groupwise.swap import Policy
 from groupwise.tracking import Tracking, read_metrics

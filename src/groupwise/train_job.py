@@ -29,6 +29,7 @@ from groupwise import adapter_files as files
 from groupwise import faults
 from groupwise.adapter_files import Provenance
 from groupwise.adapters import AdapterStore
+from groupwise.algo.metrics import Metrics
 from groupwise.config.job import (
     CHECKPOINT_INTERVAL,
     LORA_ALPHA,
@@ -52,7 +53,6 @@ from groupwise.job_payload import parse_payload
 from groupwise.job_task import Task, make_task
 from groupwise.ledger import Ledger
 from groupwise.ledger_schema import Lease
-from groupwise.metrics import Metrics
 from groupwise.model import LoadedModel
 from groupwise.train.learner import Learner, OptimizerSpec, learning_rate_at
 from groupwise.types import BASE, PolicyVersion, Sample

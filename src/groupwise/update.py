@@ -19,13 +19,13 @@ import torch
 
 from groupwise.algo.advantage import with_advantages
 from groupwise.algo.kl import AdaptiveKL, kl_metrics, sequence_kl, with_kl_penalty
+from groupwise.algo.metrics import Metrics, rollout_metrics, sample_metrics, time_metrics
+from groupwise.algo.samples import samples_of
 from groupwise.assemble import Plan
 from groupwise.batches import Batches
 from groupwise.config.loss import LossSpec
-from groupwise.metrics import Metrics, rollout_metrics, sample_metrics, time_metrics
 from groupwise.rollout import Collected
 from groupwise.scorer import Scorer
-from groupwise.segments import samples_of
 from groupwise.train.learner import Learner
 from groupwise.train.schedule import learning_rate_at
 from groupwise.train.streamed_step import StreamedStep

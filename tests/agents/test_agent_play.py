@@ -17,11 +17,11 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
+from groupwise.algo.samples import Segment, samples_of, segments_of
 from groupwise.errors import EnvError, GroupwiseError
 from groupwise.frontends.spelling import load_config
 from groupwise.loop import run
 from groupwise.rewards.base import RewardFunction, score
-from groupwise.segments import Segment, samples_of, segments_of
 from groupwise.starter.tasks import CALCULATOR, calculate
 from groupwise.tracking import read_metrics
 from groupwise.types import Completion, FinishReason, PolicyVersion, Rollout, SamplingParams

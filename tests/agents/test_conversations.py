@@ -10,7 +10,7 @@ import pytest
 
 from groupwise.agents.conversations import Conversations
 from groupwise.agents.protocol import ChatMessage
-from groupwise.segments import segments_of
+from groupwise.algo.samples import segments_of
 from groupwise.starter.tasks import CALCULATOR
 from groupwise.types import Completion, FinishReason, Message
 

@@ -20,11 +20,11 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from groupwise.agents.load import load_agent
 from groupwise.agents.rollout_func import RolloutFunc
 from groupwise.agents.rollout_play import RolloutPlay
+from groupwise.algo.samples import segments_of
 from groupwise.config.run import EnvConfig
 from groupwise.errors import AdapterNotFoundError, ConfigError, DataError, EnvError, LoadError
 from groupwise.play import play_all
 from groupwise.rewards.base import RewardFunction, score
-from groupwise.segments import segments_of
 from groupwise.tracking import read_metrics
 from groupwise.types import FinishReason, PolicyVersion, Prompt, RolloutGroup, SamplingParams
 from starter_run import starter_run

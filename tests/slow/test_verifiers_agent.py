@@ -19,11 +19,11 @@ if tuple(map(int, version("verifiers").split(".")[:2])) >= (0, 4):
     pytest.skip("verifiers from 0.4 on has other environments", allow_module_level=True)
 
 from groupwise.agents.load import load_agent
+from groupwise.algo.samples import segments_of
 from groupwise.config.run import EnvConfig, parse_config
 from groupwise.errors import ConfigError
 from groupwise.group_json import group_from_json
 from groupwise.loop import run
-from groupwise.segments import segments_of
 from groupwise.tracking import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]

@@ -24,10 +24,10 @@ from groupwise.agents.conversations import Conversations, Opening
 from groupwise.agents.load import CLIENT, Agent, Outcome, is_async, outcome_of
 from groupwise.agents.protocol import MODEL
 from groupwise.agents.session import Session
+from groupwise.algo.samples import segments_of
 from groupwise.envs.base import priced
 from groupwise.envs.call import OwnThread
 from groupwise.errors import EnvError
-from groupwise.segments import segments_of
 from groupwise.types import Rollout
 
 if TYPE_CHECKING:

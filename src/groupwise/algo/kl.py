@@ -36,8 +36,8 @@ from itertools import accumulate, islice
 
 from groupwise.algo.advantage import AdvantageSpec
 from groupwise.algo.prefixes import groups_of
+from groupwise.algo.samples import segments_of
 from groupwise.errors import ConfigError
-from groupwise.segments import segments_of
 from groupwise.types import RolloutGroup, Sample
 
 MEASURED_SHARE = 0.1  # of a batch's completion tokens, where its KL is only watched

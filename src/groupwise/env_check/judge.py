@@ -18,9 +18,9 @@ from itertools import groupby
 from statistics import fmean
 from typing import Any, Literal
 
+from groupwise.algo.metrics import DONE, FAILED
 from groupwise.env_check.scripts import function_of
 from groupwise.env_check.trial import MODEL, Played, Trial
-from groupwise.metrics import DONE, FAILED
 
 Severity = Literal["error", "warning", "note"]
 SLOW_S = 1.0  # a call of a method

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from groupwise.segments import Segment, segments_of
+from groupwise.algo.samples import Segment, segments_of
 from groupwise.transcript import visible
 from groupwise.types import Rollout
 

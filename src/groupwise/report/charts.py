@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from groupwise.metrics import DEFINITIONS
+from groupwise.algo.metrics import DEFINITIONS
 from groupwise.report.record import Point, RunRecord
 from groupwise.report.specs import OTHER, SPECS, Spec
 
@@ -105,7 +105,7 @@ def _specs(runs: Sequence[RunRecord]) -> Iterator[Spec]:
 
 
 def _definition(metric: str) -> str:
-    """What it is, in the words of `groupwise.metrics`; "" for one of the user's own."""
+    """What it is, in the words of `groupwise.algo.metrics`; "" for one of the user's own."""
     patterns = ((re.sub(r"<\w+>", "*", name), text) for name, text in DEFINITIONS.items())
     return next((text for pattern, text in patterns if _matches(metric, pattern)), "")
 

@@ -1,4 +1,4 @@
-"""The report's own charts: which metrics stand together, under which words. `groupwise.metrics` defines the metrics."""
+"""The report's own charts: which metrics stand together, under which words. `groupwise.algo.metrics` defines the metrics."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 from random import Random
 from typing import TYPE_CHECKING
 
-from groupwise.algo.loss_metrics import averaged
+from groupwise.algo.loss import averaged
 from groupwise.algo.prefixes import groups_of
 from groupwise.config.loss import LossSpec
 from groupwise.types import Sample

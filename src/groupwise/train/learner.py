@@ -42,13 +42,12 @@ from groupwise.algo.batch import (
 )
 from groupwise.algo.kl import kl_metrics, measured_rows
 from groupwise.algo.layouts import FLEX, MERGED, Layouts
-from groupwise.algo.loss import LossInputs, policy_loss
-from groupwise.algo.loss_metrics import combined
+from groupwise.algo.loss import LossInputs, combined, policy_loss
+from groupwise.algo.metrics import Metrics
 from groupwise.backbone import is_lean
 from groupwise.config.loss import LossSpec
 from groupwise.config.run import LoraSpec
 from groupwise.errors import ConfigError, ContextLengthError, ModelError, TrainingError
-from groupwise.metrics import Metrics
 from groupwise.model import LoadedModel, longest_row, plain_implementation, share_weights
 from groupwise.packed_check import head_gap, packed_tolerance, why_not_packed
 from groupwise.train.batch_step import train_on_batch

@@ -24,9 +24,9 @@ import transformers
 from torch import Tensor
 
 from groupwise.algo.batch import MicroBatch
-from groupwise.algo.loss_metrics import combined
+from groupwise.algo.loss import combined
+from groupwise.algo.metrics import Metrics
 from groupwise.errors import ConfigError
-from groupwise.metrics import Metrics
 from groupwise.model import LoadedModel
 from groupwise.train.learner import Learner, Listener, TokenLoss
 from groupwise.train.learner_state import restore, state_of

@@ -33,8 +33,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from groupwise.algo.batch import MicroBatch, pack, pad
+from groupwise.algo.metrics import Metrics
 from groupwise.errors import ConfigError
-from groupwise.metrics import Metrics
 from groupwise.model import LoadedModel
 from groupwise.train.learner import Listener
 from groupwise.train.learner_state import is_sharded

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from groupwise.algo.batch import count_loss_tokens, count_sequences
-from groupwise.algo.loss_metrics import combined, rescaled
+from groupwise.algo.loss import combined, rescaled
 from groupwise.config.loss import LossSpec
 from groupwise.errors import ConfigError
 from groupwise.types import Sample
