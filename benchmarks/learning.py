@@ -32,7 +32,7 @@ from groupwise.adapters import AdapterStore
 from groupwise.config.run import RunConfig, load_config
 from groupwise.engine.local import LocalEngine
 from groupwise.loop import RunResult, run
-from groupwise.model import load_model
+from groupwise.model.load import load_model
 from groupwise.rewards.base import RewardFunction, load_rewards
 from groupwise.tracking import read_metrics
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest

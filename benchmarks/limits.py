@@ -55,7 +55,7 @@ from torch import Tensor, nn
 
 from groupwise.algo.loss import resolve_loss
 from groupwise.engine.local import LocalEngine
-from groupwise.model import LoadedModel
+from groupwise.model.load import LoadedModel
 from groupwise.train.learner import Learner
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
 

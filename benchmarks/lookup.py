@@ -36,10 +36,10 @@ from rich.table import Table
 from step_vs_trl import machine
 from subjects import load, random_ids
 
-from groupwise.chat import encode_rendered, render_prompt
 from groupwise.config.run import STARTER
 from groupwise.engine.local import LocalEngine
-from groupwise.model import LoadedModel
+from groupwise.model.chat import encode_rendered, render_prompt
+from groupwise.model.load import LoadedModel
 from groupwise.starter.tasks import prompts
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
 

@@ -24,13 +24,13 @@ import torch
 from step_sides import MIB, peak, resident, restart_peak
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from groupwise.activations import ModelSize, PackedShape, Training, activation_bytes
-from groupwise.algo.attention import SharedPrompts
-from groupwise.algo.batch import MicroBatch, micro_batches
 from groupwise.algo.loss import resolve_loss
-from groupwise.backbone import is_lean
 from groupwise.config.run import LoraSpec
-from groupwise.model import LoadedModel, load_model, wrap_model
+from groupwise.model.attention import SharedPrompts
+from groupwise.model.backbone import is_lean
+from groupwise.model.load import LoadedModel, load_model, wrap_model
+from groupwise.model.memory import ModelSize, PackedShape, Training, activation_bytes
+from groupwise.model.packing import MicroBatch, micro_batches
 from groupwise.train.learner import Learner
 from groupwise.types import Sample
 

@@ -23,9 +23,9 @@ import torch
 from step_sides import MIB, peak, resident, restart_peak
 
 from groupwise.algo import prefixes
-from groupwise.algo.batch import micro_batches
 from groupwise.algo.loss import resolve_loss
-from groupwise.model import load_model
+from groupwise.model.load import load_model
+from groupwise.model.packing import micro_batches
 from groupwise.train.learner import Learner
 from groupwise.types import Sample
 

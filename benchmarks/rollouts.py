@@ -47,9 +47,9 @@ from rich.table import Table
 from step_vs_trl import machine
 from subjects import load, parameters_of, random_ids, save_adapter
 
-from groupwise.chat import decode
 from groupwise.engine.local import LocalEngine
-from groupwise.model import LoadedModel
+from groupwise.model.chat import decode
+from groupwise.model.load import LoadedModel
 from groupwise.types import Completion, PolicyVersion, SamplingParams, SamplingRequest
 
 VERSION = PolicyVersion("bench", 1)

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging
 
 from groupwise.config.run import STARTER, STARTER_DIR
-from groupwise.model import LoadedModel, load_model
+from groupwise.model.load import LoadedModel, load_model
 from groupwise.train.learner import Learner
 from groupwise.types import Sample
 

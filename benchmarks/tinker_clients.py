@@ -60,7 +60,7 @@ def client(work: Work, *, seed: int) -> None:
     """Make a model, say so, wait for a line, train, and print when it began and ended, and what was saved."""
     import tinker
 
-    from groupwise.model import load_tokenizer
+    from groupwise.model.load import load_tokenizer
 
     tokenizer = load_tokenizer("starter")
     service = tinker.ServiceClient()
@@ -131,7 +131,7 @@ def problems(rng: random.Random, count: int) -> list[tuple[str, int]]:
 
 
 def encode(tokenizer: Any, question: str) -> list[int]:
-    from groupwise.chat import encode_prompt
+    from groupwise.model.chat import encode_prompt
     from groupwise.types import Prompt
 
     return list(encode_prompt(Prompt(id="x", messages=({"role": "user", "content": question},)), tokenizer).token_ids)

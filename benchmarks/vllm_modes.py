@@ -34,7 +34,7 @@ from groupwise.config.engine import VllmConfig
 from groupwise.engine.vllm_http import Sampled, Server, ServerLost, sampling_body
 from groupwise.engine.vllm_open import shape_of
 from groupwise.engine.vllm_server import Launch, ServerProcess, Shape, engine_options, launch_of
-from groupwise.model import LoadedModel
+from groupwise.model.load import LoadedModel
 from groupwise.types import Completion, FinishReason, SamplingRequest
 
 SIDE = Path(__file__).with_name("vllm_side.py")

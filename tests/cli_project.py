@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from groupwise.cli import app
-from groupwise.model import LoadedModel
+from groupwise.model.load import LoadedModel
 
 REWARDS = '''
 def vowels(completions, **columns):

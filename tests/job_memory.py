@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from groupwise.model import load_model
+from groupwise.model.load import load_model
 from job_place import Place
 
 COMPLETIONS, LENGTH = 16, 200

@@ -26,7 +26,7 @@ from groupwise.config.job import parse_job_config
 from groupwise.jobs import Pulse, Worker
 from groupwise.ledger import Ledger
 from groupwise.ledger_schema import Job, JobState, Lease
-from groupwise.model import LoadedModel, load_model
+from groupwise.model.load import LoadedModel, load_model
 from groupwise.train_job import Workplace
 from groupwise.types import PolicyVersion
 

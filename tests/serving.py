@@ -20,7 +20,7 @@ from groupwise.adapters import AdapterStore
 from groupwise.config.serve import ServeConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.ledger import Ledger
-from groupwise.model import LoadedModel, load_model
+from groupwise.model.load import LoadedModel, load_model
 from groupwise.server.envelope import add_handlers
 from groupwise.server.guard import Gate, Guard
 from groupwise.server.policies import Policies

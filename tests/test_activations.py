@@ -8,14 +8,13 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerBase, Qwen3Config
 
-from groupwise.activations import ModelSize, PackedShape, Training, activation_bytes, kept_bytes
-from groupwise.algo.attention import SharedPrompts
-from groupwise.algo.batch import micro_batches
 from groupwise.algo.loss import resolve_loss
-from groupwise.algo.tree import PrefixTree
-from groupwise.backbone import is_lean
 from groupwise.config.run import LoraSpec
-from groupwise.model import LoadedModel, wrap_model
+from groupwise.model.attention import PrefixTree, SharedPrompts
+from groupwise.model.backbone import is_lean
+from groupwise.model.load import LoadedModel, wrap_model
+from groupwise.model.memory import ModelSize, PackedShape, Training, activation_bytes, kept_bytes
+from groupwise.model.packing import micro_batches
 from groupwise.train.learner import Learner
 from groupwise.types import Sample
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from groupwise.algo.attention import SharedPrompts
-from groupwise.backbone import Backbone, project_plainly
 from groupwise.config.run import LoraSpec
-from groupwise.model import share_weights
+from groupwise.model.attention import SharedPrompts
+from groupwise.model.backbone import Backbone, project_plainly
+from groupwise.model.load import share_weights
 from groupwise.train.lora import adapter_off, add_lora, project_with_lora
 
 LAYOUT = ([5, 3], [4, 2, 6], [0, 0, 1])

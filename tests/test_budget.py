@@ -9,7 +9,7 @@ from groupwise.assemble import make_plan, open_parts
 from groupwise.budget import device_memory, load_of, longest_prompt
 from groupwise.config.run import RunConfig, load_config
 from groupwise.errors import ConfigError
-from groupwise.estimate import GIB, fitting_tokens, memory
+from groupwise.model.memory import GIB, fitting_tokens, memory
 from groupwise.play import SingleTurn
 from groupwise.train.learner import Learner
 from groupwise.types import Prompt

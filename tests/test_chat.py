@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from groupwise import chat
-from groupwise.chat import (
+from groupwise.errors import ChatError, ContextLengthError
+from groupwise.model import chat
+from groupwise.model.chat import (
     CompletionEncoder,
     check_length,
     decode,
@@ -22,7 +23,6 @@ from groupwise.chat import (
     split_thinking,
     stop_ids,
 )
-from groupwise.errors import ChatError, ContextLengthError
 from groupwise.starter.tasks import CALCULATOR, supervised_conversations
 from groupwise.starter.tokenizer import build_tokenizer, render
 from groupwise.types import Prompt

@@ -13,7 +13,7 @@ import groupwise
 from cli_project import cli, row, save_model, write_rows
 from groupwise.adapter_files import Provenance
 from groupwise.adapters import AdapterStore
-from groupwise.model import load_model
+from groupwise.model.load import load_model
 
 
 @pytest.fixture(scope="module")

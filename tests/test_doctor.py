@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cli_project import cli, save_model
-from groupwise import config, doctor, model, sandbox
+from groupwise import doctor, sandbox
 from groupwise.doctor import (
     Finding,
     check_disk,
@@ -18,6 +18,7 @@ from groupwise.doctor import (
     check_torch,
     examine,
 )
+from groupwise.model import load as model
 from groupwise.sandbox import Isolation
 
 

@@ -7,24 +7,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GPT2Config, Qwen3Config
 
-from groupwise import activations
-from groupwise.activations import ModelSize
-from groupwise.algo import attention
-from groupwise.algo.batch import MAX_PADDING
 from groupwise.config.run import RunConfig, parse_config
 from groupwise.engine import lora
 from groupwise.errors import ConfigError
-from groupwise.estimate import (
+from groupwise.model import attention
+from groupwise.model import memory as activations
+from groupwise.model.memory import (
     GIB,
     MERGED_BYTES,
     PADDING,
     Load,
     Memory,
+    ModelSize,
     fitting_tokens,
     longest_sample,
     memory,
     step_size,
 )
+from groupwise.model.packing import MAX_PADDING
 from groupwise.train.logprobs import TILE_VALUES
 
 QWEN = ModelSize(

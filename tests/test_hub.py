@@ -9,7 +9,7 @@ from groupwise.config import hub
 from groupwise.config.run import DatasetConfig
 from groupwise.data import open_prompts
 from groupwise.errors import DataError, ModelError
-from groupwise.model import load_tokenizer
+from groupwise.model.load import load_tokenizer
 
 
 class Deaf:

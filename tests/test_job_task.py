@@ -16,7 +16,7 @@ from groupwise.algo.advantage import has_signal
 from groupwise.display import LineDisplay
 from groupwise.group_json import group_from_json
 from groupwise.loop import run
-from groupwise.model import LoadedModel
+from groupwise.model.load import LoadedModel
 from groupwise.types import RolloutGroup
 from job_place import Place, groups
 from running_jobs import config, metrics_of, rollouts_of

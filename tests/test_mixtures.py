@@ -16,7 +16,7 @@ from groupwise.config.run import LoraSpec
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import AdapterError, ModelError
 from groupwise.jobs import Pulse, Worker
-from groupwise.model import load_model
+from groupwise.model.load import load_model
 from groupwise.train.learner import Learner
 from groupwise.train_job import Workplace
 from groupwise.types import PolicyVersion, Sample

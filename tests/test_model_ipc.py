@@ -24,7 +24,7 @@ from torch.multiprocessing import reductions
 from groupwise import jobs, model_ipc
 from groupwise.config.run import LoraSpec
 from groupwise.errors import ModelError
-from groupwise.model import LoadedModel, load_model, weights_hash
+from groupwise.model.load import LoadedModel, load_model, weights_hash
 from groupwise.model_ipc import CudaIpc, attach_weights, offer_weights
 from groupwise.train.learner import Learner
 from groupwise.types import Sample

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from groupwise.config.run import LoraSpec
-from groupwise.model import load_model, weights_hash
+from groupwise.model.load import load_model, weights_hash
 from groupwise.model_map import is_mapped, map_weights
 from groupwise.train.learner import Learner
 

@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.ministral3 import modeling_ministral3
 
-from groupwise.algo.attention import ATTENTION
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ContextLengthError, ModelError
-from groupwise.model import LoadedModel, longest_row, share_weights
-from groupwise.packed_check import LENGTH, LONG, SHORT, head_gap, packed_forward_gap, small_twin, why_not_packed
+from groupwise.model.attention import ATTENTION
+from groupwise.model.load import LoadedModel, longest_row, share_weights
+from groupwise.model.packed_check import LENGTH, LONG, SHORT, head_gap, packed_forward_gap, small_twin, why_not_packed
 from groupwise.train.learner import Learner
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
 
@@ -185,7 +185,7 @@ def test_all_rows_of_the_check_are_beyond_its_lengths():
 
 
 def test_a_model_without_lengths_needs_no_small_one(make_base, monkeypatch):
-    monkeypatch.setattr("groupwise.packed_check.small_twin", lambda model: pytest.fail("it was made"))
+    monkeypatch.setattr("groupwise.model.packed_check.small_twin", lambda model: pytest.fail("it was made"))
     assert why_not_packed(share_weights(make_base("qwen3").model)) is None
 
 
@@ -193,7 +193,7 @@ def test_a_small_model_that_cannot_be_made_is_no_proof(make_base, monkeypatch):
     def fails(model):
         raise AttributeError("no such thing")
 
-    monkeypatch.setattr("groupwise.packed_check.small_twin", fails)
+    monkeypatch.setattr("groupwise.model.packed_check.small_twin", fails)
     why = str(why_not_packed(share_weights(make_base("mistral", sliding_window=BEYOND).model)))
     assert "cannot be tried (AttributeError: no such thing)" in why
 

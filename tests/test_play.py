@@ -12,10 +12,10 @@ import pytest
 from episodes import Bad, Echo, Slow, cases, config, factory, play
 from groupwise.algo.advantage import AdvantageSpec, with_advantages
 from groupwise.algo.samples import samples_of
-from groupwise.chat import encode_prompt
 from groupwise.engine.local import LocalEngine
 from groupwise.envs.base import Observation
 from groupwise.errors import ContextLengthError
+from groupwise.model.chat import encode_prompt
 from groupwise.play import Episodes, Lockstep, SingleTurn, Slots, play_all, together
 from groupwise.types import PolicyVersion, Prompt, SamplingParams, SamplingRequest
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from groupwise.algo.samples import segments_of
-from groupwise.chat import encode_prompt
 from groupwise.config.run import EnvConfig
 from groupwise.envs.legacy import for_user_code
 from groupwise.errors import EnvError
+from groupwise.model.chat import encode_prompt
 from groupwise.recording import LimitReached, Origin, PolicyClosedError, RecordingPolicy
 from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, SamplingParams, SamplingRequest
 

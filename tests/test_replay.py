@@ -13,12 +13,12 @@ import torch
 
 from groupwise.algo.advantage import AdvantageSpec, with_advantages
 from groupwise.algo.samples import samples_of
-from groupwise.chat import encode_prompt
 from groupwise.config.loss import resolve_loss
 from groupwise.config.run import LoraSpec
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import DataError
-from groupwise.model import load_model
+from groupwise.model.chat import encode_prompt
+from groupwise.model.load import load_model
 from groupwise.play import SingleTurn, play_all
 from groupwise.replay import ReplayBuffer, RerollQueue, signal
 from groupwise.train.learner import Learner

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from groupwise.algo.advantage import AdvantageSpec, with_advantages
-from groupwise.algo.batch import micro_batches
 from groupwise.algo.samples import samples_of
 from groupwise.engine.local import LocalEngine
+from groupwise.model.packing import micro_batches
 from groupwise.play import SingleTurn, play_all
 from groupwise.types import FinishReason, PolicyVersion, Prompt, RolloutGroup, SamplingParams
 
@@ -26,7 +26,7 @@ def engine(make_base) -> Iterator[LocalEngine]:
 
 def scored(engine: LocalEngine, params: SamplingParams, *, unscorable: int = 0) -> list[RolloutGroup]:
     """Three groups of four with alternating rewards; the last `unscorable` of the first have none."""
-    from groupwise.chat import encode_prompt
+    from groupwise.model.chat import encode_prompt
 
     prompts = [encode_prompt(Prompt(id=str(i), text=f"{i}====="), engine._base.tokenizer) for i in range(3)]
     play = SingleTurn(engine, engine._base.tokenizer)

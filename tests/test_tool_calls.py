@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from groupwise.chat import encode_prompt
+from groupwise.model.chat import encode_prompt
 from groupwise.starter.tasks import supervised_conversations
 from groupwise.starter.tokenizer import build_tokenizer, render
 from groupwise.tool_calls import Call, MalformedCall, ToolCallFormat, format_of, parse, pieces

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
 from groupwise.algo.samples import segments_of
-from groupwise.chat import decode, encode_prompt, stop_ids
 from groupwise.errors import ChatError
+from groupwise.model.chat import decode, encode_prompt, stop_ids
 from groupwise.template_check import TOOL
 from groupwise.transcript import Transcript
 from groupwise.types import Completion, FinishReason, Message, Prompt

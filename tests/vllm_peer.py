@@ -23,10 +23,10 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from groupwise.chat import encode_prompt
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import AdapterError
-from groupwise.model import LoadedModel, load_model
+from groupwise.model.chat import encode_prompt
+from groupwise.model.load import LoadedModel, load_model
 from groupwise.types import PolicyVersion, Prompt, SamplingParams, SamplingRequest
 
 BASE = "base"

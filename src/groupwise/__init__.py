@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from groupwise.frontends.spelling import load_config as load_config
     from groupwise.loop import RunResult as RunResult
     from groupwise.loop import run as run
-    from groupwise.model import LoadedModel as LoadedModel
-    from groupwise.model import load_model as load_model
+    from groupwise.model.load import LoadedModel as LoadedModel
+    from groupwise.model.load import load_model as load_model
     from groupwise.rewards.base import RewardFunction as RewardFunction
     from groupwise.sdk.config import DeployConfig as DeployConfig
     from groupwise.sdk.config import InfraConfig as InfraConfig
@@ -99,7 +99,7 @@ _PUBLIC = {
         "RunResult",
         "run",
     ),
-    "model": (
+    "model.load": (
         "LoadedModel",
         "load_model",
     ),

@@ -34,10 +34,10 @@ from groupwise.envs.legacy import LegacyEnv
 from groupwise.envs.load import EnvFactory, load_env
 from groupwise.envs.pool import EnvPool
 from groupwise.errors import ConfigError
-from groupwise.estimate import Load, fitting_tokens
 from groupwise.evaluate import prepare_all
 from groupwise.legacy_play import LegacyEpisodes
-from groupwise.model import LoadedModel, load_model, load_tokenizer
+from groupwise.model.load import LoadedModel, load_model, load_tokenizer
+from groupwise.model.memory import Load, fitting_tokens
 from groupwise.play import Environments, Episodes, Play, SingleTurn
 from groupwise.replay import ReplayBuffer, RerollQueue, total_reward
 from groupwise.rewards.base import RewardFunction, RewardWorkers, check_columns, load_rewards

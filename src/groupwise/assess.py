@@ -14,7 +14,7 @@ from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError
 from groupwise.evaluate import SUCCESS, Evaluation, evaluate, prepare_all
 from groupwise.locate import Located, find_adapter
-from groupwise.model import load_model
+from groupwise.model.load import load_model
 from groupwise.scorer import Scorer
 from groupwise.types import PolicyVersion, Prompt
 

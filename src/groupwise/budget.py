@@ -9,12 +9,11 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from groupwise.activations import ModelSize
-from groupwise.algo.layouts import FLEX
-from groupwise.backbone import is_lean
 from groupwise.config.run import RunConfig
-from groupwise.estimate import GIB, Load
-from groupwise.model import LoadedModel, plain_implementation
+from groupwise.model.backbone import is_lean
+from groupwise.model.load import LoadedModel, plain_implementation
+from groupwise.model.memory import GIB, Load, ModelSize
+from groupwise.model.packing import FLEX
 from groupwise.play import Play
 from groupwise.train.learner import Learner
 from groupwise.types import Prompt

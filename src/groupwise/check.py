@@ -24,7 +24,7 @@ from groupwise.budget import device_memory, load_of, longest_allowed
 from groupwise.config.run import RunConfig
 from groupwise.data import open_prompts
 from groupwise.errors import ConfigError, GroupwiseError
-from groupwise.estimate import Memory, StepSize, memory, step_size
+from groupwise.model.memory import Memory, StepSize, memory, step_size
 from groupwise.play import play_all
 from groupwise.rewards.base import load_rewards, refuse_failed, summarize
 from groupwise.swap import Policy

@@ -132,7 +132,7 @@ def _check(wanted: Wanted, *, episodes: int, best: float, seed: int) -> EnvRepor
 
 
 def _tokenizer(model: str) -> Any:
-    from groupwise.model import load_tokenizer
+    from groupwise.model.load import load_tokenizer
 
     return load_tokenizer(model)
 

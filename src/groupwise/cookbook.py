@@ -39,7 +39,7 @@ from groupwise.config.importers.cookbook import (
 )
 from groupwise.errors import ConfigError
 from groupwise.loop import RunResult, run
-from groupwise.model import load_tokenizer
+from groupwise.model.load import load_tokenizer
 from groupwise.rundir import ROLLOUTS
 from groupwise.tracking import read_rollouts
 from groupwise.types import FinishReason, RolloutGroup

@@ -129,8 +129,8 @@ def check_disk(directory: Path) -> Finding:
 def check_starter() -> Finding:
     """The embedded model is there, and the packed forward agrees with its own."""
     from groupwise.config.run import STARTER
-    from groupwise.model import load_model, share_weights
-    from groupwise.packed_check import packed_forward_gap, packed_tolerance
+    from groupwise.model.load import load_model, share_weights
+    from groupwise.model.packed_check import packed_forward_gap, packed_tolerance
 
     model = share_weights(load_model(STARTER).model)
     parameters = f"{sum(p.numel() for p in model.parameters()):,} parameters"
@@ -149,8 +149,8 @@ def check_template() -> Finding:
     """The starter's chat template: a reply goes to ids and back, and training marks exactly the reply."""
     from transformers import AutoTokenizer
 
-    from groupwise.chat import decode, encode_completion, encode_prompt, encode_supervised
     from groupwise.config.run import STARTER_DIR
+    from groupwise.model.chat import decode, encode_completion, encode_prompt, encode_supervised
     from groupwise.types import Message, Prompt
 
     reply = "185 <think> caf\u00e9"

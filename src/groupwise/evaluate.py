@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from groupwise import adapter_files as files
-from groupwise.chat import check_length
 from groupwise.errors import DataError
 from groupwise.group_json import group_from_json, group_to_json
+from groupwise.model.chat import check_length
 from groupwise.play import Play, play_all
 from groupwise.rewards.base import refuse_failed
 from groupwise.rollout import Score

@@ -20,14 +20,14 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, compress, groupby
 
 from groupwise.algo.advantage import AdvantageSpec, has_signal, with_advantages
-from groupwise.algo.batch import count_loss_tokens
 from groupwise.algo.metrics import Metrics, rollout_metrics
 from groupwise.algo.samples import samples_of
 from groupwise.config.job import GrpoJobConfig, SftJobConfig
 from groupwise.config.loss import LossSpec
 from groupwise.errors import ContextLengthError, DataError, TrainingError
 from groupwise.job_payload import GrpoPayload, ScoredGroup, SftPayload
-from groupwise.model import LoadedModel
+from groupwise.model.load import LoadedModel
+from groupwise.model.packing import count_loss_tokens
 from groupwise.train.batch_step import snapshot
 from groupwise.train.learner import Learner
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Sample, Turn

@@ -54,7 +54,7 @@ from groupwise.errors import (
 from groupwise.job_checkpoint import Checkpoints
 from groupwise.ledger import Ledger
 from groupwise.ledger_schema import Lease
-from groupwise.model import LoadedModel, load_model, resolve_device, resolve_dtype
+from groupwise.model.load import LoadedModel, load_model, resolve_device, resolve_dtype
 from groupwise.model_ipc import attach_weights
 from groupwise.model_map import map_weights
 from groupwise.train_job import JobCancelled, Workplace, run_job

@@ -20,12 +20,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from groupwise.chat import encode_prompt
 from groupwise.envs.base import REWARD, priced
 from groupwise.envs.call import OwnThread
 from groupwise.envs.legacy import CASE, LegacyEnv, warn
 from groupwise.errors import EnvError, GroupwiseError
-from groupwise.model import LoadedModel
+from groupwise.model.chat import encode_prompt
+from groupwise.model.load import LoadedModel
 from groupwise.play import Lockstep, Slots, together
 from groupwise.recording import LimitReached, Origin, RecordingPolicy
 from groupwise.types import (

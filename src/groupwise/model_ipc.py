@@ -33,7 +33,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from groupwise import adapter_files as files
 from groupwise.errors import ModelError, StorageError
-from groupwise.model import LoadedModel, weights_hash
+from groupwise.model.load import LoadedModel, weights_hash
 
 FORMAT = 1
 FILE = "weights.json"  # in the state directory

@@ -22,7 +22,7 @@ from torch import nn
 
 from groupwise import adapter_files as files
 from groupwise.errors import StorageError
-from groupwise.model import LoadedModel
+from groupwise.model.load import LoadedModel
 
 MAPS = Path("/proc/self/maps")  # of every mapping: address range, permissions, offset, device, inode, file
 

@@ -20,9 +20,9 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from groupwise.chat import encode_prompt
 from groupwise.config.run import EnvConfig
 from groupwise.episode import Player
+from groupwise.model.chat import encode_prompt
 from groupwise.types import (
     Completion,
     PolicyVersion,

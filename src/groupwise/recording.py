@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from groupwise.chat import decode, encode_bridge, encode_prompt
 from groupwise.config.run import EnvConfig
 from groupwise.engine.asking import BlockingPolicy
 from groupwise.envs.generate_options import GenerateOptions, generate_options_of
 from groupwise.errors import AdapterNotFoundError, EnvError
-from groupwise.model import LoadedModel
+from groupwise.model.chat import decode, encode_bridge, encode_prompt
+from groupwise.model.load import LoadedModel
 from groupwise.types import (
     Completion,
     FinishReason,

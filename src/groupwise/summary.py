@@ -21,10 +21,10 @@ from groupwise.check import CheckReport, StepTrial
 from groupwise.config.run import STARTER, STARTER_DIR, RunConfig
 from groupwise.config.yaml import inline
 from groupwise.display import before_after_table, said, side_by_side
-from groupwise.estimate import StepSize
 from groupwise.evaluate import Evaluation, compare
 from groupwise.frontends.spelling import LoadedRun
 from groupwise.loop import RunResult
+from groupwise.model.memory import StepSize
 from groupwise.output import finite, print_line, print_pairs
 from groupwise.tracking import METRICS, read_metrics
 from groupwise.transcript import visible

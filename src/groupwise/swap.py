@@ -11,7 +11,7 @@ from pathlib import Path
 
 from groupwise.adapter_files import Provenance
 from groupwise.adapters import AdapterStore
-from groupwise.model import LoadedModel
+from groupwise.model.load import LoadedModel
 from groupwise.train.learner import Learner
 from groupwise.types import PolicyVersion, Sampler
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from groupwise.chat import THINK_END, THINK_START, bridge_of, render_prompt
 from groupwise.errors import ChatError
+from groupwise.model.chat import THINK_END, THINK_START, bridge_of, render_prompt
 from groupwise.tool_calls import format_of
 from groupwise.types import Message
 

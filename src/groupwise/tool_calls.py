@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from groupwise.chat import THINK_END, THINK_START
+from groupwise.model.chat import THINK_END, THINK_START
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

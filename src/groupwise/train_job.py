@@ -53,7 +53,7 @@ from groupwise.job_payload import parse_payload
 from groupwise.job_task import Task, make_task
 from groupwise.ledger import Ledger
 from groupwise.ledger_schema import Lease
-from groupwise.model import LoadedModel
+from groupwise.model.load import LoadedModel
 from groupwise.train.learner import Learner, OptimizerSpec, learning_rate_at
 from groupwise.types import BASE, PolicyVersion, Sample
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from groupwise.chat import (
+from groupwise.model.chat import (
     THINK_START,
     Bridge,
     bridge_of,

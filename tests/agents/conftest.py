@@ -12,7 +12,7 @@ from groupwise.agents.load import NEEDED, Agent
 from groupwise.agents.play import AgentPlay
 from groupwise.config.run import EnvConfig
 from groupwise.engine.local import LocalEngine
-from groupwise.model import LoadedModel
+from groupwise.model.load import LoadedModel
 from groupwise.play import play_all
 from groupwise.types import PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams, SamplingRequest
 

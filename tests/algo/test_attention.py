@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import masking_utils
 
-from groupwise.algo import attention as module
-from groupwise.algo.attention import ATTENTION, Lines, Scoring, SharedPrompts, Window, attention
+from groupwise.model import attention as module
+from groupwise.model.attention import ATTENTION, Lines, Scoring, SharedPrompts, Window, attention
 
 few = settings(derandomize=True, deadline=None, max_examples=60)
 H, K, D = 4, 2, 3

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forked_samples import distinct_tokens, forked_samples
-from groupwise.algo.attention import SharedPrompts
-from groupwise.algo.batch import (
+from groupwise.model.attention import PrefixTree, SharedPrompts
+from groupwise.model.packing import (
     MAX_PADDING,
     MicroBatch,
     Padded,
@@ -18,7 +18,6 @@ from groupwise.algo.batch import (
     pad,
     padded_batches,
 )
-from groupwise.algo.tree import PrefixTree
 from groupwise.types import Sample
 
 few = settings(derandomize=True, deadline=None, max_examples=80)

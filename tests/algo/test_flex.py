@@ -14,12 +14,10 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention as torch_flex
 
 from forked_samples import forked_samples, lines
-from groupwise.algo import flex
-from groupwise.algo.attention import Scoring, SharedPrompts
-from groupwise.algo.batch import micro_batches, pack, pack_tree
-from groupwise.algo.flex import BLOCK, LEAST, Forest
-from groupwise.algo.layouts import FLEX
-from groupwise.algo.tree import PrefixTree
+from groupwise.model import flex
+from groupwise.model.attention import PrefixTree, Scoring, SharedPrompts
+from groupwise.model.flex import BLOCK, LEAST, Forest
+from groupwise.model.packing import FLEX, micro_batches, pack, pack_tree
 from groupwise.types import Sample
 
 few = settings(derandomize=True, deadline=None, max_examples=60)

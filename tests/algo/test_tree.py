@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forked_samples import forked_samples, lines
-from groupwise.algo import tree as module
-from groupwise.algo.attention import Scoring, SharedPrompts
-from groupwise.algo.batch import pack_tree
-from groupwise.algo.tree import PrefixTree
+from groupwise.model import attention as module
+from groupwise.model.attention import PrefixTree, Scoring, SharedPrompts
+from groupwise.model.packing import pack_tree
 
 few = settings(derandomize=True, deadline=None, max_examples=60)
 H, K, D = 4, 2, 3

@@ -18,7 +18,7 @@ from groupwise.cluster.ray_rewards import RewardActor
 from groupwise.config.run import RunConfig, parse_config
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ModelError, StorageError
-from groupwise.model import LoadedModel, load_model
+from groupwise.model.load import LoadedModel, load_model
 from groupwise.rewards.call import AT_START, FailureKind
 from groupwise.rewards.call import Failure as RewardFailure
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest

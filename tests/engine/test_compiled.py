@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from groupwise.algo.attention import SharedPrompts
 from groupwise.assemble import local_engine
-from groupwise.backbone import Backbone
 from groupwise.config.run import parse_config
 from groupwise.engine.compiled import Compiled, Functions
 from groupwise.engine.graphs import bucket_of, tensors_in
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.lora import AdapterBank, read_adapter
 from groupwise.errors import ConfigError
-from groupwise.model import share_weights
+from groupwise.model.attention import SharedPrompts
+from groupwise.model.backbone import Backbone
+from groupwise.model.load import share_weights
 from groupwise.types import Completion, PolicyVersion, SamplingParams, SamplingRequest
 
 BASE = PolicyVersion.base()

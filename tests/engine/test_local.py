@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from groupwise.chat import decode
 from groupwise.config.run import LoraSpec
 from groupwise.engine import admission, local
 from groupwise.engine.local import LocalEngine
@@ -25,6 +24,7 @@ from groupwise.errors import (
     GroupwiseError,
     ModelError,
 )
+from groupwise.model.chat import decode
 from groupwise.train.learner import Learner
 from groupwise.types import Completion, FinishReason, PolicyVersion, Sample, SamplingParams, SamplingRequest
 
@@ -599,7 +599,7 @@ def test_a_timeout_in_a_task_cancels_its_request(open_engine):
 
 
 def test_a_model_that_cannot_be_packed(make_base, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("groupwise.algo.attention._hidden", lambda gap, window: gap < -1)
+    monkeypatch.setattr("groupwise.model.attention._hidden", lambda gap, window: gap < -1)
     with pytest.raises(ModelError, match="cannot run in the local engine") as caught:
         LocalEngine(make_base())
     assert "packed forward" in caught.value.message

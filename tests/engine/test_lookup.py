@@ -10,7 +10,6 @@ from itertools import chain
 import pytest
 import torch
 
-from groupwise.chat import decode
 from groupwise.config.run import RolloutConfig
 from groupwise.config.serve import ServeConfig
 from groupwise.engine import lookup, ngrams
@@ -18,6 +17,7 @@ from groupwise.engine.local import LocalEngine
 from groupwise.engine.lookup import standing
 from groupwise.engine.ngrams import History
 from groupwise.errors import ConfigError
+from groupwise.model.chat import decode
 from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingParams, SamplingRequest
 
 BASE, FIRST, SECOND = PolicyVersion.base(), PolicyVersion("first", 1), PolicyVersion("second", 3)

@@ -27,7 +27,7 @@ from groupwise.errors import (
     EngineError,
     ModelError,
 )
-from groupwise.model import LoadedModel
+from groupwise.model.load import LoadedModel
 from groupwise.types import FinishReason, PolicyVersion, SamplingParams, SamplingRequest
 from processes import becomes
 from vllm_peer import Faults, Peer, serving

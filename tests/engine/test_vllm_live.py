@@ -20,7 +20,7 @@ from groupwise.engine.local import LocalEngine
 from groupwise.engine.vllm_handshake import linear_names
 from groupwise.engine.vllm_live import LiveVllm
 from groupwise.errors import AdapterError, EngineError
-from groupwise.model import LoadedModel
+from groupwise.model.load import LoadedModel
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
 from processes import becomes
 from vllm_peer import Faults, Peer, serving

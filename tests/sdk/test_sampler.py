@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from groupwise.adapters import AdapterStore
-from groupwise.chat import encode_prompt
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError, DataError
-from groupwise.model import LoadedModel
+from groupwise.model.chat import encode_prompt
+from groupwise.model.load import LoadedModel
 from groupwise.sdk.concurrency import AdaptiveConcurrency
 from groupwise.sdk.datums import build_grpo_datums
 from groupwise.sdk.deployment import Deployment

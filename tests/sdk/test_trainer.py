@@ -18,7 +18,7 @@ from sdk_cases import ADAM, gradient, scored, sequences, weights
 from groupwise.config.loss import resolve_loss
 from groupwise.config.run import LoraSpec
 from groupwise.errors import ConfigError, ContextLengthError, DataError, StorageError, TrainingError
-from groupwise.model import LoadedModel, plain_attention
+from groupwise.model.load import LoadedModel, plain_attention
 from groupwise.sdk import losses
 from groupwise.sdk.datums import Datum, build_grpo_datums, datum_of
 from groupwise.sdk.losses import make_loss_fn

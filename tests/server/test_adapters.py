@@ -28,7 +28,7 @@ from groupwise.adapters import AdapterStore
 from groupwise.config.serve import ServeConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.ledger import Ledger
-from groupwise.model import LoadedModel
+from groupwise.model.load import LoadedModel
 from groupwise.server import adapters
 from groupwise.server.envelope import add_handlers
 from groupwise.server.policies import Policies

@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from groupwise import __version__
-from groupwise.model import LoadedModel
+from groupwise.model.load import LoadedModel
 from groupwise.server import storage
 from groupwise.types import PolicyVersion
 from whole_server import Whole, whole

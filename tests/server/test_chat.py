@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from openai import APIError, AsyncOpenAI, BadRequestError, InternalServerError, NotFoundError, OpenAI
 
-from groupwise.chat import encode_prompt
 from groupwise.errors import RequestError
+from groupwise.model.chat import encode_prompt
 from groupwise.server import admission, chat
 from groupwise.server.protocol import ChatRequest
 from groupwise.starter.tasks import CALCULATOR, calculate, is_correct, prompts

@@ -12,7 +12,7 @@ import pytest
 from openai import BadRequestError, OpenAI
 from tokenizers import processors
 
-from groupwise.chat import encode_prompt
+from groupwise.model.chat import encode_prompt
 from groupwise.server import completions
 from groupwise.types import PolicyVersion, Prompt, SamplingParams, SamplingRequest
 from serving import Served, served, starter

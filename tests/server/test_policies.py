@@ -37,7 +37,7 @@ from groupwise.errors import (
     StorageError,
     SwapRefusedError,
 )
-from groupwise.model import LoadedModel
+from groupwise.model.load import LoadedModel
 from groupwise.server.policies import AdapterInUseError, Policies, canary_tolerance
 from groupwise.train.learner import Learner
 from groupwise.types import PolicyVersion, Sample, SamplingParams, SamplingRequest

@@ -20,7 +20,6 @@ import pytest
 from starlette.requests import Request
 
 from groupwise.adapters import AdapterStore
-from groupwise.chat import encode_prompt
 from groupwise.config.serve import MIB, ServeConfig
 from groupwise.errors import (
     BodyTooLargeError,
@@ -31,6 +30,7 @@ from groupwise.errors import (
     RequestError,
 )
 from groupwise.ledger import Ledger
+from groupwise.model.chat import encode_prompt
 from groupwise.server import reader as reading
 from groupwise.server.chat import ChatPrompt, read_chat
 from groupwise.server.completions import read_completions

@@ -12,8 +12,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from groupwise.chat import encode_completion, encode_prompt
 from groupwise.errors import StorageFullError
+from groupwise.model.chat import encode_completion, encode_prompt
 from groupwise.server import chat, rollouts
 from groupwise.starter.tasks import CALCULATOR, prompts
 from groupwise.types import Prompt, SamplingParams, SamplingRequest

@@ -14,7 +14,7 @@ from groupwise.config.job import parse_job_config
 from groupwise.errors import RequestError
 from groupwise.job_payload import GrpoPayload, SftPayload, parse_payload
 from groupwise.ledger import RolloutRecord
-from groupwise.model import LoadedModel, load_model
+from groupwise.model.load import LoadedModel, load_model
 from groupwise.server.bodies import parse_body
 from groupwise.server.protocol_train import GrpoRequest, SftRequest
 from groupwise.server.submit import Submission, prepare_grpo, prepare_sft
@@ -81,7 +81,7 @@ class Grpo:
         return tuple(self.base.tokenizer.encode(text, add_special_tokens=False))
 
     def prompt(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        """By transformers' own hand, not by `groupwise.chat`."""
+        """By transformers' own hand, not by `groupwise.model.chat`."""
         options = {"add_generation_prompt": True, "tokenize": False}
         return self.ids(str(self.base.tokenizer.apply_chat_template(list(messages), **options)))
 

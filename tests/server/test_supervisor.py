@@ -21,7 +21,7 @@ from groupwise.engine.local import LocalEngine
 from groupwise.errors import NotReadyError, StorageError, SwapRefusedError
 from groupwise.ledger import JobState, Ledger
 from groupwise.ledger_attempts import MAX_SERVER_DEATHS
-from groupwise.model import LoadedModel, load_model
+from groupwise.model.load import LoadedModel, load_model
 from groupwise.server import memory
 from groupwise.server.policies import Policies
 from groupwise.server.protocol import ChatMessage

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from groupwise.chat import decode
+from groupwise.model.chat import decode
 from groupwise.server.text import (
     Detokenizer,
     Part,

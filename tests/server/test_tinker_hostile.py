@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("google.protobuf")
 
 from cli_project import save_model
-from groupwise.model import LoadedModel
+from groupwise.model.load import LoadedModel
 from groupwise.server import tinker_routes, tinker_training
 from processes import becomes
 from tinker_wire import PROTOBUF, Wire, datum, read_output, request, sample, snapshot, supervised, tinker_site

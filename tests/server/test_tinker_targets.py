@@ -10,8 +10,8 @@ pytest.importorskip("google.protobuf")
 
 import torch
 
-from groupwise.algo.batch import micro_batches
-from groupwise.model import plain_attention
+from groupwise.model.load import plain_attention
+from groupwise.model.packing import micro_batches
 from groupwise.server.tinker_datums import datums_of
 from tinker_wire import Datum, Wire, datum, request, supervised
 

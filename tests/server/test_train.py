@@ -21,7 +21,7 @@ from groupwise.config.serve import ServeConfig
 from groupwise.errors import StorageError
 from groupwise.job_payload import parse_payload
 from groupwise.ledger import JobState, Ledger, RolloutRecord
-from groupwise.model import LoadedModel, load_model
+from groupwise.model.load import LoadedModel, load_model
 from groupwise.server import events, submit, train
 from groupwise.server.envelope import add_handlers
 from groupwise.server.protocol_train import SftRequest

@@ -9,7 +9,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from groupwise.chat import encode_prompt
+from groupwise.model.chat import encode_prompt
 from groupwise.server import chat, trainer_routes
 from groupwise.types import PolicyVersion, Prompt
 from serving import Served, served, starter

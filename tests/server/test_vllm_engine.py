@@ -12,7 +12,7 @@ import torch
 
 from groupwise.config.serve import serve_config
 from groupwise.errors import ConfigError
-from groupwise.model import load_model
+from groupwise.model.load import load_model
 from groupwise.types import PolicyVersion
 from processes import becomes
 from vllm_peer import Peer, serving

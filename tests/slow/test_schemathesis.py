@@ -32,7 +32,7 @@ from schemathesis.config import SchemathesisConfig
 from schemathesis.generation.hypothesis.builder import HypothesisTestConfig, HypothesisTestMode, create_test
 from schemathesis.specs.openapi.checks import allow_header_conformance, positive_data_acceptance
 
-from groupwise.model import load_model
+from groupwise.model.load import load_model
 from raw_http import listening
 from whole_server import Whole, whole
 

@@ -21,7 +21,7 @@ import httpx2
 import pytest
 
 from crash.place import Place, a_place
-from groupwise.model import load_model
+from groupwise.model.load import load_model
 
 from .marked import archive, save_marked
 

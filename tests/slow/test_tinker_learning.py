@@ -21,10 +21,10 @@ pytest.importorskip("tinker", "0.38")
 import tinker
 
 from crash.place import Place, a_place
-from groupwise.chat import encode_prompt
 from groupwise.config.run import LoraSpec
 from groupwise.engine.local import LocalEngine
-from groupwise.model import LoadedModel, load_model
+from groupwise.model.chat import encode_prompt
+from groupwise.model.load import LoadedModel, load_model
 from groupwise.sdk.datums import Datum
 from groupwise.sdk.trainer import AdamParams, TrainingService
 from groupwise.starter.tasks import supervised_conversations

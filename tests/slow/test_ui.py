@@ -17,7 +17,7 @@ import httpx2
 import pytest
 
 from crash.place import Place, a_place
-from groupwise.model import load_model
+from groupwise.model.load import load_model
 from serving import running
 from whole_server import whole
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from groupwise.model import load_model
+from groupwise.model.load import load_model
 from groupwise.rundir import owned
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))

@@ -13,7 +13,7 @@ from learner_cases import GROUPS, LORA, SPECS, assert_same, gradients, on_policy
 
 from groupwise.algo.loss import resolve_loss
 from groupwise.engine.local import LocalEngine
-from groupwise.model import LoadedModel
+from groupwise.model.load import LoadedModel
 from groupwise.train.learner import Learner
 from groupwise.train.reference import Reference
 from groupwise.types import Sample, SamplingParams, SamplingRequest

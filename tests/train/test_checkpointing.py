@@ -5,9 +5,8 @@ import torch
 from learner_cases import SPECS, gradients, on_policy
 from test_prefix_tree import episodes
 
-from groupwise.algo.attention import SharedPrompts
-from groupwise.algo.batch import micro_batches
-from groupwise.algo.tree import PrefixTree
+from groupwise.model.attention import PrefixTree, SharedPrompts
+from groupwise.model.packing import micro_batches
 from groupwise.train.learner import Learner
 from groupwise.types import Sample
 

@@ -12,11 +12,10 @@ import torch
 from learner_cases import GROUPS, SPECS, assert_same, gradients, on_policy
 from torch.nn.attention import flex_attention as torch_flex
 
-from groupwise.algo.flex import Forest
-from groupwise.algo.layouts import FLEX, MERGED
-from groupwise.model import load_model, share_weights
-from groupwise.train import flex_trial
-from groupwise.train.flex_trial import trouble, why_not_flex
+from groupwise.model import flex as flex_trial
+from groupwise.model.flex import Forest, trouble, why_not_flex
+from groupwise.model.load import load_model, share_weights
+from groupwise.model.packing import FLEX, MERGED
 from groupwise.train.learner import Learner
 from groupwise.types import Sample
 
@@ -124,7 +123,7 @@ def test_whatever_is_raised_a_learner_falls_back(make_learner, monkeypatch):
 
 
 def test_a_model_that_cannot_be_packed_has_neither(make_learner, monkeypatch):
-    monkeypatch.setattr("groupwise.algo.attention._hidden", lambda gap, window: gap < -1)
+    monkeypatch.setattr("groupwise.model.attention._hidden", lambda gap, window: gap < -1)
     with pytest.warns(UserWarning, match="padded rows instead") as said:
         assert not make_learner(attention="flex").packed
     assert len(said) == 1

@@ -10,8 +10,8 @@ import pytest
 import torch
 from learner_cases import GROUPS, LORA, SPECS, assert_same, gradients, on_policy, parameters
 
-from groupwise.algo import batch as cutting
-from groupwise.algo.batch import side_by_side
+from groupwise.model import packing as cutting
+from groupwise.model.packing import side_by_side
 from groupwise.train.lanes import Lanes
 from groupwise.train.learner import Learner
 from groupwise.types import Sample

@@ -247,7 +247,7 @@ def test_full_parameters(make_base, make_samples):
 
 
 def test_full_parameters_are_saved_as_a_model(make_base, make_samples, tmp_path: Path):
-    from groupwise.model import load_model
+    from groupwise.model.load import load_model
 
     learner = Learner(make_base(dtype=torch.float32), lora=None)
     learner.step(make_samples(GROUPS), resolve_loss("reinforce"), learning_rate=1e-3)
@@ -278,7 +278,7 @@ def test_a_wrong_packed_forward_falls_back(make_learner, make_samples, monkeypat
     samples = on_policy(right, make_samples(GROUPS))
     right.forward_backward(samples, SPECS["grpo with k3"])
     expected = gradients(right)
-    monkeypatch.setattr("groupwise.algo.attention._hidden", lambda gap, window: gap < -1)
+    monkeypatch.setattr("groupwise.model.attention._hidden", lambda gap, window: gap < -1)
     with pytest.warns(UserWarning, match="padded rows instead"):
         fallen = make_learner(gradient_checkpointing=checkpointing)
     fallen.forward_backward(samples, SPECS["grpo with k3"])
@@ -291,7 +291,7 @@ def test_a_model_that_cannot_be_packed_falls_back(make_learner, make_samples, mo
         raise NotImplementedError("it is not known how")
 
     expected = make_learner().forward(make_samples(GROUPS))
-    monkeypatch.setattr("groupwise.algo.attention.SharedPrompts.attend", raises)
+    monkeypatch.setattr("groupwise.model.attention.SharedPrompts.attend", raises)
     with pytest.warns(UserWarning, match="its packed forward fails: it is not known how; .* padded rows"):
         fallen = make_learner()
     for row, own in zip(fallen.forward(make_samples(GROUPS)), expected, strict=True):

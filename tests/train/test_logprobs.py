@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from groupwise.algo.batch import MicroBatch, micro_batches, padded_batches
-from groupwise.model import Head, LoadedModel, share_weights
-from groupwise.packed_check import packed_forward_gap
+from groupwise.model.load import Head, LoadedModel, share_weights
+from groupwise.model.packed_check import packed_forward_gap
+from groupwise.model.packing import MicroBatch, micro_batches, padded_batches
 from groupwise.train import logprobs
 from groupwise.train.logprobs import fused_logprobs, packed_logprobs, plain_logprobs
 
@@ -105,7 +105,7 @@ def test_tokens_of_other_rows_are_not_seen(base: LoadedModel, make_samples):
 def test_gap_of_a_wrong_attention_is_seen(base: LoadedModel, monkeypatch: pytest.MonkeyPatch):
     model = share_weights(base.model)
     assert packed_forward_gap(model) < 1e-6
-    from groupwise.algo import attention
+    from groupwise.model import attention
 
     monkeypatch.setattr(attention, "_hidden", lambda gap, window: gap < -1)  # one token of the future
     assert packed_forward_gap(model) > 0.05
@@ -113,7 +113,7 @@ def test_gap_of_a_wrong_attention_is_seen(base: LoadedModel, monkeypatch: pytest
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
 def test_16_bits_pass_the_check(make_base, architecture: str):
-    from groupwise.packed_check import packed_tolerance
+    from groupwise.model.packed_check import packed_tolerance
 
     for seed in range(3):
         model = share_weights(make_base(architecture, dtype=torch.bfloat16, seed=seed).model)

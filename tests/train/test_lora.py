@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from groupwise.adapter_files import check_adapter
 from groupwise.config.run import LoraSpec
 from groupwise.errors import AdapterError, ConfigError
-from groupwise.model import share_weights
+from groupwise.model.load import share_weights
 from groupwise.train.learner import Learner
 from groupwise.train.lora import adapter_off, add_lora, load_lora, lora_tensors, save_lora
 

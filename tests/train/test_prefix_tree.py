@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from learner_cases import SPECS, assert_same, gradients, on_policy
 
 from forked_samples import forked_samples
-from groupwise.algo.batch import MicroBatch, micro_batches, pack, pack_tree, pad
 from groupwise.algo.loss import resolve_loss
 from groupwise.algo.prefixes import groups_of
-from groupwise.algo.tree import PrefixTree
-from groupwise.model import share_weights
+from groupwise.model.attention import PrefixTree
+from groupwise.model.load import share_weights
+from groupwise.model.packing import MicroBatch, micro_batches, pack, pack_tree, pad
 from groupwise.train.learner import Learner
 from groupwise.train.logprobs import packed_logprobs, plain_logprobs
 from groupwise.types import Sample

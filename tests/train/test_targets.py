@@ -9,12 +9,11 @@ import torch
 from learner_cases import LORA, assert_same, gradients
 from torch import Tensor
 
-from groupwise.algo import batch as cutting
-from groupwise.algo.attention import SharedPrompts
-from groupwise.algo.batch import MicroBatch, micro_batches, pack, pack_tree
 from groupwise.algo.loss import resolve_loss
-from groupwise.algo.tree import PrefixTree
-from groupwise.model import plain_attention
+from groupwise.model import packing as cutting
+from groupwise.model.attention import PrefixTree, SharedPrompts
+from groupwise.model.load import plain_attention
+from groupwise.model.packing import MicroBatch, micro_batches, pack, pack_tree
 from groupwise.train.learner import Learner
 from groupwise.types import Sample
 

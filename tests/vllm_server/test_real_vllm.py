@@ -33,7 +33,7 @@ from groupwise.engine.vllm_handshake import linear_names
 from groupwise.engine.vllm_server import free_port
 from groupwise.errors import EngineError
 from groupwise.loop import run
-from groupwise.model import LoadedModel, load_model, wrap_model
+from groupwise.model.load import LoadedModel, load_model, wrap_model
 from groupwise.train.learner import Learner
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
 from processes import becomes, descendants

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from groupwise.agents.protocol import key_of, tools_key
-from groupwise.chat import THINK_END, THINK_START, opens_thought, split_thinking
+from groupwise.model.chat import THINK_END, THINK_START, opens_thought, split_thinking
 from groupwise.tool_calls import format_of
 from groupwise.transcript import Transcript
 from groupwise.types import Completion, Message, Turn

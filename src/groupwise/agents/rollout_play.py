@@ -22,7 +22,7 @@ from groupwise.envs.base import priced
 from groupwise.envs.call import OwnThread
 from groupwise.envs.legacy import warn
 from groupwise.errors import ConfigError, DataError, EnvError, GroupwiseError
-from groupwise.model import LoadedModel
+from groupwise.model.load import LoadedModel
 from groupwise.play import Slots
 from groupwise.types import PolicyVersion, Prompt, Rollout, RolloutGroup, Sampler, SamplingParams, seed_of
 

@@ -24,8 +24,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from groupwise.agents.rollout_calls import PolicyCalls
-from groupwise.chat import stop_ids
 from groupwise.errors import EnvError
+from groupwise.model.chat import stop_ids
 from groupwise.types import Completion, FinishReason, PolicyVersion, Rollout, Turn
 
 if TYPE_CHECKING:

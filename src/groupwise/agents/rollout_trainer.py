@@ -16,8 +16,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from groupwise.agents.rollout_calls import PolicyCalls
-from groupwise.chat import encode_prompt
 from groupwise.errors import EnvError
+from groupwise.model.chat import encode_prompt
 from groupwise.types import Completion, Prompt, SamplingParams
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from groupwise.assemble import open_learner
 from groupwise.config.launch import World, world
 from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError, RankLostError
-from groupwise.model import load_model, resolve_device
+from groupwise.model.load import load_model, resolve_device
 
 if TYPE_CHECKING:
     from groupwise.train.ranks import Ranks

@@ -21,7 +21,7 @@ from groupwise.cluster.crew import Crew
 from groupwise.cluster.ray_actors import Actor, Place, enter, seen_here, this_machine
 from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError, ModelError
-from groupwise.model import LoadedModel, load_model
+from groupwise.model.load import LoadedModel, load_model
 from groupwise.types import Completion, PolicyVersion, SamplingRequest
 
 SEEN_S, LOOK_S = 10.0, 0.1  # until a network's file system shows a new directory; between two looks

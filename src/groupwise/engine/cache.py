@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from groupwise.algo.attention import Scoring, SharedPrompts, mask_of
+from groupwise.model.attention import Scoring, SharedPrompts, mask_of
 
 PART = 16  # rows
 MOST_EMPTY = 4  # cells of the grid per row, beyond which the grid is not worth its empty cells

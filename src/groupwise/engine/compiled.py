@@ -35,12 +35,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from groupwise.algo.attention import Layout
-from groupwise.backbone import After, Backbone, Before, RmsNorm, norm, scoring_of
 from groupwise.engine.graphs import Carry, Graphs, Heads, Recorder, Step, bucket_of, cuda_recorder, mapped
 from groupwise.engine.lora import AdapterBank, Products, multiply
-from groupwise.model import Head
-from groupwise.packed_check import packed_tolerance
+from groupwise.model.attention import Layout
+from groupwise.model.backbone import After, Backbone, Before, RmsNorm, norm, scoring_of
+from groupwise.model.load import Head
+from groupwise.model.packed_check import packed_tolerance
 
 
 class Weights(NamedTuple):

@@ -31,9 +31,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.algo.attention import Layout, SharedPrompts
-from groupwise.backbone import Backbone
-from groupwise.chat import closing_ids, decode, stopped_text
 from groupwise.engine.admission import Admitted, GoingOn, admitted, known_of, pieces_of, together
 from groupwise.engine.cache import Apart, Extend, Grid, KeyValueCache, Prefill, Prefilled, PromptKey, parts_of
 from groupwise.engine.compiled import Compiled
@@ -43,8 +40,11 @@ from groupwise.engine.prefix_cache import Kept, PrefixCache
 from groupwise.engine.rows import Job, Rows
 from groupwise.engine.sampling import reshape, sample_tokens, scaled_logprobs, uniforms
 from groupwise.errors import AdapterNotFoundError, ConfigError, ContextLengthError, GroupwiseError, ModelError
-from groupwise.model import Head, LoadedModel, share_weights
-from groupwise.packed_check import why_not_packed
+from groupwise.model.attention import Layout, SharedPrompts
+from groupwise.model.backbone import Backbone
+from groupwise.model.chat import closing_ids, decode, stopped_text
+from groupwise.model.load import Head, LoadedModel, share_weights
+from groupwise.model.packed_check import why_not_packed
 from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingRequest, TokenSink
 
 PREFILL_TOKENS = 8192  # prompt tokens prefilled in one forward, counting the padding to the longest of them

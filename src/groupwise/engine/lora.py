@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from groupwise.adapter_config import applied_scales, check_config
-from groupwise.backbone import is_lean
 from groupwise.errors import AdapterError
-from groupwise.model import is_linear
+from groupwise.model.backbone import is_lean
+from groupwise.model.load import is_linear
 
 MERGED_BYTES = 1 << 30
 

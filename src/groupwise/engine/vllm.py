@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from groupwise.chat import closing_ids, decode, stopped_text
 from groupwise.config.engine import VllmConfig
 from groupwise.engine.sampling import completion_seed
 from groupwise.engine.vllm_fleet import Fleet
@@ -37,8 +36,9 @@ from groupwise.errors import (
     GroupwiseError,
     ModelError,
 )
-from groupwise.model import LoadedModel
-from groupwise.packed_check import packed_tolerance
+from groupwise.model.chat import closing_ids, decode, stopped_text
+from groupwise.model.load import LoadedModel
+from groupwise.model.packed_check import packed_tolerance
 from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingParams, SamplingRequest
 
 SEEDS = (1 << 62) - 1  # vLLM's are 63 bits wide, and completion j adds j

@@ -25,11 +25,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from groupwise.chat import encode_prompt
 from groupwise.engine.vllm_http import Facts, Server, sampling_body
 from groupwise.engine.vllm_sync import CANARY, FILES, Published, Reference, Shelf, gap
 from groupwise.errors import EngineError
-from groupwise.model import LoadedModel, adapted_modules
+from groupwise.model.chat import encode_prompt
+from groupwise.model.load import LoadedModel, adapted_modules
 from groupwise.types import Message, PolicyVersion, Prompt
 
 if TYPE_CHECKING:

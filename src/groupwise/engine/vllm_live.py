@@ -38,7 +38,7 @@ from groupwise.engine.vllm_open import shape_of
 from groupwise.engine.vllm_server import launch_of, rank_of
 from groupwise.engine.vllm_sync import FILES
 from groupwise.errors import AdapterError, EngineError, NotReadyError
-from groupwise.model import LoadedModel
+from groupwise.model.load import LoadedModel
 from groupwise.types import Completion, PolicyVersion, SamplingParams, SamplingRequest, TokenSink
 
 RANK = 32  # of the largest adapter, where vllm.max_lora_rank does not say

@@ -15,7 +15,7 @@ from groupwise.engine.vllm_handshake import linear_names
 from groupwise.engine.vllm_server import Launch, Shape, launch_of
 from groupwise.engine.vllm_sync import Reference
 from groupwise.errors import ConfigError, ModelError
-from groupwise.model import LoadedModel, context_length, resolve_device, resolve_dtype
+from groupwise.model.load import LoadedModel, context_length, resolve_device, resolve_dtype
 
 
 def open_vllm(

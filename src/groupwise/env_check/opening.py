@@ -17,7 +17,7 @@ from groupwise.envs.call import OwnThread
 from groupwise.envs.load import EnvFactory, load_env
 from groupwise.errors import EnvError
 from groupwise.legacy_play import LegacyEpisodes
-from groupwise.model import LoadedModel, load_model, load_tokenizer
+from groupwise.model.load import LoadedModel, load_model, load_tokenizer
 from groupwise.play import Episodes
 from groupwise.types import Prompt, Sampler, SamplingParams
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from groupwise.chat import decode, stop_ids
+from groupwise.model.chat import decode, stop_ids
 from groupwise.types import Completion, FinishReason, SamplingRequest
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from groupwise.chat import decode
 from groupwise.env_check.samplers import Again, Canned
 from groupwise.env_check.scripts import SCRIPTS, Asked, Script
 from groupwise.env_check.watch import Called
+from groupwise.model.chat import decode
 from groupwise.play import Play, play_all
 from groupwise.tool_calls import format_of
 from groupwise.types import PolicyVersion, Prompt, Rollout, RolloutGroup, Sampler, SamplingParams, seed_of

@@ -23,12 +23,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from groupwise.chat import RENDERING
 from groupwise.config.run import EnvConfig
 from groupwise.data import to_prompt
 from groupwise.envs.base import reward_of
 from groupwise.envs.load import EnvFactory
 from groupwise.errors import ConfigError, DataError, EnvError
+from groupwise.model.chat import RENDERING
 from groupwise.types import Prompt
 
 if TYPE_CHECKING:

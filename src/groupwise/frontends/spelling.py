@@ -175,7 +175,7 @@ def _count_cases(config: EnvConfig, model: str, folder: Path) -> int | None:
     try:
         env = load_env(config, folder=folder)
         if env.legacy:
-            from groupwise.model import load_tokenizer  # torch comes with it
+            from groupwise.model.load import load_tokenizer  # torch comes with it
 
             env = LegacyEnv(env, config, load_tokenizer(model), note=lambda message: None)
         cases = env.cases()

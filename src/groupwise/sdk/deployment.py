@@ -19,7 +19,7 @@ from pathlib import Path
 from groupwise.adapters import AdapterStore
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError
-from groupwise.model import LoadedModel
+from groupwise.model.load import LoadedModel
 from groupwise.sdk.attach import Running
 from groupwise.types import Completion, PolicyVersion, SamplingRequest
 

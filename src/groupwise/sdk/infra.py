@@ -31,7 +31,7 @@ from groupwise.config.importers.cookbook import SERVICE, idle_notes, require_tok
 from groupwise.config.run import LoraSpec
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError, GroupwiseError
-from groupwise.model import LoadedModel, load_model
+from groupwise.model.load import LoadedModel, load_model
 from groupwise.rundir import owned
 from groupwise.sdk.attach import Running
 from groupwise.sdk.concurrency import AdaptiveConcurrency

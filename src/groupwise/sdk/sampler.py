@@ -23,10 +23,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from groupwise.chat import encode_prompt
 from groupwise.config.importers.cookbook import require_tokenizer
 from groupwise.errors import ConfigError, ContextLengthError, DataError
-from groupwise.model import load_tokenizer
+from groupwise.model.chat import encode_prompt
+from groupwise.model.load import load_tokenizer
 from groupwise.sdk.concurrency import AdaptiveConcurrency
 from groupwise.sdk.datums import Datum, datum_of
 from groupwise.sdk.deployment import Deployment

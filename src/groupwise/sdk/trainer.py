@@ -26,14 +26,14 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from groupwise.algo.batch import MicroBatch, count_sequences
 from groupwise.algo.loss import rescaled
 from groupwise.algo.metrics import Metrics
 from groupwise.config.loss import LossSpec
 from groupwise.config.run import LoraSpec
 from groupwise.errors import ConfigError, ContextLengthError, DataError, TrainingError
 from groupwise.job_task import check_ids
-from groupwise.model import LoadedModel
+from groupwise.model.load import LoadedModel
+from groupwise.model.packing import MicroBatch, count_sequences
 from groupwise.sdk import state
 from groupwise.sdk.alignment import UNKNOWN
 from groupwise.sdk.datums import Datum

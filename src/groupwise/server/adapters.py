@@ -38,7 +38,7 @@ from groupwise.errors import (
     StorageError,
     SwapRefusedError,
 )
-from groupwise.model import LoadedModel
+from groupwise.model.load import LoadedModel
 from groupwise.server.bodies import check_content_type, read_body
 from groupwise.server.policies import AdapterInUseError, check_free_name
 from groupwise.server.protocol_adapters import (

@@ -24,7 +24,7 @@ from groupwise.budget import device_memory
 from groupwise.config.job import GrpoJobConfig, JobConfig, SftJobConfig
 from groupwise.errors import GroupwiseError, ModelError, NotReadyError
 from groupwise.ledger import Job, JobState
-from groupwise.model import LoadedModel
+from groupwise.model.load import LoadedModel
 from groupwise.server.envelope import hidden
 from groupwise.server.protocol_completions import ModelCard, ModelList
 from groupwise.server.recorder import Sample

@@ -10,7 +10,7 @@ from groupwise.adapters import AdapterStore
 from groupwise.config.serve import ServeConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.ledger import Ledger
-from groupwise.model import LoadedModel, load_model
+from groupwise.model.load import LoadedModel, load_model
 from groupwise.model_ipc import FILE, offer_weights
 from groupwise.model_map import map_weights
 from groupwise.server.admin import gauges

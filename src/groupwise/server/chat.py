@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
 
-from groupwise.chat import THINK_END, THINK_START, encode_prompt, opens_thought
 from groupwise.config.serve import ServeConfig
+from groupwise.model.chat import THINK_END, THINK_START, encode_prompt, opens_thought
 from groupwise.server.admission import SAMPLING_ERRORS, Admission, admit
 from groupwise.server.bodies import parse_body
 from groupwise.server.encode import template_options

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
 
-from groupwise.chat import encode_prompt, too_long
 from groupwise.config.serve import ServeConfig
 from groupwise.errors import RequestError
+from groupwise.model.chat import encode_prompt, too_long
 from groupwise.server.admission import SAMPLING_ERRORS, Admission, admit
 from groupwise.server.bodies import parse_body
 from groupwise.server.events import PING, EventStream, sse, while_connected

@@ -44,7 +44,7 @@ from groupwise.errors import (
     RequestError,
     SwapRefusedError,
 )
-from groupwise.model import LoadedModel
+from groupwise.model.load import LoadedModel
 from groupwise.types import LiveEngine, PolicyVersion
 
 _MAX_TEXT = 80  # more than any name@number has: what is longer is not found, though as a file name it would be an error

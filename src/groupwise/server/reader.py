@@ -41,7 +41,7 @@ from groupwise.server.listen import INCOMING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from groupwise.model import AdaptableModules, LoadedModel
+    from groupwise.model.load import AdaptableModules, LoadedModel
 
 SHORT = 1 << 16  # bytes of a body that is kept in memory, and read in a thread
 SHORT_TO_TRAIN = 1 << 14  # ... where a conversation comes to many more steps of work

@@ -32,9 +32,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from groupwise.chat import encode_prompt, encode_supervised, least_tokens
 from groupwise.config.serve import ServeConfig
 from groupwise.errors import BodyTooLargeError, GroupwiseError
+from groupwise.model.chat import encode_prompt, encode_supervised, least_tokens
 from groupwise.server.reader import DONE, GO, READY, Outcome, receive_frame
 from groupwise.types import Message, Prompt
 

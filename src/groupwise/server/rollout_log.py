@@ -21,10 +21,10 @@ from fastapi import APIRouter, Query, Request
 from starlette.concurrency import run_in_threadpool
 
 from groupwise.algo.advantage import DEFAULT_EPS, AdvantageSpec, advantages, gdpo_advantages
-from groupwise.chat import decode, stop_ids
 from groupwise.errors import DamagedPayloadError, JobNotFoundError, RequestError
 from groupwise.job_payload import GrpoPayload, ScoredGroup, parse_payload
 from groupwise.ledger import Job, Ledger
+from groupwise.model.chat import decode, stop_ids
 from groupwise.server.generate import sendable
 from groupwise.server.protocol_rollouts import (
     MOST_ROWS,

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
 
-from groupwise.chat import encode_prompt, opens_thought
 from groupwise.config.serve import ServeConfig
 from groupwise.errors import ChatError, ContextLengthError, RequestError, StorageError
 from groupwise.ledger import RolloutRecord
+from groupwise.model.chat import encode_prompt, opens_thought
 from groupwise.server.admission import SAMPLING_ERRORS, Admission, admit, usage
 from groupwise.server.bodies import parse_body
 from groupwise.server.chat import said_last

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from groupwise.adapters import AdapterStore
     from groupwise.config.serve import ServeConfig
     from groupwise.ledger import Ledger
-    from groupwise.model import LoadedModel
+    from groupwise.model.load import LoadedModel
     from groupwise.server.policies import Policies
     from groupwise.server.reader import Reader
     from groupwise.server.recorder import Recorder

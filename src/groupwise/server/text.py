@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from groupwise.chat import THINK_END, THINK_START, closing_ids
+from groupwise.model.chat import THINK_END, THINK_START, closing_ids
 from groupwise.tool_calls import Call, MalformedCall, ToolCallFormat, pieces
 from groupwise.types import SamplingParams
 

@@ -31,7 +31,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from groupwise.algo.batch import (
+from groupwise.algo.kl import kl_metrics, measured_rows
+from groupwise.algo.loss import LossInputs, combined, policy_loss
+from groupwise.algo.metrics import Metrics
+from groupwise.config.loss import LossSpec
+from groupwise.config.run import LoraSpec
+from groupwise.errors import ConfigError, ContextLengthError, ModelError, TrainingError
+from groupwise.model.backbone import is_lean
+from groupwise.model.flex import why_not_flex
+from groupwise.model.load import LoadedModel, longest_row, plain_implementation, share_weights
+from groupwise.model.packed_check import head_gap, packed_tolerance, why_not_packed
+from groupwise.model.packing import (
+    FLEX,
+    MERGED,
+    Layouts,
     MicroBatch,
     count_loss_tokens,
     count_sequences,
@@ -40,18 +53,7 @@ from groupwise.algo.batch import (
     sequence_lengths,
     side_by_side,
 )
-from groupwise.algo.kl import kl_metrics, measured_rows
-from groupwise.algo.layouts import FLEX, MERGED, Layouts
-from groupwise.algo.loss import LossInputs, combined, policy_loss
-from groupwise.algo.metrics import Metrics
-from groupwise.backbone import is_lean
-from groupwise.config.loss import LossSpec
-from groupwise.config.run import LoraSpec
-from groupwise.errors import ConfigError, ContextLengthError, ModelError, TrainingError
-from groupwise.model import LoadedModel, longest_row, plain_implementation, share_weights
-from groupwise.packed_check import head_gap, packed_tolerance, why_not_packed
 from groupwise.train.batch_step import train_on_batch
-from groupwise.train.flex_trial import why_not_flex
 from groupwise.train.lanes import Lanes
 from groupwise.train.learner_state import load_state, save_state
 from groupwise.train.logprobs import packed_logprobs, plain_logprobs

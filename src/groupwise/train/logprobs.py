@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from groupwise.algo.batch import MicroBatch, Padded
-from groupwise.backbone import Backbone, decoder_of
-from groupwise.model import Head, plain_attention
+from groupwise.model.backbone import Backbone, decoder_of
+from groupwise.model.load import Head, plain_attention
+from groupwise.model.packing import MicroBatch, Padded
 from groupwise.train.lora import project_with_lora
 
 TILE_VALUES = 1 << 20  # logits per tile: 4 MiB in float32, which stay in a CPU's cache

@@ -24,10 +24,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from groupwise.adapter_config import applied_scales, check_config
-from groupwise.backbone import project_plainly
 from groupwise.config.run import LoraSpec
 from groupwise.errors import AdapterError
-from groupwise.model import adapted_modules
+from groupwise.model.backbone import project_plainly
+from groupwise.model.load import adapted_modules
 
 _PEFT_PREFIX = "base_model.model."
 _A = ".lora_A.weight"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import ConfigError, TrainingError
-from groupwise.model import LoadedModel
+from groupwise.model.load import LoadedModel
 from groupwise.train.parallel import ParallelLearner
 from groupwise.train.ranks import Ranks
 from groupwise.train.shards import ShardedLearner

@@ -23,11 +23,11 @@ import torch
 import transformers
 from torch import Tensor
 
-from groupwise.algo.batch import MicroBatch
 from groupwise.algo.loss import combined
 from groupwise.algo.metrics import Metrics
 from groupwise.errors import ConfigError
-from groupwise.model import LoadedModel
+from groupwise.model.load import LoadedModel
+from groupwise.model.packing import MicroBatch
 from groupwise.train.learner import Learner, Listener, TokenLoss
 from groupwise.train.learner_state import restore, state_of
 from groupwise.train.ranks import Ranks

@@ -32,10 +32,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from groupwise.algo.batch import MicroBatch, pack, pad
 from groupwise.algo.metrics import Metrics
 from groupwise.errors import ConfigError
-from groupwise.model import LoadedModel
+from groupwise.model.load import LoadedModel
+from groupwise.model.packing import MicroBatch, pack, pad
 from groupwise.train.learner import Listener
 from groupwise.train.learner_state import is_sharded
 from groupwise.train.logprobs import packed_logprobs, plain_logprobs

@@ -25,10 +25,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from groupwise.algo.batch import count_loss_tokens, count_sequences
 from groupwise.algo.loss import combined, rescaled
 from groupwise.config.loss import LossSpec
 from groupwise.errors import ConfigError
+from groupwise.model.packing import count_loss_tokens, count_sequences
 from groupwise.types import Sample
 
 if TYPE_CHECKING:

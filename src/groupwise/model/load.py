@@ -29,11 +29,11 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from groupwise.algo.attention import ATTENTION
-from groupwise.chat import stop_ids
 from groupwise.config.hub import reading
 from groupwise.config.run import ALL_LINEAR, STARTER, STARTER_DIR
 from groupwise.errors import ConfigError, ModelError
+from groupwise.model.attention import ATTENTION
+from groupwise.model.chat import stop_ids
 
 _UNREADABLE = (OSError, ValueError, KeyError, SafetensorError)
 

@@ -35,16 +35,38 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from groupwise.algo.attention import Layout
-from groupwise.algo.layouts import MERGED, Layouts
 from groupwise.algo.prefixes import Line, cut, families, tree_of
+from groupwise.model.attention import Layout, PrefixTree, SharedPrompts
+from groupwise.model.flex import Forest
 from groupwise.types import Sample
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The ways to compute attention over a micro-batch: which layouts say who attends to whom in its packed row.
+#
+#     MERGED    `SharedPrompts` and `PrefixTree`: matrix products and softmaxes over padded grids; on any device
+#     FLEX      `Forest`: FlexAttention's compiled kernels, for both; on CUDA GPUs
+#
+# They compute the same but for rounding.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """What makes the layout of groups, called as `SharedPrompts` is, and that of prefix trees, called as `PrefixTree`
+    is."""
+
+    of_groups: Callable[..., Layout]
+    of_tree: Callable[..., Layout]
+
+
+MERGED = Layouts(SharedPrompts, PrefixTree)
+FLEX = Layouts(Forest.of_groups, Forest.of_tree)
 
 Family = tuple[list[int], list[Line] | None]  # rows, and their tree where they are packed as one
 

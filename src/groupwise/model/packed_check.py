@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from groupwise.algo.attention import Layout, SharedPrompts
-from groupwise.backbone import Backbone, decoder_of
-from groupwise.model import Head, longest_row, plain_attention, share_weights
+from groupwise.model.attention import Layout, SharedPrompts
+from groupwise.model.backbone import Backbone, decoder_of
+from groupwise.model.load import Head, longest_row, plain_attention, share_weights
 
 Lines = Sequence[tuple[int, int]]  # of completions: whose prompt, and how many tokens
 
