@@ -21,7 +21,7 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 from groupwise.config.load import load_object
 from groupwise.config.run import parse_config
 from groupwise.rewards.base import load_rewards, score, summarize
-from groupwise.rewards.catalogue import functions_in
+from groupwise.rewards.check import functions_in
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Turn
 
 PAGE = (Path(__file__).parent.parent / "docs" / "rewards.md").read_text(encoding="utf-8")

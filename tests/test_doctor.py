@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cli_project import cli, save_model
-from groupwise import doctor, sandbox
+from groupwise import doctor
 from groupwise.doctor import (
     Finding,
     check_disk,
@@ -19,7 +19,8 @@ from groupwise.doctor import (
     examine,
 )
 from groupwise.model import load as model
-from groupwise.sandbox import Isolation
+from groupwise.rewards import sandbox
+from groupwise.rewards.sandbox import Isolation
 
 
 @pytest.fixture(scope="module")

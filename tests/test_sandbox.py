@@ -17,8 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from groupwise import sandbox, sandbox_keeper
-from groupwise.sandbox import (
+from groupwise.rewards import sandbox
+from groupwise.rewards import sandbox_child as sandbox_keeper
+from groupwise.rewards.sandbox import (
     Isolation,
     Limits,
     SandboxError,

@@ -40,10 +40,9 @@ from groupwise.model.load import LoadedModel, load_model, load_tokenizer
 from groupwise.model.memory import Load, fitting_tokens
 from groupwise.play import Environments, Episodes, Play, SingleTurn
 from groupwise.replay import ReplayBuffer, RerollQueue, total_reward
-from groupwise.rewards.base import RewardFunction, RewardWorkers, check_columns, load_rewards
+from groupwise.rewards.base import RewardFunction, RewardWorkers, Scorer, check_columns, load_rewards
 from groupwise.rewards.classifier import load_models, reward_model, reward_models
 from groupwise.rewards.pool import RewardPool
-from groupwise.scorer import Scorer
 from groupwise.train.learner import Learner, OptimizerSpec
 from groupwise.train.reference import ReferenceSpec
 from groupwise.types import Prompt, Sampler

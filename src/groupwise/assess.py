@@ -15,7 +15,7 @@ from groupwise.errors import ConfigError
 from groupwise.evaluate import SUCCESS, Evaluation, evaluate, prepare_all
 from groupwise.locate import Located, find_adapter
 from groupwise.model.load import load_model
-from groupwise.scorer import Scorer
+from groupwise.rewards.base import Scorer
 from groupwise.types import PolicyVersion, Prompt
 
 MODES = ("greedy", "sampled")

@@ -20,8 +20,7 @@ from groupwise.output import print_json, print_line, say
 
 if TYPE_CHECKING:
     from groupwise.rewards.base import RewardFunction
-    from groupwise.rewards.lint import RewardReport
-    from groupwise.rewards.probes import Row
+    from groupwise.rewards.check import RewardReport, Row
 
 rewards_app = typer.Typer(help="The rewards in the package, and what is wrong with yours.", **OPTIONS)
 
@@ -29,7 +28,7 @@ rewards_app = typer.Typer(help="The rewards in the package, and what is wrong wi
 @rewards_app.command("list", epilog=examples("groupwise rewards list", "groupwise rewards list --json"))
 def list_rewards(as_json: AsJson = False, debug: Debug = False) -> None:
     """Every reward in the package: what to write under `rewards:`, and what it gives."""
-    from groupwise.rewards.catalogue import built_in
+    from groupwise.rewards.check import built_in
 
     found = list(built_in())
     if as_json:
@@ -97,7 +96,7 @@ def _load(name: str, *, folder: Path, options: dict[str, Any]) -> tuple[Sequence
     """The functions, and by reference the options that those of a module lack without which they cannot be called."""
     from groupwise.config.run import RewardConfig
     from groupwise.rewards.base import load_rewards
-    from groupwise.rewards.lint import needed_options
+    from groupwise.rewards.check import needed_options
 
     found = _find(name, folder)
     if len(found) == 1:
@@ -124,7 +123,7 @@ def _load(name: str, *, folder: Path, options: dict[str, Any]) -> tuple[Sequence
 def _find(name: str, folder: Path) -> dict[str, Callable[..., Any]]:
     """Reference -> function: the one that is named, or all of the module."""
     from groupwise.config.load import load_object
-    from groupwise.rewards.catalogue import functions_in
+    from groupwise.rewards.check import functions_in
 
     if ":" in name:
         return {name: load_object(name, folder=folder)}
@@ -143,7 +142,7 @@ def _rows(source: str | None, *, folder: Path, gold: str | None, count: int) -> 
     """The built-in rows, or the first of a dataset: the wrong answer to one is the right one to another."""
     from groupwise.config.run import DatasetConfig
     from groupwise.data import open_prompts
-    from groupwise.rewards.probes import GOLD, ROWS, Row
+    from groupwise.rewards.check import GOLD, ROWS, Row
 
     if source is None:
         if gold is not None:
@@ -169,7 +168,7 @@ def _rows(source: str | None, *, folder: Path, gold: str | None, count: int) -> 
 def _lint(
     functions: Sequence[RewardFunction], *, folder: Path, rows: Sequence[Row], deadline: float
 ) -> list[RewardReport]:
-    from groupwise.rewards.lint import lint as lint_one
+    from groupwise.rewards.check import lint as lint_one
     from groupwise.rewards.pool import RewardPool
 
     async def lint_all() -> list[RewardReport]:

@@ -169,7 +169,7 @@ def check_template() -> Finding:
 
 def check_sandbox() -> Finding:
     """What untrusted code (rewards that run programs) is kept apart by."""
-    from groupwise.sandbox import isolation
+    from groupwise.rewards.sandbox import isolation
 
     level = isolation()
     if not level.namespaces:

@@ -24,8 +24,8 @@ from groupwise.algo.samples import samples_of
 from groupwise.assemble import Plan
 from groupwise.batches import Batches
 from groupwise.config.loss import LossSpec
+from groupwise.rewards.base import Scorer
 from groupwise.rollout import Collected
-from groupwise.scorer import Scorer
 from groupwise.train.learner import Learner
 from groupwise.train.schedule import learning_rate_at
 from groupwise.train.streamed_step import StreamedStep

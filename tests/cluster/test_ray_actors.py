@@ -19,8 +19,8 @@ from groupwise.config.run import RunConfig, parse_config
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ModelError, StorageError
 from groupwise.model.load import LoadedModel, load_model
-from groupwise.rewards.call import AT_START, FailureKind
-from groupwise.rewards.call import Failure as RewardFailure
+from groupwise.rewards.base import AT_START, FailureKind
+from groupwise.rewards.base import Failure as RewardFailure
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
 
 REWARD = """

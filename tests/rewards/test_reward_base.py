@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from groupwise.config.run import RewardConfig
 from groupwise.errors import ConfigError, LoadError, RewardError
 from groupwise.rewards.base import (
+    FailureKind,
     RewardFunction,
     RewardLog,
+    TrainerState,
     check_columns,
     load_rewards,
     refuse_failed,
@@ -21,7 +23,6 @@ from groupwise.rewards.base import (
     summarize,
     text_of,
 )
-from groupwise.rewards.call import FailureKind, TrainerState
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Turn
 
 

@@ -19,8 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupwise import sandbox
-from groupwise.rewards import code, code_harness
+from groupwise.rewards import code, code_harness, sandbox
 from groupwise.rewards.code import (
     BadTestCase,
     blocks_of,
@@ -31,7 +30,7 @@ from groupwise.rewards.code import (
     same,
 )
 from groupwise.rewards.code_harness import decode, encode
-from groupwise.sandbox import Isolation, SandboxError
+from groupwise.rewards.sandbox import Isolation, SandboxError
 from processes import descendants
 
 DOUBLE = [{"input": 1, "output": 2}, {"input": 5, "expected": 10}, {"input": "ab", "output": "abab"}]

@@ -8,7 +8,7 @@ import pytest
 from groupwise.config.run import RewardConfig
 from groupwise.rewards import compat
 from groupwise.rewards.base import load_rewards
-from groupwise.rewards.catalogue import functions_in
+from groupwise.rewards.check import functions_in
 from groupwise.rewards.compat import (
     accuracy_reward,
     citation_reward,

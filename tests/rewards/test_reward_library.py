@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from groupwise.config.run import RewardConfig
-from groupwise.rewards.base import load_rewards
-from groupwise.rewards.call import RewardFunction
-from groupwise.rewards.catalogue import functions_in
+from groupwise.rewards.base import RewardFunction, load_rewards
+from groupwise.rewards.check import functions_in
 
 MODULES = ("compat", "ensemble", "format", "length", "math", "text")
 OPTIONS: dict[str, dict[str, Any]] = {

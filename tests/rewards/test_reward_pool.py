@@ -18,10 +18,8 @@ import pytest
 
 from groupwise.config.run import RewardConfig
 from groupwise.errors import ConfigError, RewardError
-from groupwise.rewards.base import RewardFunction, RewardLog, load_rewards, score, score_group
-from groupwise.rewards.call import TrainerState
-from groupwise.rewards.pool import RewardPool
-from groupwise.rewards.pool_lane import Patience
+from groupwise.rewards.base import RewardFunction, RewardLog, TrainerState, load_rewards, score, score_group
+from groupwise.rewards.pool import Patience, RewardPool
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Turn
 from processes import becomes, descendants, running
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupwise.rewards import quantity
-from groupwise.rewards.quantity import last_quantity
+from groupwise.rewards import math as quantity
+from groupwise.rewards.math import last_quantity
 
 
 def number(text: str) -> Fraction | None:

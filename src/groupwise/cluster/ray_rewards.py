@@ -15,8 +15,7 @@ from groupwise.cluster.crew import Crew
 from groupwise.cluster.ray_actors import Actor, Place, enter
 from groupwise.config.run import RewardConfig, RunConfig
 from groupwise.errors import RewardError
-from groupwise.rewards.base import reward_names
-from groupwise.rewards.call import AT_START, Answer, FailureKind, RewardFunction, TrainerState
+from groupwise.rewards.base import AT_START, Answer, FailureKind, RewardFunction, TrainerState, reward_names
 from groupwise.rewards.pool import RewardPool, pickled
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from groupwise.config.engine import VllmConfig
 from groupwise.errors import ConfigError
-from groupwise.sandbox import Box, SandboxError, trusted
+from groupwise.rewards.sandbox import Box, SandboxError, trusted
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's kernels have
 FOR_EVER_S = 1e8

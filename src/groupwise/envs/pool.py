@@ -37,8 +37,8 @@ from groupwise.config.run import EnvConfig
 from groupwise.envs.base import Episode, Observation, StepResult
 from groupwise.envs.pool_worker import decode_answer
 from groupwise.errors import EnvError
+from groupwise.rewards.workers import START_S, Lane, Loss, WorkerProcess
 from groupwise.types import Message
-from groupwise.workers import START_S, Lane, Loss, WorkerProcess
 
 GRACE_S = 1.0  # beyond the time of a method, for its process to give it up by itself
 AGAIN = 3  # times that an episode is played again

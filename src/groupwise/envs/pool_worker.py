@@ -26,9 +26,9 @@ from groupwise.envs.call import OwnThread
 from groupwise.envs.load import EnvFactory, load_env
 from groupwise.envs.tool_env import ToolEnv
 from groupwise.errors import EnvError, GroupwiseError
-from groupwise.sandbox import Channel
+from groupwise.rewards.sandbox import Channel
+from groupwise.rewards.workers import LONGEST_MESSAGE
 from groupwise.types import Message
-from groupwise.workers import LONGEST_MESSAGE
 
 
 class EpisodeGone(EnvError):

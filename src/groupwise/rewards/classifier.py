@@ -23,8 +23,7 @@ from typing import Any
 from groupwise.config.hub import reading
 from groupwise.config.run import RewardConfig
 from groupwise.errors import ModelError, RewardError
-from groupwise.rewards.base import RewardWorkers, text_of
-from groupwise.rewards.call import Call, Failure, RewardFunction, call_here
+from groupwise.rewards.base import Call, Failure, RewardFunction, RewardWorkers, call_here, text_of
 from groupwise.rewards.text import prompt_text
 
 _IN_USE = threading.Lock()

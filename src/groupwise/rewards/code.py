@@ -1,4 +1,4 @@
-"""Rewards on Python code, which runs in boxes (`groupwise.sandbox`). Options are the keyword-only arguments.
+"""Rewards on Python code, which runs in boxes (`groupwise.rewards.sandbox`). Options are the keyword-only arguments.
 
     code_execution     the share of test cases that the program passes: all or nothing, or with partial credit
     code_block_format  exactly one fenced Python block, closed and not empty
@@ -52,7 +52,7 @@ from typing import Any, Literal
 from groupwise.rewards import code_harness
 from groupwise.rewards.base import text_of
 from groupwise.rewards.code_harness import decode, encode
-from groupwise.sandbox import (
+from groupwise.rewards.sandbox import (
     Box,
     Isolation,
     Limits,

@@ -39,8 +39,7 @@ from groupwise.rewards import code
 from groupwise.rewards import format as formats
 from groupwise.rewards import length as lengths
 from groupwise.rewards.base import text_of
-from groupwise.rewards.math import number_match
-from groupwise.rewards.quantity import last_quantity
+from groupwise.rewards.math import last_quantity, number_match
 from groupwise.rewards.text import exact_match, gold_text, prompt_text, rouge_l, tagged, words_of
 
 Scores = list[float | None]

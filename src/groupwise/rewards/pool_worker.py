@@ -22,10 +22,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise.rewards.base import load_rewards
-from groupwise.rewards.call import Answer, Call, Failure, FailureKind, RewardFunction, TrainerState
-from groupwise.sandbox import Channel
-from groupwise.workers import LONGEST_MESSAGE
+from groupwise.rewards.base import Answer, Call, Failure, FailureKind, RewardFunction, TrainerState, load_rewards
+from groupwise.rewards.sandbox import Channel
+from groupwise.rewards.workers import LONGEST_MESSAGE
 
 
 @dataclass(frozen=True, kw_only=True)

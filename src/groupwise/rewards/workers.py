@@ -28,7 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from groupwise.sandbox import Box, SandboxError, trusted
+from groupwise.rewards.sandbox import Box, SandboxError, trusted
 
 LONGEST_MESSAGE = 1 << 30
 START_S = 120.0  # for a worker to import what it is to run

@@ -54,7 +54,7 @@ from typing import Any, Literal
 from groupwise.errors import GroupwiseError
 
 Status = Literal["ok", "error", "timeout", "memory", "output", "killed", "lost"]
-KEEPER = Path(__file__).with_name("sandbox_keeper.py")
+KEEPER = Path(__file__).with_name("sandbox_child.py")
 GRACE_S = 15.0  # for the keeper to kill, and to say so
 PROBE_S = 60.0
 LONGEST_LENGTH = 8  # bytes of a frame's head
