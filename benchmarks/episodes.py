@@ -36,7 +36,7 @@ from groupwise.config.run import parse_config
 from groupwise.engine.local import LocalEngine
 from groupwise.model.chat import decode, encode_prompt
 from groupwise.model.load import LoadedModel, load_model
-from groupwise.play import play_all
+from groupwise.tasks.episode import play_all
 from groupwise.types import PolicyVersion, Prompt, RolloutGroup
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "envs"

@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from groupwise import Client
-from groupwise.starter.tasks import prompts as arithmetic
+from groupwise.tasks.starter.tasks import prompts as arithmetic
 
 PROMPTS, GROUP, FRESH, MAX_TOKENS = 32, 8, 128, 40
 TRAINING = {"learning_rate": 3e-3, "kl_coeff": 0.0, "output_name": "arithmetic"}

@@ -40,7 +40,7 @@ from groupwise.config.run import STARTER
 from groupwise.engine.local import LocalEngine
 from groupwise.model.chat import encode_rendered, render_prompt
 from groupwise.model.load import LoadedModel
-from groupwise.starter.tasks import prompts
+from groupwise.tasks.starter.tasks import prompts
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
 
 EXAMPLES = 3  # before the question

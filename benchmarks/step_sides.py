@@ -386,7 +386,7 @@ def prepare(case: Case, *, hidden: int, layers: int) -> dict[str, Any]:
         context = max(1024, case.prompt + case.completion)
         write_model(Path(case.model), hidden=hidden, layers=layers, context=context)
     if case.natural:
-        from groupwise.starter.tasks import prompts
+        from groupwise.tasks.starter.tasks import prompts
 
         rows = prompts(["add", "sub"], style="think", n=case.prompts * (case.warmup + case.steps))
         Path(case.prompts_file).write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in rows))

@@ -23,8 +23,8 @@ from transformers import (
 from cli_project import Project, save_model
 from groupwise.engine.local import LocalEngine
 from groupwise.model.load import LoadedModel, load_model, wrap_model
-from groupwise.starter.tasks import supervised_conversations
-from groupwise.starter.tokenizer import build_tokenizer, render
+from groupwise.tasks.starter.tasks import supervised_conversations
+from groupwise.tasks.starter.tokenizer import build_tokenizer, render
 from groupwise.types import Sample
 from model_families import MIXTURES, OTHERS, family_config
 

@@ -9,9 +9,8 @@ from typing import Any
 
 from groupwise.config.run import EnvConfig
 from groupwise.engine.local import LocalEngine
-from groupwise.envs.base import Observation, StepResult
-from groupwise.envs.load import EnvFactory
-from groupwise.play import Episodes, play_all
+from groupwise.tasks.env import EnvFactory, Observation, StepResult
+from groupwise.tasks.episode import Episodes, play_all
 from groupwise.types import PolicyVersion, Prompt, RolloutGroup, SamplingParams
 
 

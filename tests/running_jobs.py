@@ -17,7 +17,10 @@ def config(tmp_path: Path, **sections: Any) -> RunConfig:
     """Six steps of 4 prompts x 4 completions; a section's keys are merged into it."""
     data: dict[str, Any] = {
         "model": "starter",
-        "data": {"source": "groupwise.starter.tasks:prompts", "args": {"skill": ["add"], "style": "bare", "n": 64}},
+        "data": {
+            "source": "groupwise.tasks.starter.tasks:prompts",
+            "args": {"skill": ["add"], "style": "bare", "n": 64},
+        },
         "rewards": [{"function": "groupwise.rewards.text:exact_match"}],
         "rollout": {"prompts_per_step": 4, "group_size": 4, "max_tokens": 8},
         "train": {"steps": 6, "learning_rate": 1e-3, "lora": {"rank": 4}},

@@ -12,7 +12,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from groupwise.starter.tokenizer import CHAT_TEMPLATE, MARKERS
+from groupwise.tasks.starter.tokenizer import CHAT_TEMPLATE, MARKERS
 
 # What Mistral's templates do since v3: tools stand before the last user message, results in a block of their own.
 MISTRAL = (

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from groupwise.algo.advantage import AdvantageSpec, has_signal, with_advantages
 from groupwise.algo.samples import samples_of
 from groupwise.batches import Batches, Pace
-from groupwise.data import PromptSource
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import DataError, RewardError
-from groupwise.play import SingleTurn
 from groupwise.replay import ReplayBuffer, RerollQueue
 from groupwise.rollout import Collected
+from groupwise.tasks.episode import SingleTurn
+from groupwise.tasks.prompts import PromptSource
 from groupwise.types import PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams
 
 BASE = PolicyVersion.base()

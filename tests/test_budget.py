@@ -10,7 +10,7 @@ from groupwise.budget import device_memory, load_of, longest_prompt
 from groupwise.config.run import RunConfig, load_config
 from groupwise.errors import ConfigError
 from groupwise.model.memory import GIB, fitting_tokens, memory
-from groupwise.play import SingleTurn
+from groupwise.tasks.episode import SingleTurn
 from groupwise.train.learner import Learner
 from groupwise.types import Prompt
 

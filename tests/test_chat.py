@@ -23,8 +23,8 @@ from groupwise.model.chat import (
     split_thinking,
     stop_ids,
 )
-from groupwise.starter.tasks import CALCULATOR, supervised_conversations
-from groupwise.starter.tokenizer import build_tokenizer, render
+from groupwise.tasks.starter.tasks import CALCULATOR, supervised_conversations
+from groupwise.tasks.starter.tokenizer import build_tokenizer, render
 from groupwise.types import Prompt
 
 CONVERSATIONS = supervised_conversations(0, 500)

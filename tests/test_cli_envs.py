@@ -17,7 +17,7 @@ import random
 import threading
 import time
 
-from groupwise.envs import Observation, StepResult, ToolEnv
+from groupwise.tasks.env import Observation, StepResult, ToolEnv
 
 def say(text):
     return [{"role": "user", "content": text}]

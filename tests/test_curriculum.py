@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from groupwise.curriculum import FLOOR, REVISIT, Curriculum
-from groupwise.data import PromptSource
 from groupwise.errors import ConfigError, DataError
+from groupwise.tasks.prompts import PromptSource
 from groupwise.types import Prompt, Rollout, RolloutGroup
 
 

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from groupwise.config.run import DataConfig, DatasetConfig
-from groupwise.data import PromptSource, Ticket, open_prompts, to_prompt
 from groupwise.errors import ConfigError, DataError, LoadError
+from groupwise.tasks.prompts import PromptSource, Ticket, open_prompts, to_prompt
 from groupwise.types import Prompt
 
 CHAT = [{"role": "user", "content": "2+2?"}]

@@ -12,7 +12,7 @@ from rich.console import Console
 from groupwise.display import LineDisplay, LiveDisplay, before_after_table, open_display, said, side_by_side, sparkline
 from groupwise.health.rule import Severity
 from groupwise.health.watch import Event, Finding
-from groupwise.transcript import visible
+from groupwise.tasks.transcript import visible
 from groupwise.types import Completion, FinishReason, Rollout, Turn
 
 METRICS = {

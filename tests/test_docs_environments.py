@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 from groupwise.algo.metrics import STOPS
 from groupwise.cli_envs import envs_app
 from groupwise.config.run import EnvConfig, parse_config
-from groupwise.envs.load import load_env
-from groupwise.envs.tools import Outcome
 from groupwise.health.rules import RULES
 from groupwise.loop import run
+from groupwise.tasks.env import load_env
+from groupwise.tasks.tools import Outcome
 from groupwise.tracking import read_metrics
 
 PAGE = (Path(__file__).parent.parent / "docs" / "environments.md").read_text(encoding="utf-8")

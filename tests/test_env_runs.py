@@ -15,7 +15,7 @@ from groupwise.tracking import read_metrics, read_rollouts
 ENVS = '''
 import itertools
 
-from groupwise.envs import Observation, StepResult
+from groupwise.tasks.env import Observation, StepResult
 
 
 class Flaky:

@@ -13,8 +13,8 @@ import pytest
 
 from episodes import AsyncEcho, Bad, Echo, cases, config, play
 from groupwise.algo.samples import segments_of
-from groupwise.envs.base import StepResult
 from groupwise.errors import EnvError
+from groupwise.tasks.env import StepResult
 from groupwise.types import SamplingParams
 
 NEVER = threading.Event()
@@ -122,7 +122,7 @@ def test_tool_calls_are_limited(rollouts):
 
     class Calls(Talker):
         def reset(self, case, seed):
-            from groupwise.envs.base import Observation
+            from groupwise.tasks.env import Observation
 
             return Observation(messages=[{"role": "user", "content": "What is 47 + 138?"}], tools=[tool])
 

@@ -7,9 +7,9 @@ from huggingface_hub import constants
 
 from groupwise.config import hub
 from groupwise.config.run import DatasetConfig
-from groupwise.data import open_prompts
 from groupwise.errors import DataError, ModelError
 from groupwise.model.load import load_tokenizer
+from groupwise.tasks.prompts import open_prompts
 
 
 class Deaf:

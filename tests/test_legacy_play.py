@@ -17,11 +17,10 @@ from cli_project import cli, save_model
 from groupwise.algo.samples import samples_of
 from groupwise.config.run import EnvConfig
 from groupwise.engine.local import LocalEngine
-from groupwise.envs.legacy import LegacyEnv
-from groupwise.envs.load import EnvFactory
 from groupwise.errors import AdapterNotFoundError, EnvError
-from groupwise.legacy_play import LegacyEpisodes
-from groupwise.play import play_all
+from groupwise.tasks.compat.three_method import LegacyEnv, LegacyEpisodes
+from groupwise.tasks.env import EnvFactory
+from groupwise.tasks.episode import play_all
 from groupwise.tracking import read_metrics
 from groupwise.types import PolicyVersion, RolloutGroup, SamplingParams
 

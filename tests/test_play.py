@@ -13,10 +13,10 @@ from episodes import Bad, Echo, Slow, cases, config, factory, play
 from groupwise.algo.advantage import AdvantageSpec, with_advantages
 from groupwise.algo.samples import samples_of
 from groupwise.engine.local import LocalEngine
-from groupwise.envs.base import Observation
 from groupwise.errors import ContextLengthError
 from groupwise.model.chat import encode_prompt
-from groupwise.play import Episodes, Lockstep, SingleTurn, Slots, play_all, together
+from groupwise.tasks.env import Observation
+from groupwise.tasks.episode import Episodes, Lockstep, SingleTurn, Slots, play_all, together
 from groupwise.types import PolicyVersion, Prompt, SamplingParams, SamplingRequest
 
 BASE = PolicyVersion.base()

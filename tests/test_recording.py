@@ -9,10 +9,10 @@ import torch
 
 from groupwise.algo.samples import segments_of
 from groupwise.config.run import EnvConfig
-from groupwise.envs.legacy import for_user_code
 from groupwise.errors import EnvError
 from groupwise.model.chat import encode_prompt
-from groupwise.recording import LimitReached, Origin, PolicyClosedError, RecordingPolicy
+from groupwise.tasks.compat.three_method import for_user_code
+from groupwise.tasks.recording import LimitReached, Origin, PolicyClosedError, RecordingPolicy
 from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, SamplingParams, SamplingRequest
 
 RUN = SamplingParams(max_tokens=6, temperature=1.0)

@@ -19,8 +19,8 @@ from groupwise.engine.local import LocalEngine
 from groupwise.errors import DataError
 from groupwise.model.chat import encode_prompt
 from groupwise.model.load import load_model
-from groupwise.play import SingleTurn, play_all
 from groupwise.replay import ReplayBuffer, RerollQueue, signal
+from groupwise.tasks.episode import SingleTurn, play_all
 from groupwise.train.learner import Learner
 from groupwise.types import (
     Completion,

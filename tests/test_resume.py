@@ -20,7 +20,7 @@ from running_jobs import Dies, adapter_bytes, config, metrics_of, rollouts_of, s
 EVALUATED = {
     "eval": {
         "data": {
-            "source": "groupwise.starter.tasks:prompts",
+            "source": "groupwise.tasks.starter.tasks:prompts",
             "args": {"skill": ["add"], "style": "bare", "n": 4, "split": "test"},
         },
         "every": 3,

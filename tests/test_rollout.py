@@ -13,7 +13,7 @@ from groupwise.algo.advantage import AdvantageSpec, with_advantages
 from groupwise.algo.samples import samples_of
 from groupwise.engine.local import LocalEngine
 from groupwise.model.packing import micro_batches
-from groupwise.play import SingleTurn, play_all
+from groupwise.tasks.episode import SingleTurn, play_all
 from groupwise.types import FinishReason, PolicyVersion, Prompt, RolloutGroup, SamplingParams
 
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from groupwise.model.chat import encode_prompt
-from groupwise.starter.tasks import supervised_conversations
-from groupwise.starter.tokenizer import build_tokenizer, render
-from groupwise.tool_calls import Call, MalformedCall, ToolCallFormat, format_of, parse, pieces
+from groupwise.tasks.starter.tasks import supervised_conversations
+from groupwise.tasks.starter.tokenizer import build_tokenizer, render
+from groupwise.tasks.tool_calls import Call, MalformedCall, ToolCallFormat, format_of, parse, pieces
 from groupwise.types import Prompt
 
 HERMES, QWEN_XML, LLAMA, MISTRAL, MISTRAL_ARGS = ToolCallFormat

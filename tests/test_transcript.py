@@ -15,8 +15,7 @@ from tokenizers import pre_tokenizers
 from groupwise.algo.samples import segments_of
 from groupwise.errors import ChatError
 from groupwise.model.chat import decode, encode_prompt, stop_ids
-from groupwise.template_check import TOOL
-from groupwise.transcript import Transcript
+from groupwise.tasks.transcript import TOOL, Transcript
 from groupwise.types import Completion, FinishReason, Message, Prompt
 from template_families import FAMILIES, PLAIN, tokenizer_of, with_tokens
 

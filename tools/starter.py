@@ -4,7 +4,7 @@
     python tools/starter.py info [--measure]             its accuracy on held-out problems, skill by skill
 
 The architecture is Qwen3's (grouped-query attention, q/k norms, SwiGLU, tied embeddings, head size 64), which
-transformers, PEFT, vLLM and llama.cpp load; the data is `groupwise.starter.tasks`; the training is the learner's
+transformers, PEFT, vLLM and llama.cpp load; the data is `groupwise.tasks.starter.tasks`; the training is the learner's
 supervised path over all parameters. Everything is seeded. `build` writes what it measured beside the model: a row is
 one skill in one style of answer, `greedy` and `sampled` are shares of right replies by `tasks.is_correct`, `sampled` at
 temperature 1 as in training.
@@ -26,13 +26,13 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from groupwise.cli_frame import OPTIONS, AsJson, Debug
 from groupwise.config.run import STARTER, STARTER_DIR
-from groupwise.data import to_prompt
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError, DataError, ModelError
 from groupwise.model.chat import encode_prompt, encode_supervised
 from groupwise.model.load import load_model, wrap_model
 from groupwise.output import print_json, print_pairs, say
-from groupwise.starter.tasks import (
+from groupwise.tasks.prompts import to_prompt
+from groupwise.tasks.starter.tasks import (
     CURIOUS_SKILLS,
     CURIOUS_STYLES,
     SKILLS,
@@ -43,7 +43,7 @@ from groupwise.starter.tasks import (
     prompts,
     supervised_conversations,
 )
-from groupwise.starter.tokenizer import build_tokenizer, render
+from groupwise.tasks.starter.tokenizer import build_tokenizer, render
 from groupwise.train.learner import Learner, OptimizerSpec, learning_rate_at
 from groupwise.types import Sample, SamplingParams, SamplingRequest
 

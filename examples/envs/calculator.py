@@ -9,7 +9,7 @@ nothing until its result is said.
 import random
 import re
 
-from groupwise.envs.tool_env import ToolEnv
+from groupwise.tasks.env import ToolEnv
 
 QUESTIONS = {
     "minus": ("{a} minus {b}", "-"),

@@ -8,7 +8,7 @@ An episode's score is between 0 and 1, and 1 only if the number was found.
 
 import re
 
-from groupwise.envs.base import StepResult
+from groupwise.tasks.env import StepResult
 
 
 class GuessNumber:

@@ -17,8 +17,8 @@ import json
 import random
 import re
 
-from groupwise.envs.tool_env import ToolEnv
-from groupwise.envs.tools import ToolError
+from groupwise.tasks.env import ToolEnv
+from groupwise.tasks.tools import ToolError
 
 CITIES = ("Paris", "Rome", "Oslo", "Bern", "Lima", "Cairo", "Tokyo", "Delhi")
 MUSTS = ("pool", "gym", "bar", "sauna")

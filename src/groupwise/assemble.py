@@ -17,10 +17,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from groupwise.agents.load import Agent, load_agent
-from groupwise.agents.play import AgentPlay
-from groupwise.agents.rollout_func import RolloutFunc
-from groupwise.agents.rollout_play import RolloutPlay
 from groupwise.algo.advantage import AdvantageSpec
 from groupwise.batches import Batches, Pace
 from groupwise.budget import load_of, longest_prompt
@@ -28,21 +24,22 @@ from groupwise.config.loss import LossSpec, loss_of
 from groupwise.config.run import LoraSpec, RewardConfig, RunConfig, identity, resolved
 from groupwise.config.yaml import to_yaml
 from groupwise.curriculum import Curriculum
-from groupwise.data import PromptSource, PromptStream, open_prompts
 from groupwise.engine.local import LocalEngine
-from groupwise.envs.legacy import LegacyEnv
-from groupwise.envs.load import EnvFactory, load_env
-from groupwise.envs.pool import EnvPool
 from groupwise.errors import ConfigError
 from groupwise.evaluate import prepare_all
-from groupwise.legacy_play import LegacyEpisodes
 from groupwise.model.load import LoadedModel, load_model, load_tokenizer
 from groupwise.model.memory import Load, fitting_tokens
-from groupwise.play import Environments, Episodes, Play, SingleTurn
 from groupwise.replay import ReplayBuffer, RerollQueue, total_reward
 from groupwise.rewards.base import RewardFunction, RewardWorkers, Scorer, check_columns, load_rewards
 from groupwise.rewards.classifier import load_models, reward_model, reward_models
 from groupwise.rewards.pool import RewardPool
+from groupwise.tasks.agents import Agent, AgentPlay, load_agent
+from groupwise.tasks.compat.three_method import LegacyEnv, LegacyEpisodes
+from groupwise.tasks.compat.trl import RolloutFunc, RolloutPlay
+from groupwise.tasks.env import EnvFactory, load_env
+from groupwise.tasks.env_pool import EnvPool
+from groupwise.tasks.episode import Environments, Episodes, Play, SingleTurn
+from groupwise.tasks.prompts import PromptSource, PromptStream, open_prompts
 from groupwise.train.learner import Learner, OptimizerSpec
 from groupwise.train.reference import ReferenceSpec
 from groupwise.types import Prompt, Sampler

@@ -34,11 +34,11 @@ from typing import Any
 
 from groupwise.algo.advantage import AdvantageSpec, has_signal
 from groupwise.config.run import RolloutConfig
-from groupwise.data import Issued, PromptStream
 from groupwise.errors import DataError, RewardError
-from groupwise.play import Play
 from groupwise.replay import ReplayBuffer, RerollQueue
 from groupwise.rollout import Collected, Score
+from groupwise.tasks.episode import Play
+from groupwise.tasks.prompts import Issued, PromptStream
 from groupwise.types import PolicyVersion, Prompt, RolloutGroup, SamplingParams, seed_of
 
 AHEAD = 3  # steps that sampling runs ahead where the policy is never synced

@@ -14,7 +14,7 @@ from groupwise.model.backbone import is_lean
 from groupwise.model.load import LoadedModel, plain_implementation
 from groupwise.model.memory import GIB, Load, ModelSize
 from groupwise.model.packing import FLEX
-from groupwise.play import Play
+from groupwise.tasks.episode import Play
 from groupwise.train.learner import Learner
 from groupwise.types import Prompt
 

@@ -22,13 +22,13 @@ from groupwise.algo.samples import samples_of
 from groupwise.assemble import Parts, Plan, loss_of, make_plan, open_parts
 from groupwise.budget import device_memory, load_of, longest_allowed
 from groupwise.config.run import RunConfig
-from groupwise.data import open_prompts
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.model.memory import Memory, StepSize, memory, step_size
-from groupwise.play import play_all
 from groupwise.rewards.base import load_rewards, refuse_failed, summarize
 from groupwise.swap import Policy
-from groupwise.template_check import TemplateCheck, template_check
+from groupwise.tasks.episode import play_all
+from groupwise.tasks.prompts import open_prompts
+from groupwise.tasks.transcript import TemplateCheck, template_check
 from groupwise.types import (
     FinishReason,
     PolicyVersion,

@@ -19,8 +19,8 @@ from groupwise.output import finite, print_json, print_line, say, stdout
 
 if TYPE_CHECKING:
     from groupwise.config.run import EnvConfig
-    from groupwise.env_check.judge import EnvReport
-    from groupwise.env_check.opening import Wanted
+    from groupwise.tasks.check.judge import EnvReport
+    from groupwise.tasks.check.play import Wanted
 
 ROWS = 32  # of the engine that plays the episodes
 envs_app = typer.Typer(help="Environments: is one fit to train in?", **OPTIONS)
@@ -73,7 +73,7 @@ def check(
     config = _config(name, args=args, deadline=deadline, overrides=set_ or ())
     _quiet_libraries()
     with redirect_stdout(sys.stderr):  # whatever its code prints
-        from groupwise.env_check.opening import Wanted
+        from groupwise.tasks.check.play import Wanted
         from groupwise.types import SamplingParams
 
         params = SamplingParams(max_tokens=max_tokens)
@@ -118,9 +118,8 @@ def _quiet_libraries() -> None:
 
 def _check(wanted: Wanted, *, episodes: int, best: float, seed: int) -> EnvReport:
     from groupwise.engine.local import LocalEngine
-    from groupwise.env_check.judge import judge, refused
-    from groupwise.env_check.opening import opened
-    from groupwise.env_check.trial import try_out
+    from groupwise.tasks.check.judge import judge, refused
+    from groupwise.tasks.check.play import opened, try_out
 
     try:
         with opened(wanted, say=say, engine_of=lambda base: LocalEngine(base, max_rows=ROWS)) as (environment, engine):
@@ -141,7 +140,7 @@ def _tokenizer(model: str) -> Any:
 
 
 def _env_json(report: EnvReport, tokenizer: Any) -> dict[str, Any]:
-    from groupwise.env_check.shown import runs_of
+    from groupwise.tasks.check.judge import runs_of
 
     shown = report.shown
     rollout = None if shown is None else shown.rollout
@@ -200,7 +199,7 @@ def _print_env(report: EnvReport, tokenizer: Any) -> None:
 
 
 def _print_episode(report: EnvReport, tokenizer: Any) -> None:
-    from groupwise.env_check.shown import drawn, summary
+    from groupwise.tasks.check.judge import drawn, summary
 
     assert report.shown is not None
     print_line("")

@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 from groupwise.errors import GroupwiseError, Interrupted
 from groupwise.output import print_json, print_line, say
-from groupwise.transcript import visible
+from groupwise.tasks.transcript import visible
 
 if TYPE_CHECKING:
     from groupwise.client.calls import Client

@@ -23,7 +23,7 @@ import typer
 from groupwise.cli_frame import OPTIONS, ApiKey, AsJson, Debug, Url, examples, open_client, print_answer, print_table
 from groupwise.errors import ConfigError, DataError
 from groupwise.output import print_line, print_pairs, say
-from groupwise.transcript import visible
+from groupwise.tasks.transcript import visible
 
 if TYPE_CHECKING:
     from groupwise.client.calls import Client

@@ -141,8 +141,8 @@ def _find(name: str, folder: Path) -> dict[str, Callable[..., Any]]:
 def _rows(source: str | None, *, folder: Path, gold: str | None, count: int) -> Sequence[Row]:
     """The built-in rows, or the first of a dataset: the wrong answer to one is the right one to another."""
     from groupwise.config.run import DatasetConfig
-    from groupwise.data import open_prompts
     from groupwise.rewards.check import GOLD, ROWS, Row
+    from groupwise.tasks.prompts import open_prompts
 
     if source is None:
         if gold is not None:

@@ -20,8 +20,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from groupwise.data import Issued, PromptSource, Ticket
 from groupwise.errors import ConfigError, DataError
+from groupwise.tasks.prompts import Issued, PromptSource, Ticket
 from groupwise.types import Prompt, RolloutGroup
 
 MOMENTUM = 0.5  # of the running mean

@@ -19,7 +19,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from groupwise.transcript import visible
+from groupwise.tasks.transcript import visible
 
 if TYPE_CHECKING:
     from groupwise.health.watch import Event, Finding

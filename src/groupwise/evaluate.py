@@ -24,10 +24,10 @@ from groupwise import adapter_files as files
 from groupwise.errors import DataError
 from groupwise.group_json import group_from_json, group_to_json
 from groupwise.model.chat import check_length
-from groupwise.play import Play, play_all
 from groupwise.rewards.base import refuse_failed
 from groupwise.rollout import Score
 from groupwise.rundir import EVALUATIONS
+from groupwise.tasks.episode import Play, play_all
 from groupwise.types import FinishReason, PolicyVersion, Prompt, RolloutGroup, SamplingParams
 
 SUCCESS = 1.0  # the reward of a right answer, where nothing else is said

@@ -33,7 +33,7 @@ from groupwise.interrupt import StopRequest
 from groupwise.rewards.base import RewardFunction
 from groupwise.rundir import open_run_dir
 from groupwise.running import Evaluations, Running
-from groupwise.template_check import template_check
+from groupwise.tasks.transcript import template_check
 from groupwise.tracking import open_trackers
 from groupwise.types import PolicyVersion
 

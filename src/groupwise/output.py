@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from groupwise.transcript import visible
+from groupwise.tasks.transcript import visible
 
 
 def stdout() -> Console:

@@ -26,8 +26,8 @@ from groupwise.frontends.spelling import LoadedRun
 from groupwise.loop import RunResult
 from groupwise.model.memory import StepSize
 from groupwise.output import finite, print_line, print_pairs
+from groupwise.tasks.transcript import visible
 from groupwise.tracking import METRICS, read_metrics
-from groupwise.transcript import visible
 from groupwise.types import Prompt
 
 _TEXT_CHARS = 60  # of a completion in a table

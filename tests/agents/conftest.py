@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from groupwise.agents.load import NEEDED, Agent
-from groupwise.agents.play import AgentPlay
 from groupwise.config.run import EnvConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.model.load import LoadedModel
-from groupwise.play import play_all
+from groupwise.tasks.agents import NEEDED, Agent, AgentPlay
+from groupwise.tasks.episode import play_all
 from groupwise.types import PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams, SamplingRequest
 
 Played = Callable[..., list[Rollout]]

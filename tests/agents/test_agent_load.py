@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.agents.load import Outcome, is_async, load_agent, outcome_of
 from groupwise.config.run import EnvConfig, parse_config
 from groupwise.errors import ConfigError, EnvError, LoadError
+from groupwise.tasks.agents import Outcome, is_async, load_agent, outcome_of
 
 CODE = """
 async def plain(case, *, base_url, api_key, model):

@@ -22,7 +22,7 @@ from groupwise.errors import EnvError, GroupwiseError
 from groupwise.frontends.spelling import load_config
 from groupwise.loop import run
 from groupwise.rewards.base import RewardFunction, score
-from groupwise.starter.tasks import CALCULATOR, calculate
+from groupwise.tasks.starter.tasks import CALCULATOR, calculate
 from groupwise.tracking import read_metrics
 from groupwise.types import Completion, FinishReason, PolicyVersion, Rollout, SamplingParams
 from starter_run import starter_run
@@ -510,7 +510,7 @@ def test_versions_are_those_of_the_run(play_group, recorder):
 AGENT = """
 import json
 from openai import OpenAI
-from groupwise.starter.tasks import CALCULATOR, calculate
+from groupwise.tasks.starter.tasks import CALCULATOR, calculate
 
 
 class Calculating:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from groupwise.agents.conversations import Conversations
-from groupwise.agents.protocol import ChatMessage
 from groupwise.algo.samples import segments_of
-from groupwise.starter.tasks import CALCULATOR
+from groupwise.tasks.agents import Conversations
+from groupwise.tasks.openai import ChatMessage
+from groupwise.tasks.starter.tasks import CALCULATOR
 from groupwise.types import Completion, FinishReason, Message
 
 USER: Message = {"role": "user", "content": "What is 3 + 4?"}

@@ -12,8 +12,8 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from groupwise.agents.endpoint import Endpoint
-from groupwise.starter.tasks import CALCULATOR
+from groupwise.tasks.endpoint import Endpoint
+from groupwise.tasks.starter.tasks import CALCULATOR
 from groupwise.types import FinishReason, SamplingParams
 
 USER = {"role": "user", "content": "What is 47 + 138?"}

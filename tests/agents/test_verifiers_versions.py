@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from groupwise.agents.verifiers import SUPPORTED, VerifiersAgent
 from groupwise.errors import ConfigError
+from groupwise.tasks.compat.others import SUPPORTED, VerifiersAgent
 
 
 @pytest.mark.skipif(importlib.util.find_spec("verifiers") is not None, reason="it is installed")

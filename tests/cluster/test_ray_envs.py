@@ -20,18 +20,17 @@ from groupwise.cluster import ray_envs
 from groupwise.cluster.crew import WorkerLost
 from groupwise.cluster.ray_envs import EnvActor, RayEnvs
 from groupwise.config.run import RunConfig, parse_config
-from groupwise.envs.base import Episode, StepResult
-from groupwise.envs.load import load_env
 from groupwise.errors import ClusterError, EnvError
-from groupwise.play import Environments, Episodes, play_all
+from groupwise.tasks.env import Episode, StepResult, load_env
+from groupwise.tasks.episode import Environments, Episodes, play_all
 from groupwise.types import PolicyVersion, Prompt, RolloutGroup, SamplingParams
 from processes import becomes
 
 ENVS = '''
 import os, sqlite3, threading, time
 
-from groupwise.envs import StepResult
-from groupwise.envs.tool_env import ToolEnv
+from groupwise.tasks.env import StepResult
+from groupwise.tasks.env import ToolEnv
 
 
 class Counts:

@@ -8,10 +8,10 @@ import json
 import jsonschema_rs
 import pytest
 
-from groupwise.env_check import scripts
-from groupwise.env_check.scripts import SCRIPTS, Asked, call_text, example_of
-from groupwise.envs.tools import Tool
-from groupwise.tool_calls import ToolCallFormat, parse
+from groupwise.tasks.check import play as scripts
+from groupwise.tasks.check.play import SCRIPTS, Asked, call_text, example_of
+from groupwise.tasks.tool_calls import ToolCallFormat, parse
+from groupwise.tasks.tools import Tool
 
 LOOK = {
     "type": "function",

@@ -7,11 +7,11 @@ import threading
 import pytest
 
 from groupwise.config.run import EnvConfig
-from groupwise.data import to_prompt
-from groupwise.envs.generate_options import generate_options_of
-from groupwise.envs.legacy import LegacyEnv, for_user_code
-from groupwise.envs.load import EnvFactory
 from groupwise.errors import ConfigError, DataError, EnvError
+from groupwise.tasks.compat.policy import generate_options_of
+from groupwise.tasks.compat.three_method import LegacyEnv, for_user_code
+from groupwise.tasks.env import EnvFactory
+from groupwise.tasks.prompts import to_prompt
 from groupwise.types import SamplingParams
 
 TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from groupwise.envs import mcp
-from groupwise.envs.mcp import close_mcp, mcp_tools
-from groupwise.envs.tools import Outcome, ToolBox
 from groupwise.errors import ConfigError, EnvError
+from groupwise.tasks import mcp
+from groupwise.tasks.mcp import close_mcp, mcp_tools
+from groupwise.tasks.tools import Outcome, ToolBox
 
 SERVER = '''
 import asyncio, os, sys
@@ -122,7 +122,7 @@ def test_a_server_dies_with_the_process(script: Path) -> None:
     """With one that ends, and with one that is killed."""
     program = f"""
 import asyncio, sys, time
-from groupwise.envs.mcp import mcp_tools
+from groupwise.tasks.mcp import mcp_tools
 box = mcp_tools(command=[sys.executable, {str(script)!r}])
 call = {{"id": "a", "function": {{"name": "note", "arguments": {{"text": "x"}}}}}}
 print(asyncio.run(box.call(call))["content"], flush=True)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from groupwise.envs.openenv import OpenEnvironment
 from groupwise.errors import ConfigError
+from groupwise.tasks.compat.others import OpenEnvironment
 
 CLIENT = """
 from types import SimpleNamespace as Result

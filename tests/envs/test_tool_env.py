@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 
-from groupwise.envs.base import Observation, StepResult
-from groupwise.envs.call import OwnThread
-from groupwise.envs.tool_env import ToolEnv
-from groupwise.envs.tools import Tool, ToolBox
 from groupwise.errors import ConfigError, EnvError
-from groupwise.tool_calls import parse
+from groupwise.tasks.env import Observation, OwnThread, StepResult, ToolEnv
+from groupwise.tasks.tool_calls import parse
+from groupwise.tasks.tools import Tool, ToolBox
 from groupwise.types import Message
 
 MEETING = threading.Barrier(2)

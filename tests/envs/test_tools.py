@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
-from groupwise.envs import tool_schema, tools
-from groupwise.envs.tool_schema import read_docstring
-from groupwise.envs.tools import THREADS, Outcome, Tool, ToolBox, ToolError
 from groupwise.errors import ConfigError
+from groupwise.tasks import tools
+from groupwise.tasks import tools as tool_schema
+from groupwise.tasks.tools import THREADS, Outcome, Tool, ToolBox, ToolError, read_docstring
 from groupwise.types import Message
 
 
@@ -345,7 +345,7 @@ def test_a_hanging_tool_holds_up_nobody() -> None:
 def test_a_hanging_tool_does_not_keep_the_process() -> None:
     script = """
 import asyncio, time
-from groupwise.envs.tools import Tool, ToolBox
+from groupwise.tasks.tools import Tool, ToolBox
 def hang() -> None:
     time.sleep(60)
 box = ToolBox([Tool.from_function(hang, time_limit_s=0.1)])

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from groupwise.config.run import EnvConfig
-from groupwise.envs.base import Episode
-from groupwise.envs.load import load_env
-from groupwise.envs.trl import TrlEnvironment
 from groupwise.errors import ConfigError, EnvError, LoadError
+from groupwise.tasks.compat.trl import TrlEnvironment
+from groupwise.tasks.env import Episode, load_env
 from groupwise.tracking import read_metrics
 from starter_run import starter_run
 
@@ -148,7 +147,10 @@ def test_what_is_none(folder):
 def test_a_run_finds_it_beside_the_configuration_and_trains(folder):
     rows = [{"prompt": "Use the calculator:", "a": 40 + i, "b": 3 + i} for i in range(8)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    env = {"environment": "groupwise.envs.trl:TrlEnvironment", "args": {"factory": "trl_environments:Calculating"}}
+    env = {
+        "environment": "groupwise.tasks.compat.trl:TrlEnvironment",
+        "args": {"factory": "trl_environments:Calculating"},
+    }
     assert load_env(EnvConfig(**env), folder=folder).args["folder"] == str(folder)
     result = starter_run(
         folder,

@@ -10,8 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from groupwise.envs.base import Observation, StepResult
-from groupwise.envs.tool_env import ToolEnv
+from groupwise.tasks.env import Observation, StepResult, ToolEnv
 
 
 class Steady:

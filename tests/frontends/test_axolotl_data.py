@@ -7,8 +7,8 @@ from reference_files import write_project
 
 from groupwise.config.importers.axolotl import Settings, rows
 from groupwise.config.run import parse_config
-from groupwise.data import open_prompts
 from groupwise.errors import DataError, LoadError
+from groupwise.tasks.prompts import open_prompts
 
 TRANSFORMS = """
 def plain(cfg, *args, **kwargs):

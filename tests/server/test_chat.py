@@ -19,8 +19,8 @@ from groupwise.errors import RequestError
 from groupwise.model.chat import encode_prompt
 from groupwise.server import admission, chat
 from groupwise.server.protocol import ChatRequest
-from groupwise.starter.tasks import CALCULATOR, calculate, is_correct, prompts
-from groupwise.starter.tokenizer import build_tokenizer, render
+from groupwise.tasks.starter.tasks import CALCULATOR, calculate, is_correct, prompts
+from groupwise.tasks.starter.tokenizer import build_tokenizer, render
 from groupwise.types import Prompt, SamplingParams, SamplingRequest
 from serving import Served, served, starter
 

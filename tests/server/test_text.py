@@ -25,7 +25,7 @@ from groupwise.server.text import (
     beginning_length,
     token_text,
 )
-from groupwise.tool_calls import ToolCallFormat, parse
+from groupwise.tasks.tool_calls import ToolCallFormat, parse
 from groupwise.types import SamplingParams
 
 SAMPLE = "naïve café 東京タワー 🙂👩‍👩‍👧 ﷽ <think>\n</think> STOP end 12\n"

@@ -23,7 +23,7 @@ MODES: dict[str, dict[str, int]] = {
 }
 ROWS = """
 import random
-from groupwise.starter.tasks import prompts
+from groupwise.tasks.starter.tasks import prompts
 
 def alternate(completions, **columns):
     return [float(i % 2) for i in range(len(completions))]

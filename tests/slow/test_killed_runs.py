@@ -20,9 +20,9 @@ pytestmark = pytest.mark.slow
 KILLS = 20
 CONFIG = """
 name: killed
-data: {{source: "groupwise.starter.tasks:prompts", args: {{skill: [add], style: bare, n: 1024}}}}
+data: {{source: "groupwise.tasks.starter.tasks:prompts", args: {{skill: [add], style: bare, n: 1024}}}}
 eval:
-  data: {{source: "groupwise.starter.tasks:prompts", args: {{skill: [add], style: bare, n: 8, split: test}}}}
+  data: {{source: "groupwise.tasks.starter.tasks:prompts", args: {{skill: [add], style: bare, n: 8, split: test}}}}
   every: 4
 rewards: ["groupwise.rewards.text:exact_match"]
 rollout: {{prompts_per_step: 8, group_size: 4, max_tokens: 8, refill: 1.0{mode}}}

@@ -21,9 +21,9 @@ pytestmark = pytest.mark.slow
 STEPS = 6
 CONFIG = f"""
 name: launched
-data: {{source: "groupwise.starter.tasks:prompts", args: {{skill: [add], style: bare, n: 256}}}}
+data: {{source: "groupwise.tasks.starter.tasks:prompts", args: {{skill: [add], style: bare, n: 256}}}}
 eval:
-  data: {{source: "groupwise.starter.tasks:prompts", args: {{skill: [add], style: bare, n: 8, split: test}}}}
+  data: {{source: "groupwise.tasks.starter.tasks:prompts", args: {{skill: [add], style: bare, n: 8, split: test}}}}
 rewards: ["groupwise.rewards.text:exact_match"]
 rollout: {{prompts_per_step: 8, group_size: 4, max_tokens: 8, refill: 1.0}}
 algo: {{kl: k3, kl_coeff: 0.01}}

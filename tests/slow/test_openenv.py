@@ -21,8 +21,8 @@ import pytest
 pytest.importorskip("openenv.core")
 
 from groupwise.config.run import parse_config
-from groupwise.envs.openenv import OpenEnvironment
 from groupwise.loop import run
+from groupwise.tasks.compat.others import OpenEnvironment
 from groupwise.tracking import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
@@ -139,7 +139,7 @@ def test_a_typed_client_trains(server, tmp_path):
         "dtype": "float32",
         "folder": str(folder),
         "run_dir": str(tmp_path / "run"),
-        "env": {"environment": "groupwise.envs.openenv:OpenEnvironment", "args": args},
+        "env": {"environment": "groupwise.tasks.compat.others:OpenEnvironment", "args": args},
         "rollout": {"prompts_per_step": 4, "group_size": 4, "max_tokens": 24},
         "train": {"steps": 2},
     }

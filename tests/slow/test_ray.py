@@ -26,9 +26,9 @@ pytestmark = pytest.mark.slow
 STEPS = 60
 CONFIG = f"""
 name: ray
-data: {{source: "groupwise.starter.tasks:prompts", args: {{skill: [add], style: bare, n: 512}}}}
+data: {{source: "groupwise.tasks.starter.tasks:prompts", args: {{skill: [add], style: bare, n: 512}}}}
 eval:
-  data: {{source: "groupwise.starter.tasks:prompts", args: {{skill: [add], style: bare, n: 8, split: test}}}}
+  data: {{source: "groupwise.tasks.starter.tasks:prompts", args: {{skill: [add], style: bare, n: 8, split: test}}}}
 rewards: ["groupwise.rewards.text:exact_match"]
 rollout: {{prompts_per_step: 8, group_size: 4, max_tokens: 8, refill: 1.0}}
 train: {{steps: {STEPS}, learning_rate: 1.0e-3, lora: {{rank: 4}}, deadline_s: 30}}

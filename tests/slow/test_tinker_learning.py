@@ -27,7 +27,7 @@ from groupwise.model.chat import encode_prompt
 from groupwise.model.load import LoadedModel, load_model
 from groupwise.sdk.datums import Datum
 from groupwise.sdk.trainer import AdamParams, TrainingService
-from groupwise.starter.tasks import supervised_conversations
+from groupwise.tasks.starter.tasks import supervised_conversations
 from groupwise.types import PolicyVersion, Prompt, SamplingParams, SamplingRequest
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]

@@ -13,11 +13,10 @@ import pytest
 
 pytest.importorskip("trl.experimental.openenv", exc_type=ImportError)
 
-from groupwise.agents.rollout_func import RolloutFunc
-from groupwise.agents.rollout_play import RolloutPlay
 from groupwise.algo.samples import segments_of
 from groupwise.config.run import EnvConfig
-from groupwise.play import play_all
+from groupwise.tasks.compat.trl import RolloutFunc, RolloutPlay
+from groupwise.tasks.episode import play_all
 from groupwise.types import PolicyVersion, Prompt, RolloutGroup, SamplingParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]

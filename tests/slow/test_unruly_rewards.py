@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 COMMON = """
 name: unruly
 folder: {folder}
-data: {{source: "groupwise.starter.tasks:prompts", args: {{skill: [add], style: bare, n: 64}}}}
+data: {{source: "groupwise.tasks.starter.tasks:prompts", args: {{skill: [add], style: bare, n: 64}}}}
 rewards: ["unruly_run:{function}"]
 scoring: {{workers: 2, timeout_s: {timeout}}}
 rollout: {{prompts_per_step: 16, group_size: 4, max_tokens: 8, refill: 1.0}}

@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 
 from groupwise.errors import DataError
-from groupwise.starter import tasks
-from groupwise.starter.tasks import (
+from groupwise.tasks.starter import tasks
+from groupwise.tasks.starter.tasks import (
     ASKED_STYLES,
     ASKS,
     CALCULATOR,
@@ -21,8 +21,8 @@ from groupwise.starter.tasks import (
     prompts,
     supervised_conversations,
 )
-from groupwise.starter.tokenizer import build_tokenizer, render
-from groupwise.tool_calls import parse
+from groupwise.tasks.starter.tokenizer import build_tokenizer, render
+from groupwise.tasks.tool_calls import parse
 
 STYLES = ("bare", "sentence", "think", "tags")
 CONVERSATIONS = supervised_conversations(0, 3000)

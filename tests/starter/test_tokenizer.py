@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from groupwise.starter.tasks import CALCULATOR, supervised_conversations
-from groupwise.starter.tokenizer import MARKERS, SPECIAL_TOKENS, build_tokenizer, render
+from groupwise.tasks.starter.tasks import CALCULATOR, supervised_conversations
+from groupwise.tasks.starter.tokenizer import MARKERS, SPECIAL_TOKENS, build_tokenizer, render
 
 TEXTS = [render(c["messages"], tools=c["tools"]) for c in supervised_conversations(0, 1000)]
 TOKENIZER = build_tokenizer(TEXTS, vocab_size=640)

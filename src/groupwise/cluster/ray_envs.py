@@ -19,11 +19,10 @@ from typing import Any
 from groupwise.cluster.crew import Crew, WorkerLost
 from groupwise.cluster.ray_actors import Actor, Place, enter
 from groupwise.config.run import EnvConfig, RunConfig
-from groupwise.envs.base import Episode, Observation, StepResult
-from groupwise.envs.load import EnvFactory, load_env
-from groupwise.envs.pool import PATIENCE_S, EnvPool, PooledEnv
-from groupwise.envs.pool_worker import EnvHost, EpisodeGone, HostedEnv
 from groupwise.errors import EnvError
+from groupwise.tasks.env import EnvFactory, Episode, Observation, StepResult, load_env
+from groupwise.tasks.env_pool import PATIENCE_S, EnvPool, PooledEnv
+from groupwise.tasks.env_worker import EnvHost, EpisodeGone, HostedEnv
 from groupwise.types import Message
 
 

@@ -28,10 +28,10 @@ from groupwise.cluster.ray_engines import RayEngines
 from groupwise.cluster.ray_envs import RayEnvs
 from groupwise.cluster.ray_rewards import RayRewards
 from groupwise.config.run import RunConfig
-from groupwise.envs.load import load_env
 from groupwise.errors import ClusterError, ConfigError, RankLostError, TrainingError
 from groupwise.interrupt import StopRequest
 from groupwise.rundir import reserve_run_dir
+from groupwise.tasks.env import load_env
 
 INTERRUPT_CHECK_S = 0.5  # between two looks whether Ctrl-C was pressed
 LEADS_S = 10.0  # for rank 0 to fail, after another that did because of it

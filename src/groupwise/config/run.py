@@ -321,7 +321,7 @@ class EnvConfig(Section):
 
 
 STARTER = "starter"  # the model in the package
-STARTER_DIR = Path(__file__).parent.parent / "starter" / "model"
+STARTER_DIR = Path(__file__).parent.parent / "tasks" / "starter" / "model"
 
 Mode = Literal["greedy", "sampled"]
 

@@ -24,10 +24,10 @@ from groupwise.config.importers import aitraining, axolotl, trl
 from groupwise.config.importers.base import Note, Translation
 from groupwise.config.run import OTHER_NAMES, DataConfig, EnvConfig, RunConfig
 from groupwise.config.yaml import Document, Keys, dotted, parse_keys, validate
-from groupwise.data import open_prompts
-from groupwise.envs.legacy import LegacyEnv
-from groupwise.envs.load import load_env
 from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.tasks.compat.three_method import LegacyEnv
+from groupwise.tasks.env import load_env
+from groupwise.tasks.prompts import open_prompts
 
 System = Literal["Groupwise", "Axolotl", "TRL", "aitraining"]
 SHORTHAND = {"rewards": "function"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from groupwise.transcript import visible
+from groupwise.tasks.transcript import visible
 
 # Beside what `visible` replaces: direction marks, line separators, invisible joints, and lone surrogates, which UTF-8
 # cannot hold.

@@ -44,7 +44,7 @@ from groupwise.server.protocol import (
 from groupwise.server.state import server_of
 from groupwise.server.text import Part, ReplyParser, token_text
 from groupwise.server.wire import documented
-from groupwise.tool_calls import ToolCallFormat, format_of
+from groupwise.tasks.tool_calls import ToolCallFormat, format_of
 from groupwise.types import Completion, FinishReason, Prompt
 
 if TYPE_CHECKING:

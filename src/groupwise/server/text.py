@@ -20,7 +20,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from groupwise.model.chat import THINK_END, THINK_START, closing_ids
-from groupwise.tool_calls import Call, MalformedCall, ToolCallFormat, pieces
+from groupwise.tasks.tool_calls import Call, MalformedCall, ToolCallFormat, pieces
 from groupwise.types import SamplingParams
 
 if TYPE_CHECKING:

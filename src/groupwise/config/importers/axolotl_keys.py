@@ -123,7 +123,7 @@ TRL_KEYS = (
     absent("trl.vllm_guided_decoding_regex", "the engine samples freely", off=()),
     absent(
         "trl.rollout_func",
-        "env.agent=groupwise.agents.rollout_func:RolloutFunc with env.args.function=MODULE:FUNCTION plays it",
+        "env.agent=groupwise.tasks.compat.trl:RolloutFunc with env.args.function=MODULE:FUNCTION plays it",
         off=(),
     ),
     absent("trl.reward_processing_classes", "a reward model has its own tokenizer", off=()),

@@ -1,1 +1,0 @@
-"""Agents: programs that play an episode by themselves and know the policy as an OpenAI endpoint only (`load`)."""

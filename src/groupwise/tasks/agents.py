@@ -1,0 +1,734 @@
+"""What an agent is, and how it is loaded: a program that plays one episode with nothing but an OpenAI client.
+
+    async def agent(case, *, client, model):
+        answer = await client.chat.completions.create(model=model, messages=[...], tools=[...])
+        ...
+        return 1.0
+
+It is called once for each episode, by name, with those of `case`, `client`, `base_url`, `api_key`, `model` and `seed`
+that it takes, and with `env.args`. `case` is a row of the dataset, `seed` the same for the episodes of a group. It may
+be async (it runs in the run's event loop and must not block it) or not (it runs in a thread of its own). The key stands
+for the episode: give it to the processes and sub-agents that belong to it, and to nothing else. `client` is an
+`AsyncOpenAI` (an `OpenAI`, where the agent is not async) with that URL and key, on connections that all episodes share:
+a client that an agent makes itself reads the certificates of the machine each time, some 70 ms. What it returns is
+
+    a number                        the episode's reward
+    {"reward": .., "metrics": {}}   the same; the numbers are logged as `env/<name>`
+    None                            the configuration's `rewards` say what the episode is worth
+
+A class is made once, with `env.args`; its instance is the agent (`__call__`) and may have `cases()` and `eval_cases()`,
+the datasets. Both may be async.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import importlib.util
+import inspect
+import json
+import math
+import time
+import weakref
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from groupwise.algo.samples import segments_of
+from groupwise.config.load import load_object
+from groupwise.config.run import EnvConfig
+from groupwise.errors import ChatError, ConfigError, ContextLengthError, EnvError, GroupwiseError, RequestError
+from groupwise.model.chat import THINK_END, THINK_START, opens_thought, split_thinking
+from groupwise.tasks.compat.three_method import warn
+from groupwise.tasks.compat.trl import RolloutFunc, check_keys
+from groupwise.tasks.env import EnvFactory, OwnThread, parameters_of, priced, reward_of
+from groupwise.tasks.episode import Slots, case_of, together
+from groupwise.tasks.openai import MODEL, ChatRequest, Reply, key_of, tools_key
+from groupwise.tasks.tool_calls import format_of
+from groupwise.tasks.transcript import Transcript
+from groupwise.types import (
+    Completion,
+    FinishReason,
+    Message,
+    PolicyVersion,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    Sampler,
+    SamplingParams,
+    SamplingRequest,
+    Turn,
+    seed_of,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from groupwise.tasks.endpoint import Endpoint
+
+CLIENT = "client"
+OFFERED = ("case", "base_url", "api_key", "model", "seed", CLIENT)
+NEEDED = ("base_url", "api_key")  # or the client
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agent:
+    """What plays an episode; `takes` are those of `OFFERED` that it is called with."""
+
+    name: str
+    function: Callable[..., Any]
+    takes: tuple[str, ...]
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+    def bound(self, **offered: Any) -> Callable[[], Any]:
+        """The call of one episode, without arguments; a coroutine function where the agent is async."""
+        given = {**self.args, **{name: offered[name] for name in self.takes}}
+        if not is_async(self.function):
+            return lambda: self.function(**given)
+
+        async def play() -> Any:
+            return await self.function(**given)
+
+        return play
+
+    def cases(self, *, held_out: bool = False) -> list[Prompt] | None:
+        """The dataset that it brings, as `EnvFactory.cases`; None if it brings none."""
+        return EnvFactory(name=self.name, make_one=lambda: self.function, args={}).cases(held_out=held_out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What an agent returned."""
+
+    reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def load_agent(config: EnvConfig, *, folder: str | Path | None = None) -> Agent:
+    """The agent that the configuration names. A class is made here.
+
+    Raises LoadError for what cannot be imported, ConfigError for what cannot be called as agents are, EnvError for a
+    class that fails.
+    """
+    assert config.agent is not None  # else `envs.load` is asked
+    made: Any = load_object(config.agent, folder=folder)
+    name, args = config.agent.replace(":", ".").rpartition(".")[2], dict(config.args)
+    if inspect.isclass(made):
+        if folder is not None and "folder" in parameters_of(made):  # it loads something itself
+            args = {"folder": str(folder), **args}
+        made, args = _instance(made, name, args, config.agent), {}
+    if isinstance(made, RolloutFunc):  # plays whole batches, and is not called as agents are
+        check_keys(config)
+        return Agent(name=made.name, function=made, takes=())
+    return Agent(name=name, function=made, takes=_takes(made, args, config.agent), args=args)
+
+
+def outcome_of(value: Any, agent: str) -> Outcome:
+    """What an agent returned, checked. Raises EnvError."""
+    if value is None:
+        return Outcome()
+    if not isinstance(value, Mapping):
+        return Outcome(reward=reward_of(value, agent))
+    if "reward" not in value:
+        raise EnvError(
+            f"{agent} returned an object with {', '.join(map(repr, value)) or 'nothing'} and no reward",
+            hint='return {"reward": 1.0, "metrics": {...}}, a number, or None',
+        )
+    reward, metrics = value["reward"], value.get("metrics") or {}
+    if not isinstance(metrics, Mapping):
+        raise EnvError(f"{agent} returned metrics of type {type(metrics).__name__}; they are numbers by name")
+    numbers = {str(name): float(each) for name, each in metrics.items() if isinstance(each, int | float)}
+    return Outcome(
+        reward=None if reward is None else reward_of(reward, agent),
+        metrics={name: number for name, number in numbers.items() if math.isfinite(number)},
+    )
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives a coroutine; an object is asked for its `__call__`."""
+    called = function if inspect.isroutine(function) else type(function).__call__
+    return inspect.iscoroutinefunction(called)
+
+
+def _instance(made: type, name: str, args: Mapping[str, Any], reference: str) -> Any:
+    try:
+        inspect.signature(made).bind(**args)
+    except TypeError as error:
+        takes = ", ".join(inspect.signature(made).parameters) or "nothing"
+        raise ConfigError(f"env.args does not fit {reference!r}, which takes {takes}: {error}") from None
+    except ValueError:  # no signature to look at
+        pass
+    if not any("__call__" in vars(one) for one in made.__mro__):
+        raise ConfigError(f"env.agent {reference!r} is a class without __call__", hint="an agent can be called")
+    try:
+        return made(**args)
+    except GroupwiseError:
+        raise
+    except Exception as error:
+        raise EnvError(f"{name}() raised {type(error).__name__}: {error}") from error
+
+
+def _takes(function: Callable[..., Any], args: Mapping[str, Any], reference: str) -> tuple[str, ...]:
+    """Those of `OFFERED` that it has parameters for. Raises ConfigError where it cannot be called so."""
+    parameters = inspect.signature(function).parameters
+    anything = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    takes = tuple(name for name in OFFERED if name in parameters or (anything and name != CLIENT))
+    listed = ", ".join(parameters) or "nothing"
+    if CLIENT in takes and importlib.util.find_spec("openai") is None:
+        raise ConfigError(
+            f"env.agent {reference!r} takes a client, and openai is not installed", hint="pip install openai"
+        )
+    if CLIENT not in takes and (missing := [name for name in NEEDED if name not in takes]):
+        raise ConfigError(
+            f"env.agent {reference!r} takes {listed}, and not {' and '.join(missing)}",
+            hint="its head is `async def agent(case, *, client, model)`, or has base_url and api_key",
+        )
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(takes), **args)
+    except TypeError as error:
+        raise ConfigError(
+            f"env.agent {reference!r} takes {listed}; {error}", hint="the others go to env.args"
+        ) from None
+    return takes
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The conversations of an agent's episode: which request goes on from which answer, token in, token out.
+#
+# A request that begins with a conversation as an answer left it (its messages, and the answer as it was sent) goes on
+# from it: the policy sees the ids of that turn, what was sampled, the template's own tokens and the new messages, and
+# nothing that was sampled is encoded again. Any other request begins a conversation: a sub-agent, a rewritten history.
+# Several may go on from one answer. So the turns form trees,
+#
+#     A - B - C          asked one after another
+#       \ D              goes on from A too: a second attempt, a branch
+#     E                  begins anew
+#
+# and are trained branch by branch (A B C, D, E), where `segments` joins what extends what came before it. Offered tools
+# stand at the head of a prompt, so a request with others begins anew.
+# ----------------------------------------------------------------------------------------------------------------------
+
+Key = tuple[str, tuple[Any, ...]]  # the tools, and the messages so far
+Opening = tuple[tuple[Message, ...], tuple[dict[str, Any], ...], tuple[int, ...]]  # messages, tools, token ids
+
+
+@dataclass(kw_only=True, eq=False)
+class Answered:
+    """A turn, what the conversation was after it, and what went on from it."""
+
+    transcript: Transcript
+    key: Key
+    after: list[Answered] = field(default_factory=list)
+
+    @property
+    def turn(self) -> Turn:
+        return self.transcript.turns[-1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A request that is to be answered: the policy sees `transcript.prompt_ids`."""
+
+    transcript: Transcript
+    key: Key
+    before: Answered | None
+
+
+class Conversations:
+    """All that was asked and answered in an episode. Requests may be under way together."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self._tokenizer, self._format = tokenizer, format_of(tokenizer)
+        self._begun: list[Answered] = []
+        self._by_key: dict[Key, Answered] = {}
+        self.answered: list[Answered] = []  # in the order in which they were
+        self.calls = 0  # tool calls that the policy made
+
+    @property
+    def said(self) -> int:
+        """Tokens that the policy said."""
+        return sum(len(each.turn.completion.token_ids) for each in self.answered)
+
+    @property
+    def opening(self) -> Opening | None:
+        """What the policy was first asked; None before the first answer."""
+        if not self._begun:
+            return None
+        seen = self._begun[0].transcript
+        return tuple(seen.messages[: seen.begun]), seen.tools, self._begun[0].turn.prompt_ids
+
+    @property
+    def latest(self) -> tuple[Message, ...]:
+        """All messages after the opening ones of the conversation that was answered last."""
+        if not self.answered:
+            return ()
+        seen = self.answered[-1].transcript
+        return tuple(seen.messages[seen.begun :])
+
+    def ask(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Asked:
+        """What the policy sees for these messages. Raises ChatError where the template refuses them."""
+        offered, said = tools_key(tools), key_of(messages)
+        for length in range(len(messages) - 1, 0, -1):
+            if (before := self._by_key.get((offered, said[:length]))) is not None:
+                transcript = _copy(before.transcript)
+                transcript.hear(messages[length:])
+                return Asked(transcript=transcript, key=(offered, said), before=before)
+        transcript = Transcript(messages, self._tokenizer, tools=tools)
+        return Asked(transcript=transcript, key=(offered, said), before=None)
+
+    def answer(self, asked: Asked, completion: Completion, *, one_call: bool = False) -> dict[str, Any]:
+        """The policy answered; returns its message as the client gets it. `one_call` keeps the first call only."""
+        transcript = asked.transcript
+        parsed: dict[str, Any] = dict(transcript.speak(completion))
+        calls = parsed.get("tool_calls") or []
+        calls = [
+            {**call, "id": self._format.call_id(self.calls + i)}  # of its own in the whole episode
+            for i, call in enumerate(calls[:1] if one_call else calls)
+        ]
+        self.calls += len(calls)
+        if calls:
+            transcript.messages[-1] = {**transcript.messages[-1], "tool_calls": calls}
+        message = self._sent(
+            parsed["content"], calls, thinks=opens_thought(transcript.turns[-1].prompt_ids, self._tokenizer)
+        )
+        offered, said = asked.key
+        node = Answered(transcript=transcript, key=(offered, said + key_of([message])))  # type: ignore[list-item]
+        self.answered.append(node)
+        self._by_key[node.key] = node
+        (self._begun if asked.before is None else asked.before.after).append(node)
+        return message
+
+    def turns(self, *, only_first: bool = False) -> tuple[Turn, ...]:
+        """The turns branch by branch; with `only_first` none is trained but the one that was answered first."""
+        ordered: list[Answered] = []
+        waiting = self._begun[::-1]
+        while waiting:
+            ordered.append(node := waiting.pop())
+            waiting += node.after[::-1]
+        if not only_first:
+            return tuple(node.turn for node in ordered)
+        return tuple(replace(node.turn, trained=node is self.answered[0]) for node in ordered)
+
+    def _sent(self, content: str, calls: Sequence[dict[str, Any]], *, thinks: bool) -> dict[str, Any]:
+        """A message in OpenAI's form: arguments as text, thoughts apart."""
+        thought: str | None = None
+        if THINK_END in content or content.lstrip().startswith(THINK_START):
+            thought, content = split_thinking(content)
+        elif thinks:
+            thought, content = content.strip(), ""
+        message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
+        if thought:
+            message["reasoning_content"] = thought
+        if calls:
+            message["tool_calls"] = [{**call, "function": _as_text(call["function"])} for call in calls]
+        return message
+
+
+def _copy(transcript: Transcript) -> Transcript:
+    """One that goes on by itself. Of the turns it needs the last."""
+    other = copy.copy(transcript)
+    other.messages, other.turns, other.forks = list(transcript.messages), transcript.turns[-1:], 0
+    return other
+
+
+def _as_text(function: dict[str, Any]) -> dict[str, Any]:
+    return {"name": function["name"], "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One episode as the endpoint sees it: what the agent may still ask, what the policy answered.
+#
+# The limits of the configuration end an episode by refusing the next request: status 403, and the limit as the error's
+# code, which is also the episode's `stop`. What the agent does then is its own affair: it may return a reward for what it
+# has, or raise, which is worth 0.
+#
+#     max_turns, max_tool_calls, max_tokens, template     as in `episode`
+#
+# A conversation that fills the context is a 400 `context_length_exceeded`, which agents know from elsewhere: they may
+# shorten it and go on. An episode that ends there has the stop "context".
+#
+# All methods are for the endpoint's event loop. A request whose client went away is no turn.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class LimitError(GroupwiseError):
+    """The episode may not go on; `code` says which limit it is at."""
+
+    status, exit_code = 403, 1
+
+    def __init__(self, limit: str, message: str, *, hint: str | None = None):
+        super().__init__(message, hint=hint)
+        self.code = limit
+
+
+class PolicyFailedError(GroupwiseError):
+    """The policy could not be asked. The run ends of it; the agent is only told."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Session:
+    """An episode in progress.
+
+    Args:
+        number: of the episode in its group; with `seed`, the group's, it seeds what the policy says.
+        stop: the limit that ended the episode, if one did.
+        failed: has the exception when the policy could not be asked.
+        under_way: requests that the policy is answering.
+    """
+
+    sampler: Sampler
+    tokenizer: PreTrainedTokenizerBase
+    config: EnvConfig
+    params: SamplingParams
+    version: PolicyVersion
+    seed: int
+    number: int
+    stop: str | None = None
+    ignored: int = 0  # requests with parameters that change nothing here
+    ignored_names: set[str] = field(default_factory=set)  # of those parameters
+    failed: Future[None] = field(default_factory=Future)
+    under_way: int = 0
+    over: bool = False
+    _asked: int = 0
+    _conversations: Conversations = field(init=False)
+    _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._conversations = Conversations(self.tokenizer)
+
+    async def answer(self, request: ChatRequest) -> Reply:
+        """The policy's next turn in the conversation that `request` shows.
+
+        Raises:
+            LimitError, ContextLengthError: the episode is at a limit.
+            RequestError, ChatError: the messages cannot be shown to the policy.
+            PolicyFailedError: the engine failed.
+        """
+        self._check_open()
+        messages = request.conversation
+        self._check_limits(messages)
+        asked = self._ask(messages, request)
+        params = self._params(asked, request)
+        self.ignored += bool(request.ignored)
+        self.ignored_names.update(request.ignored)
+        completion = await self._sample(asked, params)
+        if self.over:
+            raise _over()
+        if completion.finish_reason is FinishReason.ABORT:
+            raise self._fail(EnvError("a completion was aborted"))
+        if self.stop == "context":  # it was shortened
+            self.stop = None
+        message = self._conversations.answer(asked, completion, one_call=request.parallel_tool_calls is False)
+        return Reply(
+            id=f"chatcmpl-{self.number}-{len(self._conversations.answered)}",
+            created=int(time.time()),
+            message=message,
+            completion=completion,
+            prompt_tokens=len(asked.transcript.turns[-1].prompt_ids),
+        )
+
+    async def end(self) -> Conversations:
+        """The agent is done: what is still being sampled is given up, and nothing more is answered."""
+        self.over = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        return self._conversations
+
+    # ---- limits ----
+    def _check_open(self) -> None:
+        if self.over:
+            raise _over()
+
+    def _check_limits(self, messages: tuple[Message, ...]) -> None:
+        config, so_far = self.config, self._conversations
+        turns = len(so_far.answered) + self.under_way
+        if turns >= config.max_turns:
+            raise self._at("max_turns", f"the policy had its {turns} turns (env.max_turns)")
+        if config.max_tool_calls is not None and so_far.calls > config.max_tool_calls:
+            raise self._at("max_tool_calls", f"{so_far.calls} tool calls are more than {config.max_tool_calls}")
+        size = sum(len(str(message.get("content") or "")) for message in messages)
+        if size > config.max_characters:
+            raise RequestError(
+                f"the messages have {size:,} characters; env.max_characters is {config.max_characters:,}",
+                hint="shorten them, or raise that",
+                param="messages",
+            )
+
+    def _ask(self, messages: tuple[Message, ...], request: ChatRequest) -> Asked:
+        """What the policy sees."""
+        try:
+            return self._conversations.ask(messages, request.offered_tools)
+        except ChatError as error:
+            said = next((message for message in reversed(messages) if message["role"] == "assistant"), None)
+            if said is None or len(said.get("tool_calls") or ()) < 2:
+                raise
+            raise self._at(
+                "template", f"a message with several calls cannot be shown again: {error.message}"
+            ) from error
+
+    def _params(self, asked: Asked, request: ChatRequest) -> SamplingParams:
+        """How the answer is drawn: as the run says, no longer than everything allows."""
+        room = self.sampler.context_length - len(asked.transcript.prompt_ids)
+        if room <= 0:
+            self.stop = self.stop or "context"
+            context, held = self.sampler.context_length, len(asked.transcript.prompt_ids)
+            raise ContextLengthError(
+                f"This model's maximum context length is {context} tokens. However, the messages have {held} tokens",
+                hint="shorten the conversation; the episode goes on",
+            )
+        most = min(room, self.params.max_tokens, request.most_tokens or room)
+        if self.config.max_tokens is not None:
+            left = self.config.max_tokens - self._conversations.said
+            if left <= 0:
+                raise self._at("max_tokens", f"the policy said {self.config.max_tokens} tokens (env.max_tokens)")
+            most = min(most, left)
+        return replace(
+            self.params,
+            max_tokens=most,
+            stop=(*self.params.stop, *request.stop_strings),
+            top_logprobs=request.top_logprobs or self.params.top_logprobs,
+            seed=seed_of(self.seed, self.number, self._asked),
+        )
+
+    def _at(self, limit: str, message: str) -> LimitError:
+        self.stop = self.stop or limit
+        return LimitError(limit, f"the episode is over: {message}")
+
+    # ---- the policy ----
+    async def _sample(self, asked: Asked, params: SamplingParams) -> Completion:
+        prompt_ids = asked.transcript.prompt_ids
+        request = SamplingRequest(prompt_ids=prompt_ids, params=params, version=self.version, cache=True)
+        self._asked += 1
+        self.under_way += 1
+        task = asyncio.ensure_future(self.sampler.sample([request]))
+        self._tasks.add(task)
+        try:
+            ((completion,),) = await task
+            return completion
+        except asyncio.CancelledError:
+            task.cancel()
+            if self.over:
+                raise _over() from None
+            raise
+        except Exception as error:
+            raise self._fail(error) from error
+        finally:
+            self.under_way -= 1
+            self._tasks.discard(task)
+
+    def _fail(self, error: Exception) -> PolicyFailedError:
+        with suppress(InvalidStateError):
+            self.failed.set_exception(error)
+        return PolicyFailedError(f"the policy could not be asked: {error}", hint="the run ends of it")
+
+
+def _over() -> LimitError:
+    return LimitError("episode_over", "the episode of this key is over", hint="ask before the agent returns")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One episode that an agent plays: one call of it, and what it asked the policy meanwhile.
+#
+# Whatever the agent does, the episode ends in a rollout:
+#
+#     it returns                      its reward; None leaves that to reward functions
+#     it raises                       the rollout's `error` (`env.on_error` says what that is worth)
+#     it is at a limit                `stop`; reward 0 if it gives none or raises then (`session`)
+#     it asks nothing                 an error: there is nothing to train
+#     `env.timeout_s` have passed     while the policy speaks "timeout" and reward 0, otherwise an error: the agent hangs
+#     the policy cannot be asked      no fault of the agent's: the exception is raised, and the run ends
+#
+# The trained tokens are those that were sampled, in the contexts in which they were (`conversations`). Of several
+# conversations, reward functions see the one that was answered last.
+# ----------------------------------------------------------------------------------------------------------------------
+
+GRACE_S = 1.0  # in which an agent that was cancelled may clean up
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentEpisode:
+    """An episode to be played. `scored`: reward functions score it too, so that the agent need not."""
+
+    agent: Agent
+    case: Mapping[str, Any]
+    session: Session
+    endpoint: Endpoint
+    scored: bool
+
+    async def play(self) -> tuple[Rollout, Opening | None]:
+        """The rollout, and what the policy was first asked, if anything.
+
+        Raises EnvError if the agent fails and `env.on_error` is stop, and what the engine raised if that failed.
+        """
+        session, outcome, error = self.session, Outcome(), None
+        async with self.endpoint.open(session) as key:
+            try:
+                outcome = await self._outcome(key)
+            except EnvError as failure:
+                error = failure.message
+            said = await self.endpoint.end(session)
+        reward = outcome.reward
+        if session.stop is not None:
+            reward, error = reward or 0.0, None
+        if error is None and not said.answered:
+            error = f"{self.agent.name} never asked the policy: there is nothing to train"
+        if error is None and reward is None and not self.scored:
+            error = f"{self.agent.name} returned no reward, and the configuration has no reward functions"
+        return priced(self._rollout(said, outcome, reward, error), session.config), said.opening
+
+    def _rollout(self, said: Conversations, outcome: Outcome, reward: float | None, error: str | None) -> Rollout:
+        info = {
+            "tool_calls": float(said.calls),
+            "forks": float(max(0, len(segments_of(said.turns())) - 1)),
+            "ignored_parameters": float(self.session.ignored),
+        }
+        return Rollout(
+            turns=said.turns(only_first=self.session.config.train_turns == "first"),
+            reward=reward,
+            error=error,
+            messages=said.latest,
+            stop=self.session.stop or "done",
+            info={**outcome.metrics, **info},
+        )
+
+    async def _outcome(self, key: str) -> Outcome:
+        """What the agent returns. Raises EnvError for all that is its fault."""
+        limit_s, failed = self.session.config.timeout_s, asyncio.wrap_future(self.session.failed)
+        agent = asyncio.ensure_future(self._call(key))
+        try:
+            await asyncio.wait({agent, failed}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if self.session.failed.done():
+                self.session.failed.result()
+            if agent.done():
+                return agent.result()
+            if not self.session.under_way:
+                raise EnvError(f"{self.agent.name} had not returned after {limit_s:g} s, and the policy was not asked")
+            self.session.stop = self.session.stop or "timeout"
+            return Outcome()
+        finally:
+            failed.cancel()
+            agent.cancel()
+            await asyncio.wait({agent}, timeout=GRACE_S)
+            if agent.done() and not agent.cancelled():
+                agent.exception()  # seen
+
+    async def _call(self, key: str) -> Outcome:
+        """One call of the agent. SystemExit is its failure too, not the end of the process."""
+        name, thread = self.agent.name, OwnThread(self.agent.name)
+        offered = {
+            "case": dict(self.case),
+            "base_url": self.endpoint.base_url,
+            "api_key": key,
+            "model": MODEL,
+            "seed": self.session.seed,
+        }
+        if CLIENT in self.agent.takes:
+            make = self.endpoint.async_client if is_async(self.agent.function) else self.endpoint.client
+            offered[CLIENT] = make(key)
+        play = self.agent.bound(**offered)
+        try:
+            return outcome_of(await thread.call(play, timeout_s=None, what=name), name)
+        except EnvError:
+            raise
+        except asyncio.CancelledError as error:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            raise EnvError(f"{name} cancelled itself") from error
+        except (Exception, SystemExit) as error:
+            raise EnvError(f"{name} raised {type(error).__name__}: {error}") from error
+        finally:
+            thread.close()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Groups of episodes that agents play: a `Play`, as environments have one in `play.Episodes`.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class AgentPlay:
+    """Each prompt is a case that the agent plays `n` times. Close it, or let go of it.
+
+    Args:
+        scored: reward functions score the episodes too, so that an agent need not.
+        note: is told once of each parameter that agents send and that changes nothing.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        tokenizer: PreTrainedTokenizerBase,
+        agent: Agent,
+        config: EnvConfig,
+        *,
+        scored: bool,
+        note: Callable[[str], None] = warn,
+    ):
+        self._sampler, self._tokenizer = sampler, tokenizer
+        self._agent, self._config, self._scored, self._tell = agent, config, scored, note
+        self._noted: set[str] = set()
+        self._slots = Slots(config.concurrency)
+        self._endpoint: Endpoint | None = None
+
+    def prepare(self, prompt: Prompt) -> Prompt:
+        """The prompt itself: what the policy is asked, the agent says."""
+        return prompt
+
+    def begin(
+        self, prompts: Sequence[Prompt], *, seeds: Sequence[int], n: int, params: SamplingParams, version: PolicyVersion
+    ) -> list[Awaitable[RolloutGroup]]:
+        """As `Play.begin`."""
+        if self._endpoint is None:
+            from groupwise.tasks.endpoint import Endpoint  # a web server, for runs that need one
+
+            self._endpoint = Endpoint(self._tokenizer)
+            weakref.finalize(self, self._endpoint.stop)
+        return [
+            self._group(prompt, self._endpoint, seed=seed, n=n, params=params, version=version)
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Close the endpoint."""
+        if self._endpoint is not None:
+            self._endpoint.close()
+            self._endpoint = None
+
+    async def _group(
+        self, prompt: Prompt, endpoint: Endpoint, *, seed: int, n: int, params: SamplingParams, version: PolicyVersion
+    ) -> RolloutGroup:
+        sessions = [
+            Session(
+                sampler=self._sampler,
+                tokenizer=self._tokenizer,
+                config=self._config,
+                params=params,
+                version=version,
+                seed=seed,
+                number=number,
+            )
+            for number in range(n)
+        ]
+        async with self._slots.take(n):
+            played = await together([self._episode(prompt, session, endpoint).play() for session in sessions])
+        self._say_ignored({name for session in sessions for name in session.ignored_names})
+        if (opening := next((opening for _, opening in played if opening is not None), None)) is not None:
+            messages, tools, token_ids = opening
+            prompt = replace(prompt, messages=messages, tools=tools, token_ids=token_ids)
+        return RolloutGroup(prompt=prompt, rollouts=tuple(rollout for rollout, _ in played))
+
+    def _say_ignored(self, names: set[str]) -> None:
+        if new := sorted(names - self._noted):
+            self._noted |= names
+            self._tell(
+                f"{self._agent.name} asks with {', '.join(new)}, which change nothing: how the policy samples is the "
+                "run's, whose distribution is trained (env/ignored_parameters counts such requests)"
+            )
+
+    def _episode(self, prompt: Prompt, session: Session, endpoint: Endpoint) -> AgentEpisode:
+        return AgentEpisode(
+            agent=self._agent, case=case_of(prompt), session=session, endpoint=endpoint, scored=self._scored
+        )

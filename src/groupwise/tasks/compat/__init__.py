@@ -1,0 +1,1 @@
+"""Environments and agents written for other systems: three-method classes, TRL, verifiers, OpenEnv."""

@@ -1,0 +1,349 @@
+"""Code of users' that asks the policy from threads of its own and waits: until its time is over."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from groupwise.errors import ContextLengthError, EnvError
+from groupwise.types import (
+    Completion,
+    FinishReason,
+    PolicyVersion,
+    Sampler,
+    SamplingParams,
+    SamplingRequest,
+    Submits,
+    seed_of,
+)
+
+
+class BlockingPolicy:
+    """What threads ask of an engine and wait for; after `close` nobody is answered any more. `lock` guards all of it,
+    and what its owner records of the answers."""
+
+    def __init__(self, sampler: Submits):
+        self._sampler, self.lock = sampler, threading.RLock()
+        self.closed = False
+        self._waiting: set[Future[list[Completion]]] = set()
+        self._heard = time.monotonic()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether an answer is waited for."""
+        with self.lock:
+            return bool(self._waiting)
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since somebody was last answered; 0 while an answer is waited for."""
+        with self.lock:
+            return 0.0 if self._waiting else time.monotonic() - self._heard
+
+    def submit(self, requests: Sequence[SamplingRequest]) -> list[Future[list[Completion]]]:
+        """Queue requests, all together. Raises CancelledError when it is over, and what the engine refuses."""
+        with self.lock:
+            if self.closed:
+                raise CancelledError
+            futures = self._sampler.submit(requests)
+            self._waiting.update(futures)
+            return futures
+
+    def wait(self, futures: Sequence[Future[list[Completion]]]) -> list[list[Completion]]:
+        """The answers to what was submitted. Raises CancelledError if it is over before they are there."""
+        try:
+            return [future.result() for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()
+            with self.lock:
+                self._waiting.difference_update(futures)
+                self._heard = time.monotonic()
+
+    def close(self) -> None:
+        """Give up what is under way, and answer nothing more."""
+        with self.lock:
+            self.closed = True
+            waiting = list(self._waiting)
+        for future in waiting:
+            future.cancel()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a rollout function asks of the policy: vLLM's sampling options, one engine batch a call, all of it recorded.
+#
+#     max_tokens, stop, stop_token_ids, n       as asked; max_tokens no more than the context has room for
+#     temperature, top_p, top_k, min_p          as the run samples; asked otherwise they are done and not trained, since
+#                                               the loss compares probabilities under the run's distribution
+#     penalties, guided decoding, ...           refused, unless they have the value at which they do nothing
+#
+# The calling thread waits; the engine decodes what all threads ask in one batch.
+# ----------------------------------------------------------------------------------------------------------------------
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+CALL_OPTIONS = (*SAMPLING, "max_tokens", "stop", "stop_token_ids", "n")
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "repetition_penalty": (1.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "logprobs": (0, 1),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "skip_special_tokens": (True, False),  # of texts, which are decoded without in any case
+    "generation_kwargs": ({},),
+    "use_tqdm": (True, False),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallOptions:
+    """What one call asks for. `otherwise` names the options in which it is not as the run samples; "" if it is."""
+
+    params: SamplingParams
+    n: int = 1
+    otherwise: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedCompletion:
+    """A completion, and whether it was sampled as the run samples."""
+
+    completion: Completion
+    as_run: bool
+
+
+class PolicyCalls:
+    """The policy during one call of a rollout function, at one version. For any thread.
+
+    Args:
+        given: how the mode samples (greedy in a greedy evaluation); `run` is how training does, and an option that
+            says the same as `run` is not heard.
+        note: is told of what is not trained.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        *,
+        given: SamplingParams,
+        run: SamplingParams,
+        version: PolicyVersion,
+        seed: int,
+        note: Callable[[str], None],
+    ):
+        self._asking, self._given, self._run = BlockingPolicy(sampler), given, run
+        self._context = sampler.context_length
+        self._version, self._seed, self._note = version, seed, note
+        self._lock = self._asking.lock
+        self._said: dict[tuple[int, ...], list[RecordedCompletion]] = {}  # by the ids of the prompt
+        self._asked = 0
+        self.failure: Exception | None = None  # of the engine: the function is not to blame
+
+    @property
+    def context_length(self) -> int:
+        return self._context
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the function was last answered; 0 while it waits for an answer."""
+        return self._asking.idle_s
+
+    def sample(self, prompts: Sequence[tuple[int, ...]], options: Mapping[str, Any]) -> list[Completion]:
+        """`n` completions of each prompt, in order; equal prompts that stand together share the prompt's forward.
+
+        Raises EnvError for options and ids that the engine cannot do, ContextLengthError, and what the engine raises.
+        """
+        asked = call_options_of(options, given=self._given, run=self._run)
+        if asked.otherwise:
+            self._note(f"what is generated with {asked.otherwise} is not trained: the run samples otherwise")
+        runs = [(ids, len(list(equal)) * asked.n) for ids, equal in groupby(prompts)]
+        with self._lock:
+            first, self._asked = self._asked, self._asked + len(runs)
+        requests = [
+            self._request(ids, asked.params, n=n, seed=seed_of(self._seed, first + number))
+            for number, (ids, n) in enumerate(runs)
+        ]
+        answers = self._answers(requests) if requests else []
+        with self._lock:
+            for (ids, _), answer in zip(runs, answers, strict=True):
+                self._said.setdefault(ids, []).extend(
+                    RecordedCompletion(completion=each, as_run=not asked.otherwise) for each in answer
+                )
+        return [completion for answer in answers for completion in answer]
+
+    def said(self, prompt_ids: tuple[int, ...], token_ids: tuple[int, ...]) -> RecordedCompletion | None:
+        """The completion of this prompt that begins with these ids, if one was sampled."""
+        with self._lock:
+            said = self._said.get(prompt_ids, ())
+            return next((each for each in said if each.completion.token_ids[: len(token_ids)] == token_ids), None)
+
+    def close(self) -> None:
+        """Nothing is answered any more, and what is under way is given up."""
+        self._asking.close()
+
+    def _request(self, prompt_ids: tuple[int, ...], params: SamplingParams, *, n: int, seed: int) -> SamplingRequest:
+        room = self.context_length - len(prompt_ids)
+        if not prompt_ids:
+            raise EnvError("the policy was asked with no token ids", hint="give a prompt of at least one token")
+        if room <= 0:
+            raise ContextLengthError(
+                f"a prompt has {len(prompt_ids)} tokens; the model's context is {self.context_length}",
+                hint="end the episode before, and return what there is",
+            )
+        params = replace(params, max_tokens=min(params.max_tokens, room), seed=seed)
+        return SamplingRequest(prompt_ids=prompt_ids, params=params, n=n, version=self._version, cache=True)
+
+    def _answers(self, requests: Sequence[SamplingRequest]) -> list[list[Completion]]:
+        try:
+            answers = self._asking.wait(self._asking.submit(requests))
+        except CancelledError:
+            raise EnvError("the rollout is over; the policy answers no more") from None
+        except Exception as error:
+            self.failure = error
+            raise
+        if any(each.finish_reason is FinishReason.ABORT for answer in answers for each in answer):
+            raise EnvError("a completion was aborted")
+        return answers
+
+
+def call_options_of(options: Mapping[str, Any], *, given: SamplingParams, run: SamplingParams) -> CallOptions:
+    """vLLM's options as sampling parameters; None is not said. Raises EnvError for what the engine cannot do."""
+    said = {name: value for name, value in options.items() if value is not None}
+    for name, value in said.items():
+        if name not in CALL_OPTIONS and not any(value == each for each in NEUTRAL.get(name, ())):
+            raise EnvError(
+                f"generate({name}={value!r}) is not here: the engine samples from the policy itself",
+                hint=f"it knows {', '.join(CALL_OPTIONS)}",
+            )
+    if "top_k" in said:
+        said["top_k"] = max(0, said["top_k"])  # -1 is off too
+    changed = {name: said[name] for name in SAMPLING if name in said and said[name] != getattr(run, name)}
+    changed = {name: value for name, value in changed.items() if value != getattr(given, name)}
+    stop = said.get("stop", ())
+    try:
+        params = replace(
+            given,
+            **changed,
+            max_tokens=said.get("max_tokens", given.max_tokens),
+            stop=(*given.stop, *((stop,) if isinstance(stop, str) else stop)),
+            stop_ids=(*given.stop_ids, *said.get("stop_token_ids", ())),
+        )
+    except (TypeError, ValueError) as error:
+        raise EnvError(f"generate was given options that are none: {error}") from error
+    otherwise = ", ".join(f"{name}={value}" for name, value in changed.items())
+    return CallOptions(params=params, n=int(said.get("n", 1)), otherwise=otherwise)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The options of transformers' `generate`, as sampling parameters, and whether they are the run's own.
+#
+#     given       temperature, top_p, top_k, min_p, do_sample, max_new_tokens, max_length, stop_strings, eos_token_id,
+#                 stopping_criteria, num_return_sequences, return_dict_in_generate
+#     idle        how it is computed, and what the engine knows itself (use_cache, pad_token_id, synced_gpus, ...)
+#     otherwise   refused, unless it has the value at which it does nothing (num_beams=1, repetition_penalty=1.0)
+#
+# What is not said is as the run samples, also where transformers would decode greedily: the policy that is trained is the
+# one that samples.
+# ----------------------------------------------------------------------------------------------------------------------
+
+_GIVEN = """
+temperature top_p top_k min_p do_sample max_new_tokens max_length stop_strings eos_token_id stopping_criteria
+num_return_sequences return_dict_in_generate
+"""
+_IDLE = """
+use_cache cache_implementation cache_config past_key_values pad_token_id bos_token_id decoder_start_token_id
+synced_gpus token_type_ids position_ids tokenizer disable_compile compile_config use_model_defaults
+transformers_version renormalize_logits remove_invalid_values
+"""
+GENERATE_OPTIONS, IDLE = frozenset(_GIVEN.split()), frozenset(_IDLE.split())
+NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "early_stopping": (False,),
+    "length_penalty": (1.0,),
+    "diversity_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "encoder_repetition_penalty": (1.0,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "typical_p": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "min_length": (0,),
+    "logits_processor": ([], ()),
+    "output_scores": (False,),
+    "output_logits": (False,),
+    "output_attentions": (False,),
+    "output_hidden_states": (False,),
+    "is_assistant": (False,),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """What one call asks for. `otherwise` says in which options it is not as the run samples; "" if it is."""
+
+    params: SamplingParams
+    n: int = 1
+    max_length: int | None = None
+    criteria: tuple[Callable[..., Any], ...] = ()
+    as_output: bool = False
+    otherwise: str = ""
+
+
+def generate_options_of(
+    config: Any, options: Mapping[str, Any], *, given: SamplingParams, run: SamplingParams
+) -> GenerateOptions:
+    """Options, which win over those of a GenerationConfig; what is not said is as in `given`, or of None.
+
+    `given` is how the mode samples, `run` how training does: an option that says the same as `run` is not heard.
+    Raises EnvError for what the engine cannot do.
+    """
+    said = {} if config is None else config.to_diff_dict()
+    said = {name: value for name, value in {**said, **options}.items() if value is not None}
+    for name, value in said.items():
+        if name not in GENERATE_OPTIONS and name not in IDLE and value not in NEUTRAL_VALUES.get(name, ()):
+            raise EnvError(
+                f"generate({name}={value!r}) is not here: the engine samples from the policy itself",
+                hint=f"it knows {', '.join(sorted(GENERATE_OPTIONS))}",
+            )
+    stop, ids, criteria = said.get("stop_strings", ()), said.get("eos_token_id", ()), said.get("stopping_criteria", ())
+    try:
+        params = replace(
+            given,
+            max_tokens=int(said.get("max_new_tokens", run.max_tokens)),
+            stop=((stop,) if isinstance(stop, str) else tuple(stop)) or given.stop,
+            stop_ids=given.stop_ids + ((ids,) if isinstance(ids, int) else tuple(int(each) for each in ids)),
+        )
+        sampling = _sampling(said, run)
+        otherwise = {name: value for name, value in sampling.items() if value != getattr(run, name)}
+        if otherwise:
+            params = replace(params, **{name: getattr(run, name) for name in SAMPLING} | sampling)
+        n = int(said.get("num_return_sequences", 1))
+    except (TypeError, ValueError) as error:
+        raise EnvError(f"generate was given an option that is not valid: {error}") from None
+    if n < 1:
+        raise EnvError(f"num_return_sequences is {n}; it must be at least 1")
+    words = ", ".join(f"{name}={value:g}" for name, value in otherwise.items())
+    if otherwise and said.get("do_sample") is False:
+        words = "do_sample=False"
+    return GenerateOptions(
+        params=params,
+        n=n,
+        max_length=said["max_length"] if "max_length" in said and "max_new_tokens" not in said else None,
+        criteria=tuple(criteria) if hasattr(criteria, "__iter__") else (criteria,),
+        as_output=bool(said.get("return_dict_in_generate", False)),
+        otherwise=words,
+    )
+
+
+def _sampling(said: Mapping[str, Any], run: SamplingParams) -> dict[str, Any]:
+    """The distribution that was asked for, as far as it was."""
+    if said.get("do_sample") is False:
+        return {"temperature": 0.0}
+    return {name: (int if name == "top_k" else float)(said[name]) for name in SAMPLING if name in said}

@@ -1,0 +1,398 @@
+"""The three-method environments of aitraining, unchanged: the dataset and the scorer, which plays an episode itself.
+
+    class HotelEnv:
+        def __init__(self, difficulty="easy"): ...                            the arguments come from `env.args`
+        def build_dataset(self, tokenizer): ...                               rows with `prompt` and `case_idx`
+        def score_episode(self, model, tokenizer, completion, case_idx): ...  -> the reward, 0 to 1
+        def get_tools(self): ...                                              optional: for the chat template
+
+One instance makes the dataset, and what it keeps of it is there when episodes are scored. Episodes run at once in
+threads, so each has a shallow copy (`copy.copy`) of that instance: what it assigns to `self` stays its own. With
+`env.concurrency: 1` they run one after another on the one instance, as they do there.
+
+`tokenizer` is the model's, padding on the left and with a padding token, as there; calls of it wait for each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import threading
+import warnings
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from groupwise.config.run import EnvConfig
+from groupwise.errors import ConfigError, DataError, EnvError, GroupwiseError
+from groupwise.model.chat import RENDERING, encode_prompt
+from groupwise.model.load import LoadedModel
+from groupwise.tasks.env import REWARD, EnvFactory, OwnThread, priced, reward_of
+from groupwise.tasks.episode import Lockstep, Slots, together
+from groupwise.tasks.prompts import to_prompt
+from groupwise.tasks.recording import LimitReached, Origin, RecordingPolicy
+from groupwise.types import (
+    Completion,
+    FinishReason,
+    Message,
+    PolicyVersion,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    Sampler,
+    SamplingParams,
+    SamplingRequest,
+    Turn,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CASE = "case_idx"
+SCORED_WITH = ("model", "tokenizer", "completion", CASE)
+NOT_HERE = ("workers", "max_tool_calls", "step_timeout_s", "max_characters", "stop_at_cut")
+"""Keys that mean nothing to `score_episode`, which is one call, with the model as an object of this process."""
+
+
+class LegacyEnv:
+    """An environment of three methods with what belongs to it: its one instance, the tokenizer, its tools.
+
+    Raises ConfigError for a scorer that takes other arguments and for options that have no meaning here, EnvError for
+    what its code raises.
+    """
+
+    def __init__(
+        self,
+        factory: EnvFactory,
+        config: EnvConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        note: Callable[[str], None] | None = None,
+    ):
+        for key in config.differing(NOT_HERE):
+            raise ConfigError(f"env.{key} does nothing for {factory.name}, which decides that itself; leave it out")
+        self.name, self.config = factory.name, config
+        self.tokenizer = for_user_code(tokenizer)
+        self._note = warn if note is None else note
+        self._instance = factory.make()
+        _check_scorer(self._instance, self.name)
+        self.tools = self._tools()
+
+    def cases(self, *, held_out: bool = False) -> list[Prompt] | None:
+        """What `build_dataset` returns, or `build_eval_dataset`, a method of ours; None without it. Call it once.
+
+        Raises DataError for rows that cannot be used.
+        """
+        method = "build_eval_dataset" if held_out else "build_dataset"
+        if not callable(getattr(self._instance, method, None)):
+            return None
+        rows = self._call(method, self.tokenizer)
+        prompts = list(self._prompts(rows, f"{self.name}.{method}", numbered=not held_out))
+        if not held_out and self.tools and any(prompt.messages is None for prompt in prompts):
+            self._note(f"{self.name}: its tools do not go into prompts that are texts; they do into lists of messages")
+        return prompts
+
+    def check(self, prompts: Sequence[Prompt], source: str) -> list[Prompt]:
+        """Prompts of another source, with the tools. Raises DataError for one that names no case."""
+        return [self._with_tools(_of_a_case(prompt, source)) for prompt in prompts]
+
+    def instance(self) -> Any:
+        """An instance for one episode. Raises EnvError where it cannot be copied."""
+        if self.config.concurrency == 1:
+            return self._instance
+        try:
+            return copy.copy(self._instance)
+        except Exception as error:
+            raise EnvError(
+                f"{self.name} cannot be copied for an episode: {type(error).__name__}: {error}",
+                hint="write __copy__, or set env.concurrency: 1",
+            ) from error
+
+    def score(self, instance: Any, *, model: Any, completion: Any, case: Any) -> float | None:
+        """Run `score_episode`; None is what it may say where there is nothing to score.
+
+        Raises what the method raises, EnvError for what is no number.
+        """
+        given = dict(zip(SCORED_WITH, (model, self.tokenizer, completion, case), strict=True))
+        value = _finished(instance.score_episode(**given))
+        return None if value is None else reward_of(value, f"{self.name}.score_episode")
+
+    def _prompts(self, rows: Any, source: str, *, numbered: bool) -> Iterator[Prompt]:
+        """Rows as prompts that name their case; where none does, with `numbered`, the number of its row."""
+        listed = list(_rows(rows, source))
+        missing = not any(CASE in row for row in listed)
+        if missing and numbered:
+            self._note(f"{source}: no column {CASE!r}; the number of its row is a prompt's case")
+        for number, row in enumerate(listed):
+            if row.get("prompt") is None:
+                held = ", ".join(map(repr, row)) or "no columns"
+                raise DataError(f"{source}: row {number} has no 'prompt'; it has {held}", hint="a text, or messages")
+            row = row | {CASE: number} if missing and numbered else row
+            yield self._with_tools(_of_a_case(to_prompt(row, id=f"case:{number}", prompt_key="prompt"), source))
+
+    def _with_tools(self, prompt: Prompt) -> Prompt:
+        return prompt if prompt.messages is None or prompt.tools else replace(prompt, tools=self.tools)
+
+    def _tools(self) -> tuple[dict[str, Any], ...]:
+        if not callable(getattr(self._instance, "get_tools", None)):
+            return ()
+        tools = self._call("get_tools") or ()
+        if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) and tool for tool in tools):
+            raise EnvError(f"{self.name}.get_tools returned {tools!r}", hint="return a list of tools in OpenAI's form")
+        return tuple(dict(tool) for tool in tools)
+
+    def _call(self, method: str, *args: Any) -> Any:
+        try:
+            return _finished(getattr(self._instance, method)(*args))
+        except Exception as error:
+            raise EnvError(f"{self.name}.{method} raised {type(error).__name__}: {error}") from error
+
+
+def for_user_code(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """A copy with the padding that GRPO wants. Its calls wait for each other: padding is a state that it keeps."""
+    own, lock = copy.deepcopy(tokenizer), threading.RLock()
+    kind: Any = type(own)
+
+    def encode(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return kind._encode_plus(self, *args, **kwargs)
+
+    def render(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with RENDERING:
+            return kind.apply_chat_template(self, *args, **kwargs)
+
+    methods = {"_encode_plus": encode, "apply_chat_template": render, "__module__": kind.__module__}
+    own.__class__ = type(kind.__name__, (kind,), methods)
+    own.padding_side = "left"
+    if own.pad_token is None:
+        own.pad_token = own.eos_token
+    return own
+
+
+def warn(message: str) -> None:
+    """Say it as a warning."""
+    warnings.warn(message, stacklevel=3)
+
+
+def _rows(value: Any, source: str) -> Iterator[dict[str, Any]]:
+    """The rows of a `datasets.Dataset`, or of a list. Raises DataError."""
+    if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__iter__"):
+        hint = "return a datasets.Dataset or a list of objects with a prompt; of a DatasetDict one split"
+        raise DataError(f"{source} returned a {type(value).__name__}", hint=hint)
+    number = -1
+    for number, row in enumerate(value):
+        if not isinstance(row, Mapping):
+            raise DataError(f"{source}: row {number} is {row!r}; a row is an object, its columns by name")
+        yield dict(row)
+    if number < 0:
+        raise DataError(f"{source} returned no rows", hint="return at least one prompt")
+
+
+def _of_a_case(prompt: Prompt, source: str) -> Prompt:
+    if prompt.columns.get(CASE) is None:
+        raise DataError(f"{source}: {prompt.id} has no {CASE!r}", hint=f"add the column {CASE}, the number of the case")
+    return prompt
+
+
+def _check_scorer(instance: Any, name: str) -> None:
+    try:
+        inspect.signature(instance.score_episode).bind(**dict.fromkeys(SCORED_WITH))
+    except TypeError as error:
+        takes = inspect.signature(instance.score_episode)
+        raise ConfigError(
+            f"{name}.score_episode{takes} cannot be called with {', '.join(SCORED_WITH)}: {error}",
+            hint=f"write def score_episode(self, {', '.join(SCORED_WITH)})",
+        ) from None
+    except ValueError:  # no signature to look at
+        return
+
+
+def _finished(value: Any) -> Any:
+    """What an async method returns. Called in a thread without an event loop."""
+    import asyncio
+
+    async def waited() -> Any:
+        return await value
+
+    return asyncio.run(waited()) if inspect.isawaitable(value) else value
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Prompts -> groups, in an environment of three methods: the policy answers each prompt, `score_episode` does the rest.
+#
+#     prompt --(n completions, as in a single turn)--> each: score_episode(model, tokenizer, completion, case_idx)
+#                                                               model.generate, model.chat: more turns, recorded too
+#
+# The first turns of prompts that are begun together are admitted together, those of a group in one request. Episodes are
+# scored at once, `env.concurrency` of them, each in a thread of its own, and what they ask of the policy meanwhile is
+# decoded in the engine's one batch.
+#
+# An episode always ends in a rollout. What `score_episode` raises, or returns that is no number, and an episode that
+# takes longer than `env.timeout_s`, are its `error`, which `env.on_error` prices; None leaves it out of its group. A
+# limit on the policy (`env.max_turns`, `env.max_tokens`, the context) is raised in `score_episode`: one that lets it pass
+# ends the episode, with that as its `stop` and the reward 0. So does the time, if it is over while the policy speaks.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Mode:
+    """How a group is sampled."""
+
+    params: SamplingParams
+    version: PolicyVersion
+    seed: int
+
+
+class LegacyEpisodes:
+    """Plays prompts in a `LegacyEnv`; a `Play`.
+
+    Args:
+        run: how training samples; what an environment generates otherwise is not trained.
+        note: is told once of each thing that is odd.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        base: LoadedModel,
+        env: LegacyEnv,
+        *,
+        run: SamplingParams,
+        note: Callable[[str], None] = warn,
+    ):
+        self._sampler, self._env, self._config = sampler, env, env.config
+        self._noted: set[str] = set()
+        self._tell = note
+        self._rounds = Lockstep(sampler) if env.config.lockstep else None
+        self._origin = Origin(
+            sampler=self._rounds or sampler,
+            base=base,
+            tokenizer=env.tokenizer,
+            config=env.config,
+            run=run,
+            note=self._note,
+        )
+        self._slots = Slots(env.config.concurrency, rounds=self._rounds)
+
+    def prepare(self, prompt: Prompt) -> Prompt:
+        """The prompt with its token ids."""
+        return encode_prompt(prompt, self._env.tokenizer)
+
+    def begin(
+        self, prompts: Sequence[Prompt], *, seeds: Sequence[int], n: int, params: SamplingParams, version: PolicyVersion
+    ) -> list[Awaitable[RolloutGroup]]:
+        """As `Play.begin`."""
+        modes = [_Mode(params=params, version=version, seed=seed) for seed in seeds]
+        most = min(params.max_tokens, self._config.max_tokens or params.max_tokens)
+        requests = [
+            SamplingRequest(
+                prompt_ids=prompt.token_ids,
+                params=replace(params, max_tokens=most, seed=mode.seed),
+                n=n,
+                version=version,
+                cache=self._config.max_turns > 1,
+            )
+            for prompt, mode in zip(prompts, modes, strict=True)
+        ]
+        futures = self._sampler.submit(requests)
+        everything = None if self._rounds is None else asyncio.gather(*map(asyncio.wrap_future, futures))
+
+        async def group(prompt: Prompt, at: int) -> RolloutGroup:
+            if everything is not None:  # in rounds the first turns of all come before what follows on any
+                await asyncio.shield(everything)
+            said = await asyncio.wrap_future(futures[at])
+            episodes = [self._in_turn(prompt, first, number, modes[at]) for number, first in enumerate(said)]
+            return RolloutGroup(prompt=prompt, rollouts=tuple(await together(episodes)))
+
+        return [group(prompt, at) for at, prompt in enumerate(prompts)]
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    async def _in_turn(self, prompt: Prompt, first: Completion, number: int, mode: _Mode) -> Rollout:
+        async with self._slots.take(1):
+            return await self._episode(prompt, first, number, mode)
+
+    async def _episode(self, prompt: Prompt, first: Completion, number: int, mode: _Mode) -> Rollout:
+        policy = RecordingPolicy(
+            self._origin, prompt, first, params=mode.params, version=mode.version, seed=mode.seed, number=number
+        )
+        reward, error = None, None
+        try:
+            if first.finish_reason is FinishReason.ABORT:
+                raise EnvError("the completion was aborted")
+            reward = await self._scored(prompt, first, policy)
+        except EnvError as raised:
+            if isinstance(raised.__cause__, TimeoutError) and policy.asking:
+                policy.limit = "timeout"
+            limit = policy.limit == "timeout" or _is_limit(raised)
+            reward, error = (0.0, None) if limit else (None, self._named(raised))
+        finally:
+            policy.close()
+        if policy.failure is not None:  # the engine's, not the environment's
+            raise policy.failure
+        return self._rollout(policy, reward, error)
+
+    async def _scored(self, prompt: Prompt, first: Completion, policy: RecordingPolicy) -> float | None:
+        """What `score_episode` returns. Raises EnvError, whatever the method raises."""
+        said = first.text if prompt.messages is None else [{"role": "assistant", "content": first.text}]
+        what, thread, env = f"{self._env.name}.score_episode", OwnThread(), self._env
+
+        def score() -> float | None:
+            return env.score(env.instance(), model=policy, completion=said, case=prompt.columns[CASE])
+
+        try:
+            reward = await thread.call(score, timeout_s=self._config.timeout_s, what=what)
+        except EnvError:
+            raise
+        except Exception as error:
+            told = error.message if isinstance(error, GroupwiseError) else str(error)
+            raise EnvError(f"{what} raised {type(error).__name__}: {told}") from error
+        finally:
+            thread.close()
+        if reward is not None and not 0 <= reward <= 1:
+            self._note(f"{what} returned {reward:g}: a score outside 0 to 1 is taken as it is", once=f"{what} outside")
+        return reward
+
+    def _rollout(self, policy: RecordingPolicy, reward: float | None, error: str | None) -> Rollout:
+        turns = policy.turns
+        played = Rollout(
+            turns=turns,
+            reward=reward,
+            error=error,
+            messages=tuple(_messages(turns, self._env.tokenizer)),
+            stop=policy.limit or "done",
+            info={"forks": float(policy.forks), "untrained": float(sum(not turn.trained for turn in turns))},
+        )
+        rollout = priced(played, self._config)
+        return replace(rollout, rewards={REWARD: rollout.reward})  # None too: only the environment was asked
+
+    def _named(self, error: EnvError) -> str:
+        return error.message if self._env.name in error.message else f"{self._env.name}: {error.message}"
+
+    def _note(self, message: str, *, once: str | None = None) -> None:
+        key = once or message
+        if key not in self._noted:
+            self._noted.add(key)
+            self._tell(message)
+
+
+def _is_limit(error: BaseException | None) -> bool:
+    """Whether a limit on the policy is behind it, in whatever the environment made of that."""
+    while error is not None and not isinstance(error, LimitReached):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _messages(turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase) -> list[Message]:
+    """What was said after the prompt. What the policy heard in between is text: the roles are the environment's."""
+    messages: list[Message] = []
+    seen = turns[0].prompt_ids
+    for turn in turns:
+        start = len(seen) if turn.prompt_ids[: len(seen)] == seen else 0
+        if heard := turn.prompt_ids[start:]:
+            messages.append({"role": "environment", "content": str(tokenizer.decode(list(heard)))})
+        messages.append({"role": "assistant", "content": turn.completion.text})
+        seen = turn.prompt_ids + turn.completion.token_ids
+    return messages

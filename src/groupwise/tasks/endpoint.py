@@ -1,0 +1,248 @@
+"""The HTTP endpoint of a run's episodes: 127.0.0.1, a free port, a key for each episode.
+
+    POST /v1/chat/completions     `protocol` says what of it
+    GET  /v1/models
+
+It has a thread and an event loop of its own, so that agents that are not async, and other processes, can use it too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+import sys
+import threading
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from groupwise.errors import AuthenticationError, GroupwiseError
+from groupwise.tasks import openai as protocol
+from groupwise.tasks.agents import Conversations, Session
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI, OpenAI
+    from transformers import PreTrainedTokenizerBase
+
+BACKLOG = 2048
+KEEP_ALIVE_S = 3600  # agents think between two requests; a connection that was closed meanwhile costs them a retry
+START_S = 30.0
+_LIMITS: dict[str, Any] = {"max_connections": None, "max_keepalive_connections": 0}  # an event loop may end any time
+NEVER_AGAIN = {"x-should-retry": "false"}  # OpenAI's clients would otherwise repeat what cannot succeed
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class NoRouteError(GroupwiseError, LookupError):
+    """No such path."""
+
+    code, status, exit_code = "route_not_found", 404, 2
+
+
+class Endpoint:
+    """Answers the requests of open sessions. `base_url` is for OpenAI clients."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self._tokenizer = tokenizer
+        self._sessions: dict[str, Session] = {}
+        self._socket = _listen()
+        self.base_url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                self._app(),
+                lifespan="off",
+                ws="none",
+                loop="asyncio",
+                log_config=None,
+                log_level=logging.ERROR,
+                access_log=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="agents", daemon=True)
+        self._thread.start()
+        if not self._started.wait(START_S) or self._loop is None:
+            raise GroupwiseError(f"the endpoint for agents did not start within {START_S:g} s")
+
+    @asynccontextmanager
+    async def open(self, session: Session) -> AsyncIterator[str]:
+        """Within: the key that stands for `session`. For any event loop."""
+        key = f"episode-{secrets.token_urlsafe(24)}"
+        self._sessions[key] = session
+        try:
+            yield key
+        finally:
+            del self._sessions[key]
+            if not session.over:
+                self._submit(session.end())
+
+    async def end(self, session: Session) -> Conversations:
+        """End a session; all that was said in it. For any event loop."""
+        return await asyncio.wrap_future(self._submit(session.end()))
+
+    def client(self, key: str) -> OpenAI:
+        """A client with the key, which may be closed. All have one transport, and none reads certificates."""
+        import openai
+
+        transport, http = self._transport, _http()
+
+        class Shared(http.BaseTransport):
+            """What the clients have in common; to close one closes nothing."""
+
+            def handle_request(self, request: Any) -> Any:
+                return transport.handle_request(request)
+
+        asking = http.Client(transport=Shared(), trust_env=False, follow_redirects=True)
+        return openai.OpenAI(base_url=self.base_url, api_key=key, http_client=asking)
+
+    def async_client(self, key: str) -> AsyncOpenAI:
+        """The same for agents that are async."""
+        import openai
+
+        transport, http = self._async_transport, _http()
+
+        class Shared(http.AsyncBaseTransport):
+            """What the clients have in common; to close one closes nothing."""
+
+            async def handle_async_request(self, request: Any) -> Any:
+                return await transport.handle_async_request(request)
+
+        asking = http.AsyncClient(transport=Shared(), trust_env=False, follow_redirects=True)
+        return openai.AsyncOpenAI(base_url=self.base_url, api_key=key, http_client=asking)
+
+    @cached_property
+    def _transport(self) -> Any:
+        return _http().HTTPTransport(verify=False, trust_env=False, limits=_http().Limits(**_LIMITS))
+
+    @cached_property
+    def _async_transport(self) -> Any:
+        return _http().AsyncHTTPTransport(verify=False, trust_env=False, limits=_http().Limits(**_LIMITS))
+
+    def stop(self) -> None:
+        """Stop answering soon. Requests under way fail."""
+        self._server.should_exit = True
+
+    def close(self) -> None:
+        """Stop answering."""
+        self.stop()
+        self._thread.join(timeout=START_S)
+
+    # ---- the thread ----
+    def _run(self) -> None:
+        async def serve() -> None:
+            self._loop = asyncio.get_running_loop()
+            self._started.set()
+            await self._server.serve(sockets=[self._socket])
+
+        asyncio.run(serve())
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Any:
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    # ---- routes ----
+    def _app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/models", self._models, methods=["GET"]),
+                Route("/v1/models/{name:path}", self._model, methods=["GET"]),
+                Route("/{path:path}", self._nowhere, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
+            ],
+            exception_handlers={GroupwiseError: _refuse, ClientDisconnect: _gone, Exception: _bug},  # type: ignore[dict-item]
+        )
+
+    async def _chat(self, http: Request) -> Response:
+        session = self._session(http)
+        request = protocol.read_request(await http.body())
+        reply = await _while_connected(http, session.answer(request))
+        headers = {"x-ignored": ", ".join(request.ignored)} if request.ignored else {}
+        if request.stream:
+            events = protocol.events_of(reply, request, self._tokenizer)
+            return Response(events, media_type="text/event-stream", headers={"cache-control": "no-cache", **headers})
+        return JSONResponse(protocol.completion_of(reply, request, self._tokenizer), headers=headers)
+
+    async def _models(self, http: Request) -> Response:
+        self._session(http)
+        return JSONResponse(protocol.models())
+
+    async def _model(self, http: Request) -> Response:
+        self._session(http)
+        return JSONResponse(protocol.models()["data"][0])
+
+    async def _nowhere(self, http: Request) -> Response:
+        raise NoRouteError(
+            f"there is no {http.method} {http.url.path}",
+            hint="agents in training have /v1/chat/completions and /v1/models",
+        )
+
+    def _session(self, http: Request) -> Session:
+        kind, _, key = http.headers.get("authorization", "").partition(" ")
+        session = self._sessions.get(key.strip()) if kind.lower() == "bearer" else None
+        if session is None:
+            raise AuthenticationError(
+                "the API key is that of no episode under way",
+                hint="use the api_key that the agent was called with, and not after it has returned",
+            )
+        return session
+
+
+async def _while_connected(http: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(http))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _until_gone(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _refuse(http: Request, error: GroupwiseError) -> Response:
+    return JSONResponse(protocol.error_of(error), status_code=error.status, headers=NEVER_AGAIN)
+
+
+async def _gone(http: Request, error: ClientDisconnect) -> Response:
+    return Response(status_code=499)  # to nobody
+
+
+async def _bug(http: Request, error: Exception) -> Response:
+    log.error("an agent's request failed", exc_info=error)
+    told = GroupwiseError(f"internal error: {type(error).__name__}: {error}")
+    return JSONResponse(protocol.error_of(told), status_code=500, headers=NEVER_AGAIN)
+
+
+def _http() -> Any:
+    """The HTTP library of the installed openai package: httpx2, or httpx before 3.0."""
+    import openai
+
+    return sys.modules[openai.DefaultHttpxClient.__mro__[1].__module__.partition(".")[0]]
+
+
+def _listen() -> socket.socket:
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(BACKLOG)
+    listener.setblocking(False)
+    return listener

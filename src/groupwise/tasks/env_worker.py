@@ -1,0 +1,218 @@
+"""Environments in a process of their own, from the inside: many episodes at once, one environment for each.
+
+`EnvHost` makes and calls them; a process of an `EnvPool` serves it to its parent, and an actor of Ray's is one.
+
+Messages, over the channel that the process inherits: the first is a pickled {"env", "folder"}; it is answered with
+{"ready": true} or {"failed": why}. Then come pickled (number, episode, method, arguments), each answered with JSON by
+its number: {"value"} or {"error"}, and {"stuck": true} once a method that took too long is still being run. Calls run
+as tasks of one event loop; what is not async, in a thread of its episode's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from groupwise.config.run import EnvConfig
+from groupwise.errors import EnvError, GroupwiseError
+from groupwise.rewards.sandbox import Channel
+from groupwise.rewards.workers import LONGEST_MESSAGE
+from groupwise.tasks.env import (
+    EnvFactory,
+    Episode,
+    Observation,
+    OwnThread,
+    StepResult,
+    ToolEnv,
+    load_env,
+    observation_of,
+    reward_of,
+    step_result_of,
+)
+from groupwise.types import Message
+
+
+class EpisodeGone(EnvError):
+    """The episode is not in this process: the one that had it was lost."""
+
+
+class EnvHost:
+    """Environments of `factory`, one for each episode, by its number. The methods raise EnvError, and but for `reset`
+    and `close` EpisodeGone."""
+
+    def __init__(self, config: EnvConfig, factory: EnvFactory):
+        self._config, self._factory = config, factory
+        self._played: dict[int, _Played] = {}
+        self.stuck = False  # a method that was given up is still being run
+
+    async def reset(self, episode: int, case: Mapping[str, Any], seed: int) -> Observation:
+        """Make the environment of a new episode, and begin it."""
+        self._played[episode] = played = _Played(self, self._factory.name, self._config)
+        await played.make(self._factory)
+        return observation_of(await played.call("reset", dict(case), seed), limit=self._config.max_characters)
+
+    async def step(self, episode: int, message: Message) -> StepResult:
+        """The answer to what the policy said."""
+        value = await self._of(episode).call("step", message)
+        return step_result_of(value, limit=self._config.max_characters)
+
+    async def score(self, episode: int, said: Episode) -> float | None:
+        """What `score` returns; None where there is no such method."""
+        value = await self._of(episode).call("score", said)
+        return None if value is None else reward_of(value, f"{self._factory.name}.score")
+
+    async def close(self, episode: int) -> None:
+        """Let go of an episode, if it is here."""
+        if (played := self._played.pop(episode, None)) is not None:
+            await played.close()
+
+    def _of(self, episode: int) -> _Played:
+        if (played := self._played.get(episode)) is None:
+            raise EpisodeGone("the environment worker that had this episode was lost")
+        return played
+
+
+class HostedEnv:
+    """An environment of `host`, of the episode of this number, as what plays it sees it."""
+
+    def __init__(self, host: EnvHost, episode: int):
+        self._host, self._episode = host, episode
+
+    async def reset(self, case: Mapping[str, Any], seed: int) -> Observation:
+        return await self._host.reset(self._episode, case, seed)
+
+    async def step(self, message: Message) -> StepResult:
+        return await self._host.step(self._episode, message)
+
+    async def score(self, said: Episode) -> float | None:
+        return await self._host.score(self._episode, said)
+
+    async def close(self) -> None:
+        await self._host.close(self._episode)
+
+
+class _Played:
+    """An environment and the thread in which its methods are called."""
+
+    def __init__(self, host: EnvHost, name: str, config: EnvConfig):
+        self._host, self._name, self._limit_s = host, name, config.step_timeout_s
+        self._env: Any = None
+        self._thread = OwnThread()
+
+    async def make(self, factory: EnvFactory) -> None:
+        self._env = await self._in_time(factory.make, what=f"{self._name}()")
+        if isinstance(self._env, ToolEnv):
+            self._env.thread = self._thread
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """What a method returns; None for one that is not there."""
+        what, function = f"{self._name}.{method}", getattr(self._env, method, None)
+        if not callable(function):
+            return None
+        try:
+            return await self._in_time(function, *args, what=what)
+        except GroupwiseError:
+            raise
+        except Exception as error:
+            raise EnvError(f"{what} raised {type(error).__name__}: {error}") from error
+
+    async def close(self) -> None:
+        try:
+            await self.call("close")
+        finally:
+            self._thread.close()
+
+    async def _in_time(self, function: Any, *args: Any, what: str) -> Any:
+        try:
+            return await self._thread.call(function, *args, timeout_s=self._limit_s, what=what)
+        except EnvError:
+            self._host.stuck |= self._thread.busy
+            raise
+
+
+# ---- the process ----
+
+
+def main(descriptor: int) -> None:
+    """Serve the parent at the other end of this socket until it closes it."""
+    channel = Channel(socket.socket(fileno=descriptor), longest=LONGEST_MESSAGE)
+    setup = pickle.loads(channel.receive())
+    try:
+        config: EnvConfig = setup["env"]
+        host = EnvHost(config, load_env(config, folder=setup["folder"]))
+    except BaseException as error:
+        channel.send(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode())
+        return
+    channel.send(b'{"ready": true}')
+    with suppress(EOFError, BrokenPipeError):
+        asyncio.run(_Server(channel, host).serve())
+    os._exit(0)  # whatever threads are stuck in
+
+
+class _Server:
+    """Reads calls and answers them, as they end."""
+
+    def __init__(self, channel: Channel, host: EnvHost):
+        self._channel, self._host = channel, host
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+
+        def read() -> None:
+            try:
+                message = self._channel.receive()
+            except (EOFError, OSError):
+                loop.remove_reader(self._channel.socket)
+                ended.set_result(None)
+                return
+            self._tasks.add(task := loop.create_task(self._answer(message)))
+            task.add_done_callback(self._tasks.discard)
+
+        loop.add_reader(self._channel.socket, read)
+        await ended
+
+    async def _answer(self, message: bytes) -> None:
+        number, episode, method, arguments = pickle.loads(message)
+        try:
+            values = pickle.loads(arguments)
+            answer = {"value": encoded(await getattr(self._host, method)(episode, *values))}
+        except EpisodeGone:
+            answer = {"gone": True}
+        except GroupwiseError as error:
+            answer = {"error": error.message}
+        except BaseException as error:  # of a case that cannot be unpickled here, or of a result that is no JSON
+            answer = {"error": f"{method}: {type(error).__name__}: {error}"}
+        self._channel.send(json.dumps({"number": number, "stuck": self._host.stuck} | answer).encode())
+
+
+def encoded(value: Observation | StepResult | float | None) -> Any:
+    """What a method of the host returned, as JSON takes it. Raises EnvError for what cannot be written."""
+    try:
+        plain = asdict(value) if isinstance(value, Observation | StepResult) else value
+        return json.loads(json.dumps(plain, allow_nan=False, default=_plain))
+    except (TypeError, ValueError) as error:
+        raise EnvError(
+            f"an answer cannot be sent: {error}", hint="messages, tools and info are what JSON has"
+        ) from None
+
+
+def _plain(value: Any) -> Any:
+    """Values of NumPy and of tensors of one element as Python's, mappings as dicts; anything else as its text."""
+    if callable(item := getattr(value, "item", None)):
+        return item()
+    return dict(value) if isinstance(value, Mapping) else str(value)
+
+
+def decode_answer(message: bytes) -> tuple[int, dict[str, Any]]:
+    """The number of a call, and what came of it."""
+    answer = json.loads(message)
+    return answer.pop("number"), answer

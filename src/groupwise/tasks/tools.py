@@ -1,0 +1,454 @@
+"""Python functions as tools: a function -> OpenAI's definition of it, and a model's call -> a `tool` message.
+
+    def search(query: str, limit: int = 5) -> list[str]:
+        \"\"\"Search the notes.
+
+        Args:
+            query: Words that must all occur.
+        \"\"\"
+
+    box = ToolBox([search, Tool.from_function(slow, time_limit_s=60)])
+    box.definitions                    [{"type": "function", "function": {"name": "search", "description": ..., ...}}]
+    await box.call(tool_call)          {"role": "tool", "tool_call_id": "call_0", "name": "search", "content": "[...]"}
+
+Type hints become the JSON schema and check the arguments (pydantic, which reads "5" as 5 where an int is wanted). A
+call is always answered: whatever goes wrong comes back to the model as a message beginning with "Error:", counted by
+its kind (`Outcome`). A result that is no text is sent as JSON. Functions that are not async run in daemon threads, that
+a time limit abandons but cannot end: work that may never end, or that is not trusted, belongs in a process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import inspect
+import json
+import re
+import threading
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar, copy_context
+from dataclasses import dataclass
+from enum import StrEnum
+from inspect import isawaitable, iscoroutinefunction
+from typing import Any, get_type_hints
+from weakref import WeakKeyDictionary
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic.errors import PydanticUserError
+from pydantic_core import to_json
+
+from groupwise.errors import ConfigError
+from groupwise.types import Message
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A function's signature and docstring -> the JSON schema of its parameters, and a check of arguments against it.
+#
+# The schema is pydantic's of the type hints, without titles. Descriptions come from the docstring: what stands before its
+# first section describes the function, the section `Args:` (Google's style) or lines `:param x:` describe parameters.
+# ----------------------------------------------------------------------------------------------------------------------
+
+SECTION = re.compile(
+    r"^\s*(?:(args|arguments|parameters|returns?|yields?|raises|examples?|notes?)\s*:?\s*|>>>.*|:(param|returns?)\b.*)$",
+    re.IGNORECASE,
+)
+ARGS = re.compile(r"^\s*(args|arguments|parameters)\s*:\s*$", re.IGNORECASE)
+ENTRY = re.compile(r"^\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
+PARAM = re.compile(r"^\s*:param\s+(?:[^:]*\s)?(\w+)\s*:\s*(.*)$")
+
+
+_known: WeakKeyDictionary[Callable[..., Any], dict[bool, Signature]] = WeakKeyDictionary()  # each episode asks again
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signature:
+    """What a function takes. `model` has a field for each parameter, in their order, whose alias is its name."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    model: type[BaseModel]
+
+    def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments as the type hints want them; defaults are left to the function.
+
+        Raises ValueError, with all that is wrong in one line.
+        """
+        try:
+            checked = self.model.model_validate(dict(arguments))
+        except ValidationError as error:
+            raise ValueError("; ".join(map(_fault, error.errors(include_url=False)))) from None
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
+        fields = self.model.model_fields
+        return {str(fields[key].alias): getattr(checked, key) for key in fields if key in checked.model_fields_set}
+
+
+def signature_of(function: Callable[..., Any]) -> Signature:
+    """The signature of a function or bound method, without `self`.
+
+    Raises ConfigError: it is no function with a name, or a parameter has no type hint, no schema, or no name to pass
+    it by.
+    """
+    if not callable(function) or not isinstance(getattr(function, "__name__", None), str):
+        raise ConfigError(f"{function!r} cannot be a tool", hint="give a function or a method with type hints")
+    plain = getattr(function, "__func__", function)
+    known = _known.setdefault(plain, {})
+    bound = plain is not function
+    if bound not in known:
+        known[bound] = _signature(plain, bound=bound)
+    return known[bound]
+
+
+def _signature(function: Callable[..., Any], *, bound: bool) -> Signature:
+    name = function.__name__
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except (NameError, TypeError) as error:
+        raise ConfigError(f"the type hints of the tool {name!r} cannot be read: {error}") from error
+    summary, described = read_docstring(inspect.getdoc(function) or "")
+    fields: dict[str, Any] = {}
+    for i, parameter in enumerate(list(inspect.signature(function).parameters.values())[bound:]):
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ConfigError(f"the tool {name!r} takes {parameter}, which a model cannot pass by name")
+        if parameter.name not in hints:
+            raise ConfigError(
+                f"the parameter {parameter.name!r} of the tool {name!r} has no type hint",
+                hint=f"write {parameter.name}: int, or whatever it is; the model is told",
+            )
+        default = ... if parameter.default is parameter.empty else parameter.default
+        about = described.get(parameter.name)
+        alias = parameter.name  # an explicit None would hide a description in the hint
+        field = Field(default, alias=alias, description=about) if about else Field(default, alias=alias)
+        fields[f"p{i}"] = (hints[parameter.name], field)
+    model, schema = _model(name, fields)
+    return Signature(name=name, description=summary, parameters=schema, model=model)
+
+
+def _model(name: str, fields: dict[str, Any]) -> tuple[type[BaseModel], dict[str, Any]]:
+    try:
+        model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+        schema = model.model_json_schema()
+    except PydanticUserError as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"the type hints of the tool {name!r} have no JSON schema: {reason}",
+            hint="use numbers, text, lists, dicts, Literal, dataclasses or pydantic models",
+        ) from error
+    plain = _without_titles(schema)
+    plain.pop("description", None)
+    plain.setdefault("properties", {})
+    return model, plain
+
+
+def _without_titles(schema: Any, *, names: bool = False) -> Any:
+    """`schema` without pydantic's titles; under `properties` and `$defs` keys are `names`, and "title" may be one."""
+    if isinstance(schema, list):
+        return [_without_titles(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: _without_titles(value, names=key in ("properties", "$defs") and not names)
+        for key, value in schema.items()
+        if names or key != "title"
+    }
+
+
+def _fault(error: Any) -> str:
+    where = ".".join(map(str, error["loc"]))
+    return f"{where}: {error['msg']}" if where else str(error["msg"])
+
+
+def read_docstring(text: str) -> tuple[str, dict[str, str]]:
+    """Of a docstring without its indent: what stands before the first section, each parameter's description.
+
+    >>> read_docstring("Add.\\n\\nArgs:\\n    a: One.\\n    b (int): Two\\n        and more.\\n\\nReturns:\\n    It.")
+    ('Add.', {'a': 'One.', 'b': 'Two and more.'})
+    """
+    lines = text.splitlines()
+    first = next((i for i, line in enumerate(lines) if SECTION.match(line)), len(lines))
+    about: dict[str, str] = {}
+    name, inside, indent = None, False, 0
+    for line in lines[first:]:
+        depth = len(line) - len(line.lstrip())
+        if param := PARAM.match(line):
+            name, inside = param[1], False
+            about[name] = param[2]
+        elif ARGS.match(line):
+            name, inside, indent = None, True, 0
+        elif line.strip() and depth == 0:
+            name, inside = None, False
+        elif inside and line.strip() and (not indent or depth <= indent) and (entry := ENTRY.match(line.strip())):
+            name, indent = entry[1], depth
+            about[name] = entry[2]
+        elif name is not None and line.strip():
+            about[name] = f"{about[name]} {line.strip()}".strip()
+    return "\n".join(lines[:first]).strip(), about
+
+
+TIME_LIMIT_S = 10.0  # below env.step_timeout_s, which costs the whole episode
+LONGEST_RESULT = 10_000  # characters
+THREADS = 256  # calls of functions that are not async, at once and on one event loop; others wait for their turn
+
+
+class Outcome(StrEnum):
+    """What became of a call."""
+
+    OK = "ok"
+    UNKNOWN = "unknown_tool"
+    ARGUMENTS = "wrong_arguments"
+    FAILED = "exception"
+    TIME = "time_limit"
+    MALFORMED = "malformed"
+
+
+class ToolError(Exception):
+    """A tool's answer is an error: raise it in a tool to choose the message that the model reads."""
+
+    def __init__(self, message: str, outcome: Outcome = Outcome.FAILED):
+        super().__init__(message)
+        self.outcome = outcome
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tool:
+    """What a model can call. `run` takes the arguments as they came and may raise anything.
+
+    `parameters` is a JSON schema of type object. `owner` is the object whose method it is, if it is one.
+    """
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    run: Callable[[dict[str, Any]], Awaitable[Any]]
+    time_limit_s: float = TIME_LIMIT_S
+    owner: Any = None
+
+    @classmethod
+    def from_function(
+        cls,
+        function: Callable[..., Any],
+        *,
+        name: str | None = None,
+        description: str | None = None,
+        time_limit_s: float = TIME_LIMIT_S,
+        thread: Thread | None = None,
+    ) -> Tool:
+        """A function or bound method, async or not, as a tool. Its docstring's first part is the description.
+
+        Args:
+            time_limit_s: seconds that a call may take.
+            thread: where a function that is not async runs, instead of a thread of its own.
+
+        Raises:
+            ConfigError: a parameter has no type hint, no schema, or cannot be passed by name.
+        """
+        signature = signature_of(function)
+        submit = thread or in_thread
+
+        async def run(arguments: dict[str, Any]) -> Any:
+            try:
+                keywords = signature.check(arguments)
+            except ValueError as error:
+                raise ToolError(f"wrong arguments for {tool.name}: {error}", Outcome.ARGUMENTS) from None
+            if iscoroutinefunction(function):
+                return await function(**keywords)
+            result = await submit(lambda: function(**keywords))
+            return await result if isawaitable(result) else result
+
+        tool = cls(
+            name=name or signature.name,
+            description=signature.description if description is None else description,
+            parameters=signature.parameters,
+            run=run,
+            time_limit_s=time_limit_s,
+            owner=getattr(function, "__self__", None),
+        )
+        return tool
+
+    @property
+    def definition(self) -> dict[str, Any]:
+        """In OpenAI's form, as chat templates want it."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The message for a call, and what became of it."""
+
+    message: Message
+    outcome: Outcome
+
+
+class ToolBox:
+    """The tools of an environment. `outcomes` counts the calls so far, by kind.
+
+    Args:
+        tools: functions, methods, Tools, or other boxes, whose tools are taken over.
+        longest_result: characters of a result; the rest is cut, and the model is told so.
+
+    Raises:
+        ConfigError: two tools have one name, or a function cannot be a tool.
+    """
+
+    def __init__(self, tools: Iterable[Tool | ToolBox | Callable[..., Any]], *, longest_result: int = LONGEST_RESULT):
+        self.outcomes: Counter[Outcome] = Counter()
+        self._longest = longest_result
+        self._tools: dict[str, Tool] = {}
+        for given in tools:
+            for tool in given if isinstance(given, ToolBox) else [given]:
+                self._add(tool if isinstance(tool, Tool) else Tool.from_function(tool))
+
+    def __iter__(self):
+        return iter(self._tools.values())
+
+    def __len__(self) -> int:
+        return len(self._tools)
+
+    def get(self, name: str) -> Tool | None:
+        """The tool of that name."""
+        return self._tools.get(name)
+
+    @property
+    def definitions(self) -> list[dict[str, Any]]:
+        """All tools in OpenAI's form."""
+        return [tool.definition for tool in self]
+
+    async def call(self, call: Mapping[str, Any]) -> Message:
+        """The `tool` message that answers one of a message's `tool_calls`. Never raises."""
+        return (await self.answer(call)).message
+
+    async def answer(self, call: Mapping[str, Any]) -> Answer:
+        """As `call`, with the outcome."""
+        function = call.get("function") or {}
+        name = str(function.get("name", ""))
+        try:
+            content, outcome = _text_of(await self._run(name, function.get("arguments"))), Outcome.OK
+        except ToolError as error:
+            content, outcome = f"Error: {error}", error.outcome
+        self.outcomes[outcome] += 1
+        return Answer(tool_message(self._shortened(content), call_id=str(call.get("id", "")), name=name), outcome)
+
+    def _add(self, tool: Tool) -> None:
+        if tool.name in self._tools:
+            raise ConfigError(
+                f"two tools are named {tool.name!r}", hint="rename one: Tool.from_function(f, name=...) or prefix=..."
+            )
+        self._tools[tool.name] = tool
+
+    async def _run(self, name: str, arguments: Any) -> Any:
+        """The tool's result. Raises ToolError and, where the caller is cancelled, CancelledError; nothing else."""
+        tool = self._tools.get(name)
+        if tool is None:
+            raise ToolError(_unknown(name, list(self._tools)), Outcome.UNKNOWN)
+        given = _object_of(arguments, name)
+        limit = asyncio.timeout(tool.time_limit_s)
+        _clock.set(lambda on: limit.reschedule(asyncio.get_running_loop().time() + tool.time_limit_s if on else None))
+        try:
+            async with limit:
+                return await tool.run(given)
+        except ToolError:
+            raise
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            raise ToolError(f"{name} was cancelled") from None
+        except BaseException as error:
+            if isinstance(error, TimeoutError) and limit.expired():
+                message = f"{name} took longer than {tool.time_limit_s:g} s and was given up"
+                raise ToolError(message, Outcome.TIME) from None
+            if isinstance(error, KeyboardInterrupt | GeneratorExit):
+                raise
+            raise ToolError(f"{name} raised {type(error).__name__}: {_one_line(error)}") from error
+
+    def _shortened(self, content: str) -> str:
+        more = len(content) - self._longest
+        return content if more <= 0 else f"{content[: self._longest]}\n... ({more:,} more characters were cut)"
+
+
+def tool_message(content: str, *, call_id: str, name: str) -> Message:
+    """A tool's answer as a message; half surrogate pairs, which no tokenizer takes, become "?"."""
+    sendable = content.encode("utf-8", "replace").decode()
+    return Message(role="tool", tool_call_id=call_id, name=name, content=sendable)
+
+
+# ---- threads ----
+Thread = Callable[[Callable[[], Any]], Awaitable[Any]]
+_clock: ContextVar[Callable[[bool], None]] = ContextVar("clock", default=lambda on: None)  # of the running call's limit
+_slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+
+async def in_thread(function: Callable[[], Any]) -> Any:
+    """What `function` returns, run in a daemon thread; at most `THREADS` are waited for at once.
+
+    Whoever stops waiting leaves the thread behind: it holds up neither the others nor the end of the process. The time
+    that a call waits for its turn is not the tool's.
+    """
+    loop = asyncio.get_running_loop()
+    _clock.get()(False)
+    async with _slots.setdefault(loop, asyncio.Semaphore(THREADS)):
+        _clock.get()(True)
+        future: asyncio.Future[Any] = loop.create_future()
+        context = copy_context()
+
+        def work() -> None:
+            try:
+                result, error = context.run(function), None
+            except BaseException as raised:
+                result, error = None, raised
+            try:
+                loop.call_soon_threadsafe(_settle, future, result, error)
+            except RuntimeError:  # the loop is closed: nobody waits
+                return
+
+        threading.Thread(target=work, name="tool", daemon=True).start()
+        return await future
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.done():  # given up
+        return
+    if error is None:
+        future.set_result(result)
+    elif isinstance(error, Exception) and not isinstance(error, StopIteration):
+        future.set_exception(error)
+    else:  # what a future cannot carry: SystemExit, KeyboardInterrupt, StopIteration
+        future.set_exception(ToolError(f"the tool raised {type(error).__name__}: {error}"))
+
+
+# ---- texts ----
+def _unknown(name: str, known: Sequence[str]) -> str:
+    similar = difflib.get_close_matches(name, known, n=1)
+    guess = f"did you mean {similar[0]!r}? " if similar else ""
+    return f"there is no tool {name[:80]!r}; {guess}The tools are {', '.join(known) or 'none'}."
+
+
+def _object_of(arguments: Any, name: str) -> dict[str, Any]:
+    """The arguments as an object; OpenAI's clients send them as JSON text. Raises ToolError."""
+    try:
+        value = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError) as error:
+        raise ToolError(f"the arguments for {name} are not JSON: {error}", Outcome.ARGUMENTS) from None
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ToolError(
+            f"the arguments for {name} are of type {type(value).__name__}; give an object", Outcome.ARGUMENTS
+        )
+    return dict(value)
+
+
+def _text_of(result: Any) -> str:
+    """A result as the model reads it. Raises ToolError where it cannot be written as JSON."""
+    if isinstance(result, str):
+        return result
+    try:
+        return to_json(result, fallback=str).decode()
+    except Exception as error:
+        raise ToolError(f"the result cannot be written as JSON: {_one_line(error)}") from error
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 500 else f"{text[:500]}..."
