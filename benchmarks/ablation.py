@@ -82,7 +82,7 @@ def job(config: str, overrides: list[str]) -> dict[str, Any]:
     """One run -> its evaluations, its wall time, its last metrics."""
     from groupwise.config.run import load_config
     from groupwise.loop import run
-    from groupwise.tracking import read_metrics
+    from groupwise.store.tracking import read_metrics
 
     started = time.monotonic()
     result = run(

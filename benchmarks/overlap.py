@@ -23,7 +23,7 @@ from typing import Any
 
 from groupwise.config.run import load_config
 from groupwise.loop import run
-from groupwise.tracking import read_metrics
+from groupwise.store.tracking import read_metrics
 
 SIDES = {
     "synchronous": ["scoring.workers=0", "rewards[0].function=overlap:sleepy"],

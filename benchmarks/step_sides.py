@@ -148,9 +148,9 @@ def run_groupwise(case: Case, folder: Path) -> dict[str, Any]:
     from groupwise import assemble, loop
     from groupwise.config.run import parse_config
     from groupwise.interrupt import StopRequest
-    from groupwise.rundir import open_run_dir
     from groupwise.running import Running
-    from groupwise.tracking import open_trackers
+    from groupwise.store.rundir import open_run_dir
+    from groupwise.store.tracking import open_trackers
 
     recorder = Recorder(case)
     config = parse_config(_groupwise_config(case, folder))

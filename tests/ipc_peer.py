@@ -17,7 +17,7 @@ from torch import Tensor
 from groupwise.config.run import LoraSpec
 from groupwise.errors import ModelError
 from groupwise.model.load import load_model, weights_hash
-from groupwise.model_ipc import attach_weights
+from groupwise.store.share import attach_weights
 from groupwise.train.learner import Learner
 from groupwise.types import Sample
 

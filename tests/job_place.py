@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 
-from groupwise import adapter_files, faults
-from groupwise.adapters import AdapterStore
 from groupwise.config.job import parse_job_config
 from groupwise.jobs import Pulse, Worker
-from groupwise.ledger import Ledger
-from groupwise.ledger_schema import Job, JobState, Lease
 from groupwise.model.load import LoadedModel, load_model
+from groupwise.store import faults
+from groupwise.store import files as adapter_files
+from groupwise.store.adapters import AdapterStore
+from groupwise.store.ledger import Ledger
+from groupwise.store.ledger_schema import Job, JobState, Lease
 from groupwise.train_job import Workplace
 from groupwise.types import PolicyVersion
 

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from groupwise.config.run import STARTER_DIR, dump_resolved, parse_config
-from groupwise.tracking import Tracking
+from groupwise.store.tracking import Tracking
 from groupwise.types import Completion, FinishReason, Message, PolicyVersion, Prompt, Rollout, RolloutGroup, Turn
 
 TOKENIZER = Tokenizer.from_file(str(STARTER_DIR / "tokenizer.json"))

@@ -15,11 +15,8 @@ import uvicorn
 from fastapi import APIRouter, FastAPI
 from starlette.types import ASGIApp
 
-from groupwise.adapter_files import Provenance
-from groupwise.adapters import AdapterStore
 from groupwise.config.serve import ServeConfig
 from groupwise.engine.local import LocalEngine
-from groupwise.ledger import Ledger
 from groupwise.model.load import LoadedModel, load_model
 from groupwise.server.envelope import add_handlers
 from groupwise.server.guard import Gate, Guard
@@ -27,6 +24,9 @@ from groupwise.server.policies import Policies
 from groupwise.server.reader import Reader, TextModel
 from groupwise.server.recorder import Recorder
 from groupwise.server.state import Server
+from groupwise.store.adapters import AdapterStore
+from groupwise.store.files import Provenance
+from groupwise.store.ledger import Ledger
 from groupwise.types import PolicyVersion
 
 

@@ -22,9 +22,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from groupwise.adapter_archive import read_archive, stream_archive
-from groupwise.adapter_files import CONFIG, WEIGHTS
 from groupwise.errors import AdapterError
+from groupwise.store.archive import read_archive, stream_archive
+from groupwise.store.files import CONFIG, WEIGHTS
 
 KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
 PEFT_CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "target_modules": ["q_proj"]}

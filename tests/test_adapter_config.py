@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 
-from groupwise import adapter_config
-from groupwise.adapter_config import MAX_ALPHA, applied_scales, check_config
-from groupwise.adapter_files import CONFIG, WEIGHTS, check_adapter
 from groupwise.engine.lora import AdapterBank, read_adapter
 from groupwise.errors import AdapterError
+from groupwise.store import adapter_config
+from groupwise.store.adapter_config import MAX_ALPHA, applied_scales, check_config
+from groupwise.store.files import CONFIG, WEIGHTS, check_adapter
 
 PLAIN = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
 Q = "model.layers.{}.self_attn.q_proj"

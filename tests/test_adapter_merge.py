@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from groupwise.adapter_files import CONFIG, WEIGHTS, check_adapter
-from groupwise.adapter_merge import MergeMode, MergeReport, MergeSource, merge_adapters
 from groupwise.errors import AdapterError
+from groupwise.store.files import CONFIG, WEIGHTS, check_adapter
+from groupwise.store.merge import MergeMode, MergeReport, MergeSource, merge_adapters
 
 PREFIX = "base_model.model."
 
@@ -288,7 +288,7 @@ def test_shapes_that_differ(tmp_path: Path, merge):
 
 
 def test_too_large_a_result_is_refused_before_it_is_made(sources, merge, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("groupwise.adapter_merge.MAX_WEIGHTS_BYTES", 50_000)
+    monkeypatch.setattr("groupwise.store.merge.MAX_WEIGHTS_BYTES", 50_000)
     with pytest.raises(AdapterError, match="at rank 12; the limit is 50,000"):
         merge([sources[2]] * 3, [1.0] * 3, "concat")
 

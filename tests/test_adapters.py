@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from safetensors.numpy import load_file, save_file
 
-from groupwise.adapter_files import CONFIG, SIDECAR, WEIGHTS, Provenance, find_damage, locked
-from groupwise.adapters import AdapterStore
 from groupwise.errors import AdapterError, AdapterNotFoundError, GroupwiseError, InUseError, StorageError
+from groupwise.store.adapters import AdapterStore
+from groupwise.store.files import CONFIG, SIDECAR, WEIGHTS, Provenance, find_damage, locked
 from groupwise.types import PolicyVersion
 
 BASE = PolicyVersion.base()
@@ -291,7 +291,7 @@ def test_admit_is_asked_last_and_alone_and_may_name_another_version(store):
         return first
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("groupwise.adapter_files.LOCK_TIMEOUT_S", 0.01)
+        patch.setattr("groupwise.store.files.LOCK_TIMEOUT_S", 0.01)
         assert store.publish("math", save_adapter, info=ORIGIN, admit=admit) == first
     assert store.versions("math") == (first,) and not list(store.root.glob(".staging-*"))
     assert store.publish("math", save_adapter, info=ORIGIN, admit=lambda: None) == PolicyVersion("math", 2)

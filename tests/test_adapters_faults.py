@@ -24,9 +24,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from groupwise.adapter_files import CONFIG, WEIGHTS, Provenance
-from groupwise.adapters import AdapterStore
 from groupwise.errors import StorageError
+from groupwise.store.adapters import AdapterStore
+from groupwise.store.files import CONFIG, WEIGHTS, Provenance
 from groupwise.types import PolicyVersion
 
 ORIGIN = Provenance(base_model="tiny", base_hash="aaaa")
@@ -296,7 +296,8 @@ def test_a_version_being_written_is_not_swept_by_another_process(tmp_path):
 
     def write(directory: Path):
         subprocess.run(
-            [sys.executable, "-c", f"from groupwise.adapters import *; AdapterStore({str(tmp_path)!r})"], check=True
+            [sys.executable, "-c", f"from groupwise.store.adapters import *; AdapterStore({str(tmp_path)!r})"],
+            check=True,
         )
         (directory / CONFIG).write_text(
             json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]})
@@ -308,7 +309,7 @@ def test_a_version_being_written_is_not_swept_by_another_process(tmp_path):
 
 
 def test_a_lock_that_is_never_released_is_an_error_and_not_a_hang(tmp_path, monkeypatch):
-    from groupwise import adapter_files
+    from groupwise.store import files as adapter_files
 
     store = AdapterStore(tmp_path)
     monkeypatch.setattr(adapter_files, "LOCK_TIMEOUT_S", 0.02)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cli_project import Project, cli, row, write_rows
-from groupwise.adapter_files import WEIGHTS
+from groupwise.store.files import WEIGHTS
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from groupwise import checkpoint, faults
 from groupwise.algo.loss import resolve_loss
-from groupwise.checkpoint import RunState
 from groupwise.errors import StorageError
+from groupwise.store import checkpoint, faults
+from groupwise.store.checkpoint import RunState
 from groupwise.train.learner import Learner
 from groupwise.types import PolicyVersion
 

@@ -11,9 +11,9 @@ import torch
 
 import groupwise
 from cli_project import cli, row, save_model, write_rows
-from groupwise.adapter_files import Provenance
-from groupwise.adapters import AdapterStore
 from groupwise.model.load import load_model
+from groupwise.store.adapters import AdapterStore
+from groupwise.store.files import Provenance
 
 
 @pytest.fixture(scope="module")

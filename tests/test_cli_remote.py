@@ -16,11 +16,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cli_project import cli
-from groupwise.adapter_files import Provenance
-from groupwise.adapters import AdapterStore
 from groupwise.cli import app
 from groupwise.client import drive as client_drive
 from groupwise.client import http as client_http
+from groupwise.store.adapters import AdapterStore
+from groupwise.store.files import Provenance
 from wire_server import Fault, WireServer, wire_server
 
 SUM = "What is 2 + 3?"

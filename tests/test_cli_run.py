@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from cli_project import Project, cli
-from groupwise.adapters import AdapterStore
 from groupwise.config.run import load_config
 from groupwise.engine.local import LocalEngine
 from groupwise.model.load import load_model
-from groupwise.tracking import read_metrics, read_rollouts
+from groupwise.store.adapters import AdapterStore
+from groupwise.store.tracking import read_metrics, read_rollouts
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from cli_project import cli
 from groupwise.config.run import dump_resolved, load_config, parse_config
-from groupwise.tracking import Tracking
+from groupwise.store.tracking import Tracking
 
 SICK = {
     "reward/frac_zero_std": 1.0,

@@ -18,9 +18,9 @@ from groupwise.cli_envs import envs_app
 from groupwise.config.run import EnvConfig, parse_config
 from groupwise.health.rules import RULES
 from groupwise.loop import run
+from groupwise.store.tracking import read_metrics
 from groupwise.tasks.env import load_env
 from groupwise.tasks.tools import Outcome
-from groupwise.tracking import read_metrics
 
 PAGE = (Path(__file__).parent.parent / "docs" / "environments.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

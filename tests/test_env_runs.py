@@ -10,7 +10,7 @@ import pytest
 from cli_project import Project, cli
 from groupwise.report.record import read_run
 from groupwise.report.samples import read_change, read_samples
-from groupwise.tracking import read_metrics, read_rollouts
+from groupwise.store.tracking import read_metrics, read_rollouts
 
 ENVS = '''
 import itertools

@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from groupwise import faults
 from groupwise.errors import ConfigError
+from groupwise.store import faults
 
 
 @pytest.fixture
@@ -33,12 +33,12 @@ def run(code: str, *, asked: str | None) -> subprocess.CompletedProcess[str]:
 def test_nothing_happens_unless_asked(monkeypatch):
     monkeypatch.setattr(faults, "_faults", {})
     faults.point("submit:after-spool")
-    assert run("from groupwise.faults import point; point('a:b')", asked=None).returncode == 0
-    assert run("from groupwise.faults import point; point('a:b')", asked="a:c:kill").returncode == 0
+    assert run("from groupwise.store.faults import point; point('a:b')", asked=None).returncode == 0
+    assert run("from groupwise.store.faults import point; point('a:b')", asked="a:c:kill").returncode == 0
 
 
 def test_kill_is_a_real_sigkill_at_the_kth_visit():
-    code = "from groupwise.faults import point\nfor i in range(9):\n    print(i, flush=True)\n    point('a:b')"
+    code = "from groupwise.store.faults import point\nfor i in range(9):\n    print(i, flush=True)\n    point('a:b')"
     ran = run(code, asked="a:b:kill@3")
     assert ran.returncode == -signal.SIGKILL
     assert ran.stdout.split() == ["0", "1", "2"]
@@ -79,6 +79,6 @@ def test_a_malformed_fault_is_refused(text):
 
 
 def test_the_variable_is_checked_when_a_process_starts():
-    ran = run("import groupwise.faults", asked="nonsense")
+    ran = run("import groupwise.store.faults", asked="nonsense")
     assert ran.returncode == 1
     assert "GROUPWISE_FAULTS: 'nonsense' is not a fault" in ran.stderr

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from groupwise.errors import DataError
-from groupwise.group_json import group_from_json, group_to_json
+from groupwise.store.rollouts import group_from_json, group_to_json
 from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Turn
 
 FIRST = Completion(

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from groupwise.adapter_files import WEIGHTS, Provenance
 from groupwise.algo.advantage import has_signal
 from groupwise.display import LineDisplay
-from groupwise.group_json import group_from_json
 from groupwise.loop import run
 from groupwise.model.load import LoadedModel
+from groupwise.store.files import WEIGHTS, Provenance
+from groupwise.store.rollouts import group_from_json
 from groupwise.types import RolloutGroup
 from job_place import Place, groups
 from running_jobs import config, metrics_of, rollouts_of

@@ -15,13 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from groupwise import faults, jobs
-from groupwise.adapter_files import WEIGHTS
+from groupwise import jobs
 from groupwise.errors import Interrupted, LeaseLostError, NotReadyError, StorageError
 from groupwise.job_task import GrpoTask
 from groupwise.jobs import Pulse, describe
-from groupwise.ledger import Ledger
-from groupwise.ledger_schema import JobState
+from groupwise.store import faults
+from groupwise.store.files import WEIGHTS
+from groupwise.store.ledger import Ledger
+from groupwise.store.ledger_schema import JobState
 from groupwise.train.learner import Learner
 from groupwise.train_job import JobCancelled
 from job_place import CRASHING, KILLED, PROMPTS, SMALL, Place, groups

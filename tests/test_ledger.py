@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from groupwise import ledger, ledger_attempts, ledger_schema
 from groupwise.errors import (
     DamagedPayloadError,
     IdempotencyConflictError,
@@ -26,7 +25,9 @@ from groupwise.errors import (
     QueueFullError,
     StorageError,
 )
-from groupwise.ledger import Job, JobState, Lease, Ledger, RolloutRecord, kept_rollouts
+from groupwise.store import ledger, ledger_schema
+from groupwise.store import ledger as ledger_attempts
+from groupwise.store.ledger import Job, JobState, Lease, Ledger, RolloutRecord, kept_rollouts
 
 DAY = 24 * 3600.0
 ERROR = {"code": "training_failed", "message": "it diverged", "hint": "lower the learning rate"}
@@ -689,9 +690,7 @@ def test_threads_share_a_ledger(book):
 
 
 def test_the_ledger_imports_next_to_nothing():
-    code = (
-        "import sys, groupwise.ledger; print({'torch', 'numpy', 'pydantic', 'groupwise.adapters'} & set(sys.modules))"
-    )
+    code = "import sys, groupwise.store.ledger; print({'torch', 'numpy', 'pydantic', 'groupwise.store.adapters'} & set(sys.modules))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ran.stdout.strip() == "set()", ran.stderr
 

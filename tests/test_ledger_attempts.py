@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from groupwise import ledger_schema
-from groupwise.ledger import Cause, JobState, Ledger
-from groupwise.ledger_attempts import MAX_SERVER_DEATHS
+from groupwise.store import ledger_schema
+from groupwise.store.ledger import MAX_SERVER_DEATHS, Cause, JobState, Ledger
 from test_ledger import publish, submit, take
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from groupwise import faults, ledger_schema
 from groupwise.errors import GroupwiseError, LedgerDamagedError, NotReadyError, StorageError
-from groupwise.ledger import Job, JobState, Ledger
+from groupwise.store import faults, ledger_schema
+from groupwise.store.ledger import Job, JobState, Ledger
 
 SCRIPT = Path(__file__).with_name("ledger_crash.py")
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from groupwise import ledger_repair
 from groupwise.errors import DamagedPayloadError, LedgerDamagedError, StorageFullError
-from groupwise.ledger import Job, JobState, Ledger, RolloutRecord
-from groupwise.ledger_repair import BACKUP, check, repair
+from groupwise.store import ledger_repair
+from groupwise.store.ledger import Job, JobState, Ledger, RolloutRecord
+from groupwise.store.ledger_repair import BACKUP, check, repair
 
 Fill = Callable[..., dict[str, Job]]
 ERROR = {"code": "x", "message": "it failed", "hint": None}

@@ -18,10 +18,10 @@ from groupwise.algo.samples import samples_of
 from groupwise.config.run import EnvConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import AdapterNotFoundError, EnvError
+from groupwise.store.tracking import read_metrics
 from groupwise.tasks.compat.three_method import LegacyEnv, LegacyEpisodes
 from groupwise.tasks.env import EnvFactory
 from groupwise.tasks.episode import play_all
-from groupwise.tracking import read_metrics
 from groupwise.types import PolicyVersion, RolloutGroup, SamplingParams
 
 RUN = SamplingParams(max_tokens=6)

@@ -29,7 +29,7 @@ from groupwise.report.page import render
 from groupwise.report.png import write_pngs
 from groupwise.report.record import read_run, read_runs
 from groupwise.report.samples import MAX_TOKENS, choose_steps, read_change, read_samples
-from groupwise.tracking import Tracking
+from groupwise.store.tracking import Tracking
 from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Turn
 
 TOKENIZER = Tokenizer.from_file(str(STARTER_DIR / "tokenizer.json"))

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.adapters import AdapterStore
 from groupwise.config.run import RunConfig
 from groupwise.display import LineDisplay
 from groupwise.errors import StorageError
 from groupwise.loop import run
 from groupwise.running import Running
+from groupwise.store.adapters import AdapterStore
 from running_jobs import Dies, adapter_bytes, config, metrics_of, rollouts_of, sidecars_of
 
 EVALUATED = {

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from groupwise import checkpoint, rundir
-from groupwise.adapter_files import Provenance
-from groupwise.adapters import AdapterStore
-from groupwise.checkpoint import RunState
 from groupwise.config.run import RunConfig, load_config, parse_config
 from groupwise.errors import ConfigError, StorageError
 from groupwise.evaluate import Evaluation, load_evaluations, save_evaluations
-from groupwise.rundir import open_run_dir, owned
+from groupwise.store import checkpoint, rundir
+from groupwise.store.adapters import AdapterStore
+from groupwise.store.checkpoint import RunState
+from groupwise.store.files import Provenance
+from groupwise.store.rundir import open_run_dir, owned
 from groupwise.train.learner import Learner
 from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Turn
 

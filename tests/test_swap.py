@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from groupwise.adapters import AdapterStore
 from groupwise.algo.loss import resolve_loss
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import AdapterError, AdapterNotFoundError, StorageError
 from groupwise.model.load import LoadedModel
+from groupwise.store.adapters import AdapterStore
 from groupwise.swap import Policy
 from groupwise.train.learner import Learner
 from groupwise.types import PolicyVersion, Sample, SamplingParams, SamplingRequest

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from groupwise.config.run import TrackingConfig
 from groupwise.errors import ConfigError, DataError, StorageError
 from groupwise.health.watch import Event
-from groupwise.tracking import Tracking, open_trackers, read_metrics, read_rollouts
+from groupwise.store.tracking import Tracking, open_trackers, read_metrics, read_rollouts
 from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Turn
 
 
@@ -88,7 +88,7 @@ FULL_DISK = """
 import resource, sys
 from pathlib import Path
 from groupwise.errors import StorageError
-from groupwise.tracking import Tracking
+from groupwise.store.tracking import Tracking
 
 tracking = Tracking(Path(sys.argv[1]))
 tracking.log(1, {"loss": 1.0})
@@ -307,7 +307,7 @@ def test_wandb_itself_without_a_key(tmp_path, monkeypatch):
     code = (
         "import sys, pathlib\n"
         "from groupwise.config.run import TrackingConfig\n"
-        "from groupwise.tracking import open_trackers\n"
+        "from groupwise.store.tracking import open_trackers\n"
         "where = pathlib.Path(sys.argv[1])\n"
         "config = TrackingConfig(wandb='p')\n"
         "with open_trackers(config, run_dir=where, run_name='r', resolved_config={'seed': 1}) as tracking:\n"
@@ -354,7 +354,7 @@ def test_a_tracker_that_cannot_start_is_a_config_error(tmp_path):
 
 def test_no_torch():
     code = (
-        "import sys, groupwise.tracking as t, groupwise.adapters, groupwise.display, pathlib, tempfile;"
+        "import sys, groupwise.store.tracking as t, groupwise.store.adapters, groupwise.display, pathlib, tempfile;"
         "t.TensorBoardTracker(pathlib.Path(tempfile.mkdtemp())).close();"
         "assert 'torch' not in sys.modules"
     )

@@ -16,12 +16,12 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from groupwise import train_job
-from groupwise.adapters import AdapterStore
 from groupwise.algo.loss import resolve_loss
 from groupwise.config.run import LoraSpec
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import Interrupted
-from groupwise.ledger import JobState
+from groupwise.store.adapters import AdapterStore
+from groupwise.store.ledger import JobState
 from groupwise.train.learner import Learner
 from groupwise.train_job import run_job
 from groupwise.types import PolicyVersion, Sample, SamplingParams, SamplingRequest

@@ -10,8 +10,8 @@ import torch
 
 from groupwise.algo.advantage import has_signal
 from groupwise.display import LineDisplay
-from groupwise.group_json import group_from_json
 from groupwise.loop import run
+from groupwise.store.rollouts import group_from_json
 from groupwise.update import learner_thread
 from running_jobs import config, rollouts_of
 

@@ -11,15 +11,15 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from groupwise.adapter_files import Provenance
-from groupwise.adapters import AdapterStore
 from groupwise.config.serve import ServeConfig
-from groupwise.ledger import Ledger
 from groupwise.server.app import build_app
 from groupwise.server.assembly import assemble
 from groupwise.server.guard import Gate
 from groupwise.server.recorder import Recorder
 from groupwise.server.state import Server
+from groupwise.store.adapters import AdapterStore
+from groupwise.store.files import Provenance
+from groupwise.store.ledger import Ledger
 from groupwise.types import PolicyVersion
 
 

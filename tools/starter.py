@@ -328,7 +328,7 @@ def build(
     debug: Debug = False,
 ) -> None:
     """Train the starter from scratch, about an hour on two CPU cores, and measure it."""
-    from groupwise.rundir import owned
+    from groupwise.store.rundir import owned
 
     spec = BuildSpec(seed=seed)
     if steps is not None:

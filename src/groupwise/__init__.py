@@ -20,7 +20,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from groupwise.adapters import AdapterStore as AdapterStore
     from groupwise.client.calls import AsyncClient as AsyncClient
     from groupwise.client.calls import Client as Client
     from groupwise.config.importers.trl import from_trl as from_trl
@@ -56,6 +55,7 @@ if TYPE_CHECKING:
     from groupwise.sdk.trainer import AdamParams as AdamParams
     from groupwise.sdk.trainer import TrainingClient as TrainingClient
     from groupwise.sdk.trainer import TrainingService as TrainingService
+    from groupwise.store.adapters import AdapterStore as AdapterStore
     from groupwise.train.learner import Learner as Learner
     from groupwise.types import Completion as Completion
     from groupwise.types import FinishReason as FinishReason
@@ -73,7 +73,6 @@ __version__ = "0.1.0"
 
 # module -> the public names in it; the imports above say the same to type checkers
 _PUBLIC = {
-    "adapters": ("AdapterStore",),
     "client.calls": (
         "AsyncClient",
         "Client",
@@ -133,6 +132,7 @@ _PUBLIC = {
         "TrainingClient",
         "TrainingService",
     ),
+    "store.adapters": ("AdapterStore",),
     "train.learner": ("Learner",),
     "types": (
         "Completion",

@@ -13,9 +13,9 @@ from groupwise.assemble import Plan, local_engine, make_plan, open_envs, open_pl
 from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError
 from groupwise.evaluate import SUCCESS, Evaluation, evaluate, prepare_all
-from groupwise.locate import Located, find_adapter
 from groupwise.model.load import load_model
 from groupwise.rewards.base import Scorer
+from groupwise.store.rundir import Located, find_adapter
 from groupwise.types import PolicyVersion, Prompt
 
 MODES = ("greedy", "sampled")

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from groupwise.adapters import AdapterStore
 from groupwise.algo.advantage import with_advantages
 from groupwise.algo.samples import samples_of
 from groupwise.assemble import Parts, Plan, loss_of, make_plan, open_parts
@@ -25,6 +24,7 @@ from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.model.memory import Memory, StepSize, memory, step_size
 from groupwise.rewards.base import load_rewards, refuse_failed, summarize
+from groupwise.store.adapters import AdapterStore
 from groupwise.swap import Policy
 from groupwise.tasks.episode import play_all
 from groupwise.tasks.prompts import open_prompts

@@ -25,8 +25,8 @@ from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, Re
 from groupwise.output import finite, print_json, print_line, print_pairs, say
 
 if TYPE_CHECKING:
-    from groupwise.adapters import AdapterStore
     from groupwise.client.calls import Client
+    from groupwise.store.adapters import AdapterStore
 
 PROBE_S = 1.0  # a server on this machine answers at once, or is not the one to ask
 
@@ -266,7 +266,7 @@ def _answers(client: Client) -> bool:
 
 def _export(client: Client, name: str, directory: Path) -> tuple[str, Path]:
     """Download a version and unpack it, checked, into a new directory."""
-    from groupwise.adapter_archive import read_archive
+    from groupwise.store.archive import read_archive
 
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise AdapterError(f"{directory} exists and is not an empty directory", hint="give a directory that is new")
@@ -285,7 +285,7 @@ def _export(client: Client, name: str, directory: Path) -> tuple[str, Path]:
 
 
 def _open_store(run: Path | None, store: Path | None) -> AdapterStore:
-    from groupwise.locate import open_store
+    from groupwise.store.rundir import open_store
 
     try:
         opened = open_store(run=run, store=store)

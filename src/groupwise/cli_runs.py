@@ -52,7 +52,7 @@ def find_run(text: str) -> Path:
 
     Raises DataError if there is none.
     """
-    from groupwise.locate import RUNS
+    from groupwise.store.rundir import RUNS
 
     for path in (Path(text), RUNS / text):
         if (path / METRICS).is_file():
@@ -84,7 +84,7 @@ def health(
         )
     run_dir = find_run(run)
     from groupwise.health.history import examine
-    from groupwise.tracking import read_metrics
+    from groupwise.store.tracking import read_metrics
 
     config = _config(run_dir)
     report = examine(read_metrics(run_dir / METRICS), config=config)

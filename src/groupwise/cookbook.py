@@ -18,7 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from groupwise.adapter_files import replace
 from groupwise.config.importers.cookbook import (
     CISPOConfig,
     ConcurrencyConfig,
@@ -40,8 +39,9 @@ from groupwise.config.importers.cookbook import (
 from groupwise.errors import ConfigError
 from groupwise.loop import RunResult, run
 from groupwise.model.load import load_tokenizer
-from groupwise.rundir import ROLLOUTS
-from groupwise.tracking import read_rollouts
+from groupwise.store.files import replace
+from groupwise.store.rundir import ROLLOUTS
+from groupwise.store.tracking import read_rollouts
 from groupwise.types import FinishReason, RolloutGroup
 
 __all__ = [

@@ -20,13 +20,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from groupwise import adapter_files as files
 from groupwise.errors import DataError
-from groupwise.group_json import group_from_json, group_to_json
 from groupwise.model.chat import check_length
 from groupwise.rewards.base import refuse_failed
 from groupwise.rollout import Score
-from groupwise.rundir import EVALUATIONS
+from groupwise.store import files
+from groupwise.store.rollouts import group_from_json, group_to_json
+from groupwise.store.rundir import EVALUATIONS
 from groupwise.tasks.episode import Play, play_all
 from groupwise.types import FinishReason, PolicyVersion, Prompt, RolloutGroup, SamplingParams
 

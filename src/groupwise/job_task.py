@@ -25,9 +25,9 @@ from groupwise.algo.samples import samples_of
 from groupwise.config.job import GrpoJobConfig, SftJobConfig
 from groupwise.config.loss import LossSpec
 from groupwise.errors import ContextLengthError, DataError, TrainingError
-from groupwise.job_payload import GrpoPayload, ScoredGroup, SftPayload
 from groupwise.model.load import LoadedModel
 from groupwise.model.packing import count_loss_tokens
+from groupwise.store.ledger_schema import GrpoPayload, ScoredGroup, SftPayload
 from groupwise.train.batch_step import snapshot
 from groupwise.train.learner import Learner
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Sample, Turn

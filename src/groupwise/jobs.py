@@ -39,8 +39,6 @@ from pathlib import Path
 
 import torch
 
-from groupwise import adapter_files as files
-from groupwise.adapters import AdapterStore
 from groupwise.errors import (
     GroupwiseError,
     Interrupted,
@@ -51,12 +49,13 @@ from groupwise.errors import (
     StorageError,
     TryAgainError,
 )
-from groupwise.job_checkpoint import Checkpoints
-from groupwise.ledger import Ledger
-from groupwise.ledger_schema import Lease
 from groupwise.model.load import LoadedModel, load_model, resolve_device, resolve_dtype
-from groupwise.model_ipc import attach_weights
-from groupwise.model_map import map_weights
+from groupwise.store import files
+from groupwise.store.adapters import AdapterStore
+from groupwise.store.checkpoint import Checkpoints
+from groupwise.store.ledger import Ledger
+from groupwise.store.ledger_schema import Lease
+from groupwise.store.share import attach_weights, map_weights
 from groupwise.train_job import JobCancelled, Workplace, run_job
 
 BEAT_S = 1.0  # of the thread

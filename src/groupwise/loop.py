@@ -25,16 +25,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from groupwise.assemble import Elsewhere, make_plan, open_parts
-from groupwise.checkpoint import RunState
 from groupwise.cluster.learners import on_all_ranks
 from groupwise.config.run import RunConfig
 from groupwise.display import Display, open_display
 from groupwise.interrupt import StopRequest
 from groupwise.rewards.base import RewardFunction
-from groupwise.rundir import open_run_dir
 from groupwise.running import Evaluations, Running
+from groupwise.store.checkpoint import RunState
+from groupwise.store.rundir import open_run_dir
+from groupwise.store.tracking import open_trackers
 from groupwise.tasks.transcript import template_check
-from groupwise.tracking import open_trackers
 from groupwise.types import PolicyVersion
 
 if TYPE_CHECKING:

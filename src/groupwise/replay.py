@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from groupwise.errors import DataError
-from groupwise.group_json import group_from_json, group_to_json
+from groupwise.store.rollouts import group_from_json, group_to_json
 from groupwise.types import Rollout, RolloutGroup
 
 _SAME = 1e-9  # rewards that differ by less are equal

@@ -6,18 +6,17 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from groupwise import checkpoint
-from groupwise.adapters import AdapterStore
 from groupwise.algo.metrics import Metrics, time_metrics
 from groupwise.assemble import Parts, Plan
-from groupwise.checkpoint import RunState
 from groupwise.display import Display
 from groupwise.evaluate import BestVersion, Evaluation, evaluate, load_evaluations, save_evaluations
 from groupwise.health.watch import Health
-from groupwise.locate import find_adapter
-from groupwise.rundir import ADAPTERS, METRICS
+from groupwise.store import checkpoint
+from groupwise.store.adapters import AdapterStore
+from groupwise.store.checkpoint import RunState
+from groupwise.store.rundir import ADAPTERS, METRICS, find_adapter
+from groupwise.store.tracking import Tracking, read_metrics
 from groupwise.swap import Policy
-from groupwise.tracking import Tracking, read_metrics
 from groupwise.types import PolicyVersion, RolloutGroup
 from groupwise.update import Update
 

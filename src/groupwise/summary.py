@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from groupwise.adapters import AdapterStore
 from groupwise.check import CheckReport, StepTrial
 from groupwise.config.run import STARTER, STARTER_DIR, RunConfig
 from groupwise.config.yaml import inline
@@ -26,8 +25,9 @@ from groupwise.frontends.spelling import LoadedRun
 from groupwise.loop import RunResult
 from groupwise.model.memory import StepSize
 from groupwise.output import finite, print_line, print_pairs
+from groupwise.store.adapters import AdapterStore
+from groupwise.store.tracking import METRICS, read_metrics
 from groupwise.tasks.transcript import visible
-from groupwise.tracking import METRICS, read_metrics
 from groupwise.types import Prompt
 
 _TEXT_CHARS = 60  # of a completion in a table

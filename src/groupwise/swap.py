@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from groupwise.adapter_files import Provenance
-from groupwise.adapters import AdapterStore
 from groupwise.model.load import LoadedModel
+from groupwise.store.adapters import AdapterStore
+from groupwise.store.files import Provenance
 from groupwise.train.learner import Learner
 from groupwise.types import PolicyVersion, Sampler
 

@@ -25,10 +25,6 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from groupwise import adapter_files as files
-from groupwise import faults
-from groupwise.adapter_files import Provenance
-from groupwise.adapters import AdapterStore
 from groupwise.algo.metrics import Metrics
 from groupwise.config.job import (
     CHECKPOINT_INTERVAL,
@@ -41,7 +37,11 @@ from groupwise.config.job import (
 from groupwise.config.run import LoraSpec
 from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, Interrupted, TrainingError
 from groupwise.health.history import examine_job
-from groupwise.job_checkpoint import (
+from groupwise.job_task import Task, make_task
+from groupwise.model.load import LoadedModel
+from groupwise.store import faults, files
+from groupwise.store.adapters import AdapterStore
+from groupwise.store.checkpoint import (
     Checkpoints,
     JobProgress,
     find_moments,
@@ -49,11 +49,9 @@ from groupwise.job_checkpoint import (
     read_standing,
     read_start,
 )
-from groupwise.job_payload import parse_payload
-from groupwise.job_task import Task, make_task
-from groupwise.ledger import Ledger
-from groupwise.ledger_schema import Lease
-from groupwise.model.load import LoadedModel
+from groupwise.store.files import Provenance
+from groupwise.store.ledger import Ledger
+from groupwise.store.ledger_schema import Lease, parse_payload
 from groupwise.train.learner import Learner, OptimizerSpec, learning_rate_at
 from groupwise.types import BASE, PolicyVersion, Sample
 

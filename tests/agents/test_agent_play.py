@@ -22,8 +22,8 @@ from groupwise.errors import EnvError, GroupwiseError
 from groupwise.frontends.spelling import load_config
 from groupwise.loop import run
 from groupwise.rewards.base import RewardFunction, score
+from groupwise.store.tracking import read_metrics
 from groupwise.tasks.starter.tasks import CALCULATOR, calculate
-from groupwise.tracking import read_metrics
 from groupwise.types import Completion, FinishReason, PolicyVersion, Rollout, SamplingParams
 from starter_run import starter_run
 

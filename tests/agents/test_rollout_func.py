@@ -21,10 +21,10 @@ from groupwise.algo.samples import segments_of
 from groupwise.config.run import EnvConfig
 from groupwise.errors import AdapterNotFoundError, ConfigError, DataError, EnvError, LoadError
 from groupwise.rewards.base import RewardFunction, score
+from groupwise.store.tracking import read_metrics
 from groupwise.tasks.agents import load_agent
 from groupwise.tasks.compat.trl import RolloutFunc, RolloutPlay
 from groupwise.tasks.episode import play_all
-from groupwise.tracking import read_metrics
 from groupwise.types import FinishReason, PolicyVersion, Prompt, RolloutGroup, SamplingParams
 from starter_run import starter_run
 

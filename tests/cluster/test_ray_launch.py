@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from groupwise.checkpoint import RunState
 from groupwise.cluster import ray_launch
 from groupwise.cluster.crew import WorkerLost
 from groupwise.cluster.ray_launch import _outcome, roles_of, supervise
 from groupwise.config.run import RunConfig, parse_config
 from groupwise.errors import ConfigError, RewardError, TrainingError
 from groupwise.interrupt import StopRequest
-from groupwise.rundir import open_run_dir
+from groupwise.store.checkpoint import RunState
+from groupwise.store.rundir import open_run_dir
 from groupwise.types import PolicyVersion
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.client.calls import Client
-from groupwise.ledger import Ledger
-from groupwise.ledger_schema import read_payload
+from groupwise.store.ledger import Ledger
+from groupwise.store.ledger_schema import read_payload
 
 from .place import Place, is_torn, sha256
 from .traffic import Traffic

@@ -11,9 +11,9 @@ import pytest
 
 from groupwise.config.run import EnvConfig
 from groupwise.errors import ConfigError, EnvError, LoadError
+from groupwise.store.tracking import read_metrics
 from groupwise.tasks.compat.trl import TrlEnvironment
 from groupwise.tasks.env import Episode, load_env
-from groupwise.tracking import read_metrics
 from starter_run import starter_run
 
 CODE = '''

@@ -10,7 +10,7 @@ from groupwise.config.importers.aitraining import KEYS, flags
 from groupwise.errors import ConfigError
 from groupwise.frontends.importing import import_run
 from groupwise.frontends.spelling import LoadedRun, read_run
-from groupwise.tracking import read_metrics
+from groupwise.store.tracking import read_metrics
 
 HOTEL = [
     "--model",

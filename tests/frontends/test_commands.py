@@ -10,7 +10,7 @@ from reference_files import QUICK_START, write_project
 
 from cli_project import Project, cli
 from groupwise.config.run import load_config
-from groupwise.tracking import read_metrics
+from groupwise.store.tracking import read_metrics
 
 STARTER = ("base_model=starter", "trl.use_vllm=false")
 DATA = ("datasets[0].path=gsm8k.jsonl", "datasets[0].name=null")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cli_project import Project, cli, row, write_rows
-from groupwise.tracking import read_metrics
+from groupwise.store.tracking import read_metrics
 
 REWARDS = """
 def vowels(completions, **columns):

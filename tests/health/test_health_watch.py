@@ -14,7 +14,7 @@ from groupwise.health.history import examine
 from groupwise.health.rule import Condition, Remedy, Rule
 from groupwise.health.rules import RULES
 from groupwise.health.watch import Health
-from groupwise.tracking import Tracking, read_metrics
+from groupwise.store.tracking import Tracking, read_metrics
 
 HIGH = Rule(
     id="too.high",

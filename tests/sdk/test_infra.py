@@ -17,12 +17,12 @@ from sdk_cases import ADAM, sequences, weights
 from groupwise.cookbook import Config
 from groupwise.cookbook import DeployConfig as RecipeDeployConfig
 from groupwise.errors import ConfigError, GroupwiseError, ModelError, StorageError
-from groupwise.rundir import owned
 from groupwise.sdk.config import DeployConfig, InfraConfig, LoopConfig, WeightSyncConfig, WeightSyncScope
 from groupwise.sdk.deployment import Deployment, find_deployment
 from groupwise.sdk.infra import Infra, InfraError, setup_infra
 from groupwise.sdk.profiles import Machine, choose_profile
 from groupwise.sdk.sampler import SampledCompletion
+from groupwise.store.rundir import owned
 from groupwise.types import Message, PolicyVersion
 
 QUESTION: list[Message] = [{"role": "user", "content": "What is 47 + 138?"}]

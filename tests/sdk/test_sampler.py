@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.adapters import AdapterStore
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError, DataError
 from groupwise.model.chat import encode_prompt
@@ -21,6 +20,7 @@ from groupwise.sdk.concurrency import AdaptiveConcurrency
 from groupwise.sdk.datums import build_grpo_datums
 from groupwise.sdk.deployment import Deployment
 from groupwise.sdk.sampler import DeploymentSampler, SampledCompletion, Status
+from groupwise.store.adapters import AdapterStore
 from groupwise.types import Completion, Message, PolicyVersion, Prompt, SamplingRequest
 
 QUESTION: list[Message] = [{"role": "user", "content": "What is 47 + 138? Reply with just the number."}]

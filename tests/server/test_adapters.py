@@ -22,16 +22,16 @@ from fastapi import FastAPI
 from safetensors.torch import load_file, save_file
 from starlette.testclient import TestClient
 
-from groupwise.adapter_files import CONFIG, WEIGHTS, Provenance
-from groupwise.adapter_merge import MergeMode, MergeSource, merge_adapters
-from groupwise.adapters import AdapterStore
 from groupwise.config.serve import ServeConfig
 from groupwise.engine.local import LocalEngine
-from groupwise.ledger import Ledger
 from groupwise.model.load import LoadedModel
 from groupwise.server import adapters
 from groupwise.server.envelope import add_handlers
 from groupwise.server.policies import Policies
+from groupwise.store.adapters import AdapterStore
+from groupwise.store.files import CONFIG, WEIGHTS, Provenance
+from groupwise.store.ledger import Ledger
+from groupwise.store.merge import MergeMode, MergeSource, merge_adapters
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
 
 IDS = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3)

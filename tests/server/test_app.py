@@ -20,8 +20,8 @@ import pytest
 
 from groupwise.config.serve import ServeConfig
 from groupwise.errors import GroupwiseError
-from groupwise.ledger import Ledger
 from groupwise.server.app import serve
+from groupwise.store.ledger import Ledger
 from whole_server import whole
 
 SERVE = """

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.ledger import Ledger
 from groupwise.server.findings import router
+from groupwise.store.ledger import Ledger
 from serving import served
 
 

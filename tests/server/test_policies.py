@@ -21,9 +21,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from safetensors.torch import load_file, save_file
 
-from groupwise.adapter_files import WEIGHTS, Provenance
-from groupwise.adapter_merge import MergeMode, MergeSource, merge_adapters
-from groupwise.adapters import AdapterStore
 from groupwise.config.run import LoraSpec
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import (
@@ -39,6 +36,9 @@ from groupwise.errors import (
 )
 from groupwise.model.load import LoadedModel
 from groupwise.server.policies import AdapterInUseError, Policies, canary_tolerance
+from groupwise.store.adapters import AdapterStore
+from groupwise.store.files import WEIGHTS, Provenance
+from groupwise.store.merge import MergeMode, MergeSource, merge_adapters
 from groupwise.train.learner import Learner
 from groupwise.types import PolicyVersion, Sample, SamplingParams, SamplingRequest
 

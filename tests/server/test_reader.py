@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from groupwise.adapters import AdapterStore
 from groupwise.config.serve import MIB, ServeConfig
 from groupwise.errors import (
     BodyTooLargeError,
@@ -29,7 +28,6 @@ from groupwise.errors import (
     NotReadyError,
     RequestError,
 )
-from groupwise.ledger import Ledger
 from groupwise.model.chat import encode_prompt
 from groupwise.server import reader as reading
 from groupwise.server.chat import ChatPrompt, read_chat
@@ -38,6 +36,8 @@ from groupwise.server.events import ClientGone
 from groupwise.server.reader import SHORT, SHORT_TO_TRAIN, Body, Reader, TextModel, receive_body
 from groupwise.server.reader_process import _most_bytes
 from groupwise.server.submit import Submission, read_grpo, read_sft
+from groupwise.store.adapters import AdapterStore
+from groupwise.store.ledger import Ledger
 from groupwise.types import Message, Prompt
 from processes import becomes
 from serving import starter

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from groupwise.adapter_files import Provenance
-from groupwise.adapters import AdapterStore
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import AdapterNotFoundError, StorageError
-from groupwise.ledger import JobState, Ledger
 from groupwise.server.policies import AdapterInUseError, Policies
 from groupwise.server.retention import Retention, needing
+from groupwise.store.adapters import AdapterStore
+from groupwise.store.files import Provenance
+from groupwise.store.ledger import JobState, Ledger
 from groupwise.types import PolicyVersion
 
 KEEP = 2

@@ -11,7 +11,7 @@ import pytest
 
 from groupwise.errors import ConfigError, RequestError
 from groupwise.server.run_files import FRESH_S, MetricsFile, RunFiles, open_runs
-from groupwise.tracking import METRICS
+from groupwise.store.tracking import METRICS
 from run_place import make_run, write_line
 
 

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 import seed_page
-from groupwise.adapter_files import Provenance
-from groupwise.adapters import AdapterStore
 from groupwise.config.job import parse_job_config
 from groupwise.errors import RequestError
-from groupwise.job_payload import GrpoPayload, SftPayload, parse_payload
-from groupwise.ledger import RolloutRecord
 from groupwise.model.load import LoadedModel, load_model
 from groupwise.server.bodies import parse_body
 from groupwise.server.protocol_train import GrpoRequest, SftRequest
 from groupwise.server.submit import Submission, prepare_grpo, prepare_sft
+from groupwise.store.adapters import AdapterStore
+from groupwise.store.files import Provenance
+from groupwise.store.ledger import RolloutRecord
+from groupwise.store.ledger_schema import GrpoPayload, SftPayload, parse_payload
 
 QUESTION = [{"role": "user", "content": seed_page.QUESTION}]
 

@@ -14,13 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from groupwise.adapter_files import Provenance
-from groupwise.adapters import AdapterStore
 from groupwise.config.job import GrpoJobConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import NotReadyError, StorageError, SwapRefusedError
-from groupwise.ledger import JobState, Ledger
-from groupwise.ledger_attempts import MAX_SERVER_DEATHS
 from groupwise.model.load import LoadedModel, load_model
 from groupwise.server import memory
 from groupwise.server.policies import Policies
@@ -28,13 +24,16 @@ from groupwise.server.protocol import ChatMessage
 from groupwise.server.protocol_train import GrpoRequest, ScoredCompletion, ScoredGroup
 from groupwise.server.submit import prepare_grpo
 from groupwise.server.supervisor import LAST_LINES, OOM_SCORE, WORKER, Supervisor, worker_command
+from groupwise.store.adapters import AdapterStore
+from groupwise.store.files import Provenance
+from groupwise.store.ledger import MAX_SERVER_DEATHS, JobState, Ledger
 from groupwise.types import PolicyVersion
 
 # Workers: processes that lease from the same ledger as `groupwise.jobs` does.
 PREAMBLE = """
 import os, signal, sys, time
 from pathlib import Path
-from groupwise.ledger import Ledger
+from groupwise.store.ledger import Ledger
 state = Path({state!r})
 ledger = Ledger(state / "ledger.db")
 (state / f"started-{{os.getpid()}}").touch()

@@ -15,18 +15,18 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from groupwise.adapter_files import Provenance
-from groupwise.adapters import AdapterStore
 from groupwise.config.serve import ServeConfig
 from groupwise.errors import StorageError
-from groupwise.job_payload import parse_payload
-from groupwise.ledger import JobState, Ledger, RolloutRecord
 from groupwise.model.load import LoadedModel, load_model
 from groupwise.server import events, submit, train
 from groupwise.server.envelope import add_handlers
 from groupwise.server.protocol_train import SftRequest
 from groupwise.server.reader import Reader, TextModel
 from groupwise.server.state import Server
+from groupwise.store.adapters import AdapterStore
+from groupwise.store.files import Provenance
+from groupwise.store.ledger import JobState, Ledger, RolloutRecord
+from groupwise.store.ledger_schema import parse_payload
 from seed_page import SCORED
 
 SEED_PAGE = json.loads(SCORED)

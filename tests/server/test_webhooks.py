@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.adapters import AdapterStore
 from groupwise.errors import ConfigError
-from groupwise.ledger import Ledger
 from groupwise.server import webhooks
 from groupwise.server.webhooks import Webhooks
+from groupwise.store.adapters import AdapterStore
+from groupwise.store.ledger import Ledger
 
 KILN_KEYS = {"job_id", "job_type", "status", "adapter_name", "adapter_path", "error", "timestamp"}
 
@@ -136,7 +136,7 @@ def test_a_failed_job_is_told_with_its_reason(ledger: Ledger) -> None:
 
 
 def test_a_completed_job_is_told_with_the_path_of_its_version(ledger: Ledger, make_base, make_adapter) -> None:
-    from groupwise.adapter_files import Provenance
+    from groupwise.store.files import Provenance
 
     store = AdapterStore(ledger.path.parent / "adapters")
     version = store.import_(make_adapter(make_base()), "math", info=Provenance(base_model="tiny", base_hash="x"))
@@ -377,7 +377,7 @@ def test_it_gives_up_on_an_end_that_it_tried_for_a_day(ledger: Ledger, monkeypat
 
 
 def test_a_full_disk_delays_the_record_and_stops_nothing(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    from groupwise import adapter_files
+    from groupwise.store import files as adapter_files
 
     replace, full = adapter_files.replace, threading.Event()
 

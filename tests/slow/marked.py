@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from groupwise.adapter_archive import stream_archive
 from groupwise.config.run import LoraSpec
 from groupwise.model.load import LoadedModel
+from groupwise.store.archive import stream_archive
 from groupwise.train.lora import add_lora, lora_tensors, save_lora
 
 STRENGTH = 1e5  # far above what the rest of the model adds to its last hidden state

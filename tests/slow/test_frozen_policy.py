@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.tracking import read_metrics
+from groupwise.store.tracking import read_metrics
 from starter_run import starter_run
 
 pytestmark = pytest.mark.slow

@@ -22,8 +22,8 @@ pytest.importorskip("openenv.core")
 
 from groupwise.config.run import parse_config
 from groupwise.loop import run
+from groupwise.store.tracking import read_metrics
 from groupwise.tasks.compat.others import OpenEnvironment
-from groupwise.tracking import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 

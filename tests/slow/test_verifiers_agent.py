@@ -21,10 +21,10 @@ if tuple(map(int, version("verifiers").split(".")[:2])) >= (0, 4):
 from groupwise.algo.samples import segments_of
 from groupwise.config.run import EnvConfig, parse_config
 from groupwise.errors import ConfigError
-from groupwise.group_json import group_from_json
 from groupwise.loop import run
+from groupwise.store.rollouts import group_from_json
+from groupwise.store.tracking import read_metrics
 from groupwise.tasks.agents import load_agent
-from groupwise.tracking import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 

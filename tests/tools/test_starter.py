@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from groupwise.model.load import load_model
-from groupwise.rundir import owned
+from groupwise.store.rundir import owned
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 

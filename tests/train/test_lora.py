@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from groupwise.adapter_files import check_adapter
 from groupwise.config.run import LoraSpec
 from groupwise.errors import AdapterError, ConfigError
 from groupwise.model.load import share_weights
+from groupwise.store.files import check_adapter
 from groupwise.train.learner import Learner
 from groupwise.train.lora import adapter_off, add_lora, load_lora, lora_tensors, save_lora
 

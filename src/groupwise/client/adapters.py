@@ -134,7 +134,7 @@ def _path(name: str) -> str:
 @contextmanager
 def _archive(source: Path, name: str) -> Iterator[IO[bytes]]:
     """An open tar.gz: `source` itself, or of the directory that it is."""
-    from groupwise.adapter_archive import stream_archive
+    from groupwise.store.archive import stream_archive
 
     try:
         with source.open("rb") if not source.is_dir() else TemporaryFile() as file:

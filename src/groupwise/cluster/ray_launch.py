@@ -30,7 +30,7 @@ from groupwise.cluster.ray_rewards import RayRewards
 from groupwise.config.run import RunConfig
 from groupwise.errors import ClusterError, ConfigError, RankLostError, TrainingError
 from groupwise.interrupt import StopRequest
-from groupwise.rundir import reserve_run_dir
+from groupwise.store.rundir import reserve_run_dir
 from groupwise.tasks.env import load_env
 
 INTERRUPT_CHECK_S = 0.5  # between two looks whether Ctrl-C was pressed

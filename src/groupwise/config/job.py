@@ -27,7 +27,7 @@ from groupwise.errors import ConfigError
 from groupwise.types import BASE, PolicyVersion
 
 if TYPE_CHECKING:
-    from groupwise.adapters import AdapterStore
+    from groupwise.store.adapters import AdapterStore
 
 Kind = Literal["grpo", "sft"]
 

@@ -22,10 +22,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from groupwise.adapter_config import applied_scales, check_config
 from groupwise.errors import AdapterError
 from groupwise.model.backbone import is_lean
 from groupwise.model.load import is_linear
+from groupwise.store.adapter_config import applied_scales, check_config
 
 MERGED_BYTES = 1 << 30
 

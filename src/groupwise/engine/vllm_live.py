@@ -29,7 +29,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from groupwise.adapter_merge import MergeMode, MergeSource, merge_adapters
 from groupwise.config.engine import VllmConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.vllm import SEEDS, Job, VllmEngine
@@ -39,6 +38,7 @@ from groupwise.engine.vllm_server import launch_of, rank_of
 from groupwise.engine.vllm_sync import FILES
 from groupwise.errors import AdapterError, EngineError, NotReadyError
 from groupwise.model.load import LoadedModel
+from groupwise.store.merge import MergeMode, MergeSource, merge_adapters
 from groupwise.types import Completion, PolicyVersion, SamplingParams, SamplingRequest, TokenSink
 
 RANK = 32  # of the largest adapter, where vllm.max_lora_rank does not say

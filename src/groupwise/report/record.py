@@ -15,8 +15,8 @@ from groupwise.config.run import RunConfig, parse_config
 from groupwise.config.yaml import Document
 from groupwise.errors import ConfigError, DataError
 from groupwise.health.history import Report, examine
-from groupwise.rundir import CONFIG, EVALUATIONS, METRICS, ROLLOUTS
-from groupwise.tracking import read_metrics
+from groupwise.store.rundir import CONFIG, EVALUATIONS, METRICS, ROLLOUTS
+from groupwise.store.tracking import read_metrics
 
 Point = tuple[int, float | None]  # None: it was recorded, and was not finite
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 
-from groupwise.adapter_files import is_name
 from groupwise.config.importers import cookbook
 from groupwise.config.importers.cookbook import (
     NAMES,
@@ -23,6 +22,7 @@ from groupwise.config.importers.cookbook import (
     model_of,
 )
 from groupwise.errors import ConfigError
+from groupwise.store.files import is_name
 
 __all__ = ["DeployConfig", "InfraConfig", "LoopConfig", "WeightSyncConfig", "WeightSyncScope"]
 

@@ -16,11 +16,11 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
-from groupwise.adapters import AdapterStore
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError
 from groupwise.model.load import LoadedModel
 from groupwise.sdk.attach import Running
+from groupwise.store.adapters import AdapterStore
 from groupwise.types import Completion, PolicyVersion, SamplingRequest
 
 

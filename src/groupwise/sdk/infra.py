@@ -25,14 +25,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from groupwise.adapters import AdapterStore
 from groupwise.config.importers import cookbook
 from groupwise.config.importers.cookbook import SERVICE, idle_notes, require_tokenizer
 from groupwise.config.run import LoraSpec
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.model.load import LoadedModel, load_model
-from groupwise.rundir import owned
 from groupwise.sdk.attach import Running
 from groupwise.sdk.concurrency import AdaptiveConcurrency
 from groupwise.sdk.config import LoopConfig, WeightSyncScope, loop_config
@@ -41,6 +39,8 @@ from groupwise.sdk.profiles import HardwareProfile, Machine, choose_profile, fin
 from groupwise.sdk.sampler import DeploymentSampler
 from groupwise.sdk.trainer import BUILDING, ReferenceClient, TrainingClient, TrainingService
 from groupwise.sdk.weight_sync import WeightSyncer
+from groupwise.store.adapters import AdapterStore
+from groupwise.store.rundir import owned
 
 T = TypeVar("T")
 Client = TypeVar("Client", TrainingClient, ReferenceClient)

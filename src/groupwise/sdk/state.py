@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as read
 from torch.distributed.checkpoint.state_dict_saver import save as write
 
-from groupwise import adapter_files as files
 from groupwise.errors import ConfigError, StorageError
+from groupwise.store import files
 from groupwise.train.learner import Learner
 from groupwise.train.learner_state import restore, state_of
 

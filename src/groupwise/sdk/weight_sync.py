@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from groupwise import adapter_files as files
 from groupwise.errors import ConfigError
 from groupwise.sdk import state
 from groupwise.sdk.config import WeightSyncConfig
 from groupwise.sdk.deployment import Deployment
 from groupwise.sdk.pending import Pending
 from groupwise.sdk.trainer import TrainingClient
+from groupwise.store import files
 from groupwise.swap import Policy
 from groupwise.types import PolicyVersion
 

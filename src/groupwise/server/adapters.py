@@ -23,10 +23,6 @@ from fastapi.responses import StreamingResponse
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 
-from groupwise import adapter_files as files
-from groupwise.adapter_archive import read_archive, stream_archive
-from groupwise.adapter_files import AdapterInfo, Provenance
-from groupwise.adapter_merge import DENSITY, MergeMode, MergeReport, MergeSource, merge_adapters
 from groupwise.errors import (
     AdapterError,
     AdapterNotFoundError,
@@ -60,6 +56,10 @@ from groupwise.server.state import Server, server_of
 from groupwise.server.storage import check_room
 from groupwise.server.webhooks import ACTIVE
 from groupwise.server.wire import documented
+from groupwise.store import files
+from groupwise.store.archive import read_archive, stream_archive
+from groupwise.store.files import AdapterInfo, Provenance
+from groupwise.store.merge import DENSITY, MergeMode, MergeReport, MergeSource, merge_adapters
 from groupwise.types import BASE, PolicyVersion
 
 MERGE_NOTE = "merge.json"  # beside a merged version's weights: what it was made of

@@ -23,7 +23,6 @@ from groupwise import __version__
 from groupwise.budget import device_memory
 from groupwise.config.job import GrpoJobConfig, JobConfig, SftJobConfig
 from groupwise.errors import GroupwiseError, ModelError, NotReadyError
-from groupwise.ledger import Job, JobState
 from groupwise.model.load import LoadedModel
 from groupwise.server.envelope import hidden
 from groupwise.server.protocol_completions import ModelCard, ModelList
@@ -31,6 +30,7 @@ from groupwise.server.recorder import Sample
 from groupwise.server.state import Server, server_of
 from groupwise.server.storage import room_problem
 from groupwise.server.wire import Answer, absent, documented
+from groupwise.store.ledger import Job, JobState
 
 STARTED = time.time()
 WORKER_LIVES = ("starting", "running", "stopped")  # stopped: the server is ending

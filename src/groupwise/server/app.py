@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from groupwise.adapters import AdapterStore
-    from groupwise.ledger import Ledger
     from groupwise.server.guard import Gate
     from groupwise.server.recorder import Recorder
+    from groupwise.store.adapters import AdapterStore
+    from groupwise.store.ledger import Ledger
 
 HOUSEKEEPING_S = 3600.0
 READER_AFTER_S = 5.0
@@ -262,9 +262,9 @@ class _Process:
 
 def _open_state(config: ServeConfig, announce: Callable[[str], None], *, repair: bool) -> tuple[Ledger, AdapterStore]:
     """The store and the ledger, which was read from its first byte to its last. Raises LedgerDamagedError."""
-    from groupwise import ledger_repair
-    from groupwise.adapters import AdapterStore
-    from groupwise.ledger import Ledger
+    from groupwise.store import ledger_repair
+    from groupwise.store.adapters import AdapterStore
+    from groupwise.store.ledger import Ledger
 
     store, path = AdapterStore(config.state_dir / "adapters"), config.state_dir / "ledger.db"
 

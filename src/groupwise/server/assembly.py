@@ -6,13 +6,9 @@ import time
 
 from transformers.utils.logging import disable_progress_bar
 
-from groupwise.adapters import AdapterStore
 from groupwise.config.serve import ServeConfig
 from groupwise.engine.local import LocalEngine
-from groupwise.ledger import Ledger
 from groupwise.model.load import LoadedModel, load_model
-from groupwise.model_ipc import FILE, offer_weights
-from groupwise.model_map import map_weights
 from groupwise.server.admin import gauges
 from groupwise.server.policies import Policies
 from groupwise.server.reader import Reader, TextModel
@@ -20,6 +16,9 @@ from groupwise.server.recorder import Recorder
 from groupwise.server.state import Server
 from groupwise.server.supervisor import Supervisor, worker_command
 from groupwise.server.webhooks import Webhooks
+from groupwise.store.adapters import AdapterStore
+from groupwise.store.ledger import Ledger
+from groupwise.store.share import FILE, map_weights, offer_weights
 from groupwise.types import LiveEngine, PolicyVersion
 
 RESERVED = 8  # one row in so many is kept back for interactive requests

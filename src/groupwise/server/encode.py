@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from groupwise import job_payload
 from groupwise.errors import ChatError, ContextLengthError, GroupwiseError, RequestError
-from groupwise.ledger import RolloutRecord
 from groupwise.model import chat
 from groupwise.server.protocol import TemplateOptions, Tool, as_messages
 from groupwise.server.protocol_train import ScoredCompletion, ScoredGroup, SftExample
+from groupwise.store import ledger_schema as job_payload
+from groupwise.store.ledger import RolloutRecord
 from groupwise.types import Prompt
 
 if TYPE_CHECKING:

@@ -24,12 +24,12 @@ from pydantic import TypeAdapter
 from starlette.concurrency import run_in_threadpool
 
 from groupwise.errors import GroupwiseError, JobNotFoundError
-from groupwise.ledger import Job
 from groupwise.server import adapters, admin, train
 from groupwise.server.events import following
 from groupwise.server.state import Server, server_of
 from groupwise.server.webhooks import ACTIVE
 from groupwise.server.wire import documented
+from groupwise.store.ledger import Job
 from groupwise.types import PolicyVersion
 
 POLL_S = 0.5

@@ -30,8 +30,6 @@ from uuid import uuid4
 
 import torch
 
-from groupwise import faults
-from groupwise.adapters import AdapterStore
 from groupwise.errors import (
     AdapterError,
     AdapterNotFoundError,
@@ -45,6 +43,8 @@ from groupwise.errors import (
     SwapRefusedError,
 )
 from groupwise.model.load import LoadedModel
+from groupwise.store import faults
+from groupwise.store.adapters import AdapterStore
 from groupwise.types import LiveEngine, PolicyVersion
 
 _MAX_TEXT = 80  # more than any name@number has: what is longer is not found, though as a file name it would be an error

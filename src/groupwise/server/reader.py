@@ -31,12 +31,12 @@ from typing import IO, TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from starlette.requests import Request
 
-from groupwise.adapter_files import writing
 from groupwise.config.serve import MIB, ServeConfig
 from groupwise.errors import BodyTooLargeError, GroupwiseError, NotReadyError
 from groupwise.server.bodies import check_content_type
 from groupwise.server.events import while_connected
 from groupwise.server.listen import INCOMING
+from groupwise.store.files import writing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

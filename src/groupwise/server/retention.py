@@ -19,11 +19,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from groupwise.adapter_files import AdapterInfo
-from groupwise.adapters import AdapterStore
 from groupwise.config.job import parse_job_config
 from groupwise.errors import AdapterError, AdapterNotFoundError, GroupwiseError
-from groupwise.ledger import Job, JobState, Ledger
+from groupwise.store.adapters import AdapterStore
+from groupwise.store.files import AdapterInfo
+from groupwise.store.ledger import Job, JobState, Ledger
 from groupwise.types import PolicyVersion
 
 EVERY_S = 30.0

@@ -22,8 +22,6 @@ from starlette.concurrency import run_in_threadpool
 
 from groupwise.algo.advantage import DEFAULT_EPS, AdvantageSpec, advantages, gdpo_advantages
 from groupwise.errors import DamagedPayloadError, JobNotFoundError, RequestError
-from groupwise.job_payload import GrpoPayload, ScoredGroup, parse_payload
-from groupwise.ledger import Job, Ledger
 from groupwise.model.chat import decode, stop_ids
 from groupwise.server.generate import sendable
 from groupwise.server.protocol_rollouts import (
@@ -40,6 +38,8 @@ from groupwise.server.state import Server, server_of
 from groupwise.server.text import Detokenizer, plain_text, token_text
 from groupwise.server.webhooks import utc
 from groupwise.server.wire import documented
+from groupwise.store.ledger import Job, Ledger
+from groupwise.store.ledger_schema import GrpoPayload, ScoredGroup, parse_payload
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

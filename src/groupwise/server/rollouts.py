@@ -17,7 +17,6 @@ from fastapi import APIRouter, Request, Response
 
 from groupwise.config.serve import ServeConfig
 from groupwise.errors import ChatError, ContextLengthError, RequestError, StorageError
-from groupwise.ledger import RolloutRecord
 from groupwise.model.chat import encode_prompt, opens_thought
 from groupwise.server.admission import SAMPLING_ERRORS, Admission, admit, usage
 from groupwise.server.bodies import parse_body
@@ -31,6 +30,7 @@ from groupwise.server.protocol_messages import Conversation, Tool
 from groupwise.server.state import server_of
 from groupwise.server.text import ReplyParser
 from groupwise.server.wire import documented
+from groupwise.store.ledger import RolloutRecord
 from groupwise.types import Completion, Prompt
 
 if TYPE_CHECKING:

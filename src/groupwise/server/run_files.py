@@ -25,11 +25,11 @@ from typing import Any
 from groupwise.config.run import parse_config
 from groupwise.config.yaml import Document
 from groupwise.errors import ConfigError, RequestError, StorageError
-from groupwise.group_json import plain
 from groupwise.health.history import Report, examine
 from groupwise.report.record import CONFIG, leaves
 from groupwise.server.protocol_runs import RunDetail, RunState, RunSummary
-from groupwise.tracking import METRICS
+from groupwise.store.rollouts import plain
+from groupwise.store.tracking import METRICS
 
 FRESH_S = 60.0  # a run that was written to so lately goes on, wherever the process is that holds its lock
 _LOCKS, _LOCK = Path("/proc/locks"), ".lock"

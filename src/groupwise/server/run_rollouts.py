@@ -31,7 +31,7 @@ from groupwise.server.protocol_rollouts import (
     best_first,
 )
 from groupwise.server.run_files import RunFiles
-from groupwise.tracking import ROLLOUTS
+from groupwise.store.tracking import ROLLOUTS
 from groupwise.types import SamplingParams
 
 if TYPE_CHECKING:

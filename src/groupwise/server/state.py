@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, cast
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-    from groupwise.adapters import AdapterStore
     from groupwise.config.serve import ServeConfig
-    from groupwise.ledger import Ledger
     from groupwise.model.load import LoadedModel
     from groupwise.server.policies import Policies
     from groupwise.server.reader import Reader
     from groupwise.server.recorder import Recorder
     from groupwise.server.storage import StorageProbe
     from groupwise.server.supervisor import Supervisor
+    from groupwise.store.adapters import AdapterStore
+    from groupwise.store.ledger import Ledger
     from groupwise.types import LiveEngine
 
 

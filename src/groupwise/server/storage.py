@@ -11,9 +11,9 @@ import threading
 import time
 from pathlib import Path
 
-from groupwise import adapter_files as files
 from groupwise.errors import StorageError, StorageFullError
-from groupwise.ledger_schema import SPOOL
+from groupwise.store import files
+from groupwise.store.ledger_schema import SPOOL
 
 PROBE_S = 2.0  # an answer is this old at most: health is asked for often
 ADAPTERS = "adapters"

@@ -21,20 +21,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from groupwise import adapter_files
-from groupwise.adapters import AdapterStore
 from groupwise.algo.advantage import differ
 from groupwise.config.job import GrpoJobConfig, JobConfig
 from groupwise.config.serve import ServeConfig
 from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, RequestError
-from groupwise.job_payload import ScoredGroup as EncodedGroup
-from groupwise.job_payload import SftExample as EncodedExample
-from groupwise.job_payload import dump_examples, dump_groups
-from groupwise.ledger import RolloutRecord, kept_rollouts
 from groupwise.server.bodies import parse_body
 from groupwise.server.encode import at_field, encode_example, encode_group
 from groupwise.server.job_remedies import in_job_words
 from groupwise.server.protocol_train import GrpoRequest, ScoredCompletion, ScoredGroup, SftRequest
+from groupwise.store import files as adapter_files
+from groupwise.store.adapters import AdapterStore
+from groupwise.store.ledger import RolloutRecord, kept_rollouts
+from groupwise.store.ledger_schema import ScoredGroup as EncodedGroup
+from groupwise.store.ledger_schema import SftExample as EncodedExample
+from groupwise.store.ledger_schema import dump_examples, dump_groups
 from groupwise.types import BASE, PolicyVersion
 
 if TYPE_CHECKING:

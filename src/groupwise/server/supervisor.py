@@ -30,13 +30,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
-from groupwise import faults
 from groupwise.config.serve import SECRETS
 from groupwise.errors import GroupwiseError, LedgerDamagedError, StorageError
-from groupwise.ledger import Cause, Job, Ledger
-from groupwise.ledger_schema import KEEP_SECONDS
 from groupwise.server.memory import oom_kills
 from groupwise.server.webhooks import Webhooks
+from groupwise.store import faults
+from groupwise.store.ledger import Cause, Job, Ledger
+from groupwise.store.ledger_schema import KEEP_SECONDS
 from groupwise.types import PolicyVersion
 
 WORKER = "worker"  # the name under which it leases; attempts tell one process from the next

@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from groupwise import adapter_files as files
 from groupwise.errors import GroupwiseError, RequestError
 from groupwise.server.envelope import echo
+from groupwise.store import files
 
 WEIGHTS, SAMPLER_WEIGHTS, EXTERNAL_WEIGHTS = "weights", "sampler_weights", "external_weights"
 TYPES = {WEIGHTS: "training", SAMPLER_WEIGHTS: "sampler", EXTERNAL_WEIGHTS: "external"}

@@ -20,9 +20,6 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from groupwise import adapter_files as files
-from groupwise.adapter_archive import stream_archive
-from groupwise.adapters import AdapterStore
 from groupwise.errors import ConflictError, RequestError
 from groupwise.sdk.trainer import TrainingClient
 from groupwise.server import tinker_bodies as bodies
@@ -37,6 +34,9 @@ from groupwise.server.tinker_checkpoints import (
 )
 from groupwise.server.tinker_futures import Answer, answer
 from groupwise.server.tinker_training import Model, Models
+from groupwise.store import files
+from groupwise.store.adapters import AdapterStore
+from groupwise.store.archive import stream_archive
 from groupwise.types import PolicyVersion
 
 VALID_S = 3600.0  # an address

@@ -24,8 +24,6 @@ from typing import Any
 
 import numpy as np
 
-from groupwise.adapter_files import Provenance
-from groupwise.adapters import AdapterStore
 from groupwise.errors import ConflictError, GroupwiseError, OverloadedError, RequestError
 from groupwise.sdk.trainer import TrainingClient
 from groupwise.server import tinker_bodies as bodies
@@ -39,6 +37,8 @@ from groupwise.server.tinker_json import samples_as_json
 from groupwise.server.tinker_proto import LENGTH, STOP, SampleResponse
 from groupwise.server.tinker_sessions import GO_ON, SessionGoneError
 from groupwise.server.tinker_training import Model, Models
+from groupwise.store.adapters import AdapterStore
+from groupwise.store.files import Provenance
 from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingParams, SamplingRequest
 
 NO_TOKEN, NO_LOGPROB = 0, -99999.0  # where a place has fewer alternatives than were asked for

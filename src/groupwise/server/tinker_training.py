@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from groupwise import adapter_files as files
 from groupwise.config.run import STARTER, STARTER_DIR, LoraSpec
 from groupwise.config.serve import ServeConfig
 from groupwise.errors import ConfigError, ConflictError, OverloadedError, RequestError
@@ -38,6 +37,7 @@ from groupwise.server.tinker_datums import datums_of, encode_output, loss_config
 from groupwise.server.tinker_futures import Answer, Future, Futures, Turns, answer
 from groupwise.server.tinker_json import output_as_json
 from groupwise.server.tinker_sessions import GO_ON, SessionGoneError
+from groupwise.store import files
 
 ALPHA = 32.0  # of every adapter, whatever its rank
 PLACE_S = 75.0  # a while more than a session that is gone is given

@@ -29,7 +29,6 @@ from groupwise.errors import (
     RequestError,
     StorageError,
 )
-from groupwise.ledger import Event, Job, JobState
 from groupwise.server.bodies import check_content_type
 from groupwise.server.encode import at_field
 from groupwise.server.envelope import Paths, hidden
@@ -52,6 +51,7 @@ from groupwise.server.storage import check_room
 from groupwise.server.submit import Submission, read_grpo, read_sft
 from groupwise.server.webhooks import ACTIVE, ENDED, utc, warnings_of
 from groupwise.server.wire import documented
+from groupwise.store.ledger import Event, Job, JobState
 
 EVENTS_POLL_S = 0.25
 PAGE = 500  # events read at once

@@ -24,8 +24,6 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
 
-from groupwise import adapter_files as files
-from groupwise.adapter_files import Provenance
 from groupwise.config.serve import ServeConfig
 from groupwise.errors import AdapterError, AdapterNotFoundError, ConflictError, RequestError, StorageError
 from groupwise.server.admission import SAMPLING_ERRORS, admit
@@ -47,6 +45,8 @@ from groupwise.server.protocol_trainers import (
 from groupwise.server.rollouts import encode_conversations
 from groupwise.server.state import Server, server_of
 from groupwise.server.wire import documented
+from groupwise.store import files
+from groupwise.store.files import Provenance
 from groupwise.types import Completion, PolicyVersion
 
 if TYPE_CHECKING:

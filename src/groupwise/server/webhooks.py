@@ -34,11 +34,11 @@ from typing import Any
 
 import httpx2
 
-from groupwise import adapter_files
-from groupwise.adapters import AdapterStore
 from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, JobNotFoundError, StorageError
-from groupwise.ledger import Job, JobState, Ledger
-from groupwise.ledger_schema import elapsed
+from groupwise.store import files as adapter_files
+from groupwise.store.adapters import AdapterStore
+from groupwise.store.ledger import Job, JobState, Ledger
+from groupwise.store.ledger_schema import elapsed
 from groupwise.types import PolicyVersion
 
 ACTIVE = (JobState.QUEUED, JobState.RUNNING)

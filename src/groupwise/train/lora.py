@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from groupwise.adapter_config import applied_scales, check_config
 from groupwise.config.run import LoraSpec
 from groupwise.errors import AdapterError
 from groupwise.model.backbone import project_plainly
 from groupwise.model.load import adapted_modules
+from groupwise.store.adapter_config import applied_scales, check_config
 
 _PEFT_PREFIX = "base_model.model."
 _A = ".lora_A.weight"

@@ -25,12 +25,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from groupwise.adapter_files import is_name, replace
 from groupwise.config.importers.base import named, run_name
 from groupwise.config.load import load_object
 from groupwise.config.run import RunConfig, parse_config
 from groupwise.errors import ConfigError, DataError
 from groupwise.rewards.base import text_of
+from groupwise.store.files import is_name, replace
 
 LOSSES = ("grpo", "importance_sampling", "reinforce", "dapo", "dro", "gspo", "cispo")
 REDUCTIONS = {"NUM_LOSS_TOKENS": "token_mean", "NUM_SEQUENCES": "sequence_sum", None: "sum"}

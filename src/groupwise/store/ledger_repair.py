@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.errors import LedgerDamagedError
-from groupwise.ledger_schema import (
+from groupwise.store.ledger_schema import (
     MIGRATIONS,
     READABLE,
     SPOOL,

@@ -25,15 +25,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple, NoReturn
 
-from groupwise.adapter_files import (
-    CONFIG,
-    MAX_CONFIG_BYTES,
-    MAX_HEADER_BYTES,
-    MAX_WEIGHTS_BYTES,
-    WEIGHTS,
-    check_adapter,
-)
 from groupwise.errors import AdapterError
+from groupwise.store.files import CONFIG, MAX_CONFIG_BYTES, MAX_HEADER_BYTES, MAX_WEIGHTS_BYTES, WEIGHTS, check_adapter
 
 MAX_HEADERS = 1024
 MAX_SKIPPED_BYTES = 64 << 20  # of files that are not read

@@ -1,18 +1,13 @@
-"""The base weights of server and worker in one place on a GPU: CUDA IPC.
+"""The base weights of several processes in one place: the page cache.
 
-    offer_weights(base, path)     the server: a handle for each parameter, in a file that only its user can read
-    attach_weights(base, path)    the worker: `base`, loaded into ordinary memory, over the server's parameters
+    map_weights(model, state_dir)     every parameter becomes a view of a memory-mapped file
 
-A handle is what torch.multiprocessing sends for a CUDA tensor (cudaIpcGetMemHandle of the allocation, the place in it,
-an event to wait for), written as JSON: nothing is unpickled. The worker checks names, shapes and types, and then, with
-the parameters in place, that their fingerprint is that of the model it loaded. What goes wrong is a ModelError; the
-worker then says so and takes a copy of its own.
+transformers maps the model's own files where they hold the type that is run in: then nothing is left to do. Otherwise
+(a bfloat16 file that is run in float32) the converted weights are written once, to `base-<hash>-<type>.safetensors`,
+and mapped from there. Processes that map the same file share its memory, and the kernel may drop and re-read it.
 
-The memory is the server's, and nothing says what reading it means once that process is gone. A worker that has attached
-must therefore die with its parent at once. It must not write a base weight either; training an adapter does not.
-
-**CUDA IPC has never been executed here**: these lines were written against torch's source, on machines without a GPU.
-All but `CudaIpc` itself is tested between processes, with shared memory of the CPU in its place.
+The mapping is private: a process that wrote to a base weight would get a copy of that page. Nothing here does. On a
+GPU it is `model_ipc` that shares.
 """
 
 from __future__ import annotations
@@ -28,19 +23,108 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from groupwise import adapter_files as files
 from groupwise.errors import ModelError, StorageError
 from groupwise.model.load import LoadedModel, weights_hash
+from groupwise.store import files
+
+MAPS = Path("/proc/self/maps")  # of every mapping: address range, permissions, offset, device, inode, file
+
+log = logging.getLogger(__name__)
+
+
+def map_weights(base: LoadedModel, directory: Path) -> bool:
+    """Have the parameters of `base` memory-mapped, in place; before anything is made of it that copies tensors.
+
+    Returns whether they are. They are not on a GPU, and when the file cannot be written: that is logged, and the
+    process goes on with weights of its own.
+    """
+    if base.device.type != "cpu":
+        return False
+    if is_mapped(base.model):
+        return True
+    kind = str(base.model.dtype).removeprefix("torch.")
+    path = directory / f"base-{base.hash[:32]}-{kind}.safetensors"
+    try:
+        if not _map(base.model, path):
+            _write(base.model, path)
+            _map(base.model, path)
+    except StorageError as error:
+        log.warning("the base weights are not shared between processes: %s", error.message)
+    return is_mapped(base.model)
+
+
+def is_mapped(model: nn.Module) -> bool:
+    """Whether every parameter is a view of a file; False where the system does not say."""
+    try:
+        lines = MAPS.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return False
+    of_files = [line.split(maxsplit=5)[0] for line in lines if ".safetensors" in line]
+    ranges = [tuple(int(address, 16) for address in each.split("-")) for each in of_files]
+    return all(any(low <= p.data_ptr() < high for low, high in ranges) for p in model.parameters() if p.numel())
+
+
+def _map(model: nn.Module, path: Path) -> bool:
+    """Take the parameters from the file, if it is there and has all of them."""
+    try:
+        tensors = load_file(path)
+    except (OSError, ValueError, SafetensorError):
+        return False
+    parameters = dict(model.named_parameters())  # tied ones once
+    wanted = {name: (p.shape, p.dtype) for name, p in parameters.items()}
+    if wanted != {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}:
+        return False
+    if not all(torch.equal(parameter, tensors[name]) for name, parameter in parameters.items()):
+        return False
+    for name, parameter in parameters.items():
+        parameter.data = tensors[name]
+    return True
+
+
+def _write(model: nn.Module, path: Path) -> None:
+    """Write the parameters, whole or not at all, and remove those of other models."""
+    temporary = files.staging_path(path.parent)
+    with files.writing(f"writing the base weights {path}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            save_file({name: p.detach().contiguous() for name, p in model.named_parameters()}, temporary)
+            files.fsync(temporary)
+            temporary.rename(path)
+            files.fsync(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+        for other in path.parent.glob("base-*.safetensors"):
+            if other != path:
+                other.unlink(missing_ok=True)  # who has it mapped keeps it
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The base weights of server and worker in one place on a GPU: CUDA IPC.
+#
+#     offer_weights(base, path)     the server: a handle for each parameter, in a file that only its user can read
+#     attach_weights(base, path)    the worker: `base`, loaded into ordinary memory, over the server's parameters
+#
+# A handle is what torch.multiprocessing sends for a CUDA tensor (cudaIpcGetMemHandle of the allocation, the place in it,
+# an event to wait for), written as JSON: nothing is unpickled. The worker checks names, shapes and types, and then, with
+# the parameters in place, that their fingerprint is that of the model it loaded. What goes wrong is a ModelError; the
+# worker then says so and takes a copy of its own.
+#
+# The memory is the server's, and nothing says what reading it means once that process is gone. A worker that has attached
+# must therefore die with its parent at once. It must not write a base weight either; training an adapter does not.
+#
+# **CUDA IPC has never been executed here**: these lines were written against torch's source, on machines without a GPU.
+# All but `CudaIpc` itself is tested between processes, with shared memory of the CPU in its place.
+# ----------------------------------------------------------------------------------------------------------------------
 
 FORMAT = 1
 FILE = "weights.json"  # in the state directory
 
 Handle = dict[str, Any]  # JSON
-
-log = logging.getLogger(__name__)
 
 
 class Transport(Protocol):

@@ -1,39 +1,124 @@
-"""What a job leaves on disk besides its version: checkpoints to go on from, and moments for the next job.
+"""What a run that was killed goes on from.
 
-    <state>/checkpoints/<job>/step-000020/    where the job stands; the newest only
-    <state>/optimizer/<name@N>/               the last checkpoint of the job that published name@N: AdamW's moments,
-                                              with which the next job of that name goes on; of the newest N only
+    <run>/checkpoints/step-000020/learner.safetensors, learner.json    the policy, the optimizer (`Learner.save`)
+    <run>/checkpoints/step-000020/run.json                             `RunState`: everything else
 
 A checkpoint is a directory that is written under another name, forced to the disk and renamed, so that one that can be
-seen is whole. At the end of a job it is renamed once more and becomes the moments.
-
-    learner.safetensors, learner.json    `Learner.save`: parameters, moments, counters
-    start.safetensors                    log-probabilities under the policy that the job started from, if it reads them
-    run.json                             `JobProgress`
+seen is whole; the ones before are removed after that.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from groupwise import adapter_files as files
-from groupwise import faults
-from groupwise.adapters import AdapterStore
-from groupwise.checkpoint import _STAGING, _STEP
 from groupwise.config.run import LoraSpec
+from groupwise.errors import StorageError
+from groupwise.store import faults, files
+from groupwise.store.adapters import AdapterStore
 from groupwise.types import PolicyVersion
 
 if TYPE_CHECKING:
     from groupwise.train.learner import Learner
+
+CHECKPOINTS = "checkpoints"
+_STEP, _STAGING, _STANDING = "step-", ".staging-", "run.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """Where a run stands after `step`: the newest version, the one that samples and the step that it is of, and by name
+    the state of each part of the run."""
+
+    step: int
+    version: PolicyVersion
+    sampler: PolicyVersion
+    synced: int
+    finished: bool = False
+    parts: Mapping[str, Any] = field(default_factory=dict)
+
+    def dump(self) -> str:
+        versions = {"version": str(self.version), "sampler": str(self.sampler)}
+        return json.dumps({**vars(self), **versions, "parts": dict(self.parts)}, allow_nan=False)
+
+    @classmethod
+    def parse(cls, text: str) -> RunState:
+        raw = json.loads(text)
+        versions = {key: PolicyVersion.parse(raw[key]) for key in ("version", "sampler")}
+        steps = {key: files.whole_number(raw[key]) for key in ("step", "synced")}
+        return cls(**{**raw, **versions, **steps})
+
+
+def save(run_dir: Path, learner: Learner, standing: RunState) -> None:
+    """Write a checkpoint and remove the ones before. Raises StorageError; the one before is then still there."""
+    root = run_dir / CHECKPOINTS
+    target, staging = (root / f"{prefix}{standing.step:06d}" for prefix in (_STEP, _STAGING))
+    with files.writing(f"writing the checkpoint {target}"):
+        root.mkdir(exist_ok=True)
+        for leftover in root.glob(f"{_STAGING}*"):
+            shutil.rmtree(leftover)
+        staging.mkdir()
+        learner.save(staging)
+        (staging / _STANDING).write_text(standing.dump(), encoding="utf-8")
+        for path in (*staging.iterdir(), staging):
+            files.fsync(path)
+        faults.point("checkpoint:before-rename")
+        files.replace_directory(staging, target)  # the same step may be saved again, now finished
+        faults.point("checkpoint:after-rename")
+        for other in _saved(root):
+            if other != target:
+                shutil.rmtree(files.whole_directory(other))
+
+
+def newest(run_dir: Path) -> Path | None:
+    """The checkpoint with the highest step, if there is one."""
+    found = max(_saved(run_dir / CHECKPOINTS), key=_step_of, default=None)
+    return None if found is None else files.whole_directory(found)
+
+
+def _saved(root: Path) -> set[Path]:
+    """Every checkpoint that is whole, by its name."""
+    return {*root.glob(f"{_STEP}*"), *files.set_aside(root, f"{_STEP}*")}
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix(_STEP))
+
+
+def read(checkpoint: Path) -> RunState:
+    """Raises StorageError if it is damaged."""
+    try:
+        return RunState.parse((checkpoint / _STANDING).read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise StorageError.of(
+            error,
+            f"the checkpoint {checkpoint} cannot be read: {type(error).__name__}: {error}",
+            hint="start the run anew, in another directory",
+        ) from error
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a job leaves on disk besides its version: checkpoints to go on from, and moments for the next job.
+#
+#     <state>/checkpoints/<job>/step-000020/    where the job stands; the newest only
+#     <state>/optimizer/<name@N>/               the last checkpoint of the job that published name@N: AdamW's moments,
+#                                               with which the next job of that name goes on; of the newest N only
+#
+# A checkpoint is a directory that is written under another name, forced to the disk and renamed, so that one that can be
+# seen is whole. At the end of a job it is renamed once more and becomes the moments.
+#
+#     learner.safetensors, learner.json    `Learner.save`: parameters, moments, counters
+#     start.safetensors                    log-probabilities under the policy that the job started from, if it reads them
+#     run.json                             `JobProgress`
+# ----------------------------------------------------------------------------------------------------------------------
 
 _START, _JOB_STATE = "start.safetensors", "run.json"
 

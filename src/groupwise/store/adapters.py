@@ -23,10 +23,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from uuid import uuid4
 
-from groupwise import adapter_files as files
-from groupwise import faults
-from groupwise.adapter_files import AdapterInfo, Provenance
 from groupwise.errors import AdapterError, AdapterNotFoundError, InUseError, StorageError
+from groupwise.store import faults, files
+from groupwise.store.files import AdapterInfo, Provenance
 from groupwise.types import BASE, PolicyVersion
 
 MAX_ACTIVATIONS = 256  # how far back rollback can go

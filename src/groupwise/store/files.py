@@ -33,10 +33,10 @@ from uuid import uuid4
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from groupwise.adapter_config import CONFIG as CONFIG
-from groupwise.adapter_config import MAX_NAME, applied_scales, check_config
-from groupwise.adapter_config import MAX_RANK as MAX_RANK
 from groupwise.errors import AdapterError, GroupwiseError, InUseError, StorageError
+from groupwise.store.adapter_config import CONFIG as CONFIG
+from groupwise.store.adapter_config import MAX_NAME, applied_scales, check_config
+from groupwise.store.adapter_config import MAX_RANK as MAX_RANK
 from groupwise.types import BASE, PolicyVersion
 
 WEIGHTS = "adapter_model.safetensors"

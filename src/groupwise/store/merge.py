@@ -39,9 +39,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from groupwise.adapter_config import applied_scales, check_config
-from groupwise.adapter_files import CONFIG, MAX_RANK, MAX_WEIGHTS_BYTES, WEIGHTS
 from groupwise.errors import AdapterError
+from groupwise.store.adapter_config import applied_scales, check_config
+from groupwise.store.files import CONFIG, MAX_RANK, MAX_WEIGHTS_BYTES, WEIGHTS
 
 MAX_SOURCES = 16
 DENSITY = 0.2  # what the paper keeps
