@@ -31,9 +31,9 @@ from subjects import save_adapter
 from transformers import AutoModelForCausalLM
 
 from groupwise.config.engine import VllmConfig
-from groupwise.engine.vllm_http import Sampled, Server, ServerLost, sampling_body
-from groupwise.engine.vllm_open import shape_of
-from groupwise.engine.vllm_server import Launch, ServerProcess, Shape, engine_options, launch_of
+from groupwise.engine.vllm.client import Sampled, Server, ServerLost, sampling_body
+from groupwise.engine.vllm.engine import shape_of
+from groupwise.engine.vllm.server import Launch, ServerProcess, Shape, engine_options, launch_of
 from groupwise.model.load import LoadedModel
 from groupwise.types import Completion, FinishReason, SamplingRequest
 

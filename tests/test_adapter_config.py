@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 
-from groupwise.engine.lora import AdapterBank, read_adapter
+from groupwise.engine.multi_lora import AdapterBank, read_adapter
 from groupwise.errors import AdapterError
 from groupwise.store import adapter_config
 from groupwise.store.adapter_config import MAX_ALPHA, applied_scales, check_config

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode, mm_flop
 
 from groupwise.algo.loss import resolve_loss
 from groupwise.engine.local import LocalEngine
-from groupwise.engine.vllm_server import Launch
+from groupwise.engine.vllm.server import Launch
 from groupwise.model.load import LoadedModel
 from groupwise.train.learner import Learner
 from processes import becomes, descendants

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, Qwen3Config
 
 from groupwise.config.run import RunConfig, parse_config
-from groupwise.engine import lora
+from groupwise.engine import multi_lora as lora
 from groupwise.errors import ConfigError
 from groupwise.model import attention
 from groupwise.model import memory as activations

@@ -312,7 +312,7 @@ def open_engine(
     own = None if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive" else threads
     if config.engine == "local":
         return local_engine(config, base, threads=own)
-    from groupwise.engine.vllm_open import open_vllm
+    from groupwise.engine.vllm.engine import open_vllm
 
     return open_vllm(config, base, LocalEngine(base, max_rows=1, prefix_cache_mb=0, threads=own), say=say)
 

@@ -38,8 +38,8 @@ def vllm_serve(
     from groupwise.frontends.importing import read_words
 
     loaded = read_words([config, "engine=vllm", *(overrides or ()), *(set_ or ())])
-    from groupwise.engine.vllm_open import read_launch
-    from groupwise.engine.vllm_server import keep_up
+    from groupwise.engine.vllm.engine import read_launch
+    from groupwise.engine.vllm.server import keep_up
 
     launch = read_launch(loaded.runnable(), port=loaded.config.vllm.port or DEFAULT_PORT)
     say(f"starting vLLM; when it is up: groupwise run {config} engine=vllm vllm.urls=[{launch.url}]")

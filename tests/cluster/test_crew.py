@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.cluster.crew import SENDS, Crew, WorkerLost
+from groupwise.engine.worker_group import SENDS, Crew, WorkerLost
 from groupwise.errors import ClusterError, ConfigError, GroupwiseError
 from processes import becomes
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from groupwise.cluster import ray_launch
-from groupwise.cluster.crew import WorkerLost
 from groupwise.cluster.ray_launch import _outcome, roles_of, supervise
 from groupwise.config.run import RunConfig, parse_config
+from groupwise.engine.worker_group import WorkerLost
 from groupwise.errors import ConfigError, RewardError, TrainingError
 from groupwise.interrupt import StopRequest
 from groupwise.store.checkpoint import RunState

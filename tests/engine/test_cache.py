@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from groupwise.engine.cache import Grid, KeyValueCache
+from groupwise.engine.kv_cache import Grid, KeyValueCache
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from groupwise.config.run import LoraSpec
-from groupwise.engine import admission, local
+from groupwise.engine import local
+from groupwise.engine import local as admission
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.sampling import sample_tokens
 from groupwise.errors import (

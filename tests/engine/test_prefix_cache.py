@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.engine.cache import Layers, Opening
-from groupwise.engine.prefix_cache import BLOCK, Kept, PrefixCache
+from groupwise.engine.kv_cache import BLOCK, Kept, Layers, Opening, PrefixCache
 
 IDS = st.lists(st.integers(0, 1), min_size=0, max_size=5).map(lambda bits: tuple(b for b in bits for _ in range(7)))
 

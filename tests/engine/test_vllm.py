@@ -15,10 +15,9 @@ import torch
 from groupwise.config.engine import VllmConfig
 from groupwise.config.run import load_config
 from groupwise.engine.local import LocalEngine
-from groupwise.engine.vllm import VllmEngine
-from groupwise.engine.vllm_handshake import linear_names
-from groupwise.engine.vllm_http import server_url
-from groupwise.engine.vllm_open import read_launch
+from groupwise.engine.vllm.client import server_url
+from groupwise.engine.vllm.engine import VllmEngine, read_launch
+from groupwise.engine.vllm.handshake import linear_names
 from groupwise.errors import (
     AdapterError,
     AdapterNotFoundError,
@@ -69,7 +68,7 @@ def attach(tiny: LoadedModel) -> Iterator[Callable[..., VllmEngine]]:
 
 def test_who_is_waited_for_is_said(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which server, since when, why it is not there, and how long it may take; until it is."""
-    monkeypatch.setattr("groupwise.engine.vllm_fleet.FIRST_SAID_S", 0.05)
+    monkeypatch.setattr("groupwise.engine.vllm.fleet.FIRST_SAID_S", 0.05)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"  # where nobody answers

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from groupwise.config.engine import VllmConfig
-from groupwise.engine import vllm_fleet
 from groupwise.engine.local import LocalEngine
-from groupwise.engine.vllm_handshake import linear_names
-from groupwise.engine.vllm_live import LiveVllm
+from groupwise.engine.vllm import fleet as vllm_fleet
+from groupwise.engine.vllm.engine import LiveVllm
+from groupwise.engine.vllm.handshake import linear_names
 from groupwise.errors import AdapterError, EngineError
 from groupwise.model.load import LoadedModel
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from groupwise.cli import app
 from groupwise.config.engine import VllmConfig
-from groupwise.engine import vllm_server
-from groupwise.engine.vllm_server import Launch, ServerProcess, Shape, keep_up, launch_of, rank_of
+from groupwise.engine.vllm import server as vllm_server
+from groupwise.engine.vllm.server import Launch, ServerProcess, Shape, keep_up, launch_of, rank_of
 from groupwise.errors import ConfigError
 from processes import becomes, descendants, running
 
@@ -31,7 +31,7 @@ time.sleep(600)
 OWNER = """
 import sys, time
 from pathlib import Path
-from groupwise.engine.vllm_server import Launch, ServerProcess
+from groupwise.engine.vllm.server import Launch, ServerProcess
 server = ServerProcess(Launch(argv=tuple(sys.argv[1:]), environment={}, url="", log=Path("/dev/null")))
 print(server.pid, flush=True)
 time.sleep(600)
@@ -128,7 +128,7 @@ def test_nothing_is_left_whoever_is_killed(victim: str, marker: str, tmp_path: P
 KEPT = """
 import sys
 from pathlib import Path
-from groupwise.engine.vllm_server import Launch, keep_up
+from groupwise.engine.vllm.server import Launch, keep_up
 launch = Launch(argv=tuple(sys.argv[2:]), environment={}, url="", log=Path(sys.argv[1]))
 keep_up(launch, say=lambda text: print(text.splitlines()[0], flush=True))
 """

@@ -28,9 +28,9 @@ from transformers import AutoModelForCausalLM
 from groupwise.config.engine import VllmConfig
 from groupwise.config.run import LoraSpec, load_config
 from groupwise.engine.local import LocalEngine
-from groupwise.engine.vllm import VllmEngine
-from groupwise.engine.vllm_handshake import linear_names
-from groupwise.engine.vllm_server import free_port
+from groupwise.engine.vllm.engine import VllmEngine
+from groupwise.engine.vllm.handshake import linear_names
+from groupwise.engine.vllm.server import free_port
 from groupwise.errors import EngineError
 from groupwise.loop import run
 from groupwise.model.load import LoadedModel, load_model, wrap_model

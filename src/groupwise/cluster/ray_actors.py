@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from groupwise.cluster.crew import WorkerLost
+from groupwise.engine.worker_group import WorkerLost
 from groupwise.errors import ClusterError, ConfigError, StorageError
 
 ANSWERS = ThreadPoolExecutor(1, "answers")  # Ray's own thread tells of them, and must not wait for Ray (ray.kill does)

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 from groupwise.assemble import open_engine
-from groupwise.cluster.crew import Crew
 from groupwise.cluster.ray_actors import Actor, Place, enter, seen_here, this_machine
 from groupwise.config.run import RunConfig
+from groupwise.engine.worker_group import Crew
 from groupwise.errors import ConfigError, ModelError
 from groupwise.model.load import LoadedModel, load_model
 from groupwise.types import Completion, PolicyVersion, SamplingRequest

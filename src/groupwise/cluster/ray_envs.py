@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from groupwise.cluster.crew import Crew, WorkerLost
 from groupwise.cluster.ray_actors import Actor, Place, enter
 from groupwise.config.run import EnvConfig, RunConfig
+from groupwise.engine.worker_group import Crew, WorkerLost
 from groupwise.errors import EnvError
 from groupwise.tasks.env import EnvFactory, Episode, Observation, StepResult, load_env
 from groupwise.tasks.env_pool import PATIENCE_S, EnvPool, PooledEnv

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from groupwise.cluster.crew import Crew
 from groupwise.cluster.ray_actors import Actor, Place, enter
 from groupwise.config.run import RewardConfig, RunConfig
+from groupwise.engine.worker_group import Crew
 from groupwise.errors import RewardError
 from groupwise.rewards.base import AT_START, Answer, FailureKind, RewardFunction, TrainerState, reward_names
 from groupwise.rewards.pool import RewardPool, pickled

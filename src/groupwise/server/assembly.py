@@ -97,7 +97,7 @@ def assemble(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder:
 def open_engine(config: ServeConfig, base: LoadedModel) -> LiveEngine:
     """What samples. Raises EngineError, ConfigError."""
     if config.engine == "vllm":
-        from groupwise.engine.vllm_live import open_live
+        from groupwise.engine.vllm.engine import open_live
 
         log = config.vllm.log or str(config.state_dir.absolute() / "logs" / "vllm.log")
         vllm = config.vllm.model_copy(update={"log": log})

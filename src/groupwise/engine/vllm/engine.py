@@ -12,34 +12,57 @@ anything is sent. A version is usable when every server has it and has proved it
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
 from groupwise.config.engine import VllmConfig
+from groupwise.config.hub import reading
+from groupwise.config.run import STARTER, STARTER_DIR, RunConfig
+from groupwise.engine.local import LocalEngine
 from groupwise.engine.sampling import completion_seed
-from groupwise.engine.vllm_fleet import Fleet
-from groupwise.engine.vllm_handshake import Accepted, Handshake
-from groupwise.engine.vllm_http import Sampled, Server, sampling_body
-from groupwise.engine.vllm_server import Launch
-from groupwise.engine.vllm_sync import Lease, Leases, Published, Reference, Shelf, publish, reload
+from groupwise.engine.vllm.client import Sampled, Server, sampling_body
+from groupwise.engine.vllm.fleet import Fleet
+from groupwise.engine.vllm.handshake import (
+    FILES,
+    Accepted,
+    Handshake,
+    Lease,
+    Leases,
+    Published,
+    Reference,
+    Shelf,
+    linear_names,
+    publish,
+    reload,
+)
+from groupwise.engine.vllm.server import Launch, Shape, launch_of, rank_of
 from groupwise.errors import (
+    AdapterError,
     AdapterNotFoundError,
     ConfigError,
     ContextLengthError,
     EngineError,
     GroupwiseError,
     ModelError,
+    NotReadyError,
 )
 from groupwise.model.chat import closing_ids, decode, stopped_text
-from groupwise.model.load import LoadedModel
+from groupwise.model.load import LoadedModel, context_length, resolve_device, resolve_dtype
 from groupwise.model.packed_check import packed_tolerance
-from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingParams, SamplingRequest
+from groupwise.store.merge import MergeMode, MergeSource, merge_adapters
+from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingParams, SamplingRequest, TokenSink
 
 SEEDS = (1 << 62) - 1  # vLLM's are 63 bits wide, and completion j adds j
 CLOSE_S = 60.0
@@ -392,3 +415,292 @@ class VllmEngine:
         self._loop.close()
         self._reference.close()
         self._shelf.close()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# From a configuration to vLLM as the engine: what vLLM must know of a run, and whom the run asks.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def open_vllm(
+    config: RunConfig, base: LoadedModel, reference: Reference, *, say: Callable[[str], None] = lambda text: None
+) -> VllmEngine:
+    """The engine that a run's configuration describes; `say` is told what is waited for. Raises EngineError,
+    ConfigError."""
+    shape = _shape(config, base.model)
+    colocated, launches = None, []
+    if config.vllm.mode == "colocate":
+        from groupwise.engine.vllm.colocate import InProcess
+
+        colocated = InProcess(config.vllm, shape)
+    elif not config.vllm.urls:
+        launches = [launch_of(config.vllm, shape)]
+    return VllmEngine(
+        config.vllm,
+        base,
+        reference,
+        targets=shape.targets,
+        launches=launches,
+        colocated=colocated,
+        reloads=shape.reloads,
+        say=say,
+    )
+
+
+def _shape(config: RunConfig, model: PreTrainedModel) -> Shape:
+    """What vLLM must know of a run, whose model is like `model`."""
+    lora = config.train.lora
+    shape = shape_of(
+        config.model,
+        model,
+        rank=config.vllm.max_lora_rank or (1 if lora is None else lora.rank),
+        targets="all-linear" if lora is None else lora.targets,
+        rows=config.rollout.batch_rows,
+        device=config.device,
+    )
+    if lora is None and shape.cpu and model.config.get_text_config().tie_word_embeddings:
+        raise ConfigError(
+            f"train.lora is null; {config.model} has tied embeddings: on a CPU vLLM 0.32 keeps their old output layer",
+            hint="set train.lora, use engine: local, or sample on a GPU",
+        )
+    return replace(shape, reloads=lora is None)
+
+
+def shape_of(
+    name: str, model: PreTrainedModel, *, rank: int, targets: str | Sequence[str], rows: int, device: str
+) -> Shape:
+    """What vLLM must know of the model `name`, which is like `model`, and of its adapters."""
+    return Shape(
+        model=str(STARTER_DIR) if name == STARTER else name,
+        dtype=str(model.dtype).removeprefix("torch."),
+        context_length=context_length(model.config),
+        rank=rank,
+        targets=linear_names(model, targets),
+        rows=rows,
+        cpu=resolve_device(device).type == "cpu",
+    )
+
+
+def read_launch(config: RunConfig, *, port: int) -> Launch:
+    """The server of a run, without loading weights. Raises ConfigError, ModelError."""
+    path = str(STARTER_DIR) if config.model == STARTER else config.model
+    try:
+        with reading(path):
+            shape = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model {config.model!r} cannot be read: {error}") from error
+    with torch.device("meta"):
+        dtype = resolve_dtype(config.dtype, resolve_device(config.device))
+        model = AutoModelForCausalLM.from_config(shape, dtype=dtype)
+    return launch_of(config.vllm, _shape(config, model), port=port)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# vLLM behind the live server: what `groupwise serve --engine vllm` samples with.
+#
+# The servers are those of a run (`vllm`): a version gets a name of its own, proves itself, and is leased while requests
+# use it. A live server asks for more:
+#
+#     streams        each completion is a request of its own, whose tokens are heard as they come. When its server is lost
+#                    the rest is asked of the next one, as the continuation of what was heard: what a client has read
+#                    stays read, and token by token the distribution is the same
+#     top_k, top_p,  vLLM gives the log-probabilities of what they make of the distribution. The tokens are scored once
+#     min_p,         more here, so that what is reported is that of the policy's own; such a stream comes in one piece
+#     penalties
+#     scoring        is the local engine's: of prompts, of canaries
+#     sums           of adapters are merged into one of all their ranks (`adapter_merge`), which is exact
+#
+# A server that does not come back fails the requests that wait for it, and is looked for again and again.
+# ----------------------------------------------------------------------------------------------------------------------
+
+RANK = 32  # of the largest adapter, where vllm.max_lora_rank does not say
+ANOTHER = 1_000_003  # between the seed of a completion and those of its continuations
+
+
+class LiveVllm(VllmEngine):
+    """A `LiveEngine` over vLLM servers. Raises as `VllmEngine`."""
+
+    def __init__(self, config: VllmConfig, base: LoadedModel, local: LocalEngine, *, most_rank: int, **how: Any):
+        self._local, self._most_rank = local, most_rank
+        self._counting, self._unfinished = threading.Lock(), 0
+        super().__init__(config, base, local, patient=True, **how)
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def submit(
+        self, requests: Sequence[SamplingRequest], *, on_token: TokenSink | None = None
+    ) -> list[Future[list[Completion]]]:
+        answer = self._answer if on_token is None else partial(self._streamed, on_token)
+        futures = self._submitted(requests, answer)
+        for request, future in zip(requests, futures, strict=True):
+            self._count(request.n)
+            future.add_done_callback(lambda _, n=request.n: self._count(-n))
+        return futures
+
+    def _check_supported(self, params: SamplingParams) -> None:
+        """Everything is."""
+
+    async def _answer(self, job: Job) -> list[Completion]:
+        completions = await super()._answer(job)
+        if not job.request.params.reshaped:
+            return completions
+        return [await asyncio.to_thread(self._scored, job.request, each) for each in completions]
+
+    def _scored(self, request: SamplingRequest, completion: Completion) -> Completion:
+        """With the log-probabilities of the whole distribution."""
+        params, ids = request.params, completion.token_ids
+        score = partial(self._local.score_top, temperature=params.temperature, top=params.top_logprobs)
+        logprobs, tops = zip(*score(request.prompt_ids, ids, request.version), strict=True)
+        return replace(completion, logprobs=logprobs, top_logprobs=tops if params.top_logprobs else ())
+
+    async def _streamed(self, on_token: TokenSink, job: Job) -> list[Completion]:
+        request = job.request
+        if request.params.reshaped:
+            completions = await self._answer(job)
+            for index, each in enumerate(completions):
+                _tell(on_token, index, each.token_ids, each.logprobs, each.top_logprobs)
+            return completions
+        rows = [_Row(self, job, index, on_token) for index in range(request.n)]
+        sending = [asyncio.create_task(self._fleet.send(job.name, row.ask)) for row in rows]
+        try:
+            return [self._completion(each, request) for each in await asyncio.gather(*sending)]
+        finally:
+            for task in sending:
+                task.cancel()
+
+    def has_stopped(self, ids: Sequence[int], params: SamplingParams) -> bool:
+        """Whether these tokens hold a stop string."""
+        return any(stop in self._base.tokenizer.decode(list(ids)) for stop in params.stop)
+
+    def _count(self, change: int) -> None:
+        with self._counting:
+            self._unfinished += change
+
+    # -- versions ------------------------------------------------------------------------------------------------------
+
+    def load(self, version: PolicyVersion, directory: Path) -> None:
+        rank, patterns = 0, list[str]()
+        with suppress(OSError, ValueError, TypeError, KeyError, OverflowError):  # what cannot be read is refused below
+            config = json.loads((directory / FILES[0]).read_text())
+            rank, patterns = int(config["r"]), [key for key in ("alpha_pattern", "rank_pattern") if config.get(key)]
+        if patterns:
+            raise AdapterError(
+                f"{version} has a {patterns[0]}, and vLLM scales every module alike: it would compute something else",
+                hint="serve it with engine local; a merge of it alone has one scale: POST /v1/adapters/merge there",
+            )
+        if rank > self._most_rank:
+            raise AdapterError(
+                f"{version} has rank {rank}; vLLM takes adapters up to rank {self._most_rank} here",
+                hint="start the server with a larger vllm.max_lora_rank",
+            )
+        try:
+            super().load(version, directory)
+        except EngineError as error:
+            if self.away is None:
+                raise
+            raise NotReadyError(f"{version} cannot be loaded: {error.message}", hint=error.hint) from error
+
+    def load_composed(self, version: PolicyVersion, parts: Sequence[tuple[Path, float]]) -> None:
+        with TemporaryDirectory(prefix="groupwise-sum-") as place:
+            merge_adapters([MergeSource(path, scale) for path, scale in parts], Path(place), mode=MergeMode.CONCAT)
+            self.load(version, Path(place))
+
+    # -- and what the local engine does --------------------------------------------------------------------------------
+
+    def score(
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        version: PolicyVersion,
+        *,
+        temperature: float = 1.0,
+    ) -> tuple[float, ...]:
+        return self._local.score(prompt_ids, completion_ids, version, temperature=temperature)
+
+    def score_top(
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        version: PolicyVersion,
+        *,
+        temperature: float = 1.0,
+        top: int,
+    ) -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]:
+        return self._local.score_top(prompt_ids, completion_ids, version, temperature=temperature, top=top)
+
+    # -- how it is -----------------------------------------------------------------------------------------------------
+
+    @property
+    def away(self) -> str | None:
+        if self._fleet.up:
+            return None
+        return "; ".join(f"vLLM at {member.server.url}: {member.why}" for member in self._fleet.members)
+
+    def stats(self) -> Mapping[str, int]:
+        """vLLM does not say which requests it has begun: those that it was given are `running`."""
+        running = self._unfinished if self._fleet.up else 0
+        return {"running": running, "waiting": self._unfinished - running, "adapters": len(self._leases.versions)}
+
+
+class _Row:
+    """One completion of a request as it is streamed, from the server that has it to the next."""
+
+    def __init__(self, engine: LiveVllm, job: Job, index: int, on_token: TokenSink):
+        self._engine, self._params, self._index, self._on_token = engine, job.request.params, index, on_token
+        self._body = {**job.body, "n": 1, "seed": (job.body["seed"] + index) & SEEDS}
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._tops: list[tuple[tuple[int, float], ...]] = []
+
+    async def ask(self, server: Server, model: str) -> Sampled:
+        """What is still missing. Raises ServerLost, EngineError."""
+        reason = self._end() or await server.stream(model, self._rest(), self._hear)
+        tops = tuple(self._tops) if self._params.top_logprobs else ()
+        return Sampled(token_ids=tuple(self._ids), logprobs=tuple(self._logprobs), finish_reason=reason, tops=tops)
+
+    def _end(self) -> str | None:
+        """Why nothing is missing: the last that was heard before its server was lost was the end."""
+        ids = self._ids
+        if ids and (ids[-1] in self._body["stop_token_ids"] or self._engine.has_stopped(ids, self._params)):
+            return "stop"
+        return "length" if len(ids) == self._body["max_tokens"] else None
+
+    def _rest(self) -> Mapping[str, Any]:
+        heard, body = len(self._ids), self._body
+        return {
+            **body,
+            "prompt": [*body["prompt"], *self._ids],
+            "max_tokens": body["max_tokens"] - heard,
+            "seed": (body["seed"] + ANOTHER * heard) & SEEDS,
+        }
+
+    def _hear(self, piece: Sampled) -> None:
+        self._ids += piece.token_ids
+        self._logprobs += piece.logprobs
+        self._tops += piece.tops
+        _tell(self._on_token, self._index, piece.token_ids, piece.logprobs, piece.tops)
+
+
+def _tell(
+    on_token: TokenSink,
+    index: int,
+    ids: Sequence[int],
+    logprobs: Sequence[float],
+    tops: Sequence[tuple[tuple[int, float], ...]],
+) -> None:
+    for each in zip(ids, logprobs, tops or ((),) * len(ids), strict=True):
+        on_token(index, *each)
+
+
+def open_live(config: VllmConfig, base: LoadedModel, *, model: str, device: str, rows: int) -> LiveVllm:
+    """The engine of a server of `model`, `rows` completions at once. Raises EngineError, ConfigError."""
+    rank = config.max_lora_rank or RANK
+    shape = shape_of(model, base.model, rank=rank, targets="all-linear", rows=rows, device=device)
+    return LiveVllm(
+        config,
+        base,
+        LocalEngine(base, max_rows=1, prefix_cache_mb=0),
+        most_rank=rank_of(rank),
+        targets=shape.targets,
+        launches=[] if config.urls else [launch_of(config, shape)],
+    )

@@ -19,10 +19,9 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from groupwise.config.engine import VllmConfig
-from groupwise.engine.vllm_handshake import Accepted
-from groupwise.engine.vllm_http import Server, ServerLost
-from groupwise.engine.vllm_server import Launch, ServerProcess
-from groupwise.engine.vllm_sync import Published
+from groupwise.engine.vllm.client import Server, ServerLost
+from groupwise.engine.vllm.handshake import Accepted, Published
+from groupwise.engine.vllm.server import Launch, ServerProcess
 from groupwise.errors import EngineError, GroupwiseError
 
 SILENT, UNREACHABLE = 3, 2  # looks in a row after which a server is given up

@@ -20,8 +20,8 @@ from importlib import import_module
 from typing import Any
 
 from groupwise.config.engine import VllmConfig
-from groupwise.engine.vllm_http import Facts, Sampled, Server, likeliest
-from groupwise.engine.vllm_server import Shape, engine_options
+from groupwise.engine.vllm.client import Facts, Sampled, Server, likeliest
+from groupwise.engine.vllm.server import Shape, engine_options
 from groupwise.errors import EngineError, ModelError
 
 IDLE_S = 1.0  # without a request, after which it sleeps
