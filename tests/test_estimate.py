@@ -25,7 +25,7 @@ from groupwise.model.memory import (
     step_size,
 )
 from groupwise.model.packing import MAX_PADDING
-from groupwise.train.logprobs import TILE_VALUES
+from groupwise.train.forward import TILE_VALUES
 
 QWEN = ModelSize(
     parameters=600_000_000,

@@ -370,7 +370,7 @@ def open_learner(config: RunConfig, base: LoadedModel, *, threads: int, ranks: R
     train, algo, lora = config.train, config.algo, config.train.lora
     make: Callable[..., Learner] = Learner
     if ranks is not None:
-        from groupwise.train.orders import learner_of  # torch.distributed
+        from groupwise.train.distributed import learner_of  # torch.distributed
 
         make = partial(learner_of, ranks=ranks, sharded=train.parallel == "fsdp", cpu_offload=train.cpu_offload)
     return make(

@@ -28,8 +28,7 @@ from groupwise.errors import ContextLengthError, DataError, TrainingError
 from groupwise.model.load import LoadedModel
 from groupwise.model.packing import count_loss_tokens
 from groupwise.store.ledger_schema import GrpoPayload, ScoredGroup, SftPayload
-from groupwise.train.batch_step import snapshot
-from groupwise.train.learner import Learner
+from groupwise.train.learner import Learner, snapshot
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Sample, Turn
 
 Rows = Sequence[tuple[float, ...]]  # a log-probability per token of each sample

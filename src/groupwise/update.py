@@ -26,9 +26,8 @@ from groupwise.batches import Batches
 from groupwise.config.loss import LossSpec
 from groupwise.rewards.base import Scorer
 from groupwise.rollout import Collected
-from groupwise.train.learner import Learner
+from groupwise.train.learner import Learner, StreamedStep
 from groupwise.train.schedule import learning_rate_at
-from groupwise.train.streamed_step import StreamedStep
 from groupwise.types import RolloutGroup, Sample
 
 T = TypeVar("T")

@@ -12,8 +12,7 @@ from learner_cases import GROUPS, LORA, SPECS, assert_same, gradients, on_policy
 
 from groupwise.model import packing as cutting
 from groupwise.model.packing import side_by_side
-from groupwise.train.lanes import Lanes
-from groupwise.train.learner import Learner
+from groupwise.train.learner import Lanes, Learner
 from groupwise.types import Sample
 
 

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from groupwise.model.load import Head, LoadedModel, share_weights
 from groupwise.model.packed_check import packed_forward_gap
 from groupwise.model.packing import MicroBatch, micro_batches, padded_batches
-from groupwise.train import logprobs
-from groupwise.train.logprobs import fused_logprobs, packed_logprobs, plain_logprobs
+from groupwise.train import forward as logprobs
+from groupwise.train.forward import fused_logprobs, packed_logprobs, plain_logprobs
 
 GROUPS = ((5, (4, 1, 6)), (0, (5, 3)), (9, (2,)), (3, (7, 0, 3, 2)))  # (prompt, completions); holes and an empty one
 

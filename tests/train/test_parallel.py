@@ -14,8 +14,8 @@ from learner_cases import LORA, SPECS
 from parallel_cases import RATE, UNEVEN, assert_alike, everything, near_policy, start
 
 from groupwise.errors import ConfigError, RankLostError
+from groupwise.train.distributed import ParallelLearner
 from groupwise.train.learner import Learner
-from groupwise.train.parallel import ParallelLearner
 from rank_pairs import Pair, on_ranks
 
 NAMES = {"lora": LORA, "all parameters": None}

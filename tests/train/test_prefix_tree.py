@@ -16,8 +16,8 @@ from groupwise.algo.prefixes import groups_of
 from groupwise.model.attention import PrefixTree
 from groupwise.model.load import share_weights
 from groupwise.model.packing import MicroBatch, micro_batches, pack, pack_tree, pad
+from groupwise.train.forward import packed_logprobs, plain_logprobs
 from groupwise.train.learner import Learner
-from groupwise.train.logprobs import packed_logprobs, plain_logprobs
 from groupwise.types import Sample
 
 ARCHITECTURES = ("qwen3", "llama", "gemma3", "gemma2", "gpt2")

@@ -13,8 +13,8 @@ from parallel_cases import RATE, UNEVEN, assert_alike, everything, near_policy, 
 from torch.distributed.tensor import DTensor
 
 from groupwise.errors import ConfigError, StorageError
+from groupwise.train.distributed import ShardedLearner
 from groupwise.train.learner import Learner
-from groupwise.train.shards import ShardedLearner
 from rank_pairs import Pair, on_ranks
 
 NAMES = {"lora": LORA, "all parameters": None}

@@ -37,7 +37,7 @@ def on_all_ranks(config: RunConfig, lead: Callable[[Ranks | None], R]) -> R:
     _check(config, here)
     if here.size == 1:
         return lead(None)
-    from groupwise.train.orders import end
+    from groupwise.train.distributed import end
     from groupwise.train.ranks import join
 
     ranks = join(here, device=_device(config, here), deadline_s=config.train.deadline_s)
@@ -60,8 +60,7 @@ def on_all_ranks(config: RunConfig, lead: Callable[[Ranks | None], R]) -> R:
 
 def _follow(config: RunConfig, ranks: Ranks) -> R:  # pyright: ignore[reportInvalidTypeVarUse]
     """Be one of the others. Ctrl-C reaches all processes, and is rank 0's to answer."""
-    from groupwise.train.orders import follow
-    from groupwise.train.parallel import ParallelLearner
+    from groupwise.train.distributed import ParallelLearner, follow
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)

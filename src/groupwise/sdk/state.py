@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as write
 from groupwise.errors import ConfigError, StorageError
 from groupwise.store import files
 from groupwise.train.learner import Learner
-from groupwise.train.learner_state import restore, state_of
+from groupwise.train.state import restore, state_of
 
 FACTS, STAGING = "state.json", ".staging-"
 _QUIET = threading.Lock()  # warnings' filters are the process's

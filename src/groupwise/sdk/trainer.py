@@ -39,8 +39,7 @@ from groupwise.sdk.alignment import UNKNOWN
 from groupwise.sdk.datums import Datum
 from groupwise.sdk.losses import CROSS_ENTROPY, LossFn, built_in, check_inputs, checked_custom, rows_of, weights_of
 from groupwise.sdk.pending import Pending
-from groupwise.train.learner import Learner, OptimizerSpec, StepResult
-from groupwise.train.streamed_step import SUMS
+from groupwise.train.learner import SUMS, Learner, OptimizerSpec, StepResult
 from groupwise.types import Sample
 from groupwise.update import learner_thread
 

@@ -21,19 +21,24 @@ import math
 import random
 import sys
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from random import Random
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from groupwise.algo.kl import kl_metrics, measured_rows
-from groupwise.algo.loss import LossInputs, combined, policy_loss
+from groupwise.algo.loss import LossInputs, averaged, combined, policy_loss, rescaled
 from groupwise.algo.metrics import Metrics
+from groupwise.algo.prefixes import groups_of
 from groupwise.config.loss import LossSpec
 from groupwise.config.run import LoraSpec
 from groupwise.errors import ConfigError, ContextLengthError, ModelError, TrainingError
@@ -53,15 +58,201 @@ from groupwise.model.packing import (
     sequence_lengths,
     side_by_side,
 )
-from groupwise.train.batch_step import train_on_batch
-from groupwise.train.lanes import Lanes
-from groupwise.train.learner_state import load_state, save_state
-from groupwise.train.logprobs import packed_logprobs, plain_logprobs
+from groupwise.train.forward import packed_logprobs, plain_logprobs
 from groupwise.train.lora import add_lora, load_lora, save_lora
 from groupwise.train.reference import Reference, ReferenceSpec
 from groupwise.train.schedule import learning_rate_at
-from groupwise.train.streamed_step import StreamedStep
+from groupwise.train.state import load_state, save_state
 from groupwise.types import Sample
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One rollout batch as optimizer steps: `passes` times over it (mu, num_iterations), each in `minibatches`.
+#
+#     for each pass:  for each minibatch:  accumulate its gradient, one optimizer step
+#
+# So `Learner.steps`, which counts optimizer steps, grows by passes x minibatches (less those that are refused), all at
+# one learning rate: schedules count rollout batches. What the policy is compared with stays while it moves: the anchor is
+# the behaviour policy, or a snapshot from before the first of these steps; the reference follows only after the last.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def train_on_batch(
+    learner: Learner,
+    samples: Sequence[Sample],
+    spec: LossSpec,
+    *,
+    learning_rate: float,
+    minibatches: int,
+    passes: int,
+    temperature: float,
+) -> dict[str, float]:
+    """`Learner.step`. Metrics are means over the optimizer steps, extremes of all of them."""
+    every = [list(_minibatches(samples, minibatches, shuffle=learner.shuffle)) for _ in range(passes)]
+    several = passes * minibatches > 1
+    old = snapshot(learner, samples, every[0], temperature=temperature) if several and spec.reads_old else None
+    reused = passes > 1 and spec.reads_reference  # else every sample's is computed once anyway
+    reference = learner.forward(samples, temperature=temperature, reference=True) if reused else None
+    collected: list[dict[str, float]] = []
+    for rows in (part for parts in every for part in parts):
+        metrics = learner.forward_backward(
+            [samples[row] for row in rows],
+            spec,
+            temperature=temperature,
+            old_logprobs=None if old is None else [old[row] for row in rows],
+            reference_logprobs=None if reference is None else [reference[row] for row in rows],
+        )
+        result = learner.optim_step(learning_rate=learning_rate)
+        collected.append({**metrics, **result.metrics()})
+    learner.end_batch()
+    return averaged(collected)
+
+
+def snapshot(
+    learner: Learner, samples: Sequence[Sample], minibatches: Iterable[Sequence[int]], *, temperature: float
+) -> list[tuple[float, ...]]:
+    """Log-probabilities of the samples under the policy as it is, computed in the minibatches (row indices) that are
+    trained: what is packed together decides how 16-bit numbers are rounded, and the same packing gives a ratio of
+    exactly 1 where the policy has not moved."""
+    old: list[tuple[float, ...]] = [()] * len(samples)
+    for rows in minibatches:
+        logprobs = learner.forward([samples[row] for row in rows], temperature=temperature)
+        for row, values in zip(rows, logprobs, strict=True):
+            old[row] = values
+    return old
+
+
+def _minibatches(samples: Sequence[Sample], count: int, *, shuffle: Random) -> Iterator[list[int]]:
+    """The row indices of each minibatch of a pass; of several in a new order, in which groups stay together, so that
+    their prompts are still shared."""
+    order = list(range(len(samples)))
+    if count > 1:
+        rows = iter(order)
+        groups = [[next(rows) for _ in group] for group in groups_of(samples)]
+        shuffle.shuffle(groups)
+        order = [row for group in groups for row in group]
+    starts = [place for place, row in enumerate(order) if place == 0 or not samples[row].continues]  # of episodes
+    parts = min(count, len(starts))
+    cuts = [starts[len(starts) * part // parts] for part in range(parts)]
+    for start, stop in pairwise([*cuts, len(samples)]):
+        yield order[start:stop]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One optimizer step on a batch that arrives in parts, while the rest of it is still being sampled or scored.
+#
+#     stream = learner.begin_step(spec)
+#     stream.accumulate(samples)          as often as groups come
+#     stream.finish(learning_rate=...)    -> metrics
+#
+# The update is that of `Learner.step` on all of the samples, but for rounding, although the batch's size is known only at
+# the end. A policy loss is a sum over tokens, divided by one number D of the whole batch,
+#
+#     token_mean                     D = its loss tokens
+#     sequence_mean, sequence_sum    D = its rows            (a row's own length is known with the row)
+#     constant                       D = its rows            (times a constant)
+#     sum                            D = 1
+#
+# so the gradient of the sum is accumulated, and divided by D before it is clipped and applied. The entropy bonus is a
+# mean over tokens whatever the reduction; beside one that divides by rows there would be two such numbers, and the sum of
+# two gradients cannot be taken apart again. That combination is refused.
+#
+# What is a statistic of the whole batch before the loss, such as the advantages of `batch_std`, is the caller's to know.
+# The parameters do not change before `finish`, so the anchor of the first optimizer step holds for all parts.
+# ----------------------------------------------------------------------------------------------------------------------
+
+SUMS = (1.0, 1.0)  # totals of a batch of one token and one row: nothing is divided
+
+
+class StreamedStep:
+    """Made by `Learner.begin_step`. `tokens` and `rows` are what has been accumulated so far."""
+
+    def __init__(self, learner: Learner, spec: LossSpec, *, temperature: float):
+        if not spec.streams:
+            raise ConfigError(
+                f"an entropy bonus (entropy_coeff {spec.entropy_coeff:g}) with reduction {spec.reduction!r} cannot be "
+                "accumulated before the size of the batch is known: one is divided by tokens, the other is not",
+                hint="use reduction token_mean, or take the batch whole (rollout.stream_groups: 0)",
+            )
+        self._learner, self._spec, self._temperature = learner, spec, temperature
+        self._parts: list[dict[str, float]] = []
+        self.tokens, self.rows = 0, 0
+        learner.zero_grad()
+
+    def accumulate(self, samples: Sequence[Sample]) -> None:
+        """Forward and backward of some of the step's samples; whole rows, and best whole groups."""
+        metrics = self._learner.forward_backward(samples, self._spec, temperature=self._temperature, totals=SUMS)
+        self._parts.append(metrics)
+        self.tokens += count_loss_tokens(samples)
+        self.rows += count_sequences(samples)
+
+    def finish(self, *, learning_rate: float) -> dict[str, float]:
+        """The optimizer step -> the metrics of the whole; nothing is done, and none returned, without any loss token.
+
+        Raises:
+            TrainingError: as `Learner.optim_step`.
+        """
+        if not self.tokens:
+            return {}
+        denominator = self._spec.denominator(tokens=self.tokens, rows=self.rows)
+        self._learner.divide_gradients(denominator)
+        result = self._learner.optim_step(learning_rate=learning_rate)
+        self._learner.end_batch()
+        metrics = rescaled(combined(self._parts), tokens=self.tokens, policy=denominator)
+        return {**metrics, **result.metrics()}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Micro-batches side by side, each in a thread of its own with one of torch's; their results in order.
+#
+# An operation on a micro-batch of a small model takes a millisecond or less. Shared out over threads, each of the
+# thousands in a pass ends in a barrier, at which the helping threads of OpenMP soon fall asleep wherever the process has
+# more of them than cores, as with an engine beside the trainer. Micro-batches that run beside each other need no barriers
+# (docs/performance.md has what it brings). torch lets go of Python's lock while it computes, so that is none either.
+# ----------------------------------------------------------------------------------------------------------------------
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Lanes:
+    """Up to `most` threads; made when they are first needed, gone with this."""
+
+    def __init__(self, most: int):
+        self.most = most
+        self._pool: ThreadPoolExecutor | None = None
+
+    def map(self, function: Callable[[Item], Result], items: Iterable[Item], *, lanes: int) -> Iterator[Result]:
+        """`function` of each item, in order, `lanes` at a time; with one, in the calling thread, and where there could
+        be more with one of torch's threads as well."""
+        if lanes < 2:
+            with _threads(1 if self.most > 1 else torch.get_num_threads()):
+                yield from map(function, items)
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self.most, "lane", initializer=torch.set_num_threads, initargs=(1,))
+        begun: deque[Future[Result]] = deque()
+        try:
+            for item in items:
+                if len(begun) == lanes:
+                    yield begun.popleft().result()
+                begun.append(self._pool.submit(function, item))
+            while begun:
+                yield begun.popleft().result()
+        finally:
+            for future in begun:
+                future.cancel()
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """So many of torch's for the calling thread, until the end of the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
 
 __all__ = ["Learner", "Metrics", "OptimizerSpec", "StepResult", "learning_rate_at"]
 
