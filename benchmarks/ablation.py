@@ -81,7 +81,7 @@ def one_thread() -> None:
 def job(config: str, overrides: list[str]) -> dict[str, Any]:
     """One run -> its evaluations, its wall time, its last metrics."""
     from groupwise.config.run import load_config
-    from groupwise.loop import run
+    from groupwise.run.loop import run
     from groupwise.store.tracking import read_metrics
 
     started = time.monotonic()

@@ -30,9 +30,9 @@ from rich.table import Table
 
 from groupwise.config.run import RunConfig, load_config
 from groupwise.engine.local import LocalEngine
-from groupwise.loop import RunResult, run
 from groupwise.model.load import load_model
 from groupwise.rewards.base import RewardFunction, load_rewards
+from groupwise.run.loop import RunResult, run
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.tracking import read_metrics
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest

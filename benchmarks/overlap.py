@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.config.run import load_config
-from groupwise.loop import run
+from groupwise.run.loop import run
 from groupwise.store.tracking import read_metrics
 
 SIDES = {

@@ -145,10 +145,9 @@ def even_ids(completions: list[Any], completion_ids: list[list[int]], **columns:
 
 def run_groupwise(case: Case, folder: Path) -> dict[str, Any]:
     """`loop.train` for warm-up and measured steps."""
-    from groupwise import assemble, loop
     from groupwise.config.run import parse_config
-    from groupwise.interrupt import StopRequest
-    from groupwise.running import Running
+    from groupwise.run import assemble, loop
+    from groupwise.run.loop import Running, StopRequest
     from groupwise.store.rundir import open_run_dir
     from groupwise.store.tracking import open_trackers
 

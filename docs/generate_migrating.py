@@ -26,7 +26,7 @@ from groupwise.config.importers import trl as trl_keys
 from groupwise.config.importers.base import Key
 from groupwise.config.yaml import Document, inline
 from groupwise.errors import ConfigError
-from groupwise.frontends.spelling import LoadedRun, understand
+from groupwise.run.config_file import LoadedRun, understand
 
 TARGET = Path(__file__).parent / "migrating.md"
 TABLES = {"axolotl": axolotl_keys.KEYS, "trl": trl_keys.KEYS, "aitraining": aitraining_keys.KEYS}

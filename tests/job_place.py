@@ -21,14 +21,14 @@ from typing import Any
 import torch
 
 from groupwise.config.job import parse_job_config
-from groupwise.jobs import Pulse, Worker
 from groupwise.model.load import LoadedModel, load_model
+from groupwise.run.job import Workplace
+from groupwise.run.worker import Pulse, Worker
 from groupwise.store import faults
 from groupwise.store import files as adapter_files
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.ledger import Ledger
 from groupwise.store.ledger_schema import Job, JobState, Lease
-from groupwise.train_job import Workplace
 from groupwise.types import PolicyVersion
 
 SMALL = {"lora_rank": 2, "lora_alpha": 4.0, "target_modules": ["q_proj", "down_proj"], "learning_rate": 0.01}
@@ -116,7 +116,7 @@ class Place:
 
     def at_step(self, monkeypatch: Any, step: int, act: Callable[[], object]) -> None:
         """Call `act` when the gradient of step `step` (from 0) has been computed."""
-        from groupwise.job_task import GrpoTask
+        from groupwise.run.update import GrpoTask
 
         plain = GrpoTask.accumulate
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.config.run import RunConfig, parse_config
-from groupwise.display import LineDisplay
+from groupwise.run.display import LineDisplay
 
 NOT_COMPARED = ("time", "time/", "perf/")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.config.run import parse_config
-from groupwise.loop import RunResult, run
+from groupwise.run.loop import RunResult, run
 
 
 def starter_run(folder: Path, *, name: str, **settings: Any) -> RunResult:

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from groupwise.algo.advantage import AdvantageSpec, has_signal, with_advantages
 from groupwise.algo.samples import samples_of
-from groupwise.batches import Batches, Pace
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import DataError, RewardError
-from groupwise.replay import ReplayBuffer, RerollQueue
-from groupwise.rollout import Collected
+from groupwise.run.batches import Batches, Collected, Pace
+from groupwise.run.replay import ReplayBuffer, RerollQueue
 from groupwise.tasks.episode import SingleTurn
 from groupwise.tasks.prompts import PromptSource
 from groupwise.types import PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams
@@ -181,7 +180,7 @@ def test_a_run_whose_every_group_fails_is_stopped(engine):
 
 
 def test_a_few_that_fail_slowly_stop_it_too(engine, monkeypatch):
-    monkeypatch.setattr("groupwise.batches.IN_VAIN_S", 0.0)
+    monkeypatch.setattr("groupwise.run.batches.IN_VAIN_S", 0.0)
     with pytest.raises(RewardError, match="no reward for any of 8 completions"):
         collect(batches(engine, ["failed", "failed", "slow", "slow"], {"prompts_per_step": 4}))
 

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.assemble import make_plan, open_parts
-from groupwise.budget import device_memory, load_of, longest_prompt
 from groupwise.config.run import RunConfig, load_config
 from groupwise.errors import ConfigError
 from groupwise.model.memory import GIB, fitting_tokens, memory
+from groupwise.run.assemble import device_memory, load_of, longest_prompt, make_plan, open_parts
 from groupwise.tasks.episode import SingleTurn
 from groupwise.train.learner import Learner
 from groupwise.types import Prompt

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from groupwise.curriculum import FLOOR, REVISIT, Curriculum
 from groupwise.errors import ConfigError, DataError
+from groupwise.run.replay import FLOOR, REVISIT, Curriculum
 from groupwise.tasks.prompts import PromptSource
 from groupwise.types import Prompt, Rollout, RolloutGroup
 

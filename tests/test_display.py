@@ -9,9 +9,17 @@ import sys
 import pytest
 from rich.console import Console
 
-from groupwise.display import LineDisplay, LiveDisplay, before_after_table, open_display, said, side_by_side, sparkline
-from groupwise.health.rule import Severity
-from groupwise.health.watch import Event, Finding
+from groupwise.run.display import (
+    LineDisplay,
+    LiveDisplay,
+    before_after_table,
+    open_display,
+    said,
+    side_by_side,
+    sparkline,
+)
+from groupwise.run.health import Event, Finding
+from groupwise.run.health_remedies import Severity
 from groupwise.tasks.transcript import visible
 from groupwise.types import Completion, FinishReason, Rollout, Turn
 

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from groupwise.algo.metrics import STOPS
 from groupwise.cli_envs import envs_app
 from groupwise.config.run import EnvConfig, parse_config
-from groupwise.health.rules import RULES
-from groupwise.loop import run
+from groupwise.run.health_rules import RULES
+from groupwise.run.loop import run
 from groupwise.store.tracking import read_metrics
 from groupwise.tasks.env import load_env
 from groupwise.tasks.tools import Outcome

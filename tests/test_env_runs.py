@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from cli_project import Project, cli
-from groupwise.report.record import read_run
 from groupwise.report.samples import read_change, read_samples
+from groupwise.run.record import read_run
 from groupwise.store.tracking import read_metrics, read_rollouts
 
 ENVS = '''

@@ -17,8 +17,8 @@ import torch
 
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ContextLengthError, DataError, RewardError
-from groupwise.evaluate import BestVersion, Evaluation, compare, evaluate, pass_at_k, prepare_all
 from groupwise.rewards.base import RewardFunction, Scorer
+from groupwise.run.evaluate import BestVersion, Evaluation, compare, evaluate, pass_at_k, prepare_all
 from groupwise.tasks.episode import SingleTurn
 from groupwise.types import FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams
 

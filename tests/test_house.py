@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.assemble import loss_of
 from groupwise.config.run import load_config, parse_config
+from groupwise.run.assemble import loss_of
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "groupwise"

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from groupwise.interrupt import StopRequest
+from groupwise.run.loop import StopRequest
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

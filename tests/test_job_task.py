@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from groupwise.algo.advantage import has_signal
-from groupwise.display import LineDisplay
-from groupwise.loop import run
 from groupwise.model.load import LoadedModel
+from groupwise.run.display import LineDisplay
+from groupwise.run.loop import run
 from groupwise.store.files import WEIGHTS, Provenance
 from groupwise.store.rollouts import group_from_json
 from groupwise.types import RolloutGroup

@@ -15,16 +15,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from groupwise import jobs
 from groupwise.errors import Interrupted, LeaseLostError, NotReadyError, StorageError
-from groupwise.job_task import GrpoTask
-from groupwise.jobs import Pulse, describe
+from groupwise.run import worker as jobs
+from groupwise.run.job import JobCancelled
+from groupwise.run.update import GrpoTask
+from groupwise.run.worker import Pulse, describe
 from groupwise.store import faults
 from groupwise.store.files import WEIGHTS
 from groupwise.store.ledger import Ledger
 from groupwise.store.ledger_schema import JobState
 from groupwise.train.learner import Learner
-from groupwise.train_job import JobCancelled
 from job_place import CRASHING, KILLED, PROMPTS, SMALL, Place, groups
 
 HERE = Path(__file__).parent
@@ -361,7 +361,7 @@ def test_a_killed_job_ends_with_the_same_bytes_in_one_version(crashes, point):
 
 def worker_command(state: Path, model: Path) -> list[str]:
     options = ["--state", str(state), "--model", str(model), "--dtype", "float32", "--device", "cpu"]
-    return [sys.executable, "-m", "groupwise.jobs", *options, "--threads", "1"]
+    return [sys.executable, "-m", "groupwise.run.worker", *options, "--threads", "1"]
 
 
 def queue(state: Path, *, steps: int) -> tuple[Ledger, str]:
@@ -457,4 +457,4 @@ def test_a_model_that_is_not_there_is_said_before_anything_is_leased(tmp_path, c
 
 def test_the_task_is_left_as_it_was():
     """`at_step` of these tests must have undone itself, or the others would not test the real thing."""
-    assert GrpoTask.accumulate.__module__ == "groupwise.job_task"
+    assert GrpoTask.accumulate.__module__ == "groupwise.run.update"

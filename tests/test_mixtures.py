@@ -15,10 +15,10 @@ from cli_project import Project, cli, save_model
 from groupwise.config.run import LoraSpec
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import AdapterError, ModelError
-from groupwise.jobs import Pulse, Worker
 from groupwise.model.load import load_model
+from groupwise.run.job import Workplace
+from groupwise.run.worker import Pulse, Worker
 from groupwise.train.learner import Learner
-from groupwise.train_job import Workplace
 from groupwise.types import PolicyVersion, Sample
 from whole_server import whole
 

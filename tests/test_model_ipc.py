@@ -21,10 +21,10 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from groupwise import jobs
 from groupwise.config.run import LoraSpec
 from groupwise.errors import ModelError
 from groupwise.model.load import LoadedModel, load_model, weights_hash
+from groupwise.run import worker as jobs
 from groupwise.store import share as model_ipc
 from groupwise.store.share import CudaIpc, attach_weights, offer_weights
 from groupwise.train.learner import Learner

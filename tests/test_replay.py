@@ -19,7 +19,7 @@ from groupwise.engine.local import LocalEngine
 from groupwise.errors import DataError
 from groupwise.model.chat import encode_prompt
 from groupwise.model.load import load_model
-from groupwise.replay import ReplayBuffer, RerollQueue, signal
+from groupwise.run.replay import ReplayBuffer, RerollQueue, signal
 from groupwise.tasks.episode import SingleTurn, play_all
 from groupwise.train.learner import Learner
 from groupwise.types import (

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from groupwise.config.run import RunConfig
-from groupwise.display import LineDisplay
 from groupwise.errors import StorageError
-from groupwise.loop import run
-from groupwise.running import Running
+from groupwise.run.display import LineDisplay
+from groupwise.run.loop import Running, run
 from groupwise.store.adapters import AdapterStore
 from running_jobs import Dies, adapter_bytes, config, metrics_of, rollouts_of, sidecars_of
 

@@ -13,7 +13,7 @@ import torch
 
 from groupwise.config.run import RunConfig, load_config, parse_config
 from groupwise.errors import ConfigError, StorageError
-from groupwise.evaluate import Evaluation, load_evaluations, save_evaluations
+from groupwise.run.evaluate import Evaluation, load_evaluations, save_evaluations
 from groupwise.store import checkpoint, rundir
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.checkpoint import RunState

@@ -12,8 +12,8 @@ from groupwise.algo.loss import resolve_loss
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import AdapterError, AdapterNotFoundError, StorageError
 from groupwise.model.load import LoadedModel
+from groupwise.run.policy import Policy
 from groupwise.store.adapters import AdapterStore
-from groupwise.swap import Policy
 from groupwise.train.learner import Learner
 from groupwise.types import PolicyVersion, Sample, SamplingParams, SamplingRequest
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from groupwise.config.run import TrackingConfig
 from groupwise.errors import ConfigError, DataError, StorageError
-from groupwise.health.watch import Event
+from groupwise.run.health import Event
 from groupwise.store.tracking import Tracking, open_trackers, read_metrics, read_rollouts
 from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Turn
 
@@ -354,7 +354,7 @@ def test_a_tracker_that_cannot_start_is_a_config_error(tmp_path):
 
 def test_no_torch():
     code = (
-        "import sys, groupwise.store.tracking as t, groupwise.store.adapters, groupwise.display, pathlib, tempfile;"
+        "import sys, groupwise.store.tracking as t, groupwise.store.adapters, groupwise.run.display, pathlib, tempfile;"
         "t.TensorBoardTracker(pathlib.Path(tempfile.mkdtemp())).close();"
         "assert 'torch' not in sys.modules"
     )

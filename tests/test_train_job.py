@@ -15,15 +15,15 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from groupwise import train_job
 from groupwise.algo.loss import resolve_loss
 from groupwise.config.run import LoraSpec
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import Interrupted
+from groupwise.run import job as train_job
+from groupwise.run.job import run_job
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.ledger import JobState
 from groupwise.train.learner import Learner
-from groupwise.train_job import run_job
 from groupwise.types import PolicyVersion, Sample, SamplingParams, SamplingRequest
 from job_place import PROMPTS, REPLIES, REWARDS, SMALL, Place, examples, groups
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from groupwise.algo.advantage import has_signal
-from groupwise.display import LineDisplay
-from groupwise.loop import run
+from groupwise.run.display import LineDisplay
+from groupwise.run.loop import run
+from groupwise.run.update import learner_thread
 from groupwise.store.rollouts import group_from_json
-from groupwise.update import learner_thread
 from running_jobs import config, rollouts_of
 
 

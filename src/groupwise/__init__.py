@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from groupwise.errors import GroupwiseError as GroupwiseError
     from groupwise.errors import JobFailedError as JobFailedError
     from groupwise.errors import RemoteError as RemoteError
-    from groupwise.frontends.spelling import load_config as load_config
-    from groupwise.loop import RunResult as RunResult
-    from groupwise.loop import run as run
     from groupwise.model.load import LoadedModel as LoadedModel
     from groupwise.model.load import load_model as load_model
     from groupwise.rewards.base import RewardFunction as RewardFunction
+    from groupwise.run.config_file import load_config as load_config
+    from groupwise.run.loop import RunResult as RunResult
+    from groupwise.run.loop import run as run
     from groupwise.sdk.config import DeployConfig as DeployConfig
     from groupwise.sdk.config import InfraConfig as InfraConfig
     from groupwise.sdk.config import LoopConfig as LoopConfig
@@ -93,16 +93,16 @@ _PUBLIC = {
         "JobFailedError",
         "RemoteError",
     ),
-    "frontends.spelling": ("load_config",),
-    "loop": (
-        "RunResult",
-        "run",
-    ),
     "model.load": (
         "LoadedModel",
         "load_model",
     ),
     "rewards.base": ("RewardFunction",),
+    "run.config_file": ("load_config",),
+    "run.loop": (
+        "RunResult",
+        "run",
+    ),
     "sdk.config": (
         "DeployConfig",
         "InfraConfig",

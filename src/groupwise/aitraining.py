@@ -16,8 +16,8 @@ from typing import Any
 
 from groupwise.config.run import RunConfig
 from groupwise.config.yaml import Document
-from groupwise.frontends.spelling import understand
-from groupwise.loop import RunResult, run
+from groupwise.run.config_file import understand
+from groupwise.run.loop import RunResult, run
 
 __all__ = ["LLMTrainingParams", "train"]
 

@@ -36,7 +36,7 @@ from groupwise.output import print_json, say, stdout
 
 if TYPE_CHECKING:
     from groupwise.config.run import RunConfig
-    from groupwise.frontends.spelling import LoadedRun
+    from groupwise.run.config_file import LoadedRun
 
 Config = Annotated[
     str, typer.Argument(metavar="CONFIG", help="The run's YAML file, or aitraining's flags.", show_default=False)
@@ -102,7 +102,7 @@ def run(
     flags name an environment: --rl-env-module, --rl-env-class, --rl-env-config and the others.
     """
     loaded = _load(config, overrides, set_)
-    from groupwise.loop import run as train
+    from groupwise.run.loop import run as train
     from groupwise.summary import print_run, run_as_json
 
     result = train(loaded)
@@ -132,7 +132,7 @@ def check(
 ) -> None:
     """Load everything and score a few completions; trains nothing, writes nothing."""
     loaded = _read(config, overrides, set_)
-    from groupwise.check import check as try_out
+    from groupwise.run.check import check as try_out
     from groupwise.summary import check_as_json, notes_as_json, origins_as_json, print_check, print_origins
 
     if origins:
@@ -171,7 +171,7 @@ def import_(
 
     With `--from aitraining` the rest of the line may be its flags in place of a file.
     """
-    from groupwise.frontends.importing import import_run, written
+    from groupwise.run.config_file import import_run, written
 
     loaded = import_run(arguments or [], system=system)
     from groupwise.summary import notes_as_json
@@ -215,7 +215,7 @@ def eval_(
 ) -> None:
     """The mean reward of the base model or an adapter on CONFIG's evaluation prompts; pass@k where eval.k is more."""
     loaded = _load(config, overrides, set_)
-    from groupwise.assess import assess
+    from groupwise.run.eval_adapter import assess
     from groupwise.summary import evaluation_as_json, print_evaluation
 
     result, policy = assess(loaded, adapter=adapter, modes=tuple(mode or ()), note=say)
@@ -333,7 +333,7 @@ def _load(path: str, overrides: Sequence[str] | None, more: Sequence[str] | None
 
 
 def _read(path: str, overrides: Sequence[str] | None, more: Sequence[str] | None) -> LoadedRun:
-    from groupwise.frontends.importing import read_words
+    from groupwise.run.config_file import read_words
 
     loaded = read_words([path, *(overrides or ()), *(more or ())])
     _quiet_libraries()

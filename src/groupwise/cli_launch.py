@@ -51,8 +51,8 @@ def launch(
     debug: Debug = False,
 ) -> None:
     """Start CONFIG in `train.devices` processes, with torchrun or as a Slurm job, or as actors of Ray (`launcher`)."""
-    from groupwise.cluster.launch import launch_of
-    from groupwise.frontends.importing import read_words
+    from groupwise.run.config_file import read_words
+    from groupwise.run.launch import launch_of
 
     words = [config, *(overrides or ()), *(set_ or ())]
     loaded = read_words(words).runnable()
@@ -75,8 +75,8 @@ def launch(
 
 def _on_ray(config: RunConfig, *, show: bool, as_json: bool) -> None:
     """Run it, or print the bundles that Ray is to reserve."""
-    from groupwise.cluster.ray_launch import roles_of, supervise
-    from groupwise.loop import run
+    from groupwise.run.loop import run
+    from groupwise.run.ray import roles_of, supervise
     from groupwise.summary import print_run
 
     if show or as_json:

@@ -23,8 +23,7 @@ from groupwise.output import print_json, print_line, say
 
 if TYPE_CHECKING:
     from groupwise.config.run import RunConfig
-    from groupwise.health.history import Report
-    from groupwise.health.watch import Finding
+    from groupwise.run.health import Finding, Report
 
 METRICS, CONFIG = "metrics.jsonl", "config.yaml"
 Run = Annotated[
@@ -83,7 +82,7 @@ def health(
             hint="leave RUN out for the server's health, or --url and --api-key for the run's",
         )
     run_dir = find_run(run)
-    from groupwise.health.history import examine
+    from groupwise.run.health import examine
     from groupwise.store.tracking import read_metrics
 
     config = _config(run_dir)

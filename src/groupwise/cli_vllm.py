@@ -35,7 +35,7 @@ def vllm_serve(
     debug: Debug = False,
 ) -> None:
     """Start vLLM for the runs of CONFIG and keep it alive; Ctrl-C ends it."""
-    from groupwise.frontends.importing import read_words
+    from groupwise.run.config_file import read_words
 
     loaded = read_words([config, "engine=vllm", *(overrides or ()), *(set_ or ())])
     from groupwise.engine.vllm.engine import read_launch

@@ -37,8 +37,8 @@ from groupwise.config.importers.cookbook import (
     run_config,
 )
 from groupwise.errors import ConfigError
-from groupwise.loop import RunResult, run
 from groupwise.model.load import load_tokenizer
+from groupwise.run.loop import RunResult, run
 from groupwise.store.files import replace
 from groupwise.store.rundir import ROLLOUTS
 from groupwise.store.tracking import read_rollouts

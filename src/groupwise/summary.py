@@ -16,15 +16,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from groupwise.check import CheckReport, StepTrial
 from groupwise.config.run import STARTER, STARTER_DIR, RunConfig
 from groupwise.config.yaml import inline
-from groupwise.display import before_after_table, said, side_by_side
-from groupwise.evaluate import Evaluation, compare
-from groupwise.frontends.spelling import LoadedRun
-from groupwise.loop import RunResult
 from groupwise.model.memory import StepSize
 from groupwise.output import finite, print_line, print_pairs
+from groupwise.run.check import CheckReport, StepTrial
+from groupwise.run.config_file import LoadedRun
+from groupwise.run.display import before_after_table, said, side_by_side
+from groupwise.run.evaluate import Evaluation, compare
+from groupwise.run.loop import RunResult
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.tracking import METRICS, read_metrics
 from groupwise.tasks.transcript import visible

@@ -19,9 +19,9 @@ from openai import AsyncOpenAI, OpenAI
 
 from groupwise.algo.samples import Segment, samples_of, segments_of
 from groupwise.errors import EnvError, GroupwiseError
-from groupwise.frontends.spelling import load_config
-from groupwise.loop import run
 from groupwise.rewards.base import RewardFunction, score
+from groupwise.run.config_file import load_config
+from groupwise.run.loop import run
 from groupwise.store.tracking import read_metrics
 from groupwise.tasks.starter.tasks import CALCULATOR, calculate
 from groupwise.types import Completion, FinishReason, PolicyVersion, Rollout, SamplingParams

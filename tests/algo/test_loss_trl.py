@@ -16,7 +16,7 @@ from loss_batches import Padded, random_batch
 from groupwise.algo.loss import resolve_loss
 from groupwise.config.loss import loss_of
 from groupwise.errors import ConfigError
-from groupwise.frontends.spelling import read_run
+from groupwise.run.config_file import read_run
 from trl_peer import MAX_LENGTH, trl_loss
 
 TRL_FILE = """\

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from cli_project import cli
-from groupwise.cluster import launch
-from groupwise.cluster.launch import launch_of
 from groupwise.config.run import RunConfig, parse_config
 from groupwise.errors import ConfigError
+from groupwise.run import launch
+from groupwise.run.launch import launch_of
 
 RUN = ("run", "my config.yaml", "train.devices=4", "name=it's", 'rewards=["a b"]')
 

@@ -11,16 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.cluster import ray_engines
-from groupwise.cluster.ray_actors import enter, seen_here
-from groupwise.cluster.ray_engines import EngineActor
-from groupwise.cluster.ray_rewards import RewardActor
 from groupwise.config.run import RunConfig, parse_config
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ModelError, StorageError
 from groupwise.model.load import LoadedModel, load_model
 from groupwise.rewards.base import AT_START, FailureKind
 from groupwise.rewards.base import Failure as RewardFailure
+from groupwise.run import ray_workers as ray_engines
+from groupwise.run.ray_actors import enter, seen_here
+from groupwise.run.ray_workers import EngineActor, RewardActor
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
 
 REWARD = """

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from groupwise.assemble import Elsewhere, local_engine, make_plan, open_parts
-from groupwise.cluster import ray_envs
-from groupwise.cluster.ray_envs import EnvActor, RayEnvs
 from groupwise.config.run import RunConfig, parse_config
 from groupwise.engine.worker_group import WorkerLost
 from groupwise.errors import ClusterError, EnvError
+from groupwise.run import ray_workers as ray_envs
+from groupwise.run.assemble import Elsewhere, local_engine, make_plan, open_parts
+from groupwise.run.ray_workers import EnvActor, RayEnvs
 from groupwise.tasks.env import Episode, StepResult, load_env
 from groupwise.tasks.episode import Environments, Episodes, play_all
 from groupwise.types import PolicyVersion, Prompt, RolloutGroup, SamplingParams

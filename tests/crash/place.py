@@ -100,7 +100,7 @@ class Place:
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):
                 arguments = path.read_bytes().split(b"\0")
-                if b"groupwise.jobs" in arguments and str(self.state).encode() in arguments:
+                if b"groupwise.run.worker" in arguments and str(self.state).encode() in arguments:
                     found.append(int(path.parent.name))
         return found
 

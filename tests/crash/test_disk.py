@@ -16,7 +16,7 @@ import pytest
 
 from groupwise.client.calls import Client
 from groupwise.errors import RemoteError
-from groupwise.jobs import LEASE_S
+from groupwise.run.worker import LEASE_S
 
 from .place import Place, a_place, sha256
 from .traffic import GRPO

@@ -131,7 +131,7 @@ def _told(version: Path) -> dict[str, Any]:
 
 def _work(state: Path, ledger: Ledger) -> None:
     """Let a worker do every job of a ledger."""
-    command = [sys.executable, "-m", "groupwise.jobs", "--state", str(state), "--model", "starter"]
+    command = [sys.executable, "-m", "groupwise.run.worker", "--state", str(state), "--model", "starter"]
     command += ["--dtype", "float32", "--device", "cpu", "--threads", "1"]
     quiet = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
     with (state / "log").open("wb") as log:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from groupwise.assemble import local_engine
 from groupwise.config.run import parse_config
 from groupwise.engine.compiled import Compiled, Functions, bucket_of, tensors_in
 from groupwise.engine.local import LocalEngine
@@ -22,6 +21,7 @@ from groupwise.errors import ConfigError
 from groupwise.model.attention import SharedPrompts
 from groupwise.model.backbone import Backbone
 from groupwise.model.load import share_weights
+from groupwise.run.assemble import local_engine
 from groupwise.types import Completion, PolicyVersion, SamplingParams, SamplingRequest
 
 BASE = PolicyVersion.base()

@@ -8,8 +8,7 @@ from cli_project import cli
 from groupwise.aitraining import LLMTrainingParams, train
 from groupwise.config.importers.aitraining import KEYS, flags
 from groupwise.errors import ConfigError
-from groupwise.frontends.importing import import_run
-from groupwise.frontends.spelling import LoadedRun, read_run
+from groupwise.run.config_file import LoadedRun, import_run, read_run
 from groupwise.store.tracking import read_metrics
 
 HOTEL = [

@@ -15,7 +15,7 @@ from groupwise.config.loss import loss_of
 from groupwise.config.run import AlgoConfig, RunConfig
 from groupwise.config.yaml import key_paths
 from groupwise.errors import ConfigError
-from groupwise.frontends.spelling import LoadedRun, read_run
+from groupwise.run.config_file import LoadedRun, read_run
 
 LOCAL = ("trl.use_vllm=false",)
 

@@ -9,7 +9,7 @@ from reference_files import QUICK_START
 
 from groupwise.config.importers.grpo_args import Batch, Names, SizeError, Sizes, batch_sizes
 from groupwise.errors import ConfigError
-from groupwise.frontends.spelling import LoadedRun, read_run
+from groupwise.run.config_file import LoadedRun, read_run
 
 NAMES = Names(micro="micro", accumulate="accumulate", group="group", generation="generation", processes="processes")
 

@@ -309,7 +309,7 @@ def vowels(completion: str, row: dict) -> float:
 def test_the_same_script_started_again_goes_on_from_its_checkpoints(dataset, tmp_path, model_dir, monkeypatch):
     """A crash in step 5, with checkpoints every two steps: the second start ends as one that was never interrupted."""
     from groupwise.cookbook import main
-    from groupwise.running import Running
+    from groupwise.run.loop import Running
 
     def config(name: str) -> Config:
         sync = WeightSyncConfig(dcp_save_interval=2)

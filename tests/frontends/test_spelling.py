@@ -11,9 +11,7 @@ from reference_files import CPU, FULL_ASYNC, QUICK_START, write_project
 import groupwise
 from groupwise.config.run import dump_resolved, load_config
 from groupwise.errors import ConfigError
-from groupwise.frontends.importing import import_run, written
-from groupwise.frontends.native_yaml import native_yaml
-from groupwise.frontends.spelling import DEFAULT, read_run, system_of
+from groupwise.run.config_file import DEFAULT, import_run, native_yaml, read_run, system_of, written
 
 NATIVE = """\
 name: x

@@ -14,7 +14,7 @@ from groupwise.config.importers.base import Key
 from groupwise.config.importers.trl import KEYS as TRL
 from groupwise.config.yaml import inline
 from groupwise.errors import ConfigError
-from groupwise.frontends.spelling import LoadedRun, read_run
+from groupwise.run.config_file import LoadedRun, read_run
 
 FILES = {
     "axolotl": QUICK_START.replace("use_vllm: true", "use_vllm: false").replace(

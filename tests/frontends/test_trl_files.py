@@ -12,8 +12,8 @@ from groupwise.config.load import load_object
 from groupwise.config.loss import loss_of
 from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError, LoadError
-from groupwise.frontends.spelling import LoadedRun, read_run
-from groupwise.loop import run
+from groupwise.run.config_file import LoadedRun, read_run
+from groupwise.run.loop import run
 
 FILE = """\
 model_name_or_path: starter

@@ -13,10 +13,9 @@ import pytest
 
 from groupwise.config.run import RunConfig, parse_config
 from groupwise.config.yaml import parse_keys
-from groupwise.health.history import examine
-from groupwise.health.rule import Condition, Rule, aggregate
-from groupwise.health.rules import RULES
-from groupwise.health.watch import Event, Health
+from groupwise.run.health import Event, Health, examine
+from groupwise.run.health_remedies import Condition, Rule, aggregate
+from groupwise.run.health_rules import RULES
 
 ROOT = Path(__file__).parent.parent.parent
 Value = float | Callable[[int], float]

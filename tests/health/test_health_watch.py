@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.config.run import parse_config
-from groupwise.health.history import examine
-from groupwise.health.rule import Condition, Remedy, Rule
-from groupwise.health.rules import RULES
-from groupwise.health.watch import Health
+from groupwise.run.health import Health, examine
+from groupwise.run.health_remedies import Condition, Remedy, Rule
+from groupwise.run.health_rules import RULES
 from groupwise.store.tracking import Tracking, read_metrics
 
 HIGH = Rule(

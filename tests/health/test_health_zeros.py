@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from groupwise.health.watch import Health
-from groupwise.health.zeros import explain_zeros
+from groupwise.run.health import Health, explain_zeros
 
 TRAINED = {
     "rollout/groups": 4.0,

@@ -9,7 +9,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from groupwise.config.job import parse_job_config
-from groupwise.health.rules import RULES
+from groupwise.run.health_rules import RULES
 from groupwise.server.job_remedies import _INSTEAD, in_job_words, job_remedies
 
 RUN_KEY = re.compile(r"\b(?:train|algo|rollout|data|eval|env|scoring)\.\w+|metrics\.jsonl|groupwise (?:check|run|env)")

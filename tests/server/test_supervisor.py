@@ -29,7 +29,7 @@ from groupwise.store.files import Provenance
 from groupwise.store.ledger import MAX_SERVER_DEATHS, JobState, Ledger
 from groupwise.types import PolicyVersion
 
-# Workers: processes that lease from the same ledger as `groupwise.jobs` does.
+# Workers: processes that lease from the same ledger as `groupwise.run.worker` does.
 PREAMBLE = """
 import os, signal, sys, time
 from pathlib import Path
@@ -525,7 +525,7 @@ def test_the_workers_words_are_in_its_log(ledger: Ledger) -> None:
 
 def test_the_command_names_everything_the_worker_needs() -> None:
     command = worker_command(state_dir=Path("s"), model="starter", dtype="float32", device="cpu", threads=2)
-    assert command[:3] == [sys.executable, "-m", "groupwise.jobs"]
+    assert command[:3] == [sys.executable, "-m", "groupwise.run.worker"]
     pairs = dict(zip(command[3::2], command[4::2], strict=True))
     assert pairs == {
         "--state": "s",
@@ -739,7 +739,7 @@ def test_a_version_is_active_only_if_the_engine_computes_what_its_trainer_did(
 
 
 def test_a_submitted_job_is_trained_by_the_real_worker_and_then_active(ledger: Ledger, monkeypatch) -> None:
-    """From a request to the active policy: `prepare_grpo`, `groupwise.jobs`, `Policies`, each as the server has it."""
+    """From a request to the active policy: `prepare_grpo`, `groupwise.run.worker`, `Policies`, each as the server has it."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     base, state = load_model("starter", device="cpu"), ledger.path.parent
     store = AdapterStore(state / "adapters")

@@ -21,7 +21,7 @@ import pytest
 pytest.importorskip("openenv.core")
 
 from groupwise.config.run import parse_config
-from groupwise.loop import run
+from groupwise.run.loop import run
 from groupwise.store.tracking import read_metrics
 from groupwise.tasks.compat.others import OpenEnvironment
 

@@ -21,7 +21,7 @@ if tuple(map(int, version("verifiers").split(".")[:2])) >= (0, 4):
 from groupwise.algo.samples import segments_of
 from groupwise.config.run import EnvConfig, parse_config
 from groupwise.errors import ConfigError
-from groupwise.loop import run
+from groupwise.run.loop import run
 from groupwise.store.rollouts import group_from_json
 from groupwise.store.tracking import read_metrics
 from groupwise.tasks.agents import load_agent

@@ -32,8 +32,8 @@ from groupwise.engine.vllm.engine import VllmEngine
 from groupwise.engine.vllm.handshake import linear_names
 from groupwise.engine.vllm.server import free_port
 from groupwise.errors import EngineError
-from groupwise.loop import run
 from groupwise.model.load import LoadedModel, load_model, wrap_model
+from groupwise.run.loop import run
 from groupwise.train.learner import Learner
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
 from processes import becomes, descendants

@@ -11,7 +11,7 @@ from groupwise.errors import ConfigError
 from groupwise.report.charts import charts_of
 from groupwise.report.page import write_page
 from groupwise.report.png import write_pngs
-from groupwise.report.record import read_runs
+from groupwise.run.record import read_runs
 
 PAGE = "report.html"
 

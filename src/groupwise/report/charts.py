@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from groupwise.algo.metrics import DEFINITIONS
-from groupwise.report.record import Point, RunRecord
 from groupwise.report.specs import OTHER, SPECS, Spec
+from groupwise.run.record import Point, RunRecord
 
 MAX_POINTS = 200  # of a curve; a longer one is drawn as means of as many steps as it takes
 _LOG_SPAN = 20.0  # a log axis where the largest value is this many times the smallest

@@ -31,9 +31,9 @@ from groupwise.algo.metrics import Metrics
 from groupwise.config.loss import LossSpec
 from groupwise.config.run import LoraSpec
 from groupwise.errors import ConfigError, ContextLengthError, DataError, TrainingError
-from groupwise.job_task import check_ids
 from groupwise.model.load import LoadedModel
 from groupwise.model.packing import MicroBatch, count_sequences
+from groupwise.run.update import check_ids, learner_thread
 from groupwise.sdk import state
 from groupwise.sdk.alignment import UNKNOWN
 from groupwise.sdk.datums import Datum
@@ -41,7 +41,6 @@ from groupwise.sdk.losses import CROSS_ENTROPY, LossFn, built_in, check_inputs, 
 from groupwise.sdk.pending import Pending
 from groupwise.train.learner import SUMS, Learner, OptimizerSpec, StepResult
 from groupwise.types import Sample
-from groupwise.update import learner_thread
 
 T = TypeVar("T")
 Normalization = Literal["NUM_LOSS_TOKENS", "NUM_SEQUENCES"]

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.errors import ConfigError
+from groupwise.run.policy import Policy
 from groupwise.sdk import state
 from groupwise.sdk.config import WeightSyncConfig
 from groupwise.sdk.deployment import Deployment
 from groupwise.sdk.pending import Pending
 from groupwise.sdk.trainer import TrainingClient
 from groupwise.store import files
-from groupwise.swap import Policy
 from groupwise.types import PolicyVersion
 
 STATES = "states"

@@ -20,10 +20,10 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from groupwise import __version__
-from groupwise.budget import device_memory
 from groupwise.config.job import GrpoJobConfig, JobConfig, SftJobConfig
 from groupwise.errors import GroupwiseError, ModelError, NotReadyError
 from groupwise.model.load import LoadedModel
+from groupwise.run.assemble import device_memory
 from groupwise.server.envelope import hidden
 from groupwise.server.protocol_completions import ModelCard, ModelList
 from groupwise.server.recorder import Sample

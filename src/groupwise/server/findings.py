@@ -1,6 +1,6 @@
 """GET /v1/train/health/{job_id}: what a job's metrics say is going wrong, why, and what to do.
 
-The rules are those of runs (`groupwise.health`); remedies are in the words of a job's own configuration.
+The rules are those of runs (`groupwise.run.health`); remedies are in the words of a job's own configuration.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from fastapi import APIRouter, Request
 from starlette.concurrency import run_in_threadpool
 
 from groupwise.errors import JobNotFoundError
-from groupwise.health.history import Report, examine_job
-from groupwise.health.watch import Finding
+from groupwise.run.health import Finding, Report, examine_job
 from groupwise.server.job_remedies import in_job_words, job_remedies
 from groupwise.server.state import Server, server_of
 from groupwise.server.wire import Answer, documented

@@ -1,4 +1,4 @@
-"""Remedies for a job: those of runs (`groupwise.health.rules`) in the words of POST /v1/train/grpo and /v1/train/sft.
+"""Remedies for a job: those of runs (`groupwise.run.health_rules`) in the words of POST /v1/train/grpo and /v1/train/sft.
 
     train.learning_rate=9e-05      config.learning_rate=9e-05
     rollout.group_size=16          in words: `n` of /v1/completions/batch, since whoever posts a job sampled before it
@@ -15,9 +15,8 @@ from typing import Any
 
 from groupwise.config.job import MODELS, parse_job_config
 from groupwise.errors import ConfigError
-from groupwise.health.remedies import changed
-from groupwise.health.rule import Remedy
-from groupwise.health.rules import RULES
+from groupwise.run.health_remedies import Remedy, changed
+from groupwise.run.health_rules import RULES
 
 _REMEDIES: Mapping[str, Sequence[Remedy]] = {rule.id: rule.remedies for rule in RULES}
 _FIELDS = {

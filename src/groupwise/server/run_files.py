@@ -25,8 +25,8 @@ from typing import Any
 from groupwise.config.run import parse_config
 from groupwise.config.yaml import Document
 from groupwise.errors import ConfigError, RequestError, StorageError
-from groupwise.health.history import Report, examine
-from groupwise.report.record import CONFIG, leaves
+from groupwise.run.health import Report, examine
+from groupwise.run.record import CONFIG, leaves
 from groupwise.server.protocol_runs import RunDetail, RunState, RunSummary
 from groupwise.store.rollouts import plain
 from groupwise.store.tracking import METRICS

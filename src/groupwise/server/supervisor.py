@@ -78,8 +78,8 @@ def worker_command(
     weights: Path | None = None,
     worker: str = WORKER,
 ) -> list[str]:
-    """The command line of `groupwise.jobs`, as a child of this process. `weights` is where it offers its own."""
-    command = [sys.executable, "-m", "groupwise.jobs", "--state", str(state_dir), "--model", model]
+    """The command line of `groupwise.run.worker`, as a child of this process. `weights` is where it offers its own."""
+    command = [sys.executable, "-m", "groupwise.run.worker", "--state", str(state_dir), "--model", model]
     command += ["--dtype", dtype, "--device", device, "--worker", worker, "--parent", str(os.getpid())]
     command += [] if weights is None else ["--weights", str(weights)]
     return command if threads is None else [*command, "--threads", str(threads)]

@@ -34,7 +34,7 @@ from groupwise.store.rollouts import group_from_json, group_to_json
 from groupwise.types import RolloutGroup
 
 if TYPE_CHECKING:
-    from groupwise.health.watch import Event
+    from groupwise.run.health import Event
 
 
 # ----------------------------------------------------------------------------------------------------------------------

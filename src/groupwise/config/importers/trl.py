@@ -429,7 +429,7 @@ def from_trl(
 
     Raises ConfigError for what is not here, and warns of what comes out otherwise.
     """
-    from groupwise.frontends.spelling import understand
+    from groupwise.run.config_file import understand
 
     source = _source(data)
     listed = [rewards] if isinstance(rewards, str) or callable(rewards) else list(rewards)

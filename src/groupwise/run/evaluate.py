@@ -23,7 +23,7 @@ from typing import Any
 from groupwise.errors import DataError
 from groupwise.model.chat import check_length
 from groupwise.rewards.base import refuse_failed
-from groupwise.rollout import Score
+from groupwise.run.batches import Score
 from groupwise.store import files
 from groupwise.store.rollouts import group_from_json, group_to_json
 from groupwise.store.rundir import EVALUATIONS

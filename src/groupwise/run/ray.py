@@ -21,15 +21,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from groupwise.assemble import Elsewhere
-from groupwise.cluster.ray_actors import Actor, Bundle, Place, connected, enter, placed, ray_module
-from groupwise.cluster.ray_engines import RayEngines
-from groupwise.cluster.ray_envs import RayEnvs
-from groupwise.cluster.ray_rewards import RayRewards
 from groupwise.config.run import RunConfig
 from groupwise.engine.worker_group import WorkerLost, times
 from groupwise.errors import ClusterError, ConfigError, RankLostError, TrainingError
-from groupwise.interrupt import StopRequest
+from groupwise.run.assemble import Elsewhere
+from groupwise.run.loop import StopRequest
+from groupwise.run.ray_actors import Actor, Bundle, Place, connected, enter, placed, ray_module
+from groupwise.run.ray_workers import RayEngines, RayEnvs, RayRewards
 from groupwise.store.rundir import reserve_run_dir
 from groupwise.tasks.env import load_env
 

@@ -1,6 +1,6 @@
 """The worker: a process that trains one leased job after another, beside the server and below its priority.
 
-    python -m groupwise.jobs --state DIR --model NAME --dtype D --device D [--threads N] [--worker ID]
+    python -m groupwise.run.worker --state DIR --model NAME --dtype D --device D [--threads N] [--worker ID]
 
 It loads the model once, then leases, trains, publishes. A thread renews the lease. How a job can end:
 
@@ -50,13 +50,13 @@ from groupwise.errors import (
     TryAgainError,
 )
 from groupwise.model.load import LoadedModel, load_model, resolve_device, resolve_dtype
+from groupwise.run.job import JobCancelled, Workplace, run_job
 from groupwise.store import files
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.checkpoint import Checkpoints
 from groupwise.store.ledger import Ledger
 from groupwise.store.ledger_schema import Lease
 from groupwise.store.share import attach_weights, map_weights
-from groupwise.train_job import JobCancelled, Workplace, run_job
 
 BEAT_S = 1.0  # of the thread
 LEASE_S = 30.0
@@ -347,7 +347,7 @@ def _load(options: argparse.Namespace, pulse: Pulse, parent: int) -> LoadedModel
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m groupwise.jobs", description="Train the jobs of a server.")
+    parser = argparse.ArgumentParser(prog="python -m groupwise.run.worker", description="Train the jobs of a server.")
     parser.add_argument("--state", type=Path, required=True, help="the server's state directory")
     parser.add_argument("--model", required=True, help="'starter', a directory or a Hugging Face name")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))

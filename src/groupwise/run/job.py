@@ -26,29 +26,15 @@ from typing import Any
 from safetensors import SafetensorError
 
 from groupwise.algo.metrics import Metrics
-from groupwise.config.job import (
-    CHECKPOINT_INTERVAL,
-    LORA_ALPHA,
-    LORA_RANK,
-    LORA_TARGETS,
-    JobConfig,
-    parse_job_config,
-)
+from groupwise.config.job import CHECKPOINT_INTERVAL, LORA_ALPHA, LORA_RANK, LORA_TARGETS, JobConfig, parse_job_config
 from groupwise.config.run import LoraSpec
 from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, Interrupted, TrainingError
-from groupwise.health.history import examine_job
-from groupwise.job_task import Task, make_task
 from groupwise.model.load import LoadedModel
+from groupwise.run.health import examine_job
+from groupwise.run.update import Task, make_task
 from groupwise.store import faults, files
 from groupwise.store.adapters import AdapterStore
-from groupwise.store.checkpoint import (
-    Checkpoints,
-    JobProgress,
-    find_moments,
-    prune_moments,
-    read_standing,
-    read_start,
-)
+from groupwise.store.checkpoint import Checkpoints, JobProgress, find_moments, prune_moments, read_standing, read_start
 from groupwise.store.files import Provenance
 from groupwise.store.ledger import Ledger
 from groupwise.store.ledger_schema import Lease, parse_payload

@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import hashlib
+import heapq
+import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -18,21 +20,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from groupwise.algo.advantage import AdvantageSpec
-from groupwise.batches import Batches, Pace
-from groupwise.budget import load_of, longest_prompt
 from groupwise.config.loss import LossSpec, loss_of
 from groupwise.config.run import LoraSpec, RewardConfig, RunConfig, identity, resolved
 from groupwise.config.yaml import to_yaml
-from groupwise.curriculum import Curriculum
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError
-from groupwise.evaluate import prepare_all
-from groupwise.model.load import LoadedModel, load_model, load_tokenizer
-from groupwise.model.memory import Load, fitting_tokens
-from groupwise.replay import ReplayBuffer, RerollQueue, total_reward
+from groupwise.model.backbone import is_lean
+from groupwise.model.load import LoadedModel, load_model, load_tokenizer, plain_implementation
+from groupwise.model.memory import GIB, Load, ModelSize, fitting_tokens
+from groupwise.model.packing import FLEX
 from groupwise.rewards.base import RewardFunction, RewardWorkers, Scorer, check_columns, load_rewards
 from groupwise.rewards.classifier import load_models, reward_model, reward_models
 from groupwise.rewards.pool import RewardPool
+from groupwise.run.batches import Batches, Pace
+from groupwise.run.evaluate import prepare_all
+from groupwise.run.replay import Curriculum, ReplayBuffer, RerollQueue, total_reward
 from groupwise.tasks.agents import Agent, AgentPlay, load_agent
 from groupwise.tasks.compat.three_method import LegacyEnv, LegacyEpisodes
 from groupwise.tasks.compat.trl import RolloutFunc, RolloutPlay
@@ -46,6 +48,75 @@ from groupwise.types import Prompt, Sampler
 
 if TYPE_CHECKING:
     from groupwise.train.ranks import Ranks
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A run's memory, estimated from its parts, and the micro-batch that `train.memory_gb` leaves room for.
+# ----------------------------------------------------------------------------------------------------------------------
+
+TOKENISED = 64  # prompts with the most characters, of which one has the most tokens
+
+
+def load_of(
+    config: RunConfig, base: LoadedModel, learner: Learner, *, longest_prompt: int, reads_reference: bool
+) -> Load:
+    """What `estimate.memory` must know of a run, whose longest prompt has so many tokens."""
+    model, weights = base.model, list(base.model.parameters())
+    size = ModelSize.of(
+        model.config.get_text_config(),
+        parameters=sum(parameter.numel() for parameter in weights),
+        value_bytes=weights[0].element_size(),
+        lean=is_lean(model) and learner.packed,
+    )
+    return Load(
+        model=size,
+        trained=sum(parameter.numel() for parameter in learner.parameters),
+        longest_prompt=longest_prompt,
+        keeps_reference=config.train.lora is None and reads_reference,
+        gpu=base.device.type == "cuda",
+        colocated=_colocated(config, base.device, weights=size.parameters * size.value_bytes),
+        flex=learner.layouts is FLEX,
+        packed=learner.packed,
+        eager=plain_implementation(model) == "eager",
+    )
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes of a device's whole memory."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _colocated(config: RunConfig, device: torch.device, *, weights: int) -> int:
+    """Bytes that vLLM takes in this process: its share of the device, or on a CPU its weights and the cache that it is
+    told to have. `vllm.sleep` does not count: a step has begun to train before vLLM gives anything back."""
+    if config.engine != "vllm" or config.vllm.mode != "colocate":
+        return 0
+    cache_gib = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+    if device.type == "cpu" and cache_gib:
+        return weights + int(cache_gib) * GIB
+    return int(config.vllm.gpu_memory_utilization * device_memory(device))
+
+
+def longest_allowed(config: RunConfig, *, context: int) -> int:
+    """Tokens of the longest prompt that is not passed over: a completion needs room for one at least."""
+    return min(context - 1, config.rollout.max_prompt_tokens or context)
+
+
+def longest_prompt(config: RunConfig, prompts: Iterable[Prompt], play: Play, *, context: int) -> int:
+    """Tokens of the longest prompt that a run trains on. An environment asks when it is played: anything that fits."""
+    allowed = longest_allowed(config, context=context)
+    if config.env is not None:
+        return max(1, min(allowed, context - config.rollout.max_tokens))
+    lengths = [len(play.prepare(prompt).token_ids) for prompt in heapq.nlargest(TOKENISED, prompts, key=_characters)]
+    return max((length for length in lengths if length <= allowed), default=allowed)
+
+
+def _characters(prompt: Prompt) -> int:
+    asked: str | Mapping[str, object] | tuple[object, ...] = prompt.text or prompt.messages or ()
+    return len(asked if isinstance(asked, str) else json.dumps(asked, default=str))
+
 
 Env = EnvFactory | LegacyEnv | Agent  # what plays episodes
 

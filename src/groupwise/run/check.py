@@ -18,27 +18,18 @@ from tempfile import TemporaryDirectory
 
 from groupwise.algo.advantage import with_advantages
 from groupwise.algo.samples import samples_of
-from groupwise.assemble import Parts, Plan, loss_of, make_plan, open_parts
-from groupwise.budget import device_memory, load_of, longest_allowed
 from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.model.memory import Memory, StepSize, memory, step_size
 from groupwise.rewards.base import load_rewards, refuse_failed, summarize
+from groupwise.run.assemble import Parts, Plan, device_memory, load_of, longest_allowed, loss_of, make_plan, open_parts
+from groupwise.run.policy import Policy
+from groupwise.run.update import learner_thread
 from groupwise.store.adapters import AdapterStore
-from groupwise.swap import Policy
 from groupwise.tasks.episode import play_all
 from groupwise.tasks.prompts import open_prompts
 from groupwise.tasks.transcript import TemplateCheck, template_check
-from groupwise.types import (
-    FinishReason,
-    PolicyVersion,
-    Prompt,
-    Rollout,
-    RolloutGroup,
-    SamplingParams,
-    SamplingRequest,
-)
-from groupwise.update import learner_thread
+from groupwise.types import FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams, SamplingRequest
 
 PROMPTS, COMPLETIONS = 4, 4  # how many are tried
 MEASURED_PROMPTS = 1000  # how many are tokenised for the statistics

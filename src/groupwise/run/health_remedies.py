@@ -1,16 +1,11 @@
-"""What a rule is: a condition on a run's metrics, why it comes about, and what to do.
+"""Remedies for one run: what can be changed in its configuration, as overrides to copy.
 
-A rule holds at a step when, over the last `window` values of its metric,
-
-    aggregate(values) op warn        and every condition in `also` holds        and no rule in `unless` stands
-
-and it is an error where the same is true of `error`. Values that are not finite count for `not_finite` alone. A metric
-with `*` stands for all that fit, each judged by itself; `*` in `also` is then the same name, and otherwise every metric
-that fits must meet the condition, and at least one must be there.
+Nothing is proposed that would change nothing, or that the configuration's own checks would refuse.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 from bisect import bisect_left, bisect_right, insort
@@ -18,7 +13,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean, median
-from typing import Literal
+from typing import Any, Literal
+
+from groupwise.config.loss import loss_of
+from groupwise.config.run import RunConfig, parse_config
+from groupwise.config.yaml import Document, parse_keys
+from groupwise.errors import ConfigError
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a rule is: a condition on a run's metrics, why it comes about, and what to do.
+#
+# A rule holds at a step when, over the last `window` values of its metric,
+#
+#     aggregate(values) op warn        and every condition in `also` holds        and no rule in `unless` stands
+#
+# and it is an error where the same is true of `error`. Values that are not finite count for `not_finite` alone. A metric
+# with `*` stands for all that fit, each judged by itself; `*` in `also` is then the same name, and otherwise every metric
+# that fits must meet the condition, and at least one must be there.
+# ----------------------------------------------------------------------------------------------------------------------
 
 Aggregate = Literal[
     "mean",
@@ -194,3 +206,77 @@ def _kendall(values: Sequence[float]) -> float:
         score += bisect_left(earlier, value) - (len(earlier) - bisect_right(earlier, value))
         insort(earlier, value)
     return score / math.comb(len(values), 2) if len(values) > 1 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """What to do, and the overrides that do it, such as `rollout.group_size=16`; none where only words can say it."""
+
+    text: str
+    overrides: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.text}: {' '.join(self.overrides)}" if self.overrides else self.text
+
+
+def advise(remedies: Sequence[Remedy], config: RunConfig | None, *, name: str = "") -> tuple[Advice, ...]:
+    """The remedies that apply to a run of this configuration. Without one, all, with the keys to look at."""
+    if config is None:
+        return tuple(_in_words(remedy) for remedy in remedies)
+    data = config.model_dump(mode="json")
+    found = (_for_this_run(remedy, data, name) for remedy in remedies)
+    return tuple(advice for advice in found if advice is not None)
+
+
+def _in_words(remedy: Remedy) -> Advice:
+    keys = f" ({', '.join(remedy.overrides)})" if remedy.overrides else ""
+    return Advice(text=remedy.text + keys)
+
+
+def _for_this_run(remedy: Remedy, data: Mapping[str, Any], name: str) -> Advice | None:
+    if any(_at(data, key) != value for key, value in remedy.only_if.items()):
+        return None
+    changes = {key: changed(_at(data, key), change, name) for key, change in remedy.overrides.items()}
+    if any(value is None for value in changes.values()):
+        return None
+    overrides = tuple(f"{key}={_yaml(value)}" for key, value in changes.items())
+    return Advice(text=remedy.text, overrides=overrides) if _is_valid(data, overrides) else None
+
+
+def changed(now: Any, change: object, name: str) -> Any:
+    """The new value; None where it would be the one that is."""
+    if isinstance(change, str):
+        change = change.format(name=name)
+    if not isinstance(change, Times):
+        return None if change == now else change
+    if isinstance(now, bool) or not isinstance(now, int | float):
+        return None
+    value = min(max(now * change.factor, change.least), change.most)
+    value = int(value) if isinstance(now, int) else float(f"{value:.3g}")
+    moved = value > now if change.factor > 1 else value < now
+    return value if moved else None
+
+
+def _is_valid(data: Mapping[str, Any], overrides: Sequence[str]) -> bool:
+    """Whether the run would start with them, as far as the configuration can tell."""
+    document = Document(copy.deepcopy(dict(data)))
+    try:
+        for text in overrides:
+            document.override(text, shorthand={})
+        config = parse_config(document.data)
+        loss_of(config.algo, max_tokens=config.rollout.max_tokens)
+    except ConfigError:
+        return False
+    return True
+
+
+def _at(data: Mapping[str, Any], key: str) -> Any:
+    """The value of a dotted key; None where there is none."""
+    value: Any = data
+    for part in parse_keys(key):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _yaml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -22,7 +22,7 @@ from rich.text import Text
 from groupwise.tasks.transcript import visible
 
 if TYPE_CHECKING:
-    from groupwise.health.watch import Event, Finding
+    from groupwise.run.health import Event, Finding
     from groupwise.types import Message, Rollout
 
 # How a metric is called in one word, and how it is written.

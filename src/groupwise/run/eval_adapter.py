@@ -9,12 +9,12 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 
-from groupwise.assemble import Plan, local_engine, make_plan, open_envs, open_play, open_scorer
 from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError
-from groupwise.evaluate import SUCCESS, Evaluation, evaluate, prepare_all
 from groupwise.model.load import load_model
 from groupwise.rewards.base import Scorer
+from groupwise.run.assemble import Plan, local_engine, make_plan, open_envs, open_play, open_scorer
+from groupwise.run.evaluate import SUCCESS, Evaluation, evaluate, prepare_all
 from groupwise.store.rundir import Located, find_adapter
 from groupwise.types import PolicyVersion, Prompt
 

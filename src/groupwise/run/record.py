@@ -14,7 +14,7 @@ from typing import Any
 from groupwise.config.run import RunConfig, parse_config
 from groupwise.config.yaml import Document
 from groupwise.errors import ConfigError, DataError
-from groupwise.health.history import Report, examine
+from groupwise.run.health import Report, examine
 from groupwise.store.rundir import CONFIG, EVALUATIONS, METRICS, ROLLOUTS
 from groupwise.store.tracking import read_metrics
 

@@ -6,7 +6,7 @@ matter of scale, such as a reward or a length, is judged by how it changed.
 
 from __future__ import annotations
 
-from groupwise.health.rule import Condition, Remedy, Rule, Times
+from groupwise.run.health_remedies import Condition, Remedy, Rule, Times
 
 _SLOWER = Remedy(text="learn more slowly", overrides={"train.learning_rate": Times(0.3)})
 _MORE_COMPLETIONS = Remedy(
