@@ -17,8 +17,8 @@ from typer.testing import CliRunner, Result
 
 from cli_project import cli
 from groupwise.cli import app
-from groupwise.client import drive as client_drive
-from groupwise.client import http as client_http
+from groupwise.sdk import transport as client_drive
+from groupwise.sdk import transport as client_http
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance
 from wire_server import Fault, WireServer, wire_server

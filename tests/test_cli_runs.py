@@ -176,7 +176,7 @@ def test_no_torch_is_needed(tmp_path):
     code = (
         "import sys; from typer.testing import CliRunner; from groupwise.cli import app\n"
         "assert CliRunner().invoke(app, ['health', 'bad']).exit_code == 1\n"
-        "heavy = {'torch', 'transformers', 'fastapi', 'groupwise.client', 'groupwise.server'} & set(sys.modules)\n"
+        "heavy = {'torch', 'transformers', 'fastapi', 'groupwise.sdk.client', 'groupwise.server'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)

@@ -20,8 +20,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from groupwise.client.calls import AsyncClient as AsyncClient
-    from groupwise.client.calls import Client as Client
     from groupwise.config.importers.trl import from_trl as from_trl
     from groupwise.config.loss import LossSpec as LossSpec
     from groupwise.config.loss import resolve_loss as resolve_loss
@@ -38,14 +36,16 @@ if TYPE_CHECKING:
     from groupwise.run.config_file import load_config as load_config
     from groupwise.run.loop import RunResult as RunResult
     from groupwise.run.loop import run as run
-    from groupwise.sdk.config import DeployConfig as DeployConfig
-    from groupwise.sdk.config import InfraConfig as InfraConfig
-    from groupwise.sdk.config import LoopConfig as LoopConfig
-    from groupwise.sdk.config import WeightSyncConfig as WeightSyncConfig
-    from groupwise.sdk.config import WeightSyncScope as WeightSyncScope
+    from groupwise.sdk.client import AsyncClient as AsyncClient
+    from groupwise.sdk.client import Client as Client
     from groupwise.sdk.datums import Datum as Datum
     from groupwise.sdk.datums import build_grpo_datums as build_grpo_datums
     from groupwise.sdk.datums import compute_advantages as compute_advantages
+    from groupwise.sdk.deployment import DeployConfig as DeployConfig
+    from groupwise.sdk.deployment import InfraConfig as InfraConfig
+    from groupwise.sdk.deployment import LoopConfig as LoopConfig
+    from groupwise.sdk.deployment import WeightSyncConfig as WeightSyncConfig
+    from groupwise.sdk.deployment import WeightSyncScope as WeightSyncScope
     from groupwise.sdk.infra import Infra as Infra
     from groupwise.sdk.infra import setup_infra as setup_infra
     from groupwise.sdk.losses import grpo_loss as grpo_loss
@@ -73,10 +73,6 @@ __version__ = "0.1.0"
 
 # module -> the public names in it; the imports above say the same to type checkers
 _PUBLIC = {
-    "client.calls": (
-        "AsyncClient",
-        "Client",
-    ),
     "config.importers.trl": ("from_trl",),
     "config.loss": (
         "LossSpec",
@@ -103,17 +99,21 @@ _PUBLIC = {
         "RunResult",
         "run",
     ),
-    "sdk.config": (
-        "DeployConfig",
-        "InfraConfig",
-        "LoopConfig",
-        "WeightSyncConfig",
-        "WeightSyncScope",
+    "sdk.client": (
+        "AsyncClient",
+        "Client",
     ),
     "sdk.datums": (
         "Datum",
         "build_grpo_datums",
         "compute_advantages",
+    ),
+    "sdk.deployment": (
+        "DeployConfig",
+        "InfraConfig",
+        "LoopConfig",
+        "WeightSyncConfig",
+        "WeightSyncScope",
     ),
     "sdk.infra": (
         "Infra",

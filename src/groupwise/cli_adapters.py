@@ -25,7 +25,7 @@ from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, Re
 from groupwise.output import finite, print_json, print_line, print_pairs, say
 
 if TYPE_CHECKING:
-    from groupwise.client.calls import Client
+    from groupwise.sdk.client import Client
     from groupwise.store.adapters import AdapterStore
 
 PROBE_S = 1.0  # a server on this machine answers at once, or is not the one to ask
@@ -83,7 +83,7 @@ def show(
 ) -> None:
     """Where a version came from, and its files."""
     if client := _server(url, api_key, run, store):
-        from groupwise.client.types import as_json as dump
+        from groupwise.sdk.types import as_json as dump
 
         with client:
             described = dump(client.adapters.show(name))
@@ -254,7 +254,7 @@ def _server(url: str | None, api_key: str | None, run: Path | None, store: Path 
 
 def _answers(client: Client) -> bool:
     """Whether a server is there, without trying again."""
-    from groupwise.client.calls import Client
+    from groupwise.sdk.client import Client
 
     try:
         with Client(client.url, retries=0) as probe:

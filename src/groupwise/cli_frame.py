@@ -15,7 +15,7 @@ from groupwise.output import print_json, print_line, say
 from groupwise.tasks.transcript import visible
 
 if TYPE_CHECKING:
-    from groupwise.client.calls import Client
+    from groupwise.sdk.client import Client
 
 EXIT_CODES = (
     "Exit codes: 0 done; 1 the run failed; 2 the configuration or the command line is wrong; 3 the model or something "
@@ -59,7 +59,7 @@ def examples(*lines: str) -> str:
 
 def print_answer(value: Any) -> None:
     """What a server answered, in its own words, as JSON."""
-    from groupwise.client.types import as_json
+    from groupwise.sdk.types import as_json
 
     print_json(as_json(value))
 
@@ -76,7 +76,7 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
 
 def open_client(url: str | None, api_key: str | None) -> Client:
     """The client of the server that is meant; what it waits for is said on stderr."""
-    from groupwise.client.calls import Client
+    from groupwise.sdk.client import Client
 
     return Client(url, api_key=api_key, note=say)
 

@@ -6,7 +6,7 @@
     groupwise train grpo scored.json --output-name math --wait
     groupwise chat "What is 47 + 138?"
 
-`--json` prints the server's own answer. No torch here, and no server: `groupwise.client` is all that is used.
+`--json` prints the server's own answer. No torch here, and no server: `groupwise.sdk.client` is all that is used.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from groupwise.output import print_line, print_pairs, say
 from groupwise.tasks.transcript import visible
 
 if TYPE_CHECKING:
-    from groupwise.client.calls import Client
-    from groupwise.client.types import Job, JobEvent
+    from groupwise.sdk.client import Client
+    from groupwise.sdk.types import Job, JobEvent
 
 Adapter = Annotated[
     str | None, typer.Option(metavar="NAME[@N]", help="The policy: `base`, an adapter; default: the active version.")

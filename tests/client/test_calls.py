@@ -19,13 +19,12 @@ from typing import Any
 import pytest
 
 import groupwise
-from groupwise.client import calls as client_module
-from groupwise.client import http as client_http
-from groupwise.client.calls import AsyncClient, Client
-from groupwise.client.drive import server_url
-from groupwise.client.http import EventReader, encode
-from groupwise.client.types import Job, SampledGroup, as_json, read
 from groupwise.errors import ConfigError, DeadlineError, JobFailedError, RemoteError, RequestError, StorageError
+from groupwise.sdk import client as client_module
+from groupwise.sdk import transport as client_http
+from groupwise.sdk.client import AsyncClient, Client
+from groupwise.sdk.transport import EventReader, encode, server_url
+from groupwise.sdk.types import Job, SampledGroup, as_json, read
 from wire_server import Fault, WireServer, wire_server
 
 BUSY = Fault(status=429, headers={"retry-after": "0"})

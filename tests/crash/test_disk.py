@@ -14,9 +14,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from groupwise.client.calls import Client
 from groupwise.errors import RemoteError
 from groupwise.run.worker import LEASE_S
+from groupwise.sdk.client import Client
 
 from .place import Place, a_place, sha256
 from .traffic import GRPO

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from groupwise.client.calls import Client
 from groupwise.errors import RemoteError
+from groupwise.sdk.client import Client
 
 AWAY = (0, 429, 503)  # no connection, or not now
 OPEN_JOBS = 2  # submitted and not ended

@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from groupwise.client.calls import Client
+from groupwise.sdk.client import Client
 from groupwise.store.ledger import Ledger
 from groupwise.store.ledger_schema import read_payload
 

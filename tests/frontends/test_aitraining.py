@@ -5,10 +5,10 @@ import json
 import pytest
 
 from cli_project import cli
-from groupwise.aitraining import LLMTrainingParams, train
 from groupwise.config.importers.aitraining import KEYS, flags
 from groupwise.errors import ConfigError
 from groupwise.run.config_file import LoadedRun, import_run, read_run
+from groupwise.sdk.aitraining import LLMTrainingParams, train
 from groupwise.store.tracking import read_metrics
 
 HOTEL = [

@@ -163,7 +163,7 @@ def test_every_field_acts_or_is_refused():
     import inspect
     import re
 
-    from groupwise import cookbook as main_module
+    from groupwise.sdk import cookbook as main_module
 
     source = inspect.getsource(cookbook) + inspect.getsource(main_module)
     read = {name for path in re.findall(r"\w+((?:\.\w+)+)", source) for name in path.split(".")} | set(NOT_HERE)
@@ -216,7 +216,7 @@ def test_the_recipes_reward():
 
 
 def test_main_runs_it(dataset, tmp_path, model_dir):
-    from groupwise.cookbook import main
+    from groupwise.sdk.cookbook import main
 
     config = Config(
         log_path=str(tmp_path / "log"),
@@ -247,7 +247,7 @@ def small(tmp_path, model_dir, dataset, **fields):
 
 def test_the_page_runs_as_it_is_published(dataset, tmp_path, model_dir, monkeypatch):
     """Its keywords with its values, but for files that are here; and what each means is said once."""
-    from groupwise.cookbook import main
+    from groupwise.sdk.cookbook import main
 
     monkeypatch.setattr(cookbook, "_has_wandb", lambda: False)
     shape = "accounts/fireworks/trainingShapes/qwen3-8b-128k-h200"
@@ -277,7 +277,7 @@ def test_the_page_runs_as_it_is_published(dataset, tmp_path, model_dir, monkeypa
 
 
 def test_main_without_a_tokenizer_is_a_value_error(dataset, tmp_path, model_dir):
-    from groupwise.cookbook import main
+    from groupwise.sdk.cookbook import main
 
     for deployment in (DeployConfig(), DeployConfig(tokenizer_model="")):
         with pytest.raises(ValueError, match="tokenizer_model is not set"):
@@ -289,7 +289,7 @@ def test_main_refuses_another_tokenizer_than_the_models(dataset, tmp_path, model
     """The same under another name is fine."""
     import shutil
 
-    from groupwise.cookbook import main
+    from groupwise.sdk.cookbook import main
 
     same = tmp_path / "same"
     shutil.copytree(model_dir, same)
@@ -308,8 +308,8 @@ def vowels(completion: str, row: dict) -> float:
 
 def test_the_same_script_started_again_goes_on_from_its_checkpoints(dataset, tmp_path, model_dir, monkeypatch):
     """A crash in step 5, with checkpoints every two steps: the second start ends as one that was never interrupted."""
-    from groupwise.cookbook import main
     from groupwise.run.loop import Running
+    from groupwise.sdk.cookbook import main
 
     def config(name: str) -> Config:
         sync = WeightSyncConfig(dcp_save_interval=2)
@@ -341,7 +341,7 @@ def test_the_same_script_started_again_goes_on_from_its_checkpoints(dataset, tmp
 
 
 def test_trajectories_are_written_as_the_recipe_writes_them(dataset, tmp_path, model_dir):
-    from groupwise.cookbook import main
+    from groupwise.sdk.cookbook import main
 
     config = small(tmp_path, model_dir, dataset, trajectory_dir=str(tmp_path / "told"), max_rows=2, lora_rank=2)
     result = main(config, reward_fn=vowels)

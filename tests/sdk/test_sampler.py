@@ -16,10 +16,9 @@ from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError, DataError
 from groupwise.model.chat import encode_prompt
 from groupwise.model.load import LoadedModel
-from groupwise.sdk.concurrency import AdaptiveConcurrency
 from groupwise.sdk.datums import build_grpo_datums
 from groupwise.sdk.deployment import Deployment
-from groupwise.sdk.sampler import DeploymentSampler, SampledCompletion, Status
+from groupwise.sdk.sampler import AdaptiveConcurrency, DeploymentSampler, SampledCompletion, Status
 from groupwise.store.adapters import AdapterStore
 from groupwise.types import Completion, Message, PolicyVersion, Prompt, SamplingRequest
 

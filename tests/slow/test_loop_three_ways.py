@@ -30,9 +30,9 @@ import tinker
 
 from crash.place import Place, a_place
 from groupwise import AdamParams, Client, compute_advantages, setup_infra
-from groupwise.client.types import SampledGroup
 from groupwise.model.chat import encode_prompt
 from groupwise.model.load import load_tokenizer
+from groupwise.sdk.types import SampledGroup
 from groupwise.types import Prompt, seed_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]

@@ -1,6 +1,6 @@
 """aitraining's Python interface as it is called: `LLMTrainingParams` and `train(params)`.
 
-    from groupwise.aitraining import LLMTrainingParams, train
+    from groupwise.sdk.aitraining import LLMTrainingParams, train
 
     result = train(LLMTrainingParams(model="starter", trainer="grpo", project_name="hotel", peft=True, lr=1e-5,
                                      rl_env_module="my_envs.hotel", rl_env_class="HotelEnv", rl_num_generations=4))

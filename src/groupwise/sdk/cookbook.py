@@ -1,6 +1,6 @@
 """The Fireworks cookbook's recipe as it is called: `Config` and `main(config)`.
 
-    from groupwise.cookbook import Config, DeployConfig, WeightSyncConfig, main
+    from groupwise.sdk.cookbook import Config, DeployConfig, WeightSyncConfig, main
 
     result = main(Config(log_path="runs/gsm8k", base_model="Qwen/Qwen3-0.6B", dataset="gsm8k.jsonl", lora_rank=16,
                          policy_loss="dapo", deployment=DeployConfig(tokenizer_model="Qwen/Qwen3-0.6B"),
