@@ -18,11 +18,11 @@ from starlette.types import ASGIApp
 from groupwise.config.serve import ServeConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.model.load import LoadedModel, load_model
-from groupwise.server.envelope import add_handlers
+from groupwise.server.errors import add_handlers
 from groupwise.server.guard import Gate, Guard
+from groupwise.server.metrics import Recorder
 from groupwise.server.policies import Policies
 from groupwise.server.reader import Reader, TextModel
-from groupwise.server.recorder import Recorder
 from groupwise.server.state import Server
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance

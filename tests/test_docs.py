@@ -21,7 +21,7 @@ import typer
 from groupwise.cli import app
 from groupwise.config.job import GrpoJobConfig, SftJobConfig
 from groupwise.config.serve import ServeConfig
-from groupwise.server.protocol import ChatRequest
+from groupwise.server.schema_openai import ChatRequest
 from groupwise.server.wire import Unsupported
 
 ROOT = Path(__file__).parent.parent

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from cli_project import cli
 from groupwise.config.run import STARTER_DIR, dump_resolved, parse_config
 from groupwise.errors import ConfigError, DataError, StorageError
-from groupwise.report import svg, text
+from groupwise.report import svg
 from groupwise.report.build import report
 from groupwise.report.charts import charts_of, constants
 from groupwise.report.facts import config_differences, headlines
@@ -29,6 +29,7 @@ from groupwise.report.png import write_pngs
 from groupwise.report.samples import MAX_TOKENS, choose_steps, read_change, read_samples
 from groupwise.run.evaluate import Evaluation, save_evaluations
 from groupwise.run.record import read_run, read_runs
+from groupwise.server import rollout_view as text
 from groupwise.store.tracking import Tracking
 from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Turn
 

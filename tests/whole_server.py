@@ -12,10 +12,9 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from groupwise.config.serve import ServeConfig
-from groupwise.server.app import build_app
-from groupwise.server.assembly import assemble
+from groupwise.server.app import assemble, build_app
 from groupwise.server.guard import Gate
-from groupwise.server.recorder import Recorder
+from groupwise.server.metrics import Recorder
 from groupwise.server.state import Server
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance

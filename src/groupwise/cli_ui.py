@@ -38,8 +38,7 @@ def ui(
 ) -> None:
     """Look at runs in a browser: curves, seeds as bands, configurations, completions token by token, findings."""
     from groupwise.config.serve import serve_config
-    from groupwise.server.run_app import serve_runs
-    from groupwise.server.run_files import open_runs
+    from groupwise.server.runs import open_runs, serve_runs
 
     given = {"host": host, "port": port, "api_key": api_key}
     config = serve_config({key: value for key, value in given.items() if value is not None})

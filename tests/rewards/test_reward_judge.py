@@ -18,7 +18,7 @@ import pytest
 from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards import judge as judge_module
 from groupwise.rewards.judge import judge, read_score
-from groupwise.server import chat as server_chat
+from groupwise.server import openai as server_chat
 from serving import served
 
 KEY = "sk-very-secret"

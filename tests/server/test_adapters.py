@@ -26,7 +26,7 @@ from groupwise.config.serve import ServeConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.model.load import LoadedModel
 from groupwise.server import adapters
-from groupwise.server.envelope import add_handlers
+from groupwise.server.errors import add_handlers
 from groupwise.server.policies import Policies
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import CONFIG, WEIGHTS, Provenance

@@ -6,8 +6,8 @@ import pytest
 
 from groupwise.engine.sampling import completion_seed
 from groupwise.errors import ContextLengthError, RequestError
-from groupwise.server.admission import prompt_seed, sampling_params, truncated
-from groupwise.server.protocol import ChatRequest
+from groupwise.server.sampling import prompt_seed, sampling_params, truncated
+from groupwise.server.schema_openai import ChatRequest
 from groupwise.types import SamplingParams
 
 HELLO = [{"role": "user", "content": "Hello"}]

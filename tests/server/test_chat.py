@@ -17,8 +17,9 @@ from openai import APIError, AsyncOpenAI, BadRequestError, InternalServerError, 
 
 from groupwise.errors import RequestError
 from groupwise.model.chat import encode_prompt
-from groupwise.server import admission, chat
-from groupwise.server.protocol import ChatRequest
+from groupwise.server import openai as chat
+from groupwise.server import sampling as admission
+from groupwise.server.schema_openai import ChatRequest
 from groupwise.tasks.starter.tasks import CALCULATOR, calculate, is_correct, prompts
 from groupwise.tasks.starter.tokenizer import build_tokenizer, render
 from groupwise.types import Prompt, SamplingParams, SamplingRequest

@@ -17,13 +17,12 @@ from starlette.testclient import TestClient
 
 from groupwise.config.serve import ServeConfig
 from groupwise.errors import ConflictError, NotReadyError, OverloadedError, StorageFullError
-from groupwise.server.envelope import add_handlers
+from groupwise.server.bodies import describe
+from groupwise.server.errors import add_handlers
 from groupwise.server.guard import SMALL, UPLOADS, Gate, Guard, _Bytes, _Places, _Receiving, read_body
-from groupwise.server.openapi import describe
-from groupwise.server.protocol import ChatRequest
-from groupwise.server.protocol_adapters import LoadRequest
-from groupwise.server.protocol_train import GrpoRequest
-from groupwise.server.recorder import Recorder
+from groupwise.server.metrics import Recorder
+from groupwise.server.schema import GrpoRequest, LoadRequest
+from groupwise.server.schema_openai import ChatRequest
 from raw_http import Answered, connect, head, is_closed, listening, read
 
 KEY = "sk-planted-0123456789"

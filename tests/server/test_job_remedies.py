@@ -10,7 +10,7 @@ from ruamel.yaml import YAML
 
 from groupwise.config.job import parse_job_config
 from groupwise.run.health_rules import RULES
-from groupwise.server.job_remedies import _INSTEAD, in_job_words, job_remedies
+from groupwise.server.findings import _INSTEAD, in_job_words, job_remedies
 
 RUN_KEY = re.compile(r"\b(?:train|algo|rollout|data|eval|env|scoring)\.\w+|metrics\.jsonl|groupwise (?:check|run|env)")
 OVERRIDE = re.compile(r"config\.(\w+)=(\S+)")

@@ -10,7 +10,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from groupwise.server.events import PING
+from groupwise.server.sampling import PING
 from serving import running
 from whole_server import Whole, whole
 

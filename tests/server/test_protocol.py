@@ -19,21 +19,34 @@ from groupwise.config.serve import ServeConfig
 from groupwise.errors import RequestError
 from groupwise.server import bodies
 from groupwise.server.bodies import parse_body
-from groupwise.server.protocol import (
+from groupwise.server.schema import (
+    ActivateRequest,
+    GrpoRequest,
+    LoadRequest,
+    MergeRequest,
+    ScoredCompletion,
+    ScoredGroup,
+    SftExample,
+    SftRequest,
+)
+from groupwise.server.schema_completions import BatchRequest, CompletionRequest
+from groupwise.server.schema_openai import (
     AdapterShare,
     AnsweredMessage,
+    CalledFunction,
     ChatChoice,
     ChatCompletion,
     ChatMessage,
     ChatRequest,
+    FunctionSchema,
+    OfferedFunction,
+    TextPart,
+    Tool,
+    ToolCall,
     Usage,
     as_messages,
 )
-from groupwise.server.protocol_adapters import ActivateRequest, LoadRequest, MergeRequest
-from groupwise.server.protocol_completions import BatchRequest, CompletionRequest
-from groupwise.server.protocol_messages import CalledFunction, FunctionSchema, OfferedFunction, TextPart, Tool, ToolCall
-from groupwise.server.protocol_train import GrpoRequest, ScoredCompletion, ScoredGroup, SftExample, SftRequest
-from groupwise.server.protocol_trainers import ChatsRequest, GenerateRequest
+from groupwise.server.trl import ChatsRequest, GenerateRequest
 from groupwise.server.wire import Unsupported
 
 HI = [{"role": "user", "content": "hi"}]

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from groupwise.server import recorder as module
-from groupwise.server.recorder import RECENT, Recorder, Sample
+from groupwise.server import metrics as module
+from groupwise.server.metrics import RECENT, Recorder, Sample
 
 
 class Clock:

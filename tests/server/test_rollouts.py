@@ -14,7 +14,8 @@ import pytest
 
 from groupwise.errors import StorageFullError
 from groupwise.model.chat import encode_completion, encode_prompt
-from groupwise.server import chat, rollouts
+from groupwise.server import openai as chat
+from groupwise.server import rollouts
 from groupwise.tasks.starter.tasks import CALCULATOR, prompts
 from groupwise.types import Prompt, SamplingParams, SamplingRequest
 from serving import Served, served, starter

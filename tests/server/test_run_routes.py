@@ -16,9 +16,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from groupwise.config.serve import ServeConfig
-from groupwise.server.run_app import build_run_app
-from groupwise.server.run_files import RunFiles, open_runs
-from groupwise.server.run_rollouts import PLACES
+from groupwise.server.runs import PLACES, RunFiles, build_run_app, open_runs
 from groupwise.types import Rollout
 from run_place import ASKED, END, TOKENIZER, group, make_run, scored, turn, write_line
 from serving import running
@@ -161,7 +159,7 @@ def test_filters(http: TestClient, query: dict[str, Any], expected: list[str]) -
 
 
 def test_a_long_search_is_many_short_requests(http: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("groupwise.server.run_rollouts.READ_BYTES", 1)
+    monkeypatch.setattr("groupwise.server.runs.READ_BYTES", 1)
     first = get(http, "/v1/runs/s0/rollouts", version="toy@1")
     assert first == {"rows": [], "next": 2 * PLACES}
     second = get(http, "/v1/runs/s0/rollouts", version="toy@1", after=first["next"])
@@ -260,8 +258,8 @@ def test_no_torch_and_no_transformers(tmp_path: Path) -> None:
     run = make_run(tmp_path / "r", rollouts=STEPS)
     code = (
         "import sys; from pathlib import Path; from starlette.testclient import TestClient\n"
-        "from groupwise.config.serve import ServeConfig; from groupwise.server.run_app import build_run_app\n"
-        "from groupwise.server.run_files import open_runs\n"
+        "from groupwise.config.serve import ServeConfig; from groupwise.server.runs import build_run_app\n"
+        "from groupwise.server.runs import open_runs\n"
         f"http = TestClient(build_run_app(open_runs([Path({str(run)!r})]), ServeConfig()), base_url='http://localhost')\n"
         "for path in ('/v1/runs/r', '/v1/runs/r/health', '/v1/runs/r/rollouts', '/v1/runs/r/rollouts/1.0.0'):\n"
         "    assert http.get(path).status_code == 200, path\n"

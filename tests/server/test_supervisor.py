@@ -18,10 +18,10 @@ from groupwise.config.job import GrpoJobConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import NotReadyError, StorageError, SwapRefusedError
 from groupwise.model.load import LoadedModel, load_model
-from groupwise.server import memory
+from groupwise.server import state as memory
 from groupwise.server.policies import Policies
-from groupwise.server.protocol import ChatMessage
-from groupwise.server.protocol_train import GrpoRequest, ScoredCompletion, ScoredGroup
+from groupwise.server.schema import GrpoRequest, ScoredCompletion, ScoredGroup
+from groupwise.server.schema_openai import ChatMessage
 from groupwise.server.submit import prepare_grpo
 from groupwise.server.supervisor import LAST_LINES, OOM_SCORE, WORKER, Supervisor, worker_command
 from groupwise.store.adapters import AdapterStore

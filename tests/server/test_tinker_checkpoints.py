@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.errors import RequestError
-from groupwise.server.tinker_checkpoints import (
+from groupwise.server.tinker.checkpoints import (
     SAMPLER_WEIGHTS,
     WEIGHTS,
     Checkpoint,

@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("google.protobuf")
 
 from groupwise.errors import GroupwiseError, RequestError
-from groupwise.server.tinker_datums import datums_of, encode_output, loss_config, widths_of, wire_metrics
-from groupwise.server.tinker_proto import ForwardBackwardRequest
+from groupwise.server.tinker.datums import datums_of, encode_output, loss_config, widths_of, wire_metrics
+from groupwise.server.tinker.schema import ForwardBackwardRequest
 from tinker_wire import datum, read_output, request
 
 TOKENS = [5, 6, 7, 2]

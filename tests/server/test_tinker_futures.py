@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from groupwise.errors import ConfigError, OverloadedError
-from groupwise.server import tinker_futures
-from groupwise.server.tinker_futures import Answer, Futures, Turns, answer
+from groupwise.server.tinker import futures as tinker_futures
+from groupwise.server.tinker.futures import Answer, Futures, Turns, answer
 
 
 def working(ran: list[int], number: int) -> Callable[[], Awaitable[Answer]]:

@@ -15,7 +15,8 @@ pytest.importorskip("google.protobuf")
 
 from cli_project import save_model
 from groupwise.model.load import LoadedModel
-from groupwise.server import tinker_routes, tinker_training
+from groupwise.server.tinker import routes as tinker_routes
+from groupwise.server.tinker import training as tinker_training
 from processes import becomes
 from tinker_wire import PROTOBUF, Wire, datum, read_output, request, sample, snapshot, supervised, tinker_site
 from whole_server import Whole, whole

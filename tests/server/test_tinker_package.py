@@ -15,8 +15,8 @@ pytest.importorskip("tinker", "0.38")
 
 import tinker
 
-from groupwise.server import tinker_bodies as bodies
-from groupwise.server.tinker_training import tokenizer_of
+from groupwise.server.tinker import schema as bodies
+from groupwise.server.tinker.training import tokenizer_of
 from serving import running
 from tinker_wire import tinker_site
 from whole_server import Whole

@@ -17,8 +17,8 @@ pytest.importorskip("google.protobuf")
 from groupwise.config.run import LoraSpec
 from groupwise.sdk.datums import Datum
 from groupwise.sdk.trainer import AdamParams, TrainingService
-from groupwise.server.tinker_routes import NOT_OFFERED
-from groupwise.server.tinker_training import ALPHA
+from groupwise.server.tinker.routes import NOT_OFFERED
+from groupwise.server.tinker.training import ALPHA
 from raw_http import connect
 from serving import running
 from tinker_wire import PROTOBUF, Wire, datum, read_samples, request, sample, snapshot, supervised, tinker_site

@@ -12,7 +12,7 @@ import torch
 
 from groupwise.model.load import plain_attention
 from groupwise.model.packing import micro_batches
-from groupwise.server.tinker_datums import datums_of
+from groupwise.server.tinker.datums import datums_of
 from tinker_wire import Datum, Wire, datum, request, supervised
 
 

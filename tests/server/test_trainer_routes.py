@@ -10,7 +10,8 @@ import httpx2
 import pytest
 
 from groupwise.model.chat import encode_prompt
-from groupwise.server import chat, trainer_routes
+from groupwise.server import openai as chat
+from groupwise.server import trl as trainer_routes
 from groupwise.types import PolicyVersion, Prompt
 from serving import Served, served, starter
 

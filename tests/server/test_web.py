@@ -12,10 +12,10 @@ from starlette.testclient import TestClient
 from groupwise.config.serve import ServeConfig
 from groupwise.server.app import build_app
 from groupwise.server.guard import Gate
-from groupwise.server.recorder import Recorder
-from groupwise.server.run_app import build_run_app
+from groupwise.server.metrics import Recorder
+from groupwise.server.runs import build_run_app
 from groupwise.server.state import Server
-from groupwise.server.web import BUILT, POLICY, built_files
+from groupwise.server.ui import BUILT, POLICY, built_files
 
 ROOT = Path(__file__).parent.parent.parent
 SOURCES = ROOT / "ui"

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from groupwise.config.serve import ServeConfig
-from groupwise.server.run_app import build_run_app
-from groupwise.server.run_files import open_runs
+from groupwise.server.runs import build_run_app, open_runs
 from run_place import group, make_run, scored, write_line
 from serving import running
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise.report.text import duration
 from groupwise.run.record import RunRecord, leaves
+from groupwise.server.rollout_view import duration
 
 MAX_ROWS = 120  # of the table with all numbers
 _ABSENT = "–"

@@ -23,13 +23,12 @@ from markupsafe import Markup
 from groupwise.errors import StorageError
 from groupwise.report import svg
 from groupwise.report.charts import Chart, charts_of, constants
-from groupwise.report.completion import Piece, ShownCompletion
 from groupwise.report.facts import config_differences, headlines, held_out_table, kept_step, number_table, what_it_was
 from groupwise.report.samples import MAX_TOKENS, ShownStep, choose_steps, read_change, read_samples
 from groupwise.report.specs import OTHER
-from groupwise.report.text import change, duration, number, plain, reward
 from groupwise.run.health import Finding, Report
 from groupwise.run.record import RunRecord
+from groupwise.server.rollout_view import Piece, ShownCompletion, change, duration, number, plain, reward
 
 _HERE = Path(__file__).parent
 _WIDE, _SMALL = 230, 140  # heights of charts, pixels

@@ -10,7 +10,7 @@ from typing import Any
 from groupwise.errors import ConfigError, StorageError
 from groupwise.report.charts import Chart
 from groupwise.report.specs import OTHER
-from groupwise.report.text import plain
+from groupwise.server.rollout_view import plain
 
 _COLOURS = ("#2563eb", "#d9480f", "#0c8f63", "#8b3fd1", "#a67c00", "#d6336c")  # those of page.css, light
 _DASHES = ("-", "--", ":", "-.")

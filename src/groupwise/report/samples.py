@@ -18,9 +18,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from groupwise.report.completion import ShownCompletion, columns, completion, finite, messages
-from groupwise.report.tokens import find_tokenizer
 from groupwise.run.record import RunRecord
+from groupwise.server.rollout_view import ShownCompletion, columns, completion, find_tokenizer, finite, messages
 
 GROUPS = 3  # shown of a step
 PAIRS = 3  # held-out prompts shown that got better, and as many that got worse

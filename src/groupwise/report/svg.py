@@ -14,7 +14,7 @@ from itertools import pairwise
 from markupsafe import Markup
 
 from groupwise.report.charts import Chart, Curve
-from groupwise.report.text import number, plain
+from groupwise.server.rollout_view import number, plain
 
 PALETTE = 6  # colours, after which they come again
 DASHES = 4

@@ -36,8 +36,8 @@ from groupwise.errors import (
 )
 from groupwise.model.load import LoadedModel
 from groupwise.server.bodies import check_content_type, read_body
-from groupwise.server.policies import AdapterInUseError, check_free_name
-from groupwise.server.protocol_adapters import (
+from groupwise.server.policies import AdapterInUseError, check_free_name, needing, surplus
+from groupwise.server.schema import (
     ActivateRequest,
     AdapterDeleted,
     AdapterDetail,
@@ -51,7 +51,6 @@ from groupwise.server.protocol_adapters import (
     LoadRequest,
     MergeRequest,
 )
-from groupwise.server.retention import needing, surplus
 from groupwise.server.state import Server, server_of
 from groupwise.server.storage import check_room
 from groupwise.server.webhooks import ACTIVE

@@ -5,17 +5,119 @@ The rules are those of runs (`groupwise.run.health`); remedies are in the words 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from starlette.concurrency import run_in_threadpool
 
-from groupwise.errors import JobNotFoundError
+from groupwise.config.job import MODELS, parse_job_config
+from groupwise.errors import ConfigError, JobNotFoundError
 from groupwise.run.health import Finding, Report, examine_job
-from groupwise.server.job_remedies import in_job_words, job_remedies
+from groupwise.run.health_remedies import Remedy, changed
+from groupwise.run.health_rules import RULES
 from groupwise.server.state import Server, server_of
 from groupwise.server.wire import Answer, documented
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Remedies for a job: those of runs (`groupwise.run.health_rules`) in the words of POST /v1/train/grpo and /v1/train/sft.
+#
+#     train.learning_rate=9e-05      config.learning_rate=9e-05
+#     rollout.group_size=16          in words: `n` of /v1/completions/batch, since whoever posts a job sampled before it
+#     rollout.refill=2               left out: nobody refills a job
+#
+# A change is computed from the job's own configuration, and is left out if it changes nothing or would be refused.
+# ----------------------------------------------------------------------------------------------------------------------
+
+_REMEDIES: Mapping[str, Sequence[Remedy]] = {rule.id: rule.remedies for rule in RULES}
+_FIELDS = {
+    "train.learning_rate": "learning_rate",
+    "train.warmup_steps": "warmup_steps",
+    "train.passes": "iterations",
+    "train.minibatches": "minibatches",
+}
+_ELSEWHERE = {  # said before a job is posted
+    "rollout.group_size": "n of /v1/completions/batch",
+    "rollout.max_tokens": "max_tokens of /v1/completions/batch",
+    "rollout.temperature": "temperature of /v1/completions/batch",
+    "rollout.stop": "stop of /v1/completions/batch",
+    "rollout.prompts_per_step": "more groups in a job",
+    "dtype": "groupwise serve --dtype float32",
+}
+_INSTEAD = {  # remedies in words that only a run has the means for
+    "score a few completions and read them: groupwise check": "read what was posted: GET /v1/rollouts?job=",
+    "read what is sampled, in the run's rollouts/": "read what was posted: GET /v1/rollouts?job=",
+    "look at clip_frac, masked_frac and reward/std in metrics.jsonl": "look at clip_frac, masked_frac and reward/std: "
+    "GET /v1/train/metrics/{job_id}",
+}
+_OF_RUNS = re.compile(r"metrics\.jsonl|rollouts/|groupwise env|output_dir")
+_KEY = re.compile(r"\b(?:train|algo|rollout|data|eval|env|scoring)\.\w+")
+
+
+def in_job_words(text: str) -> str:
+    """`text` with a job's fields in place of a run's keys."""
+
+    def field(match: re.Match[str]) -> str:
+        key = match[0]
+        if key in _ELSEWHERE:
+            return _ELSEWHERE[key].partition(" of ")[0]
+        return f"config.{_FIELDS.get(key, key.partition('.')[2])}"
+
+    return _KEY.sub(field, text)
+
+
+def job_remedies(rule: str, kind: str, config: Mapping[str, Any], *, name: str = "") -> list[str]:
+    """What to do about a finding of this rule in a job of this configuration, as it was accepted."""
+    return [text for remedy in _REMEDIES[rule] if (text := _told(remedy, kind, _effective(config), name)) is not None]
+
+
+def _effective(config: Mapping[str, Any]) -> dict[str, Any]:
+    """With the estimator that a null stands for."""
+    return {**config, "kl": "k3"} if config.get("kl") is None and config.get("kl_coeff") else dict(config)
+
+
+def _told(remedy: Remedy, kind: str, config: Mapping[str, Any], name: str) -> str | None:
+    """None where the job has no means for it."""
+    if not remedy.overrides:
+        text = _INSTEAD.get(remedy.text, remedy.text)
+        return None if _OF_RUNS.search(text) else in_job_words(text)
+    if all(key in _ELSEWHERE for key in remedy.overrides):
+        return f"{remedy.text}: {', '.join(_ELSEWHERE[key] for key in remedy.overrides)}"
+    if any(config.get(_field(key, kind) or "") != value for key, value in remedy.only_if.items()):
+        return None
+    changes = dict(_changes(remedy, kind, config, name))
+    if len(changes) < len(remedy.overrides) or not _is_valid(kind, {**config, **changes}):
+        return None
+    return f"{remedy.text}: {' '.join(f'config.{key}={_shown(value)}' for key, value in changes.items())}"
+
+
+def _changes(remedy: Remedy, kind: str, config: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:
+    """(field, its new value), of those that there are and that would be other ones."""
+    for key, change in remedy.overrides.items():
+        field = _field(key, kind)
+        if field is not None and (new := changed(config.get(field), change, name)) is not None:
+            yield field, new
+
+
+def _field(key: str, kind: str) -> str | None:
+    """The job's field for a run's key; None where it has none."""
+    section, _, name = key.partition(".")
+    field = _FIELDS.get(key, name if section == "algo" else "")
+    return field if field in MODELS[kind].model_fields else None
+
+
+def _is_valid(kind: str, config: Mapping[str, Any]) -> bool:
+    try:
+        parse_job_config(kind, config)
+    except ConfigError:
+        return False
+    return True
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
 
 router = APIRouter(prefix="/v1/train", tags=["training"])
 

@@ -45,7 +45,7 @@ from groupwise.errors import (
     OverloadedError,
 )
 from groupwise.server.bodies import check_content_type, parse_body, read_body
-from groupwise.server.envelope import (
+from groupwise.server.errors import (
     INTERNAL,
     ForbiddenError,
     ShuttingDownError,
@@ -54,7 +54,7 @@ from groupwise.server.envelope import (
     printable,
     respond,
 )
-from groupwise.server.recorder import Recorder
+from groupwise.server.metrics import Recorder
 
 __all__ = ["Gate", "Guard", "check_content_type", "parse_body", "read_body"]
 

@@ -23,8 +23,9 @@ from starlette.concurrency import run_in_threadpool
 from groupwise.algo.advantage import DEFAULT_EPS, AdvantageSpec, advantages, gdpo_advantages
 from groupwise.errors import DamagedPayloadError, JobNotFoundError, RequestError
 from groupwise.model.chat import decode, stop_ids
-from groupwise.server.generate import sendable
-from groupwise.server.protocol_rollouts import (
+from groupwise.server.reply import Detokenizer, plain_text, token_text
+from groupwise.server.sampling import sendable
+from groupwise.server.schema import (
     MOST_ROWS,
     PREVIEW,
     RolloutDetail,
@@ -35,7 +36,6 @@ from groupwise.server.protocol_rollouts import (
     best_first,
 )
 from groupwise.server.state import Server, server_of
-from groupwise.server.text import Detokenizer, plain_text, token_text
 from groupwise.server.webhooks import utc
 from groupwise.server.wire import documented
 from groupwise.store.ledger import Job, Ledger

@@ -18,17 +18,14 @@ from fastapi import APIRouter, Request, Response
 from groupwise.config.serve import ServeConfig
 from groupwise.errors import ChatError, ContextLengthError, RequestError, StorageError
 from groupwise.model.chat import encode_prompt, opens_thought
-from groupwise.server.admission import SAMPLING_ERRORS, Admission, admit, usage
 from groupwise.server.bodies import parse_body
-from groupwise.server.chat import said_last
-from groupwise.server.encode import template_options
-from groupwise.server.events import while_connected
-from groupwise.server.generate import sendable
-from groupwise.server.protocol import TemplateOptions, as_messages
-from groupwise.server.protocol_completions import BatchAnswer, BatchCompletion, BatchRequest
-from groupwise.server.protocol_messages import Conversation, Tool
+from groupwise.server.openai import said_last
+from groupwise.server.reply import ReplyParser
+from groupwise.server.sampling import SAMPLING_ERRORS, Admission, admit, sendable, usage, while_connected
+from groupwise.server.schema_completions import BatchAnswer, BatchCompletion, BatchRequest
+from groupwise.server.schema_openai import Conversation, TemplateOptions, Tool, as_messages
 from groupwise.server.state import server_of
-from groupwise.server.text import ReplyParser
+from groupwise.server.submit import template_options
 from groupwise.server.wire import documented
 from groupwise.store.ledger import RolloutRecord
 from groupwise.types import Completion, Prompt

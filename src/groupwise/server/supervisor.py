@@ -32,7 +32,7 @@ from typing import Literal, Protocol
 
 from groupwise.config.serve import SECRETS
 from groupwise.errors import GroupwiseError, LedgerDamagedError, StorageError
-from groupwise.server.memory import oom_kills
+from groupwise.server.state import oom_kills
 from groupwise.server.webhooks import Webhooks
 from groupwise.store import faults
 from groupwise.store.ledger import Cause, Job, Ledger

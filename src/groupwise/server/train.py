@@ -30,11 +30,11 @@ from groupwise.errors import (
     StorageError,
 )
 from groupwise.server.bodies import check_content_type
-from groupwise.server.encode import at_field
-from groupwise.server.envelope import Paths, hidden
-from groupwise.server.events import following
+from groupwise.server.errors import Paths, hidden
 from groupwise.server.policies import check_free_name
-from groupwise.server.protocol_train import (
+from groupwise.server.reader import Body, receive_body
+from groupwise.server.sampling import following
+from groupwise.server.schema import (
     CancelAnswer,
     GrpoRequest,
     JobError,
@@ -45,10 +45,9 @@ from groupwise.server.protocol_train import (
     TrainSubmitted,
     WaitingJob,
 )
-from groupwise.server.reader import Body, receive_body
 from groupwise.server.state import Server, server_of
 from groupwise.server.storage import check_room
-from groupwise.server.submit import Submission, read_grpo, read_sft
+from groupwise.server.submit import Submission, at_field, read_grpo, read_sft
 from groupwise.server.webhooks import ACTIVE, ENDED, utc, warnings_of
 from groupwise.server.wire import documented
 from groupwise.store.ledger import Event, Job, JobState

@@ -26,17 +26,17 @@ import numpy as np
 
 from groupwise.errors import ConflictError, GroupwiseError, OverloadedError, RequestError
 from groupwise.sdk.trainer import TrainingClient
-from groupwise.server import tinker_bodies as bodies
-from groupwise.server.envelope import echo
-from groupwise.server.generate import Generation
+from groupwise.server.errors import echo
 from groupwise.server.policies import Policies
+from groupwise.server.sampling import Generation
 from groupwise.server.state import Server
-from groupwise.server.tinker_checkpoints import SAMPLER_WEIGHTS, Checkpoints, check_checkpoint_name
-from groupwise.server.tinker_futures import Answer, Futures, answer
-from groupwise.server.tinker_json import samples_as_json
-from groupwise.server.tinker_proto import LENGTH, STOP, SampleResponse
-from groupwise.server.tinker_sessions import GO_ON, SessionGoneError
-from groupwise.server.tinker_training import Model, Models
+from groupwise.server.tinker import schema as bodies
+from groupwise.server.tinker.checkpoints import SAMPLER_WEIGHTS, Checkpoints, check_checkpoint_name
+from groupwise.server.tinker.futures import Answer, Futures, answer
+from groupwise.server.tinker.json_requests import samples_as_json
+from groupwise.server.tinker.schema import LENGTH, STOP, SampleResponse
+from groupwise.server.tinker.sessions import GO_ON, SessionGoneError
+from groupwise.server.tinker.training import Model, Models
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance
 from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingParams, SamplingRequest

@@ -30,13 +30,13 @@ from groupwise.sdk import trainer as state
 from groupwise.sdk.datums import Datum
 from groupwise.sdk.losses import CROSS_ENTROPY, datum_loss, weights_of
 from groupwise.sdk.trainer import AdamParams, TrainingClient, TrainingService
-from groupwise.server import tinker_bodies as bodies
-from groupwise.server.envelope import echo
-from groupwise.server.tinker_checkpoints import WEIGHTS, Checkpoint, Checkpoints, check_checkpoint_name
-from groupwise.server.tinker_datums import datums_of, encode_output, loss_config, widths_of, wire_metrics
-from groupwise.server.tinker_futures import Answer, Future, Futures, Turns, answer
-from groupwise.server.tinker_json import output_as_json
-from groupwise.server.tinker_sessions import GO_ON, SessionGoneError
+from groupwise.server.errors import echo
+from groupwise.server.tinker import schema as bodies
+from groupwise.server.tinker.checkpoints import WEIGHTS, Checkpoint, Checkpoints, check_checkpoint_name
+from groupwise.server.tinker.datums import datums_of, encode_output, loss_config, widths_of, wire_metrics
+from groupwise.server.tinker.futures import Answer, Future, Futures, Turns, answer
+from groupwise.server.tinker.json_requests import output_as_json
+from groupwise.server.tinker.sessions import GO_ON, SessionGoneError
 from groupwise.store import files
 
 ALPHA = 32.0  # of every adapter, whatever its rank

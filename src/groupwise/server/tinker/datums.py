@@ -21,8 +21,8 @@ import numpy as np
 from groupwise.errors import ContextLengthError, DataError, RequestError
 from groupwise.sdk.datums import TARGETS, Datum
 from groupwise.sdk.losses import BUILT_IN, CROSS_ENTROPY
-from groupwise.server.envelope import echo
-from groupwise.server.tinker_proto import BFLOAT16, FLOAT32, INT32, INT64, ForwardBackwardOutput
+from groupwise.server.errors import echo
+from groupwise.server.tinker.schema import BFLOAT16, FLOAT32, INT32, INT64, ForwardBackwardOutput
 
 SEQUENCE_MASK = "sequence_ratio_mask"
 ANCHORED = ("dro", "gspo")  # these read the log-probabilities of every position, so that padding is left out

@@ -21,20 +21,22 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import FileResponse
 
 from groupwise.errors import GroupwiseError, MediaTypeError, RequestError
-from groupwise.server import admin, chat, completions
-from groupwise.server import tinker_bodies as bodies
+from groupwise.server import admin
+from groupwise.server import openai as chat
+from groupwise.server import openai as completions
 from groupwise.server.bodies import read_body
-from groupwise.server.envelope import echo
+from groupwise.server.errors import echo
 from groupwise.server.guard import OPENAI_PREFIX
 from groupwise.server.state import Server
-from groupwise.server.tinker_checkpoints import SAMPLER_WEIGHTS, Checkpoint, Checkpoints
-from groupwise.server.tinker_downloads import ARCHIVE, Downloads, Link
-from groupwise.server.tinker_futures import JSON, PROTOBUF, Answer, Futures, answer
-from groupwise.server.tinker_json import ForwardBackwardBody, ForwardBody, message_of
-from groupwise.server.tinker_proto import DecodeError, ForwardBackwardRequest
-from groupwise.server.tinker_sampling import Samplers
-from groupwise.server.tinker_sessions import HeartbeatGoneError, SessionGoneError, Sessions
-from groupwise.server.tinker_training import (
+from groupwise.server.tinker import schema as bodies
+from groupwise.server.tinker.checkpoints import SAMPLER_WEIGHTS, Checkpoint, Checkpoints
+from groupwise.server.tinker.downloads import ARCHIVE, Downloads, Link
+from groupwise.server.tinker.futures import JSON, PROTOBUF, Answer, Futures, answer
+from groupwise.server.tinker.json_requests import ForwardBackwardBody, ForwardBody, message_of
+from groupwise.server.tinker.sampling import Samplers
+from groupwise.server.tinker.schema import DecodeError, ForwardBackwardRequest
+from groupwise.server.tinker.sessions import HeartbeatGoneError, SessionGoneError, Sessions
+from groupwise.server.tinker.training import (
     ATTENTION,
     MLP,
     Model,

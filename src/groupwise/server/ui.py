@@ -22,7 +22,7 @@ from starlette.datastructures import Headers
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from groupwise.server.envelope import MethodNotAllowedError, RouteNotFoundError, printable, respond
+from groupwise.server.errors import MethodNotAllowedError, RouteNotFoundError, printable, respond
 
 BUILT = Path(__file__).parent / "ui"
 ROOT, PAGE = "/ui/", "index.html"

@@ -14,7 +14,7 @@ from typing import Any
 from uuid import uuid4
 
 from groupwise.errors import GroupwiseError, OverloadedError
-from groupwise.server.envelope import echo
+from groupwise.server.errors import echo
 
 MOST = 1024
 LOOK_EVERY_S = 30.0

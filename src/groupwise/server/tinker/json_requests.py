@@ -17,14 +17,16 @@ import numpy as np
 from pydantic import Field
 
 from groupwise.errors import RequestError
-from groupwise.server.tinker_bodies import Body, Prompt, Sequenced
-from groupwise.server.tinker_proto import (
+from groupwise.server.tinker.schema import (
     FLOAT32,
     INT64,
     LENGTH,
+    Body,
     ForwardBackwardOutput,
     ForwardBackwardRequest,
+    Prompt,
     SampleResponse,
+    Sequenced,
 )
 
 NO_TOP = -99999.0  # at or below it nothing was there

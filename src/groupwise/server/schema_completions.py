@@ -7,11 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 from pydantic_core import core_schema
 
-from groupwise.server.protocol import (
+from groupwise.server.schema_openai import (
     BOOKKEEPING,
     MAX_TOKEN_ID,
     OTHERS,
     Conversation,
+    OfferedTools,
     Sampling,
     ShapedSampling,
     StreamOptions,
@@ -20,7 +21,6 @@ from groupwise.server.protocol import (
     check_stream,
     check_tools,
 )
-from groupwise.server.protocol_messages import OfferedTools
 from groupwise.server.wire import (
     Answer,
     AtMost,

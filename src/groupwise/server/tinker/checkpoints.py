@@ -29,7 +29,7 @@ from typing import Any
 from uuid import uuid4
 
 from groupwise.errors import GroupwiseError, RequestError
-from groupwise.server.envelope import echo
+from groupwise.server.errors import echo
 from groupwise.store import files
 
 WEIGHTS, SAMPLER_WEIGHTS, EXTERNAL_WEIGHTS = "weights", "sampler_weights", "external_weights"

@@ -22,9 +22,9 @@ from uuid import uuid4
 
 from groupwise.errors import ConflictError, RequestError
 from groupwise.sdk.trainer import TrainingClient
-from groupwise.server import tinker_bodies as bodies
-from groupwise.server.envelope import echo
-from groupwise.server.tinker_checkpoints import (
+from groupwise.server.errors import echo
+from groupwise.server.tinker import schema as bodies
+from groupwise.server.tinker.checkpoints import (
     EXTERNAL_WEIGHTS,
     WEIGHTS,
     Checkpoint,
@@ -32,8 +32,8 @@ from groupwise.server.tinker_checkpoints import (
     Checkpoints,
     check_checkpoint_name,
 )
-from groupwise.server.tinker_futures import Answer, answer
-from groupwise.server.tinker_training import Model, Models
+from groupwise.server.tinker.futures import Answer, answer
+from groupwise.server.tinker.training import Model, Models
 from groupwise.store import files
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.archive import stream_archive

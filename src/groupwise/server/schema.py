@@ -1,0 +1,488 @@
+"""The bodies of /v1/train/*.
+
+A completion is known by its text, by the id of its rollout, or by its token ids; with the last two exactly what was
+sampled is trained, against the log-probabilities that sampled it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from groupwise.config.job import JOB_OTHER_NAMES, MODELS, GrpoJobConfig, SftJobConfig
+from groupwise.config.yaml import Name, NullIsAbsent
+from groupwise.errors import GroupwiseError
+from groupwise.server.findings import Findings
+from groupwise.server.schema_openai import MAX_COMPOSED, Conversation, Selector, TemplateOptions, TokenIds, Tools
+from groupwise.server.wire import Answer, FailFast, OwnPart, OwnRequest, absent, fault
+
+RolloutId = Annotated[str, Field(min_length=1, max_length=64)]
+
+
+def _at_least(count: int) -> Any:
+    """The document's `minItems`; `submit` refuses less, in better words."""
+    return Field(json_schema_extra={"minItems": count})
+
+
+SampledIds = Annotated[TokenIds, _at_least(1)]
+
+
+def _under_config(kind: str) -> dict[str, str]:
+    """Where options go that people write beside `config`."""
+    return {name: f"config.{ours}" for name, ours in JOB_OTHER_NAMES[kind].items()} | {
+        name: f"config.{name}" for name in MODELS[kind].model_fields
+    }
+
+
+# ---- what is asked for ----
+class ScoredCompletion(OwnPart):
+    """A completion and its reward. Give one of `text`, `rollout_id` and `token_ids`."""
+
+    reward: float
+    """How good it is; only differences within its group count."""
+    text: str | None = None
+    """The whole reply, as it was sampled."""
+    rollout_id: RolloutId | None = None
+    """What /v1/completions/batch called it: its tokens and their log-probabilities are known here."""
+    token_ids: SampledIds | None = None
+    """Its tokens, the end of the turn included."""
+    logprobs: Annotated[list[float], FailFast()] | None = None
+    """The log-probability with which each of `token_ids` was sampled."""
+    prompt_token_ids: SampledIds | None = None
+    """Beside `token_ids`: the prompt they follow, where the group has no `messages`."""
+
+
+class ScoredGroup(OwnPart):
+    """The completions of one prompt. `messages` may be missing where every completion brings its prompt."""
+
+    messages: Conversation | None = None
+    """The conversation up to where the assistant speaks."""
+    tools: Tools | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    completions: Annotated[list[ScoredCompletion], FailFast(), _at_least(2)]
+    """At least two, or there is nothing to compare."""
+
+
+_SAMPLED = "rollout_id and reward alone: what was sampled here is known here"
+
+
+class GrpoRequest(NullIsAbsent, OwnRequest):
+    """The body of POST /v1/train/grpo."""
+
+    elsewhere: ClassVar = {
+        **_under_config("grpo"),
+        **dict.fromkeys(("prompt_index", "completion_index", "finish_reason", "usage", "reasoning_content"), _SAMPLED),
+        "epochs": "config.iterations: GRPO does not use epochs; iterations are passes over the groups",
+        "examples": "groups, or POST /v1/train/sft",
+        "messages": "groups[i].messages",
+        "completions": "groups[i].completions",
+        "prompts": "groups[i].messages",
+    }
+
+    groups: Annotated[list[ScoredGroup], FailFast(), _at_least(1)]
+    config: GrpoJobConfig = GrpoJobConfig()
+
+
+class SftExample(OwnPart):
+    """A conversation; what the assistant says in it is trained."""
+
+    messages: Conversation
+    tools: Tools | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+
+
+class SftRequest(NullIsAbsent, OwnRequest):
+    """The body of POST /v1/train/sft."""
+
+    elsewhere: ClassVar = {
+        **_under_config("sft"),
+        "groups": "examples, or POST /v1/train/grpo",
+        "messages": "examples[i].messages",
+    }
+
+    examples: Annotated[list[SftExample], FailFast(), _at_least(1)]
+    config: SftJobConfig = SftJobConfig()
+
+
+# ---- what is answered ----
+State = Literal["queued", "running", "completed", "failed", "cancelled"]
+Kind = Literal["grpo", "sft"]
+
+
+class TrainSubmitted(Answer):
+    """The answer of POST /v1/train/grpo and /v1/train/sft: the job is on the disk."""
+
+    job_id: str
+    state: State
+    message: str
+    adapter_name: str
+    position: int | None
+    """1 for the next of the waiting jobs; null if it waits no more."""
+    warnings: list[str]
+    """What is legal and perhaps not meant."""
+
+
+class JobError(Answer):
+    """Why a job failed."""
+
+    code: str
+    message: str
+    hint: str | None
+    log: str | None = absent()
+    """Of a job that killed its workers: the end of what the last of them said."""
+
+
+class TrainStatus(Answer):
+    """One job. Times are ISO 8601, UTC."""
+
+    job_id: str
+    kind: Kind
+    state: State
+    phase: str
+    """waiting, loading, training, publishing, swapping or done; a failed job keeps the one it failed in."""
+    progress: float
+    """0 to 1."""
+    step: int
+    steps: int
+    current_loss: float | None
+    """Of the last step; null before the first."""
+    adapter_name: str
+    adapter_version: str | None
+    """What it published."""
+    metrics: dict[str, float]
+    """Of the last step."""
+    created_at: str
+    started_at: str | None
+    finished_at: str | None
+    elapsed_secs: float
+    """From the submission to the end, or to now."""
+    position: int | None
+    attempt: int
+    """How often a worker took it; above 1 after a crash or a restart."""
+    cancel_requested: bool
+    error: JobError | None
+    config: dict[str, Any]
+    """As it acts: rank, scale and targets of the adapter that is continued or begun, where the request names none."""
+    summary: dict[str, Any]
+    """What was submitted, in numbers."""
+    unhealthy: str | None
+    """What was wrong at its end, where that is an error of health: the version is stored and was not made active."""
+    warnings: list[str]
+
+
+class WaitingJob(Answer):
+    """A job in the queue."""
+
+    job_id: str
+    job_type: Kind
+    adapter_name: str
+    position: int
+
+
+class TrainQueue(Answer):
+    """The answer of GET /v1/train/queue."""
+
+    running: TrainStatus | None
+    queued: list[WaitingJob]
+    completed: list[TrainStatus]
+    """All that have ended, however, newest first."""
+
+
+class CancelAnswer(Answer):
+    """`cancelled`, or `cancelling`: the worker stops after its step."""
+
+    job_id: str
+    status: Literal["cancelled", "cancelling"]
+
+
+class JobMetrics(Answer):
+    """The answer of GET /v1/train/metrics/{job_id}: {"step", "time", <metric>: <number>, ...} for each step."""
+
+    job_id: str
+    steps: list[dict[str, Any]]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The bodies of /v1/adapters/*.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class LoadRequest(OwnRequest):
+    """The body of POST /v1/adapters/load: what requests that name no adapter get from now on."""
+
+    elsewhere: ClassVar = {"adapter": "name", "adapter_name": "name", "version": "name, as in 'math@3'"}
+
+    name: Selector
+
+
+class ActivateRequest(OwnRequest):
+    """The body of POST /v1/adapters/{name}/activate."""
+
+    version: Annotated[int, Field(ge=1, le=10**12)] | None = None
+    """The version's number; null is the newest."""
+
+
+class MergeSource(OwnPart):
+    name: Selector
+    weight: Annotated[float, Field(ge=-100, le=100)]
+
+
+class MergeRequest(NullIsAbsent, OwnRequest):
+    """The body of POST /v1/adapters/merge."""
+
+    elsewhere: ClassVar = {"adapters": "sources, a list of objects with name and weight", "name": "output_name"}
+
+    sources: Annotated[list[MergeSource], Field(min_length=1, max_length=MAX_COMPOSED)]
+    output_name: Name
+    mode: Literal["weighted_average", "ties", "concat"] = "weighted_average"
+    density: Annotated[float, Field(gt=0, le=1)] | None = None
+    """The fraction of each source's entries that `ties` keeps; default 0.2."""
+
+    @model_validator(mode="after")
+    def _acts(self) -> MergeRequest:
+        if self.density is not None and self.mode != "ties":
+            message = "density acts with mode 'ties' only; the mode is '{mode}'"
+            raise fault("invalid_value", message, mode=self.mode, param="density")
+        return self
+
+
+# ---- answers ----
+class AdapterVersion(Answer):
+    """One version, and where it came from."""
+
+    version: str
+    """`name@number`."""
+    number: int
+    active: bool
+    created_at: str
+    size_bytes: int
+    base_model: str
+    parent: str
+    """The version that its training started from."""
+    step: int
+    job_id: str | None
+    unhealthy: str | None
+    """What was wrong at the end of the job that made it. Such a version becomes active, answers to its adapter's name
+    and is continued only by hand: activated, or named with its number."""
+    surplus: bool
+    """Older than the newest `keep_versions` that jobs made: removed once it is neither active, nor the one active
+    before, nor in use, nor what a job that has not ended begins from."""
+    metrics: dict[str, float]
+
+
+class AdapterSummary(Answer):
+    """An adapter. `files`, sizes and times are those of its newest version."""
+
+    name: str
+    has_config: bool
+    has_weights: bool
+    size_bytes: int
+    modified_at: str | None
+    files: list[str]
+    versions: list[str]
+    active_version: str | None
+    """The version of this adapter that is active, if one is."""
+
+
+class AdapterList(Answer):
+    """The answer of GET /v1/adapters."""
+
+    active: str | None
+    """The active adapter's name; null is the base model."""
+    active_version: str
+    """The active version: `name@number`, or `base`."""
+    keep_versions: int | None
+    """How many versions that jobs made are kept of each adapter; null keeps all."""
+    available: list[AdapterSummary]
+
+
+class AdapterDetail(AdapterSummary):
+    """The answer of GET /v1/adapters/{name}."""
+
+    history: list[AdapterVersion]
+    """Its versions, oldest first."""
+
+
+class AdapterLoaded(Answer):
+    status: Literal["loaded", "activated", "rolled_back"]
+    name: str
+    version: str
+
+
+class AdapterUnloaded(Answer):
+    status: Literal["unloaded"] = "unloaded"
+
+
+class AdapterDeleted(Answer):
+    status: Literal["deleted"] = "deleted"
+    name: str
+    versions: list[str]
+
+
+class AdapterUploaded(Answer):
+    name: str
+    version: str
+    size_bytes: int
+    files: list[str]
+
+
+class AdapterMerged(Answer):
+    status: Literal["merged"] = "merged"
+    output_name: str
+    version: str
+    mode: Literal["weighted_average", "ties", "concat"]
+    sources: list[dict[str, Any]]
+    num_tensors: int
+    density: float | None = absent()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The answers of the routes that show completions, of a server and of a run on disk alike, so that one page reads both.
+#
+# RolloutPage     rows, and the cursor of the next page
+# RolloutGroup    the completions of one prompt, token by token, each with its reward and the parts of it
+# ----------------------------------------------------------------------------------------------------------------------
+
+MOST_ROWS = 2000
+PREVIEW = 400  # characters of a prompt or a completion in a row
+
+
+class RolloutNotFoundError(GroupwiseError, LookupError):
+    """No rollout of this id is kept."""
+
+    code, status, exit_code = "rollout_not_found", 404, 2
+
+
+class RolloutRow(Answer):
+    """One completion in a list; long texts are cut."""
+
+    id: str
+    group: str
+    """The same for the completions of one prompt that were sampled, or posted, together."""
+    prompt: str
+    text: str
+    reward: float | None
+    """null: sampled, and not trained on under this id; or it could not be scored."""
+    advantage: float | None
+    version: str | None
+    """What sampled it; null where a job was not told."""
+    finish_reason: Literal["stop", "length"] | None
+    temperature: float
+    reshaped: list[str]
+    """The sampling parameters by which it was drawn from another distribution than the policy's at this temperature,
+    of which the log-probabilities are. None for an on-policy sample; a job is not told."""
+    prompt_tokens: int
+    completion_tokens: int
+    created_at: str
+
+
+class RolloutPage(Answer):
+    """A page of completions. `next` is the cursor of the next page, null at the end; a page may have few rows, or none,
+    and a next one all the same."""
+
+    rows: list[RolloutRow]
+    next: int | None
+
+
+class RolloutDetail(RolloutRow):
+    """One completion with its tokens; `logprobs` are those of its sampler, null where nobody recorded them."""
+
+    rewards: dict[str, float | None]
+    """The parts of the reward by name, of a run's completion; null: that function failed. A job is posted one reward,
+    and has none."""
+    error: str | None
+    """Why a run could not score it."""
+    token_ids: list[int]
+    tokens: list[str]
+    """As text. Of a run's episode with what the policy was told between its turns; and whole turns, where the run's
+    tokenizer is not on this machine."""
+    logprobs: list[float | None] | None
+    """One for each of `tokens`; null for what the policy did not write."""
+
+
+class RolloutGroup(Answer):
+    """The completions of one prompt, highest reward first."""
+
+    group: str
+    prompt: str
+    prompt_token_ids: list[int]
+    rollouts: list[RolloutDetail]
+
+
+def best_first(rollouts: Iterable[RolloutDetail]) -> list[RolloutDetail]:
+    """By reward; what has none comes last."""
+    return sorted(rollouts, key=lambda each: float("inf") if each.reward is None else -each.reward)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The answers of `groupwise ui`, which shows the directories of runs.
+# ----------------------------------------------------------------------------------------------------------------------
+
+RunState = Literal["running", "finished", "stopped", "empty"]
+
+
+class RunSummary(Answer):
+    """A run in the list."""
+
+    run: str
+    """Its id here: the directory's name, with more of its path in front where two have the same."""
+    directory: str
+    name: str
+    model: str | None
+    state: RunState
+    """`running`: a process has its directory locked, or wrote to it within the last minute; `finished`: it made all of
+    its steps; `empty`: it made none."""
+    step: int
+    steps: int | None
+    """How many it is to make; null where its configuration cannot be read."""
+    reward: float | None
+    """The mean reward of its last step."""
+    evaluated: dict[str, float]
+    """The last held-out reward by mode."""
+    seed: int | None
+    started: str | None
+    updated: str | None
+
+
+class RunList(Answer):
+    """The runs, as they were named on the command line."""
+
+    runs: list[RunSummary]
+
+
+class RunDetail(RunSummary):
+    """A run with its configuration."""
+
+    config: dict[str, Any]
+    """Every effective value, under its dotted name."""
+    versions: list[str]
+    """Adapter versions in its directory, oldest first."""
+    notes: list[str]
+    """What could not be read."""
+
+
+class RunMetrics(Answer):
+    """What a run recorded: {"step", "time", <metric>: <number>, ...} for each line of its metrics.jsonl. Training and
+    evaluation write a line each of the same step; of a metric that stands in two, the later counts."""
+
+    run: str
+    steps: list[dict[str, Any]]
+    next: str
+    """The cursor behind the last line: send it as `after` to get only what is new."""
+    anew: bool
+    """The file was written anew since `after`, as when a run goes on from a checkpoint: `steps` are all there are."""
+
+
+class RunHealth(Findings):
+    """What a run's metrics say is going wrong; remedies are overrides of its configuration."""
+
+    run: str
+
+
+class RunDiff(Answer):
+    """The configurations of several runs; `differs` are the keys whose values are not all the same, in order."""
+
+    configs: dict[str, dict[str, Any]]
+    differs: list[str]
