@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from typer.testing import CliRunner, Result
 
-from groupwise.cli import app
+from groupwise.cli.main import app
 from groupwise.model.load import LoadedModel
 
 REWARDS = '''

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from groupwise.cli_envs import envs_app
+from groupwise.cli.checks import envs_app
 
 ROOT = Path(__file__).parent.parent
 MINE = '''

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cli_project import cli
-from groupwise.cli import app
+from groupwise.cli.main import app
 from groupwise.sdk import transport as client_drive
 from groupwise.sdk import transport as client_http
 from groupwise.store.adapters import AdapterStore
@@ -75,7 +75,7 @@ def test_every_command_has_help(command):
 
 def test_help_and_errors_need_neither_torch_nor_the_server():
     code = (
-        "import sys; from typer.testing import CliRunner; from groupwise.cli import app\n"
+        "import sys; from typer.testing import CliRunner; from groupwise.cli.main import app\n"
         "run = lambda *a: CliRunner().invoke(app, a).exit_code\n"
         "assert run('train', '--help') == run('serve', '--help') == 0\n"
         "assert run('health', '--url', 'http://127.0.0.1:9') == 75\n"

@@ -174,7 +174,7 @@ def test_metrics_that_are_damaged():
 def test_no_torch_is_needed(tmp_path):
     run("bad")
     code = (
-        "import sys; from typer.testing import CliRunner; from groupwise.cli import app\n"
+        "import sys; from typer.testing import CliRunner; from groupwise.cli.main import app\n"
         "assert CliRunner().invoke(app, ['health', 'bad']).exit_code == 1\n"
         "heavy = {'torch', 'transformers', 'fastapi', 'groupwise.sdk.client', 'groupwise.server'} & set(sys.modules)\n"
         "assert not heavy, heavy"

@@ -18,7 +18,7 @@ import click
 import pytest
 import typer
 
-from groupwise.cli import app
+from groupwise.cli.main import app
 from groupwise.config.job import GrpoJobConfig, SftJobConfig
 from groupwise.config.serve import ServeConfig
 from groupwise.server.schema_openai import ChatRequest

@@ -14,7 +14,7 @@ from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
 from groupwise.algo.metrics import STOPS
-from groupwise.cli_envs import envs_app
+from groupwise.cli.checks import envs_app
 from groupwise.config.run import EnvConfig, parse_config
 from groupwise.run.health_rules import RULES
 from groupwise.run.loop import run

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from cli_project import cli, save_model
-from groupwise import doctor
-from groupwise.doctor import (
+from groupwise.cli import doctor
+from groupwise.cli.doctor import (
     Finding,
     check_disk,
     check_optional,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cli_project import Project, cli
-from groupwise.report.samples import read_change, read_samples
+from groupwise.cli.report.samples import read_change, read_samples
 from groupwise.run.record import read_run
 from groupwise.store.tracking import read_metrics, read_rollouts
 

@@ -22,8 +22,8 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
         "import groupwise",
         "import groupwise; groupwise.Message, groupwise.Prompt, groupwise.PolicyVersion, groupwise.GroupwiseError",
         "import groupwise; groupwise.load_config, groupwise.parse_config, groupwise.RunConfig, groupwise.resolve_loss",
-        "import groupwise.cli",
-        "from typer.testing import CliRunner; from groupwise.cli import app; "
+        "import groupwise.cli.main",
+        "from typer.testing import CliRunner; from groupwise.cli.main import app; "
         "assert CliRunner().invoke(app, ['run', '--help']).exit_code == 0",
     ],
 )

@@ -18,15 +18,14 @@ import pytest
 from tokenizers import Tokenizer
 
 from cli_project import cli
+from groupwise.cli.report import charts as svg
+from groupwise.cli.report.build import report
+from groupwise.cli.report.charts import charts_of, constants, write_pngs
+from groupwise.cli.report.facts import config_differences, headlines
+from groupwise.cli.report.page import render
+from groupwise.cli.report.samples import MAX_TOKENS, choose_steps, read_change, read_samples
 from groupwise.config.run import STARTER_DIR, dump_resolved, parse_config
 from groupwise.errors import ConfigError, DataError, StorageError
-from groupwise.report import svg
-from groupwise.report.build import report
-from groupwise.report.charts import charts_of, constants
-from groupwise.report.facts import config_differences, headlines
-from groupwise.report.page import render
-from groupwise.report.png import write_pngs
-from groupwise.report.samples import MAX_TOKENS, choose_steps, read_change, read_samples
 from groupwise.run.evaluate import Evaluation, save_evaluations
 from groupwise.run.record import read_run, read_runs
 from groupwise.server import rollout_view as text

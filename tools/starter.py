@@ -24,13 +24,12 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
 
-from groupwise.cli_frame import OPTIONS, AsJson, Debug
+from groupwise.cli.frame import OPTIONS, AsJson, Debug, print_json, print_pairs, say
 from groupwise.config.run import STARTER, STARTER_DIR
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError, DataError, ModelError
 from groupwise.model.chat import encode_prompt, encode_supervised
 from groupwise.model.load import load_model, wrap_model
-from groupwise.output import print_json, print_pairs, say
 from groupwise.tasks.prompts import to_prompt
 from groupwise.tasks.starter.tasks import (
     CURIOUS_SKILLS,

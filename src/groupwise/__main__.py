@@ -1,5 +1,5 @@
 """`python -m groupwise` is `groupwise`."""
 
-from groupwise.cli import main
+from groupwise.cli.main import main
 
 main()

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.cluster import health
-from groupwise.cluster.health import Facts, cluster_findings, host_findings
+from groupwise.cli import doctor as health
+from groupwise.cli.doctor import Facts, Finding, cluster_findings, host_findings
 from groupwise.config.launch import World, world
-from groupwise.finding import Finding
 from groupwise.train.ranks import Ranks
 from rank_pairs import on_ranks
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from groupwise.cli import app
+from groupwise.cli.main import app
 from groupwise.config.engine import VllmConfig
 from groupwise.engine.vllm import server as vllm_server
 from groupwise.engine.vllm.server import Launch, ServerProcess, Shape, keep_up, launch_of, rank_of

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import typer
 
-from groupwise.cli import app
+from groupwise.cli.main import app
 from groupwise.config.importers.aitraining import KEYS as AITRAINING
 from groupwise.config.importers.axolotl_keys import KEYS as AXOLOTL
 from groupwise.config.importers.base import Key

@@ -9,7 +9,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from groupwise.cli import app
+from groupwise.cli.main import app
 from groupwise.errors import ConfigError
 from groupwise.sdk.profiles import PROFILES, Machine, choose_profile, find_profile
 
@@ -58,6 +58,6 @@ def test_the_command_lists_them() -> None:
 
 def test_configuration_and_datums_do_without_torch() -> None:
     code = "import sys, groupwise; groupwise.LoopConfig, groupwise.Datum, groupwise.build_grpo_datums; "
-    code += "import groupwise.cli_profiles, groupwise.sdk.profiles; assert 'torch' not in sys.modules"
+    code += "import groupwise.cli.main, groupwise.sdk.profiles; assert 'torch' not in sys.modules"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr

@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from groupwise.cli.frame import finite, print_line, print_pairs
 from groupwise.config.run import STARTER, STARTER_DIR, RunConfig
 from groupwise.config.yaml import inline
 from groupwise.model.memory import StepSize
-from groupwise.output import finite, print_line, print_pairs
 from groupwise.run.check import CheckReport, StepTrial
 from groupwise.run.config_file import LoadedRun
 from groupwise.run.display import before_after_table, said, side_by_side

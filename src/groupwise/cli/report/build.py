@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from groupwise.cli.report.charts import charts_of, write_pngs
+from groupwise.cli.report.page import write_page
 from groupwise.errors import ConfigError
-from groupwise.report.charts import charts_of
-from groupwise.report.page import write_page
-from groupwise.report.png import write_pngs
 from groupwise.run.record import read_runs
 
 PAGE = "report.html"

@@ -14,13 +14,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from groupwise.cli_frame import OPTIONS, AsJson, Debug, examples, print_table
-from groupwise.errors import ConfigError, LoadError
-from groupwise.output import print_json, print_line, say
+from groupwise.cli.frame import (
+    OPTIONS,
+    AsJson,
+    Debug,
+    examples,
+    finite,
+    print_json,
+    print_line,
+    print_table,
+    say,
+    stdout,
+)
+from groupwise.errors import ConfigError, DataError, EnvError, LoadError
 
 if TYPE_CHECKING:
+    from groupwise.config.run import EnvConfig
     from groupwise.rewards.base import RewardFunction
     from groupwise.rewards.check import RewardReport, Row
+    from groupwise.tasks.check.judge import EnvReport
+    from groupwise.tasks.check.play import Wanted
 
 rewards_app = typer.Typer(help="The rewards in the package, and what is wrong with yours.", **OPTIONS)
 
@@ -232,3 +245,207 @@ def _table(report: RewardReport) -> list[list[str]]:
         lines.setdefault(each.probe, [""] * count)[each.row] = shown
     head = ["probe", *(f"row {number + 1}" for number in range(count))]
     return [head, *([probe, *values] for probe, values in lines.items())]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `groupwise env ...`: whether an environment is fit to train in.
+# ----------------------------------------------------------------------------------------------------------------------
+
+ROWS = 32  # of the engine that plays the episodes
+envs_app = typer.Typer(help="Environments: is one fit to train in?", **OPTIONS)
+
+
+@envs_app.callback()
+def env() -> None:
+    """Environments: is one fit to train in?"""
+
+
+@envs_app.command(
+    epilog=examples(
+        "groupwise env check calculator:Calculator --folder examples/envs",
+        "groupwise env check my_envs:Shop --args '{\"items\": 20}' --no-model",
+        "groupwise env check my_envs:Shop --data cases.jsonl --set max_turns=4 --json",
+    )
+)
+def check(
+    name: Annotated[str, typer.Argument(metavar="MODULE:CLASS", help="The environment, as env.environment in a run.")],
+    args: Annotated[str, typer.Option("--args", metavar="JSON", help="Its arguments, as env.args in a run.")] = "{}",
+    folder: Annotated[
+        Path, typer.Option("--folder", metavar="DIR", help="Where the module is; default: here.")
+    ] = Path(),
+    data: Annotated[
+        str | None, typer.Option("--data", metavar="SOURCE", help="Its cases, as data.source in a run.")
+    ] = None,
+    episodes: Annotated[int, typer.Option("--episodes", metavar="N", min=1, help="How many the model plays.")] = 8,
+    model: Annotated[
+        str, typer.Option("--model", metavar="MODEL", help="Who plays them; and whose chat template is used.")
+    ] = "starter",
+    no_model: Annotated[bool, typer.Option("--no-model", help="Only canned replies; no model is loaded.")] = False,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Of a turn, as rollout.max_tokens.")] = 128,
+    deadline: Annotated[
+        float, typer.Option("--deadline", metavar="SECONDS", min=0.01, help="Of a method, as env.step_timeout_s.")
+    ] = 10.0,
+    best: Annotated[float, typer.Option("--best", help="What an episode is worth in which all is right.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any other key of a run's `env`; may be repeated."),
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Play an environment before anything is trained in it: with canned replies, and with a model.
+
+    Does it keep the contract, is it the same for the same seed, can it be had without doing the task? Then one whole
+    episode is shown, the trained tokens in green. Exit code 1 where it has an error; warnings are for you to judge.
+    """
+    config = _config(name, args=args, deadline=deadline, overrides=set_ or ())
+    _quiet_libraries()
+    with redirect_stdout(sys.stderr):  # whatever its code prints
+        from groupwise.tasks.check.play import Wanted
+        from groupwise.types import SamplingParams
+
+        params = SamplingParams(max_tokens=max_tokens)
+        wanted = Wanted(env=config, folder=folder, data=data, model=model, scripts_only=no_model, params=params)
+        report = _check(wanted, episodes=episodes, best=best, seed=seed)
+    tokenizer = _tokenizer(model) if report.shown is not None else None
+    print_json(_env_json(report, tokenizer)) if as_json else _print_env(report, tokenizer)
+    if report.verdict == "error":
+        raise typer.Exit(1)
+
+
+def _config(name: str, *, args: str, deadline: float, overrides: Sequence[str]) -> EnvConfig:
+    """The `env` section of a run. Raises ConfigError."""
+    from pydantic import ValidationError
+
+    from groupwise.config.run import EnvConfig
+    from groupwise.config.yaml import Document
+
+    try:
+        given = json.loads(args)
+    except ValueError as error:
+        raise ConfigError(f"--args is not JSON: {error}", hint="as in --args '{\"items\": 20}'") from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"--args is a {type(given).__name__}; it must be an object of arguments by name")
+    document = Document({"environment": name, "args": given, "step_timeout_s": deadline}, "the command line")
+    for text in overrides:
+        document.override(text, shorthand={})
+    try:
+        return EnvConfig.model_validate(document.data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"])) or name
+        raise ConfigError(f"{key}: {first['msg']}", hint=f"the keys are {', '.join(EnvConfig.model_fields)}") from None
+
+
+def _quiet_libraries() -> None:
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def _check(wanted: Wanted, *, episodes: int, best: float, seed: int) -> EnvReport:
+    from groupwise.engine.local import LocalEngine
+    from groupwise.tasks.check.judge import judge, refused
+    from groupwise.tasks.check.play import opened, try_out
+
+    try:
+        with opened(wanted, say=say, engine_of=lambda base: LocalEngine(base, max_rows=ROWS)) as (environment, engine):
+            say("playing ...")
+            trial = asyncio.run(try_out(environment, engine=engine, episodes=episodes, seed=seed))
+    except (EnvError, DataError) as error:
+        return refused(str(wanted.env.environment).rpartition(":")[2], str(error))
+    return judge(trial, best=best)
+
+
+def _tokenizer(model: str) -> Any:
+    from groupwise.model.load import load_tokenizer
+
+    return load_tokenizer(model)
+
+
+# ---- what is printed ----
+
+
+def _env_json(report: EnvReport, tokenizer: Any) -> dict[str, Any]:
+    from groupwise.tasks.check.judge import runs_of
+
+    shown = report.shown
+    rollout = None if shown is None else shown.rollout
+    return {
+        "environment": report.name,
+        "verdict": report.verdict,
+        "cases": report.cases,
+        "tools": list(report.tools),
+        "findings": [asdict(finding) for finding in report.findings],
+        "policies": [
+            asdict(row) | {"low": finite(row.low), "mean": finite(row.mean), "high": finite(row.high)}
+            for row in report.policies
+        ],
+        "methods": [asdict(row) for row in report.methods],
+        "episode": None
+        if shown is None or rollout is None
+        else {
+            "policy": shown.policy,
+            "case": shown.case,
+            "stop": rollout.stop,
+            "reward": finite(rollout.reward),
+            "turn_rewards": [finite(turn.reward) for turn in rollout.turns],
+            "segments": [[asdict(run) for run in runs] for runs in runs_of(rollout, tokenizer)],
+        },
+    }
+
+
+def _print_env(report: EnvReport, tokenizer: Any) -> None:
+    tools = f", tools {', '.join(report.tools)}" if report.tools else ""
+    print_line(f"{report.name}: {report.verdict} ({report.cases} cases{tools})")
+    for finding in report.findings:
+        policy = f"{finding.policy!r}: " if finding.policy else ""
+        print_line(f"  {finding.severity:<8}{finding.check:<14}{policy}{finding.message}")
+    if report.policies:
+        print_line("")
+        rows = [
+            [
+                row.policy,
+                str(row.episodes),
+                f"{row.turns:.1f}",
+                *map(_number, (row.low, row.mean, row.high)),
+                _ends(row),
+            ]
+            for row in report.policies
+        ]
+        print_table([["policy", "episodes", "turns", "least", "mean", "most", "ended by"], *rows])
+    if report.methods:
+        print_line("")
+        rows = [
+            [row.method, str(row.calls), f"{1000 * row.mean_s:.1f}", f"{1000 * row.max_s:.1f}", _trouble(row)]
+            for row in report.methods
+        ]
+        print_table([["method", "calls", "mean ms", "most ms", ""], *rows])
+    if report.shown is not None:
+        _print_episode(report, tokenizer)
+
+
+def _print_episode(report: EnvReport, tokenizer: Any) -> None:
+    from groupwise.tasks.check.judge import drawn, summary
+
+    assert report.shown is not None
+    print_line("")
+    print_line(f"One episode, of {report.shown.policy}, case {report.shown.case}: {summary(report.shown.rollout)}")
+    console = stdout()
+    for line in drawn(report.shown.rollout, tokenizer):
+        console.print(line, soft_wrap=True)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _ends(row: Any) -> str:
+    return ", ".join(f"{stop} {count}" for stop, count in row.stops.items())
+
+
+def _trouble(row: Any) -> str:
+    said = [f"{row.failed} raised" if row.failed else "", f"{row.hung} never returned" if row.hung else ""]
+    return ", ".join(filter(None, said))

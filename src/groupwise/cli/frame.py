@@ -2,20 +2,64 @@
 
 from __future__ import annotations
 
+import json
+import math
+import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 from typer.core import TyperGroup
 
 from groupwise.errors import GroupwiseError, Interrupted
-from groupwise.output import print_json, print_line, say
 from groupwise.tasks.transcript import visible
 
 if TYPE_CHECKING:
     from groupwise.sdk.client import Client
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# How the command line writes: data to stdout, words to stderr, and nothing of what a model wrote is interpreted.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def stdout() -> Console:
+    """A console on stdout as it is now; colours only on a terminal, none with NO_COLOR."""
+    return Console(highlight=False)
+
+
+def say(text: str) -> None:
+    """A line on stderr."""
+    print(visible(text), file=sys.stderr, flush=True)
+
+
+def print_json(value: Any) -> None:
+    """One line of strict JSON on stdout."""
+    print(json.dumps(value, allow_nan=False))
+
+
+def print_line(text: str, *, console: Console | None = None) -> None:
+    """A line that is not wrapped, so that paths and commands can be copied."""
+    (console or stdout()).print(Text(visible(text)), soft_wrap=True)
+
+
+def print_pairs(rows: Iterable[Sequence[str]], *, console: Console | None = None) -> None:
+    """Rows in aligned columns."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for row in rows:
+        table.add_row(*(Text(visible(cell)) for cell in row))
+    (console or stdout()).print(table)
+
+
+def finite(value: float | None) -> float | None:
+    """`value`, or None where JSON has no number for it."""
+    return value if value is not None and math.isfinite(value) else None
+
 
 EXIT_CODES = (
     "Exit codes: 0 done; 1 the run failed; 2 the configuration or the command line is wrong; 3 the model or something "

@@ -20,12 +20,18 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from groupwise.cli.report import charts as svg
+from groupwise.cli.report.charts import OTHER, Chart, charts_of, constants
+from groupwise.cli.report.facts import (
+    config_differences,
+    headlines,
+    held_out_table,
+    kept_step,
+    number_table,
+    what_it_was,
+)
+from groupwise.cli.report.samples import MAX_TOKENS, ShownStep, choose_steps, read_change, read_samples
 from groupwise.errors import StorageError
-from groupwise.report import svg
-from groupwise.report.charts import Chart, charts_of, constants
-from groupwise.report.facts import config_differences, headlines, held_out_table, kept_step, number_table, what_it_was
-from groupwise.report.samples import MAX_TOKENS, ShownStep, choose_steps, read_change, read_samples
-from groupwise.report.specs import OTHER
 from groupwise.run.health import Finding, Report
 from groupwise.run.record import RunRecord
 from groupwise.server.rollout_view import Piece, ShownCompletion, change, duration, number, plain, reward

@@ -20,9 +20,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from groupwise.cli_frame import OPTIONS, ApiKey, AsJson, Debug, Url, examples, open_client, print_answer, print_table
+from groupwise.cli.frame import (
+    OPTIONS,
+    ApiKey,
+    AsJson,
+    Debug,
+    Url,
+    examples,
+    finite,
+    open_client,
+    print_answer,
+    print_json,
+    print_line,
+    print_pairs,
+    print_table,
+    say,
+)
 from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, RemoteError, StorageError
-from groupwise.output import finite, print_json, print_line, print_pairs, say
 
 if TYPE_CHECKING:
     from groupwise.sdk.client import Client

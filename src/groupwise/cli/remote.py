@@ -20,9 +20,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from groupwise.cli_frame import OPTIONS, ApiKey, AsJson, Debug, Url, examples, open_client, print_answer, print_table
+from groupwise.cli.frame import (
+    OPTIONS,
+    ApiKey,
+    AsJson,
+    Debug,
+    Url,
+    examples,
+    open_client,
+    print_answer,
+    print_line,
+    print_pairs,
+    print_table,
+    say,
+)
 from groupwise.errors import ConfigError, DataError
-from groupwise.output import print_line, print_pairs, say
 from groupwise.tasks.transcript import visible
 
 if TYPE_CHECKING:

@@ -17,9 +17,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from groupwise.cli_frame import ApiKey, AsJson, Debug, Url, examples, open_client, print_answer, print_table
+from groupwise.cli.frame import (
+    ApiKey,
+    AsJson,
+    Debug,
+    Url,
+    examples,
+    open_client,
+    print_answer,
+    print_json,
+    print_line,
+    print_table,
+    say,
+)
 from groupwise.errors import ConfigError, DataError
-from groupwise.output import print_json, print_line, say
 
 if TYPE_CHECKING:
     from groupwise.config.run import RunConfig
@@ -117,7 +128,7 @@ def report_(
     debug: Debug = False,
 ) -> None:
     """Write one HTML page of what a run did: its curves, evaluations, findings and completions."""
-    from groupwise.report.build import report
+    from groupwise.cli.report.build import report
 
     run_dir, *others = map(find_run, [run, *(compare or ())])
     written = report(run_dir, compare=others, out=out, png=png, steps=step or ())

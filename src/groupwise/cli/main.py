@@ -11,32 +11,255 @@ ends with a message that says what to do and with the error's exit code (see `er
 from __future__ import annotations
 
 import os
+import subprocess
 import warnings
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from groupwise import (
-    cli_adapters,
-    cli_envs,
-    cli_launch,
-    cli_profiles,
-    cli_remote,
-    cli_rewards,
-    cli_runs,
-    cli_ui,
-    cli_vllm,
+from groupwise.cli import adapters as cli_adapters
+from groupwise.cli import checks as cli_envs
+from groupwise.cli import checks as cli_rewards
+from groupwise.cli import remote as cli_remote
+from groupwise.cli import runs as cli_runs
+from groupwise.cli.frame import (
+    EXIT_CODES,
+    OPTIONS,
+    ApiKey,
+    AsJson,
+    Debug,
+    Set,
+    examples,
+    print_json,
+    print_table,
+    say,
+    stdout,
 )
-from groupwise.cli_frame import EXIT_CODES, OPTIONS, ApiKey, AsJson, Debug, Set, examples
+from groupwise.cli.runs import find_run
 from groupwise.config.launch import world
-from groupwise.errors import ConfigError, Interrupted
-from groupwise.output import print_json, say, stdout
+from groupwise.errors import ConfigError, GroupwiseError, Interrupted
 
 if TYPE_CHECKING:
     from groupwise.config.run import RunConfig
     from groupwise.run.config_file import LoadedRun
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `groupwise ui RUN [RUN ...]`: the web interface over the directories of runs, finished or going on.
+#
+#     groupwise ui arithmetic                       # the newest run of that name under runs/
+#     groupwise ui runs/lr-*                        # several, to compare; seeds of one configuration are drawn as a band
+#
+# No model is loaded and nothing is written; a run that goes on is followed as it writes.
+# ----------------------------------------------------------------------------------------------------------------------
+
+PORT = 8421  # beside `groupwise serve`, which is on 8420
+
+
+def add_ui(app: typer.Typer) -> None:
+    """Make the command part of `groupwise`."""
+    app.command(
+        epilog=examples("groupwise ui arithmetic", "groupwise ui runs/arithmetic-*", "groupwise ui a b --port 0")
+    )(ui)
+
+
+def ui(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN...", help="Directories of runs, or their names under runs/.")
+    ],
+    host: Annotated[str | None, typer.Option(help="Where to listen; other than loopback needs an API key.")] = None,
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = PORT,
+    api_key: ApiKey = None,
+    debug: Debug = False,
+) -> None:
+    """Look at runs in a browser: curves, seeds as bands, configurations, completions token by token, findings."""
+    from groupwise.config.serve import serve_config
+    from groupwise.server.runs import open_runs, serve_runs
+
+    given = {"host": host, "port": port, "api_key": api_key}
+    config = serve_config({key: value for key, value in given.items() if value is not None})
+    serve_runs(open_runs([_directory(text) for text in runs]), config, announce=say)
+
+
+def _directory(text: str) -> Path:
+    """What is a directory is meant; otherwise a name under runs/."""
+    return Path(text) if Path(text).is_dir() else find_run(text)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `groupwise vllm-serve`: vLLM for a run, in a process tree of its own.
+#
+#     groupwise vllm-serve my.yaml                                    # on one GPU, or here in a terminal of its own
+#     groupwise run my.yaml engine=vllm vllm.urls=[http://localhost:8000]
+#
+# The server is what the run's own would be (docs/vllm.md): the model, the type and the adapters' rank are the file's. It
+# is started again when it dies, and it goes, with every process of vLLM's, when this command does, however it ends.
+# ----------------------------------------------------------------------------------------------------------------------
+
+DEFAULT_PORT = 8000  # vLLM's
+
+
+def add_vllm(app: typer.Typer) -> None:
+    """Make the command part of `groupwise`."""
+    shown = examples("groupwise vllm-serve configs/arithmetic.yaml", "groupwise vllm-serve my.yaml vllm.port=8001")
+    app.command(name="vllm-serve", epilog=shown)(vllm_serve)
+
+
+def vllm_serve(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Overrides, such as vllm.port=8001.", show_default=False),
+    ] = None,
+    set_: Set = None,
+    debug: Debug = False,
+) -> None:
+    """Start vLLM for the runs of CONFIG and keep it alive; Ctrl-C ends it."""
+    from groupwise.run.config_file import read_words
+
+    loaded = read_words([config, "engine=vllm", *(overrides or ()), *(set_ or ())])
+    from groupwise.engine.vllm.engine import read_launch
+    from groupwise.engine.vllm.server import keep_up
+
+    launch = read_launch(loaded.runnable(), port=loaded.config.vllm.port or DEFAULT_PORT)
+    say(f"starting vLLM; when it is up: groupwise run {config} engine=vllm vllm.urls=[{launch.url}]")
+    keep_up(launch, say=say)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `groupwise launch CONFIG`: start a run in several processes, on one machine or many, or show how.
+#
+# groupwise launch my.yaml train.devices=8              # torchrun, here
+# groupwise launch my.yaml --print                      # only show the command lines, or the Slurm script
+# groupwise launch my.yaml --doctor                     # would it work? versions, GPUs, storage, clocks, network
+# groupwise launch my.yaml launcher.kind=slurm          # hand it to sbatch
+# groupwise launch my.yaml launcher.kind=ray            # learners, engines and workers as actors of Ray
+# groupwise launch my.yaml --node 1                     # of several machines without Slurm: this is the second
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def add_launch(app: typer.Typer) -> None:
+    """Make the command part of `groupwise`."""
+    app.command(
+        context_settings={"help_option_names": ["-h", "--help"], "ignore_unknown_options": True},
+        epilog=examples(
+            "groupwise launch configs/arithmetic.yaml train.devices=2",
+            "groupwise launch my.yaml train.devices=16 launcher.kind=slurm launcher.nodes=2 --print",
+        ),
+    )(launch)
+
+
+def launch(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Overrides, such as train.devices=8.", show_default=False),
+    ] = None,
+    show: Annotated[bool, typer.Option("--print", help="Show what would be run, and run nothing.")] = False,
+    node: Annotated[int, typer.Option(min=0, help="Of several machines without Slurm: which one this is, from 0.")] = 0,
+    doctor: Annotated[
+        bool, typer.Option("--doctor", help="Start the processes, and have them look whether they can train together.")
+    ] = False,
+    set_: Set = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Start CONFIG in `train.devices` processes, with torchrun or as a Slurm job, or as actors of Ray (`launcher`)."""
+    from groupwise.run.config_file import read_words
+    from groupwise.run.launch import launch_of
+
+    words = [config, *(overrides or ()), *(set_ or ())]
+    loaded = read_words(words).runnable()
+    if loaded.launcher.kind == "ray":
+        if doctor or node:
+            raise ConfigError("--doctor and --node do not go with launcher.kind ray, which starts all there is itself")
+        return _on_ray(loaded, show=show, as_json=as_json)
+    plan = launch_of(loaded, ("doctor",) if doctor else ("run", *words))
+    if as_json:
+        return print_json({"commands": [list(command) for command in plan.commands], "script": plan.script})
+    if show:
+        return print(plan, end="")
+    if plan.script is not None:
+        return _submit(plan.script)
+    if node >= len(plan.commands):
+        raise ConfigError(f"--node {node}: launcher.nodes is {len(plan.commands)}, and they are counted from 0")
+    command = plan.commands[node]
+    os.execv(command[0], command)  # signals and the exit code are torchrun's
+
+
+def _on_ray(config: RunConfig, *, show: bool, as_json: bool) -> None:
+    """Run it, or print the bundles that Ray is to reserve."""
+    from groupwise.cli.print import print_run
+    from groupwise.run.loop import run
+    from groupwise.run.ray import roles_of, supervise
+
+    if show or as_json:
+        bundles = [dict(bundle) for bundle in roles_of(config).bundles]
+        return print_json({"bundles": bundles}) if as_json else print(*bundles, sep="\n")
+    result = supervise(config, run, say=say)
+    print_run(stdout(), config, result)
+    if result.interrupted:
+        raise typer.Exit(Interrupted.exit_code)
+
+
+def _submit(script: str) -> None:
+    try:
+        done = subprocess.run(["sbatch"], input=script, text=True, check=False)
+    except FileNotFoundError:
+        hint = "run it where Slurm is, or hand in what --print shows"
+        raise ConfigError("there is no sbatch on this machine", hint=hint) from None
+    if done.returncode:
+        raise GroupwiseError(f"sbatch refused the job (exit code {done.returncode})", hint="--print shows the script")
+    say("the job is queued; its log is where #SBATCH --output says")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `groupwise profiles`: the hardware profiles, and which of them this machine holds.
+#
+#     groupwise profiles           # name, device, memory, what it trains, and whether it fits here
+#     groupwise profiles --json
+#
+# Their names are what `infra.training_shape_id` and `infra.ref_training_shape_id` take (docs/sdk.md).
+# ----------------------------------------------------------------------------------------------------------------------
+
+HEAD = ("profile", "device", "memory", "weights", "trains", "longest", "rows", "here")
+TRAINS = {"any": "both", "lora": "adapter", "full": "all parameters"}
+
+
+def add_profiles(app: typer.Typer) -> None:
+    """Make the command part of `groupwise`."""
+    app.command(epilog=examples("groupwise profiles", "groupwise profiles --json"))(profiles)
+
+
+def profiles(as_json: AsJson = False, debug: Debug = False) -> None:
+    """The hardware profiles that a loop of your own can name, and which fit this machine."""
+    from groupwise.sdk.profiles import PROFILES, Machine, choose_profile
+
+    machine = Machine.here()
+    chosen = {"lora": choose_profile(lora=True, machine=machine).name}
+    chosen["full"] = choose_profile(lora=False, machine=machine).name
+    if as_json:
+        listed = [asdict(profile) | {"fits": profile.fits(machine)} for profile in PROFILES.values()]
+        return print_json({"profiles": listed, "machine": dict(machine.memory_gb), "default": chosen})
+    rows = [
+        (
+            profile.name,
+            profile.device,
+            f"{profile.memory_gb} GB",
+            profile.dtype,
+            TRAINS[profile.trains],
+            f"{profile.max_seq_len} tokens",
+            str(profile.batch_rows),
+            "yes" if profile.fits(machine) else "no",
+        )
+        for profile in PROFILES.values()
+    ]
+    print_table([HEAD, *rows])
+    say(f"without a name: {chosen['lora']} for an adapter, {chosen['full']} for all parameters")
+
 
 Config = Annotated[
     str, typer.Argument(metavar="CONFIG", help="The run's YAML file, or aitraining's flags.", show_default=False)
@@ -50,11 +273,11 @@ FLAGS = {"help_option_names": ["-h", "--help"], "ignore_unknown_options": True} 
 
 app = typer.Typer(epilog=EXIT_CODES, **OPTIONS)
 cli_remote.add_to(app)
-cli_launch.add_launch(app)
+add_launch(app)
 cli_runs.add_to(app)
-cli_ui.add_ui(app)
-cli_profiles.add_profiles(app)
-cli_vllm.add_vllm(app)
+add_ui(app)
+add_profiles(app)
+add_vllm(app)
 app.add_typer(cli_adapters.app, name="adapters")
 app.add_typer(cli_rewards.rewards_app, name="rewards")
 app.add_typer(cli_envs.envs_app, name="env")
@@ -102,8 +325,8 @@ def run(
     flags name an environment: --rl-env-module, --rl-env-class, --rl-env-config and the others.
     """
     loaded = _load(config, overrides, set_)
+    from groupwise.cli.print import print_run, run_as_json
     from groupwise.run.loop import run as train
-    from groupwise.summary import print_run, run_as_json
 
     result = train(loaded)
     if world().leads:
@@ -132,8 +355,8 @@ def check(
 ) -> None:
     """Load everything and score a few completions; trains nothing, writes nothing."""
     loaded = _read(config, overrides, set_)
+    from groupwise.cli.print import check_as_json, notes_as_json, origins_as_json, print_check, print_origins
     from groupwise.run.check import check as try_out
-    from groupwise.summary import check_as_json, notes_as_json, origins_as_json, print_check, print_origins
 
     if origins:
         print_json(notes_as_json(loaded) | origins_as_json(loaded)) if as_json else print_origins(stdout(), loaded)
@@ -174,7 +397,7 @@ def import_(
     from groupwise.run.config_file import import_run, written
 
     loaded = import_run(arguments or [], system=system)
-    from groupwise.summary import notes_as_json
+    from groupwise.cli.print import notes_as_json
 
     text = written(loaded, out)
     if as_json:
@@ -215,8 +438,8 @@ def eval_(
 ) -> None:
     """The mean reward of the base model or an adapter on CONFIG's evaluation prompts; pass@k where eval.k is more."""
     loaded = _load(config, overrides, set_)
+    from groupwise.cli.print import evaluation_as_json, print_evaluation
     from groupwise.run.eval_adapter import assess
-    from groupwise.summary import evaluation_as_json, print_evaluation
 
     result, policy = assess(loaded, adapter=adapter, modes=tuple(mode or ()), note=say)
     by = None if loaded.eval is None else loaded.eval.by
@@ -299,7 +522,7 @@ def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
     _quiet_libraries()
     from rich.text import Text
 
-    from groupwise.doctor import examine
+    from groupwise.cli.doctor import examine
 
     styles = {"ok": "green", "warn": "yellow", "fail": "red", "absent": "dim"}
     console, findings = stdout(), []

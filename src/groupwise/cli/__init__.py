@@ -1,0 +1,1 @@
+"""The command line: `groupwise run | serve | train | adapters | rollouts | check | doctor ...`."""

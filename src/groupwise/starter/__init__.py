@@ -1,9 +1,0 @@
-"""The starter: a small model of our own, in the wheel, so that everything runs with no download.
-
-    tasks.py            what it was taught, and the prompts to train it further with
-    tokenizer.py        its byte-level tokenizer
-    chat_template.jinja its chat format
-
-About two million parameters, trained from scratch on what tasks.py generates, and stopped half good on purpose: a
-policy that always fails gives GRPO no signal, and one that always succeeds leaves it nothing to learn.
-"""
