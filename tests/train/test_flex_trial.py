@@ -1,6 +1,6 @@
 """FlexAttention in training: tried first, refused loudly, and the gradients of merged attention where it is used.
 
-What is compiled on a GPU runs uncompiled here, densely (as in tests/algo/test_flex.py).
+What is compiled on a GPU runs uncompiled here, densely (as in tests/model/test_flex.py).
 """
 
 from __future__ import annotations

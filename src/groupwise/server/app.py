@@ -69,10 +69,7 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
     from starlette.middleware.cors import CORSMiddleware
 
     from groupwise import __version__
-    from groupwise.server import adapters, admin, findings, rollout_log, rollouts, train
-    from groupwise.server import admin as live
-    from groupwise.server import openai as chat
-    from groupwise.server import openai as completions
+    from groupwise.server import adapters, admin, findings, openai, rollout_log, rollouts, train
     from groupwise.server.bodies import describe
     from groupwise.server.errors import add_handlers, private_paths
     from groupwise.server.guard import Gate, Guard
@@ -80,7 +77,7 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
 
     app = FastAPI(title="Groupwise", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.server = server
-    for module in (chat, completions, rollouts, rollout_log, train, findings, adapters, admin, live):
+    for module in (openai, rollouts, rollout_log, train, findings, adapters, admin):
         app.include_router(module.router)
     config = server.config
     if config.trainer_routes:

@@ -16,12 +16,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from test_ledger import DAY, ERROR, Clock
 
 from groupwise.errors import IdempotencyConflictError, LeaseLostError, NotCancellableError, QueueFullError
 from groupwise.store import ledger, ledger_schema
 from groupwise.store import ledger as ledger_attempts
 from groupwise.store.ledger import MAX_SERVER_DEATHS, Cause, JobState, Lease, Ledger
-from test_ledger import DAY, ERROR, Clock
 
 MAX_ATTEMPTS, MAX_QUEUED, KEEP_JOBS = 3, 4, 3
 WORKERS = st.sampled_from(["a", "b"])

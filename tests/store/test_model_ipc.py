@@ -31,7 +31,7 @@ from groupwise.train.learner import Learner
 from groupwise.types import Sample
 from ipc_peer import SharedMemory
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent.parent
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from groupwise.store.ledger_schema import JobState
 from groupwise.train.learner import Learner
 from job_place import CRASHING, KILLED, PROMPTS, SMALL, Place, groups
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent.parent
 WAIT_S = 120  # for a process that must import torch on a busy machine
 
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from test_ledger import publish, submit, take
 
 from groupwise.store import ledger_schema
 from groupwise.store.ledger import MAX_SERVER_DEATHS, Cause, JobState, Ledger
-from test_ledger import publish, submit, take
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from groupwise.algo.advantage import AdvantageSpec
 from groupwise.algo.metrics import DEFINITIONS, rollout_metrics, sample_metrics, time_metrics
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Sample, Turn
 
-DOC = (Path(__file__).parent.parent / "docs" / "metrics.md").read_text(encoding="utf-8")
+DOC = (Path(__file__).parent.parent.parent / "docs" / "metrics.md").read_text(encoding="utf-8")
 STOP, CUT = FinishReason.STOP, FinishReason.LENGTH
 
 

@@ -17,7 +17,7 @@ from groupwise.errors import GroupwiseError, LedgerDamagedError, NotReadyError, 
 from groupwise.store import faults, ledger_schema
 from groupwise.store.ledger import Job, JobState, Ledger
 
-SCRIPT = Path(__file__).with_name("ledger_crash.py")
+SCRIPT = Path(__file__).parent.with_name("ledger_crash.py")
 
 
 def play(scenario: str, root: Path) -> dict[str, int]:

@@ -13,7 +13,7 @@ from groupwise.tasks.episode import SingleTurn
 from groupwise.train.learner import Learner
 from groupwise.types import Prompt
 
-DEMO = Path(__file__).parents[1] / "configs" / "arithmetic.yaml"
+DEMO = Path(__file__).parents[2] / "configs" / "arithmetic.yaml"
 
 
 def demo(*overrides: str) -> RunConfig:

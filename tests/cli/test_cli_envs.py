@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from groupwise.cli.checks import envs_app
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 MINE = '''
 import random
 import threading
