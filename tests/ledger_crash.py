@@ -1,6 +1,6 @@
 """Processes that use one ledger and are killed; run as a script: `python ledger_crash.py SCENARIO ROOT`.
 
-Imports nothing but the standard library and groupwise.store.ledger, so that a forked child starts in a millisecond. This
+Imports nothing but the standard library and `store.ledger`, so that a forked child starts in a millisecond. This
 process never opens the ledger itself: SQLite must not be carried across a fork.
 
 A child writes a line to ROOT/history after each fact that it was told of (O_APPEND: a line is whole or absent). A

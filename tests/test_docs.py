@@ -243,3 +243,11 @@ def test_every_link_leads_somewhere(path: Path) -> None:
         there = (path.parent / target).resolve() if target else path
         assert there.exists(), link
         assert not anchor or anchor in anchors(there), link
+
+
+def test_the_map_of_files_is_of_the_files(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    import generate_architecture
+
+    written = generate_architecture.PAGE.read_text(encoding="utf-8")
+    assert generate_architecture.page(written) == written

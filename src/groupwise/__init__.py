@@ -20,7 +20,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from groupwise.config.importers.trl import from_trl as from_trl
     from groupwise.config.loss import LossSpec as LossSpec
     from groupwise.config.loss import resolve_loss as resolve_loss
     from groupwise.config.run import RunConfig as RunConfig
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from groupwise.model.load import load_model as load_model
     from groupwise.rewards.base import RewardFunction as RewardFunction
     from groupwise.run.config_file import load_config as load_config
+    from groupwise.run.from_trl import from_trl as from_trl
     from groupwise.run.loop import RunResult as RunResult
     from groupwise.run.loop import run as run
     from groupwise.sdk.client import AsyncClient as AsyncClient

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from groupwise.config.importers import cookbook
-from groupwise.config.importers.cookbook import (
+from groupwise.config.loss import loss_of
+from groupwise.config.run import RunConfig
+from groupwise.errors import ConfigError, DataError
+from groupwise.sdk.cookbook_config import (
     IDLE,
     LOSSES,
     NOT_HERE,
@@ -31,9 +34,6 @@ from groupwise.config.importers.cookbook import (
     notes,
     run_config,
 )
-from groupwise.config.loss import loss_of
-from groupwise.config.run import RunConfig
-from groupwise.errors import ConfigError, DataError
 
 
 def shorter(completion: str, row: dict) -> float:

@@ -17,10 +17,10 @@ from groupwise.cli.main import app
 from groupwise.config.importers.aitraining import KEYS as AITRAINING
 from groupwise.config.importers.axolotl_keys import KEYS as AXOLOTL
 from groupwise.config.importers.base import Key
-from groupwise.config.importers.cookbook import Config
 from groupwise.config.importers.trl import KEYS as TRL
 from groupwise.config.run import AlgoConfig, RunConfig
 from groupwise.config.yaml import key_paths
+from groupwise.sdk.cookbook_config import Config
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "migrating.md").read_text(encoding="utf-8")

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from groupwise.config.importers.trl import KEYS, from_trl
+from groupwise.config.importers.trl import KEYS
 from groupwise.config.load import load_object
 from groupwise.config.loss import loss_of
 from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError, LoadError
 from groupwise.run.config_file import LoadedRun, read_run
+from groupwise.run.from_trl import from_trl
 from groupwise.run.loop import run
 
 FILE = """\

@@ -690,7 +690,8 @@ def test_threads_share_a_ledger(book):
 
 
 def test_the_ledger_imports_next_to_nothing():
-    code = "import sys, groupwise.store.ledger; print({'torch', 'numpy', 'pydantic', 'groupwise.store.adapters'} & set(sys.modules))"
+    heavy = {"torch", "numpy", "pydantic", "groupwise.store.adapters"}
+    code = f"import sys, groupwise.store.ledger; print({heavy} & set(sys.modules))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ran.stdout.strip() == "set()", ran.stderr
 

@@ -36,7 +36,8 @@ from groupwise.errors import ConfigError
 # What a policy loss is computed from: the loss tokens of one micro-batch and the counts of the batch it belongs to.
 #
 # A batch is cut into micro-batches, and its loss must not depend on the cut. So the totals that a loss divides by are
-# those of the whole batch: they come with the inputs and are never counted from the tokens at hand. A row is a completion
+# those of the whole batch: they come with the inputs and are never counted from the tokens at hand. A row is a
+# completion
 # or a segment of an episode; a sequence is a completion or a whole episode, whose rows may be in several micro-batches.
 #
 # Log-probabilities are in nats. Shapes: N loss tokens of the micro-batch, flat; B its rows (completions).
@@ -142,7 +143,8 @@ def exp_ratio(log_ratio: Tensor) -> Tensor:
 # With cap C and floor f, which bound the ratio and not its logarithm:
 #
 #     tis_token        clip(exp g_t, f, C)                    truncated importance sampling; biased towards 0
-#     tis_sequence     clip(exp sum_row g, f, C)              unbiased when nothing is clipped; variance grows with length
+#     tis_sequence     clip(exp sum_row g, f, C)              unbiased when nothing is clipped; variance grows with
+#     length
 #     mask_token       exp g_t         if in [f, C] else 0    IcePop, arXiv 2510.18855
 #     mask_sequence    exp sum_row g   if in [f, C] else 0
 #     mask_geometric   1 if exp mean_row g in [f, C] else 0   does not depend on length

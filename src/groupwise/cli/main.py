@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 # `groupwise ui RUN [RUN ...]`: the web interface over the directories of runs, finished or going on.
 #
 #     groupwise ui arithmetic                       # the newest run of that name under runs/
-#     groupwise ui runs/lr-*                        # several, to compare; seeds of one configuration are drawn as a band
+#     groupwise ui runs/lr-*                        # several, to compare; seeds of one configuration are drawn as a
+#     band
 #
 # No model is loaded and nothing is written; a run that goes on is followed as it writes.
 # ----------------------------------------------------------------------------------------------------------------------
@@ -95,7 +96,8 @@ def _directory(text: str) -> Path:
 #     groupwise vllm-serve my.yaml                                    # on one GPU, or here in a terminal of its own
 #     groupwise run my.yaml engine=vllm vllm.urls=[http://localhost:8000]
 #
-# The server is what the run's own would be (docs/vllm.md): the model, the type and the adapters' rank are the file's. It
+# The server is what the run's own would be (docs/vllm.md): the model, the type and the adapters' rank are the file's.
+# It
 # is started again when it dies, and it goes, with every process of vLLM's, when this command does, however it ends.
 # ----------------------------------------------------------------------------------------------------------------------
 

@@ -26,27 +26,33 @@ from groupwise.errors import ConfigError
 # ----------------------------------------------------------------------------------------------------------------------
 # Bytes that a micro-batch's forward and backward pass takes: what autograd keeps, and what is on top at the peak.
 #
-# Counted on the code, and set right by the peaks that benchmarks/memory.py measures (16-bit bases with checkpointing, the
+# Counted on the code, and set right by the peaks that benchmarks/memory.py measures (16-bit bases with checkpointing,
+# the
 # tiles of the head). A layer of the lean forward (`backbone`) keeps, for each of S packed tokens, with hidden size H,
 # MLP size F, Q query and V key-value features and rank r (in brackets: where it differs):
 #
 #     norms       2 H                    their inputs    [16 bits: copies in float32; trained: x / rms(x) as well]
-#     projections 4 H + Q + F + 7 r      their inputs    [16 bits, dropout: float32, one for each module, as PEFT has it]
+#     projections 4 H + Q + F + 7 r      their inputs    [16 bits, dropout: float32, one for each module, as PEFT has
+#     it]
 #     q, k, v     Q + 2 V                where q and k have norms                        [16 bits: Q + V, in float32]
 #     MLP         2 F                    gate and up     [3 F where transformers' own runs]
 #
 # and in attention (`algo.attention`), on the padded grids of prompts (P x L cells) and of completions (B x C cells):
 #
-#     completions 2 Q + 2 V + heads (L + C + 1) a cell: queries, keys, values, output; all scores' exponentials, their sum
+#     completions 2 Q + 2 V + heads (L + C + 1) a cell: queries, keys, values, output; all scores' exponentials, their
+#     sum
 #     prompts     2 Q + 2 V a cell with a fused kernel, Q + 2 V + heads L without
 #     prefix tree Q + V a token (and q, k, v, unless a norm has kept them); scores are computed again (`algo.tree`)
 #     flex        2 Q + 3 V + heads a token, of either kind; scores are computed again, in the kernel (`algo.flex`)
-#     padded      as prompts, of rows with prompt and completion, where a model cannot run packed; without a fused kernel
+#     padded      as prompts, of rows with prompt and completion, where a model cannot run packed; without a fused
+#     kernel
 #                 where it has only its own
 #
 # What forward kept is all there when the last layer's backward begins; the largest of what that adds comes on top:
-# gradients around the gated MLP (H + 4 F a token), or around the scores (as many again, and up to 5 Q + 2 V a cell) less
-# what the MLP has given back, or the tiles of the LM head. With gradient checkpointing forward keeps H a token and layer,
+# gradients around the gated MLP (H + 4 F a token), or around the scores (as many again, and up to 5 Q + 2 V a cell)
+# less
+# what the MLP has given back, or the tiles of the LM head. With gradient checkpointing forward keeps H a token and
+# layer,
 # and one layer as above is there again in backward. Other architectures are counted as if they were of this kind with
 # transformers' modules, which is up to some tens of per cent off.
 # ----------------------------------------------------------------------------------------------------------------------

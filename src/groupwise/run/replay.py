@@ -266,7 +266,8 @@ class RerollQueue:
 #
 #     filter [low, high]   those with p outside are passed over (as in online difficulty filtering, arXiv 2504.03380),
 #                          but looked at again every fourth epoch, for the policy changes
-#     weight               each is drawn in proportion to  p (1 - p) + 0.05  (the reward's variance, on which the gradient
+#     weight               each is drawn in proportion to  p (1 - p) + 0.05  (the reward's variance, on which the
+#     gradient
 #                          depends, arXiv 2502.12272), at most once an epoch
 #
 # Both walk through the epochs of a PromptSource and pass over some of its prompts, so that tickets and cursor are its

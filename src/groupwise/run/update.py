@@ -213,7 +213,8 @@ def combined_kl(parts: Sequence[Metrics]) -> Metrics:
 #     sft    `epochs` passes over the examples, each cut into steps of `batch_size`
 #
 # Step k's batch follows from the configuration and k alone, so that a job that goes on from a checkpoint does what it
-# would have done. Groups whose rewards are all equal are left out before anything is computed, unless another term of the
+# would have done. Groups whose rewards are all equal are left out before anything is computed, unless another term of
+# the
 # loss has a gradient there (a KL, an entropy bonus), as in a run.
 #
 # What was posted as text has no behaviour logprobs; nobody knows what sampled it. It gets those of the policy that the

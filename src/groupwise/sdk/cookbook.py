@@ -6,7 +6,7 @@
                          policy_loss="dapo", deployment=DeployConfig(tokenizer_model="Qwen/Qwen3-0.6B"),
                          weight_sync=WeightSyncConfig(weight_sync_interval=4, dcp_save_interval=20)))
 
-What its fields mean here is in `groupwise.config.importers.cookbook`. The same script, started again, goes on from the newest
+What its fields mean here is in `groupwise.sdk.cookbook_config`. The same script, started again, goes on from the newest
 checkpoint in `log_path`.
 """
 
@@ -18,7 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from groupwise.config.importers.cookbook import (
+from groupwise.errors import ConfigError
+from groupwise.model.load import load_tokenizer
+from groupwise.run.loop import RunResult, run
+from groupwise.sdk.cookbook_config import (
     CISPOConfig,
     ConcurrencyConfig,
     Config,
@@ -36,9 +39,6 @@ from groupwise.config.importers.cookbook import (
     notes,
     run_config,
 )
-from groupwise.errors import ConfigError
-from groupwise.model.load import load_tokenizer
-from groupwise.run.loop import RunResult, run
 from groupwise.store.files import replace
 from groupwise.store.rundir import ROLLOUTS
 from groupwise.store.tracking import read_rollouts

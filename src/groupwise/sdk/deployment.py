@@ -18,8 +18,11 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from groupwise.config.importers import cookbook
-from groupwise.config.importers.cookbook import (
+from groupwise.engine.local import LocalEngine
+from groupwise.errors import ConfigError
+from groupwise.model.load import LoadedModel
+from groupwise.sdk import cookbook_config as cookbook
+from groupwise.sdk.cookbook_config import (
     NAMES,
     DeployConfig,
     InfraConfig,
@@ -27,9 +30,6 @@ from groupwise.config.importers.cookbook import (
     WeightSyncScope,
     model_of,
 )
-from groupwise.engine.local import LocalEngine
-from groupwise.errors import ConfigError
-from groupwise.model.load import LoadedModel
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import is_name
 from groupwise.types import Completion, PolicyVersion, SamplingRequest
@@ -172,7 +172,8 @@ def attach_deployment(name: str, open_it: Callable[[], Deployment], *, model: st
 #                deployment=DeployConfig(tokenizer_model="starter"),
 #                weight_sync=WeightSyncConfig(weight_sync_interval=1, dcp_save_interval=10))
 #
-# The recipe's `cookbook.Config` has the same fields under the same names, and `setup_infra` takes either. No torch here.
+# The recipe's `cookbook.Config` has the same fields under the same names, and `setup_infra` takes either. No torch
+# here.
 # ----------------------------------------------------------------------------------------------------------------------
 
 __all__ = ["DeployConfig", "InfraConfig", "LoopConfig", "WeightSyncConfig", "WeightSyncScope"]

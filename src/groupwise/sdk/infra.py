@@ -25,12 +25,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from groupwise.config.importers import cookbook
-from groupwise.config.importers.cookbook import SERVICE, idle_notes, require_tokenizer
 from groupwise.config.run import LoraSpec
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.model.load import LoadedModel, load_model
+from groupwise.sdk import cookbook_config as cookbook
+from groupwise.sdk.cookbook_config import SERVICE, idle_notes, require_tokenizer
 from groupwise.sdk.deployment import (
     Deployment,
     LoopConfig,

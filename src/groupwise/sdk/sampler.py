@@ -26,10 +26,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from groupwise.config.importers.cookbook import require_tokenizer
 from groupwise.errors import ConfigError, ContextLengthError, DataError
 from groupwise.model.chat import encode_prompt
 from groupwise.model.load import load_tokenizer
+from groupwise.sdk.cookbook_config import require_tokenizer
 from groupwise.sdk.datums import Datum, datum_of
 from groupwise.sdk.deployment import Deployment
 from groupwise.types import (
@@ -48,7 +48,8 @@ from groupwise.types import (
 # Requests that are sent in one turn of the event loop, submitted together.
 #
 # Single requests that were sent one by one would be admitted as they happen to arrive, and what is computed together
-# decides rounding. Together they are admitted together, in order: a seeded batch on an idle engine draws the same tokens
+# decides rounding. Together they are admitted together, in order: a seeded batch on an idle engine draws the same
+# tokens
 # every time, and its prompts are prefilled at once.
 # ----------------------------------------------------------------------------------------------------------------------
 

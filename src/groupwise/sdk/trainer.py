@@ -88,7 +88,8 @@ class Pending(Generic[T]):
 #     <directory>/.metadata, __0_0.distcp    the policy and the optimizer's moments, by `learner_state`'s names
 #     <directory>/state.json                 counters, and what the loop wants back: its step, its cursor
 #
-# A state is written under another name, forced to the disk and renamed, so that one that can be seen is whole. Load only
+# A state is written under another name, forced to the disk and renamed, so that one that can be seen is whole. Load
+# only
 # states that you made: torch's metadata is a pickle.
 # ----------------------------------------------------------------------------------------------------------------------
 

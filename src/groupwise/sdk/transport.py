@@ -294,7 +294,8 @@ class EventReader:
 # ----------------------------------------------------------------------------------------------------------------------
 # Who carries the client's flows out: one driver blocks, one awaits. Nothing else of the client knows the difference.
 #
-# `Call` and `Stream` make a method of a flow: on a blocking client it returns what the flow results in, or an iterator of
+# `Call` and `Stream` make a method of a flow: on a blocking client it returns what the flow results in, or an iterator
+# of
 # what it emits; on an asyncio client an awaitable of the one, or an asynchronous iterator of the other.
 # ----------------------------------------------------------------------------------------------------------------------
 

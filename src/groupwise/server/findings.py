@@ -21,7 +21,8 @@ from groupwise.server.state import Server, server_of
 from groupwise.server.wire import Answer, documented
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Remedies for a job: those of runs (`groupwise.run.health_rules`) in the words of POST /v1/train/grpo and /v1/train/sft.
+# Remedies for a job: those of runs (`groupwise.run.health_rules`) in the words of POST /v1/train/grpo and
+# /v1/train/sft.
 #
 #     train.learning_rate=9e-05      config.learning_rate=9e-05
 #     rollout.group_size=16          in words: `n` of /v1/completions/batch, since whoever posts a job sampled before it

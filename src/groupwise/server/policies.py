@@ -522,7 +522,8 @@ def canary_tolerance(base: LoadedModel) -> float:
 #     Retention  removes what is surplus and not needed, some time after it became so
 #
 # The active version, the one that rollback would go to, and what answers a request stay, however old. What people
-# uploaded or merged stays until they delete it. A version is removed only when it has been free for GRACE_S: a submission
+# uploaded or merged stays until they delete it. A version is removed only when it has been free for GRACE_S: a
+# submission
 # that is being read may still name it.
 # ----------------------------------------------------------------------------------------------------------------------
 

@@ -60,7 +60,8 @@ if TYPE_CHECKING:
 #     encode_example   a conversation, with a mask of what the assistant says
 #     template_options what a request tells the chat template besides
 #
-# Prompts, and completions known only by their text, go through the chat template, once. A completion known by its rollout
+# Prompts, and completions known only by their text, go through the chat template, once. A completion known by its
+# rollout
 # or its token ids is taken as it was sampled. Every refusal is a RequestError with the field's JSON path.
 # ----------------------------------------------------------------------------------------------------------------------
 

@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 # ----------------------------------------------------------------------------------------------------------------------
 # The bodies of the routes in `trainer_routes`. Names and defaults are those of TRL's and Axolotl's clients.
 #
-# They hand vLLM's sampling parameters on, also as `generation_kwargs`, which win over what stands beside them. What this
+# They hand vLLM's sampling parameters on, also as `generation_kwargs`, which win over what stands beside them. What
+# this
 # server does not have is refused by name, unless its value changes nothing.
 # ----------------------------------------------------------------------------------------------------------------------
 

@@ -84,7 +84,8 @@ from groupwise.store.ledger_schema import RolloutRecord as RolloutRecord
 # One attempt at a job: the lease that holds it, and what becomes of the job when the attempt ends without a word.
 #
 #     crash     the worker died by itself, or let its lease expire: `max_attempts` of these fail the job
-#     memory    the kernel ended the worker for want of memory: the job goes on with half the tokens in a pass, until its
+#     memory    the kernel ended the worker for want of memory: the job goes on with half the tokens in a pass, until
+#     its
 #               longest sample alone is a pass; from then on this is a crash
 #     server    server and worker died together, or the machine did: MAX_SERVER_DEATHS of these in a row, without a step
 #               further than before, fail the job; the first few are nobody's fault

@@ -342,7 +342,8 @@ def _as_text(function: dict[str, Any]) -> dict[str, Any]:
 # One episode as the endpoint sees it: what the agent may still ask, what the policy answered.
 #
 # The limits of the configuration end an episode by refusing the next request: status 403, and the limit as the error's
-# code, which is also the episode's `stop`. What the agent does then is its own affair: it may return a reward for what it
+# code, which is also the episode's `stop`. What the agent does then is its own affair: it may return a reward for what
+# it
 # has, or raise, which is worth 0.
 #
 #     max_turns, max_tool_calls, max_tokens, template     as in `episode`
@@ -539,7 +540,8 @@ def _over() -> LimitError:
 #     it raises                       the rollout's `error` (`env.on_error` says what that is worth)
 #     it is at a limit                `stop`; reward 0 if it gives none or raises then (`session`)
 #     it asks nothing                 an error: there is nothing to train
-#     `env.timeout_s` have passed     while the policy speaks "timeout" and reward 0, otherwise an error: the agent hangs
+#     `env.timeout_s` have passed     while the policy speaks "timeout" and reward 0, otherwise an error: the agent
+#     hangs
 #     the policy cannot be asked      no fault of the agent's: the exception is raised, and the run ends
 #
 # The trained tokens are those that were sampled, in the contexts in which they were (`conversations`). Of several

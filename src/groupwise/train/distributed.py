@@ -194,13 +194,17 @@ def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 # ----------------------------------------------------------------------------------------------------------------------
 # Fully sharded: every rank keeps a part of each weight (FSDP2, `fully_shard`; ZeRO stage 3, arXiv 1910.02054).
 #
-# A decoder layer's weights are gathered just before its forward and its backward pass and let go after each; embeddings,
+# A decoder layer's weights are gathered just before its forward and its backward pass and let go after each;
+# embeddings,
 # last norm and LM head stay gathered from a forward pass to the end of its backward pass. What is cut:
 #
-#     with an adapter    the frozen base. The adapter is whole on every rank, its gradients are added up as in `parallel`
-#     without            every parameter, its gradient and the optimizer's moments; gradients are added up as they are cut
+#     with an adapter    the frozen base. The adapter is whole on every rank, its gradients are added up as in
+#     `parallel`
+#     without            every parameter, its gradient and the optimizer's moments; gradients are added up as they are
+#     cut
 #
-# The hooks that gather are those of modules, so the model runs as transformers wrote it, on the same packed rows (not in
+# The hooks that gather are those of modules, so the model runs as transformers wrote it, on the same packed rows (not
+# in
 # `backbone`'s shorter way over bare weights), and the LM head inside the model's own hooks. Every rank must run as many
 # passes as the others: those with fewer micro-batches add passes whose loss is 0 times one token.
 # ----------------------------------------------------------------------------------------------------------------------
@@ -370,7 +374,8 @@ def _unnamed(batch: MicroBatch) -> MicroBatch:
 #     rank 0    `Leading`: a verb is first sent to the others as an order, then done
 #     others    `follow`: wait for an order, do it, again, until rank 0 says that it has ended
 #
-# So sampling, rewards, evaluation, the run's files and every decision are rank 0's alone and cannot differ, and the loop
+# So sampling, rewards, evaluation, the run's files and every decision are rank 0's alone and cannot differ, and the
+# loop
 # does not know how many there are. Verbs are called one at a time; of those that call each other the outermost is sent.
 # ----------------------------------------------------------------------------------------------------------------------
 

@@ -71,7 +71,8 @@ from groupwise.types import Sample
 #     for each pass:  for each minibatch:  accumulate its gradient, one optimizer step
 #
 # So `Learner.steps`, which counts optimizer steps, grows by passes x minibatches (less those that are refused), all at
-# one learning rate: schedules count rollout batches. What the policy is compared with stays while it moves: the anchor is
+# one learning rate: schedules count rollout batches. What the policy is compared with stays while it moves: the anchor
+# is
 # the behaviour policy, or a snapshot from before the first of these steps; the reference follows only after the last.
 # ----------------------------------------------------------------------------------------------------------------------
 
@@ -144,7 +145,8 @@ def _minibatches(samples: Sequence[Sample], count: int, *, shuffle: Random) -> I
 #     stream.accumulate(samples)          as often as groups come
 #     stream.finish(learning_rate=...)    -> metrics
 #
-# The update is that of `Learner.step` on all of the samples, but for rounding, although the batch's size is known only at
+# The update is that of `Learner.step` on all of the samples, but for rounding, although the batch's size is known only
+# at
 # the end. A policy loss is a sum over tokens, divided by one number D of the whole batch,
 #
 #     token_mean                     D = its loss tokens
@@ -153,10 +155,12 @@ def _minibatches(samples: Sequence[Sample], count: int, *, shuffle: Random) -> I
 #     sum                            D = 1
 #
 # so the gradient of the sum is accumulated, and divided by D before it is clipped and applied. The entropy bonus is a
-# mean over tokens whatever the reduction; beside one that divides by rows there would be two such numbers, and the sum of
+# mean over tokens whatever the reduction; beside one that divides by rows there would be two such numbers, and the sum
+# of
 # two gradients cannot be taken apart again. That combination is refused.
 #
-# What is a statistic of the whole batch before the loss, such as the advantages of `batch_std`, is the caller's to know.
+# What is a statistic of the whole batch before the loss, such as the advantages of `batch_std`, is the caller's to
+# know.
 # The parameters do not change before `finish`, so the anchor of the first optimizer step holds for all parts.
 # ----------------------------------------------------------------------------------------------------------------------
 
@@ -205,8 +209,10 @@ class StreamedStep:
 # Micro-batches side by side, each in a thread of its own with one of torch's; their results in order.
 #
 # An operation on a micro-batch of a small model takes a millisecond or less. Shared out over threads, each of the
-# thousands in a pass ends in a barrier, at which the helping threads of OpenMP soon fall asleep wherever the process has
-# more of them than cores, as with an engine beside the trainer. Micro-batches that run beside each other need no barriers
+# thousands in a pass ends in a barrier, at which the helping threads of OpenMP soon fall asleep wherever the process
+# has
+# more of them than cores, as with an engine beside the trainer. Micro-batches that run beside each other need no
+# barriers
 # (docs/performance.md has what it brings). torch lets go of Python's lock while it computes, so that is none either.
 # ----------------------------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,8 @@ from groupwise.run.record import Point, RunRecord
 from groupwise.server.rollout_view import number, plain
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The report's own charts: which metrics stand together, under which words. `groupwise.algo.metrics` defines the metrics.
+# The report's own charts: which metrics stand together, under which words. `groupwise.algo.metrics` defines the
+# metrics.
 # ----------------------------------------------------------------------------------------------------------------------
 
 OTHER = "Other metrics"  # the section of those that are named nowhere here
@@ -485,7 +486,8 @@ def _spread(
 # A chart as inline SVG that fits any width: positions across are percentages, positions down are pixels.
 #
 # Lines are drawn in an inner picture that is stretched, their width is not. Colours are classes of the page's style
-# sheet, so that light and dark are its business. Over the plot lie columns, one a step; under the pointer a column shows
+# sheet, so that light and dark are its business. Over the plot lie columns, one a step; under the pointer a column
+# shows
 # the step's values above the plot, where the last ones stand otherwise. Nothing of this is script.
 # ----------------------------------------------------------------------------------------------------------------------
 

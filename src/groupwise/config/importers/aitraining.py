@@ -4,8 +4,8 @@
                                flags, for `groupwise run`, `check`, `eval`, and `groupwise import --from aitraining`
     training_params.json       what it writes into a project; a file with `task: llm` and `params:` is read too
 
-The environment has the three methods of there (`groupwise.tasks.compat.three_method`), or those of ours. Prompts and rewards of ours
-(`data`, `rewards`) do in its place.
+The environment has the three methods of there (`groupwise.tasks.compat.three_method`), or those of ours. Prompts and
+rewards of ours (`data`, `rewards`) do in its place.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ from groupwise.errors import ConfigError
 # ----------------------------------------------------------------------------------------------------------------------
 # The table of aitraining's parameters for `--trainer grpo`, and what becomes of each; the defaults are aitraining's.
 #
-# Its `training_params.json` holds the parameters of all its trainers; those that its GRPO trainer does not read are idle.
+# Its `training_params.json` holds the parameters of all its trainers; those that its GRPO trainer does not read are
+# idle.
 # ----------------------------------------------------------------------------------------------------------------------
 
 NAMES = OptimizerNames(

@@ -285,7 +285,8 @@ def _put_eval(t: Translation, folder: Path, length: Length, per_epoch: int | Non
 #             return {"prompt": [{"role": "user", "content": example["question"]}], "answer": example["answer"]}
 #         return row, {"remove_columns": ["question"]}
 #
-# The second value, which may be left out, goes to `datasets.Dataset.map`; `remove_columns` may name columns that are not
+# The second value, which may be left out, goes to `datasets.Dataset.map`; `remove_columns` may name columns that are
+# not
 # there, or be "__all__". A function with a parameter `tokenizer` gets the model's.
 # ----------------------------------------------------------------------------------------------------------------------
 

@@ -227,7 +227,8 @@ def _put_schedule(t: Translation, names: OptimizerNames, length: Length, peak: f
 # How several processes share a model there, as our `train.parallel` and `train.cpu_offload`.
 #
 #     fsdp, fsdp_config, fsdp_version, dp_shard_size     FSDP: parallel fsdp; its `offload` is cpu_offload
-#     deepspeed                                          a file, its name or its content: ZeRO 3 is fsdp, 1 and 2 are ddp
+#     deepspeed                                          a file, its name or its content: ZeRO 3 is fsdp, 1 and 2 are
+#     ddp
 #     accelerate_config                                  of `trl grpo`: a file, or one of the names that TRL has
 #
 # ZeRO 1 and 2 cut what the optimizer keeps, and not the weights: with an adapter that is next to nothing, and the same

@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 # From the trainer's disk to vLLM: a version's own copy, its own name, a canary, a lease.
 #
 #     publish   the files are laid in a directory of their own, under a name that never was before (`name-v12-1f3a`):
-#               vLLM keeps prompts it has computed by an adapter's name and path, so one that is used again serves the old
+#               vLLM keeps prompts it has computed by an adapter's name and path, so one that is used again serves the
+#     old
 #     canary    some tokens are sampled under that name; their log-probabilities must be those of the same files here
 #     weights   where all parameters are trained a version is a whole checkpoint, which every server reads in place of
 #               what it has; prompts that it knows are forgotten, and the canary follows. Nothing samples meanwhile
