@@ -73,7 +73,6 @@ __version__ = "0.1.0"
 
 # module -> the public names in it; the imports above say the same to type checkers
 _PUBLIC = {
-    "config.importers.trl": ("from_trl",),
     "config.loss": (
         "LossSpec",
         "resolve_loss",
@@ -95,6 +94,7 @@ _PUBLIC = {
     ),
     "rewards.base": ("RewardFunction",),
     "run.config_file": ("load_config",),
+    "run.from_trl": ("from_trl",),
     "run.loop": (
         "RunResult",
         "run",

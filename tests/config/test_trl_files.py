@@ -204,7 +204,7 @@ def test_a_grpo_config_is_the_same_run_as_its_mapping(tmp_path):
     of_mapping = from_trl(said | {"output_dir": str(tmp_path)}, model="starter", rewards=score, data="p.jsonl")
     assert of_object == of_mapping and isinstance(of_object, RunConfig)
     assert of_object.rewards[0].function == "test_trl_files:score"
-    assert of_object.folder.name == "frontends"
+    assert of_object.folder.name == "config"
 
 
 def test_a_generation_batch_survives_the_object(tmp_path):

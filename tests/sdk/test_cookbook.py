@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.config.importers import cookbook
+from groupwise.sdk import cookbook_config as cookbook
 from groupwise.config.loss import loss_of
 from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError, DataError
