@@ -81,11 +81,11 @@ def one_thread() -> None:
 def job(config: str, overrides: list[str]) -> dict[str, Any]:
     """One run -> its evaluations, its wall time, its last metrics."""
     from groupwise.config.run import load_config
-    from groupwise.run.loop import run
+    from groupwise.run.loop import run_loop
     from groupwise.store.tracking import read_metrics
 
     started = time.monotonic()
-    result = run(
+    result = run_loop(
         load_config(config, ["output_dir=runs/ablation", f"name=ablation-{os.getpid()}-{time.time_ns()}", *overrides])
     )
     records = [m for m in read_metrics(result.run_dir / "metrics.jsonl") if "reward/mean" in m]

@@ -32,7 +32,7 @@ from groupwise.config.run import RunConfig, load_config
 from groupwise.engine.local import LocalEngine
 from groupwise.model.load import load_model
 from groupwise.rewards.base import RewardFunction, load_rewards
-from groupwise.run.loop import RunResult, run
+from groupwise.run.loop import RunResult, run_loop
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.tracking import read_metrics
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
@@ -78,7 +78,7 @@ def seeds_of(path: Path | None) -> dict[str, dict[str, Any]]:
 def job(config: RunConfig, *, rewards: list[RewardFunction] | None = None) -> dict[str, Any]:
     """One run -> its wall time, evaluations and curves."""
     started = time.monotonic()
-    result: RunResult = run(config, rewards=rewards)
+    result: RunResult = run_loop(config, rewards=rewards)
     wall_s = time.monotonic() - started
     by = config.eval.by if config.eval else None
     return {

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.config.run import load_config
-from groupwise.run.loop import run
+from groupwise.run.loop import run_loop
 from groupwise.store.tracking import read_metrics
 
 SIDES = {
@@ -77,7 +77,7 @@ def main() -> int:
     for seed in options.seeds:
         for name, keys in SIDES.items():
             config = load_config(options.config, [*common, *keys, f"seed={seed}", f"name={name}-{seed}"])
-            result = run(config)
+            result = run_loop(config)
             records = [m for m in read_metrics(result.run_dir / "metrics.jsonl") if "time/step_s" in m]
             steps_s = sum(m["time/step_s"] for m in records)
             outcomes[name].append({"steps_s": steps_s, "sampled": result.after["sampled"].mean()})

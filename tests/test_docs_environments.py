@@ -17,7 +17,7 @@ from groupwise.algo.metrics import STOPS
 from groupwise.cli.checks import envs_app
 from groupwise.config.run import EnvConfig, parse_config
 from groupwise.run.health_rules import RULES
-from groupwise.run.loop import run
+from groupwise.run.loop import run_loop
 from groupwise.store.tracking import read_metrics
 from groupwise.tasks.env import load_env
 from groupwise.tasks.tools import Outcome
@@ -108,7 +108,7 @@ def test_the_rollout_function_trains(folder):
     settings = YAML(typ="safe").load(next(block for block in blocks("yaml") if block.startswith("# rolled.yaml")))
     settings |= {"device": "cpu", "dtype": "float32", "folder": str(folder), "run_dir": str(folder / "run")}
     settings |= {"rollout": {**settings["rollout"], "prompts_per_step": 4, "group_size": 4}, "train": {"steps": 1}}
-    (row,) = read_metrics(run(parse_config(settings)).run_dir / "metrics.jsonl")
+    (row,) = read_metrics(run_loop(parse_config(settings)).run_dir / "metrics.jsonl")
     assert row["env/failed_frac"] == row["env/foreign_tokens"] == 0 and row["rollout/turns_mean"] == 2
 
 

@@ -1,7 +1,7 @@
 """Groupwise: GRPO post-training you can start on a laptop and keep when you have a cluster.
 
     import groupwise
-    result = groupwise.run(groupwise.load_config("configs/arithmetic.yaml", ["train.steps=20"]))
+    result = groupwise.run_loop(groupwise.load_config("configs/arithmetic.yaml", ["train.steps=20"]))
     print(result.run_dir, result.version)
 
     infra = groupwise.setup_infra(groupwise.LoopConfig(...), needs_reference=False, needs_inference=True)
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from groupwise.run.config_file import load_config as load_config
     from groupwise.run.from_trl import from_trl as from_trl
     from groupwise.run.loop import RunResult as RunResult
-    from groupwise.run.loop import run as run
+    from groupwise.run.loop import run_loop as run_loop
     from groupwise.sdk.client import AsyncClient as AsyncClient
     from groupwise.sdk.client import Client as Client
     from groupwise.sdk.datums import Datum as Datum
@@ -97,7 +97,7 @@ _PUBLIC = {
     "run.from_trl": ("from_trl",),
     "run.loop": (
         "RunResult",
-        "run",
+        "run_loop",
     ),
     "sdk.client": (
         "AsyncClient",

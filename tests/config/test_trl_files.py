@@ -14,7 +14,7 @@ from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError, LoadError
 from groupwise.run.config_file import LoadedRun, read_run
 from groupwise.run.from_trl import from_trl
-from groupwise.run.loop import run
+from groupwise.run.loop import run_loop
 
 FILE = """\
 model_name_or_path: starter
@@ -274,7 +274,7 @@ def test_a_dataset_lambdas_instances_and_a_lora_config_are_trained(tmp_path):
         overrides=["max_completion_length=8"],
     )
     assert config.scoring.workers == 0  # no other process has them
-    result = run(config)
+    result = run_loop(config)
     assert result.steps == 1 and set(seen) <= {str(i + 1) for i in range(8)} and len(seen) == 8
     again = from_trl({"max_steps": 5}, model="starter", rewards=[gold], data=rows)
     assert again.data is not None and config.data is not None and again.data.source == config.data.source

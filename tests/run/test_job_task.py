@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from groupwise.algo.advantage import has_signal
 from groupwise.model.load import LoadedModel
 from groupwise.run.display import LineDisplay
-from groupwise.run.loop import run
+from groupwise.run.loop import run_loop
 from groupwise.store.files import WEIGHTS, Provenance
 from groupwise.store.rollouts import group_from_json
 from groupwise.types import RolloutGroup
@@ -41,7 +41,7 @@ def one_step(tmp_path: Path, start: Path, algo: dict[str, Any]) -> tuple[list[Ro
         algo=algo,
         checkpoint={"every": 0},
     )
-    result = run(given, display=LineDisplay(1, stream=io.StringIO()))
+    result = run_loop(given, display=LineDisplay(1, stream=io.StringIO()))
     sampled = [group_from_json(line) for line in rollouts_of(result.run_dir)]
     weights = next((result.run_dir / "adapters").rglob(WEIGHTS))
     return sampled, weights, metrics_of(result.run_dir)[-1]["optim/grad_norm"]

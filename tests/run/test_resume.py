@@ -12,7 +12,7 @@ import pytest
 from groupwise.config.run import RunConfig
 from groupwise.errors import StorageError
 from groupwise.run.display import LineDisplay
-from groupwise.run.loop import Running, run
+from groupwise.run.loop import Running, run_loop
 from groupwise.store.adapters import AdapterStore
 from running_jobs import Dies, adapter_bytes, config, metrics_of, rollouts_of, sidecars_of
 
@@ -40,7 +40,7 @@ def died(tmp_path: Path, step: int, **sections) -> Path:
     """A run that ended while `step` was shown: trained, published, logged; not evaluated, not checkpointed."""
     display = Dies(step, total=6, stream=io.StringIO())
     with pytest.raises(Dies.Now):
-        run(config(tmp_path, resume="auto", **sections), display=display)
+        run_loop(config(tmp_path, resume="auto", **sections), display=display)
     (run_dir,) = (tmp_path / "runs").iterdir()
     return run_dir
 
@@ -52,9 +52,9 @@ KEPT = {"adapters": {"keep": 100}}
     "sections", [{**EVALUATED, **KEPT}, ALL, KEPT], ids=["every version", "with everything", "without evaluations"]
 )
 def test_it_goes_on_bit_for_bit(tmp_path: Path, sections: dict) -> None:
-    whole = run(config(tmp_path / "whole", **sections)).run_dir
+    whole = run_loop(config(tmp_path / "whole", **sections)).run_dir
     first = died(tmp_path, 5, **sections)
-    result = run(config(tmp_path, resume="auto", **sections))
+    result = run_loop(config(tmp_path, resume="auto", **sections))
     assert result.run_dir == first and result.steps == 6
     assert metrics_of(first) == metrics_of(whole)
     assert rollouts_of(first) == rollouts_of(whole)
@@ -63,12 +63,12 @@ def test_it_goes_on_bit_for_bit(tmp_path: Path, sections: dict) -> None:
 
 
 def test_it_dies_before_the_first_checkpoint_and_twice(tmp_path: Path) -> None:
-    whole = run(config(tmp_path / "whole")).run_dir
+    whole = run_loop(config(tmp_path / "whole")).run_dir
     died(tmp_path, 1)
     died(tmp_path, 4)
-    first = run(config(tmp_path, resume="auto")).run_dir
+    first = run_loop(config(tmp_path, resume="auto")).run_dir
     assert metrics_of(first) == metrics_of(whole) and adapter_bytes(first) == adapter_bytes(whole)
-    again = run(config(tmp_path, resume="auto", train={"steps": 6}))  # it was finished: another run
+    again = run_loop(config(tmp_path, resume="auto", train={"steps": 6}))  # it was finished: another run
     assert again.run_dir != first or again.steps == 6
 
 
@@ -76,7 +76,7 @@ def test_it_dies_before_the_first_checkpoint_and_twice(tmp_path: Path) -> None:
 def test_one_that_dies_after_its_last_checkpoint_is_only_concluded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict
 ) -> None:
-    whole = run(config(tmp_path / "whole", **sections))
+    whole = run_loop(config(tmp_path / "whole", **sections))
 
     def dies(self: Running) -> None:
         raise Dies.Now
@@ -85,10 +85,10 @@ def test_one_that_dies_after_its_last_checkpoint_is_only_concluded(
     with monkeypatch.context() as patch:
         patch.setattr(Running, "conclude", dies)
         with pytest.raises(Dies.Now):
-            run(config(tmp_path, **named))
+            run_loop(config(tmp_path, **named))
     records = (tmp_path / "here" / "metrics.jsonl").read_bytes()
     for _ in range(2):  # and again, which changes nothing
-        result = run(config(tmp_path, **named))
+        result = run_loop(config(tmp_path, **named))
         assert (result.version, result.steps, result.interrupted) == (whole.version, 6, False)
         assert (result.before.keys(), result.after.keys()) == (whole.before.keys(), whole.after.keys())
         assert (tmp_path / "here" / "metrics.jsonl").read_bytes() == records
@@ -111,17 +111,17 @@ class Intruded(LineDisplay):
         super().step(step, metrics)
         if step == self._step:
             with pytest.raises(StorageError) as refused:
-                run(self._again)
+                run_loop(self._again)
             self.said = str(refused.value)
 
 
 @pytest.mark.parametrize("named", [True, False])
 def test_a_second_process_takes_nothing_from_a_run_that_is_being_trained(tmp_path: Path, named: bool) -> None:
     """Its records go beyond its checkpoint: who resumed it would wind them back."""
-    whole = run(config(tmp_path / "whole")).run_dir
+    whole = run_loop(config(tmp_path / "whole")).run_dir
     given = config(tmp_path, resume="auto", **({"run_dir": str(tmp_path / "here")} if named else {}))
     display = Intruded(given, step=5)
-    result = run(given, display=display)
+    result = run_loop(given, display=display)
     assert "another process is training in" in display.said
     assert metrics_of(result.run_dir) == metrics_of(whole)
     assert rollouts_of(result.run_dir) == rollouts_of(whole)
@@ -132,7 +132,7 @@ def test_one_that_stopped_early_is_not_trained_on(tmp_path: Path) -> None:
     """`eval.patience` ended it before `train.steps`."""
     early = {"eval": {**EVALUATED["eval"], "every": 1, "patience": 1}, "train": {"steps": 6, "learning_rate": 0.0}}
     named = {"run_dir": str(tmp_path / "here"), "resume": "auto", **early}
-    first, again = run(config(tmp_path, **named)), run(config(tmp_path, **named))
+    first, again = run_loop(config(tmp_path, **named)), run_loop(config(tmp_path, **named))
     assert first.steps == again.steps < 6 and again.version == first.version
 
 
@@ -141,7 +141,7 @@ def test_overlapped_every_prompt_is_trained_once(tmp_path: Path, rollout: dict) 
     """64 prompts are an epoch of 16 steps: within six, none may come twice and none of the first be missing."""
     sections = {"rollout": {"prompts_per_step": 4, "group_size": 4, "max_tokens": 8, **rollout}}
     first = died(tmp_path, 3, **sections)
-    result = run(config(tmp_path, resume="auto", **sections))
+    result = run_loop(config(tmp_path, resume="auto", **sections))
     assert result.run_dir == first and result.steps == 6
     drawn = Counter(group["prompt"]["id"] for group in rollouts_of(first))
     assert max(drawn.values()) == 1 and len(drawn) >= 24

@@ -10,7 +10,7 @@ import torch
 
 from groupwise.algo.advantage import has_signal
 from groupwise.run.display import LineDisplay
-from groupwise.run.loop import run
+from groupwise.run.loop import run_loop
 from groupwise.run.update import learner_thread
 from groupwise.store.rollouts import group_from_json
 from running_jobs import config, rollouts_of
@@ -24,7 +24,7 @@ def test_batch_std_is_the_deviation_of_all_that_was_sampled(tmp_path: Path):
         train={"steps": 1},
         algo={"advantage": "batch_std"},
     )
-    result = run(given, display=LineDisplay(1, stream=io.StringIO()))
+    result = run_loop(given, display=LineDisplay(1, stream=io.StringIO()))
     groups = [group_from_json(line) for line in rollouts_of(result.run_dir)]
     trained = [group for group in groups if has_signal(group)]
     assert 0 < len(trained) < len(groups)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from groupwise.sdk import cookbook_config as cookbook
 from groupwise.config.loss import loss_of
 from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError, DataError
+from groupwise.sdk import cookbook_config as cookbook
 from groupwise.sdk.cookbook_config import (
     IDLE,
     LOSSES,

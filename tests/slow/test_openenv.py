@@ -21,7 +21,7 @@ import pytest
 pytest.importorskip("openenv.core")
 
 from groupwise.config.run import parse_config
-from groupwise.run.loop import run
+from groupwise.run.loop import run_loop
 from groupwise.store.tracking import read_metrics
 from groupwise.tasks.compat.others import OpenEnvironment
 
@@ -143,7 +143,7 @@ def test_a_typed_client_trains(server, tmp_path):
         "rollout": {"prompts_per_step": 4, "group_size": 4, "max_tokens": 24},
         "train": {"steps": 2},
     }
-    result = run(parse_config(settings))
+    result = run_loop(parse_config(settings))
     rows = [row for row in read_metrics(result.run_dir / "metrics.jsonl") if "reward/mean" in row]
     assert len(rows) == 2 and all(row["env/failed_frac"] == 0 and row["rollout/turns_mean"] >= 1 for row in rows)
     assert any(row["reward/mean"] > 0 for row in rows)

@@ -21,7 +21,7 @@ if tuple(map(int, version("verifiers").split(".")[:2])) >= (0, 4):
 from groupwise.algo.samples import segments_of
 from groupwise.config.run import EnvConfig, parse_config
 from groupwise.errors import ConfigError
-from groupwise.run.loop import run
+from groupwise.run.loop import run_loop
 from groupwise.store.rollouts import group_from_json
 from groupwise.store.tracking import read_metrics
 from groupwise.tasks.agents import load_agent
@@ -118,7 +118,7 @@ def settings(folder: Path, environment: str, **env) -> dict:
 @pytest.mark.parametrize("environment", ["load_environment", "load_twice"])
 def test_two_steps_with_the_starter(folder, environment):
     before = signal.getsignal(signal.SIGINT)
-    result = run(parse_config(settings(folder, environment)))
+    result = run_loop(parse_config(settings(folder, environment)))
     assert signal.getsignal(signal.SIGINT) is before
     assert result.version.number >= 1
     rows = [row for row in read_metrics(result.run_dir / "metrics.jsonl") if "reward/mean" in row]

@@ -21,7 +21,7 @@ from groupwise.algo.samples import Segment, samples_of, segments_of
 from groupwise.errors import EnvError, GroupwiseError
 from groupwise.rewards.base import RewardFunction, score
 from groupwise.run.config_file import load_config
-from groupwise.run.loop import run
+from groupwise.run.loop import run_loop
 from groupwise.store.tracking import read_metrics
 from groupwise.tasks.starter.tasks import CALCULATOR, calculate
 from groupwise.types import Completion, FinishReason, PolicyVersion, Rollout, SamplingParams
@@ -599,6 +599,6 @@ def test_the_documented_agent_runs_on_its_own_columns(tmp_path):
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     rest = "model: starter\nrollout: {prompts_per_step: 2, group_size: 2, max_tokens: 8}\ntrain: {steps: 1}\n"
     (tmp_path / "run.yaml").write_text(settings + rest, encoding="utf-8")
-    result = run(load_config(tmp_path / "run.yaml", [f"output_dir={tmp_path / 'runs'}"]))
+    result = run_loop(load_config(tmp_path / "run.yaml", [f"output_dir={tmp_path / 'runs'}"]))
     (row,) = [row for row in read_metrics(result.run_dir / "metrics.jsonl") if "reward/mean" in row]
     assert row["env/failed_frac"] == 0

@@ -33,7 +33,7 @@ from groupwise.engine.vllm.handshake import linear_names
 from groupwise.engine.vllm.server import free_port
 from groupwise.errors import EngineError
 from groupwise.model.load import LoadedModel, load_model, wrap_model
-from groupwise.run.loop import run
+from groupwise.run.loop import run_loop
 from groupwise.train.learner import Learner
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
 from processes import becomes, descendants
@@ -209,7 +209,7 @@ def test_the_arithmetic_recipe_learns_as_with_the_local_engine(served, tmp_path)
     short += ["eval.data.args.n=64", "device=cpu", "checkpoint.every=0", f"output_dir={tmp_path}"]
     gained = {}
     for engine, more in (("local", []), ("vllm", [f"vllm.urls=[{served.url}]"])):
-        result = run(load_config(RECIPE, [*short, *more, f"engine={engine}", f"name={engine}"]))
+        result = run_loop(load_config(RECIPE, [*short, *more, f"engine={engine}", f"name={engine}"]))
         steps = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
         gaps = [each["mismatch/logprob_diff_max"] for each in steps if "mismatch/logprob_diff_max" in each]
         rewards = [each["reward/mean"] for each in steps if "reward/mean" in each]

@@ -195,13 +195,13 @@ def launch(
 def _on_ray(config: RunConfig, *, show: bool, as_json: bool) -> None:
     """Run it, or print the bundles that Ray is to reserve."""
     from groupwise.cli.print import print_run
-    from groupwise.run.loop import run
+    from groupwise.run.loop import run_loop
     from groupwise.run.ray import roles_of, supervise
 
     if show or as_json:
         bundles = [dict(bundle) for bundle in roles_of(config).bundles]
         return print_json({"bundles": bundles}) if as_json else print(*bundles, sep="\n")
-    result = supervise(config, run, say=say)
+    result = supervise(config, run_loop, say=say)
     print_run(stdout(), config, result)
     if result.interrupted:
         raise typer.Exit(Interrupted.exit_code)
@@ -328,7 +328,7 @@ def run(
     """
     loaded = _load(config, overrides, set_)
     from groupwise.cli.print import print_run, run_as_json
-    from groupwise.run.loop import run as train
+    from groupwise.run.loop import run_loop as train
 
     result = train(loaded)
     if world().leads:

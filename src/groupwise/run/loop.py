@@ -11,7 +11,7 @@ That is GRPO (DeepSeekMath, arXiv 2402.03300). As it stands the loop is on-polic
 the version that the step then trains, so behaviour logprobs are the anchor of the ratio and no extra forward is run.
 `rollout.weight_sync_interval` and `rollout.max_staleness` let sampling run ahead of training; `batches` explains how.
 
-`run` wraps the loop in what a person needs: a run directory (`rundir`), checkpoints to go on from, evaluation before,
+`run_loop` adds what a person needs: a run directory (`rundir`), checkpoints to go on from, evaluation before,
 during and after (`running`), a display, a clean Ctrl-C.
 """
 
@@ -263,7 +263,7 @@ class RunResult:
     after: Evaluations
 
 
-def run(
+def run_loop(
     config: RunConfig,
     *,
     rewards: Sequence[RewardFunction] | None = None,

@@ -17,7 +17,7 @@ from typing import Any
 from groupwise.config.run import RunConfig
 from groupwise.config.yaml import Document
 from groupwise.run.config_file import understand
-from groupwise.run.loop import RunResult, run
+from groupwise.run.loop import RunResult, run_loop
 
 __all__ = ["LLMTrainingParams", "train"]
 
@@ -43,4 +43,4 @@ class LLMTrainingParams:
 
 def train(params: LLMTrainingParams) -> RunResult:
     """Train as the parameters say. Raises ConfigError as `run_config`, and what a run raises."""
-    return run(params.run_config())
+    return run_loop(params.run_config())

@@ -20,7 +20,7 @@ from typing import Any
 
 from groupwise.errors import ConfigError
 from groupwise.model.load import load_tokenizer
-from groupwise.run.loop import RunResult, run
+from groupwise.run.loop import RunResult, run_loop
 from groupwise.sdk.cookbook_config import (
     CISPOConfig,
     ConcurrencyConfig,
@@ -78,7 +78,7 @@ def main(
     for note in notes(config):
         warnings.warn(note, stacklevel=2)
     try:
-        return run(described)
+        return run_loop(described)
     finally:
         if config.trajectory_dir is not None:
             _write_trajectories(Path(config.log_path) / ROLLOUTS, Path(config.trajectory_dir))
