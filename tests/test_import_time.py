@@ -42,7 +42,7 @@ def test_every_public_name_is_there():
     for name in groupwise.__all__:
         assert getattr(groupwise, name) is not None, name
     assert set(groupwise.__all__) <= set(dir(groupwise))
-    assert groupwise.run.__module__ == "groupwise.run.loop"
+    assert groupwise.run_loop.__module__ == "groupwise.run.loop"
 
 
 def test_the_type_checker_is_told_the_same_names():

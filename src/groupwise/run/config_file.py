@@ -26,7 +26,6 @@ from groupwise.config.importers.base import Note, Translation
 from groupwise.config.run import OTHER_NAMES, DataConfig, EnvConfig, RunConfig
 from groupwise.config.yaml import Document, Keys, dotted, inline, parse_keys, validate
 from groupwise.errors import ConfigError, GroupwiseError, StorageError
-from groupwise.tasks.compat.three_method import LegacyEnv
 from groupwise.tasks.env import load_env
 from groupwise.tasks.prompts import open_prompts
 
@@ -176,7 +175,8 @@ def _count_cases(config: EnvConfig, model: str, folder: Path) -> int | None:
     try:
         env = load_env(config, folder=folder)
         if env.legacy:
-            from groupwise.model.load import load_tokenizer  # torch comes with it
+            from groupwise.model.load import load_tokenizer  # torch comes with both
+            from groupwise.tasks.compat.three_method import LegacyEnv
 
             env = LegacyEnv(env, config, load_tokenizer(model), note=lambda message: None)
         cases = env.cases()
