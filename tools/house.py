@@ -1,0 +1,253 @@
+"""How the package is built: sizes, layers, names, and how many modules a prompt and a posted job pass.
+
+    python tools/house.py                 # from the sources alone, in a second
+    python tools/house.py --walks         # also runs one step and one job on the starter (about two minutes)
+
+A *layer* is a place in the longest chain of imports made at import time, cycles counted as one. A *walk* is counted by
+running it: the modules of the package in which any function was called, in every process that took part,
+
+    prompt   from the loop's first line to the end of a run of one step, rewards in their own process
+    job      from POST /v1/train/grpo until the answer comes from the new version: the server and its worker
+
+which says more than reading does, and counts more: what records, reports and checks is in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "groupwise"
+
+RECORDER = """
+import os, signal, sys, threading
+
+seen = {}
+start = os.environ.get("WALK_FROM")
+started = not start
+
+
+def profile(frame, event, arg):
+    global started
+    if event != "call":
+        return
+    code = frame.f_code
+    at = code.co_filename.find("/src/groupwise/")
+    if at < 0:
+        return
+    name = code.co_filename[at + len("/src/groupwise/"):]
+    if not started:
+        if f"{name}:{code.co_name}" != start:
+            return
+        started = True
+    seen.setdefault(name, None)
+
+
+def write():
+    with open(os.path.join(os.environ["WALK_TO"], f"{os.getpid()}"), "w") as file:
+        file.write("\\n".join(seen))
+
+
+def again(*_):
+    seen.clear()
+
+
+def save(*_):
+    write()
+
+
+if "WALK_TO" in os.environ and "groupwise" in " ".join(sys.orig_argv):
+    import atexit
+    atexit.register(write)
+    signal.signal(signal.SIGUSR1, again)
+    signal.signal(signal.SIGUSR2, save)
+    threading.setprofile(profile)
+    sys.setprofile(profile)
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--walks", action="store_true", help="also run one step and one job, and count")
+    parser.add_argument("--names", action="store_true", help="list what is defined more than once")
+    options = parser.parse_args()
+    trees = {module_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
+    sizes = {module_of(path): path.read_text(encoding="utf-8").count("\n") for path in PACKAGE.rglob("*.py")}
+    edges = {module: imports_of(module, tree, set(trees)) for module, tree in trees.items()}
+
+    importers = Counter(target for targets in edges.values() for target in targets)
+    small_single = [m for m in trees if importers[m] == 1 and sizes[m] < 150 and not m.endswith("__init__")]
+    classes = Counter(node.name for tree in trees.values() for node in tree.body if isinstance(node, ast.ClassDef))
+    twice = {name: count for name, count in classes.items() if count > 1}
+    entries = [p for p in PACKAGE.iterdir() if p.suffix == ".py" or (p.is_dir() and any(p.rglob("*.py")))]
+    cycles = [c for c in components(edges) if len(c) > 1]
+
+    print(f"modules               {len(trees)}")
+    print(f"lines                 {sum(sizes.values()):,}")
+    print(f"entries at the top    {len(entries)}")
+    print(f"import layers         {layers(edges)}")
+    print(f"import cycles         {len(cycles)}  {[sorted(cycle) for cycle in cycles] if cycles else ''}")
+    print(f"one importer, < 150   {len(small_single)}")
+    print(f"class names twice     {len(twice)}")
+    if options.names:
+        print("  " + ", ".join(f"{name} x{count}" for name, count in sorted(twice.items())))
+        print("  single importer: " + ", ".join(sorted(small_single)))
+    if options.walks:
+        print(f"walk of a prompt      {len(walk_of_a_prompt())} modules")
+        server, worker = walk_of_a_job()
+        print(f"walk of a job         {len(server | worker)} modules: {len(server)} server, {len(worker)} worker")
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def imports_of(module: str, tree: ast.Module, known: set[str]) -> set[str]:
+    """The package's modules that `module` imports when it is imported itself."""
+    found = set()
+    for node in import_time(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            short = name.removeprefix("groupwise.")
+            if name.startswith("groupwise.") and short != module and short in known:
+                found.add(short)
+    return found
+
+
+def import_time(tree: ast.AST) -> Iterator[ast.AST]:
+    """Nodes that run at import: not in functions, not under TYPE_CHECKING."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
+        yield node
+        yield from import_time(node)
+
+
+def components(edges: dict[str, set[str]]) -> list[set[str]]:
+    """Strongly connected components (Tarjan)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[set[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for target in edges[node]:
+            if target not in index:
+                visit(target)
+                low[node] = min(low[node], low[target])
+            elif target in stack:
+                low[node] = min(low[node], index[target])
+        if low[node] == index[node]:
+            component = set()
+            while True:
+                component.add(last := stack.pop())
+                if last == node:
+                    break
+            found.append(component)
+
+    for node in edges:
+        if node not in index:
+            visit(node)
+    return found
+
+
+def layers(edges: dict[str, set[str]]) -> int:
+    """The longest chain of imports."""
+    depth: dict[int, int] = {}
+    found = components(edges)
+    place = {node: number for number, component in enumerate(found) for node in component}
+    for number, component in enumerate(found):  # Tarjan gives them bottom up
+        below = {place[target] for node in component for target in edges[node]} - {number}
+        depth[number] = 1 + max((depth[each] for each in below), default=0)
+    return max(depth.values())
+
+
+def recorded(directory: Path) -> dict[int, set[str]]:
+    return {int(file.name): set(filter(None, file.read_text().split("\n"))) for file in directory.iterdir()}
+
+
+def environment(directory: Path, **more: str) -> dict[str, str]:
+    hook = directory / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(RECORDER)
+    (directory / "to").mkdir()
+    return {**os.environ, "PYTHONPATH": str(hook), "WALK_TO": str(directory / "to"), **more}
+
+
+def walk_of_a_prompt() -> set[str]:
+    loop = next(path for path in PACKAGE.rglob("loop.py"))
+    with tempfile.TemporaryDirectory() as name:
+        env = environment(Path(name), WALK_FROM=f"{loop.relative_to(PACKAGE)}:train")
+        run = [sys.executable, "-m", "groupwise", "run", str(ROOT / "configs" / "arithmetic.yaml")]
+        overrides = ["train.steps=1", "eval=null", f"run_dir={name}/run", "rollout.prompts_per_step=4"]
+        subprocess.run([*run, *overrides], env=env, check=True, stdout=subprocess.DEVNULL, cwd=name)
+        return set().union(*recorded(Path(name) / "to").values())
+
+
+def walk_of_a_job() -> tuple[set[str], set[str]]:
+    with tempfile.TemporaryDirectory() as name:
+        port = 18437
+        serve = [sys.executable, "-m", "groupwise", "serve", "--port", str(port), "--state-dir", f"{name}/state"]
+        server = subprocess.Popen(serve, env=environment(Path(name)), stdout=subprocess.DEVNULL, cwd=name)
+        url = f"http://127.0.0.1:{port}"
+
+        def call(path: str, body: object = None) -> dict:
+            data = None if body is None else json.dumps(body).encode()
+            request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return json.load(answer)
+
+        def wait(ready: object) -> None:
+            deadline = time.monotonic() + 180
+            while not ready():  # type: ignore[operator]
+                if time.monotonic() > deadline:
+                    raise TimeoutError("the server did not get there within 180 s")
+                time.sleep(0.2)
+
+        def up() -> bool:
+            try:
+                return bool(call("/ready"))
+            except OSError:
+                return False
+
+        try:
+            wait(up)
+            time.sleep(5)  # the worker's imports
+            server.send_signal(signal.SIGUSR1)
+            ask = [{"role": "user", "content": "What is 47 + 138?"}]
+            completions = [{"text": "185", "reward": 1.0}, {"text": "184", "reward": 0.0}]
+            job = call("/v1/train/grpo", {"groups": [{"messages": ask, "completions": completions}]})["job_id"]
+            wait(lambda: call(f"/v1/train/status/{job}")["state"] in {"completed", "failed"})
+            call("/v1/chat/completions", {"messages": ask, "max_tokens": 4})
+            server.send_signal(signal.SIGUSR2)
+            time.sleep(1)
+        finally:
+            server.terminate()
+            server.wait(60)
+        seen = recorded(Path(name) / "to")
+        walked = seen.pop(server.pid)
+        return walked, set().union(*seen.values())
+
+
+if __name__ == "__main__":
+    main()
