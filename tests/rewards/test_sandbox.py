@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.rewards import sandbox
-from groupwise.rewards import sandbox_child as sandbox_keeper
+from groupwise.rewards import sandbox_child
 from groupwise.rewards.sandbox import (
     Isolation,
     Limits,
@@ -487,21 +487,21 @@ NUMBERS = {
 NAMES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 
-def verdict(code: sandbox_keeper.Instructions, *, name: int, number: int, arguments: tuple[int, ...]) -> int:
+def verdict(code: sandbox_child.Instructions, *, name: int, number: int, arguments: tuple[int, ...]) -> int:
     """What the kernel makes of a filter, for the instructions that ours has."""
     data = struct.pack("=IIQ6Q", number, name, 0, *(each % (1 << 64) for each in (*arguments, *[0] * 6)[:6]))
     loaded = at = 0
     while True:
         operation, true, false, value = code[at]
-        if operation == sandbox_keeper.RETURN:
+        if operation == sandbox_child.RETURN:
             return value
-        if operation == sandbox_keeper.LOAD:
+        if operation == sandbox_child.LOAD:
             loaded, jump = int.from_bytes(data[value : value + 4], sys.byteorder), 0
         else:
             tests = {
-                sandbox_keeper.EQUAL: loaded == value,
-                sandbox_keeper.AT_LEAST: loaded >= value,
-                sandbox_keeper.ANY_BIT: loaded & value,
+                sandbox_child.EQUAL: loaded == value,
+                sandbox_child.AT_LEAST: loaded >= value,
+                sandbox_child.ANY_BIT: loaded & value,
             }
             jump = true if tests[operation] else false
         at += 1 + jump
@@ -509,15 +509,15 @@ def verdict(code: sandbox_keeper.Instructions, *, name: int, number: int, argume
 
 @pytest.mark.parametrize("machine", NUMBERS)
 def test_the_filter_of_each_machine(machine):
-    code = sandbox_keeper.filter_of(machine, program=7)
-    allow, kill = sandbox_keeper.ALLOW, sandbox_keeper.KILL_PROCESS
+    code = sandbox_child.filter_of(machine, program=7)
+    allow, kill = sandbox_child.ALLOW, sandbox_child.KILL_PROCESS
     assert len(code) < 4096  # the kernel's limit
 
     def asked(call: str, *arguments: int) -> int:
         return verdict(code, name=NAMES[machine], number=NUMBERS[machine][call], arguments=arguments)
 
     def refused(number: int) -> int:
-        return sandbox_keeper.ERRNO | number
+        return sandbox_child.ERRNO | number
 
     assert asked("read", 9, 9) == asked("socket", 1, 1) == asked("socketpair", 1) == asked("clone", 0x1200011) == allow
     assert asked("socket", 1 | 1 << 32) == allow  # an int's upper half is ignored by the kernel too
@@ -537,7 +537,7 @@ def test_the_filter_of_each_machine(machine):
 
 def test_no_filter_for_other_machines():
     with pytest.raises(OSError, match="no filter of system calls for riscv64"):
-        sandbox_keeper.filter_of("riscv64", program=7)
+        sandbox_child.filter_of("riscv64", program=7)
 
 
 # ---- all of a box together ----

@@ -41,7 +41,7 @@ from groupwise.types import Message, Prompt
 if TYPE_CHECKING:
     from groupwise.server.reader import TextModel
 
-ROUTES = ("chat", "completions", "rollouts", "train", "trainer_routes")  # whose functions read bodies
+ROUTES = ("openai", "rollouts", "train", "trl")  # whose functions read bodies
 ROOM, FACTOR = 256 << 20, 24  # bytes of memory for any body, and for each of its bytes
 LOOK_S = 0.02  # between two looks at the readers' memory
 OOM_SCORE = "1000"  # the first to go when memory runs out
