@@ -14,7 +14,8 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from groupwise.config.serve import ServeConfig
-from groupwise.server.connections import bind, close_overdue, make_server
+from groupwise.server.connections import close_overdue, make_server
+from groupwise.server.listen import bind
 
 
 @dataclass(frozen=True)

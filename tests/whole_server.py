@@ -12,7 +12,8 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from groupwise.config.serve import ServeConfig
-from groupwise.server.app import assemble, build_app
+from groupwise.server.app import build_app
+from groupwise.server.assemble import assemble
 from groupwise.server.guard import Gate
 from groupwise.server.metrics import Recorder
 from groupwise.server.state import Server

@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     from groupwise.run.loop import run_loop as run_loop
     from groupwise.sdk.client import AsyncClient as AsyncClient
     from groupwise.sdk.client import Client as Client
+    from groupwise.sdk.config import DeployConfig as DeployConfig
+    from groupwise.sdk.config import InfraConfig as InfraConfig
+    from groupwise.sdk.config import LoopConfig as LoopConfig
+    from groupwise.sdk.config import WeightSyncConfig as WeightSyncConfig
+    from groupwise.sdk.config import WeightSyncScope as WeightSyncScope
     from groupwise.sdk.datums import Datum as Datum
     from groupwise.sdk.datums import build_grpo_datums as build_grpo_datums
     from groupwise.sdk.datums import compute_advantages as compute_advantages
-    from groupwise.sdk.deployment import DeployConfig as DeployConfig
-    from groupwise.sdk.deployment import InfraConfig as InfraConfig
-    from groupwise.sdk.deployment import LoopConfig as LoopConfig
-    from groupwise.sdk.deployment import WeightSyncConfig as WeightSyncConfig
-    from groupwise.sdk.deployment import WeightSyncScope as WeightSyncScope
     from groupwise.sdk.infra import Infra as Infra
     from groupwise.sdk.infra import setup_infra as setup_infra
     from groupwise.sdk.losses import grpo_loss as grpo_loss
@@ -108,7 +108,7 @@ _PUBLIC = {
         "build_grpo_datums",
         "compute_advantages",
     ),
-    "sdk.deployment": (
+    "sdk.config": (
         "DeployConfig",
         "InfraConfig",
         "LoopConfig",

@@ -18,6 +18,7 @@ from groupwise.cli.doctor import (
     check_torch,
     examine,
 )
+from groupwise.config import run as config
 from groupwise.model import load as model
 from groupwise.rewards import sandbox
 from groupwise.rewards.sandbox import Isolation

@@ -390,9 +390,7 @@ def test_what_is_printed_costs_no_memory(steady):
     with pytest.raises(RewardError, match=r"ValueError: enough; it last printed: 'x+the end'") as raised:
         scored(steady, [group("a", megabytes=64)], "prints")
     assert len(raised.value.message) < 1000
-    keepers = [
-        pid for pid in descendants(os.getpid()) if b"sandbox_child" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+    keepers = [pid for pid in descendants(os.getpid()) if b"sandbox_child" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     peaks = [int(Path(f"/proc/{pid}/status").read_text().split("VmHWM:")[1].split()[0]) for pid in keepers]
     assert keepers and max(peaks) < 40_000  # kB
 

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.rewards import sandbox
-from groupwise.rewards import sandbox_child
+from groupwise.rewards import sandbox, sandbox_child
 from groupwise.rewards.sandbox import (
     Isolation,
     Limits,

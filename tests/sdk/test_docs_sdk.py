@@ -9,7 +9,7 @@ from pathlib import Path
 
 import groupwise
 from groupwise.sdk import losses
-from groupwise.sdk.deployment import LoopConfig, WeightSyncConfig
+from groupwise.sdk.config import LoopConfig, WeightSyncConfig
 from groupwise.sdk.infra import FULL
 from groupwise.sdk.profiles import PROFILES
 from groupwise.sdk.sampler import Status

@@ -15,17 +15,16 @@ import pytest
 from sdk_cases import ADAM, sequences, weights
 
 from groupwise.errors import ConfigError, GroupwiseError, ModelError, StorageError
-from groupwise.sdk.cookbook import Config
-from groupwise.sdk.cookbook import DeployConfig as RecipeDeployConfig
-from groupwise.sdk.deployment import (
+from groupwise.sdk.config import (
     DeployConfig,
-    Deployment,
     InfraConfig,
     LoopConfig,
     WeightSyncConfig,
     WeightSyncScope,
-    find_deployment,
 )
+from groupwise.sdk.cookbook import Config
+from groupwise.sdk.cookbook import DeployConfig as RecipeDeployConfig
+from groupwise.sdk.deployment import Deployment, find_deployment
 from groupwise.sdk.infra import Infra, InfraError, setup_infra
 from groupwise.sdk.profiles import Machine, choose_profile
 from groupwise.sdk.sampler import SampledCompletion

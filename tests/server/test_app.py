@@ -99,7 +99,7 @@ def count_jobs(path: Path) -> int:
 # ---- what is missing is told at once ----
 @pytest.mark.parametrize("taken", ["port", "state directory"])
 def test_what_is_taken_ends_the_process_before_anything_is_loaded(taken: str, tmp_path: Path) -> None:
-    from groupwise.server.connections import bind, own
+    from groupwise.server.listen import bind, own
 
     with bind("127.0.0.1", 0) as listener, own(tmp_path / "state"):
         port = listener.getsockname()[1]

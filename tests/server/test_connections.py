@@ -17,9 +17,9 @@ from groupwise.server.connections import (
     LEAST_CONNECTIONS,
     RESERVED_FILES,
     Connection,
-    StartError,
     connection_class,
 )
+from groupwise.server.listen import StartError
 from raw_http import connect, head, is_closed, listening, read
 
 OVERDUE_S = 0.4

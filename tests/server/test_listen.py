@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.server.connections import StartError, bind, incoming, own, url_of
+from groupwise.server.listen import StartError, bind, incoming, own, url_of
 
-HOLD = "import sys; from pathlib import Path; from groupwise.server.connections import own\n"
+HOLD = "import sys; from pathlib import Path; from groupwise.server.listen import own\n"
 HOLD += "with own(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
 
 

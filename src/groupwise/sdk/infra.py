@@ -30,16 +30,9 @@ from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.model.load import LoadedModel, load_model
 from groupwise.sdk import cookbook_config as cookbook
+from groupwise.sdk.config import LoopConfig, WeightSyncScope, loop_config
 from groupwise.sdk.cookbook_config import SERVICE, idle_notes, require_tokenizer
-from groupwise.sdk.deployment import (
-    Deployment,
-    LoopConfig,
-    Running,
-    WeightSyncScope,
-    attach_deployment,
-    find_deployment,
-    loop_config,
-)
+from groupwise.sdk.deployment import Deployment, Running, attach_deployment, find_deployment
 from groupwise.sdk.profiles import HardwareProfile, Machine, choose_profile, find_profile
 from groupwise.sdk.sampler import AdaptiveConcurrency, DeploymentSampler
 from groupwise.sdk.trainer import BUILDING, ReferenceClient, TrainingClient, TrainingService

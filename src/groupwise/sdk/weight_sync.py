@@ -21,7 +21,8 @@ from typing import Any
 from groupwise.errors import ConfigError
 from groupwise.run.policy import Policy
 from groupwise.sdk import trainer as state
-from groupwise.sdk.deployment import Deployment, WeightSyncConfig
+from groupwise.sdk.config import WeightSyncConfig
+from groupwise.sdk.deployment import Deployment
 from groupwise.sdk.trainer import Pending, TrainingClient
 from groupwise.store import files
 from groupwise.types import PolicyVersion

@@ -29,30 +29,19 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from transformers.utils.logging import disable_progress_bar
-
-from groupwise.config.serve import ServeConfig
-from groupwise.engine.local import LocalEngine
 from groupwise.errors import GroupwiseError
-from groupwise.model.load import LoadedModel, load_model
-from groupwise.server.admin import gauges
-from groupwise.server.connections import bind, incoming, own, url_of
-from groupwise.server.metrics import Recorder
-from groupwise.server.policies import Policies
-from groupwise.server.reader import Reader, TextModel
-from groupwise.server.state import Server
-from groupwise.server.supervisor import Supervisor, worker_command
-from groupwise.server.webhooks import Webhooks
-from groupwise.store.adapters import AdapterStore
-from groupwise.store.ledger import Ledger
-from groupwise.store.share import FILE, map_weights, offer_weights
-from groupwise.types import LiveEngine, PolicyVersion
+from groupwise.server.listen import bind, incoming, own, url_of
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.types import ASGIApp, Receive, Scope, Send
 
+    from groupwise.config.serve import ServeConfig
     from groupwise.server.guard import Gate
+    from groupwise.server.metrics import Recorder
+    from groupwise.server.state import Server
+    from groupwise.store.adapters import AdapterStore
+    from groupwise.store.ledger import Ledger
 
 HOUSEKEEPING_S = 3600.0
 READER_AFTER_S = 5.0
@@ -290,7 +279,7 @@ def _open_state(config: ServeConfig, announce: Callable[[str], None], *, repair:
 
 
 def _load(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder: Recorder) -> Server:
-    from groupwise.server.app import assemble
+    from groupwise.server.assemble import assemble
 
     return assemble(config, ledger, store, recorder)
 
@@ -303,7 +292,8 @@ async def _first(*tasks: asyncio.Task[Any]) -> None:
 
 async def _in_daemon(work: Callable[[], Server]) -> Server:
     """`work` in a thread that does not keep the process alive; asyncio's own threads do."""
-    loop, outcome = asyncio.get_running_loop(), asyncio.Future[Server]()
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[Server] = loop.create_future()
 
     def settle(result: Server | None, error: BaseException | None) -> None:
         if outcome.cancelled():
@@ -341,97 +331,3 @@ def _exit_now(why: str, *, code: int = 0) -> None:
     """End the process as a kill would: what is on the disk is whole at any moment."""
     _say(why)
     os._exit(code)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# From a configuration to the parts of a server: the model, the engine, the policies, the worker's supervisor.
-# ----------------------------------------------------------------------------------------------------------------------
-
-RESERVED = 8  # one row in so many is kept back for interactive requests
-
-
-class RecordedPolicies(Policies):
-    """Policies whose swaps are counted and timed."""
-
-    recorder: Recorder
-
-    async def swap(self, version: PolicyVersion) -> PolicyVersion:
-        began, ok = time.monotonic(), False
-        try:
-            before = await super().swap(version)
-            ok = True
-        finally:
-            self.recorder.swapped(ok=ok, seconds=time.monotonic() - began)
-        return before
-
-
-def assemble(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder: Recorder) -> Server:
-    """Load the model and put the parts together; nothing runs yet. For a thread: this takes its time.
-
-    Raises ModelError if the model cannot be loaded or the engine cannot run it, ConfigError for a wrong webhook,
-    EngineError if vLLM does not come up or is not of this model.
-    """
-    state_dir = config.state_dir.absolute()
-    webhooks = None
-    if config.webhook_url is not None:
-        record = state_dir / "webhooks.json"
-        webhooks = Webhooks(ledger, store, url=config.webhook_url, record=record, secret=config.webhook_secret)
-    disable_progress_bar()  # of loading the weights; the server says itself what it does
-    base = load_model(config.model, device=config.device, dtype=config.dtype)
-    map_weights(base, state_dir)  # the worker maps the same file
-    weights = state_dir / FILE  # or, on a GPU, opens the same memory
-    engine = open_engine(config, base)
-    policies = RecordedPolicies(
-        store,
-        engine,
-        base=base,
-        served_name=config.served_name,
-        max_loaded=config.max_loaded_adapters,
-        max_waiting=max(1, config.max_concurrent // 2),  # the other half is for those that need not wait
-    )
-    policies.recorder = recorder
-    command = worker_command(
-        state_dir=state_dir,
-        model=config.model,
-        dtype=config.dtype,
-        device=config.device,
-        threads=config.worker_threads,
-        weights=weights if offer_weights(base, weights) else None,
-    )
-    supervisor = Supervisor(
-        ledger=ledger,
-        policies=policies,
-        command=command,
-        log_path=state_dir / "logs" / "worker.log",
-        webhooks=webhooks,
-    )
-    server = Server(
-        config=config,
-        base=base,
-        engine=engine,
-        store=store,
-        ledger=ledger,
-        policies=policies,
-        reader=Reader(TextModel.of(base), config),
-        recorder=recorder,
-        supervisor=supervisor,
-    )
-    recorder.watch(lambda: gauges(server))
-    return server
-
-
-def open_engine(config: ServeConfig, base: LoadedModel) -> LiveEngine:
-    """What samples. Raises EngineError, ConfigError."""
-    if config.engine == "vllm":
-        from groupwise.engine.vllm.engine import open_live
-
-        log = config.vllm.log or str(config.state_dir.absolute() / "logs" / "vllm.log")
-        vllm = config.vllm.model_copy(update={"log": log})
-        return open_live(vllm, base, model=config.model, device=config.device, rows=config.batch_rows)
-    return LocalEngine(
-        base,
-        max_rows=config.batch_rows,
-        reserved_rows=config.batch_rows // RESERVED,
-        prefix_cache_mb=config.prefix_cache_mb,
-        draft_tokens=config.draft_tokens,
-    )

@@ -34,7 +34,7 @@ from starlette.requests import Request
 from groupwise.config.serve import MIB, ServeConfig
 from groupwise.errors import BodyTooLargeError, GroupwiseError, NotReadyError
 from groupwise.server.bodies import check_content_type
-from groupwise.server.connections import INCOMING
+from groupwise.server.listen import INCOMING
 from groupwise.server.sampling import while_connected
 from groupwise.store.files import writing
 

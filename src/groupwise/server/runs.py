@@ -38,10 +38,11 @@ from groupwise.errors import ConfigError, GroupwiseError, RequestError, StorageE
 from groupwise.run.health import Report, examine
 from groupwise.run.record import CONFIG, leaves
 from groupwise.server.bodies import describe
-from groupwise.server.connections import bind, close_overdue, make_server, url_of
+from groupwise.server.connections import close_overdue, make_server
 from groupwise.server.errors import add_handlers
 from groupwise.server.findings import told
 from groupwise.server.guard import Gate, Guard
+from groupwise.server.listen import bind, url_of
 from groupwise.server.metrics import Recorder
 from groupwise.server.rollout_view import completion, find_tokenizer, finite, messages
 from groupwise.server.sampling import following

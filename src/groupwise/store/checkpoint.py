@@ -17,9 +17,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from safetensors.torch import load_file, save_file
-
 from groupwise.config.run import LoraSpec
 from groupwise.errors import StorageError
 from groupwise.store import faults, files
@@ -171,6 +168,9 @@ class Checkpoints:
             staging.mkdir()
             learner.save(staging)
             if start is not None:
+                import torch
+                from safetensors.torch import save_file
+
                 flat = torch.tensor([value for row in start for value in row], dtype=torch.float64)
                 save_file({"start": flat}, staging / _START)
             (staging / _JOB_STATE).write_text(standing.dump(), encoding="utf-8")
@@ -212,6 +212,8 @@ def read_start(checkpoint: Path, *, lengths: Sequence[int]) -> list[tuple[float,
     path = checkpoint / _START
     if not path.exists():
         return None
+    from safetensors.torch import load_file
+
     rows = load_file(path)["start"].split(list(lengths))
     return [tuple(row.tolist()) for row in rows]
 

@@ -1,0 +1,78 @@
+"""What one's own loop runs on: the model, the adapter, the hardware, the engine, when weights are synced and saved.
+
+    LoopConfig(log_path="runs/mine", base_model="starter", lora_rank=16,
+               infra=InfraConfig(training_shape_id="cpu-small"),
+               deployment=DeployConfig(tokenizer_model="starter"),
+               weight_sync=WeightSyncConfig(weight_sync_interval=1, dcp_save_interval=10))
+
+The recipe's `cookbook.Config` has the same fields under the same names, and `setup_infra` takes either. No torch here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+
+from groupwise.errors import ConfigError
+from groupwise.sdk import cookbook_config as cookbook
+from groupwise.sdk.cookbook_config import (
+    NAMES,
+    DeployConfig,
+    InfraConfig,
+    WeightSyncConfig,
+    WeightSyncScope,
+    model_of,
+)
+from groupwise.store.files import is_name
+
+__all__ = ["DeployConfig", "InfraConfig", "LoopConfig", "WeightSyncConfig", "WeightSyncScope"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """One loop. `lora_rank` 0 trains all parameters. `temperature` is both the sampler's and the one at which the
+    trainer scores. `policy_job_id` and `reference_job_id` name the trainers: what runs under that name in this process
+    is attached to, and else opened under it."""
+
+    log_path: str
+    base_model: str
+    lora_rank: int = 16
+    lora_alpha: float = 32.0
+    max_seq_len: int | None = None
+    temperature: float = 1.0
+    seed: int = 0
+    policy_job_id: str | None = None
+    reference_job_id: str | None = None
+    infra: InfraConfig = field(default_factory=InfraConfig)
+    deployment: DeployConfig = field(default_factory=DeployConfig)
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+
+    def __post_init__(self) -> None:
+        sync = self.weight_sync
+        checks = (
+            (
+                is_name(self.policy_job_id or "policy"),
+                f"policy_job_id {self.policy_job_id!r} cannot be a name; {NAMES}",
+            ),
+            (self.lora_rank >= 0, f"lora_rank is {self.lora_rank}; it must be 0 (all parameters) or more"),
+            (self.lora_alpha > 0, f"lora_alpha is {self.lora_alpha}; it must be positive"),
+            (self.temperature > 0, f"temperature is {self.temperature}; it must be positive"),
+            (self.max_seq_len is None or self.max_seq_len > 1, f"max_seq_len is {self.max_seq_len}; 2 at least"),
+            (sync.weight_sync_interval >= 0, f"weight_sync_interval is {sync.weight_sync_interval}; 0 is never"),
+            (sync.dcp_save_interval >= 0, f"dcp_save_interval is {sync.dcp_save_interval}; 0 is never"),
+        )
+        for valid, message in checks:
+            if not valid:
+                raise ConfigError(message)
+        if not self.lora_rank and self.deployment.weight_sync_scope == WeightSyncScope.PER_DEPLOYMENT:
+            raise ConfigError(
+                "weight_sync_scope per_deployment takes adapters, and lora_rank 0 trains all parameters",
+                hint="set lora_rank, or give the run an engine of its own (per_trainer)",
+            )
+
+
+def loop_config(config: LoopConfig | cookbook.Config) -> LoopConfig:
+    """A recipe's configuration as a loop's; what the service calls a model is the one whose tokenizer is named."""
+    if not isinstance(config, LoopConfig):
+        shared = [each.name for each in fields(LoopConfig) if hasattr(config, each.name)]
+        config = LoopConfig(**{name: getattr(config, name) for name in shared})
+    return replace(config, base_model=model_of(config.base_model, config.deployment))

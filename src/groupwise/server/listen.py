@@ -1,0 +1,135 @@
+"""What a server must have before anything slow is begun: its port and its state directory. Standard library only.
+
+    bind     a listening socket, or StartError naming the port and who has it
+    own      the state directory, locked while the process lives, or StartError naming the process that has it
+    incoming where large bodies wait, inside it
+
+The kernel gives both back when the process ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from groupwise.errors import GroupwiseError
+
+BACKLOG = 2048
+INCOMING = "incoming"  # in the state directory: files without names
+LISTENING = "0A"  # a socket's state in /proc/net/tcp
+
+
+class StartError(GroupwiseError):
+    """The server cannot start here."""
+
+    code, status, exit_code = "cannot_start", 503, 3
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Listen on `host`:`port` (0: a free port). Connections wait in the kernel until somebody accepts them."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (socket.gaierror, UnicodeError) as error:
+        raise StartError(f"the host {host!r} is not an address of this machine: {error}") from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        pid = _listener_of(port)
+        owner = f" by process {pid}" if pid else ""
+        reason = f"it is in use{owner}" if error.errno == errno.EADDRINUSE else error.strerror
+        raise StartError(
+            f"cannot listen on {host} port {port}: {reason}", hint="stop what uses it, or choose another --port"
+        ) from None
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """The base URL of a listening socket."""
+    host, port = str(listener.getsockname()[0]), int(listener.getsockname()[1])
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _listener_of(port: int) -> int | None:
+    """The process that listens on a port, where this user may see that."""
+    inodes = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
+                    inodes.add(f"socket:[{fields[9]}]")
+    if not inodes:
+        return None
+    for directory in Path("/proc").glob("[0-9]*/fd"):
+        with suppress(OSError):
+            if any(os.readlink(entry) in inodes for entry in directory.iterdir()):
+                return int(directory.parent.name)
+    return None
+
+
+@contextmanager
+def own(state_dir: Path) -> Iterator[None]:
+    """Within: this process is the only server on `state_dir`. A second one would hand out the same jobs."""
+    path = state_dir / "server.lock"
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StartError(
+            f"the state directory {state_dir} cannot be used by user {os.getuid()}: {error.strerror}",
+            hint="it must be a directory that the server may write to; choose another with --state-dir",
+        ) from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(descriptor, 256, 0).decode(errors="replace").strip() or "another process"
+            raise StartError(
+                f"the state directory {state_dir} is in use by {owner}",
+                hint="stop that server, or give this one its own --state-dir",
+            ) from None
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"pid {os.getpid()} since {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}\n".encode(), 0)
+        except OSError as error:
+            raise StartError(
+                f"the state directory {state_dir} cannot be written to: {error.strerror}",
+                hint="free some disk space, or choose another with --state-dir",
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)  # and with it the lock
+
+
+@contextmanager
+def incoming(state_dir: Path) -> Iterator[None]:
+    """Within: what arrives and is too large for memory, as an adapter does, waits on the state directory's disk, whose
+    free space is looked after, and not where temporary files are else (on some machines that is memory)."""
+    directory, before = state_dir.absolute() / INCOMING, tempfile.tempdir
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise StartError(
+            f"the state directory {state_dir} cannot be written to: {error.strerror}",
+            hint="free some disk space, or choose another with --state-dir",
+        ) from None
+    tempfile.tempdir = str(directory)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
