@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from groupwise.algo.advantage import AdvantageSpec, advantages, gdpo_advantages
+from groupwise.store.job_payload import GrpoPayload, ScoredCompletion, ScoredGroup, dump_payload
 from groupwise.store.ledger import RolloutRecord
-from groupwise.store.ledger_schema import GrpoPayload, ScoredCompletion, ScoredGroup, dump_payload
 from whole_server import Whole, whole
 
 HELLO = {"role": "user", "content": "Hello?"}

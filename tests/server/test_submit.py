@@ -16,8 +16,8 @@ from groupwise.server.schema import GrpoRequest, SftRequest
 from groupwise.server.submit import Submission, prepare_grpo, prepare_sft
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance
+from groupwise.store.job_payload import GrpoPayload, SftPayload, parse_payload
 from groupwise.store.ledger import RolloutRecord
-from groupwise.store.ledger_schema import GrpoPayload, SftPayload, parse_payload
 
 QUESTION = [{"role": "user", "content": seed_page.QUESTION}]
 

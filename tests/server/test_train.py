@@ -26,8 +26,8 @@ from groupwise.server.schema import SftRequest
 from groupwise.server.state import Server
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance
+from groupwise.store.job_payload import parse_payload
 from groupwise.store.ledger import JobState, Ledger, RolloutRecord
-from groupwise.store.ledger_schema import parse_payload
 from seed_page import SCORED
 
 SEED_PAGE = json.loads(SCORED)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.errors import DataError
-from groupwise.store.ledger_schema import GrpoPayload, ScoredCompletion, ScoredGroup, dump_payload, parse_payload
+from groupwise.store.job_payload import GrpoPayload, ScoredCompletion, ScoredGroup, dump_payload, parse_payload
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 

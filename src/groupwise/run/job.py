@@ -36,8 +36,9 @@ from groupwise.store import faults, files
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.checkpoint import Checkpoints, JobProgress, find_moments, prune_moments, read_standing, read_start
 from groupwise.store.files import Provenance
+from groupwise.store.job_payload import parse_payload
 from groupwise.store.ledger import Ledger
-from groupwise.store.ledger_schema import Lease, parse_payload
+from groupwise.store.ledger_schema import Lease
 from groupwise.train.learner import Learner, OptimizerSpec, learning_rate_at
 from groupwise.types import BASE, PolicyVersion, Sample
 

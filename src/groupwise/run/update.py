@@ -32,7 +32,7 @@ from groupwise.model.packing import count_loss_tokens
 from groupwise.rewards.base import Scorer
 from groupwise.run.assemble import Plan
 from groupwise.run.batches import Batches, Collected
-from groupwise.store.ledger_schema import GrpoPayload, ScoredGroup, SftPayload
+from groupwise.store.job_payload import GrpoPayload, ScoredGroup, SftPayload
 from groupwise.train.learner import Learner, StreamedStep, snapshot
 from groupwise.train.schedule import learning_rate_at
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Sample, Turn

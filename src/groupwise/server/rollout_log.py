@@ -38,8 +38,8 @@ from groupwise.server.schema import (
 from groupwise.server.state import Server, server_of
 from groupwise.server.webhooks import utc
 from groupwise.server.wire import documented
+from groupwise.store.job_payload import GrpoPayload, ScoredGroup, parse_payload
 from groupwise.store.ledger import Job, Ledger
-from groupwise.store.ledger_schema import GrpoPayload, ScoredGroup, parse_payload
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

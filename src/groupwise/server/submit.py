@@ -39,12 +39,12 @@ from groupwise.server.findings import in_job_words
 from groupwise.server.schema import GrpoRequest, ScoredCompletion, ScoredGroup, SftExample, SftRequest
 from groupwise.server.schema_openai import TemplateOptions, Tool, as_messages
 from groupwise.store import files as adapter_files
-from groupwise.store import ledger_schema as job_payload
+from groupwise.store import job_payload
 from groupwise.store.adapters import AdapterStore
+from groupwise.store.job_payload import ScoredGroup as EncodedGroup
+from groupwise.store.job_payload import SftExample as EncodedExample
+from groupwise.store.job_payload import dump_examples, dump_groups
 from groupwise.store.ledger import RolloutRecord, kept_rollouts
-from groupwise.store.ledger_schema import ScoredGroup as EncodedGroup
-from groupwise.store.ledger_schema import SftExample as EncodedExample
-from groupwise.store.ledger_schema import dump_examples, dump_groups
 from groupwise.types import BASE, PolicyVersion, Prompt
 
 if TYPE_CHECKING:

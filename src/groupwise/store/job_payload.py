@@ -1,0 +1,103 @@
+"""What a training job trains on, as the server spools it and the worker reads it: token ids, no text.
+
+    grpo   {"groups": [{"prompt_ids": [..], "completions": [{"ids": [..], "logprobs": [..] | null, "reward": r}]}],
+            "temperature": 1.0}
+    sft    {"examples": [{"prompt_ids": [..], "completion_ids": [..], "mask": [..]}]}
+
+`logprobs` are those of the policy that sampled, at `temperature`; null where nobody recorded them. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from groupwise.config.yaml import Section
+from groupwise.errors import DataError
+
+Id = Annotated[int, Field(ge=0)]
+Ids = Annotated[tuple[Id, ...], Field(strict=False)]
+PromptIds = Annotated[tuple[Id, ...], Field(strict=False, min_length=1)]
+Logprobs = Annotated[tuple[float, ...], Field(strict=False)]
+Mask = Annotated[tuple[Annotated[int, Field(ge=0, le=1)], ...], Field(strict=False)]
+
+
+class ScoredCompletion(Section):
+    """A completion with its reward; `logprobs` has an entry per id."""
+
+    ids: Ids
+    logprobs: Logprobs | None = None
+    reward: float
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.logprobs is not None and len(self.logprobs) != len(self.ids):
+            raise ValueError(f"{len(self.logprobs)} logprobs for {len(self.ids)} ids; give one per id, or null")
+        return self
+
+
+class ScoredGroup(Section):
+    """The completions of one prompt."""
+
+    prompt_ids: PromptIds
+    completions: Annotated[tuple[ScoredCompletion, ...], Field(strict=False)]
+
+
+class GrpoPayload(Section):
+    """`temperature` is the one the completions were sampled at."""
+
+    groups: Annotated[tuple[ScoredGroup, ...], Field(strict=False)]
+    temperature: float = Field(default=1.0, gt=0)
+
+
+class SftExample(Section):
+    """`mask[t]` is 1 where `completion_ids[t]` is to be learned."""
+
+    prompt_ids: PromptIds
+    completion_ids: Ids
+    mask: Mask
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if len(self.mask) != len(self.completion_ids):
+            raise ValueError(f"the mask has {len(self.mask)} entries for {len(self.completion_ids)} completion_ids")
+        return self
+
+
+class SftPayload(Section):
+    examples: Annotated[tuple[SftExample, ...], Field(strict=False)]
+
+
+PAYLOADS: Mapping[str, type[GrpoPayload] | type[SftPayload]] = {"grpo": GrpoPayload, "sft": SftPayload}
+
+
+def parse_payload(kind: str, data: bytes) -> GrpoPayload | SftPayload:
+    """The spooled payload of a job. Raises DataError if it is not one."""
+    try:
+        return PAYLOADS[kind].model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise DataError(f"the job's payload cannot be read: {where}: {first['msg']}", hint="submit it again") from None
+
+
+def dump_payload(payload: GrpoPayload | SftPayload) -> bytes:
+    """Inverse of `parse_payload`."""
+    return payload.model_dump_json().encode()
+
+
+def dump_groups(groups: Iterable[ScoredGroup], *, temperature: float) -> bytes:
+    """`dump_payload` of groups that are made one after another, and not all kept."""
+    return _dump(groups, GrpoPayload(groups=(), temperature=temperature))
+
+
+def dump_examples(examples: Iterable[SftExample]) -> bytes:
+    """`dump_payload` of examples that are made one after another, and not all kept."""
+    return _dump(examples, SftPayload(examples=()))
+
+
+def _dump(items: Iterable[ScoredGroup | SftExample], empty: GrpoPayload | SftPayload) -> bytes:
+    before, after = dump_payload(empty).split(b"[]", 1)
+    return before + b"[" + b",".join(item.model_dump_json().encode() for item in items) + b"]" + after
