@@ -5,7 +5,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -113,6 +113,8 @@ def trained_runs(sample) -> list[str]:
 @given(st.lists(st.tuples(st.text(max_size=12), st.text(min_size=1, max_size=12)), min_size=1, max_size=3))
 def test_the_mask_is_what_the_assistant_said_and_its_end_of_turn(name, turns):
     tokenizer = TOKENIZERS[name]
+    # that template strips such a newline once the conversation goes on: history rewritten, which is refused
+    assume(name != "forgets thoughts" or not any(text.startswith("\n") for turn in turns for text in turn))
     messages = [message for question, answer in turns for message in (user(question), assistant(answer))]
     space = " " if name == "instructions" else ""
     sample = encode_supervised(messages, tokenizer)
