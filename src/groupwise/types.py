@@ -184,7 +184,10 @@ class SamplingRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """A row of the dataset: chat `messages` or plain `text`, and the other columns, which rewards receive by name."""
+    """A row of the dataset: chat `messages` or plain `text`, and the other columns, which rewards receive by name.
+
+    With both, `text` is what the messages come to for a model that has no chat template.
+    """
 
     id: str
     messages: tuple[Message, ...] | None = None

@@ -141,6 +141,21 @@ def test_check_warns_of_a_reward_that_says_nothing(project):
     assert "reward 'constant' is 0.5 for everything it scored" in both["warnings"]
 
 
+def test_check_says_whether_the_reward_recognises_the_datasets_own_answer(project):
+    """Where every trial completion gets the same, that tells a task that is hard from a reward that is wrong."""
+    rows = [{"prompt": f"What is {i} + {i}?", "answer": f"twice {i}"} for i in range(4)]
+    write_rows(project.folder / "prompts.jsonl", rows)
+    tell = "rewards[0]=groupwise.rewards.text:exact_match"
+    [first, *_] = json.loads(cli("check", project.config, tell, "--json").stdout)["warnings"]
+    assert first.startswith(
+        "the dataset's own answer of prompts.jsonl:1, 'twice 0', gets 1 (bare): the reward recognises"
+    )
+    [first, *_] = json.loads(cli("check", project.config, "rewards[0]=my_rewards:constant", "--json").stdout)[
+        "warnings"
+    ]
+    assert "'twice 0', gets no more than 0.5 in any of" in first and "do not recognise a right answer" in first
+
+
 @pytest.mark.filterwarnings("always:train.attention flex cannot be used")
 def test_check_warns_of_attention_that_cannot_be_used(project):
     result = cli("check", project.config, "train.attention=flex", "--json")

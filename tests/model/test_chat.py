@@ -23,6 +23,7 @@ from groupwise.model.chat import (
     split_thinking,
     stop_ids,
 )
+from groupwise.tasks.prompts import to_prompt
 from groupwise.tasks.starter.tasks import CALCULATOR, supervised_conversations
 from groupwise.tasks.starter.tokenizer import build_tokenizer, render
 from groupwise.types import Prompt
@@ -567,3 +568,14 @@ def test_threads_do_not_disturb_each_other(tokenizer):
     finally:
         sys.setswitchinterval(interval)
     assert not wrong
+
+
+# ---- prompts that are a string ----
+def test_a_string_is_a_message_where_there_is_a_template_and_text_where_there_is_none():
+    prompt = to_prompt({"prompt": "2+2?"}, id="x")
+    bare = with_template(None)
+    assert encode_prompt(prompt, STARTER).token_ids == encode_prompt(chat_prompt(user("2+2?")), STARTER).token_ids
+    assert encode_prompt(prompt, bare).token_ids == encode_prompt(Prompt(id="x", text="2+2?"), bare).token_ids
+    for tokenizer in (STARTER, bare):
+        ids = encode_completion(prompt, "4", tokenizer)
+        assert ids[-1] == END and tokenizer.decode(ids[:-1]) == "4"

@@ -240,6 +240,20 @@ def test_an_exception_is_contained_in_its_group(function):
     assert report.first_cause == result[0].rollouts[0].error
 
 
+@pytest.mark.parametrize(
+    ("chat", "function", "form"),
+    [
+        (True, lambda completions: [float(c.strip() == "4") for c in completions], "completions[i][-1]['content']"),
+        (True, lambda completions: [float(c["content"] == "4") for c in completions], "completions[i][-1]['content']"),
+        (False, lambda completions: [float(c[0]["content"] == "4") for c in completions], "completions[i] is a string"),
+    ],
+)
+def test_a_function_that_took_completions_for_something_else_is_told_what_they_are(chat, function, form):
+    with pytest.raises(RewardError) as refused:
+        scored(group("4", chat=chat), reward(function))
+    assert form in str(refused.value)
+
+
 def test_a_failure_is_not_a_zero_in_the_sum():
     fine = reward(lambda completions: [1.0] * len(completions), "fine")
     groups = [group("a", kind="bad"), group("b", kind="good")]

@@ -288,8 +288,7 @@ def test_plain_text_rewards():
     def strings(completions):
         return [float(c.count("e") % 5) for c in completions]
 
-    assert report_on(text_only).verdict == "ok" or ("note", "style") in found(report_on(text_only))
-    assert ("note", "style") in found(report_on(text_only))
+    assert ("warning", "style") in found(report_on(text_only))
     assert ("error", "exception") not in found(report_on(text_only))
     assert strings([""]) == [0.0]
 

@@ -13,6 +13,10 @@ from groupwise.types import Prompt
 CHAT = [{"role": "user", "content": "2+2?"}]
 
 
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
 def write_rows(folder, rows, name="rows.jsonl"):
     text = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
     (folder / name).write_text(text, encoding="utf-8")
@@ -35,7 +39,7 @@ def test_json_lines(tmp_path):
     write_rows(tmp_path, [{"prompt": "a", "answer": 1}, "", {"messages": CHAT, "answer": "é"}])
     source = open_prompts(DataConfig(source="rows.jsonl"), folder=tmp_path)
     first, second = source.all()
-    assert (first.id, first.text, first.messages, first.columns) == ("rows.jsonl:1", "a", None, {"answer": 1})
+    assert (first.id, first.messages, first.columns) == ("rows.jsonl:1", (user("a"),), {"answer": 1})
     assert (second.id, second.text, second.columns) == ("rows.jsonl:3", None, {"answer": "é"})
     assert second.messages == ({"role": "user", "content": "2+2?"},)
     assert len(source) == 2
@@ -69,6 +73,19 @@ def test_a_conversation_with_tool_calls():
     assert prompt.messages[2]["content"] == ""
 
 
+def test_a_string_is_a_message_of_the_user():
+    row = {"prompt": "2+2?", "answer": "4"}
+    plain = to_prompt(row, id="x")
+    assert (plain.messages, plain.text, plain.columns) == ((user("2+2?"),), "2+2?", {"answer": "4"})
+    asked = to_prompt(row, id="x", system="Be brief.")
+    assert asked.messages == ({"role": "system", "content": "Be brief."}, user("2+2?")) and asked.text is None
+    tool = {"type": "function", "function": {"name": "add"}}
+    offered = to_prompt(row | {"tools": [tool]}, id="x")
+    assert (offered.tools, offered.text) == ((tool,), None)  # a model without a template must not lose them in silence
+    raw = to_prompt(row, id="x", raw=True)
+    assert (raw.messages, raw.text) == (None, "2+2?")
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -91,7 +108,6 @@ def test_a_conversation_with_tool_calls():
         ),
         ({"messages": [*CHAT, {"role": "assistant", "content": "4"}]}, "ends with a message of 'assistant'"),
         ({"prompt": "a", "completions": 1}, "the column 'completions' has a name that rewards get from us"),
-        ({"prompt": "a", "tools": [{}]}, "tools need a chat prompt"),
         ({"prompt": CHAT, "tools": "add"}, "'tools' is 'add'; it must be a list"),
     ],
 )
@@ -103,7 +119,8 @@ def test_bad_rows_are_named(row, message):
 
 def test_options_that_do_not_fit_the_row():
     assert "no column 'question'; it has 'prompt'" in refusal({"prompt": "a"}, prompt_key="question")
-    assert "data.system needs a chat prompt" in refusal({"prompt": "a"}, system="s")
+    assert "data.system needs a chat prompt" in refusal({"prompt": "a"}, system="s", raw=True)
+    assert "tools need a chat prompt" in refusal({"prompt": "a", "tools": [{}]}, raw=True)
     row = {"prompt": [{"role": "system", "content": "x"}, *CHAT]}
     assert "prompt[0] is a system message already" in refusal(row, system="s")
 

@@ -364,6 +364,9 @@ class DatasetConfig(Section):
     """The split of a Hugging Face dataset; null is `train`."""
     prompt_key: Text | None = None
     """The column with the prompt: a string, or a list of chat messages; null is `messages` or `prompt`."""
+    raw: bool = False
+    """A prompt that is a string is a user's message, in the model's chat template where it has one; true samples from
+    the text as it is, and gives rewards strings."""
     system: Text | None = None
     """A system message to put before every chat prompt."""
     limit: int | None = Field(default=None, ge=1)

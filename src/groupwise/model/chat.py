@@ -69,10 +69,11 @@ def encode_prompt(
     """`prompt` with its `token_ids`; a prompt that has them already is returned as it is.
 
     Messages are rendered with the generation prompt; when the assistant spoke last, its message is left open and the
-    completion continues it, unless `continues` is False. `template_kwargs` reach the template
-    (`enable_thinking=False`). Plain text gets the special tokens that the tokenizer puts in front by itself, once, and
-    none behind. With `context`, a text that is far longer than that many tokens is refused before it is rendered or
-    tokenised whole.
+    completion continues it, unless `continues` is False. `template_kwargs` reach the template (as in
+    `enable_thinking=False`).
+    Plain text gets the special tokens that the tokenizer puts in front by itself, once, and none behind; the text of a
+    prompt that has messages too is taken where the model has no chat template. With `context`, a text that is far
+    longer than that many tokens is refused before it is rendered or tokenised whole.
 
     Raises:
         ChatError: the template is missing or refuses the messages, or the prompt comes to no tokens.
@@ -81,7 +82,7 @@ def encode_prompt(
     """
     if prompt.token_ids:
         return prompt
-    if prompt.messages is not None:
+    if prompt.messages is not None and not is_plain(prompt, tokenizer):
         _check_messages(prompt.messages, tokenizer, context)
         text = render_prompt(
             prompt.messages, tokenizer, tools=prompt.tools, template_kwargs=template_kwargs, continues=continues
@@ -96,6 +97,11 @@ def encode_prompt(
     if not ids:
         raise ChatError(f"prompt {prompt.id!r} comes to no tokens", hint="give it at least one character")
     return replace(prompt, token_ids=tuple(ids))
+
+
+def is_plain(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the model reads the prompt's `text` as it is, and not its messages in a chat template."""
+    return prompt.messages is None or (prompt.text is not None and not tokenizer.chat_template)
 
 
 def render_prompt(
@@ -236,11 +242,11 @@ class CompletionEncoder:
         template_kwargs: Mapping[str, Any] | None = None,
     ):
         self._tokenizer = tokenizer
-        if prompt.messages is None:
-            before = prompt.text or ""
+        if prompt.messages is None or is_plain(prompt, tokenizer):
+            before, self._end = prompt.text or "", _eos_id(tokenizer)
         else:
             before = render_prompt(prompt.messages, tokenizer, tools=prompt.tools, template_kwargs=template_kwargs)
-        self._end = _eos_id(tokenizer) if prompt.messages is None else _turn_end_id(tokenizer)
+            self._end = _turn_end_id(tokenizer)
         self._tail = _tail(before, _encode(before, tokenizer), tokenizer)
 
     def encode(self, text: str) -> tuple[int, ...]:

@@ -207,7 +207,18 @@ class Call:
     def failed(self, error: BaseException) -> Answer:
         """The answer of a function that raised."""
         cause = f"reward {self.function.name!r} failed on prompt {self.prompt_id!r}: {_described(error)}"
-        return self._failed(cause, FailureKind.EXCEPTION)
+        form = self._form() if isinstance(error, TypeError | AttributeError) else None
+        return self._failed(f"{cause} ({form})" if form else cause, FailureKind.EXCEPTION)
+
+    def _form(self) -> str | None:
+        """What a completion is here, for a function that took it for something else."""
+        match self._arguments.get("completions"):
+            case [list(), *_]:
+                return "completions[i] is a list of messages: its text is completions[i][-1]['content']"
+            case [str(), *_]:
+                return "completions[i] is a string, as data.raw is true; without it, a list of messages"
+            case _:
+                return None
 
     def _failed(self, cause: str, kind: FailureKind) -> Answer:
         return Answer(values=[Failure(cause, kind)] * self.size, logged=self.logged)

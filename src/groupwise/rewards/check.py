@@ -417,8 +417,11 @@ def _failures(trial: Trial) -> Iterator[Finding]:
 
 def _style(trial: Trial) -> Iterator[Finding]:
     if not trial.chat:
-        message = "it reads plain text only; the completions of chat prompts are lists of messages"
-        yield Finding(severity="note", check="style", message=message, probe="right, bare")
+        message = (
+            "it takes completions for strings; they are lists of messages (the text is completion[-1]['content']), "
+            "unless data.raw is true"
+        )
+        yield Finding(severity="warning", check="style", message=message, probe="right, bare")
 
 
 def _sameness(trial: Trial) -> Iterator[Finding]:

@@ -22,6 +22,7 @@ from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.model.memory import Memory, StepSize, memory, step_size
 from groupwise.rewards.base import load_rewards, refuse_failed, summarize
+from groupwise.rewards.check import GOLD, answers
 from groupwise.run.assemble import Parts, Plan, device_memory, load_of, longest_allowed, loss_of, make_plan, open_parts
 from groupwise.run.policy import Policy
 from groupwise.run.update import learner_thread
@@ -29,7 +30,17 @@ from groupwise.store.adapters import AdapterStore
 from groupwise.tasks.episode import play_all
 from groupwise.tasks.prompts import open_prompts
 from groupwise.tasks.transcript import TemplateCheck, template_check
-from groupwise.types import FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams, SamplingRequest
+from groupwise.types import (
+    Completion,
+    FinishReason,
+    PolicyVersion,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+    SamplingRequest,
+    Turn,
+)
 
 PROMPTS, COMPLETIONS = 4, 4  # how many are tried
 MEASURED_PROMPTS = 1000  # how many are tokenised for the statistics
@@ -88,10 +99,12 @@ def check(config: RunConfig, *, on_phase: Callable[[str], None] = lambda phase: 
             )
         on_phase("sampling and scoring")
         groups = asyncio.run(_try_out(usable[:PROMPTS], plan, parts))
+        recognised = asyncio.run(_try_answers(groups, parts)) if plan.env is None else None
         on_phase("training, publishing and loading one step")
         with learner_thread(parts.learner.threads) as thread:
             tried = _try_step(plan, parts, groups, thread)
-        return _report(plan, parts, encoded, usable, groups, tried)
+        report = _report(plan, parts, encoded, usable, groups, tried)
+        return report if recognised is None else replace(report, warnings=(recognised, *report.warnings))
 
 
 def _try_step(plan: Plan, parts: Parts, groups: Sequence[RolloutGroup], thread: Executor) -> StepTrial:
@@ -162,6 +175,30 @@ async def _try_out(prompts: Sequence[Prompt], plan: Plan, parts: Parts) -> tuple
     scored = await asyncio.gather(*(parts.scorer(group) for group in groups))
     refuse_failed(scored)
     return tuple(scored)
+
+
+async def _try_answers(groups: Sequence[RolloutGroup], parts: Parts) -> str | None:
+    """Where all completions have one reward: what the dataset's own answer gets, in the forms that answers come in."""
+    prompt, rewards = groups[0].prompt, {rollout.reward for group in groups for rollout in group.rollouts}
+    column = next((name for name in GOLD if prompt.columns.get(name) not in (None, "")), None)
+    if len(rewards) != 1 or column is None:
+        return None
+    forms, all_have = answers(prompt.columns[column]), rewards.pop() or 0.0
+    said = [
+        Completion(token_ids=(), logprobs=(), text=text, finish_reason=FinishReason.STOP) for text in forms.values()
+    ]
+    group = await parts.scorer(
+        RolloutGroup(prompt=prompt, rollouts=tuple(Rollout(turns=(Turn(prompt.token_ids, each),)) for each in said))
+    )
+    given = {name: rollout.reward or 0.0 for name, rollout in zip(forms, group.rollouts, strict=True)}
+    best = max(given, key=lambda name: given[name])
+    of = f"the dataset's own {column} of {prompt.id}, {prompt.columns[column]!r},"
+    if given[best] > all_have:
+        return f"{of} gets {given[best]:g} ({best}): the reward recognises it, and the model does not say it yet"
+    return (
+        f"{of} gets no more than {all_have:g} in any of {len(forms)} forms ({', '.join(forms)}): the rewards do not "
+        f"recognise a right answer; groupwise rewards lint tries one by itself"
+    )
 
 
 def _all_problems(config: RunConfig, first: GroupwiseError) -> GroupwiseError:
@@ -315,4 +352,4 @@ def _of_data(plan: Plan, encoded: Sequence[Prompt], *, context: int) -> Iterator
 
 def _question(prompt: Prompt) -> str:
     asked = prompt.messages or dict(prompt.columns)  # an environment's case
-    return prompt.text if prompt.text is not None else json.dumps(asked, sort_keys=True, default=str)
+    return json.dumps(asked, sort_keys=True, default=str) if prompt.text is None or prompt.messages else prompt.text

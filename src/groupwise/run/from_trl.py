@@ -55,7 +55,7 @@ def from_trl(
     folder = folders[0] if folders else next((each.folder for each in found.values()), Path.cwd())
     said = _arguments(args) | {"model_name_or_path": model, "reward_funcs": names} | _lora(peft)
     document = Document(said, "GRPOConfig")
-    natives = [f"data.{key}={inline(value)}" for key, value in source.items()]
+    natives = [f"data.{key}={inline(value)}" for key, value in {"raw": True, **source}.items()]
     if any(each.only_here for each in found.values()):
         natives.append("scoring.workers=0")
     loaded = understand(document, [*natives, *overrides], folder=folder, system="TRL")

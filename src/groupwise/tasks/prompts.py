@@ -1,8 +1,9 @@
 """Prompt sources: files, Hugging Face datasets and Python functions, as one endless, resumable stream of prompts.
 
-A row is a mapping with a prompt, a string (plain text) or a list of chat messages, under `prompt` or `messages`.
-`tools` may hold tool definitions, and every other column goes to the rewards by its name:
+A row is a mapping with a prompt, a list of chat messages or a string (one message of the user), under `prompt` or
+`messages`. `tools` may hold tool definitions, and every other column goes to the rewards by its name:
 
+    {"prompt": "2+2?", "answer": "4"}
     {"prompt": [{"role": "user", "content": "2+2?"}], "answer": "4"}
 
 All rows are read and checked when the source is opened, so that a bad row stops a run before a model is loaded. The
@@ -203,7 +204,8 @@ def open_prompts(
     read = {"file": _file_rows, "function": _function_rows, "dataset": _dataset_rows}[config.kind]
     rows = itertools.islice(read(config, Path(folder)), config.limit)
     prompts = [
-        to_prompt(row, id=id, prompt_key=config.prompt_key, system=config.system, case=cases) for id, row in rows
+        to_prompt(row, id=id, prompt_key=config.prompt_key, raw=config.raw, system=config.system, case=cases)
+        for id, row in rows
     ]
     if not prompts:
         raise DataError(f"{config.source} has no rows", hint="a dataset needs at least one prompt")
@@ -319,11 +321,18 @@ def _dataset_rows(config: DatasetConfig, folder: Path) -> Iterator[tuple[str, An
 
 
 def to_prompt(
-    row: Any, *, id: str, prompt_key: str | None = None, system: str | None = None, case: bool = False
+    row: Any,
+    *,
+    id: str,
+    prompt_key: str | None = None,
+    raw: bool = False,
+    system: str | None = None,
+    case: bool = False,
 ) -> Prompt:
     """A row as a Prompt; a `case` without a prompt of its own has columns alone.
 
-    Raises DataError naming `id` and the key that is wrong.
+    A string is a message of the user, and plain text for a model without a chat template; `raw` makes it plain text for
+    every model. Raises DataError naming `id` and the key that is wrong.
     """
     if not isinstance(row, Mapping):
         raise DataError(f"{id}: the row is a {type(row).__name__}; it must be an object such as {{'prompt': ...}}")
@@ -336,19 +345,23 @@ def to_prompt(
     if clash := [name for name in RESERVED if name in columns]:
         raise DataError(f"{id}: the column {clash[0]!r} has a name that rewards get from us; rename it")
     tools, value = row.get("tools"), row[key]
-    if isinstance(value, str):
-        if system is not None or tools:
-            extra = "tools need" if tools else "data.system needs"
-            raise DataError(f"{id}: {extra} a chat prompt (a list of messages); {key!r} is plain text")
-        if not value.strip():
+    text = value if isinstance(value, str) else None
+    if text is not None:
+        if not text.strip():
             raise DataError(f"{id}: {key!r} is an empty string; a prompt needs text")
-        return Prompt(id=id, text=value, columns=columns)
+        if raw and (system is not None or tools):
+            extra = "tools need" if tools else "data.system needs"
+            raise DataError(f"{id}: {extra} a chat prompt; with data.raw {key!r} is plain text")
+        if raw:
+            return Prompt(id=id, text=text, columns=columns)
+        value = ({"role": "user", "content": text},)
     messages = _messages(value, f"{id}: {key}")
     if system is not None:
         if messages[0]["role"] in ("system", "developer"):
             raise DataError(f"{id}: {key}[0] is a system message already; remove it or data.system")
         messages = (Message(role="system", content=system), *messages)
-    return Prompt(id=id, messages=messages, tools=_tools(tools, id), columns=columns)
+    text = None if len(messages) > 1 or tools else text  # without a template these would be lost
+    return Prompt(id=id, messages=messages, text=text, tools=_tools(tools, id), columns=columns)
 
 
 def _case(row: Mapping[str, Any], id: str, system: str | None) -> Prompt:

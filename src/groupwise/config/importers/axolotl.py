@@ -185,6 +185,7 @@ def _put_dataset(t: Translation, to: str, block: str, folder: Path, *, part: str
         t.put(f"{to}.source", ROWS, block)
         t.put(f"{to}.args", args, block)
     t.put(f"{to}.prompt_key", "prompt", origin="the column that GRPO reads there")
+    t.put(f"{to}.raw", True, origin="a prompt that is a string is sampled as it is there")
 
 
 def _local(path: str, folder: Path) -> str | None:

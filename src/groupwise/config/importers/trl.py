@@ -336,6 +336,7 @@ def _put_dataset(t: Translation, to: str, split: str) -> None:
         t.put(f"{to}.split", t[split], split)
         t.put(f"{to}.args", {"name": t["dataset_config"]} if t.given("dataset_config") else None, "dataset_config")
     t.put(f"{to}.prompt_key", "prompt", origin="the column that GRPO reads there")
+    t.put(f"{to}.raw", True, origin="a prompt that is a string is sampled as it is there")
 
 
 def _put_model(t: Translation) -> None:
