@@ -145,15 +145,14 @@ def test_check_says_whether_the_reward_recognises_the_datasets_own_answer(projec
     """Where every trial completion gets the same, that tells a task that is hard from a reward that is wrong."""
     rows = [{"prompt": f"What is {i} + {i}?", "answer": f"twice {i}"} for i in range(4)]
     write_rows(project.folder / "prompts.jsonl", rows)
-    tell = "rewards[0]=groupwise.rewards.text:exact_match"
-    [first, *_] = json.loads(cli("check", project.config, tell, "--json").stdout)["warnings"]
-    assert first.startswith(
-        "the dataset's own answer of prompts.jsonl:1, 'twice 0', gets 1 (bare): the reward recognises"
-    )
-    [first, *_] = json.loads(cli("check", project.config, "rewards[0]=my_rewards:constant", "--json").stdout)[
-        "warnings"
-    ]
-    assert "'twice 0', gets no more than 0.5 in any of" in first and "do not recognise a right answer" in first
+
+    def first_warning(reward: str) -> str:
+        return json.loads(cli("check", project.config, f"rewards[0]={reward}", "--json").stdout)["warnings"][0]
+
+    hard = first_warning("groupwise.rewards.text:exact_match")
+    assert "'twice 0', gets 1 (bare): the reward recognises it" in hard
+    wrong = first_warning("my_rewards:constant")
+    assert "'twice 0', gets no more than 0.5 in any of" in wrong and "do not recognise a right answer" in wrong
 
 
 @pytest.mark.filterwarnings("always:train.attention flex cannot be used")
