@@ -205,7 +205,7 @@ def test_what_is_to_be_trained_is_read_elsewhere_sooner_and_behind(reader: Reade
 @pytest.mark.parametrize(
     "error",
     [
-        RequestError("it is wrong", hint="mend it", param="groups[0]", code="no_signal"),
+        RequestError("it is wrong", hint="mend it", field="groups[0]", code="no_signal"),
         ContextLengthError("too long", hint="shorten it"),
         ChatError("refused"),
     ],
@@ -388,7 +388,7 @@ def test_what_cannot_fit_is_refused_before_the_tokenizer_is_called(
         store = AdapterStore(tmp_path / "adapters")
         with pytest.raises(RequestError) as caught:
             function(json.dumps(body).encode(), base, ServeConfig(), store=store, pending=(), **more)
-        assert caught.value.code == "context_length_exceeded" and caught.value.param == at
+        assert caught.value.code == "context_length_exceeded" and caught.value.field == at
 
 
 def test_a_completion_that_cannot_fit_is_refused_before_it_is_tokenised(
@@ -407,7 +407,7 @@ def test_a_completion_that_cannot_fit_is_refused_before_it_is_tokenised(
     store = AdapterStore(tmp_path / "adapters")
     with pytest.raises(RequestError, match="the text has 100000 characters") as caught:
         read_grpo(json.dumps(body).encode(), base, ServeConfig(), store=store, ledger=Path("nowhere"), pending=())
-    assert caught.value.param == "groups[0].completions[1].text" and max(sizes) < 100
+    assert caught.value.field == "groups[0].completions[1].text" and max(sizes) < 100
 
 
 def test_a_long_answer_is_in_memory_once(tmp_path: Path):

@@ -198,9 +198,11 @@ def _until_answered(step: Send, *, repeatable: bool, retries: int, url: str) -> 
 
 def refusal(answer: Answer) -> RemoteError:
     """The error that an answer above 299 says."""
+    field = None
     try:
         said = json.loads(answer.body)["error"]
         message, code, hint = str(said["message"]), str(said.get("code") or "error"), said.get("hint")
+        field = said.get("param")
     except (ValueError, TypeError, KeyError, AttributeError):
         text = answer.body[:200].decode(errors="replace").strip()
         message = f"{answer.url} answered {answer.status}{': ' if text else ''}{text}"
@@ -209,7 +211,7 @@ def refusal(answer: Answer) -> RemoteError:
             message += f" and points to {answer.headers.get('location')!r}"
             hint = "redirects are not followed, since the API key is for this server only; give the final URL"
     request_id = answer.headers.get("x-request-id")
-    error = RemoteError(message, status=answer.status, code=code, hint=hint, request_id=request_id)
+    error = RemoteError(message, status=answer.status, code=code, hint=hint, field=field, request_id=request_id)
     if answer.status in (401, 403):
         error.exit_code = REFUSED_KEY
         error.hint = error.hint or "set GROUPWISE_API_KEY, or give the key with --api-key"

@@ -368,7 +368,7 @@ def encode_raw(prompts: Sequence[Raw], base: TextModel, *, context: int | None) 
             prompt = encode_prompt(asked, base.tokenizer, context=context).token_ids
         elif max(prompt) >= base.vocabulary:
             what = f"the prompt has the token id {max(prompt)}; this model has the ids 0 to {base.vocabulary - 1}"
-            raise RequestError(what, hint="encode the prompt with this model's tokenizer", param="prompt")
+            raise RequestError(what, hint="encode the prompt with this model's tokenizer", field="prompt")
         elif context is not None and len(prompt) > context:
             raise too_long(f"{len(prompt)} tokens", context)
         encoded.append(prompt)

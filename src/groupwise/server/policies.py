@@ -197,7 +197,7 @@ class Policies:
             raise RequestError(
                 f"model is {str(model)[:64]!r} and adapter is {adapter[:64]!r}: two policies for one request",
                 hint="give one of them",
-                param="adapter",
+                field="adapter",
             )
         return version
 
@@ -238,7 +238,7 @@ class Policies:
         """A version that spells out its sum, as in "0.5*math@3+1.0*sql@1", and what loads it."""
         terms = sorted((self._named(part.name), float(part.scale)) for part in parts)
         if any(version.is_base for version, _ in terms):
-            raise RequestError("adapters names the base model, which is always in the sum", param="adapters")
+            raise RequestError("adapters names the base model, which is always in the sum", field="adapters")
         *_, (last, _) = terms
         name = "+".join(f"{scale}*{version}" for version, scale in terms).removesuffix(f"@{last.number}")
         composed = PolicyVersion(name, last.number)

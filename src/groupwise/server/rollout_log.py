@@ -213,7 +213,7 @@ def _posted(ledger: Ledger, job_id: str) -> _Posted:
     payload = parse_payload(job.kind, ledger.payload(job_id))
     if not isinstance(payload, GrpoPayload):
         hint = "only jobs of /v1/train/grpo have groups of completions"
-        raise RequestError(f"job {job_id} is of kind {job.kind}, and has no rollouts", hint=hint, param="job")
+        raise RequestError(f"job {job_id} is of kind {job.kind}, and has no rollouts", hint=hint, field="job")
     spec = AdvantageSpec(
         kind=job.config.get("advantage", "group_std"),
         eps=job.config.get("advantage_eps", DEFAULT_EPS),

@@ -124,7 +124,7 @@ class MetricsFile:
         """What came behind `after`; all without one. Raises RequestError for what is no cursor."""
         if after is not None and not _CURSOR.fullmatch(after):
             raise RequestError(
-                f"after is {after[:64]!r}; it must be the `next` of an answer, or left out", param="after"
+                f"after is {after[:64]!r}; it must be the `next` of an answer, or left out", field="after"
             )
         with self._lock:
             self._read_on()

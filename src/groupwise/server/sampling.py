@@ -593,7 +593,7 @@ def sampling_params(
     most = min(most_tokens, room) if asked is None else max(1, asked)
     if body.min_tokens and body.min_tokens > most:
         message = f"min_tokens is {body.min_tokens}, and a completion has at most {most} (max_tokens)"
-        raise RequestError(message, hint=f"lower min_tokens to {most} or less, or raise max_tokens", param="min_tokens")
+        raise RequestError(message, hint=f"lower min_tokens to {most} or less, or raise max_tokens", field="min_tokens")
     return SamplingParams(
         max_tokens=most,
         temperature=1.0 if body.temperature is None else body.temperature,
@@ -627,7 +627,7 @@ def _check_biased(body: Sampling, vocabulary: int) -> None:
     for token in body.logit_bias or ():
         if int(token) >= vocabulary:
             message = f"logit_bias has the token id {token}; this model has the ids 0 to {vocabulary - 1}"
-            raise RequestError(message, hint="give ids of this model's tokenizer", param=f"logit_bias.{token}")
+            raise RequestError(message, hint="give ids of this model's tokenizer", field=f"logit_bias.{token}")
 
 
 def prompt_seed(seed: int, index: int) -> int:

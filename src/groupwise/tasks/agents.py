@@ -168,7 +168,7 @@ def _instance(made: type, name: str, args: Mapping[str, Any], reference: str) ->
     except GroupwiseError:
         raise
     except Exception as error:
-        raise EnvError(f"{name}() raised {type(error).__name__}: {error}") from error
+        raise EnvError.raised(f"{name}()", error) from error
 
 
 def _takes(function: Callable[..., Any], args: Mapping[str, Any], reference: str) -> tuple[str, ...]:
@@ -456,7 +456,7 @@ class Session:
             raise RequestError(
                 f"the messages have {size:,} characters; env.max_characters is {config.max_characters:,}",
                 hint="shorten them, or raise that",
-                param="messages",
+                field="messages",
             )
 
     def _ask(self, messages: tuple[Message, ...], request: ChatRequest) -> Asked:
@@ -566,23 +566,24 @@ class AgentEpisode:
 
         Raises EnvError if the agent fails and `env.on_error` is stop, and what the engine raised if that failed.
         """
-        session, outcome, error = self.session, Outcome(), None
+        session, outcome = self.session, Outcome()
+        error: EnvError | None = None
         async with self.endpoint.open(session) as key:
             try:
                 outcome = await self._outcome(key)
             except EnvError as failure:
-                error = failure.message
+                error = failure
             said = await self.endpoint.end(session)
         reward = outcome.reward
         if session.stop is not None:
             reward, error = reward or 0.0, None
         if error is None and not said.answered:
-            error = f"{self.agent.name} never asked the policy: there is nothing to train"
+            error = EnvError(f"{self.agent.name} never asked the policy: there is nothing to train")
         if error is None and reward is None and not self.scored:
-            error = f"{self.agent.name} returned no reward, and the configuration has no reward functions"
+            error = EnvError(f"{self.agent.name} returned no reward, and the configuration has no reward functions")
         return priced(self._rollout(said, outcome, reward, error), session.config), said.opening
 
-    def _rollout(self, said: Conversations, outcome: Outcome, reward: float | None, error: str | None) -> Rollout:
+    def _rollout(self, said: Conversations, outcome: Outcome, reward: float | None, error: EnvError | None) -> Rollout:
         info = {
             "tool_calls": float(said.calls),
             "forks": float(max(0, len(segments_of(said.turns())) - 1)),
@@ -591,7 +592,8 @@ class AgentEpisode:
         return Rollout(
             turns=said.turns(only_first=self.session.config.train_turns == "first"),
             reward=reward,
-            error=error,
+            error=None if error is None else error.message,
+            error_kind=None if error is None else error.kind,
             messages=said.latest,
             stop=self.session.stop or "done",
             info={**outcome.metrics, **info},
@@ -608,7 +610,8 @@ class AgentEpisode:
             if agent.done():
                 return agent.result()
             if not self.session.under_way:
-                raise EnvError(f"{self.agent.name} had not returned after {limit_s:g} s, and the policy was not asked")
+                message = f"{self.agent.name} had not returned after {limit_s:g} s, and the policy was not asked"
+                raise EnvError(message, field=self.agent.name, kind="timeout")
             self.session.stop = self.session.stop or "timeout"
             return Outcome()
         finally:
@@ -641,7 +644,7 @@ class AgentEpisode:
                 raise
             raise EnvError(f"{name} cancelled itself") from error
         except (Exception, SystemExit) as error:
-            raise EnvError(f"{name} raised {type(error).__name__}: {error}") from error
+            raise EnvError.raised(name, error) from error
         finally:
             thread.close()
 

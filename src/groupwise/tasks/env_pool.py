@@ -47,11 +47,12 @@ PATIENCE_S = START_S + 60.0  # for a process to be started, and an episode to be
 
 
 class _Gone(Exception):
-    """The process that had the episode was lost. `suspect`: it may have been this episode's doing; `found`: it was."""
+    """The process that had the episode was lost, as `error` says. `suspect`: it may have been this episode's doing;
+    `found`: it was."""
 
-    def __init__(self, cause: str, *, suspect: bool = False, found: bool = False):
-        super().__init__(cause)
-        self.suspect, self.found = suspect, found
+    def __init__(self, error: EnvError, *, suspect: bool = False, found: bool = False):
+        super().__init__(error)
+        self.error, self.suspect, self.found = error, suspect, found
 
 
 class EnvPool:
@@ -183,16 +184,19 @@ class _Call:
         self._settle(self.future.set_result, answer)
 
     def unstarted(self, why: str) -> None:
-        self._settle(self.future.set_exception, EnvError(f"{self.what} could not be called: {why}"))
+        error = EnvError(f"{self.what} could not be called: {why}", field=self.what)
+        self._settle(self.future.set_exception, error)
 
     def lost(self, loss: Loss) -> None:
         how = f"took longer than {self.deadline_s:g} s" if loss.late else loss.cause
         suspect = loss.late or not loss.killed  # else it was killed for another's sake
-        gone = _Gone(f"{self.what} {how}{loss.printed}", suspect=suspect, found=suspect and self.alone)
-        self._settle(self.future.set_exception, gone)
+        kind = "timeout" if loss.late else None
+        error = EnvError(f"{self.what} {how}{loss.printed}", field=self.what, kind=kind)
+        self._settle(self.future.set_exception, _Gone(error, suspect=suspect, found=suspect and self.alone))
 
     def closed(self) -> None:
-        self._settle(self.future.set_exception, EnvError(f"{self.what} was not answered: the environments are closed"))
+        error = EnvError(f"{self.what} was not answered: the environments are closed", field=self.what)
+        self._settle(self.future.set_exception, error)
 
     def _settle(self, settle: Callable[[Any], None], value: Any) -> None:
         with suppress(InvalidStateError):  # whoever waited has gone
@@ -205,7 +209,7 @@ class PooledEnv:
     def __init__(self, pool: EnvPool):
         self._pool, self._episode = pool, pool.number()
         self._process: _Process | None = None
-        self._suspected: str | None = None  # as what it would have been this episode's doing that its process was lost
+        self._suspected: EnvError | None = None  # for a process whose loss may have been this episode's doing
         self._said: list[tuple[str, tuple[Any, ...], bytes]] = []  # method, arguments, digest of what came of it
 
     async def reset(self, case: Mapping[str, Any], seed: int) -> Observation:
@@ -243,27 +247,30 @@ class PooledEnv:
                 self._leave()
                 if gone.found:
                     self._pool.found()
-                    raise EnvError(str(gone)) from None
+                    raise gone.error from None
                 if gone.suspect:
-                    self._suspected = str(gone)
+                    self._suspected = gone.error
             else:
                 self._pool.answered()
                 self._said.append((method, args, _digest(value)))
                 return value
-        raise EnvError(f"{self._pool.name}: the processes that had this episode were lost {AGAIN + 1} times")
+        name = self._pool.name
+        raise EnvError(f"{name}: the processes that had this episode were lost {AGAIN + 1} times", field=name)
 
     async def _enter(self) -> None:
         """Have a process, and in it the episode as far as it was."""
         pool = self._pool
         self._process = pool.enter() if self._suspected is None else await pool.enter_alone()
         if self._process is None:
-            raise EnvError(str(self._suspected))
+            assert self._suspected is not None
+            raise self._suspected
         for method, args, came in self._said:
             if _digest(await self._call(self._process, method, args)) != came:
                 raise EnvError(
                     f"{pool.name}: the process that had this episode was lost, and played again {method} came out "
                     "otherwise",
                     hint="draw what is random from the case or the seed, and keep state on self",
+                    field=pool.name,
                 )
 
     def _leave(self) -> None:
@@ -277,7 +284,8 @@ class PooledEnv:
         try:
             message = pickle.dumps((number, self._episode, method, pickle.dumps(args)))
         except Exception as error:
-            raise EnvError(f"{pool.name}.{method}: what it gets cannot be sent: {error}") from error
+            where = f"{pool.name}.{method}"
+            raise EnvError(f"{where}: what it gets cannot be sent: {error}", field=where) from error
         call = _Call(number, message, pool.limit_s, f"{pool.name}.{method}", process.left is not None, Future())
         process.waiting.append(call)
         process.lane.wake()
@@ -285,9 +293,9 @@ class PooledEnv:
         if answer.get("stuck"):
             pool.retire(process)
         if answer.get("gone"):
-            raise _Gone("the process was replaced")
+            raise _Gone(EnvError("the process was replaced"))
         if "error" in answer:
-            raise EnvError(answer["error"])
+            raise EnvError(answer["error"], hint=answer.get("hint"), field=answer.get("field"), kind=answer.get("kind"))
         return answer["value"]
 
 

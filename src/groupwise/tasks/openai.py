@@ -158,7 +158,7 @@ def read_request(body: bytes) -> ChatRequest:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the body"
-        raise RequestError(f"{where}: {first['msg']}", param=where) from None
+        raise RequestError(f"{where}: {first['msg']}", field=where) from None
     for refused, param, why in (
         (request.n not in (None, 1), "n", f"n is {request.n}; an episode goes on from one answer. Send n requests"),
         (
@@ -179,10 +179,10 @@ def read_request(body: bytes) -> ChatRequest:
         ),
     ):
         if refused:
-            raise RequestError(why, param=param)
+            raise RequestError(why, field=param)
     for i, message in enumerate(request.messages):
         if message.content is None and not (message.role == "assistant" and message.tool_calls):
-            raise RequestError(f"messages.{i} of role {message.role!r} has no content", param=f"messages.{i}.content")
+            raise RequestError(f"messages.{i} of role {message.role!r} has no content", field=f"messages.{i}.content")
     return request
 
 
@@ -253,7 +253,7 @@ def error_of(error: GroupwiseError) -> dict[str, Any]:
     """The body of an answer that is an error."""
     kinds = {401: "authentication_error", 403: "permission_error"}
     kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
-    told = {"message": error.message, "type": kind, "param": getattr(error, "param", None), "code": error.code}
+    told = {"message": error.message, "type": kind, "param": error.field, "code": error.code}
     return {"error": {**told, "hint": error.hint}}
 
 

@@ -38,6 +38,7 @@ HEALTH_S = 5.0  # for an answer to /health
 CONNECT_S = 5.0
 ASK_S = 60.0  # for what samples nothing
 SAID = 300  # characters of an answer that are quoted
+_KINDS = {"already_loaded": "already been loaded", "not_loaded": "cannot be found"}  # kind -> what vLLM says of it
 
 
 class ServerLost(EngineError):
@@ -215,7 +216,7 @@ class Server:
             body = {"lora_name": name, "lora_path": path}
             await self._ask("POST", "/v1/load_lora_adapter", body, timeout=timeout)
         except EngineError as error:
-            if "already been loaded" not in error.message:
+            if error.kind != "already_loaded":
                 raise
 
     async def unload(self, name: str) -> None:
@@ -223,7 +224,7 @@ class Server:
         try:
             await self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
         except EngineError as error:
-            if isinstance(error, ServerLost) or "cannot be found" not in error.message:
+            if error.kind != "not_loaded":
                 raise
 
     async def reload(self, path: str, *, timeout: float) -> None:
@@ -264,7 +265,8 @@ class Server:
             )
         if status == 404 and where.endswith("/collective_rpc"):
             hint = "start it with VLLM_SERVER_DEV_MODE=1, as `groupwise vllm-serve` does where train.lora is null"
-        raise EngineError(f"{where} answered {status}: {said}", hint=hint)
+        kind = next((kind for kind, words in _KINDS.items() if words in said), None)
+        raise EngineError(f"{where} answered {status}: {said}", hint=hint, kind=kind)
 
 
 def likeliest(alternatives: Iterable[tuple[int, float]], top: int) -> tuple[tuple[int, float], ...]:

@@ -99,7 +99,7 @@ class Downloads:
         saved = await asyncio.to_thread(self._checkpoints.find, path)
         if saved.kind != EXTERNAL_WEIGHTS:
             hint = "save_weights_external makes some"
-            raise RequestError(f"{path} is not a checkpoint of external weights", hint=hint, param="path")
+            raise RequestError(f"{path} is not a checkpoint of external weights", hint=hint, field="path")
         directory = self._checkpoints.directory(saved)
         names = await asyncio.to_thread(lambda: sorted(each.name for each in directory.iterdir()))
         return self._known(saved) or self._link(saved, directory, made=False), names
@@ -109,7 +109,7 @@ class Downloads:
         StorageError, ConfigError for one of another base model."""
         saved = await asyncio.to_thread(self._checkpoints.find, path)
         if saved.kind == EXTERNAL_WEIGHTS:
-            raise RequestError(f"{path} is files already", hint="fetch them: .../external_weights_urls", param="path")
+            raise RequestError(f"{path} is files already", hint="fetch them: .../external_weights_urls", field="path")
         async with self._making:
             if (link := self._known(saved)) is not None:
                 return link

@@ -279,7 +279,7 @@ async def forward_backward(http: Request) -> Any:
         ) from None
     model = models.find(message.model_id)
     if message.seq_id < 1:
-        raise RequestError(f"seq_id is {message.seq_id}; it counts from 1", param="seq_id")
+        raise RequestError(f"seq_id is {message.seq_id}; it counts from 1", field="seq_id")
     work = partial(models.forward_backward, model, message)
     return models.request(model, message.seq_id, work, size=HELD * len(raw))
 

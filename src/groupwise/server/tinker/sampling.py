@@ -112,13 +112,13 @@ class Samplers:
     async def snapshot(self, model: Model, body: bodies.SaveForSampler) -> Answer:
         """The model's weights as they are now, under a name or for a sampling session."""
         if body.kind not in (SNAPSHOT, INFLIGHT):
-            raise RequestError(f"kind is {echo(body.kind)}; it is {SNAPSHOT} or {INFLIGHT}", param="kind")
+            raise RequestError(f"kind is {echo(body.kind)}; it is {SNAPSHOT} or {INFLIGHT}", field="kind")
         if body.path is not None:
             check_checkpoint_name(body.path)
             if await asyncio.to_thread(self._checkpoints.exists, model.id, SAMPLER_WEIGHTS, body.path):
                 raise ConflictError(f"there is a checkpoint {body.path!r} of this run", hint="choose another name")
         elif body.sampling_session_seq_id is None:
-            raise RequestError("there is neither a path nor a sampling_session_seq_id", param="path")
+            raise RequestError("there is neither a path nor a sampling_session_seq_id", field="path")
         version = await self._published(model, named=body.path is not None)
         path = await self._recorded(model, body, version) if body.path is not None else None
         policies, id = (self._snapshots if path is None else self._server.policies), None
@@ -162,10 +162,10 @@ class Samplers:
                 hint="keep one for longer under a name: save_weights_for_sampler, then create_sampling_client",
             )
         if body.seq_id is None:
-            raise RequestError("seq_id is missing", param="seq_id")
+            raise RequestError("seq_id is missing", field="seq_id")
         if body.num_samples > self._server.config.max_n:
             most = self._server.config.max_n
-            raise RequestError(f"num_samples is {body.num_samples}; the most is {most} (max_n)", param="num_samples")
+            raise RequestError(f"num_samples is {body.num_samples}; the most is {most} (max_n)", field="num_samples")
         id = f"{sampler.id}:{body.seq_id}"
         future, is_new = self._futures.begin(id, size=32 * sum(len(chunk.tokens) for chunk in body.prompt.chunks))
         if is_new:
@@ -235,7 +235,7 @@ class Samplers:
                 top_logprobs=body.topk_sample_logprobs,
             )
         except ValueError as error:
-            raise RequestError(str(error), param="sampling_params") from None
+            raise RequestError(str(error), field="sampling_params") from None
         ids = tuple(token for chunk in body.prompt.chunks for token in chunk.tokens)
         return lambda version: SamplingRequest(prompt_ids=ids, params=params, n=body.num_samples, version=version)
 
@@ -310,17 +310,17 @@ def _check_supported(body: bodies.Sample, *, most_top: int) -> None:
     }
     for name, (asked, hint) in unsupported.items():
         if asked:
-            raise RequestError(f"{name} is not supported", hint=hint, param=name)
+            raise RequestError(f"{name} is not supported", hint=hint, field=name)
     for chunk in body.prompt.chunks:
         if chunk.type != "encoded_text":
             hint = "send encoded_text chunks"
             raise RequestError(
-                f"the prompt has a chunk of type {echo(chunk.type)}; text only", hint=hint, param="prompt"
+                f"the prompt has a chunk of type {echo(chunk.type)}; text only", hint=hint, field="prompt"
             )
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
         if getattr(body, name) > most_top:
             limit = f"the most is {most_top} (max_top_logprobs)"
-            raise RequestError(f"{name} is {getattr(body, name)}; {limit}", param=name)
+            raise RequestError(f"{name} is {getattr(body, name)}; {limit}", field=name)
 
 
 # ---- the answer ----

@@ -221,7 +221,7 @@ def check_metadata(metadata: Metadata) -> dict[str, str] | None:
         return None
     texts = {str(key): str(value) for key, value in metadata.items()}
     if sum(len(key) + len(value) for key, value in texts.items()) > MOST_METADATA:
-        raise RequestError(f"user_metadata has more than {MOST_METADATA} characters", param="user_metadata")
+        raise RequestError(f"user_metadata has more than {MOST_METADATA} characters", field="user_metadata")
     return texts
 
 

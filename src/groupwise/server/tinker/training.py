@@ -73,7 +73,7 @@ def lora_of(config: bodies.Lora | None) -> dict[str, Any]:
     """Rank and targets of the adapter that a client asks for. Raises RequestError."""
     config = config or bodies.Lora(rank=32)
     if not (config.train_attn or config.train_mlp):
-        raise RequestError("train_attn and train_mlp are both false: there is nothing to train", param="lora_config")
+        raise RequestError("train_attn and train_mlp are both false: there is nothing to train", field="lora_config")
     both = config.train_attn and config.train_mlp
     return {"rank": config.rank, "targets": "all-linear" if both else ATTENTION if config.train_attn else MLP}
 
@@ -167,7 +167,7 @@ class Models:
         """Raise RequestError unless `name` is the model that is served."""
         if name is not None and name != self.name and tokenizer_of(name) != self.tokenizer:
             hint = f"this server has {self.name!r} ({self.base.name})"
-            raise RequestError(f"there is no base model {echo(name)}", hint=hint, param="base_model")
+            raise RequestError(f"there is no base model {echo(name)}", hint=hint, field="base_model")
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -235,7 +235,7 @@ class Models:
             )
         if body.adam_params is None:
             kind = (body.optimizer_params or {}).get("type")
-            raise RequestError(f"the optimizer {echo(kind)} is not here", hint="use AdamParams", param="optim_params")
+            raise RequestError(f"the optimizer {echo(kind)} is not here", hint="use AdamParams", field="optim_params")
         adam = AdamParams(**body.adam_params.model_dump())
         result = await model.trainer.optim_step(adam)
         metrics = {"grad_norm:mean": result.grad_norm, "refused:sum": float(not result.applied)}

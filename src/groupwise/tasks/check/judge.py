@@ -35,6 +35,11 @@ SLOW_S = 1.0  # a call of a method
 PAID = 0.5  # of the best reward
 PAID_AGAIN = 3  # turns of the same words
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+# the kind of an EnvError -> what it fails
+_CHECKS: Mapping[str | None, str] = {
+    "timeout": "time",
+    "exception": "exception",
+}  # the kind of an EnvError -> what it fails
 _SAME = 1e-9
 
 
@@ -122,10 +127,10 @@ def _failures(trial: Trial) -> Iterator[Finding]:
     """One finding for each error, and how often it came."""
     failed = [(each.rollout.error, each) for each in trial.episodes if each.rollout.error is not None]
     causes: dict[str, list[Played]] = {}
-    for cause, each in failed:
+    for cause, each in failed:  # addresses of objects tell no two causes apart
         causes.setdefault(re.sub(r"0x[0-9a-f]+", "0x...", cause), []).append(each)
     for cause, episodes in causes.items():
-        check = "time" if "took longer than" in cause else "exception" if " raised " in cause else "contract"
+        check = _CHECKS.get(episodes[0].rollout.error_kind, "contract")
         message = f"{cause} ({len(episodes)} of {len(trial.episodes)} episodes)"
         yield Finding(severity="error", check=check, message=message, policy=episodes[0].policy)
     closing = [called for called in trial.opened.calls if called.method == "close"]  # when the episode has its reward

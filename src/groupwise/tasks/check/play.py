@@ -407,7 +407,7 @@ class Trial:
     @property
     def lost(self) -> int:
         """Episodes that ended because something took too long."""
-        return sum("took longer than" in (each.rollout.error or "") for each in self.episodes)
+        return sum(each.rollout.error_kind == "timeout" for each in self.episodes)
 
 
 async def try_out(opened: Opened, *, engine: Sampler | None, episodes: int, seed: int = 0) -> Trial:

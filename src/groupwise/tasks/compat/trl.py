@@ -676,7 +676,7 @@ class RolloutPlay:
         try:
             rollouts = reader.rollouts(await self._output(batch, calls), size)
         except EnvError as error:
-            rollouts = [Rollout(turns=(), error=error.message, stop="error")] * size
+            rollouts = [Rollout(turns=(), error=error.message, error_kind=error.kind, stop="error")] * size
         finally:
             calls.close()
         if calls.failure is not None:
@@ -703,10 +703,11 @@ class RolloutPlay:
             while not call.done():
                 left_s = limit_s - calls.idle_s
                 if left_s <= 0:
-                    raise EnvError(f"{name} took longer than env.timeout_s = {limit_s:g} s without asking the policy")
+                    message = f"{name} took longer than env.timeout_s = {limit_s:g} s without asking the policy"
+                    raise EnvError(message, field=name, kind="timeout")
                 await asyncio.wait({call}, timeout=left_s)
             if (raised := call.exception()) is not None:
-                raise EnvError(f"{name} raised {type(raised).__name__}: {_told(raised)}") from raised
+                raise EnvError.raised(name, raised, _told(raised)) from raised
             return call.result()
         finally:
             call.cancel()
