@@ -16,7 +16,7 @@ import torch
 from groupwise.config.engine import VllmConfig
 from groupwise.config.run import load_config
 from groupwise.engine.local import LocalEngine
-from groupwise.engine.vllm.client import Server, server_url
+from groupwise.engine.vllm.client import VllmServer, server_url
 from groupwise.engine.vllm.engine import VllmEngine, read_launch
 from groupwise.engine.vllm.handshake import linear_names
 from groupwise.errors import (
@@ -218,7 +218,7 @@ def test_loading_and_unloading_twice_is_no_error_and_another_refusal_is(peer, ad
     """Which refusal it was is said by the error's kind."""
 
     async def talk() -> EngineError:
-        server = Server(peer.url, request_timeout_s=5.0)
+        server = VllmServer(peer.url, request_timeout_s=5.0)
         try:
             for _ in range(2):
                 await server.load("math-1", str(adapters[0]), timeout=5.0)

@@ -305,7 +305,7 @@ def test_a_call_that_cannot_be_guaranteed_is_refused(client: OpenAI, choice: Any
     (row,) = prompts("tool", "test", n=1, seed=4)
     with pytest.raises(BadRequestError) as refused:
         ask(client, row["prompt"], tools=[CALCULATOR, SEARCH], tool_choice=choice, stream=stream)
-    assert (refused.value.code, refused.value.field) == ("unsupported_parameter", "tool_choice")
+    assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "tool_choice")
     assert shown in refused.value.message and "cannot guarantee" in refused.value.message
     assert "use 'auto'" in refused.value.body["hint"]
 
@@ -314,7 +314,7 @@ def test_a_schema_that_cannot_be_guaranteed_is_refused(client: OpenAI) -> None:
     strict = {"type": "function", "function": {**CALCULATOR["function"], "strict": True}}
     with pytest.raises(BadRequestError) as refused:
         ask(client, ADD, tools=[SEARCH, strict])
-    assert (refused.value.code, refused.value.field) == ("unsupported_parameter", "tools[1].function.strict")
+    assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "tools[1].function.strict")
     assert "cannot guarantee" in refused.value.message and "leave strict out" in refused.value.body["hint"]
     (row,) = prompts("tool", "test", n=1, seed=4)
     lax = {"type": "function", "function": {**CALCULATOR["function"], "strict": False}}
@@ -326,7 +326,7 @@ def test_a_schema_that_cannot_be_guaranteed_is_refused(client: OpenAI) -> None:
 def test_a_call_that_did_not_become_one_is_content() -> None:
     """Such as the starter makes of tools that it does not know; the reply is written here."""
     text = '<tool_call>\n{"name": "search", "arguments": {"query": }}\n</tool_call>'
-    reply = chat.Reply(ChatRequest(messages=ADD, tools=[SEARCH]), chat.ChatPrompt(ids=(1,)))
+    reply = chat.ChoiceStream(ChatRequest(messages=ADD, tools=[SEARCH]), chat.ChatPrompt(ids=(1,)))
     deltas = [*reply.push(text), *reply.finish()]
     assert reply.message().content == text == "".join(delta.content or "" for delta in deltas)
     assert reply.message().tool_calls is None
@@ -348,7 +348,7 @@ def test_several_calls_become_one_if_asked() -> None:
     text = f"Two. {one.format('1+1')}\n{one.format('2+2')}\n"
     for parallel, expected in ((None, ["1+1", "2+2"]), (True, ["1+1", "2+2"]), (False, ["1+1"])):
         body = ChatRequest(messages=ADD, tools=[CALCULATOR], parallel_tool_calls=parallel)
-        reply = chat.Reply(body, chat.ChatPrompt(ids=(1,)))
+        reply = chat.ChoiceStream(body, chat.ChatPrompt(ids=(1,)))
         deltas = [*reply.push(text), *reply.finish()]
         message = reply.message()
         assert [json.loads(call.function.arguments)["expression"] for call in message.tool_calls] == expected
@@ -482,7 +482,7 @@ def test_the_beginning_of_a_prompt_can_be_left_out(client: OpenAI) -> None:
 def test_token_ids_of_a_bias_are_the_models(client: OpenAI) -> None:
     with pytest.raises(BadRequestError) as refused:
         client.chat.completions.create(model="starter", messages=ADD, logit_bias={"99999": 1})
-    assert refused.value.field == "logit_bias.99999" and "0 to 1023" in refused.value.message
+    assert refused.value.param == "logit_bias.99999" and "0 to 1023" in refused.value.message
 
 
 def test_the_template_is_told_what_it_reads(client: OpenAI) -> None:
@@ -500,7 +500,7 @@ def test_the_template_is_told_what_it_reads(client: OpenAI) -> None:
     chat.chat_prompt(ChatRequest(messages=ADD, chat_template_kwargs={**given, "enable_thinking": False}), tokenizer)
     with pytest.raises(BadRequestError) as unknown:
         ask(client, ADD, chat_template_kwargs={"reasoning_effort": "high"})
-    assert unknown.value.field == "chat_template_kwargs.reasoning_effort"
+    assert unknown.value.param == "chat_template_kwargs.reasoning_effort"
 
 
 # ---- policies ----
@@ -591,10 +591,10 @@ def test_what_is_wrong_is_said_before_the_first_byte(client: OpenAI, stream: boo
     assert template.value.code == "invalid_messages"
     with pytest.raises(BadRequestError) as empty:
         ask(client, [], stream=stream)
-    assert empty.value.field == "messages"
+    assert empty.value.param == "messages"
     with pytest.raises(BadRequestError) as several:
         ask(client, ADD, n=129, stream=stream)
-    assert several.value.field == "n"
+    assert several.value.param == "n"
 
 
 def test_without_max_tokens_the_context_is_the_limit(client: OpenAI) -> None:

@@ -174,14 +174,14 @@ def test_a_stream_adds_up_to_the_whole_answer(client: OpenAI, options: dict[str,
 def test_what_is_wrong_is_said_before_the_first_byte(client: OpenAI, stream: bool) -> None:
     with pytest.raises(BadRequestError, match="token id 99999; this model has the ids 0 to 1023") as ids:
         ask(client, [[1, 2], [3, 99999]], stream=stream)
-    assert ids.value.field == "prompt"
+    assert ids.value.param == "prompt"
     with pytest.raises(BadRequestError, match="maximum context length is 1024 tokens") as long:
         ask(client, [1] * 1024, stream=stream)
     assert long.value.code == "context_length_exceeded"
     for prompt in ("", [], [""], [[]], [-1]):
         with pytest.raises(BadRequestError) as empty:
             ask(client, prompt, stream=stream)
-        assert empty.value.field.startswith("prompt")
+        assert empty.value.param.startswith("prompt")
     with pytest.raises(BadRequestError, match="echo"):
         ask(client, QUESTION, max_tokens=0, stream=stream)
 

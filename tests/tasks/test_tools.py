@@ -22,7 +22,7 @@ from pydantic import BaseModel, Field
 from groupwise.errors import ConfigError
 from groupwise.tasks import tools
 from groupwise.tasks import tools as tool_schema
-from groupwise.tasks.tools import THREADS, Outcome, Tool, ToolBox, ToolError, read_docstring
+from groupwise.tasks.tools import THREADS, CallOutcome, Tool, ToolBox, ToolError, read_docstring
 from groupwise.types import Message
 
 
@@ -245,7 +245,7 @@ def test_the_docstrings_example() -> None:
 def test_a_call_is_answered(name: str, arguments: Any, content: str, outcome: str) -> None:
     box = ToolBox([add, search])
     assert answer(box, name, arguments) == content
-    assert box.outcomes == {Outcome(outcome): 1}
+    assert box.outcomes == {CallOutcome(outcome): 1}
 
 
 def test_arguments_that_are_no_json_are_answered() -> None:
@@ -310,7 +310,7 @@ def test_whatever_a_tool_raises_is_answered(error: BaseException, content: str, 
         raise error
 
     box = ToolBox([Tool.from_function(fail_async if is_async else fail, name="fail")])
-    assert content.lower() in answer(box, "fail").lower() and box.outcomes == {Outcome.FAILED: 1}
+    assert content.lower() in answer(box, "fail").lower() and box.outcomes == {CallOutcome.FAILED: 1}
 
 
 def test_a_hanging_tool_holds_up_nobody() -> None:
@@ -339,7 +339,7 @@ def test_a_hanging_tool_holds_up_nobody() -> None:
     assert messages[0].get("content") == "Error: hang took longer than 0.2 s and was given up"
     assert messages[-2].get("content") == "Error: hang_async took longer than 0.2 s and was given up"
     assert messages[-1].get("content") == "here"
-    assert box.outcomes == {Outcome.TIME: THREADS + 1, Outcome.OK: 1}
+    assert box.outcomes == {CallOutcome.TIME: THREADS + 1, CallOutcome.OK: 1}
 
 
 def test_a_hanging_tool_does_not_keep_the_process() -> None:

@@ -31,7 +31,7 @@ class WorkerLost(Exception):
     """A worker died or cannot be reached; what it was asked may be asked of another."""
 
 
-class Worker(Protocol):
+class GroupWorker(Protocol):
     """Somebody who answers calls in another process."""
 
     def ask(self, method: str, *arguments: Any) -> Future[Any]:
@@ -43,7 +43,7 @@ class Worker(Protocol):
         ...
 
 
-class Call:
+class WorkerCall:
     """What is asked of whoever has the least to do; `weight` is how much that is."""
 
     def __init__(self, order: Order, weight: float):
@@ -64,8 +64,8 @@ class Seat:
 
     def __init__(self, number: int):
         self.number, self.load, self.losses = number, 0.0, 0
-        self.worker: Worker | None = None  # None: it is away
-        self.coming: Worker | None = None  # it has been started, and is not up yet
+        self.worker: GroupWorker | None = None  # None: it is away
+        self.coming: GroupWorker | None = None  # it has been started, and is not up yet
 
 
 class Crew:
@@ -83,7 +83,7 @@ class Crew:
     def __init__(
         self,
         what: str,
-        start: Callable[[int], Worker],
+        start: Callable[[int], GroupWorker],
         *,
         size: int,
         first: int = 0,
@@ -97,7 +97,7 @@ class Crew:
         self._needed: Counter[str] = Counter()  # calls that need an order, by its key
         self._leaving: dict[str, Order] = {}  # what undoes an order, once nobody needs it
         self._seats = [Seat(number) for number in range(first, first + size)]
-        self._waiting: deque[Call] = deque()  # for any worker at all
+        self._waiting: deque[WorkerCall] = deque()  # for any worker at all
         self._end: GroupwiseError | None = None  # why there will be no more answers
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(size, thread_name_prefix=what)
@@ -110,7 +110,7 @@ class Crew:
 
         The order with the key `needs` is not undone before that: the call may have to be made again.
         """
-        call = Call((method, arguments), weight)
+        call = WorkerCall((method, arguments), weight)
         if needs is not None:
             with self._lock:
                 self._needed[needs] += 1
@@ -166,7 +166,7 @@ class Crew:
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
-    def _send(self, call: Call) -> None:
+    def _send(self, call: WorkerCall) -> None:
         with self._lock:
             chosen = None if self._end is not None or call.future.cancelled() else self._choose(call)
         if self._end is not None:
@@ -175,7 +175,7 @@ class Crew:
             seat, worker, call.asked = chosen
             call.asked.add_done_callback(partial(self._answered, call, seat, worker))
 
-    def _choose(self, call: Call) -> tuple[Seat, Worker, Future[Any]] | None:
+    def _choose(self, call: WorkerCall) -> tuple[Seat, GroupWorker, Future[Any]] | None:
         """Ask the worker with the least to do; where none is up the call waits. The lock is held."""
         up = [(seat.load, seat.number, seat, seat.worker) for seat in self._seats if seat.worker is not None]
         if not up:
@@ -187,7 +187,7 @@ class Crew:
         call.sends += 1
         return seat, worker, worker.ask(method, *arguments)
 
-    def _answered(self, call: Call, seat: Seat, worker: Worker, answer: Future[Any]) -> None:
+    def _answered(self, call: WorkerCall, seat: Seat, worker: GroupWorker, answer: Future[Any]) -> None:
         error = None if answer.cancelled() else answer.exception()
         with self._lock:
             if seat.worker is worker:
@@ -219,7 +219,7 @@ class Crew:
             known = isinstance(error, GroupwiseError)
             self._give_up(error if known else ClusterError(f"{self._what} {seat.number} cannot be started: {error!r}"))
 
-    def _brief(self, seat: Seat, worker: Worker) -> None:
+    def _brief(self, seat: Seat, worker: GroupWorker) -> None:
         told: dict[str, Order] = {}
         while True:
             with self._lock:
@@ -241,7 +241,7 @@ class Crew:
         for call in waiting:
             self._send(call)
 
-    def _lose(self, seat: Seat, worker: Worker, why: str) -> None:
+    def _lose(self, seat: Seat, worker: GroupWorker, why: str) -> None:
         with self._lock:
             if seat.worker is not worker:
                 return  # that is known
@@ -278,7 +278,7 @@ class Crew:
             call.settle(self._end)
 
 
-def _cancel(call: Call) -> None:
+def _cancel(call: WorkerCall) -> None:
     if call.asked is not None:
         call.asked.cancel()
 

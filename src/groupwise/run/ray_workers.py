@@ -24,7 +24,7 @@ from groupwise.config.run import EnvConfig, RewardConfig, RunConfig
 from groupwise.engine.worker_group import Crew, WorkerLost
 from groupwise.errors import ConfigError, EnvError, ModelError, RewardError
 from groupwise.model.load import LoadedModel, load_model
-from groupwise.rewards.base import AT_START, Answer, FailureKind, RewardFunction, TrainerState, reward_names
+from groupwise.rewards.base import AT_START, FailureKind, GroupScores, RewardFunction, TrainerState, reward_names
 from groupwise.rewards.pool import RewardPool, pickled
 from groupwise.run.assemble import open_engine
 from groupwise.run.ray_actors import Actor, Place, enter, seen_here, this_machine
@@ -136,7 +136,7 @@ class RewardActor:
 
     async def answer(
         self, name: str, columns: bytes, size: int, prompt_id: str, state: TrainerState, together: bool
-    ) -> Answer:
+    ) -> GroupScores:
         """As `RewardPool.answer`."""
         return await self._pool.answer(name, columns, size=size, prompt_id=prompt_id, state=state, together=together)
 
@@ -167,11 +167,11 @@ class RayRewards:
         size: int,
         prompt_id: str,
         state: TrainerState = AT_START,
-    ) -> Answer:
+    ) -> GroupScores:
         try:
             data = pickled(function, columns)
         except RewardError as error:
-            return Answer.failed(error.message, FailureKind.EXCEPTION, size)
+            return GroupScores.failed(error.message, FailureKind.EXCEPTION, size)
         asked = self._crew.ask("answer", function.name, data, size, prompt_id, state, function.is_async, weight=size)
         return await asyncio.wrap_future(asked)
 

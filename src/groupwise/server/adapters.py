@@ -58,7 +58,7 @@ from groupwise.server.wire import documented
 from groupwise.store import files
 from groupwise.store.archive import read_archive, stream_archive
 from groupwise.store.files import AdapterInfo, Provenance
-from groupwise.store.merge import DENSITY, MergeMode, MergeReport, MergeSource, merge_adapters
+from groupwise.store.merge import DENSITY, MergeMode, MergeReport, WeightedAdapter, merge_adapters
 from groupwise.types import BASE, PolicyVersion
 
 MERGE_NOTE = "merge.json"  # beside a merged version's weights: what it was made of
@@ -370,7 +370,7 @@ def _merge(
     def write(directory: Path) -> None:
         for version, _ in sources:
             server.store.check_base(version, server.base.hash)
-        parts = [MergeSource(server.store.path(version), weight) for version, weight in sources]
+        parts = [WeightedAdapter(server.store.path(version), weight) for version, weight in sources]
         report = merge_adapters(parts, directory, mode=MergeMode(body.mode), density=body.density)
         made_of = [{"version": str(version), "weight": weight} for version, weight in sources]
         note = {"mode": body.mode, "density": body.density, "sources": made_of, **asdict(report)}

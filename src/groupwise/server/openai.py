@@ -22,7 +22,7 @@ from groupwise.config.serve import ServeConfig
 from groupwise.errors import RequestError
 from groupwise.model.chat import THINK_END, THINK_START, encode_prompt, opens_thought, too_long
 from groupwise.server.bodies import parse_body
-from groupwise.server.reply import Detokenizer, Part, ReplyParser, plain_text, token_text
+from groupwise.server.reply import Detokenizer, ReplyParser, ReplyPart, plain_text, token_text
 from groupwise.server.sampling import (
     PING,
     SAMPLING_ERRORS,
@@ -155,7 +155,7 @@ def said_last(messages: Sequence[ChatMessage]) -> str:
 
 
 # ---- the reply ----
-class Reply:
+class ChoiceStream:
     """One choice's text in pieces -> what each adds."""
 
     def __init__(self, body: ChatRequest, prompt: ChatPrompt):
@@ -190,12 +190,12 @@ class Reply:
             return "tool_calls"
         return completion.finish_reason.value
 
-    def _deltas(self, parts: Sequence[Part]) -> list[ChatDelta]:
+    def _deltas(self, parts: Sequence[ReplyPart]) -> list[ChatDelta]:
         deltas = [delta for part in parts if (delta := self._delta(part)) is not None]
         self._said += deltas
         return deltas
 
-    def _delta(self, part: Part) -> ChatDelta | None:
+    def _delta(self, part: ReplyPart) -> ChatDelta | None:
         if part.kind == "content":
             return ChatDelta(content=part.text)
         if part.kind == "reasoning":
@@ -226,7 +226,7 @@ class _Chat:
         )
 
     def _whole_choice(self, index: int, completion: Completion) -> ChatChoice:
-        reply, tokens = Reply(self._body, self._prompt), tokens_of(completion)
+        reply, tokens = ChoiceStream(self._body, self._prompt), tokens_of(completion)
         reply.push(completion.text)
         reply.finish()
         return ChatChoice(
@@ -240,7 +240,10 @@ class _Chat:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The chunks; the first waits for the first token."""
         n = self._body.n or 1
-        said, replies = [self._asked.said() for _ in range(n)], [Reply(self._body, self._prompt) for _ in range(n)]
+        said, replies = (
+            [self._asked.said() for _ in range(n)],
+            [ChoiceStream(self._body, self._prompt) for _ in range(n)],
+        )
         tokens = await self._asked.next()
         opening = [ChatChunkChoice(index=i, delta=ChatDelta(role="assistant", content="")) for i in range(n)]
         yield self._chunk(opening, prompt_token_ids=self._prompt_ids)

@@ -40,8 +40,8 @@ from groupwise.server.schema_openai import TemplateOptions, Tool, as_messages
 from groupwise.store import files as adapter_files
 from groupwise.store import job_payload
 from groupwise.store.adapters import AdapterStore
-from groupwise.store.job_payload import ScoredGroup as EncodedGroup
-from groupwise.store.job_payload import SftExample as EncodedExample
+from groupwise.store.job_payload import EncodedExample as EncodedExample
+from groupwise.store.job_payload import EncodedGroup as EncodedGroup
 from groupwise.store.job_payload import dump_examples, dump_groups
 from groupwise.store.ledger import RolloutRecord, kept_rollouts
 from groupwise.types import BASE, PolicyVersion, Prompt
@@ -88,7 +88,7 @@ def template_options(
 
 def encode_group(
     group: ScoredGroup, at: str, records: Mapping[str, RolloutRecord], base: TextModel
-) -> job_payload.ScoredGroup:
+) -> job_payload.EncodedGroup:
     """The prompt that all completions of a group share, and the completions, as they are trained."""
     texts = _Texts(group, at, base)
     shared, source = (None, "") if texts.prompt is None else (texts.prompt.token_ids, f"{at}.messages")
@@ -107,10 +107,10 @@ def encode_group(
             )
         _check_length(len(shared or ()), len(sampled.ids), where, base)
         completions.append(sampled)
-    return job_payload.ScoredGroup(prompt_ids=shared or (), completions=tuple(completions))
+    return job_payload.EncodedGroup(prompt_ids=shared or (), completions=tuple(completions))
 
 
-def encode_example(example: SftExample, at: str, base: TextModel) -> job_payload.SftExample:
+def encode_example(example: SftExample, at: str, base: TextModel) -> job_payload.EncodedExample:
     """A conversation, with a mask of what is trained."""
     try:
         sample = chat.encode_supervised(
@@ -128,7 +128,9 @@ def encode_example(example: SftExample, at: str, base: TextModel) -> job_payload
         message = f"{at}.messages begins with what is to be trained, and nothing predicts its first token"
         raise RequestError(message, hint="begin with a user message", field=f"{at}.messages") from error
     _check_length(len(sample.prompt_ids), len(sample.completion_ids), at, base)
-    return job_payload.SftExample(prompt_ids=sample.prompt_ids, completion_ids=sample.completion_ids, mask=sample.mask)
+    return job_payload.EncodedExample(
+        prompt_ids=sample.prompt_ids, completion_ids=sample.completion_ids, mask=sample.mask
+    )
 
 
 class _Texts:
@@ -167,7 +169,7 @@ def _encode_completion(
     texts: _Texts,
     records: Mapping[str, RolloutRecord],
     base: TextModel,
-) -> tuple[Ids | None, job_payload.ScoredCompletion]:
+) -> tuple[Ids | None, job_payload.EncodedCompletion]:
     """The prompt's ids as this completion knows them, if it does, and the completion."""
     if completion.rollout_id is not None:
         record = records[completion.rollout_id]
@@ -185,8 +187,8 @@ def _encode_completion(
     return None, _scored(texts.encode(completion.text, at), None, completion.reward)
 
 
-def _scored(ids: Ids, logprobs: tuple[float, ...] | None, reward: float) -> job_payload.ScoredCompletion:
-    return job_payload.ScoredCompletion(ids=ids, logprobs=logprobs, reward=reward)
+def _scored(ids: Ids, logprobs: tuple[float, ...] | None, reward: float) -> job_payload.EncodedCompletion:
+    return job_payload.EncodedCompletion(ids=ids, logprobs=logprobs, reward=reward)
 
 
 def _checked_ids(ids: Sequence[int], at: str, base: TextModel) -> Ids:

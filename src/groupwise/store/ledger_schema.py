@@ -233,7 +233,7 @@ class Lease:
 
 
 @dataclass(frozen=True)
-class Event:
+class LedgerEvent:
     """Something that happened to a job. `seq` grows over all jobs; `kind` is "state", "metrics" or "message"."""
 
     seq: int
@@ -479,11 +479,11 @@ def to_job(row: sqlite3.Row) -> Job:
     return Job(**values)
 
 
-def to_event(row: sqlite3.Row, job_id: str) -> Event:
+def to_event(row: sqlite3.Row, job_id: str) -> LedgerEvent:
     """A row of the events as the record."""
     with _readable("event", row["seq"]):
         data = json.loads(row["data"])
-    return Event(row["seq"], job_id, row["at"], row["kind"], row["level"], row["message"], data)
+    return LedgerEvent(row["seq"], job_id, row["at"], row["kind"], row["level"], row["message"], data)
 
 
 @contextmanager

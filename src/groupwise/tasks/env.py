@@ -37,7 +37,7 @@ from typing import Any
 from groupwise.config.load import load_object
 from groupwise.config.run import EnvConfig
 from groupwise.errors import ConfigError, DataError, EnvError, GroupwiseError
-from groupwise.tasks.tools import Answer, Outcome, Tool, ToolBox, tool_message
+from groupwise.tasks.tools import CallOutcome, Tool, ToolBox, ToolResult, tool_message
 from groupwise.types import MAX_REWARD, Message, Prompt, Rollout
 
 REWARD = "env"  # the name of an environment's reward among those of reward functions
@@ -427,10 +427,10 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
 # environment's own methods one after another, in the episode's thread, so that parallel calls change its state in the
 # order in which they were written. Calls that failed say why, and so do those that could not be read. The episode is
 # done
-# when a message has no call. The numbers `tool_errors` and `tool_<outcome>` are logged (`tools.Outcome`).
+# when a message has no call. The numbers `tool_errors` and `tool_<outcome>` are logged (`tools.CallOutcome`).
 # ----------------------------------------------------------------------------------------------------------------------
 
-FAILURES = tuple(outcome for outcome in Outcome if outcome is not Outcome.OK)
+FAILURES = tuple(outcome for outcome in CallOutcome if outcome is not CallOutcome.OK)
 
 
 class ToolEnv:
@@ -474,7 +474,7 @@ class ToolEnv:
         ]
         kinds = [answer.outcome for answer in answers]
         info = {f"tool_{kind}": float(kinds.count(kind)) for kind in FAILURES}
-        info["tool_errors"] = float(sum(kind is not Outcome.OK for kind in kinds))
+        info["tool_errors"] = float(sum(kind is not CallOutcome.OK for kind in kinds))
         return StepResult(messages=[answer.message for answer in answers], done=not answers, info=info)
 
     def close(self) -> None:
@@ -494,10 +494,10 @@ class ToolEnv:
             return Tool.from_function(given, thread=self._in_own_thread)
         return given
 
-    async def _answers(self, calls: Sequence[Mapping[str, Any]]) -> list[Answer]:
+    async def _answers(self, calls: Sequence[Mapping[str, Any]]) -> list[ToolResult]:
         if self.toolbox is None:
             self.toolbox = ToolBox(map(self._bound, self.tools))
-        box, answers = self.toolbox, dict[int, Answer]()
+        box, answers = self.toolbox, dict[int, ToolResult]()
 
         async def answer(numbers: Sequence[int]) -> None:
             for i in numbers:
@@ -519,7 +519,7 @@ class ToolEnv:
         return await thread.call(function, timeout_s=None, what="a tool")
 
 
-def _malformed(index: int, report: str) -> Answer:
+def _malformed(index: int, report: str) -> ToolResult:
     """The answer to a call that could not be read; its id is one that every chat template takes."""
     message = tool_message(f"Error: {report}", call_id=f"bad{index:06d}", name="malformed_call")
-    return Answer(message, Outcome.MALFORMED)
+    return ToolResult(message, CallOutcome.MALFORMED)

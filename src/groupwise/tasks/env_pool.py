@@ -66,7 +66,7 @@ class EnvPool:
         self._setup = {"env": config, "folder": None if folder is None else str(folder)}
         self._numbers = itertools.count()
         self._closed = False
-        self._retired: set[_Process] = set()
+        self._retired: set[_EnvProcess] = set()
         self._alone: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._found = 0  # episodes that lost their processes, one after another without an answer of any other
         self._processes = [self._process() for _ in range(config.workers)]
@@ -85,13 +85,13 @@ class EnvPool:
 
     # -- for PooledEnv -------------------------------------------------------------------------------------------------
 
-    def enter(self) -> _Process:
+    def enter(self) -> _EnvProcess:
         """The process with the fewest episodes, which has one more."""
         process = min(self._processes, key=lambda each: each.episodes)
         process.episodes += 1
         return process
 
-    async def enter_alone(self) -> _Process | None:
+    async def enter_alone(self) -> _EnvProcess | None:
         """A process for one episode, as many at once as there are others; None where it is not worth finding out whose
         doing the loss of a process was, since it is everybody's."""
         loop = asyncio.get_running_loop()
@@ -107,7 +107,7 @@ class EnvPool:
         process.episodes = 1
         return process
 
-    def leave(self, process: _Process) -> None:
+    def leave(self, process: _EnvProcess) -> None:
         """An episode is over there. A process that takes no more is ended with its last."""
         process.episodes -= 1
         if process.left is not None:
@@ -116,7 +116,7 @@ class EnvPool:
             self._retired.discard(process)
             process.lane.stop()
 
-    def retire(self, process: _Process) -> None:
+    def retire(self, process: _EnvProcess) -> None:
         """Let it take no new episodes: a thread in it cannot be ended."""
         if process in self._processes and not self._closed:
             self._processes[self._processes.index(process)] = self._process()
@@ -146,17 +146,17 @@ class EnvPool:
     def _patient(self) -> bool:
         return self._found < PATIENCE
 
-    def _process(self, left: Callable[[], None] | None = None) -> _Process:
+    def _process(self, left: Callable[[], None] | None = None) -> _EnvProcess:
         worker = WorkerProcess("groupwise.tasks.env_worker", self._setup, decode=decode_answer)
         waiting: deque[_Call] = deque()
         lane = Lane(worker, waiting, capacity=2 * self._config.concurrency, grace_s=GRACE_S)
-        process = _Process(lane, waiting, left)
+        process = _EnvProcess(lane, waiting, left)
         process.lane.start()
         return process
 
 
 @dataclass(eq=False)
-class _Process:
+class _EnvProcess:
     """A process, what its lane is to call next, and how many episodes it has. `left` is there if it is for one only,
     and is called when that is over."""
 
@@ -208,7 +208,7 @@ class PooledEnv:
 
     def __init__(self, pool: EnvPool):
         self._pool, self._episode = pool, pool.number()
-        self._process: _Process | None = None
+        self._process: _EnvProcess | None = None
         self._suspected: EnvError | None = None  # for a process whose loss may have been this episode's doing
         self._said: list[tuple[str, tuple[Any, ...], bytes]] = []  # method, arguments, digest of what came of it
 
@@ -278,7 +278,7 @@ class PooledEnv:
             process, self._process = self._process, None
             self._pool.leave(process)
 
-    async def _call(self, process: _Process, method: str, args: tuple[Any, ...]) -> Any:
+    async def _call(self, process: _EnvProcess, method: str, args: tuple[Any, ...]) -> Any:
         """One call there. Raises _Gone, or EnvError for what the environment did."""
         pool, number = self._pool, self._pool.number()
         try:

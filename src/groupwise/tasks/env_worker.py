@@ -152,11 +152,11 @@ def main(descriptor: int) -> None:
         return
     channel.send(b'{"ready": true}')
     with suppress(EOFError, BrokenPipeError):
-        asyncio.run(_Server(channel, host).serve())
+        asyncio.run(_CallServer(channel, host).serve())
     os._exit(0)  # whatever threads are stuck in
 
 
-class _Server:
+class _CallServer:
     """Reads calls and answers them, as they end."""
 
     def __init__(self, channel: Channel, host: EnvHost):

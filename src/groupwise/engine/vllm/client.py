@@ -65,7 +65,7 @@ class Sampled:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class ServerFacts:
     """What a server says of itself. `name` is what requests for the base model are addressed to."""
 
     version: str
@@ -116,7 +116,7 @@ def sampling_body(
     }
 
 
-class Server:
+class VllmServer:
     """One server by its URL. Use it in one event loop."""
 
     def __init__(self, url: str, *, request_timeout_s: float):
@@ -135,14 +135,14 @@ class Server:
         """The names of those that are loaded. Raises ServerLost, EngineError."""
         return {each["id"] for each in (await self._ask("GET", "/v1/models"))["data"] if each.get("parent")}
 
-    async def facts(self) -> Facts:
+    async def facts(self) -> ServerFacts:
         """Raises ServerLost, EngineError."""
         listed = (await self._ask("GET", "/v1/models"))["data"]
         version = (await self._ask("GET", "/version"))["version"]
         bases = [each for each in listed if not each.get("parent")]
         if not bases or not isinstance(bases[0].get("max_model_len"), int):
             raise EngineError(f"{self.url} names no model with a context length; is it a vLLM server?")
-        return Facts(version=version, name=bases[0]["id"], context_length=bases[0]["max_model_len"])
+        return ServerFacts(version=version, name=bases[0]["id"], context_length=bases[0]["max_model_len"])
 
     async def tokenize(self, model: str, asked: str | Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """A text, or a conversation with the opening of the next turn, as the server would read it."""

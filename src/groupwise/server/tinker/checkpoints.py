@@ -103,7 +103,7 @@ def check_checkpoint_name(name: str) -> None:
         raise RequestError(f"{echo(name)} cannot name a checkpoint", hint=hint, field="path")
 
 
-class Checkpoints:
+class TinkerCheckpoints:
     """Those of one state directory. Everything here touches the disk: call it in a thread."""
 
     def __init__(self, root: Path):

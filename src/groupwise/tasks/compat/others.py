@@ -28,7 +28,7 @@ from typing import Any
 from groupwise.config.load import load_object
 from groupwise.errors import ConfigError, EnvError, LoadError
 from groupwise.tasks.env import Observation, StepResult, ToolEnv, load_once
-from groupwise.tasks.tools import Outcome, Tool, ToolError
+from groupwise.tasks.tools import CallOutcome, Tool, ToolError
 from groupwise.types import Message
 
 SUPPORTED = "verifiers>=0.1.14,<0.4"
@@ -143,7 +143,7 @@ def _signals_kept() -> Iterator[None]:
 
 GENERIC = "openenv.core.generic_client:GenericEnvClient"
 CALL = "openenv.core.env_server.mcp_types:CallToolAction"
-OUTCOMES = {"tool_not_found": Outcome.UNKNOWN, "invalid_args": Outcome.ARGUMENTS, "timeout": Outcome.TIME}
+OUTCOMES = {"tool_not_found": CallOutcome.UNKNOWN, "invalid_args": CallOutcome.ARGUMENTS, "timeout": CallOutcome.TIME}
 OF_THE_STEP = ("reward", "done", "metadata")  # fields of an observation that are not shown
 
 
@@ -315,7 +315,7 @@ def _answer(observation: Mapping[str, Any]) -> Any:
     if error := observation.get("error"):
         said = _fields(error)
         kind = str(getattr(said.get("error_type"), "value", said.get("error_type")))
-        raise ToolError(str(said.get("message") or error), OUTCOMES.get(kind, Outcome.FAILED))
+        raise ToolError(str(said.get("message") or error), OUTCOMES.get(kind, CallOutcome.FAILED))
     result = observation.get("result")
     if isinstance(result, str | int | float | bool | Sequence | None):
         return result

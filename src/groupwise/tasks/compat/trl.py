@@ -224,7 +224,7 @@ ABOVE_ZERO = 1e-3  # what a log-probability may be above 0 by rounding
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class OutputRow:
     """One entry. `mask` and `logprobs` have one entry per completion token."""
 
     prompt_ids: tuple[int, ...]
@@ -234,7 +234,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reader:
+class OutputReader:
     """Reads what the function `name` returns in one call."""
 
     name: str
@@ -290,7 +290,7 @@ class Reader:
             info={FOREIGN: float(foreign)},
         )
 
-    def _row(self, prompt_ids: Any, completion_ids: Any, logprobs: Any, mask: Any) -> Row:
+    def _row(self, prompt_ids: Any, completion_ids: Any, logprobs: Any, mask: Any) -> OutputRow:
         prompt, said = self._ids(prompt_ids, "prompt_ids"), self._ids(completion_ids, "completion_ids")
         mask = [True] * len(said) if mask is None else _listed(mask)
         logprobs = _listed(logprobs)
@@ -305,7 +305,7 @@ class Reader:
         if len(prompt) + len(said) > self.calls.context_length:
             held, context = len(prompt) + len(said), self.calls.context_length
             raise EnvError(f"{held} tokens; the model's context is {context}")
-        return Row(
+        return OutputRow(
             prompt_ids=prompt,
             completion_ids=said,
             mask=tuple(bool(each) for each in mask),
@@ -325,7 +325,7 @@ class Reader:
             raise EnvError(f"{name} with {_short(wrong[0])}; token ids are integers from 0 to {self.vocabulary - 1}")
         return tuple(ids)
 
-    def _turns(self, row: Row) -> tuple[tuple[Turn, ...], int]:
+    def _turns(self, row: OutputRow) -> tuple[tuple[Turn, ...], int]:
         """The turns, and how many trained tokens the engine did not sample where they stand."""
         turns: list[Turn] = []
         at = foreign = 0
@@ -462,8 +462,8 @@ class Trainer(Offered):
         )
         self.state = State(global_step=step)
         self.tools, self.chat_template = None, None
-        self.vllm_client = Client(self)
-        self.vllm_generation = Generation(self)
+        self.vllm_client = TrlClient(self)
+        self.vllm_generation = TrlGeneration(self)
 
     def generate(
         self,
@@ -523,7 +523,7 @@ class Trainer(Offered):
         }
 
 
-class Client:
+class TrlClient:
     """`trainer.vllm_client`: TRL's client of a vLLM server. What is not said is as the run samples."""
 
     def __init__(self, trainer: Trainer):
@@ -550,7 +550,7 @@ class Client:
         return self._trainer.answers(encoded, options)
 
 
-class Generation:
+class TrlGeneration:
     """`trainer.vllm_generation`."""
 
     structured_outputs_regex = None
@@ -665,7 +665,7 @@ class RolloutPlay:
             note=self._note,
         )
         size = len(batch.prompts) * batch.n
-        reader = Reader(
+        reader = OutputReader(
             name=self._function.name,
             calls=calls,
             version=batch.version,
