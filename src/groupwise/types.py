@@ -427,6 +427,6 @@ class LiveEngine(Sampler, Scores, Protocol):
         ...
 
     @property
-    def away(self) -> str | None:
+    def unavailable_reason(self) -> str | None:
         """Why nothing can be sampled just now; None while it can."""
         ...

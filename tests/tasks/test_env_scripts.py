@@ -11,7 +11,7 @@ import pytest
 from groupwise.tasks.check import play as scripts
 from groupwise.tasks.check.play import SCRIPTS, ScriptInput, call_text, example_of
 from groupwise.tasks.tool_calls import ToolCallFormat, parse
-from groupwise.tasks.tools import Tool
+from groupwise.tasks.tools import CallableTool
 
 LOOK = {
     "type": "function",
@@ -69,7 +69,7 @@ def function(item: str, kind: list[int], limit: float = 2.5, *, deep: dict[str, 
 @pytest.mark.parametrize(
     "schema",
     [
-        Tool.from_function(function).parameters,
+        CallableTool.from_function(function).parameters,
         {
             "type": "object",
             "properties": {"a": {"$ref": "#/$defs/A"}},

@@ -314,7 +314,7 @@ class LocalEngine:
             self._adapters[version] = weights
 
     @property
-    def away(self) -> None:
+    def unavailable_reason(self) -> None:
         """It is in this process."""
         return None
 

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 # What `groupwise rewards lint` asks a reward: right and wrong answers in every usual form, and what policies find.
 #
 # A `ProbePrompt` is a row of a dataset: a prompt, and the answer that is expected. The same forms hold the right and
-# the wrong answer, so that a reward that tells them apart does so in at least one form. Everything else is junk: nobody would
-# call
+# the wrong answer, so that a reward that tells them apart does so in at least one form. Everything else is junk: nobody
+# would call
 # it an answer, and a policy that is paid for it soon writes nothing else.
 # ----------------------------------------------------------------------------------------------------------------------
 

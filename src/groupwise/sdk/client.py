@@ -85,7 +85,7 @@ from groupwise.sdk.types import (
     JobEvent,
     MergedAdapter,
     Model,
-    SampledCompletion,
+    RolloutCompletion,
     SampledGroup,
     SubmittedJob,
     UploadedAdapter,
@@ -593,8 +593,8 @@ def _loads(data: str, answer: HttpAnswer) -> Any:
 
 def _grouped(data: Any, conversations: Sequence[list[Message]], tools: Sequence[Any]) -> list[SampledGroup]:
     """Completions in any order as one group a conversation."""
-    completions = read(list[SampledCompletion], data)
-    by_prompt: dict[int, list[SampledCompletion]] = {index: [] for index in range(len(conversations))}
+    completions = read(list[RolloutCompletion], data)
+    by_prompt: dict[int, list[RolloutCompletion]] = {index: [] for index in range(len(conversations))}
     for completion in sorted(completions, key=lambda each: each.completion_index):
         by_prompt.setdefault(completion.prompt_index, []).append(completion)
     if len(by_prompt) > len(conversations):

@@ -28,7 +28,7 @@ from groupwise.server.sampling import (
     SAMPLING_ERRORS,
     Admission,
     EventStream,
-    Said,
+    StreamedCompletion,
     Token,
     admit,
     sendable,
@@ -264,7 +264,9 @@ class _Chat:
         if self._body.stream_options and self._body.stream_options.include_usage:
             yield self._chunk([], usage=self._asked.usage([completions]))
 
-    def _added(self, index: int, said: Said, deltas: Sequence[ChatDelta], *, finish_reason: Any = None) -> bytes:
+    def _added(
+        self, index: int, said: StreamedCompletion, deltas: Sequence[ChatDelta], *, finish_reason: Any = None
+    ) -> bytes:
         """A chunk for each delta; the first has the tokens that came since the last one."""
         chunks = []
         for delta in deltas:

@@ -206,7 +206,7 @@ def _overdue(message: str) -> DeadlineError:
     return DeadlineError(message, hint="lower max_tokens or n, or let the server take longer (request_timeout_s)")
 
 
-class Said:
+class StreamedCompletion:
     """What was sampled of one completion and has not been sent yet: text that is certain, and the tokens behind it."""
 
     def __init__(self, stream: TextStream):
@@ -444,10 +444,10 @@ class Admission:
     def answer(self, answer: BaseModel) -> Response:
         return Response(answer.model_dump_json(), media_type="application/json", headers=self.headers)
 
-    def said(self) -> Said:
+    def said(self) -> StreamedCompletion:
         """For one completion of a stream."""
         params = self.requests[0].params
-        return Said(TextStream(self.server.base.tokenizer, params))
+        return StreamedCompletion(TextStream(self.server.base.tokenizer, params))
 
     async def next(self) -> list[Token] | None:
         """`Generation.next`, recorded; no tokens where it is time for a ping."""

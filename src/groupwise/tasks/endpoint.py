@@ -99,13 +99,13 @@ class Endpoint:
 
         transport, http = self._transport, _http()
 
-        class Shared(http.BaseTransport):
+        class SharedTransport(http.BaseTransport):
             """What the clients have in common; to close one closes nothing."""
 
             def handle_request(self, request: Any) -> Any:
                 return transport.handle_request(request)
 
-        asking = http.Client(transport=Shared(), trust_env=False, follow_redirects=True)
+        asking = http.Client(transport=SharedTransport(), trust_env=False, follow_redirects=True)
         return openai.OpenAI(base_url=self.base_url, api_key=key, http_client=asking)
 
     def async_client(self, key: str) -> AsyncOpenAI:
@@ -114,13 +114,13 @@ class Endpoint:
 
         transport, http = self._async_transport, _http()
 
-        class Shared(http.AsyncBaseTransport):
+        class SharedAsyncTransport(http.AsyncBaseTransport):
             """What the clients have in common; to close one closes nothing."""
 
             async def handle_async_request(self, request: Any) -> Any:
                 return await transport.handle_async_request(request)
 
-        asking = http.AsyncClient(transport=Shared(), trust_env=False, follow_redirects=True)
+        asking = http.AsyncClient(transport=SharedAsyncTransport(), trust_env=False, follow_redirects=True)
         return openai.AsyncOpenAI(base_url=self.base_url, api_key=key, http_client=asking)
 
     @cached_property

@@ -37,7 +37,7 @@ from typing import Any
 from groupwise.config.load import load_object
 from groupwise.config.run import EnvConfig
 from groupwise.errors import ConfigError, DataError, EnvError, GroupwiseError
-from groupwise.tasks.tools import CallOutcome, Tool, ToolBox, ToolResult, tool_message
+from groupwise.tasks.tools import CallableTool, CallOutcome, ToolBox, ToolResult, tool_message
 from groupwise.types import MAX_REWARD, Message, Prompt, Rollout
 
 REWARD = "env"  # the name of an environment's reward among those of reward functions
@@ -491,7 +491,7 @@ class ToolEnv:
         if isfunction(given) and any(vars(one).get(given.__name__) is given for one in type(self).__mro__):
             given = getattr(self, given.__name__)
         if getattr(given, "__self__", None) is self:
-            return Tool.from_function(given, thread=self._in_own_thread)
+            return CallableTool.from_function(given, thread=self._in_own_thread)
         return given
 
     async def _answers(self, calls: Sequence[Mapping[str, Any]]) -> list[ToolResult]:

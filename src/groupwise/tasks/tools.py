@@ -212,7 +212,7 @@ class ToolError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tool:
+class CallableTool:
     """What a model can call. `run` takes the arguments as they came and may raise anything.
 
     `parameters` is a JSON schema of type object. `owner` is the object whose method it is, if it is one.
@@ -234,7 +234,7 @@ class Tool:
         description: str | None = None,
         time_limit_s: float = TIME_LIMIT_S,
         thread: Thread | None = None,
-    ) -> Tool:
+    ) -> CallableTool:
         """A function or bound method, async or not, as a tool. Its docstring's first part is the description.
 
         Args:
@@ -293,13 +293,15 @@ class ToolBox:
         ConfigError: two tools have one name, or a function cannot be a tool.
     """
 
-    def __init__(self, tools: Iterable[Tool | ToolBox | Callable[..., Any]], *, longest_result: int = LONGEST_RESULT):
+    def __init__(
+        self, tools: Iterable[CallableTool | ToolBox | Callable[..., Any]], *, longest_result: int = LONGEST_RESULT
+    ):
         self.outcomes: Counter[CallOutcome] = Counter()
         self._longest = longest_result
-        self._tools: dict[str, Tool] = {}
+        self._tools: dict[str, CallableTool] = {}
         for given in tools:
             for tool in given if isinstance(given, ToolBox) else [given]:
-                self._add(tool if isinstance(tool, Tool) else Tool.from_function(tool))
+                self._add(tool if isinstance(tool, CallableTool) else CallableTool.from_function(tool))
 
     def __iter__(self):
         return iter(self._tools.values())
@@ -307,7 +309,7 @@ class ToolBox:
     def __len__(self) -> int:
         return len(self._tools)
 
-    def get(self, name: str) -> Tool | None:
+    def get(self, name: str) -> CallableTool | None:
         """The tool of that name."""
         return self._tools.get(name)
 
@@ -331,7 +333,7 @@ class ToolBox:
         self.outcomes[outcome] += 1
         return ToolResult(tool_message(self._shortened(content), call_id=str(call.get("id", "")), name=name), outcome)
 
-    def _add(self, tool: Tool) -> None:
+    def _add(self, tool: CallableTool) -> None:
         if tool.name in self._tools:
             raise ConfigError(
                 f"two tools are named {tool.name!r}", hint="rename one: Tool.from_function(f, name=...) or prefix=..."

@@ -599,7 +599,7 @@ class LiveVllm(VllmEngine):
         try:
             super().load(version, directory)
         except EngineError as error:
-            if self.away is None:
+            if self.unavailable_reason is None:
                 raise
             raise NotReadyError(f"{version} cannot be loaded: {error.message}", hint=error.hint) from error
 
@@ -634,7 +634,7 @@ class LiveVllm(VllmEngine):
     # -- how it is -----------------------------------------------------------------------------------------------------
 
     @property
-    def away(self) -> str | None:
+    def unavailable_reason(self) -> str | None:
         if self._fleet.up:
             return None
         return "; ".join(f"vLLM at {member.server.url}: {member.why}" for member in self._fleet.members)

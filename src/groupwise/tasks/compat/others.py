@@ -28,7 +28,7 @@ from typing import Any
 from groupwise.config.load import load_object
 from groupwise.errors import ConfigError, EnvError, LoadError
 from groupwise.tasks.env import Observation, StepResult, ToolEnv, load_once
-from groupwise.tasks.tools import CallOutcome, Tool, ToolError
+from groupwise.tasks.tools import CallableTool, CallOutcome, ToolError
 from groupwise.types import Message
 
 SUPPORTED = "verifiers>=0.1.14,<0.4"
@@ -226,7 +226,7 @@ class OpenEnvironment(ToolEnv):
         over = any(each.done for each in self._results)
         return dataclasses.replace(answered, reward=sum(rewards) if rewards else None, done=answered.done or over)
 
-    async def _listed(self) -> list[Tool]:
+    async def _listed(self) -> list[CallableTool]:
         """The server's tools. Raises ConfigError where it has none."""
         listing = getattr(self._client, "list_tools", None)
         if listing is not None:
@@ -241,7 +241,7 @@ class OpenEnvironment(ToolEnv):
             )
         return [self._tool(each) for each in tools]
 
-    def _tool(self, listed: Mapping[str, Any]) -> Tool:
+    def _tool(self, listed: Mapping[str, Any]) -> CallableTool:
         name = str(listed["name"])
 
         async def run(arguments: dict[str, Any]) -> Any:
@@ -259,7 +259,7 @@ class OpenEnvironment(ToolEnv):
         schema = listed.get("input_schema") or listed.get("inputSchema") or {"type": "object", "properties": {}}
         description = str(listed.get("description") or "")
         # no limit of its own: a session that was left in the middle of a step is of no use; env.step_timeout_s ends it
-        return Tool(name=name, description=description, parameters=schema, run=run, time_limit_s=math.inf)
+        return CallableTool(name=name, description=description, parameters=schema, run=run, time_limit_s=math.inf)
 
     def _call_of(self, name: str, arguments: dict[str, Any]) -> Any:
         """What the client sends as a call."""

@@ -34,7 +34,7 @@ from groupwise.tasks.compat.policy import PolicyCalls
 from groupwise.tasks.compat.three_method import warn
 from groupwise.tasks.env import Episode, Observation, OwnThread, ToolEnv, load_once, priced, reward_of
 from groupwise.tasks.episode import Slots
-from groupwise.tasks.tools import TIME_LIMIT_S, Tool
+from groupwise.tasks.tools import TIME_LIMIT_S, CallableTool
 from groupwise.types import (
     Completion,
     FinishReason,
@@ -104,8 +104,8 @@ class TrlEnvironment(ToolEnv):
             )
         return self._factories[name]
 
-    def _tool(self, method: Callable[..., Any]) -> Tool:
-        return Tool.from_function(method, time_limit_s=self._time_limit_s, thread=self._in_own_thread)
+    def _tool(self, method: Callable[..., Any]) -> CallableTool:
+        return CallableTool.from_function(method, time_limit_s=self._time_limit_s, thread=self._in_own_thread)
 
     async def _called(self, method: Callable[..., Any], **arguments: Any) -> Any:
         """A method's result, in the episode's thread if it is not async."""
