@@ -174,11 +174,11 @@ def run(url: str, state: Path, work: Work, seeds: Sequence[int]) -> list[Ran]:
 
 def adapter_of(state: Path, path: str) -> dict[str, np.ndarray]:
     """The weights of a tinker:// path."""
-    from groupwise.server.tinker.checkpoints import Checkpoints
+    from groupwise.server.tinker.checkpoints import TinkerCheckpoints
     from groupwise.store.adapters import AdapterStore
     from groupwise.types import PolicyVersion
 
-    version = Checkpoints(state / "tinker").find(path).version
+    version = TinkerCheckpoints(state / "tinker").find(path).version
     assert version is not None
     directory = AdapterStore(state / "adapters").path(PolicyVersion.parse(version))
     return load_file(directory / "adapter_model.safetensors")

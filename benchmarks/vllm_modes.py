@@ -31,9 +31,9 @@ from subjects import save_adapter
 from transformers import AutoModelForCausalLM
 
 from groupwise.config.engine import VllmConfig
-from groupwise.engine.vllm.client import Sampled, Server, ServerLost, sampling_body
+from groupwise.engine.vllm.client import Sampled, ServerLost, VllmServer, sampling_body
 from groupwise.engine.vllm.engine import shape_of
-from groupwise.engine.vllm.server import Launch, ServerProcess, Shape, engine_options, launch_of
+from groupwise.engine.vllm.server import ServerLaunch, ServerProcess, Shape, engine_options, launch_of
 from groupwise.model.load import LoadedModel
 from groupwise.types import Completion, FinishReason, SamplingRequest
 
@@ -101,7 +101,7 @@ class Vllm:
 class Tree:
     """A program and all processes below it, which end with it or with this process."""
 
-    def __init__(self, mode: str, launch: Launch):
+    def __init__(self, mode: str, launch: ServerLaunch):
         self.mode, self._launch, self._process = mode, launch, ServerProcess(launch)
 
     def wait_until(self, up: Callable[[], bool]) -> None:
@@ -167,7 +167,7 @@ class OpenAI:
     """vLLM's server."""
 
     def __init__(self, tree: Tree, url: str, adapter: Path):
-        self._tree, self._server, self._loop = tree, Server(url, request_timeout_s=ANSWER_S), asyncio.Runner()
+        self._tree, self._server, self._loop = tree, VllmServer(url, request_timeout_s=ANSWER_S), asyncio.Runner()
         tree.wait_until(self._is_up)
         self._loop.run(self._server.load(POLICY, str(adapter), timeout=START_S))
 
@@ -212,7 +212,7 @@ def started(mode: str, subject: Subject, vllm: Vllm) -> Iterator[Llm | OpenAI]:
         tree.end()
 
 
-def launch_in(mode: str, subject: Subject, vllm: Vllm) -> Launch:
+def launch_in(mode: str, subject: Subject, vllm: Vllm) -> ServerLaunch:
     """The server of this mode; its environment is that of `vllm.LLM` too."""
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in _of_cache(vllm).items()]
     config = VllmConfig(python=str(vllm.python), arguments=tuple(arguments), log=str(vllm.folder / f"{mode}.log"))

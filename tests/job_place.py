@@ -28,7 +28,7 @@ from groupwise.store import faults
 from groupwise.store import files as adapter_files
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.ledger import Ledger
-from groupwise.store.ledger_schema import Job, JobState, Lease
+from groupwise.store.ledger_schema import JobRecord, JobState, Lease
 from groupwise.types import PolicyVersion
 
 SMALL = {"lora_rank": 2, "lora_alpha": 4.0, "target_modules": ["q_proj", "down_proj"], "learning_rate": 0.01}
@@ -74,7 +74,7 @@ class Place:
         self.pulse = Pulse(self.ledger)
         self.worker = Worker(self.workplace, self.pulse, name="worker")
 
-    def submit(self, payload: dict[str, Any], *, kind: str = "grpo", adapter: str = "math", **config: Any) -> Job:
+    def submit(self, payload: dict[str, Any], *, kind: str = "grpo", adapter: str = "math", **config: Any) -> JobRecord:
         parsed = parse_job_config(kind, {**SMALL, **config})
         if kind == "grpo":
             steps = parsed.steps(groups=len(payload["groups"]))
@@ -96,7 +96,7 @@ class Place:
         assert lease is not None
         return lease
 
-    def do(self, payload: dict[str, Any] | None = None, **options: Any) -> Job:
+    def do(self, payload: dict[str, Any] | None = None, **options: Any) -> JobRecord:
         """Submit the payload (without one: a job waits already) and do the oldest job."""
         if payload is not None:
             self.submit(payload, **options)
@@ -104,14 +104,14 @@ class Place:
         self.worker.do(lease)
         return self.ledger.job(lease.job.id)
 
-    def version(self, job: Job) -> PolicyVersion:
+    def version(self, job: JobRecord) -> PolicyVersion:
         assert job.version is not None, job.error
         return PolicyVersion.parse(job.version)
 
-    def weights(self, job: Job) -> bytes:
+    def weights(self, job: JobRecord) -> bytes:
         return (self.store.path(self.version(job)) / adapter_files.WEIGHTS).read_bytes()
 
-    def messages(self, job: Job) -> list[str]:
+    def messages(self, job: JobRecord) -> list[str]:
         return [event.message for event in self.ledger.events(job.id) if event.kind == "message"]
 
     def at_step(self, monkeypatch: Any, step: int, act: Callable[[], object]) -> None:

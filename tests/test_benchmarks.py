@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode, mm_flop
 
 from groupwise.algo.loss import resolve_loss
 from groupwise.engine.local import LocalEngine
-from groupwise.engine.vllm.server import Launch
+from groupwise.engine.vllm.server import ServerLaunch
 from groupwise.model.load import LoadedModel
 from groupwise.train.learner import Learner
 from processes import becomes, descendants
@@ -144,7 +144,7 @@ def test_vllm_is_measured_by_turns_on_prompts_that_nobody_has_seen(script: Any, 
 
 def test_vllm_takes_no_time_of_a_core_while_it_is_not_asked(script: Any) -> None:
     spin = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'while True: pass']).wait()"
-    launch = Launch(argv=(sys.executable, "-c", spin), environment={}, url="")
+    launch = ServerLaunch(argv=(sys.executable, "-c", spin), environment={}, url="")
     tree = script("vllm_modes").Tree("spinning", launch)
     try:
         assert becomes(lambda: ticks(tree) > 5)

@@ -20,7 +20,7 @@ from groupwise.run.health_rules import RULES
 from groupwise.run.loop import run_loop
 from groupwise.store.tracking import read_metrics
 from groupwise.tasks.env import load_env
-from groupwise.tasks.tools import Outcome
+from groupwise.tasks.tools import CallOutcome
 
 PAGE = (Path(__file__).parent.parent / "docs" / "environments.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -69,7 +69,7 @@ def test_every_stop_has_its_row():
 def test_the_rules_and_the_kinds_of_errors_are_the_codes():
     ids = {rule.id for rule in RULES if rule.id.startswith("env.")}
     assert set(re.findall(r"`(env\.\w+)`", section("While it trains"))) == ids
-    kinds = {f"env/tool_{kind}" for kind in Outcome if kind is not Outcome.OK} | {"env/tool_errors"}
+    kinds = {f"env/tool_{kind}" for kind in CallOutcome if kind is not CallOutcome.OK} | {"env/tool_errors"}
     assert set(re.findall(r"`(env/tool_\w+)`", section("Tools"))) == kinds
 
 

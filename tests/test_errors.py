@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import inspect
+import pickle
 
 import pytest
 
 from groupwise import errors
 from groupwise.errors import GroupwiseError
 
+ASKING = {errors.FieldError: {"field": "f"}, errors.RemoteError: {"status": 400, "code": "c"}}
 KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, GroupwiseError)]
 
 
@@ -26,7 +28,7 @@ def test_codes_are_unique():
     assert len(codes) == len(set(codes))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not errors.RemoteError], ids=lambda k: k.__name__)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ASKING], ids=lambda k: k.__name__)
 def test_message_and_hint_reach_every_surface(kind):
     error = kind("what happened", hint="what to do")
     assert str(error) == "what happened\n  -> what to do"
@@ -35,6 +37,8 @@ def test_message_and_hint_reach_every_surface(kind):
         "type": kind.__name__,
         "code": kind.code,
         "hint": "what to do",
+        "field": None,
+        "kind": None,
     }
 
 
@@ -99,9 +103,35 @@ def test_what_passes_says_when_to_come_back(kind):
     assert isinstance(kind("full"), errors.TryAgainError)
 
 
+def test_an_error_says_which_field_and_what_kind():
+    error = errors.ConfigError("no", field="algo.clip_high", kind="unknown")
+    assert (
+        (error.field, error.kind)
+        == (error.as_dict()["field"], error.as_dict()["kind"])
+        == ("algo.clip_high", "unknown")
+    )
+    assert str(error) == "no"  # what people read does not change
+
+
+def test_a_field_error_is_said_of_the_field_under_any_name():
+    error = errors.FieldError("{field} is {x}; lower {field}", hint="leave {field} out", field="clip_low", kind="k")
+    other = error.renamed("config.clip_epsilon")
+    assert (error.message, error.hint) == ("clip_low is {x}; lower clip_low", "leave clip_low out")
+    assert other.message == "config.clip_epsilon is {x}; lower config.clip_epsilon"
+    assert (other.hint, other.field, other.kind) == ("leave config.clip_epsilon out", "config.clip_epsilon", "k")
+    assert other.renamed("clip_low").as_dict() == error.as_dict()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_an_error_crosses_processes(kind):
+    error = kind("what happened", hint="what to do", **ASKING.get(kind, {}))
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is kind and vars(again) == vars(error) and str(again) == str(error)
+
+
 def test_a_request_error_names_the_field_and_may_have_a_code_of_its_own():
-    plain, own = errors.RequestError("no", param="groups[0]"), errors.RequestError("no", code="invalid_json")
-    assert (plain.code, plain.param, own.code, own.param) == ("invalid_value", "groups[0]", "invalid_json", None)
+    plain, own = errors.RequestError("no", field="groups[0]"), errors.RequestError("no", code="invalid_json")
+    assert (plain.code, plain.field, own.code, own.field) == ("invalid_value", "groups[0]", "invalid_json", None)
     assert errors.RequestError.code == "invalid_value"
 
 

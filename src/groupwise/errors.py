@@ -1,21 +1,27 @@
 """The one exception tree.
 
-Every error a user can cause is a `GroupwiseError` with four facts that each surface needs:
+Every error a user can cause is a `GroupwiseError` with the facts that each surface needs:
 
-    code       a stable string for programs            (HTTP body, `--json`)
+    code       a stable string for programs             (HTTP body, `--json`)
     status     the HTTP status                          (server)
     exit_code  the process's exit status                (CLI)
     hint       what to do next, in one sentence         (all)
+    field      which configuration key or JSON field is wrong, as a path; None where no one field is
+               ("train.lora.rank", "groups[0].messages"; HTTP calls it `param`, as OpenAI does)
+    kind       a stable word that is finer than `code`, where a part of ours must tell cases apart; else None
 
-Messages say what happened, the offending value and what would be valid. Exit codes: 1 the run failed, 2 the
-configuration or the command line is wrong, 3 something that start-up needs is missing, 4 the server refused the key,
-5 a job failed or was cancelled, 75 temporary (try again), 130 interrupted after a clean save.
+Messages are for people: what happened, the offending value, what would be valid. No code reads them.
+
+Exit codes: 1 the run failed, 2 the configuration or the command line is wrong, 3 something that start-up needs is
+missing, 4 the server refused the key, 5 a job failed or was cancelled, 75 temporary (try again), 130 interrupted after
+a clean save.
 """
 
 from __future__ import annotations
 
 import errno
 import re
+from typing import Any, Self
 
 
 class GroupwiseError(Exception):
@@ -25,23 +31,59 @@ class GroupwiseError(Exception):
     status = 500
     exit_code = 1
 
-    def __init__(self, message: str, *, hint: str | None = None):
+    def __init__(self, message: str, *, hint: str | None = None, field: str | None = None, kind: str | None = None):
         super().__init__(message)
         self.message = message
         self.hint = hint
+        self.field = field
+        self.kind = kind
 
     def __str__(self) -> str:
         return f"{self.message}\n  -> {self.hint}" if self.hint else self.message
 
+    def __reduce__(self) -> tuple[Any, ...]:  # an error crosses processes whatever its constructor asks for
+        return _restored, (type(self), self.args, self.__dict__)
+
     def as_dict(self) -> dict[str, str | None]:
-        """The error envelope's inside: {"message", "type", "code", "hint"}."""
-        return {"message": self.message, "type": type(self).__name__, "code": self.code, "hint": self.hint}
+        """What programs are told: {"message", "type", "code", "hint", "field", "kind"}."""
+        said = {"message": self.message, "type": type(self).__name__, "code": self.code, "hint": self.hint}
+        return said | {"field": self.field, "kind": self.kind}
+
+
+def _restored(kind: type[GroupwiseError], args: tuple[Any, ...], state: dict[str, Any]) -> GroupwiseError:
+    """The error that was pickled."""
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__ |= state
+    return error
 
 
 class ConfigError(GroupwiseError, ValueError):
     """The configuration is malformed, has an unknown key, or asks for things that exclude each other."""
 
     code, status, exit_code = "invalid_config", 400, 2
+
+
+class FieldError(ConfigError):
+    """One field is wrong, and what is said of it holds under whatever name the caller knows the field by.
+
+    `message` and `hint` have `{field}` where the name stands: a loss complains of `clip_low`, and a training request
+    that gave it as `clip_epsilon` is told so.
+
+    >>> error = FieldError("{field} is -1; it must be 0 or more", field="clip_low")
+    >>> str(error.renamed("clip_epsilon"))
+    'clip_epsilon is -1; it must be 0 or more'
+    """
+
+    def __init__(self, message: str, *, field: str, hint: str | None = None, kind: str | None = None):
+        shown = hint and hint.replace("{field}", field)
+        super().__init__(message.replace("{field}", field), hint=shown, field=field, kind=kind)
+        self._templates = message, hint
+
+    def renamed(self, field: str) -> Self:
+        """The same error of the field by another name."""
+        message, hint = self._templates
+        return type(self)(message, hint=hint, field=field, kind=self.kind)
 
 
 class DataError(GroupwiseError, ValueError):
@@ -81,9 +123,18 @@ class RewardError(GroupwiseError):
 
 
 class EnvError(GroupwiseError):
-    """An environment cannot be used: it fails, hangs or breaks its contract; says which method of which class."""
+    """An environment cannot be used: it fails, hangs or breaks its contract; says which method of which class.
+
+    `field` is the method, as in `Shop.step`, where the message names it. `kind` is "timeout" where something took too
+    long, "exception" for what the environment raised, and None for all else."""
 
     code, status, exit_code = "environment_failed", 500, 1
+
+    @classmethod
+    def raised(cls, method: str, error: BaseException, said: str | None = None) -> Self:
+        """The error for an exception that `method` raised; `said` is its text where that is not `str(error)`."""
+        text = str(error) if said is None else said
+        return cls(f"{method} raised {type(error).__name__}: {text}", field=method, kind="exception")
 
 
 class EngineError(GroupwiseError):
@@ -110,8 +161,8 @@ class StorageError(GroupwiseError, OSError):
 
     code, status, exit_code = "storage_failed", 507, 75
 
-    def __init__(self, message: str, *, hint: str | None = None):  # OSError would eat the arguments
-        GroupwiseError.__init__(self, message, hint=hint)
+    def __init__(self, message: str, *, hint: str | None = None, field: str | None = None, kind: str | None = None):
+        GroupwiseError.__init__(self, message, hint=hint, field=field, kind=kind)  # OSError would eat the arguments
 
     @staticmethod
     def of(error: BaseException, message: str, *, hint: str | None = None) -> StorageError:
@@ -199,14 +250,21 @@ class SwapRefusedError(GroupwiseError):
 
 
 class RequestError(GroupwiseError, ValueError):
-    """A request asks for something that cannot be. `param` is the field's JSON path, as in "groups[0].messages"."""
+    """A request asks for something that cannot be. `field` is the JSON path, as in "groups[0].messages"."""
 
     code, status, exit_code = "invalid_value", 400, 2
 
-    def __init__(self, message: str, *, hint: str | None = None, param: str | None = None, code: str | None = None):
-        super().__init__(message, hint=hint)
-        self.param = param
-        self.code = code or self.code  # a kind of its own, as "invalid_json" or "batch_too_large"
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        field: str | None = None,
+        kind: str | None = None,
+        code: str | None = None,
+    ):
+        super().__init__(message, hint=hint, field=field, kind=kind)
+        self.code = code or self.code  # one of its own, as "invalid_json" or "batch_too_large"
 
 
 class AuthenticationError(GroupwiseError):
@@ -244,8 +302,16 @@ class TryAgainError(GroupwiseError):
 
     code, status, exit_code = "try_again", 503, 75
 
-    def __init__(self, message: str, *, hint: str | None = None, retry_after: float = 1.0):
-        super().__init__(message, hint=hint)
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        field: str | None = None,
+        kind: str | None = None,
+        retry_after: float = 1.0,
+    ):
+        super().__init__(message, hint=hint, field=field, kind=kind)
         self.retry_after = retry_after
 
 
@@ -268,10 +334,20 @@ class NotReadyError(TryAgainError):
 
 
 class RemoteError(GroupwiseError):
-    """What a server answered, seen from the client: status, code, hint and request id are those of its envelope."""
+    """What a server answered, seen from the client: status, code, hint, request id and `field` (its `param`) are those
+    of its envelope."""
 
-    def __init__(self, message: str, *, status: int, code: str, hint: str | None = None, request_id: str | None = None):
-        super().__init__(message, hint=hint)
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int,
+        code: str,
+        hint: str | None = None,
+        field: str | None = None,
+        request_id: str | None = None,
+    ):
+        super().__init__(message, hint=hint, field=field)
         self.status = status
         self.code = code
         self.request_id = request_id

@@ -233,7 +233,8 @@ class Turn:
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
     """One episode. `rewards` are by function name, None where that function failed; `reward` is their weighted sum,
-    None when the rollout cannot be scored (it is then excluded from its group, never counted as zero).
+    None when the rollout cannot be scored (it is then excluded from its group, never counted as zero). `error` says in
+    words why not, and `error_kind` is the kind of the `EnvError` that it was.
 
     Of an episode in an environment `messages` are all that was said after the prompt, `stop` is why it ended and `info`
     what there was to count; it has no turns if the environment failed before the first. `columns` are for reward
@@ -245,6 +246,7 @@ class Rollout:
     reward: float | None = None
     advantage: float | None = None
     error: str | None = None
+    error_kind: str | None = None
     messages: tuple[Message, ...] = ()
     stop: str | None = None
     info: Mapping[str, float] = field(default_factory=dict)
@@ -428,6 +430,6 @@ class LiveEngine(Sampler, Scores, Protocol):
         ...
 
     @property
-    def away(self) -> str | None:
+    def unavailable_reason(self) -> str | None:
         """Why nothing can be sampled just now; None while it can."""
         ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from loss_batches import Padded, random_batch
 from groupwise.algo.loss import LossInputs, policy_loss
 from groupwise.config.loss import PRESETS, LossSpec, loss_of, resolve_loss
 from groupwise.config.run import AlgoConfig
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, FieldError
 
 # knob -> another value that a loss which reads it must notice
 OTHER = {
@@ -44,8 +44,9 @@ def specs() -> list[LossSpec]:
 @pytest.mark.parametrize("knob", OTHER)
 def test_every_knob_acts_or_is_refused(spec: LossSpec, knob: str):
     if not spec.reads(knob):
-        with pytest.raises(ConfigError, match=f"{knob}.*no effect"):
+        with pytest.raises(FieldError, match=f"{knob}.*no effect") as refused:
             replace(spec, **{knob: OTHER[knob]})
+        assert (refused.value.field, refused.value.kind) == (knob, "ineffective")
         return
     other = replace(spec, **{knob: OTHER[knob]})
     batches = [random_batch(seed, drift=0.6) for seed in range(3)]
@@ -98,8 +99,21 @@ def test_an_override_without_effect_names_the_alternatives(preset: str, override
     ],
 )
 def test_mistakes_are_explained(call, says: str):
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(FieldError, match=says) as mistake:
         call()
+    assert mistake.value.field in {
+        *(each.name for each in fields(LossSpec)),
+        "policy_loss",
+        "beta",
+        "delta",
+        "clip_hgih",
+    }
+
+
+def test_a_mistake_in_a_configuration_has_its_path():
+    with pytest.raises(FieldError, match=r"^clip_low=0\.1 has no effect") as mistake:
+        loss_of(AlgoConfig(policy_loss="reinforce", clip_low=0.1), max_tokens=8)
+    assert (mistake.value.field, mistake.value.kind) == ("algo.clip_low", "ineffective")
 
 
 def test_a_name_alone_is_the_published_loss():

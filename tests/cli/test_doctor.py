@@ -10,7 +10,7 @@ import torch
 from cli_project import cli, save_model
 from groupwise.cli import doctor
 from groupwise.cli.doctor import (
-    Finding,
+    DoctorCheck,
     check_disk,
     check_optional,
     check_python,
@@ -30,7 +30,7 @@ def tiny_model(make_base, tmp_path_factory):
     return save_model(base, tmp_path_factory.mktemp("model"))
 
 
-def by_name(findings) -> dict[str, Finding]:
+def by_name(findings) -> dict[str, DoctorCheck]:
     return {finding.name: finding for finding in findings}
 
 

@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 from groupwise.cli import doctor as health
-from groupwise.cli.doctor import Facts, Finding, cluster_findings, host_findings
+from groupwise.cli.doctor import DoctorCheck, ProcessFacts, cluster_findings, host_findings
 from groupwise.config.launch import World, world
 from groupwise.train.ranks import Ranks
 from rank_pairs import on_ranks
 
 
-def by_name(findings) -> dict[str, Finding]:
+def by_name(findings) -> dict[str, DoctorCheck]:
     return {finding.name: finding for finding in findings}
 
 
-def compared(ranks: Ranks, directory: Path, *, local: tuple[Finding, ...] = ()) -> dict[str, Finding]:
+def compared(ranks: Ranks, directory: Path, *, local: tuple[DoctorCheck, ...] = ()) -> dict[str, DoctorCheck]:
     return by_name(health._compared(ranks, world(), local, directory))
 
 
@@ -34,7 +34,7 @@ def test_all_is_well(tmp_path: Path) -> None:
 
 def test_what_differs_is_found(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(health, "PROBE_S", 0.2)
-    broken = Finding("peft", "fail", "not there", "pip install peft")
+    broken = DoctorCheck("peft", "fail", "not there", "pip install peft")
 
     def work(ranks):
         if ranks.rank == 1:
@@ -54,8 +54,8 @@ def test_what_differs_is_found(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_gpus() -> None:
-    def facts(*each: tuple[int, tuple[str, ...]]) -> list[Facts]:
-        return [Facts("host", local_rank, {}, gpus, ()) for local_rank, gpus in each]
+    def facts(*each: tuple[int, tuple[str, ...]]) -> list[ProcessFacts]:
+        return [ProcessFacts("host", local_rank, {}, gpus, ()) for local_rank, gpus in each]
 
     assert health._gpus(facts((0, ("H200", "H200")), (1, ("H200", "H200")))).status == "ok"
     assert health._gpus(facts((0, ("H200",)), (1, ("H200",)))).status == "fail"

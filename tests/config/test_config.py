@@ -114,8 +114,9 @@ def test_unknown_keys_are_named_with_line_and_suggestion(write):
     text = TEXT.replace("learning_rate", "learing_rate")
     with pytest.raises(
         ConfigError, match=r"train.learing_rate \(cfg.yaml:9\): unknown; did you mean train.learning_rate"
-    ):
+    ) as unknown:
         load_config(write(text))
+    assert (unknown.value.field, unknown.value.kind) == ("train.learing_rate", "unknown")
 
 
 @pytest.mark.parametrize(
@@ -190,8 +191,12 @@ def test_refusals(data, message):
 
 
 def test_a_missing_section_points_at_the_file(write):
-    with pytest.raises(ConfigError, match=r"rewards \(cfg.yaml\): required and missing"):
+    with pytest.raises(ConfigError, match=r"rewards \(cfg.yaml\): required and missing") as missing:
         load_config(write("data: {source: x.jsonl}\n"))
+    assert missing.value.field == "rewards"
+    with pytest.raises(ConfigError) as missing:
+        load_config(write("data: {}\nrewards: [a:b]\n"))
+    assert (missing.value.field, missing.value.kind) == ("data.source", "missing")
 
 
 def test_a_learning_rate_of_zero_is_a_control_experiment():

@@ -135,6 +135,7 @@ def test_what_is_refused_says_where_and_what_is_valid(options, at, says):
     with pytest.raises(ConfigError) as caught:
         grpo(**options)
     message = str(caught.value)
+    assert caught.value.field == at
     assert message.startswith(at) and all(part in message for part in says), message
     with pytest.raises(ValidationError) as invalid:  # as the server sees it, with the place in `loc`
         GrpoJobConfig.model_validate(options)

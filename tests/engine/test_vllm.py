@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import socket
 import time
@@ -15,7 +16,7 @@ import torch
 from groupwise.config.engine import VllmConfig
 from groupwise.config.run import load_config
 from groupwise.engine.local import LocalEngine
-from groupwise.engine.vllm.client import server_url
+from groupwise.engine.vllm.client import VllmServer, server_url
 from groupwise.engine.vllm.engine import VllmEngine, read_launch
 from groupwise.engine.vllm.handshake import linear_names
 from groupwise.errors import (
@@ -211,6 +212,27 @@ def test_a_server_that_mixes_base_and_adapters_is_found_out_and_got_round(attach
 
 
 # ---- versions ----
+
+
+def test_loading_and_unloading_twice_is_no_error_and_another_refusal_is(peer, adapters):
+    """Which refusal it was is said by the error's kind."""
+
+    async def talk() -> EngineError:
+        server = VllmServer(peer.url, request_timeout_s=5.0)
+        try:
+            for _ in range(2):
+                await server.load("math-1", str(adapters[0]), timeout=5.0)
+            assert await server.adapters() == {"math-1"}
+            for _ in range(2):
+                await server.unload("math-1")
+            assert await server.adapters() == set()
+            with pytest.raises(EngineError) as refused:
+                await server.load("math-2", "/nowhere", timeout=5.0)
+            return refused.value
+        finally:
+            await server.close()
+
+    assert asyncio.run(talk()).kind is None
 
 
 def test_each_version_samples_as_it_was_trained_under_a_name_of_its_own(attach, peer, adapters, make_base):

@@ -213,14 +213,14 @@ def test_an_adapter_whose_modules_have_scales_of_their_own_is_refused(attach, pe
 def test_a_server_that_comes_back_as_another_fails_requests_until_it_is_the_right_one(attach, peer, monkeypatch):
     monkeypatch.setattr(vllm_fleet, "REFUSED_S", 0.2)
     engine = attach(peer)
-    assert engine.away is None
+    assert engine.unavailable_reason is None
     peer.die()
-    assert becomes(lambda: engine.away is not None, within_s=10)
+    assert becomes(lambda: engine.unavailable_reason is not None, within_s=10)
     peer.faults.other_template = True
     peer.start()
-    assert becomes(lambda: "another tokenizer or chat template" in str(engine.away), within_s=10)
+    assert becomes(lambda: "another tokenizer or chat template" in str(engine.unavailable_reason), within_s=10)
     with pytest.raises(EngineError, match=r"no vLLM server was up within 1 s: .* another tokenizer"):
         engine.generate([request()])
     peer.faults = Faults()
-    assert becomes(lambda: engine.away is None, within_s=10)
+    assert becomes(lambda: engine.unavailable_reason is None, within_s=10)
     assert len(engine.generate([request()])[0][0].token_ids) == 8

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from groupwise.cli.main import app
 from groupwise.config.engine import VllmConfig
 from groupwise.engine.vllm import server as vllm_server
-from groupwise.engine.vllm.server import Launch, ServerProcess, Shape, keep_up, launch_of, rank_of
+from groupwise.engine.vllm.server import ServerLaunch, ServerProcess, Shape, keep_up, launch_of, rank_of
 from groupwise.errors import ConfigError
 from processes import becomes, descendants, running
 
@@ -47,8 +47,8 @@ def marker(tmp_path: Path) -> Iterator[str]:
         os.kill(pid, signal.SIGKILL)
 
 
-def launch(marker: str, log: Path, code: str = TREE) -> Launch:
-    return Launch(argv=(sys.executable, "-c", code, marker), environment=dict(os.environ), url="", log=log)
+def launch(marker: str, log: Path, code: str = TREE) -> ServerLaunch:
+    return ServerLaunch(argv=(sys.executable, "-c", code, marker), environment=dict(os.environ), url="", log=log)
 
 
 def options(argv: tuple[str, ...]) -> dict[str, str]:
@@ -155,7 +155,7 @@ def test_one_that_ends_at_once_every_time_is_not_started_for_ever(marker: str, t
 
 
 def test_the_command_reads_the_runs_file(monkeypatch: pytest.MonkeyPatch):
-    kept: list[Launch] = []
+    kept: list[ServerLaunch] = []
     monkeypatch.setattr(vllm_server, "keep_up", lambda launch, say: kept.append(launch))
     recipe = Path(__file__).parents[2] / "configs" / "arithmetic.yaml"
     words = ["vllm-serve", str(recipe), f"vllm.python={sys.executable}", "dtype=float32", "train.lora.rank=5"]

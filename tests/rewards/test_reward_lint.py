@@ -18,8 +18,8 @@ from groupwise.rewards import check as probes
 from groupwise.rewards.base import RewardFunction, load_rewards
 from groupwise.rewards.check import (
     ROWS,
-    RewardReport,
-    Row,
+    ProbePrompt,
+    RewardCheckReport,
     built_in,
     first_sentence,
     functions_in,
@@ -29,15 +29,15 @@ from groupwise.rewards.check import (
 from groupwise.rewards.pool import RewardPool
 
 
-def report_on(function: Callable, *, rows=ROWS, pool=None, **args) -> RewardReport:
+def report_on(function: Callable, *, rows=ROWS, pool=None, **args) -> RewardCheckReport:
     return asyncio.run(lint(RewardFunction(name=function.__name__, function=function, args=args), rows=rows, pool=pool))
 
 
-def found(report: RewardReport) -> set[tuple[str, str]]:
+def found(report: RewardCheckReport) -> set[tuple[str, str]]:
     return {(each.severity, each.check) for each in report.findings}
 
 
-def shown_by(report: RewardReport, check: str) -> set[str]:
+def shown_by(report: RewardCheckReport, check: str) -> set[str]:
     return {each.probe for each in report.findings if each.check == check}
 
 
@@ -301,7 +301,7 @@ def test_columns_of_a_dataset():
             None if not a else float(in_tag(said(c)) in a.split("|")) for c, a in zip(completions, allowed, strict=True)
         ]
 
-    row = Row(
+    row = ProbePrompt(
         prompt="A colour?", gold="red", wrong="fast", columns={"allowed": "red", "other": 1}, gold_columns=("allowed",)
     )
     assert report_on(in_list, rows=[row]).findings == ()

@@ -14,7 +14,7 @@ import pytest
 from groupwise.config.run import RunConfig, parse_config
 from groupwise.config.yaml import parse_keys
 from groupwise.run.health import Event, Health, examine
-from groupwise.run.health_remedies import Condition, Rule, aggregate
+from groupwise.run.health_remedies import RUN_KEYS, Condition, KeyNames, Rule, aggregate
 from groupwise.run.health_rules import RULES
 
 ROOT = Path(__file__).parent.parent.parent
@@ -296,16 +296,21 @@ def test_a_rule_is_whole(rule: Rule):
     earlier = [each.id for each in RULES[: RULES.index(rule)]]
     assert set(rule.unless) <= set(earlier)  # what explains it has been judged before it
     assert rule.warn is not None or rule.error is not None
-    assert rule.remedies and rule.cause and rule.says.format(value=1.0, window=2, name="x")
+    assert rule.remedies and rule.cause and rule.says.format(value=1.0, window=2, name="x", key=RUN_KEYS)
     assert ("*" in rule.metric) == ("{name}" in rule.says)
     assert any(not remedy.only_if for remedy in rule.remedies)  # one at least is always there, in words or as a key
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
 def test_every_key_of_a_remedy_exists(rule: Rule):
+    named: list[str] = []
+    names = KeyNames(lambda key: named.append(key) or key)  # what its texts call keys
+    for text in (rule.says, rule.cause, *(text for each in rule.remedies for text in (each.text, each.job_text))):
+        text.format(value=1.0, window=2, name="x", key=names)
     for remedy in rule.remedies:
-        for key in (*remedy.overrides, *remedy.only_if):
-            assert has(RunConfig, key), key
+        named += (*remedy.overrides, *remedy.only_if)
+    for key in named:
+        assert has(RunConfig, key), key
 
 
 def has(model: type, dotted: str) -> bool:
@@ -392,7 +397,7 @@ def row(rule: Rule) -> str:
     when += "".join(f"; {measured(each)} {each.op} {each.threshold:g}" for each in rule.also)
     when += f"; unless {', '.join(f'`{id}`' for id in rule.unless)}" if rule.unless else ""
     keys = dict.fromkeys(key for remedy in rule.remedies for key in remedy.overrides)
-    return f"| `{rule.id}` | {when} | {rule.cause} | {', '.join(f'`{key}`' for key in keys)} |"
+    return f"| `{rule.id}` | {when} | {rule.cause.format(key=RUN_KEYS)} | {', '.join(f'`{key}`' for key in keys)} |"
 
 
 def measured(condition: Rule | Condition) -> str:

@@ -86,13 +86,13 @@ def test_after_a_cuda_error_the_process_ends(place, monkeypatch):
 
 
 def test_errors_speak_of_the_fields_of_a_request():
-    from groupwise.errors import ConfigError
+    from groupwise.errors import FieldError
 
-    error = ConfigError("train.lora.targets 'x' is wrong", hint="lower train.learning_rate or train.lora.rank")
+    error = FieldError("{field}: 'x' is wrong", hint="lower {field}", field="train.lora.targets")
     assert describe(error) == {
         "code": "invalid_config",
-        "message": "target_modules 'x' is wrong",
-        "hint": "lower learning_rate or lora_rank",
+        "message": "config.target_modules: 'x' is wrong",
+        "hint": "lower config.target_modules",
     }
 
 

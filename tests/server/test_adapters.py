@@ -31,7 +31,7 @@ from groupwise.server.policies import Policies
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import CONFIG, WEIGHTS, Provenance
 from groupwise.store.ledger import Ledger
-from groupwise.store.merge import MergeMode, MergeSource, merge_adapters
+from groupwise.store.merge import MergeMode, WeightedAdapter, merge_adapters
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
 
 IDS = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3)
@@ -598,7 +598,7 @@ def test_merge(api: Api, published, mode: str):
         "num_tensors": 28,
         **({"density": 0.5} if mode == "ties" else {}),
     }
-    sources = [MergeSource(published[0], 0.75), MergeSource(published[2], 0.25)]
+    sources = [WeightedAdapter(published[0], 0.75), WeightedAdapter(published[2], 0.25)]
     (api.root / "expected").mkdir()
     merge_adapters(sources, api.root / "expected", mode=MergeMode(mode), density=0.5 if mode == "ties" else None)
     torch.testing.assert_close(api.scored("both"), api.of_peft(api.root / "expected"), atol=1e-9, rtol=0)

@@ -41,7 +41,7 @@ def test_changes_of_the_logits_are_passed_on() -> None:
 def test_a_least_length_above_the_longest_is_refused() -> None:
     with pytest.raises(RequestError, match="min_tokens is 8, and a completion has at most 7") as refused:
         params(10, min_tokens=8, max_tokens=7)
-    assert refused.value.param == "min_tokens"
+    assert refused.value.field == "min_tokens"
     with pytest.raises(RequestError, match="at most 1 "):
         params(99, min_tokens=2)
 

@@ -326,7 +326,7 @@ def test_a_schema_that_cannot_be_guaranteed_is_refused(client: OpenAI) -> None:
 def test_a_call_that_did_not_become_one_is_content() -> None:
     """Such as the starter makes of tools that it does not know; the reply is written here."""
     text = '<tool_call>\n{"name": "search", "arguments": {"query": }}\n</tool_call>'
-    reply = chat.Reply(ChatRequest(messages=ADD, tools=[SEARCH]), chat.ChatPrompt(ids=(1,)))
+    reply = chat.ChoiceStream(ChatRequest(messages=ADD, tools=[SEARCH]), chat.ChatPrompt(ids=(1,)))
     deltas = [*reply.push(text), *reply.finish()]
     assert reply.message().content == text == "".join(delta.content or "" for delta in deltas)
     assert reply.message().tool_calls is None
@@ -348,7 +348,7 @@ def test_several_calls_become_one_if_asked() -> None:
     text = f"Two. {one.format('1+1')}\n{one.format('2+2')}\n"
     for parallel, expected in ((None, ["1+1", "2+2"]), (True, ["1+1", "2+2"]), (False, ["1+1"])):
         body = ChatRequest(messages=ADD, tools=[CALCULATOR], parallel_tool_calls=parallel)
-        reply = chat.Reply(body, chat.ChatPrompt(ids=(1,)))
+        reply = chat.ChoiceStream(body, chat.ChatPrompt(ids=(1,)))
         deltas = [*reply.push(text), *reply.finish()]
         message = reply.message()
         assert [json.loads(call.function.arguments)["expression"] for call in message.tool_calls] == expected
@@ -496,7 +496,7 @@ def test_the_template_is_told_what_it_reads(client: OpenAI) -> None:
         tokenizer.bos_token = "<|im_start|>"
         with pytest.raises(RequestError, match=reason) as refused:
             chat.chat_prompt(ChatRequest(messages=ADD, chat_template_kwargs={name: "x"}), tokenizer)
-        assert refused.value.param == f"chat_template_kwargs.{name}"
+        assert refused.value.field == f"chat_template_kwargs.{name}"
     chat.chat_prompt(ChatRequest(messages=ADD, chat_template_kwargs={**given, "enable_thinking": False}), tokenizer)
     with pytest.raises(BadRequestError) as unknown:
         ask(client, ADD, chat_template_kwargs={"reasoning_effort": "high"})

@@ -19,7 +19,7 @@ from groupwise.config.serve import ServeConfig
 from groupwise.errors import ConflictError, NotReadyError, OverloadedError, StorageFullError
 from groupwise.server.bodies import describe
 from groupwise.server.errors import add_handlers
-from groupwise.server.guard import SMALL, UPLOADS, Gate, Guard, _Bytes, _Places, _Receiving, read_body
+from groupwise.server.guard import SMALL, UPLOADS, Gate, Guard, _BodyGuard, _ByteLimit, _ConcurrencyLimit, read_body
 from groupwise.server.metrics import Recorder
 from groupwise.server.schema import GrpoRequest, LoadRequest
 from groupwise.server.schema_openai import ChatRequest
@@ -408,7 +408,7 @@ def test_a_body_takes_a_place_once_it_is_whole_or_no_longer_small(chunks: list[b
         taken.append(1)
 
     async def run() -> list[bool]:
-        body = _Receiving(receive, (1 << 30, "train_body_bytes"), ServeConfig(), take)
+        body = _BodyGuard(receive, (1 << 30, "train_body_bytes"), ServeConfig(), take)
         async with asyncio.timeout(10) as body.deadline:
             seen = []
             for _ in chunks:
@@ -421,7 +421,7 @@ def test_a_body_takes_a_place_once_it_is_whole_or_no_longer_small(chunks: list[b
 
 def test_long_bodies_share_so_many_bytes_and_each_takes_all_that_it_may_need_at_once() -> None:
     async def run() -> None:
-        bytes_, order = _Bytes(10, patience_s=10), list[str]()
+        bytes_, order = _ByteLimit(10, patience_s=10), list[str]()
 
         async def visit(name: str, size: int, go: asyncio.Event) -> None:
             async with bytes_.held(size):
@@ -451,7 +451,7 @@ def test_long_bodies_share_so_many_bytes_and_each_takes_all_that_it_may_need_at_
 
 def test_who_waits_too_long_for_bytes_is_told_and_keeps_none() -> None:
     async def run() -> None:
-        bytes_ = _Bytes(10, patience_s=0.05)
+        bytes_ = _ByteLimit(10, patience_s=0.05)
         async with bytes_.held(10):
             with pytest.raises(OverloadedError, match=r"bodies of 10 bytes are being received") as caught:
                 async with bytes_.held(1):
@@ -515,7 +515,7 @@ def test_few_uploads_arrive_at_once() -> None:
 
 def test_places_are_taken_in_turn_and_given_back() -> None:
     async def run() -> None:
-        places, order = _Places(1, 2, patience_s=10), []
+        places, order = _ConcurrencyLimit(1, 2, patience_s=10), []
 
         async def visit(name: str) -> None:
             async with places.held():

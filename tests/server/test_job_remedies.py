@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from groupwise.config.job import parse_job_config
+from groupwise.config.job import job_name, parse_job_config
+from groupwise.run.health import examine_job
+from groupwise.run.health_remedies import KeyNames
 from groupwise.run.health_rules import RULES
-from groupwise.server.findings import _INSTEAD, in_job_words, job_remedies
+from groupwise.server.findings import job_remedies
 
 RUN_KEY = re.compile(r"\b(?:train|algo|rollout|data|eval|env|scoring)\.\w+|metrics\.jsonl|groupwise (?:check|run|env)")
 OVERRIDE = re.compile(r"config\.(\w+)=(\S+)")
@@ -39,7 +41,8 @@ def test_every_remedy_of_every_rule_is_a_jobs_and_would_be_accepted(kind: str, g
                 before, after = (parse_job_config(kind, each) for each in (config, {**config, **overrides}))
                 assert before != after, remedy
                 changed += 1
-        assert not RUN_KEY.search(in_job_words(f"{rule.says} {rule.cause}").replace("metrics.jsonl", "")), rule.id
+        told = f"{rule.says} {rule.cause}".format(value=1.0, window=2, name="x", key=KeyNames(job_name))
+        assert not RUN_KEY.search(told.replace("metrics.jsonl", "")), rule.id
     assert changed >= (5 if kind == "grpo" and config["learning_rate"] else 1)
 
 
@@ -69,12 +72,14 @@ def test_what_nobody_can_do_to_a_job_is_left_out() -> None:
     assert job_remedies("staleness.max", "grpo", accepted("grpo", {})) == []
 
 
-def test_texts_that_have_another_in_a_job_are_still_there() -> None:
-    assert set(_INSTEAD) <= {remedy.text for rule in RULES for remedy in rule.remedies}
+def test_a_remedy_in_words_has_others_in_a_job() -> None:
+    found = job_remedies("reward.stuck_zero", "grpo", accepted("grpo", {}))
+    assert "read what was posted: GET /v1/rollouts?job=" in found
+    found = job_remedies("grad.zero_streak", "grpo", accepted("grpo", {}))
+    assert "look at clip_frac, masked_frac and reward/std: GET /v1/train/metrics/{job_id}" in found
 
 
 def test_causes_name_the_jobs_fields() -> None:
-    assert in_job_words("train.learning_rate is 0") == "config.learning_rate is 0"
-    assert (
-        in_job_words("answers need more tokens than rollout.max_tokens") == "answers need more tokens than max_tokens"
-    )
+    steps = [{"step": step, "optim/lr": 0.0} for step in range(1, 31)]
+    causes = {finding.id: finding.cause for finding in examine_job(steps).findings}
+    assert causes["lr.zero"].startswith("config.learning_rate is 0"), causes

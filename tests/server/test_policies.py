@@ -38,7 +38,7 @@ from groupwise.model.load import LoadedModel
 from groupwise.server.policies import AdapterInUseError, Policies, canary_tolerance
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import WEIGHTS, Provenance
-from groupwise.store.merge import MergeMode, MergeSource, merge_adapters
+from groupwise.store.merge import MergeMode, WeightedAdapter, merge_adapters
 from groupwise.train.learner import Learner
 from groupwise.types import PolicyVersion, Sample, SamplingParams, SamplingRequest
 
@@ -686,7 +686,7 @@ def test_a_composition_is_the_sum(marked, engine, store, policies: Policies, tmp
     """Against the same sum merged into one adapter."""
     for mark, name in ((0, "math"), (1, "sql")):
         marked.publish(store, name, mark)
-    sources = [MergeSource(marked.directories[0], 0.5), MergeSource(marked.directories[1], -1.25)]
+    sources = [WeightedAdapter(marked.directories[0], 0.5), WeightedAdapter(marked.directories[1], -1.25)]
     merge_adapters(sources, tmp_path, mode=MergeMode.CONCAT)
     merged = PolicyVersion("merged", 1)
 

@@ -245,7 +245,7 @@ REFUSED: list[tuple[type[BaseModel], dict[str, Any], str, str]] = [
 @pytest.mark.parametrize(("model", "body", "param", "said"), REFUSED)
 def test_refusals_say_where_and_what(model: type[BaseModel], body: Any, param: str, said: str) -> None:
     error = refusal(model, body)
-    assert error.param == param
+    assert error.field == param
     assert said in error.message
 
 
@@ -307,7 +307,7 @@ def test_what_is_not_offered_is_refused_not_ignored(model: Any, extra: dict[str,
     if model is CompletionRequest and next(iter(extra)) in ("functions", "chat_template"):
         return  # no client sends these to a route without messages
     error = refusal(model, VALID[model] | extra)
-    assert (error.code, error.param) == ("unsupported_parameter", next(iter(extra)))
+    assert (error.code, error.field) == ("unsupported_parameter", next(iter(extra)))
     assert error.hint and "not supported" in error.message
 
 
@@ -329,7 +329,7 @@ def test_what_is_not_offered_is_refused_not_ignored(model: Any, extra: dict[str,
 )
 def test_what_is_sampled_for_training_is_drawn_from_the_policy(model: Any, body: Any, extra: dict[str, Any]) -> None:
     error = refusal(model, body | extra)
-    assert (error.code, error.param) == ("unsupported_parameter", next(iter(extra)))
+    assert (error.code, error.field) == ("unsupported_parameter", next(iter(extra)))
     neutral = {"presence_penalty": 0, "repetition_penalty": 1.0, "logit_bias": {}, "min_tokens": 0, "top_k": -1}
     parse(model, body | neutral)
 
@@ -352,7 +352,7 @@ def test_each_of_openais_parameters_is_honoured_refused_or_ignored_on_purpose(mo
     for name in parameters - model.bookkeeping:
         assert name in model.model_fields, f"{name}: honour it, refuse it (Unsupported), or call it bookkeeping"
         error = refused_or_none(model, json.dumps(VALID[model] | {name: {"no": "sense"}}).encode())
-        assert error is not None and error.param and error.param.startswith(name)
+        assert error is not None and error.field and error.field.startswith(name)
         assert (error.code == "unsupported_parameter") == is_refused(model, name)
     assert not model.bookkeeping & model.model_fields.keys()
     parse(model, VALID[model] | {name: {"any": ["thing"]} for name in model.bookkeeping})
@@ -365,7 +365,7 @@ def test_each_of_openais_parameters_is_honoured_refused_or_ignored_on_purpose(mo
 )
 def test_a_misspelt_option_is_not_ignored(model: type[BaseModel], slip: str, meant: str) -> None:
     error = refusal(model, VALID[model] | {slip: None})
-    assert error.param == slip.replace("\x1b", "\\u001b") and error.hint == f"did you mean {meant}?"
+    assert error.field == slip.replace("\x1b", "\\u001b") and error.hint == f"did you mean {meant}?"
     assert "is unknown" in error.message and "\x1b" not in error.message
 
 
@@ -407,15 +407,15 @@ def test_null_is_a_field_that_is_left_out() -> None:
 def test_null_is_no_value_of_a_field_that_must_be_given() -> None:
     completions = [{"text": "a", "reward": None}, {"text": "b", "reward": 1}]
     error = refusal(GrpoRequest, {"groups": [{"messages": HI, "completions": completions}]})
-    assert error.param == "groups[0].completions[0].reward"
-    assert refusal(MergeRequest, VALID[MergeRequest] | {"output_name": None}).param == "output_name"
-    assert refusal(GrpoRequest, VALID[GrpoRequest] | {"config": {"lerning_rate": None}}).param == "config.lerning_rate"
+    assert error.field == "groups[0].completions[0].reward"
+    assert refusal(MergeRequest, VALID[MergeRequest] | {"output_name": None}).field == "output_name"
+    assert refusal(GrpoRequest, VALID[GrpoRequest] | {"config": {"lerning_rate": None}}).field == "config.lerning_rate"
 
 
 def test_images_are_refused_by_name() -> None:
     content = [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}]
     error = refusal(ChatRequest, {"messages": [{"role": "user", "content": content}]})
-    assert (error.code, error.param) == ("unsupported_content", "messages[0].content[0].type")
+    assert (error.code, error.field) == ("unsupported_content", "messages[0].content[0].type")
 
 
 @pytest.mark.parametrize(
@@ -463,7 +463,7 @@ def test_a_list_that_is_too_short_is_told_in_one_clause() -> None:
 def test_a_sampled_completion_posted_whole_is_told_what_to_keep() -> None:
     sampled = {"prompt_index": 0, "completion_index": 1, "rollout_id": "r", "text": "a", "reward": 1}
     error = refusal(GrpoRequest, {"groups": [{"completions": [sampled, sampled]}]})
-    assert error.param == "groups[0].completions[0].prompt_index"
+    assert error.field == "groups[0].completions[0].prompt_index"
     assert str(error.hint).startswith("write rollout_id and reward alone")
 
 
@@ -493,15 +493,15 @@ MALFORMED = {
 @pytest.mark.parametrize("name", MALFORMED)
 def test_what_is_not_json_is_invalid_json(name: str, model: type[BaseModel]) -> None:
     error = refusal(model, MALFORMED[name])
-    assert (error.code, error.param) == ("invalid_json", None)
+    assert (error.code, error.field) == ("invalid_json", None)
     assert len(error.message) < 300
 
 
 def test_a_huge_float_is_no_number() -> None:
-    assert refusal(ChatRequest, b'{"messages": [], "temperature": 1e999}').param in ("messages", "temperature")
+    assert refusal(ChatRequest, b'{"messages": [], "temperature": 1e999}').field in ("messages", "temperature")
     parameters = b'{"type":"function","function":{"name":"f","parameters":{"x":[{"y":1e999}]}}}'
     body = b'{"messages":[{"role":"user","content":"x"}],"tools":[' + parameters + b"]}"
-    assert refusal(ChatRequest, body).param == "tools[0].function.parameters"
+    assert refusal(ChatRequest, body).field == "tools[0].function.parameters"
 
 
 def test_words_in_a_text_are_not_numbers() -> None:
@@ -527,7 +527,7 @@ def test_nothing_is_echoed_at_length() -> None:
         message = refusal(ChatRequest, body).message
         assert "s" * 40 in message and "s" * 65 not in message
     error = refusal(GrpoRequest, {"\x1b[31m\n" * 500: 1})
-    assert "\x1b" not in error.message + str(error.param) and len(error.message) < 400
+    assert "\x1b" not in error.message + str(error.field) and len(error.message) < 400
 
 
 # ---- many problems ----
@@ -619,7 +619,7 @@ def test_any_bytes_are_taken_or_refused_with_400(model: type[BaseModel], data: s
 @pytest.mark.parametrize("model", OWN, ids=lambda model: model.__name__)
 def test_own_bodies_refuse_unknown_fields(model: type[BaseModel]) -> None:
     error = refusal(model, VALID[model] | {"zzz": 1})
-    assert error.param == "zzz" and error.hint
+    assert error.field == "zzz" and error.hint
 
 
 # ---- answers ----

@@ -31,7 +31,7 @@ from groupwise.errors import (
 from groupwise.model.chat import encode_prompt
 from groupwise.server import reader as reading
 from groupwise.server.openai import ChatPrompt, read_chat, read_completions
-from groupwise.server.reader import SHORT, SHORT_TO_TRAIN, Body, Reader, TextModel, receive_body
+from groupwise.server.reader import SHORT, SHORT_TO_TRAIN, RawBody, Reader, TextModel, receive_body
 from groupwise.server.reader_process import _most_bytes
 from groupwise.server.sampling import ClientGone
 from groupwise.server.submit import Submission, read_grpo, read_sft
@@ -136,7 +136,7 @@ def read_to_train(reader: Reader, function: Any, raw: bytes, **options: Any) -> 
 # ---- receiving ----
 @pytest.mark.parametrize("pieces", [[b""], [b"ab"], [b"x" * 1000] * 3, [b"x" * SHORT], [b"x" * SHORT, b"y"]])
 def test_a_body_is_what_was_sent(reader: Reader, pieces: list[bytes]) -> None:
-    async def work() -> tuple[Body, bytes, Any]:
+    async def work() -> tuple[RawBody, bytes, Any]:
         async with receive_body(Client(*pieces).http, reader) as body:
             return body, body.raw if body.file is None else os.pread(body.file.fileno(), 1 << 30, 0), body.file
 
@@ -205,7 +205,7 @@ def test_what_is_to_be_trained_is_read_elsewhere_sooner_and_behind(reader: Reade
 @pytest.mark.parametrize(
     "error",
     [
-        RequestError("it is wrong", hint="mend it", param="groups[0]", code="no_signal"),
+        RequestError("it is wrong", hint="mend it", field="groups[0]", code="no_signal"),
         ContextLengthError("too long", hint="shorten it"),
         ChatError("refused"),
     ],
@@ -388,7 +388,7 @@ def test_what_cannot_fit_is_refused_before_the_tokenizer_is_called(
         store = AdapterStore(tmp_path / "adapters")
         with pytest.raises(RequestError) as caught:
             function(json.dumps(body).encode(), base, ServeConfig(), store=store, pending=(), **more)
-        assert caught.value.code == "context_length_exceeded" and caught.value.param == at
+        assert caught.value.code == "context_length_exceeded" and caught.value.field == at
 
 
 def test_a_completion_that_cannot_fit_is_refused_before_it_is_tokenised(
@@ -407,13 +407,13 @@ def test_a_completion_that_cannot_fit_is_refused_before_it_is_tokenised(
     store = AdapterStore(tmp_path / "adapters")
     with pytest.raises(RequestError, match="the text has 100000 characters") as caught:
         read_grpo(json.dumps(body).encode(), base, ServeConfig(), store=store, ledger=Path("nowhere"), pending=())
-    assert caught.value.param == "groups[0].completions[1].text" and max(sizes) < 100
+    assert caught.value.field == "groups[0].completions[1].text" and max(sizes) < 100
 
 
 def test_a_long_answer_is_in_memory_once(tmp_path: Path):
     """What a job trains on comes to twice its body."""
     file = tmp_path / "answer"
-    file.write_bytes(pickle.dumps(reading.Outcome(result=bytes(32 * MIB))))
+    file.write_bytes(pickle.dumps(reading.ReadResult(result=bytes(32 * MIB))))
     tracemalloc.start()
     try:
         outcome = reading._load(os.open(file, os.O_RDONLY))

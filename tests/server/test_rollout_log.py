@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from groupwise.algo.advantage import AdvantageSpec, advantages, gdpo_advantages
-from groupwise.store.job_payload import GrpoPayload, ScoredCompletion, ScoredGroup, dump_payload
+from groupwise.store.job_payload import EncodedCompletion, EncodedGroup, GrpoPayload, dump_payload
 from groupwise.store.ledger import RolloutRecord
 from whole_server import Whole, whole
 
@@ -34,9 +34,9 @@ def job(site: Whole) -> str:
 
 
 def submitted(site: Whole, **config: Any) -> str:
-    def group(prompt: int, rewards: list[float]) -> ScoredGroup:
-        done = tuple(ScoredCompletion(ids=(5 + i, 6), logprobs=(-1.0, -0.5), reward=r) for i, r in enumerate(rewards))
-        return ScoredGroup(prompt_ids=(prompt, 3), completions=done)
+    def group(prompt: int, rewards: list[float]) -> EncodedGroup:
+        done = tuple(EncodedCompletion(ids=(5 + i, 6), logprobs=(-1.0, -0.5), reward=r) for i, r in enumerate(rewards))
+        return EncodedGroup(prompt_ids=(prompt, 3), completions=done)
 
     payload = dump_payload(GrpoPayload(groups=(group(1, [0.0, 1.0]), group(2, [0.5, 0.5, 0.5]), group(3, [2.0, 3.0]))))
     made, _ = site.server.ledger.submit(

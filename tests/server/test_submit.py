@@ -244,7 +244,7 @@ def test_rollouts_drawn_from_a_part_of_the_distribution_are_refused(grpo: Grpo) 
     rollouts = {"completions": [{"rollout_id": "a", "reward": 1}, {"rollout_id": "b", "reward": 0}]}
     with pytest.raises(RequestError, match=r"completions\[1\] was sampled with top_p, top_k, from") as caught:
         grpo(rollouts)
-    assert caught.value.param == "groups[0].completions[1].rollout_id"
+    assert caught.value.field == "groups[0].completions[1].rollout_id"
     assert "without top_p, top_k; a lower" in str(caught.value.hint)
 
 
@@ -304,7 +304,7 @@ def test_another_rank_or_alpha_than_the_continued_one_is_refused_with_both(
     with pytest.raises(RequestError) as caught:
         grpo(group(GOOD, BAD), config={**start, field: 16})
     error = caught.value
-    assert error.param == f"config.{field}"
+    assert error.field == f"config.{field}"
     has = {"lora_rank": "3", "lora_alpha": "6"}[field]
     version = "math@1" if start.get("base_adapter") == "math@1" else "math@2"
     assert "16" in error.message and f"{version}, which has {has}" in error.message
@@ -342,7 +342,7 @@ def test_an_unknown_base_adapter_is_refused_with_what_there_is(grpo: Grpo, missi
     with pytest.raises(RequestError, match=missing) as caught:
         grpo(group(GOOD, BAD), config={"base_adapter": missing})
     error = caught.value
-    assert (error.param, error.code, error.status) == ("config.base_adapter", "adapter_not_found", 400)
+    assert (error.field, error.code, error.status) == ("config.base_adapter", "adapter_not_found", 400)
     assert "math@2" in str(error.hint)
 
 
@@ -356,13 +356,14 @@ def test_an_adapter_of_another_base_model_is_refused(grpo: Grpo) -> None:
     for config in ({"base_adapter": "foreign"}, {"output_name": "foreign"}):
         with pytest.raises(RequestError, match="other") as caught:
             grpo(group(GOOD, BAD), config=config)
-        assert caught.value.param in ("config.base_adapter", "config.output_name")
+        assert caught.value.field in ("config.base_adapter", "config.output_name")
 
 
 def test_modules_that_the_model_does_not_have_are_refused(grpo: Grpo) -> None:
     with pytest.raises(RequestError, match="c_attn") as caught:
         grpo(group(GOOD, BAD), config={"target_modules": ["q_proj", "c_attn"]})
-    assert caught.value.param == "config.target_modules[1]"
+    assert caught.value.field == "config.target_modules[1]" and caught.value.kind == "target"
+    assert caught.value.message.startswith("config.target_modules[1]: ")
 
 
 # ---- refused: body -> (param, a piece of the message, a piece of the hint) ----
@@ -571,7 +572,7 @@ def test_a_request_that_cannot_be_is_refused_with_field_value_and_remedy(grpo: G
     with pytest.raises(RequestError) as caught:
         grpo.raw(json.dumps(body))
     error = caught.value
-    assert error.param == param and error.status == 400
+    assert error.field == param and error.status == 400
     assert message in error.message and hint in str(error.hint)
 
 
@@ -599,7 +600,7 @@ def test_two_rewards_for_one_completion_are_refused(grpo: Grpo) -> None:
 def test_a_role_that_the_template_does_not_have_is_refused(grpo: Grpo) -> None:
     with pytest.raises(RequestError) as caught:
         grpo({"messages": [{"role": "oracle", "content": "x"}], "completions": [GOOD, BAD]})
-    assert caught.value.param == "groups[0].messages[0].role"
+    assert caught.value.field == "groups[0].messages[0].role"
 
 
 # ---- rollouts that do not fit ----
@@ -614,7 +615,7 @@ def test_unknown_rollouts_are_named(grpo: Grpo) -> None:
     with pytest.raises(RequestError) as caught:
         grpo(rollouts("a", "gone", "away"))
     error = caught.value
-    assert (error.param, error.code) == ("groups[0].completions[1].rollout_id", "rollout_not_found")
+    assert (error.field, error.code) == ("groups[0].completions[1].rollout_id", "rollout_not_found")
     assert "2 of 3" in error.message and "'gone'" in error.message and "'away'" in error.message
     assert "7 days" in str(error.hint)
 
@@ -624,7 +625,7 @@ def test_a_rollout_counts_once(grpo: Grpo) -> None:
     grpo.record("b", "184")
     with pytest.raises(RequestError, match=r"same rollout_id as groups\[0\]\.completions\[0\]: 'a'") as caught:
         grpo(rollouts("a", "b"), rollouts("a", "b"))
-    assert caught.value.param == "groups[1].completions[0].rollout_id"
+    assert caught.value.field == "groups[1].completions[0].rollout_id"
 
 
 def test_rollouts_of_two_temperatures_are_two_jobs(grpo: Grpo) -> None:
@@ -632,7 +633,7 @@ def test_rollouts_of_two_temperatures_are_two_jobs(grpo: Grpo) -> None:
     grpo.record("b", "184", temperature=1.0)
     with pytest.raises(RequestError, match=r"temperature 1, groups\[0\]\.completions\[0\] at 0\.9") as caught:
         grpo(rollouts("a", "b"))
-    assert caught.value.param == "groups[0].completions[1].rollout_id"
+    assert caught.value.field == "groups[0].completions[1].rollout_id"
 
 
 def test_a_temperature_that_contradicts_the_rollouts_is_refused(grpo: Grpo) -> None:
@@ -640,7 +641,7 @@ def test_a_temperature_that_contradicts_the_rollouts_is_refused(grpo: Grpo) -> N
     grpo.record("b", "184")
     with pytest.raises(RequestError, match="is 1, but") as caught:
         grpo(rollouts("a", "b"), config={"temperature": 1.0})
-    assert caught.value.param == "config.temperature"
+    assert caught.value.field == "config.temperature"
     assert grpo(rollouts("a", "b"), config={"temperature": 0.9}).config["temperature"] == 0.9
 
 
@@ -663,7 +664,7 @@ def test_rollouts_of_another_model_are_refused(grpo: Grpo) -> None:
     grpo.record("b", "184", completion_ids=(5, 150_000), logprobs=(-1.0, -1.0))
     with pytest.raises(RequestError, match="another model") as caught:
         grpo(rollouts("a", "b"))
-    assert caught.value.param == "groups[0].completions[1].rollout_id"
+    assert caught.value.field == "groups[0].completions[1].rollout_id"
 
 
 # ---- supervised ----
@@ -710,7 +711,7 @@ def test_conversations_become_tokens_with_a_mask_on_what_the_assistant_says(sft,
 def test_conversations_that_cannot_be_are_refused(sft, body, param: str, message: str, hint: str) -> None:
     with pytest.raises(RequestError) as caught:
         sft(**body)
-    assert caught.value.param == param
+    assert caught.value.field == param
     assert message in caught.value.message and hint in str(caught.value.hint)
 
 

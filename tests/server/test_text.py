@@ -19,8 +19,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from groupwise.model.chat import decode
 from groupwise.server.reply import (
     Detokenizer,
-    Part,
     ReplyParser,
+    ReplyPart,
     TextStream,
     beginning_length,
     token_text,
@@ -231,7 +231,7 @@ def test_a_token_keeps_the_space_in_front_of_it_and_a_bare_byte_is_itself() -> N
 # ---- thoughts and calls ----
 
 
-def joined(parts: Sequence[Part]) -> tuple[str, str, list[tuple[str, str]]]:
+def joined(parts: Sequence[ReplyPart]) -> tuple[str, str, list[tuple[str, str]]]:
     text = {kind: "".join(part.text for part in parts if part.kind == kind) for kind in ("reasoning", "content")}
     return text["reasoning"], text["content"], [(p.name, p.arguments) for p in parts if p.kind == "tool_call"]
 
@@ -343,12 +343,12 @@ def test_nothing_of_a_call_is_given_out_before_it_is_whole() -> None:
     text = f"Let me see. {CALL}"
     pieces = [parser.push(letter) for letter in text]
     assert joined([part for piece in pieces[:-1] for part in piece]) == ("", "Let me see.", [])
-    assert pieces[-1] == [Part("tool_call", name="add", arguments='{"a": 1}')]
+    assert pieces[-1] == [ReplyPart("tool_call", name="add", arguments='{"a": 1}')]
 
 
 def test_arguments_are_json_text_in_their_own_letters() -> None:
     (part,) = ReplyParser(**HERMES).push('<tool_call>{"name": "say", "arguments": {"text": "caf\\u00e9"}}</tool_call>')
-    assert part == Part("tool_call", name="say", arguments='{"text": "café"}')
+    assert part == ReplyPart("tool_call", name="say", arguments='{"text": "café"}')
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,16 @@ from groupwise.server.tinker.checkpoints import (
     WEIGHTS,
     Checkpoint,
     CheckpointNotFoundError,
-    Checkpoints,
+    TinkerCheckpoints,
     parse_path,
 )
 
 RUN = "0123456789abcdef" * 2 + ":train:0"
 
 
-def saved(checkpoints: Checkpoints, name: str, content: bytes, *, recorded: bool = True, **about: float) -> Checkpoint:
+def saved(
+    checkpoints: TinkerCheckpoints, name: str, content: bytes, *, recorded: bool = True, **about: float
+) -> Checkpoint:
     """A state of these bytes."""
     state = checkpoints.new_state(RUN, WEIGHTS, name)
     state.mkdir(parents=True)
@@ -30,7 +32,7 @@ def saved(checkpoints: Checkpoints, name: str, content: bytes, *, recorded: bool
     return made
 
 
-def content(checkpoints: Checkpoints, path: str) -> bytes:
+def content(checkpoints: TinkerCheckpoints, path: str) -> bytes:
     return (checkpoints.directory(checkpoints.find(path)) / "weights").read_bytes()
 
 
@@ -39,10 +41,10 @@ def files(root: Path) -> list[str]:
 
 
 def test_what_is_overwritten_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = TinkerCheckpoints(tmp_path)
     first = saved(checkpoints, "a", b"first")
     saved(checkpoints, "a", b"half", recorded=False)  # the server is killed before the record
-    again = Checkpoints(tmp_path)
+    again = TinkerCheckpoints(tmp_path)
     assert content(again, first.path) == b"first" and again.find(first.path).size_bytes == 5
     assert files(tmp_path) == ["record.json", "weights"]  # nothing of the one that was cut
     saved(again, "a", b"second")
@@ -50,15 +52,15 @@ def test_what_is_overwritten_stays_until_the_new_one_is_whole(tmp_path: Path) ->
 
 
 def test_a_state_without_a_record_was_never_saved(tmp_path: Path) -> None:
-    lost = saved(Checkpoints(tmp_path), "a", b"half", recorded=False)
-    checkpoints = Checkpoints(tmp_path)
+    lost = saved(TinkerCheckpoints(tmp_path), "a", b"half", recorded=False)
+    checkpoints = TinkerCheckpoints(tmp_path)
     assert checkpoints.list() == [] and files(tmp_path) == []
     with pytest.raises(CheckpointNotFoundError, match="no checkpoint"):
         checkpoints.find(lost.path)
 
 
 def test_names_that_look_like_files_are_names(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = TinkerCheckpoints(tmp_path)
     names = ["x", "x.json", "record.json", "weights"]
     for name in names:
         saved(checkpoints, name, name.encode())
@@ -70,7 +72,7 @@ def test_names_that_look_like_files_are_names(tmp_path: Path) -> None:
 
 
 def test_time_to_live(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = TinkerCheckpoints(tmp_path)
     brief = saved(checkpoints, "a", b"x", expires=time.time() - 1)
     assert checkpoints.list() == [] and not checkpoints.exists(RUN, WEIGHTS, "a")
     (expired,) = checkpoints.expired()
@@ -86,7 +88,7 @@ def test_time_to_live(tmp_path: Path) -> None:
 
 
 def test_a_sampler_is_a_record_alone(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = TinkerCheckpoints(tmp_path)
     made = Checkpoint(
         run=RUN, kind=SAMPLER_WEIGHTS, name="s", base_model="m", lora={}, version="tinker-1@2", size_bytes=7
     )

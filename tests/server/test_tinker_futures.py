@@ -9,11 +9,11 @@ import pytest
 
 from groupwise.errors import ConfigError, OverloadedError
 from groupwise.server.tinker import futures as tinker_futures
-from groupwise.server.tinker.futures import Answer, Futures, Turns, answer
+from groupwise.server.tinker.futures import FutureResult, Futures, Turns, answer
 
 
-def working(ran: list[int], number: int) -> Callable[[], Awaitable[Answer]]:
-    async def work() -> Answer:
+def working(ran: list[int], number: int) -> Callable[[], Awaitable[FutureResult]]:
+    async def work() -> FutureResult:
         await asyncio.sleep(0)
         ran.append(number)
         return answer(number=number)
@@ -99,10 +99,10 @@ def test_a_failure_is_an_answer_and_the_next_request_runs() -> None:
         futures, ran = Futures(most=100, without="/secret"), []
         turns = Turns(futures, gap_s=5)
 
-        async def wrong() -> Answer:
+        async def wrong() -> FutureResult:
             raise ConfigError("in /secret/place", hint="do it right")
 
-        async def bug() -> Answer:
+        async def bug() -> FutureResult:
             raise KeyError("x")
 
         for number, work in enumerate((wrong, bug, working(ran, 2))):

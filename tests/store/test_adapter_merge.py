@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from groupwise.errors import AdapterError
 from groupwise.store.files import CONFIG, WEIGHTS, check_adapter
-from groupwise.store.merge import MergeMode, MergeReport, MergeSource, merge_adapters
+from groupwise.store.merge import MergeMode, MergeReport, WeightedAdapter, merge_adapters
 
 PREFIX = "base_model.model."
 
@@ -44,7 +44,7 @@ def merge(tmp_path: Path) -> Callable[..., MergeReport]:
 
     def run(sources: list[Path], weights: list[float], mode: str, **options) -> MergeReport:
         (tmp_path / "merged").mkdir(exist_ok=True)
-        pairs = [MergeSource(*pair) for pair in zip(sources, weights, strict=True)]
+        pairs = [WeightedAdapter(*pair) for pair in zip(sources, weights, strict=True)]
         report = merge_adapters(pairs, tmp_path / "merged", mode=MergeMode(mode), **options)
         check_adapter(tmp_path / "merged")
         return report

@@ -37,7 +37,7 @@ GROUP = RolloutGroup(
             info={"turns": 2.0},
             columns={"env_reward": 0.5, "path": ["a", None]},
         ),
-        Rollout(turns=(Turn((5, 10, 5, 11), SECOND),), error="judge: timeout"),
+        Rollout(turns=(Turn((5, 10, 5, 11), SECOND),), error="judge: timeout", error_kind="timeout"),
     ),
 )
 

@@ -7,21 +7,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.errors import DataError
-from groupwise.store.job_payload import GrpoPayload, ScoredCompletion, ScoredGroup, dump_payload, parse_payload
+from groupwise.store.job_payload import EncodedCompletion, EncodedGroup, GrpoPayload, dump_payload, parse_payload
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 
 
 @st.composite
-def completions(draw) -> ScoredCompletion:
+def completions(draw) -> EncodedCompletion:
     ids = tuple(draw(st.lists(st.integers(0, 1 << 20), max_size=4)))
     logprobs = draw(st.none() | st.lists(numbers, min_size=len(ids), max_size=len(ids)).map(tuple))
-    return ScoredCompletion(ids=ids, logprobs=logprobs, reward=draw(numbers))
+    return EncodedCompletion(ids=ids, logprobs=logprobs, reward=draw(numbers))
 
 
 @given(st.lists(completions(), max_size=3), st.floats(0.01, 10))
 def test_numbers_come_back_exactly(found, temperature):
-    payload = GrpoPayload(groups=(ScoredGroup(prompt_ids=(1, 2), completions=tuple(found)),), temperature=temperature)
+    payload = GrpoPayload(groups=(EncodedGroup(prompt_ids=(1, 2), completions=tuple(found)),), temperature=temperature)
     assert parse_payload("grpo", dump_payload(payload)) == payload
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from groupwise.config.run import EnvConfig, parse_config
 from groupwise.errors import ConfigError, EnvError, LoadError
-from groupwise.tasks.agents import Outcome, is_async, load_agent, outcome_of
+from groupwise.tasks.agents import AgentResult, is_async, load_agent, outcome_of
 
 CODE = """
 async def plain(case, *, base_url, api_key, model):
@@ -105,11 +105,11 @@ def test_what_cannot_be_an_agent(folder, name, args, error, message):
 
 
 def test_what_an_agent_may_return():
-    assert outcome_of(None, "agent") == Outcome()
-    assert outcome_of(True, "agent") == Outcome(reward=1.0)
+    assert outcome_of(None, "agent") == AgentResult()
+    assert outcome_of(True, "agent") == AgentResult(reward=1.0)
     returned = {"reward": 2, "metrics": {"hits": 3, "text": "x", "bad": float("nan")}}
-    assert outcome_of(returned, "agent") == Outcome(reward=2.0, metrics={"hits": 3.0})
-    assert outcome_of({"reward": None}, "agent") == Outcome()
+    assert outcome_of(returned, "agent") == AgentResult(reward=2.0, metrics={"hits": 3.0})
+    assert outcome_of({"reward": None}, "agent") == AgentResult()
     for value in ("1.0", float("inf"), [1.0], {"metrics": {}}, {"reward": "good"}, {"reward": 1, "metrics": [1]}):
         with pytest.raises(EnvError, match="agent returned"):
             outcome_of(value, "agent")

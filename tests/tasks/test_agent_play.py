@@ -363,6 +363,7 @@ def test_a_policy_that_speaks_too_long_has_failed_and_an_agent_that_hangs_is_exc
     (hung,) = play_group(agent, case={"hangs": True}, **options).rollouts
     assert (spoke.stop, spoke.reward, spoke.error, len(spoke.turns)) == ("timeout", 0.0, None, 1)
     assert hung.reward is None and "had not returned after 0.7 s" in str(hung.error) and len(hung.turns) == 1
+    assert (spoke.error_kind, hung.error_kind) == (None, "timeout")
 
 
 # ---- agents that fail ----

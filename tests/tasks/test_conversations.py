@@ -10,7 +10,7 @@ import pytest
 
 from groupwise.algo.samples import segments_of
 from groupwise.tasks.agents import Conversations
-from groupwise.tasks.openai import ChatMessage
+from groupwise.tasks.openai import AgentMessage
 from groupwise.tasks.starter.tasks import CALCULATOR
 from groupwise.types import Completion, FinishReason, Message
 
@@ -34,7 +34,7 @@ def turn(talk: Conversations, messages: list[Any], text: str, tokenizer, tools: 
     """Ask and answer; the message as a client parses it and sends it back."""
     asked = talk.ask(messages, tools)
     sent = talk.answer(asked, said(text, tokenizer, **options))
-    return ChatMessage.model_validate_json(json.dumps({"refusal": None, "annotations": [], **sent})).as_message()
+    return AgentMessage.model_validate_json(json.dumps({"refusal": None, "annotations": [], **sent})).as_message()
 
 
 def test_branches_are_ordered_one_after_another(tokenizer):

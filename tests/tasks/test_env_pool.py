@@ -104,6 +104,8 @@ def test_it_costs_its_own_episode_and_no_other(rollouts: Play, kind: str, cause:
     cases[1] = {"kind": kind}
     played = rollouts("Steady", *cases, workers=1, step_timeout_s=0.5)
     assert cause in str(played[1].error) and played[1].reward is None and played[1].stop == "error"
+    kinds = {"loop": "timeout", "hold the lock": "timeout", "raise": "exception"}
+    assert played[1].error_kind == kinds.get(kind)  # of a process that ended nobody knows more
     assert [told(played[at]) for at in (0, 2, 3)] == [told(whole[at]) for at in (0, 2, 3)]
 
 

@@ -9,9 +9,9 @@ import jsonschema_rs
 import pytest
 
 from groupwise.tasks.check import play as scripts
-from groupwise.tasks.check.play import SCRIPTS, Asked, call_text, example_of
+from groupwise.tasks.check.play import SCRIPTS, ScriptInput, call_text, example_of
 from groupwise.tasks.tool_calls import ToolCallFormat, parse
-from groupwise.tasks.tools import Tool
+from groupwise.tasks.tools import CallableTool
 
 LOOK = {
     "type": "function",
@@ -38,7 +38,8 @@ def test_a_call_is_read_back_in_every_format(form):
 @pytest.mark.parametrize("form", ToolCallFormat)
 def test_the_scripts_call_tools_or_fail_to_as_their_names_say(form):
     said = {
-        name: script.reply(Asked(turn=0, tools=[LOOK], form=form, heard="How?")) for name, script in BY_NAME.items()
+        name: script.reply(ScriptInput(turn=0, tools=[LOOK], form=form, heard="How?"))
+        for name, script in BY_NAME.items()
     }
     read = {name: parse(text, form, tools=[LOOK]) for name, text in said.items()}
     assert [name for name, reply in read.items() if reply.calls] == [
@@ -48,13 +49,14 @@ def test_the_scripts_call_tools_or_fail_to_as_their_names_say(form):
     ]
     assert [name for name, reply in read.items() if reply.malformed] == ["an unreadable call"]
     assert said["nothing"] == "" and said["what it heard"] == "How?" and len(said["a long text"]) > 5000
-    after = Asked(turn=1, tools=[LOOK], form=form, heard="")
+    after = ScriptInput(turn=1, tools=[LOOK], form=form, heard="")
     assert not parse(BY_NAME["each tool once"].reply(after), form).calls
 
 
 def test_gibberish_is_another_in_each_turn_and_the_same_next_time():
     turns = [
-        BY_NAME["gibberish"].reply(Asked(turn=t, tools=(), form=ToolCallFormat.HERMES, heard="")) for t in (0, 1, 0)
+        BY_NAME["gibberish"].reply(ScriptInput(turn=t, tools=(), form=ToolCallFormat.HERMES, heard=""))
+        for t in (0, 1, 0)
     ]
     assert turns[0] == turns[2] != turns[1]
 
@@ -67,7 +69,7 @@ def function(item: str, kind: list[int], limit: float = 2.5, *, deep: dict[str, 
 @pytest.mark.parametrize(
     "schema",
     [
-        Tool.from_function(function).parameters,
+        CallableTool.from_function(function).parameters,
         {
             "type": "object",
             "properties": {"a": {"$ref": "#/$defs/A"}},

@@ -190,6 +190,8 @@ def test_an_environment_that_breaks_its_promises(rollouts, where, do, cause):
     else:
         assert cause in bad.error and bad.reward is None and bad.rewards == {} and bad.stop == "error"
         assert bad.info["failed"] == 1.0
+        kind = "timeout" if do is hang else "exception" if "raised" in cause or "SystemExit" in cause else None
+        assert bad.error_kind == (kind or ("exception" if cause == "StopIteration" else None))
 
 
 def test_an_episode_without_any_reward_is_excluded(rollouts):

@@ -165,6 +165,8 @@ def test_what_fails_is_its_episodes_own(play, value, message):
     for group in play(scored_by(value), timeout_s=0.3):
         bad = [rollout for rollout in group.rollouts if rollout.error is not None]
         assert len(bad) == 1 and message in str(bad[0].error) and bad[0].reward is None and bad[0].stop == "error"
+        kinds = {"took longer": "timeout", "raised": "exception", "SystemExit": "exception"}
+        assert bad[0].error_kind == next((kind for words, kind in kinds.items() if words in message), None)
         assert [rollout.reward for rollout in group.rollouts if rollout.error is None] == [0.5] * (G - 1)
 
 

@@ -18,7 +18,7 @@ import pytest
 from groupwise.errors import ConfigError, EnvError
 from groupwise.tasks import mcp
 from groupwise.tasks.mcp import close_mcp, mcp_tools
-from groupwise.tasks.tools import Outcome, ToolBox
+from groupwise.tasks.tools import CallOutcome, ToolBox
 
 SERVER = '''
 import asyncio, os, sys
@@ -98,7 +98,7 @@ def test_a_stdio_servers_tools_are_offered_and_called(script: Path) -> None:
     assert float(answer(box, "total", numbers=[1, 2.5])) == 3.5
     assert "no such note" in answer(box, "fail") and answer(box, "fail").startswith("Error: ")
     assert answer(box, "total", numbers="x").startswith("Error: ")
-    assert box.outcomes == {Outcome.OK: 2, Outcome.FAILED: 3}
+    assert box.outcomes == {CallOutcome.OK: 2, CallOutcome.FAILED: 3}
 
     # another episode asks again: the same process, from another event loop, with other limits and names
     again = mcp_tools(command=[sys.executable, str(script)], only=["note", "hang"], prefix="my_", time_limit_s=0.3)

@@ -395,6 +395,7 @@ def test_one_that_hangs_is_given_up_and_one_that_asks_is_not(play):
     finally:
         release.set()
     assert "given took longer than env.timeout_s = 0.3 s without asking" in str(group.rollouts[0].error)
+    assert group.rollouts[0].error_kind == "timeout"
     assert all(rollout.error is None for group in play(slow, timeout_s=0.9) for rollout in group.rollouts)
 
 

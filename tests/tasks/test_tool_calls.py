@@ -15,7 +15,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from groupwise.model.chat import encode_prompt
 from groupwise.tasks.starter.tasks import supervised_conversations
 from groupwise.tasks.starter.tokenizer import build_tokenizer, render
-from groupwise.tasks.tool_calls import Call, MalformedCall, ToolCallFormat, format_of, parse, pieces
+from groupwise.tasks.tool_calls import MalformedCall, ParsedCall, ToolCallFormat, format_of, parse, pieces
 from groupwise.types import Prompt
 
 HERMES, QWEN_XML, LLAMA, MISTRAL, MISTRAL_ARGS = ToolCallFormat
@@ -119,7 +119,7 @@ def test_what_a_template_writes_is_read_back(name: str, calls) -> None:
     form, template = TEMPLATES[name]
     calls = list(dict(calls).items())  # one schema a name
     calls = calls[:1] if name.startswith("llama") else calls  # its template refuses more
-    asked = [Call(f, arguments).as_openai(form.call_id(i)) for i, (f, arguments) in enumerate(calls)]
+    asked = [ParsedCall(f, arguments).as_openai(form.call_id(i)) for i, (f, arguments) in enumerate(calls)]
     text = rendered(template, asked)
     parsed = parse(text, form, tools=[definition(f, arguments) for f, arguments in calls])
     assert parsed.calls == asked and not parsed.malformed
@@ -170,7 +170,7 @@ def test_no_reply_is_an_error_and_nothing_of_it_is_lost(text: str, form: ToolCal
     if not parsed.calls:
         assert parsed.content == text.strip()
     found = list(pieces(text, form))
-    said = [piece if isinstance(piece, str) else piece.text for piece in found if not isinstance(piece, Call)]
+    said = [piece if isinstance(piece, str) else piece.text for piece in found if not isinstance(piece, ParsedCall)]
     if len(said) == len(found):
         assert "".join(said) == text
     position = 0

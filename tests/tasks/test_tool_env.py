@@ -13,7 +13,7 @@ import pytest
 from groupwise.errors import ConfigError, EnvError
 from groupwise.tasks.env import Observation, OwnThread, StepResult, ToolEnv
 from groupwise.tasks.tool_calls import parse
-from groupwise.tasks.tools import Tool, ToolBox
+from groupwise.tasks.tools import CallableTool, ToolBox
 from groupwise.types import Message
 
 MEETING = threading.Barrier(2)
@@ -57,7 +57,7 @@ class Shelf(ToolEnv):
         """How many items there are."""
         return len(self.items)
 
-    tools = (put, look, meet, ToolBox([double]), Tool.from_function(sleep, time_limit_s=0.1))
+    tools = (put, look, meet, ToolBox([double]), CallableTool.from_function(sleep, time_limit_s=0.1))
 
     def score(self, episode: Any) -> float:
         return float(len(self.items))

@@ -22,7 +22,7 @@ from pydantic import BaseModel, Field
 from groupwise.errors import ConfigError
 from groupwise.tasks import tools
 from groupwise.tasks import tools as tool_schema
-from groupwise.tasks.tools import THREADS, Outcome, Tool, ToolBox, ToolError, read_docstring
+from groupwise.tasks.tools import THREADS, CallableTool, CallOutcome, ToolBox, ToolError, read_docstring
 from groupwise.types import Message
 
 
@@ -98,7 +98,7 @@ def test_a_function_becomes_a_definition() -> None:
 
 
 def test_nested_types_have_schemas_and_lose_only_pydantics_titles() -> None:
-    parameters = Tool.from_function(plot).parameters
+    parameters = CallableTool.from_function(plot).parameters
     assert parameters["properties"]["points"] == {
         "type": "array",
         "items": {"$ref": "#/$defs/Point"},
@@ -121,7 +121,7 @@ def test_a_hints_own_description_and_bounds_count() -> None:
     def roll(sides: Annotated[int, Field(ge=2, description="Of the die.")]) -> int:
         return sides
 
-    tool = Tool.from_function(roll, name="die", description="Roll.", time_limit_s=1)
+    tool = CallableTool.from_function(roll, name="die", description="Roll.", time_limit_s=1)
     assert (tool.name, tool.description, tool.time_limit_s) == ("die", "Roll.", 1)
     assert tool.parameters["properties"] == {"sides": {"type": "integer", "minimum": 2, "description": "Of the die."}}
     assert "greater than or equal to 2" in answer(ToolBox([tool]), "die", {"sides": 1})
@@ -189,7 +189,7 @@ def test_what_cannot_be_a_tool_is_refused(given: Any, message: str) -> None:
 def test_two_tools_of_one_name_are_refused() -> None:
     with pytest.raises(ConfigError, match="two tools are named 'search'"):
         ToolBox([search, ToolBox([search])])
-    assert len(ToolBox([search, Tool.from_function(search, name="find"), ToolBox([add])])) == 3
+    assert len(ToolBox([search, CallableTool.from_function(search, name="find"), ToolBox([add])])) == 3
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_the_docstrings_example() -> None:
 def test_a_call_is_answered(name: str, arguments: Any, content: str, outcome: str) -> None:
     box = ToolBox([add, search])
     assert answer(box, name, arguments) == content
-    assert box.outcomes == {Outcome(outcome): 1}
+    assert box.outcomes == {CallOutcome(outcome): 1}
 
 
 def test_arguments_that_are_no_json_are_answered() -> None:
@@ -309,8 +309,8 @@ def test_whatever_a_tool_raises_is_answered(error: BaseException, content: str, 
     async def fail_async() -> None:
         raise error
 
-    box = ToolBox([Tool.from_function(fail_async if is_async else fail, name="fail")])
-    assert content.lower() in answer(box, "fail").lower() and box.outcomes == {Outcome.FAILED: 1}
+    box = ToolBox([CallableTool.from_function(fail_async if is_async else fail, name="fail")])
+    assert content.lower() in answer(box, "fail").lower() and box.outcomes == {CallOutcome.FAILED: 1}
 
 
 def test_a_hanging_tool_holds_up_nobody() -> None:
@@ -325,7 +325,7 @@ def test_a_hanging_tool_holds_up_nobody() -> None:
     def quick() -> str:
         return "here"
 
-    slow = [Tool.from_function(function, time_limit_s=0.2) for function in (hang, hang_async)]
+    slow = [CallableTool.from_function(function, time_limit_s=0.2) for function in (hang, hang_async)]
     box = ToolBox([*slow, quick])
 
     async def all_at_once() -> list[Message]:
@@ -339,7 +339,7 @@ def test_a_hanging_tool_holds_up_nobody() -> None:
     assert messages[0].get("content") == "Error: hang took longer than 0.2 s and was given up"
     assert messages[-2].get("content") == "Error: hang_async took longer than 0.2 s and was given up"
     assert messages[-1].get("content") == "here"
-    assert box.outcomes == {Outcome.TIME: THREADS + 1, Outcome.OK: 1}
+    assert box.outcomes == {CallOutcome.TIME: THREADS + 1, CallOutcome.OK: 1}
 
 
 def test_a_hanging_tool_does_not_keep_the_process() -> None:
@@ -378,7 +378,7 @@ def test_waiting_for_a_turn_is_not_the_tools_time(monkeypatch: pytest.MonkeyPatc
         time.sleep(0.1)
         return "done"
 
-    box = ToolBox([Tool.from_function(work, time_limit_s=0.4)])
+    box = ToolBox([CallableTool.from_function(work, time_limit_s=0.4)])
 
     async def eight() -> list[Message]:
         return await asyncio.gather(*(box.call(call("work")) for _ in range(8)))

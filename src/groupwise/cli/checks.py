@@ -31,9 +31,9 @@ from groupwise.errors import ConfigError, DataError, EnvError, LoadError
 if TYPE_CHECKING:
     from groupwise.config.run import EnvConfig
     from groupwise.rewards.base import RewardFunction
-    from groupwise.rewards.check import RewardReport, Row
+    from groupwise.rewards.check import ProbePrompt, RewardCheckReport
     from groupwise.tasks.check.judge import EnvReport
-    from groupwise.tasks.check.play import Wanted
+    from groupwise.tasks.check.play import CheckRequest
 
 rewards_app = typer.Typer(help="The rewards in the package, and what is wrong with yours.", **OPTIONS)
 
@@ -151,10 +151,10 @@ def _find(name: str, folder: Path) -> dict[str, Callable[..., Any]]:
     return found
 
 
-def _rows(source: str | None, *, folder: Path, gold: str | None, count: int) -> Sequence[Row]:
+def _rows(source: str | None, *, folder: Path, gold: str | None, count: int) -> Sequence[ProbePrompt]:
     """The built-in rows, or the first of a dataset: the wrong answer to one is the right one to another."""
     from groupwise.config.run import DatasetConfig
-    from groupwise.rewards.check import GOLD, ROWS, Row
+    from groupwise.rewards.check import GOLD, ROWS, ProbePrompt
     from groupwise.tasks.prompts import open_prompts
 
     if source is None:
@@ -167,7 +167,7 @@ def _rows(source: str | None, *, folder: Path, gold: str | None, count: int) -> 
         raise ConfigError(f"{without[0]} has no column {column!r}; it has {', '.join(prompts[0].columns) or 'none'}")
     golds = [each.columns.get(column, "an answer") if column else "an answer" for each in prompts]
     return [
-        Row(
+        ProbePrompt(
             prompt=prompt.text or str((prompt.messages or ({},))[-1].get("content", "")),
             gold=golds[index],
             wrong=next((other for other in golds[index + 1 :] + golds if other != golds[index]), f"not {golds[index]}"),
@@ -179,12 +179,12 @@ def _rows(source: str | None, *, folder: Path, gold: str | None, count: int) -> 
 
 
 def _lint(
-    functions: Sequence[RewardFunction], *, folder: Path, rows: Sequence[Row], deadline: float
-) -> list[RewardReport]:
+    functions: Sequence[RewardFunction], *, folder: Path, rows: Sequence[ProbePrompt], deadline: float
+) -> list[RewardCheckReport]:
     from groupwise.rewards.check import lint as lint_one
     from groupwise.rewards.pool import RewardPool
 
-    async def lint_all() -> list[RewardReport]:
+    async def lint_all() -> list[RewardCheckReport]:
         reports = []
         for function in functions:
             say(f"{function.name} ...")
@@ -199,7 +199,7 @@ def _lint(
 # ---- what is printed ----
 
 
-def _rewards_json(report: RewardReport) -> dict[str, Any]:
+def _rewards_json(report: RewardCheckReport) -> dict[str, Any]:
     return {
         "function": report.name,
         "verdict": report.verdict,
@@ -219,7 +219,7 @@ def _rewards_json(report: RewardReport) -> dict[str, Any]:
     }
 
 
-def _print_rewards(reports: Sequence[RewardReport], lacking: Mapping[str, list[str]]) -> None:
+def _print_rewards(reports: Sequence[RewardCheckReport], lacking: Mapping[str, list[str]]) -> None:
     """A verdict and the findings for each; and of one alone, what every probe got."""
     for report in reports:
         hack = (
@@ -236,7 +236,7 @@ def _print_rewards(reports: Sequence[RewardReport], lacking: Mapping[str, list[s
         print_table(_table(reports[0]))
 
 
-def _table(report: RewardReport) -> list[list[str]]:
+def _table(report: RewardCheckReport) -> list[list[str]]:
     """A line a probe, a column a row."""
     count = max(each.row for each in report.tried) + 1
     lines: dict[str, list[str]] = {}
@@ -302,11 +302,11 @@ def check(
     config = _config(name, args=args, deadline=deadline, overrides=set_ or ())
     _quiet_libraries()
     with redirect_stdout(sys.stderr):  # whatever its code prints
-        from groupwise.tasks.check.play import Wanted
+        from groupwise.tasks.check.play import CheckRequest
         from groupwise.types import SamplingParams
 
         params = SamplingParams(max_tokens=max_tokens)
-        wanted = Wanted(env=config, folder=folder, data=data, model=model, scripts_only=no_model, params=params)
+        wanted = CheckRequest(env=config, folder=folder, data=data, model=model, scripts_only=no_model, params=params)
         report = _check(wanted, episodes=episodes, best=best, seed=seed)
     tokenizer = _tokenizer(model) if report.shown is not None else None
     print_json(_env_json(report, tokenizer)) if as_json else _print_env(report, tokenizer)
@@ -345,7 +345,7 @@ def _quiet_libraries() -> None:
     logging.disable_progress_bar()
 
 
-def _check(wanted: Wanted, *, episodes: int, best: float, seed: int) -> EnvReport:
+def _check(wanted: CheckRequest, *, episodes: int, best: float, seed: int) -> EnvReport:
     from groupwise.engine.local import LocalEngine
     from groupwise.tasks.check.judge import judge, refused
     from groupwise.tasks.check.play import opened, try_out

@@ -39,7 +39,7 @@ Status = Literal["ok", "warn", "fail", "absent"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class DoctorCheck:
     """`remedy` is empty where there is nothing to do."""
 
     name: str
@@ -65,7 +65,7 @@ REMEDIES = {  # of a check that raised; of a package's: install it
 DISK_WARN_GIB, DISK_FAIL_GIB = 5.0, 0.5
 
 
-def examine(*, directory: Path = Path(".")) -> Iterator[Finding]:
+def examine(*, directory: Path = Path(".")) -> Iterator[DoctorCheck]:
     """Every finding, in the order of the checks; `directory` is where runs would be written. One that raises failed.
 
     Of several processes each calls this; what rank 0 is given is about all.
@@ -80,8 +80,8 @@ def examine(*, directory: Path = Path(".")) -> Iterator[Finding]:
         yield from cluster_findings(found, directory=directory)
 
 
-def _examine_machine(*, directory: Path) -> Iterator[Finding]:
-    checks: list[tuple[str, Callable[[], Finding]]] = [
+def _examine_machine(*, directory: Path) -> Iterator[DoctorCheck]:
+    checks: list[tuple[str, Callable[[], DoctorCheck]]] = [
         ("python", check_python),
         ("torch", check_torch),
         ("gpu", check_gpu),
@@ -97,62 +97,62 @@ def _examine_machine(*, directory: Path) -> Iterator[Finding]:
             yield check()
         except Exception as error:  # a doctor does not die of what the patient has
             detail = error.message if isinstance(error, GroupwiseError) else f"{type(error).__name__}: {error}"
-            yield Finding(name, "fail", detail, REMEDIES.get(name, f"pip install {name.replace('_', '-')}"))
+            yield DoctorCheck(name, "fail", detail, REMEDIES.get(name, f"pip install {name.replace('_', '-')}"))
 
 
-def check_python() -> Finding:
+def check_python() -> DoctorCheck:
     """Nothing older than the package's `requires-python` gets this far."""
-    return Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")
+    return DoctorCheck("python", "ok", f"{platform.python_version()} ({sys.executable})")
 
 
-def check_torch() -> Finding:
+def check_torch() -> DoctorCheck:
     import torch
 
     threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
     detail = f"{torch.__version__}, threads: {threads}, cores: {cores}"
     if threads > cores:
-        return Finding("torch", "warn", detail, f"more threads than cores is slow: set OMP_NUM_THREADS={cores}")
-    return Finding("torch", "ok", detail)
+        return DoctorCheck("torch", "warn", detail, f"more threads than cores is slow: set OMP_NUM_THREADS={cores}")
+    return DoctorCheck("torch", "ok", detail)
 
 
-def check_gpu() -> Finding:
+def check_gpu() -> DoctorCheck:
     import torch
 
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-        return Finding("gpu", "ok", f"{names}; {free / 2**30:.0f} of {total / 2**30:.0f} GiB free on the first")
+        return DoctorCheck("gpu", "ok", f"{names}; {free / 2**30:.0f} of {total / 2**30:.0f} GiB free on the first")
     if shutil.which("nvidia-smi"):
         detail = f"there is an NVIDIA driver, but torch {torch.__version__} sees no GPU"
-        return Finding("gpu", "warn", detail, "install a torch built for CUDA: https://pytorch.org/get-started")
-    return Finding("gpu", "ok", "none; models run on the CPU, which suits the starter and little else")
+        return DoctorCheck("gpu", "warn", detail, "install a torch built for CUDA: https://pytorch.org/get-started")
+    return DoctorCheck("gpu", "ok", "none; models run on the CPU, which suits the starter and little else")
 
 
-def check_package(name: str) -> Finding:
+def check_package(name: str) -> DoctorCheck:
     importlib.import_module(name)
-    return Finding(name, "ok", _version(name))
+    return DoctorCheck(name, "ok", _version(name))
 
 
-def check_optional(name: str, use: str) -> Finding:
+def check_optional(name: str, use: str) -> DoctorCheck:
     if importlib.util.find_spec(name) is None:
         extra = name if name == "vllm" else f"'groupwise[{name}]'"
-        return Finding(name, "absent", f"not installed; only needed {use}", f"pip install {extra}")
-    return Finding(name, "ok", _version(name))
+        return DoctorCheck(name, "absent", f"not installed; only needed {use}", f"pip install {extra}")
+    return DoctorCheck(name, "ok", _version(name))
 
 
-def check_disk(directory: Path) -> Finding:
+def check_disk(directory: Path) -> DoctorCheck:
     free = shutil.disk_usage(directory).free / 2**30
     detail = f"{free:.1f} GiB free in {directory.resolve()}"
     if not os.access(directory, os.W_OK):
-        return Finding("disk", "fail", f"{directory.resolve()} cannot be written", "start from another folder")
+        return DoctorCheck("disk", "fail", f"{directory.resolve()} cannot be written", "start from another folder")
     if free < DISK_FAIL_GIB:
-        return Finding("disk", "fail", detail, "free some space: a run writes adapters and rollouts")
+        return DoctorCheck("disk", "fail", detail, "free some space: a run writes adapters and rollouts")
     if free < DISK_WARN_GIB:
-        return Finding("disk", "warn", detail, "a long run with a large model may need more")
-    return Finding("disk", "ok", detail)
+        return DoctorCheck("disk", "warn", detail, "a long run with a large model may need more")
+    return DoctorCheck("disk", "ok", detail)
 
 
-def check_starter() -> Finding:
+def check_starter() -> DoctorCheck:
     """The embedded model is there, and the packed forward agrees with its own."""
     from groupwise.config.run import STARTER
     from groupwise.model.load import load_model, share_weights
@@ -164,14 +164,16 @@ def check_starter() -> Finding:
         gap, tolerance = packed_forward_gap(model), packed_tolerance(model)
     except Exception as error:  # of another torch or transformers
         fails = f"{parameters}; packed forward fails: {type(error).__name__}: {error}"
-        return Finding("starter", "fail", fails, "try another torch or transformers")
+        return DoctorCheck("starter", "fail", fails, "try another torch or transformers")
     detail = f"{parameters}; packed forward within {gap:.1g} nats"
     if not gap <= tolerance:
-        return Finding("starter", "fail", detail, f"the tolerance is {tolerance:g}: try another torch or transformers")
-    return Finding("starter", "ok", detail)
+        return DoctorCheck(
+            "starter", "fail", detail, f"the tolerance is {tolerance:g}: try another torch or transformers"
+        )
+    return DoctorCheck("starter", "ok", detail)
 
 
-def check_template() -> Finding:
+def check_template() -> DoctorCheck:
     """The starter's chat template: a reply goes to ids and back, and training marks exactly the reply."""
     from transformers import AutoTokenizer
 
@@ -189,11 +191,11 @@ def check_template() -> Finding:
     for what, back in (("a completion", decode(ids, tokenizer)), ("training data", decode(trained, tokenizer))):
         if back != reply:
             detail = f"{reply!r} as {what} came back as {back!r}"
-            return Finding("chat template", "fail", detail, "try another version of transformers or tokenizers")
-    return Finding("chat template", "ok", f"a reply of {len(ids)} tokens goes there and back")
+            return DoctorCheck("chat template", "fail", detail, "try another version of transformers or tokenizers")
+    return DoctorCheck("chat template", "ok", f"a reply of {len(ids)} tokens goes there and back")
 
 
-def check_sandbox() -> Finding:
+def check_sandbox() -> DoctorCheck:
     """What untrusted code (rewards that run programs) is kept apart by."""
     from groupwise.rewards.sandbox import isolation
 
@@ -204,7 +206,7 @@ def check_sandbox() -> Finding:
         advice = "use a kernel with seccomp filters, on x86_64 or aarch64, or run nothing that may be malicious"
     else:
         advice = ""
-    return Finding("sandbox", "warn" if advice else "ok", str(level), advice)
+    return DoctorCheck("sandbox", "warn" if advice else "ok", str(level), advice)
 
 
 def _version(module: str) -> str:
@@ -231,59 +233,63 @@ PROBE_BYTES = 16 << 20  # that are added up to see how fast that goes
 DEADLINE_S = 60.0
 
 
-def host_findings() -> Iterator[Finding]:
+def host_findings() -> Iterator[DoctorCheck]:
     """What other machines would meet here: torch.distributed, the name, the port."""
     there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
-    yield Finding("distributed", "ok", f"backends: {', '.join(name for name, is_there in there.items() if is_there)}")
+    yield DoctorCheck(
+        "distributed", "ok", f"backends: {', '.join(name for name, is_there in there.items() if is_there)}"
+    )
     yield _host_name()
     if world().size == 1:  # else torchrun has it
         yield _port(PORT)
 
 
-def _host_name() -> Finding:
+def _host_name() -> DoctorCheck:
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
     except OSError as error:
-        return Finding("host name", "warn", f"{name} cannot be resolved: {error}", f"write {name} into /etc/hosts")
+        return DoctorCheck("host name", "warn", f"{name} cannot be resolved: {error}", f"write {name} into /etc/hosts")
     alone = "; of several machines the others need another: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
-    return Finding("host name", "ok", f"{name} is {address}{alone if address.startswith('127.') else ''}")
+    return DoctorCheck("host name", "ok", f"{name} is {address}{alone if address.startswith('127.') else ''}")
 
 
-def _port(port: int) -> Finding:
+def _port(port: int) -> DoctorCheck:
     with socket.socket() as listener:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(("", port))
         except OSError as error:
             remedy = "set launcher.port to another, or end what has it"
-            return Finding("port", "warn", f"{port}, where processes meet, is taken: {error.strerror}", remedy)
-    return Finding("port", "ok", f"{port}, where processes meet, is free")
+            return DoctorCheck("port", "warn", f"{port}, where processes meet, is taken: {error.strerror}", remedy)
+    return DoctorCheck("port", "ok", f"{port}, where processes meet, is free")
 
 
-def cluster_findings(local: Sequence[Finding], *, directory: Path, deadline_s: float = DEADLINE_S) -> Iterator[Finding]:
+def cluster_findings(
+    local: Sequence[DoctorCheck], *, directory: Path, deadline_s: float = DEADLINE_S
+) -> Iterator[DoctorCheck]:
     """Every process calls this, with what it found on its own machine; what rank 0 is given is about all of them."""
     here = world()
     try:
         ranks = join(here, device=_device(here), deadline_s=deadline_s)
     except (RankLostError, ConfigError) as error:
-        yield Finding("meeting", "fail", error.message, error.hint or "")
+        yield DoctorCheck("meeting", "fail", error.message, error.hint or "")
         return
     try:
         yield from _compared(ranks, here, local, directory)
     except RankLostError as error:
-        yield Finding("meeting", "fail", error.message, error.hint or "")
+        yield DoctorCheck("meeting", "fail", error.message, error.hint or "")
     finally:
         ranks.close()
 
 
-def _compared(ranks: Ranks, here: World, local: Sequence[Finding], directory: Path) -> Iterator[Finding]:
-    facts = ranks.gather(Facts.here(here, local), phase="comparing facts")
+def _compared(ranks: Ranks, here: World, local: Sequence[DoctorCheck], directory: Path) -> Iterator[DoctorCheck]:
+    facts = ranks.gather(ProcessFacts.here(here, local), phase="comparing facts")
     machines = list(dict.fromkeys(each.host for each in facts))
-    yield Finding("meeting", "ok", f"{ranks.size} processes on {', '.join(machines)}")
+    yield DoctorCheck("meeting", "ok", f"{ranks.size} processes on {', '.join(machines)}")
     for rank, each in enumerate(facts):
         for finding in each.failed if rank else ():
-            yield Finding(
+            yield DoctorCheck(
                 f"{finding.name} of rank {rank} ({each.host})", finding.status, finding.detail, finding.remedy
             )
     yield _versions(facts)
@@ -295,17 +301,17 @@ def _compared(ranks: Ranks, here: World, local: Sequence[Finding], directory: Pa
 
 
 @dataclass(frozen=True)
-class Facts:
+class ProcessFacts:
     """What one process is and has."""
 
     host: str
     local_rank: int
     versions: dict[str, str]
     gpus: tuple[str, ...]
-    failed: tuple[Finding, ...]
+    failed: tuple[DoctorCheck, ...]
 
     @classmethod
-    def here(cls, world: World, local: Sequence[Finding]) -> Facts:
+    def here(cls, world: World, local: Sequence[DoctorCheck]) -> ProcessFacts:
         versions = {"python": platform.python_version()}
         for name in PACKAGES:
             with suppress(importlib.metadata.PackageNotFoundError):
@@ -315,7 +321,7 @@ class Facts:
         return cls(socket.gethostname(), world.local_rank, versions, names, failed)
 
 
-def _versions(facts: Sequence[Facts]) -> Finding:
+def _versions(facts: Sequence[ProcessFacts]) -> DoctorCheck:
     names = dict.fromkeys(name for each in facts for name in each.versions)
     found = {name: {each.versions.get(name, "not there"): each.host for each in facts} for name in names}
     unequal = [
@@ -324,32 +330,32 @@ def _versions(facts: Sequence[Facts]) -> Finding:
         if len(of) > 1
     ]
     if unequal:
-        return Finding("versions", "fail", "; ".join(unequal), "install the same packages on every machine")
-    return Finding("versions", "ok", ", ".join(f"{name} {version}" for name, version in facts[0].versions.items()))
+        return DoctorCheck("versions", "fail", "; ".join(unequal), "install the same packages on every machine")
+    return DoctorCheck("versions", "ok", ", ".join(f"{name} {version}" for name, version in facts[0].versions.items()))
 
 
-def _gpus(facts: Sequence[Facts]) -> Finding:
+def _gpus(facts: Sequence[ProcessFacts]) -> DoctorCheck:
     without = [rank for rank, each in enumerate(facts) if each.gpus and each.local_rank >= len(each.gpus)]
     kinds = {each.gpus[each.local_rank] if each.local_rank < len(each.gpus) else "none" for each in facts}
     if without:
         detail = f"ranks {', '.join(map(str, without))} have no GPU of their own"
-        return Finding("gpus", "fail", detail, "start as many processes on each machine as it has GPUs")
+        return DoctorCheck("gpus", "fail", detail, "start as many processes on each machine as it has GPUs")
     if len(kinds) > 1:
         detail = f"they differ: {', '.join(sorted(kinds))}"
-        return Finding("gpus", "warn", detail, "the slowest sets the pace, and 'none' cannot train with the others")
-    return Finding("gpus", "ok", f"one {kinds.pop()} each" if kinds != {"none"} else "none; gloo on the CPUs")
+        return DoctorCheck("gpus", "warn", detail, "the slowest sets the pace, and 'none' cannot train with the others")
+    return DoctorCheck("gpus", "ok", f"one {kinds.pop()} each" if kinds != {"none"} else "none; gloo on the CPUs")
 
 
-def _clocks(times: Sequence[float]) -> Finding:
+def _clocks(times: Sequence[float]) -> DoctorCheck:
     apart = max(times) - min(times)
     if apart > CLOCK_S:
-        return Finding(
+        return DoctorCheck(
             "clock", "warn", f"they are {apart:.1f} s apart", "synchronise them (chrony, ntpd): logs mislead"
         )
-    return Finding("clock", "ok", f"they agree within {apart:.2g} s")
+    return DoctorCheck("clock", "ok", f"they agree within {apart:.2g} s")
 
 
-def _storage(ranks: Ranks, directory: Path) -> Finding:
+def _storage(ranks: Ranks, directory: Path) -> DoctorCheck:
     """Whether a file that rank 0 writes is seen by the others."""
     token = ranks.spread(secrets.token_hex(8), phase="comparing storage")
     probe, error = directory / f".groupwise-doctor-{token}", ""
@@ -368,13 +374,13 @@ def _storage(ranks: Ranks, directory: Path) -> Finding:
         if ranks.leads:
             probe.unlink(missing_ok=True)
     if not blind:
-        return Finding("shared storage", "ok", f"{directory.resolve()} is the same everywhere")
+        return DoctorCheck("shared storage", "ok", f"{directory.resolve()} is the same everywhere")
     detail = error or f"ranks {', '.join(map(str, blind))} do not see what rank 0 writes to {directory.resolve()}"
     remedy = "start from a shared directory: models, configurations and FSDP's checkpoints of whole models need one"
-    return Finding("shared storage", "fail" if error else "warn", detail, remedy)
+    return DoctorCheck("shared storage", "fail" if error else "warn", detail, remedy)
 
 
-def _network(ranks: Ranks) -> Finding:
+def _network(ranks: Ranks) -> DoctorCheck:
     """Numbers are added up as in training."""
     numbers = torch.ones(PROBE_BYTES // 4, device=ranks.device)
     ranks.sum(numbers, phase="adding up")
@@ -384,10 +390,10 @@ def _network(ranks: Ranks) -> Finding:
     took = time.monotonic() - started
     detail = f"{PROBE_BYTES >> 20} MiB added up over {ranks.size} ranks in {1000 * took:.0f} ms"
     if wrong:
-        return Finding(
+        return DoctorCheck(
             "network", "fail", f"{detail}, and the sum is wrong", "run NCCL's tests (nccl-tests) on these machines"
         )
-    return Finding("network", "ok", detail)
+    return DoctorCheck("network", "ok", detail)
 
 
 def _device(here: World) -> torch.device:

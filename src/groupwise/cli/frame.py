@@ -68,7 +68,7 @@ EXIT_CODES = (
 )
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """Turns errors into messages and exit codes."""
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
@@ -91,7 +91,7 @@ class Group(TyperGroup):
 
 
 def _remember(context: typer.Context, parameter: typer.CallbackParam, value: Any) -> Any:
-    """Tell `Group` of an option that concerns errors."""
+    """Tell `CommandGroup` of an option that concerns errors."""
     context.meta[parameter.name] = value
     return value
 
@@ -139,7 +139,7 @@ ApiKey = Annotated[
 ]
 
 OPTIONS: dict[str, Any] = {
-    "cls": Group,
+    "cls": CommandGroup,
     "no_args_is_help": True,
     "pretty_exceptions_enable": False,
     "context_settings": {"help_option_names": ["-h", "--help"]},

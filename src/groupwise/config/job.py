@@ -23,7 +23,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from groupwise.config.loss import LossSpec, loss_of
 from groupwise.config.run import MAX_ALPHA, OTHER_NAMES, AlgoConfig, Betas, RolloutConfig, Targets
 from groupwise.config.yaml import AdapterName, Document, NullIsAbsent, Section, conflict, validate
-from groupwise.errors import ConfigError
+from groupwise.errors import FieldError
 from groupwise.types import BASE, PolicyVersion
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class GrpoJobConfig(AlgoConfig, JobConfig):
     def loss(self, *, recorded: bool) -> LossSpec:
         """The loss of a job. `recorded`: log-probabilities come with the completions, of whatever policy sampled them;
         without any, the policy that the job starts from counts as the one that did."""
-        return loss_of(self, max_tokens=MAX_TOKENS, stale=recorded)
+        return loss_of(self, max_tokens=MAX_TOKENS, stale=recorded, section="")
 
     def trains_flat(self, *, recorded: bool) -> bool:
         """Whether groups of equal rewards are trained too, because another term of the loss has a gradient there."""
@@ -183,17 +183,17 @@ class GrpoJobConfig(AlgoConfig, JobConfig):
             raise conflict("clip_epsilon", f"{self.clip_epsilon} has no effect beside clip_low and clip_high")
         try:
             self.loss(recorded=False)
-        except ConfigError as error:
+        except FieldError as error:
             raise self._in_request_terms(error) from error
         return self
 
-    def _in_request_terms(self, error: ConfigError) -> ValidationError:
+    def _in_request_terms(self, error: FieldError) -> ValidationError:
         """An error of the loss as one of the field that the request has for it."""
+        field = error.field
+        if field in ("clip_low", "clip_high") and getattr(self, field) is None:
+            field, error = "clip_epsilon", error.renamed("clip_epsilon")
         message = f"{error.message}; {error.hint}" if error.hint else error.message
-        named = re.split(r"\W", message, maxsplit=1)[0]
-        if named in ("clip_low", "clip_high") and getattr(self, named) is None:
-            return conflict("clip_epsilon", message.replace(named, "clip_epsilon"))
-        return conflict(named if named in AlgoConfig.model_fields else "policy_loss", message)
+        return conflict(field if field in type(self).model_fields else "policy_loss", message)
 
 
 class SftJobConfig(JobConfig):
@@ -236,6 +236,42 @@ JOB_OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
     kind: {other: ours for other, ours in {**_JOB_NAMES, **names}.items() if ours in MODELS[kind].model_fields}
     for kind, names in _KIND_NAMES.items()
 }
+
+
+# ---- a run's keys in the words of a request ----
+_FIELDS = {
+    "train.passes": "iterations",
+    "train.lora.rank": "lora_rank",
+    "train.lora.alpha": "lora_alpha",
+    "train.lora.dropout": "lora_dropout",
+    "train.lora.targets": "target_modules",
+}
+SAMPLED_WITH = {  # what was said when the completions were sampled, before a job is posted
+    "rollout.group_size": "n",
+    "rollout.max_tokens": "max_tokens",
+    "rollout.temperature": "temperature",
+    "rollout.stop": "stop",
+}
+
+
+def job_field(key: str, kind: str) -> str | None:
+    """The field of a job's `config` for a run's key; None where it has none.
+
+    >>> job_field("train.passes", "grpo"), job_field("train.lora.rank", "sft"), job_field("rollout.refill", "grpo")
+    ('iterations', 'lora_rank', None)
+    """
+    section, _, name = key.partition(".")
+    field = _FIELDS.get(key, name if section in ("algo", "train") else "")
+    return field if field in MODELS[kind].model_fields else None
+
+
+def job_name(key: str) -> str:
+    """What a request calls a run's key, for texts.
+
+    >>> job_name("train.learning_rate"), job_name("rollout.max_tokens")
+    ('config.learning_rate', 'max_tokens')
+    """
+    return SAMPLED_WITH.get(key) or f"config.{_FIELDS.get(key, key.partition('.')[2])}"
 
 
 def parse_job_config(kind: str, data: Mapping[str, Any]) -> GrpoJobConfig | SftJobConfig:

@@ -31,7 +31,7 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from groupwise.config.run import AlgoConfig
-from groupwise.errors import ConfigError
+from groupwise.errors import FieldError
 
 Surrogate = Literal["clip", "unclipped", "cispo", "dro", "reinforce", "sapo", "vespo"]
 Ratio = Literal["token", "sequence", "none"]
@@ -76,7 +76,7 @@ class LossSpec:
     None means that a knob is not set. A knob that the chosen factors do not read must not be set.
 
     Raises:
-        ConfigError: an unknown choice, a number out of range, a missing one, or one that would have no effect.
+        FieldError: an unknown choice, a number out of range, a missing one, or one that would have no effect.
     """
 
     surrogate: Surrogate
@@ -101,7 +101,7 @@ class LossSpec:
     def __post_init__(self) -> None:
         for name, valid in _CHOICES.items():
             if getattr(self, name) not in valid:
-                raise _unknown(name, getattr(self, name), valid)
+                raise _unknown(name, f"{{field}} {getattr(self, name)!r}", getattr(self, name), valid)
         for field in fields(self):
             value = getattr(self, field.name)
             if value != field.default and not self.reads(field.name):
@@ -158,11 +158,12 @@ class LossSpec:
         moved = steps_per_batch > 1 or (stale and self.anchor == "behaviour")
         return self.reads_reference or self.reads_entropy or (self.surrogate == "dro" and moved)
 
-    def off_policy_warnings(self, steps_per_batch: int, *, stale: bool) -> list[str]:
+    def off_policy_warnings(self, steps_per_batch: int, *, stale: bool, section: str = "algo.") -> list[str]:
         """What this loss does not account for where samples are not of the policy that is trained: in the optimizer
-        steps on a batch after the first, and in all of them where samples may be `stale`, of an older policy."""
+        steps on a batch after the first, and in all of them where samples may be `stale`, of an older policy.
+        `section` stands before the names of options."""
         warnings: list[str] = []
-        weigh = "set algo.correction (tis_token, say), or take a loss with a bounded ratio (grpo, dapo, cispo)"
+        weigh = f"set {section}correction (tis_token, say), or take a loss with a bounded ratio (grpo, dapo, cispo)"
         if self.surrogate == "reinforce" and self.correction == "none":
             where = [f"all but the first of {steps_per_batch} optimizer steps on a batch"] * (steps_per_batch > 1)
             where += ["samples that may be of an older policy"] * stale
@@ -179,8 +180,8 @@ class LossSpec:
         if stale and self.anchor == "old" and self.reads_anchor and self.correction == "none":
             warnings.append(
                 "anchor old compares with the trainer's snapshot, and samples may be of an older policy: that gap is "
-                "not corrected; set algo.correction (tis_token, or tis_sequence with a sequence's ratio), or "
-                "algo.anchor: behaviour"
+                f"not corrected; set {section}correction (tis_token, or tis_sequence with a sequence's ratio), or "
+                f"{section}anchor: behaviour"
             )
         return warnings
 
@@ -191,23 +192,27 @@ class LossSpec:
         factor, values = _READ_WITH.get(knob, ("surrogate", get_args(Surrogate)))
         return getattr(self, factor) in values
 
-    def _ineffective(self, knob: str, value: object) -> ConfigError:
+    def _ineffective(self, knob: str, value: object) -> FieldError:
         if knob == "anchor":
-            return ConfigError(
-                f"anchor={value!r} has no effect with surrogate {self.surrogate!r}, which has no ratio",
-                hint=f"remove anchor, or use a surrogate with a ratio: {', '.join(_RATIO_SURROGATES)}",
+            return FieldError(
+                f"{{field}}={value!r} has no effect with surrogate {self.surrogate!r}, which has no ratio",
+                hint=f"remove {{field}}, or use a surrogate with a ratio: {', '.join(_RATIO_SURROGATES)}",
+                field=knob,
+                kind="ineffective",
             )
         factor, values = _READ_WITH[knob]
         names = [name for name, preset in PRESETS.items() if factor == "surrogate" and preset[factor] in values]
         presets = f" (policy_loss {', '.join(names)})" if names else ""
-        return ConfigError(
-            f"{knob}={value!r} has no effect with {factor} {getattr(self, factor)!r}",
-            hint=f"remove {knob}; it acts with {factor} {', '.join(values)}{presets}",
+        return FieldError(
+            f"{{field}}={value!r} has no effect with {factor} {getattr(self, factor)!r}",
+            hint=f"remove {{field}}; it acts with {factor} {', '.join(values)}{presets}",
+            field=knob,
+            kind="ineffective",
         )
 
     def _check_combination(self) -> None:
         if self.surrogate in _RATIO_SURROGATES and self.ratio == "none":
-            raise ConfigError(f"surrogate {self.surrogate!r} needs a ratio: token or sequence")
+            raise FieldError(f"{{field}} {self.surrogate!r} needs a ratio: token or sequence", field="surrogate")
         needed = {
             "clip": ("clip_high",),
             "cispo": ("clip_high",),
@@ -216,16 +221,20 @@ class LossSpec:
         }.get(self.surrogate, ())
         for name in (*needed, *(("kl_coeff",) if self.kl != "none" else ())):
             if getattr(self, name) is None:
-                raise ConfigError(f"{name} is not set, and this loss needs it; `resolve_loss` fills in the usual value")
+                message = "{field} is not set, and this loss needs it; `resolve_loss` fills in the usual value"
+                raise FieldError(message, field=name, kind="missing")
         contained = self.ratio != "none" or self.surrogate == "vespo"
         if self.correction in _WEIGHTS and self.anchor == "behaviour" and contained:
-            raise ConfigError(
-                f"correction {self.correction!r} with anchor 'behaviour' would count the sampler's gap twice: "
+            raise FieldError(
+                f"{{field}} {self.correction!r} with anchor 'behaviour' would count the sampler's gap twice: "
                 "a ratio against the behaviour policy already contains it",
                 hint="use anchor old with it, or correction mask_geometric, or none",
+                field="correction",
+                kind="conflict",
             )
         if self.correction.startswith("mask") and self.correction_cap is None and self.correction_floor is None:
-            raise ConfigError(f"correction {self.correction!r} masks nothing without correction_cap or _floor; set one")
+            message = f"{{field}} {self.correction!r} masks nothing without correction_cap or _floor; set one"
+            raise FieldError(message, field="correction")
 
     def _check_numbers(self) -> None:
         positive = (
@@ -242,20 +251,19 @@ class LossSpec:
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise ConfigError(f"{name} is {value!r}; it must be a finite number")
+                raise _not_valid(name, value, "it must be a finite number")
             if abs(value) > LARGEST:
-                raise ConfigError(f"{name} is {value!r}; float32, in which losses are computed, ends at {LARGEST:g}")
+                raise _not_valid(name, value, f"float32, in which losses are computed, ends at {LARGEST:g}")
             if name in positive and value <= 0:
-                raise ConfigError(f"{name} is {value}; it must be positive")
+                raise _not_valid(name, value, "it must be positive")
             if name in limits and value < limits[name]:
-                raise ConfigError(f"{name} is {value}; it must be {limits[name]:g} or more")
+                raise _not_valid(name, value, f"it must be {limits[name]:g} or more")
         if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ConfigError(f"dual_clip is {self.dual_clip}; it bounds a ratio and must be above 1, usually 3")
+            raise _not_valid("dual_clip", self.dual_clip, "it bounds a ratio and must be above 1, usually 3")
         floor, cap = self.correction_floor or 0.0, self.correction_cap
         if cap is not None and floor >= cap:
-            raise ConfigError(
-                f"correction_floor is {floor} and correction_cap is {cap}; the floor must be below the cap"
-            )
+            message = f"{{field}} is {floor} and correction_cap is {cap}; the floor must be below the cap"
+            raise FieldError(message, field="correction_floor", kind="conflict")
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -325,17 +333,17 @@ def resolve_loss(policy_loss: str, **overrides: Any) -> LossSpec:
     0.04
 
     Raises:
-        ConfigError: an unknown preset, field or choice (the nearest is named), or an override without effect.
+        FieldError: an unknown preset, field or choice (the nearest is named), or an override without effect.
     """
     if policy_loss not in PRESETS:
-        raise _unknown("policy_loss", policy_loss, tuple(PRESETS))
+        raise _unknown("policy_loss", f"{{field}} {policy_loss!r}", policy_loss, tuple(PRESETS))
     names = tuple(field.name for field in fields(LossSpec))
     for name in overrides:
         if name not in names:
             hint = f"here it is {_OTHER_NAMES[name]}" if name in _OTHER_NAMES else None
-            raise _unknown("loss option", name, names, hint=hint)
+            raise _unknown(name, f"loss option {name!r}", name, names, hint=hint)
         if name in _CHOICES and overrides[name] not in _CHOICES[name]:
-            raise _unknown(name, overrides[name], _CHOICES[name])
+            raise _unknown(name, f"{{field}} {overrides[name]!r}", overrides[name], _CHOICES[name])
     values = {**PRESETS[policy_loss], **overrides}
     correction = values.get("correction", "none")
     floor, cap = _USUAL_BOUNDS.get(correction, (None, None))
@@ -357,16 +365,25 @@ def resolve_loss(policy_loss: str, **overrides: Any) -> LossSpec:
     return spec
 
 
-def loss_of(algo: AlgoConfig, *, max_tokens: int, stale: bool = False) -> LossSpec:
+def loss_of(algo: AlgoConfig, *, max_tokens: int, stale: bool = False, section: str = "algo.") -> LossSpec:
     """The loss that the configuration names.
 
     Args:
         max_tokens: what a constant reduction divides by unless told otherwise.
         stale: samples may be of an older policy than the one that is trained. Then a sequence's ratio, whose anchor is
             the trainer's snapshot, comes with the correction tis_sequence unless told otherwise.
+        section: what stands before an option's name in the path of its key, for errors.
 
-    Raises ConfigError as `resolve_loss` does.
+    Raises FieldError as `resolve_loss` does.
     """
+    try:
+        return _loss_of(algo, max_tokens=max_tokens, stale=stale)
+    except FieldError as error:
+        error.field = f"{section}{error.field}"
+        raise
+
+
+def _loss_of(algo: AlgoConfig, *, max_tokens: int, stale: bool) -> LossSpec:
     overrides = algo.loss_overrides()
     preset = PRESETS.get(algo.policy_loss, {})
     if overrides.get("reduction", preset.get("reduction")) == "constant":
@@ -377,7 +394,13 @@ def loss_of(algo: AlgoConfig, *, max_tokens: int, stale: bool = False) -> LossSp
     return spec
 
 
-def _unknown(what: str, given: object, valid: tuple[str, ...], *, hint: str | None = None) -> ConfigError:
+def _unknown(field: str, what: str, given: object, valid: tuple[str, ...], *, hint: str | None = None) -> FieldError:
+    """`what` names the value, with `{field}` where the field's name stands; `valid` are those there are."""
     near = difflib.get_close_matches(str(given), valid, n=1)
     meant = f"did you mean {near[0]!r}? " if near and hint is None else ""
-    return ConfigError(f"{what} {given!r} does not exist; {meant}valid: {', '.join(valid)}", hint=hint)
+    message = f"{what} does not exist; {meant}valid: {', '.join(valid)}"
+    return FieldError(message, hint=hint, field=field, kind="unknown")
+
+
+def _not_valid(name: str, value: object, wanted: str) -> FieldError:
+    return FieldError(f"{{field}} is {value!r}; {wanted}", field=name)

@@ -39,6 +39,7 @@ Keys = tuple[str | int, ...]
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 _OVERRIDE = re.compile(r"([A-Za-z_][\w-]*(?:\.[A-Za-z_][\w-]*|\[\d+\])*)=(.*)", re.DOTALL)
+_KINDS = {"extra_forbidden": "unknown", "missing": "missing", "conflict": "conflict", "value_error": "conflict"}
 _ECHO = 80  # longest value repeated in a message, characters
 
 
@@ -195,7 +196,8 @@ def _entry(node: Node, key: str | int) -> tuple[Node, int] | None:
 
 
 def validate(document: Document, model: type[ModelT], *, other_names: Mapping[str, str]) -> ModelT:
-    """The document as a `model`. Raises ConfigError naming every unknown key, wrong value and conflict.
+    """The document as a `model`. Raises ConfigError naming every unknown key, wrong value and conflict; its `field` is
+    the first key that is wrong, its `kind` "unknown", "missing", "conflict" or "invalid".
 
     `other_names` maps a key that people know from elsewhere to ours, for the suggestions.
     """
@@ -205,15 +207,19 @@ def validate(document: Document, model: type[ModelT], *, other_names: Mapping[st
         # A default that follows from a wrong value is missing, but that is not a second problem.
         found = [each for each in error.errors(include_url=False) if each["type"] != "default_factory_not_called"]
         problems = [_explain(details, document, model, other_names) for details in found]
-    raise problems_error(document, problems)
+        field, kind = dotted(found[0]["loc"]) or None, _KINDS.get(found[0]["type"], "invalid")
+    raise problems_error(document, problems, field=field, kind=kind)
 
 
-def problems_error(document: Document, problems: Sequence[str]) -> ConfigError:
-    """One or several problems as one error."""
+def problems_error(
+    document: Document, problems: Sequence[str], *, field: str | None = None, kind: str | None = None
+) -> ConfigError:
+    """One or several problems as one error; `field` and `kind` are those of the first."""
     if len(problems) == 1:
-        return ConfigError(problems[0])
+        return ConfigError(problems[0], field=field, kind=kind)
     name = document.name or "the configuration"
-    return ConfigError(f"{name} has {len(problems)} problems:" + "".join(f"\n  - {problem}" for problem in problems))
+    listed = "".join(f"\n  - {problem}" for problem in problems)
+    return ConfigError(f"{name} has {len(problems)} problems:{listed}", field=field, kind=kind)
 
 
 def _explain(details: ErrorDetails, document: Document, model: type[BaseModel], other_names: Mapping[str, str]) -> str:

@@ -47,7 +47,7 @@ from groupwise.engine.kv_cache import (
 )
 from groupwise.engine.lookup import Lookup
 from groupwise.engine.multi_lora import AdapterBank, AdapterWeights, add_adapters, read_adapter
-from groupwise.engine.rows import Job, Rows
+from groupwise.engine.rows import PendingRequest, Rows
 from groupwise.engine.sampling import reshape, sample_tokens, scaled_logprobs, uniforms
 from groupwise.errors import AdapterNotFoundError, ConfigError, ContextLengthError, GroupwiseError, ModelError
 from groupwise.model.attention import Layout, SharedPrompts
@@ -69,7 +69,7 @@ MOST_HELD = 512  # tokens that a row holds of a conversation; or as many as its 
 class Admitted:
     """A job that is given `n` rows, to compute all of its prompt."""
 
-    job: Job
+    job: PendingRequest
     n: int
 
 
@@ -96,7 +96,7 @@ class GoingOn(Admitted):
         return range(min(self.known + start, end), min(self.known + start + size, end))
 
 
-def admitted(job: Job, n: int, past: tuple[Kept, int] | None) -> Admitted:
+def admitted(job: PendingRequest, n: int, past: tuple[Kept, int] | None) -> Admitted:
     """The job with what `known_of` found; folded where a row would hold too much of it."""
     if past is None:
         return Admitted(job, n)
@@ -106,7 +106,7 @@ def admitted(job: Job, n: int, past: tuple[Kept, int] | None) -> Admitted:
     return GoingOn(job, n, kept, known)
 
 
-def known_of(job: Job, cache: PrefixCache) -> tuple[Kept, int] | None:
+def known_of(job: PendingRequest, cache: PrefixCache) -> tuple[Kept, int] | None:
     """What was kept that the prompt begins with, and how many of its tokens that is."""
     request = job.request
     return cache.find(job.weights, request.prompt_ids) if request.cache and request.n == 1 else None
@@ -195,8 +195,8 @@ class LocalEngine:
         size = sum(weight.numel() * weight.itemsize for weight in weights)
         self._small = threads is None and size <= CACHED_BYTES and base.device.type == "cpu"
         self._steps = Compiled(self._backbone, self._bank, self._threads, self._small) if compile else self._backbone
-        self._urgent: deque[Job] = deque()
-        self._waiting: deque[Job] = deque()
+        self._urgent: deque[PendingRequest] = deque()
+        self._waiting: deque[PendingRequest] = deque()
         self._admitted: list[Admitted] = []  # in the midst of being given rows
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._wakeup = threading.Condition()
@@ -314,7 +314,7 @@ class LocalEngine:
             self._adapters[version] = weights
 
     @property
-    def away(self) -> None:
+    def unavailable_reason(self) -> None:
         """It is in this process."""
         return None
 
@@ -327,13 +327,13 @@ class LocalEngine:
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
-    def _job(self, request: SamplingRequest, on_token: TokenSink | None) -> Job:
+    def _job(self, request: SamplingRequest, on_token: TokenSink | None) -> PendingRequest:
         if request.n < 1:
             raise ConfigError(f"n is {request.n}; a request is for at least 1 completion")
         weights = self._check(request.prompt_ids, request.version)
         room = self.context_length - len(request.prompt_ids)
         seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
-        return Job(request, weights, min(request.params.max_tokens, room), seed, on_token)
+        return PendingRequest(request, weights, min(request.params.max_tokens, room), seed, on_token)
 
     def _check(self, prompt_ids: Sequence[int], version: PolicyVersion) -> AdapterWeights | None:
         """The weights of `version`. Raises if the prompt cannot be run or the version is not there."""
@@ -414,7 +414,7 @@ class LocalEngine:
         per_row = torch.tensor([place[row.slot] for row in rows.owners[at]], device=hidden_PH.device)
         self._advance(at, self._head.logits(hidden_PH)[per_row])
 
-    def _run_prompts(self, jobs: Sequence[Job], slots: range) -> None:
+    def _run_prompts(self, jobs: Sequence[PendingRequest], slots: range) -> None:
         """Fill the slots, and note whose prompts are there and what predicts their next tokens."""
         prompts = [job.request.prompt_ids for job in jobs]
         owners = [job.weights for job in jobs for _ in job.request.prompt_ids]

@@ -93,7 +93,7 @@ class History:
 
 
 @dataclass
-class Job:
+class PendingRequest:
     """A submitted request: its future, and the completions that are done."""
 
     request: SamplingRequest
@@ -136,7 +136,7 @@ class Row:
     """Whose completion a row is: the request's `index`-th, of a prompt whose first `shared` tokens are in the cache's
     `slot` and whose others the row holds itself."""
 
-    job: Job
+    job: PendingRequest
     index: int
     slot: int
     shared: int
@@ -185,7 +185,7 @@ class Rows:
             self.tokens = torch.nn.functional.pad(self.tokens, (0, missing))
             self.logprobs = torch.nn.functional.pad(self.logprobs, (0, missing))
 
-    def add(self, job: Job, n: int, *, slot: int, shared: int) -> None:
+    def add(self, job: PendingRequest, n: int, *, slot: int, shared: int) -> None:
         """Give the next `n` completions of `job` the next `n` rows; `shared` tokens of the prompt are in the slot."""
         params = job.request.params
         at = slice(self.active, self.active + n)

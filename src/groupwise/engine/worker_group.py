@@ -1,7 +1,7 @@
 """Workers in other processes that share calls: the least busy gets the next; one that dies is replaced, and what it had
 not answered is asked again, if it may be.
 
-    away  ->  started  ->  has obeyed every standing order  ->  up  ->  lost  ->  away
+    away  ->  started  ->  has done every call of `setup`  ->  up  ->  lost  ->  away
 
 A call that is asked again is the same call: what it answers must follow from its arguments alone. Nothing here knows
 what the workers are; `ray_actors` makes them of Ray's actors.
@@ -22,7 +22,7 @@ from groupwise.errors import ClusterError, GroupwiseError
 
 SENDS = 4  # of one call that workers are lost with
 
-Order = tuple[str, tuple[Any, ...]]  # a method and its arguments
+MethodCall = tuple[str, tuple[Any, ...]]  # a method and its arguments
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class WorkerLost(Exception):
     """A worker died or cannot be reached; what it was asked may be asked of another."""
 
 
-class Worker(Protocol):
+class GroupWorker(Protocol):
     """Somebody who answers calls in another process."""
 
     def ask(self, method: str, *arguments: Any) -> Future[Any]:
@@ -43,11 +43,11 @@ class Worker(Protocol):
         ...
 
 
-class Call:
+class WorkerCall:
     """What is asked of whoever has the least to do; `weight` is how much that is."""
 
-    def __init__(self, order: Order, weight: float):
-        self.order, self.weight, self.sends = order, weight, 0
+    def __init__(self, method_call: MethodCall, weight: float):
+        self.method_call, self.weight, self.sends = method_call, weight, 0
         self.future: Future[Any] = Future()
         self.asked: Future[Any] | None = None
 
@@ -59,58 +59,58 @@ class Call:
                 self.future.set_result(result)
 
 
-class Seat:
+class Slot:
     """The place of one worker after the other. `losses` are those since one of them answered."""
 
     def __init__(self, number: int):
         self.number, self.load, self.losses = number, 0.0, 0
-        self.worker: Worker | None = None  # None: it is away
-        self.coming: Worker | None = None  # it has been started, and is not up yet
+        self.worker: GroupWorker | None = None  # None: it is away
+        self.coming: GroupWorker | None = None  # it has been started, and is not up yet
 
 
-class Crew:
-    """`size` workers that `start` makes, each for a seat; they are started at once, and nobody waits for it.
+class WorkerGroup:
+    """`size` workers that `start` makes, each for a slot; they are started at once, and nobody waits for it.
 
     Args:
         what: what to call one in messages: "engine".
-        first: the number of the first seat.
+        first: the number of the first slot.
         again: whether a call that its worker did not live to answer is made again; else it raises WorkerLost.
-        orders: what each must obey before it gets calls, by a key, in order.
-        restarts: how often in a row the worker of a seat may be lost without having answered anything.
-        timeout_s: seconds to obey an order, the first of which waits for the worker's start.
+        setup: the calls that each must answer before it gets others, by a key, in order.
+        restarts: how often in a row the worker of a slot may be lost without having answered anything.
+        timeout_s: seconds for a call of `setup`, the first of which waits for the worker's start.
     """
 
     def __init__(
         self,
         what: str,
-        start: Callable[[int], Worker],
+        start: Callable[[int], GroupWorker],
         *,
         size: int,
         first: int = 0,
         again: bool = True,
-        orders: Mapping[str, Order],
+        setup: Mapping[str, MethodCall],
         restarts: int,
         timeout_s: float,
     ):
         self._what, self._start, self._restarts, self._timeout_s = what, start, restarts, timeout_s
-        self._again, self._orders = again, dict(orders)
-        self._needed: Counter[str] = Counter()  # calls that need an order, by its key
-        self._leaving: dict[str, Order] = {}  # what undoes an order, once nobody needs it
-        self._seats = [Seat(number) for number in range(first, first + size)]
-        self._waiting: deque[Call] = deque()  # for any worker at all
+        self._again, self._setup = again, dict(setup)
+        self._needed: Counter[str] = Counter()  # calls that need a broadcast, by its key
+        self._retracting: dict[str, MethodCall] = {}  # what undoes a broadcast, once nobody needs it
+        self._slots = [Slot(number) for number in range(first, first + size)]
+        self._waiting: deque[WorkerCall] = deque()  # for any worker at all
         self._end: GroupwiseError | None = None  # why there will be no more answers
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(size, thread_name_prefix=what)
-        for seat in self._seats:
-            self._threads.submit(self._fill, seat)
+        for slot in self._slots:
+            self._threads.submit(self._fill, slot)
 
     def ask(self, method: str, *arguments: Any, weight: float = 1.0, needs: str | None = None) -> Future[Any]:
         """What one of the workers answers or raises; ClusterError where they were lost too often, or do not start, and
         WorkerLost where calls are not made again.
 
-        The order with the key `needs` is not undone before that: the call may have to be made again.
+        What was broadcast with the key `needs` is not retracted before that: the call may have to be made again.
         """
-        call = Call((method, arguments), weight)
+        call = WorkerCall((method, arguments), weight)
         if needs is not None:
             with self._lock:
                 self._needed[needs] += 1
@@ -119,32 +119,32 @@ class Crew:
         self._send(call)
         return call.future
 
-    def order(self, key: str, method: str, *arguments: Any) -> None:
+    def broadcast(self, key: str, method: str, *arguments: Any) -> None:
         """Have every worker do it, those too that come later. Returns when all that are up have done it.
 
-        Raises what they raise; the order is then not kept.
+        Raises what they raise; it is then not a part of `setup`.
         """
         with self._lock:
             if self._end is not None:
                 raise self._end
-            self._orders[key] = (method, arguments)
-            asked = [(seat, seat.worker, seat.worker.ask(method, *arguments)) for seat in self._seats if seat.worker]
-        for seat, worker, answer in asked:
+            self._setup[key] = (method, arguments)
+            asked = [(slot, slot.worker, slot.worker.ask(method, *arguments)) for slot in self._slots if slot.worker]
+        for slot, worker, answer in asked:
             try:
                 answer.result(self._timeout_s)
             except WorkerLost as error:
-                self._lose(seat, worker, str(error))
+                self._lose(slot, worker, str(error))
             except TimeoutError:
-                self._lose(seat, worker, f"it did not {method} within {self._timeout_s:g} s")
+                self._lose(slot, worker, f"it did not {method} within {self._timeout_s:g} s")
             except BaseException:
                 with self._lock:
-                    self._orders.pop(key, None)
+                    self._setup.pop(key, None)
                 raise
 
-    def revoke(self, key: str, method: str, *arguments: Any) -> None:
-        """Forget an order once no call needs it, and have those that are up undo it; does not wait for it."""
+    def retract(self, key: str, method: str, *arguments: Any) -> None:
+        """Undo a broadcast by another call once no call needs it; later workers get neither. Does not wait."""
         with self._lock:
-            self._leaving[key] = (method, arguments)
+            self._retracting[key] = (method, arguments)
         self._undo(key)
 
     def close(self) -> None:
@@ -153,81 +153,81 @@ class Crew:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _undo(self, key: str, *, done: int = 0) -> None:
-        """So many calls that needed an order are done: undo it, if it is to be and these were the last."""
+        """So many calls that needed a broadcast are done: undo it, if it is to be and these were the last."""
         with self._lock:
             self._needed[key] -= done
-            if self._needed[key] or key not in self._leaving:
+            if self._needed[key] or key not in self._retracting:
                 return
-            method, arguments = self._leaving.pop(key)
-            self._orders.pop(key, None)
-            for seat in self._seats:
-                if seat.worker is not None:
-                    seat.worker.ask(method, *arguments)
+            method, arguments = self._retracting.pop(key)
+            self._setup.pop(key, None)
+            for slot in self._slots:
+                if slot.worker is not None:
+                    slot.worker.ask(method, *arguments)
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
-    def _send(self, call: Call) -> None:
+    def _send(self, call: WorkerCall) -> None:
         with self._lock:
             chosen = None if self._end is not None or call.future.cancelled() else self._choose(call)
         if self._end is not None:
             return call.settle(self._end)
         if chosen is not None:
-            seat, worker, call.asked = chosen
-            call.asked.add_done_callback(partial(self._answered, call, seat, worker))
+            slot, worker, call.asked = chosen
+            call.asked.add_done_callback(partial(self._answered, call, slot, worker))
 
-    def _choose(self, call: Call) -> tuple[Seat, Worker, Future[Any]] | None:
+    def _choose(self, call: WorkerCall) -> tuple[Slot, GroupWorker, Future[Any]] | None:
         """Ask the worker with the least to do; where none is up the call waits. The lock is held."""
-        up = [(seat.load, seat.number, seat, seat.worker) for seat in self._seats if seat.worker is not None]
+        up = [(slot.load, slot.number, slot, slot.worker) for slot in self._slots if slot.worker is not None]
         if not up:
             self._waiting.append(call)
             return None
-        _, _, seat, worker = min(up)
-        method, arguments = call.order
-        seat.load += call.weight
+        _, _, slot, worker = min(up)
+        method, arguments = call.method_call
+        slot.load += call.weight
         call.sends += 1
-        return seat, worker, worker.ask(method, *arguments)
+        return slot, worker, worker.ask(method, *arguments)
 
-    def _answered(self, call: Call, seat: Seat, worker: Worker, answer: Future[Any]) -> None:
+    def _answered(self, call: WorkerCall, slot: Slot, worker: GroupWorker, answer: Future[Any]) -> None:
         error = None if answer.cancelled() else answer.exception()
         with self._lock:
-            if seat.worker is worker:
-                seat.load -= call.weight
-                seat.losses = seat.losses if isinstance(error, WorkerLost) else 0
+            if slot.worker is worker:
+                slot.load -= call.weight
+                slot.losses = slot.losses if isinstance(error, WorkerLost) else 0
         if not isinstance(error, WorkerLost):
             return None if answer.cancelled() else call.settle(error or answer.result())
-        self._lose(seat, worker, str(error))
+        self._lose(slot, worker, str(error))
         if not self._again:
             return call.settle(error)
         if call.sends == SENDS:
-            message = f"a call ({call.order[0]}) was lost with {SENDS} {self._what}s, the last one so: {error}"
+            message = f"a call ({call.method_call[0]}) was lost with {SENDS} {self._what}s, the last one so: {error}"
             return call.settle(ClusterError(message))
         self._send(call)
 
     # -- workers -------------------------------------------------------------------------------------------------------
 
-    def _fill(self, seat: Seat) -> None:
-        """Put a worker there who has obeyed every order."""
+    def _fill(self, slot: Slot) -> None:
+        """Put a worker there that has answered every call of `setup`."""
         try:
             while self._end is None:
-                seat.coming = worker = self._start(seat.number)
+                slot.coming = worker = self._start(slot.number)
                 try:
-                    return self._brief(seat, worker)
+                    return self._initialise(slot, worker)
                 except (WorkerLost, TimeoutError) as error:
                     worker.end()
-                    self._count(seat, str(error) or f"it was not ready within {self._timeout_s:g} s")
+                    self._count(slot, str(error) or f"it was not ready within {self._timeout_s:g} s")
         except Exception as error:  # the boundary of the thread: whoever waits must hear of it
             known = isinstance(error, GroupwiseError)
-            self._give_up(error if known else ClusterError(f"{self._what} {seat.number} cannot be started: {error!r}"))
+            self._give_up(error if known else ClusterError(f"{self._what} {slot.number} cannot be started: {error!r}"))
 
-    def _brief(self, seat: Seat, worker: Worker) -> None:
-        told: dict[str, Order] = {}
+    def _initialise(self, slot: Slot, worker: GroupWorker) -> None:
+        told: dict[str, MethodCall] = {}
         while True:
             with self._lock:
-                new = {key: order for key, order in self._orders.items() if key not in told}
+                new = {key: call for key, call in self._setup.items() if key not in told}
                 if self._end is not None:
                     return worker.end()
                 if not new:
-                    seat.worker, seat.coming, seat.load = worker, None, 0.0
+                    slot.worker, slot.coming, slot.load = worker, None, 0.0
                     waiting, self._waiting = self._waiting, deque()
                     break
             for key, (method, arguments) in new.items():
@@ -235,34 +235,34 @@ class Crew:
                     worker.ask(method, *arguments).result(self._timeout_s)
                 except GroupwiseError:
                     with self._lock:
-                        if key in self._orders:  # else it was revoked meanwhile, and cannot be obeyed any more
+                        if key in self._setup:  # else it was retracted meanwhile, and cannot be done any more
                             raise
             told |= new
         for call in waiting:
             self._send(call)
 
-    def _lose(self, seat: Seat, worker: Worker, why: str) -> None:
+    def _lose(self, slot: Slot, worker: GroupWorker, why: str) -> None:
         with self._lock:
-            if seat.worker is not worker:
+            if slot.worker is not worker:
                 return  # that is known
-            seat.worker = None
+            slot.worker = None
         worker.end()
         try:
-            self._count(seat, why)
+            self._count(slot, why)
         except ClusterError as error:
             return self._give_up(error)
         with suppress(RuntimeError):  # it was closed
-            self._threads.submit(self._fill, seat)
+            self._threads.submit(self._fill, slot)
 
-    def _count(self, seat: Seat, why: str) -> None:
-        """Another worker of this seat is lost. Raises ClusterError if these are too many."""
+    def _count(self, slot: Slot, why: str) -> None:
+        """Another worker of this slot is lost. Raises ClusterError if these are too many."""
         if self._end is not None:
             return
-        seat.losses += 1
-        who = f"{self._what} {seat.number}"
-        if seat.losses > self._restarts:
+        slot.losses += 1
+        who = f"{self._what} {slot.number}"
+        if slot.losses > self._restarts:
             raise ClusterError(
-                f"{who} was lost {times(seat.losses)} without having done anything, the last time so: {why}",
+                f"{who} was lost {times(slot.losses)} without having done anything, the last time so: {why}",
                 hint="look at what it said last; launcher.restarts is how often it is replaced",
             )
         log.warning("%s is lost and replaced: %s", who, why)
@@ -271,14 +271,14 @@ class Crew:
         with self._lock:
             self._end = self._end or why
             waiting, self._waiting = self._waiting, deque()
-            workers = [worker for seat in self._seats for worker in (seat.worker, seat.coming) if worker is not None]
+            workers = [worker for slot in self._slots for worker in (slot.worker, slot.coming) if worker is not None]
         for worker in workers:
             worker.end()
         for call in waiting:
             call.settle(self._end)
 
 
-def _cancel(call: Call) -> None:
+def _cancel(call: WorkerCall) -> None:
     if call.asked is not None:
         call.asked.cancel()
 

@@ -31,7 +31,7 @@ from transformers.pytorch_utils import Conv1D
 
 from groupwise.config.hub import reading
 from groupwise.config.run import ALL_LINEAR, STARTER, STARTER_DIR
-from groupwise.errors import ConfigError, ModelError
+from groupwise.errors import FieldError, ModelError
 from groupwise.model.attention import ATTENTION
 from groupwise.model.chat import stop_ids
 
@@ -222,12 +222,10 @@ class AdaptableModules:
         """As `adapted_modules`."""
         if targets == ALL_LINEAR:
             if not self.all_linear:
-                raise ConfigError(
-                    f"train.lora.targets: {self.architecture} has no linear layer that {ALL_LINEAR} means"
-                )
+                raise _target_error(f": {self.architecture} has no linear layer that {ALL_LINEAR} means", hint=None)
             return list(self.all_linear)
         if isinstance(targets, str):
-            raise ConfigError(f"train.lora.targets is {targets!r}", hint=_TARGETS_HINT)
+            raise _target_error(f" is {targets!r}")
         wanted: set[str] = set()
         for target in targets:
             found = [name for name in self.refused if _names(target, name)]
@@ -235,18 +233,16 @@ class AdaptableModules:
                 raise self._not_found(target)
             for name in found:
                 if why := self.refused[name]:
-                    raise ConfigError(f"train.lora.targets: {target[:64]!r} {why}", hint=_TARGETS_HINT)
+                    raise _target_error(f": {target[:64]!r} {why}")
             wanted.update(found)
         return [name for name in self.refused if name in wanted]
 
-    def _not_found(self, target: str) -> ConfigError:
+    def _not_found(self, target: str) -> FieldError:
         tensor = next((name for name in self.tensors if _names(target, name)), None)
         if tensor is None:
-            message = f"train.lora.targets: {self.architecture} has no module {target[:64]!r}"
-        else:
-            experts = _EXPERTS if "experts" in tensor.split(".") else ""
-            message = f"train.lora.targets: {target[:64]!r} is the tensor {tensor}, not a linear layer{experts}"
-        return ConfigError(message, hint=_TARGETS_HINT)
+            return _target_error(f": {self.architecture} has no module {target[:64]!r}")
+        experts = _EXPERTS if "experts" in tensor.split(".") else ""
+        return _target_error(f": {target[:64]!r} is the tensor {tensor}, not a linear layer{experts}")
 
 
 def adapted_modules(model: PreTrainedModel, targets: str | Sequence[str]) -> list[str]:
@@ -257,7 +253,7 @@ def adapted_modules(model: PreTrainedModel, targets: str | Sequence[str]) -> lis
     whose last parts they are, and may name a router that is a linear layer.
 
     Raises:
-        ConfigError: a target names no module of the model, the LM head, or something that is not a linear layer, such
+        FieldError: a target names no module of the model, the LM head, or something that is not a linear layer, such
             as an embedding or experts that are fused into one tensor.
     """
     return AdaptableModules.of(model).meant(targets)
@@ -271,6 +267,10 @@ def is_linear(module: nn.Module) -> bool:
 
 _EXPERTS = ": adapters of experts that are fused into one tensor are not supported"
 _TARGETS_HINT = f'use "{ALL_LINEAR}" or names of linear modules, such as [q_proj, v_proj]'
+
+
+def _target_error(message: str, *, hint: str | None = _TARGETS_HINT) -> FieldError:
+    return FieldError("{field}" + message, hint=hint, field="train.lora.targets", kind="target")
 
 
 def _names(target: str, name: str) -> bool:

@@ -145,19 +145,19 @@ Value = float | None | Failure
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class GroupScores:
     """What one function said of one group: a value per completion, and the numbers that it logged, by name."""
 
     values: Sequence[Value]
     logged: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @classmethod
-    def failed(cls, cause: str, kind: FailureKind, size: int) -> Answer:
+    def failed(cls, cause: str, kind: FailureKind, size: int) -> GroupScores:
         """The same failure for each of `size` completions."""
         return cls(values=[Failure(cause, kind)] * size)
 
 
-class Call:
+class FunctionCall:
     """One call: `begin` runs the function, `answer` reads what it returned, `failed` what it raised.
 
     `columns` is what `RewardFunction.accepted` let through; `size` the number of completions.
@@ -188,7 +188,7 @@ class Call:
         """Call the function: what it returns, an awaitable where it is async. Raises what it raises."""
         return self.function.function(**self._arguments)
 
-    def answer(self, returned: Any) -> Answer:
+    def answer(self, returned: Any) -> GroupScores:
         """One value per completion, in order: a finite number, None, or why it is neither."""
         try:
             values = returned.tolist() if hasattr(returned, "tolist") else returned  # a NumPy array or a tensor
@@ -199,12 +199,12 @@ class Call:
         elif len(values) != self.size:
             got = f"{len(values)} values"
         else:
-            return Answer(values=[self._value(each) for each in values], logged=self.logged)
+            return GroupScores(values=[self._value(each) for each in values], logged=self.logged)
         where = f"for {self.size} completions (prompt {self.prompt_id!r})"
         cause = f"reward {self.function.name!r} returned {got} {where}. Return one float per completion, in order."
         return self._failed(cause, FailureKind.WRONG_TYPE)
 
-    def failed(self, error: BaseException) -> Answer:
+    def failed(self, error: BaseException) -> GroupScores:
         """The answer of a function that raised."""
         cause = f"reward {self.function.name!r} failed on prompt {self.prompt_id!r}: {_described(error)}"
         form = self._form() if isinstance(error, TypeError | AttributeError) else None
@@ -220,8 +220,8 @@ class Call:
             case _:
                 return None
 
-    def _failed(self, cause: str, kind: FailureKind) -> Answer:
-        return Answer(values=[Failure(cause, kind)] * self.size, logged=self.logged)
+    def _failed(self, cause: str, kind: FailureKind) -> GroupScores:
+        return GroupScores(values=[Failure(cause, kind)] * self.size, logged=self.logged)
 
     def _value(self, returned: Any) -> Value:
         if returned is None:
@@ -247,7 +247,7 @@ class Call:
         self.logged.setdefault(name, []).append(number)
 
 
-async def call_here(call: Call) -> Answer:
+async def call_here(call: FunctionCall) -> GroupScores:
     """The answer of a function that runs in this process; nothing limits how long it takes."""
     try:
         returned = call.begin()
@@ -297,7 +297,7 @@ class RewardWorkers(Protocol):
         size: int,
         prompt_id: str,
         state: TrainerState = AT_START,
-    ) -> Answer:
+    ) -> GroupScores:
         """What the function answers for one group of `size` completions; failures are values of the answer."""
         ...
 
@@ -331,7 +331,7 @@ class RewardLog:
         self.failures: dict[str, dict[FailureKind, int]] = {}
         self.logged: dict[tuple[str, str], list[float]] = {}  # (function, name): a mean per group
 
-    def add(self, name: str, answer: Answer) -> None:
+    def add(self, name: str, answer: GroupScores) -> None:
         """What the function `name` answered for one group."""
         counts = self.failures.setdefault(name, {})
         for value in answer.values:
@@ -465,7 +465,7 @@ async def score_group(
     if not healthy or not functions:
         return group
 
-    async def answer(function: RewardFunction) -> Answer:
+    async def answer(function: RewardFunction) -> GroupScores:
         return await _answer(function, group.prompt, healthy, pool=pool, state=state)
 
     answers_F = await asyncio.gather(*map(answer, functions))  # F functions
@@ -494,15 +494,15 @@ async def _answer(
     *,
     pool: RewardWorkers | None,
     state: TrainerState,
-) -> Answer:
+) -> GroupScores:
     columns = _columns(prompt, rollouts)  # for each function: one that changes its lists must not change another's
     size = len(rollouts)
     if missing := function.missing(columns):
-        return Answer.failed(_missing_column(function, missing, prompt), FailureKind.EXCEPTION, size)
+        return GroupScores.failed(_missing_column(function, missing, prompt), FailureKind.EXCEPTION, size)
     given = function.accepted(columns)
     if pool is not None and pool.runs(function):
         return await pool.call(function, given, size=size, prompt_id=prompt.id, state=state)
-    return await call_here(Call(function, given, size=size, prompt_id=prompt.id, state=state))
+    return await call_here(FunctionCall(function, given, size=size, prompt_id=prompt.id, state=state))
 
 
 def summarize(groups: Iterable[RolloutGroup]) -> RewardReport:
@@ -621,7 +621,7 @@ async def values_of(
         cause = f"reward {member.name!r} needs {' and '.join(map(repr, missing))} as a column or an option"
         return Values(weight=member.weight, values=(math.nan,) * size, cause=cause)
     given = member.accepted(dict(columns))
-    answer = await call_here(Call(member, given, size=size, prompt_id="this", state=state or TrainerState()))
+    answer = await call_here(FunctionCall(member, given, size=size, prompt_id="this", state=state or TrainerState()))
     if log_metric is not None:
         for name, logged in answer.logged.items():
             log_metric(f"{member.name}/{name}", math.fsum(logged) / len(logged))

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from groupwise import rewards
 from groupwise.config.load import load_object
-from groupwise.rewards.base import Call, Failure, FailureKind, RewardFunction, Value, call_here
+from groupwise.rewards.base import Failure, FailureKind, FunctionCall, RewardFunction, Value, call_here
 
 if TYPE_CHECKING:
     from groupwise.rewards.pool import RewardPool
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 # ----------------------------------------------------------------------------------------------------------------------
 # What `groupwise rewards lint` asks a reward: right and wrong answers in every usual form, and what policies find.
 #
-# A `Row` is a row of a dataset: a prompt, and the answer that is expected. The same forms hold the right and the wrong
-# answer, so that a reward that tells them apart does so in at least one form. Everything else is junk: nobody would
-# call
+# A `ProbePrompt` is a row of a dataset: a prompt, and the answer that is expected. The same forms hold the right and
+# the wrong answer, so that a reward that tells them apart does so in at least one form. Everything else is junk: nobody
+# would call
 # it an answer, and a policy that is paid for it soon writes nothing else.
 # ----------------------------------------------------------------------------------------------------------------------
 
@@ -43,7 +43,7 @@ GOLD = ("answer", "solution", "gold", "ground_truth", "target", "label", "refere
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ProbePrompt:
     """A prompt with its expected answer, and one that is wrong. `columns` are a dataset's; `gold_columns` those of them
     that hold the expected answer."""
 
@@ -57,9 +57,9 @@ class Row:
 # The second prompt holds its answer, though not as its last number; the third nearly is the answer. Right and wrong
 # answers have words of the same lengths, so that length does not pass for truth.
 ROWS = (
-    Row(prompt="What is 7 * 8?", gold="56", wrong="54"),
-    Row(prompt="Of the numbers 42 and 17, name the larger one. It is not 17.", gold="42", wrong="43"),
-    Row(
+    ProbePrompt(prompt="What is 7 * 8?", gold="56", wrong="54"),
+    ProbePrompt(prompt="Of the numbers 42 and 17, name the larger one. It is not 17.", gold="42", wrong="43"),
+    ProbePrompt(
         prompt="Correct the spelling: the cat saat on the mat and lookd at the dog [1].",
         gold="the cat sat on the mat and looked at the dog",
         wrong="you may ask if our bus had waited by any inn",
@@ -100,7 +100,7 @@ def filler(count: int) -> str:
     return " ".join(words[i * (1 + i // len(words)) % len(words)] for i in range(count))
 
 
-def junk(row: Row) -> dict[str, str]:
+def junk(row: ProbePrompt) -> dict[str, str]:
     """Name -> a completion without an answer, or with tags and words around a wrong one."""
     plain = {
         "empty": "",
@@ -137,7 +137,7 @@ UNTAGGED = ("bare", "a sentence", "boxed", "after ####")  # forms
 LENGTHS = ("10 words", "100 words", "1000 words")
 
 
-def _candidates(row: Row) -> str:
+def _candidates(row: ProbePrompt) -> str:
     """A list in which the answer is neither first nor last."""
     text = str(row.gold)
     if text.isdecimal() and len(text) < 10:
@@ -180,10 +180,10 @@ class Tried:
 
 
 @dataclass(kw_only=True)
-class Trial:
+class RewardTrial:
     """What came of it. Groups that were not tried, because too many calls were lost, are empty."""
 
-    rows: Sequence[Row]
+    rows: Sequence[ProbePrompt]
     needs_gold: bool  # a column with the expected answer, by its signature
     made_up: Sequence[str] = ()  # columns of another name that it needs, which hold the expected answer too
     chat: bool = True
@@ -223,7 +223,9 @@ class Trial:
         return self.numbers.get((row, kind, name))
 
 
-async def try_out(function: RewardFunction, rows: Sequence[Row], *, pool: RewardPool | None = None) -> Trial:
+async def try_out(
+    function: RewardFunction, rows: Sequence[ProbePrompt], *, pool: RewardPool | None = None
+) -> RewardTrial:
     """Call the function with every probe. Its failures are values; nothing is raised for them."""
     caller = _Caller(function, rows, pool if pool is not None and pool.runs(function) else None)
     await caller.choose_style()
@@ -236,20 +238,20 @@ async def try_out(function: RewardFunction, rows: Sequence[Row], *, pool: Reward
 class _Caller:
     """Fills a Trial."""
 
-    def __init__(self, function: RewardFunction, rows: Sequence[Row], pool: RewardPool | None):
+    def __init__(self, function: RewardFunction, rows: Sequence[ProbePrompt], pool: RewardPool | None):
         needed, known = function.missing(()), {name for row in rows for name in (*row.gold_columns, *row.columns)}
         made_up = [name for name in needed if name not in known]
         needs_gold = any(name in row.gold_columns for row in rows for name in needed)
-        self.trial = Trial(rows=rows, needs_gold=needs_gold or bool(made_up), made_up=made_up)
+        self.trial = RewardTrial(rows=rows, needs_gold=needs_gold or bool(made_up), made_up=made_up)
         self._function, self._pool = function, pool
 
-    async def ask(self, texts: Sequence[str], row: Row, *, gold: Any, here: bool = False) -> Sequence[Value]:
+    async def ask(self, texts: Sequence[str], row: ProbePrompt, *, gold: Any, here: bool = False) -> Sequence[Value]:
         """The values of a group. `here` runs it in this process and looks whether it changes its arguments."""
         columns, size, id = self._columns(texts, row, gold=gold), len(texts), "probe"
         before = copy.deepcopy(columns) if here else {}
         started = time.monotonic()
         if self._pool is None or here:
-            answer = await call_here(Call(self._function, columns, size=size, prompt_id=id))
+            answer = await call_here(FunctionCall(self._function, columns, size=size, prompt_id=id))
         else:
             answer = await self._pool.call(self._function, columns, size=size, prompt_id=id)
         self.trial.seconds.append(time.monotonic() - started)
@@ -308,7 +310,7 @@ class _Caller:
             [value] = await self.ask([each.text], row, gold=row.gold)
             trial.later.append(Tried(row=index, kind=each.kind, name=each.name, text=each.text, value=value))
 
-    def _columns(self, texts: Sequence[str], row: Row, *, gold: Any) -> dict[str, list[Any]]:
+    def _columns(self, texts: Sequence[str], row: ProbePrompt, *, gold: Any) -> dict[str, list[Any]]:
         """What the function is given for these completions."""
         held = {**row.columns, **dict.fromkeys((*row.gold_columns, *self.trial.made_up), gold)}
         chat = self.trial.chat
@@ -326,7 +328,7 @@ PAID = 0.5  # of the way from a wrong answer's reward to a right one's
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class RewardFinding:
     """What was found, and the probe that shows it."""
 
     severity: Severity
@@ -336,7 +338,7 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardReport:
+class RewardCheckReport:
     """What is to be said of one function.
 
     `hack` is how far the best junk gets from a wrong answer (0) to a right one (1); None where the function does not
@@ -344,7 +346,7 @@ class RewardReport:
     """
 
     name: str
-    findings: tuple[Finding, ...]
+    findings: tuple[RewardFinding, ...]
     tried: tuple[Tried, ...]
     p95_ms: float
     hack: float | None
@@ -362,22 +364,26 @@ def needed_options(function: RewardFunction) -> list[str]:
     return [name for name in function.missing(GOLD) if parameters[name].kind is only]
 
 
-async def lint(function: RewardFunction, *, rows: Sequence[Row] = ROWS, pool: RewardPool | None = None) -> RewardReport:
+async def lint(
+    function: RewardFunction, *, rows: Sequence[ProbePrompt] = ROWS, pool: RewardPool | None = None
+) -> RewardCheckReport:
     """Try the function on the `rows`, in the pool if that runs it, and judge what came of it."""
     trial = await try_out(function, rows, pool=pool)
     return judge(function.name if function.spec is None else function.spec.function, trial)
 
 
-def judge(name: str, trial: Trial) -> RewardReport:
+def judge(name: str, trial: RewardTrial) -> RewardCheckReport:
     """The findings, the gravest first."""
     seconds = sorted(trial.seconds)
     p95 = seconds[math.ceil(0.95 * len(seconds)) - 1]
     checks = (_failures, _style, _sameness, _gold, _group, _memory, _junk, _form, _length)
     findings = [finding for check in checks for finding in check(trial)]
     if p95 > SLOW_S and not trial.lost:
-        findings.append(Finding(severity="warning", check="slow", message=f"one call in 20 takes {p95:.1f} s or more"))
+        findings.append(
+            RewardFinding(severity="warning", check="slow", message=f"one call in 20 takes {p95:.1f} s or more")
+        )
     order = ("error", "warning", "note")
-    return RewardReport(
+    return RewardCheckReport(
         name=name,
         findings=tuple(sorted(findings, key=lambda each: order.index(each.severity))),
         tried=tuple(trial.singles),
@@ -389,7 +395,7 @@ def judge(name: str, trial: Trial) -> RewardReport:
 # ---- the contract ----
 
 
-def _failures(trial: Trial) -> Iterator[Finding]:
+def _failures(trial: RewardTrial) -> Iterator[RewardFinding]:
     """One finding for each way to fail; but where only a whole row fails, the function is not made for such answers."""
     foreign = {
         index
@@ -399,68 +405,68 @@ def _failures(trial: Trial) -> Iterator[Finding]:
     for index in foreign:
         cause = next((_cause(each.value) for each in trial.singles if each.row == index), "it was not tried")
         message = f"the answer {str(trial.rows[index].gold)[:40]!r} is not for it: {cause}"
-        yield Finding(severity="note", check="row", message=message)
+        yield RewardFinding(severity="note", check="row", message=message)
     if trial.made_up and not trial.numbers and not trial.lost:
         cause = _cause(trial.singles[0].value) or "everything gets None"
         message = f"not tried: {trial.made_up[0]!r} was made up, and then {cause}; give rows that have it"
-        yield Finding(severity="warning", check="column", message=message)
+        yield RewardFinding(severity="warning", check="column", message=message)
         return
     for kind in FailureKind:
         failed = [t for t in trial.singles if isinstance(t.value, Failure) and t.value.kind is kind]
         if failed := [each for each in failed if each.row not in foreign]:
             message = f"{len(failed)} of {len(trial.singles)} probes: {_cause(failed[0].value)}"
-            yield Finding(severity="error", check=kind.value, message=message, probe=failed[0].probe)
+            yield RewardFinding(severity="error", check=kind.value, message=message, probe=failed[0].probe)
     if trial.lost >= LOST:
         message = f"nothing more was tried after {LOST} calls that did not come back"
-        yield Finding(severity="note", check="stopped", message=message)
+        yield RewardFinding(severity="note", check="stopped", message=message)
 
 
-def _style(trial: Trial) -> Iterator[Finding]:
+def _style(trial: RewardTrial) -> Iterator[RewardFinding]:
     if not trial.chat:
         message = (
             "it takes completions for strings; they are lists of messages (the text is completion[-1]['content']), "
             "unless data.raw is true"
         )
-        yield Finding(severity="warning", check="style", message=message, probe="right, bare")
+        yield RewardFinding(severity="warning", check="style", message=message, probe="right, bare")
 
 
-def _sameness(trial: Trial) -> Iterator[Finding]:
+def _sameness(trial: RewardTrial) -> Iterator[RewardFinding]:
     values = set(trial.numbers.values())
     if len(values) == 1 and len(trial.numbers) > 1:
         message = f"everything gets {values.pop():g}: no probe has what it looks for, or there is nothing to learn"
-        yield Finding(severity="error", check="constant", message=message)
+        yield RewardFinding(severity="error", check="constant", message=message)
     elif all(each.value is None for each in trial.singles) and not trial.made_up:
         message = "everything gets None: it never applies"
-        yield Finding(severity="error", check="constant", message=message)
+        yield RewardFinding(severity="error", check="constant", message=message)
 
 
-def _group(trial: Trial) -> Iterator[Finding]:
+def _group(trial: RewardTrial) -> Iterator[RewardFinding]:
     """How a group is scored, against its completions alone."""
     if failure := next((each for each in (*trial.group, *trial.later) if isinstance(each.value, Failure)), None):
         message = f"fails, now or then, on what it scored alone: {_cause(failure.value)}"
-        yield Finding(severity="error", check="group", message=message, probe=failure.probe)
+        yield RewardFinding(severity="error", check="group", message=message, probe=failure.probe)
         return
     if not _equal(*trial.twice):
         return
     for each, turned in zip(trial.group, trial.turned, strict=True):
         if not _same(each.value, turned):
             message = f"the order matters: {_show(each.value)}, and {_show(turned)} with the group turned round"
-            yield Finding(severity="error", check="order", message=message, probe=each.probe)
+            yield RewardFinding(severity="error", check="order", message=message, probe=each.probe)
             break
     else:
         if not all(_same(each, trial.copies[0]) for each in trial.copies):
             values = ", ".join(map(_show, trial.copies))
             message = f"{COPIES} completions that are the same get {values}"
-            yield Finding(severity="error", check="order", message=message, probe=trial.group[0].probe)
+            yield RewardFinding(severity="error", check="order", message=message, probe=trial.group[0].probe)
     alone = [trial.value(each.row, each.kind, each.name) for each in trial.group]
     for each, value in zip(trial.group, alone, strict=True):
         if not _same(each.value, value):
             message = f"its value depends on the rest of its group: {_show(each.value)} there, {_show(value)} alone"
-            yield Finding(severity="note", check="relative", message=message, probe=each.probe)
+            yield RewardFinding(severity="note", check="relative", message=message, probe=each.probe)
             break
 
 
-def _memory(trial: Trial) -> Iterator[Finding]:
+def _memory(trial: RewardTrial) -> Iterator[RewardFinding]:
     """Whether the same question gets the same answer, and the question is left as it was."""
     if not _equal(*trial.twice):
         first, second = next((a, b) for a, b in zip(*trial.twice, strict=True) if not _same(a, b))
@@ -468,42 +474,42 @@ def _memory(trial: Trial) -> Iterator[Finding]:
             f"the same completion got {_show(first)} and, asked again at once, {_show(second)}: it draws random "
             "numbers, reads a clock, or remembers what it was asked"
         )
-        yield Finding(severity="error", check="repeat", message=message)
+        yield RewardFinding(severity="error", check="repeat", message=message)
     else:
         for each in trial.later:
             if not _same(each.value, before := trial.value(each.row, each.kind, each.name)):
                 message = f"got {_show(before)} at first and {_show(each.value)} later: it remembers what came between"
-                yield Finding(severity="error", check="state", message=message, probe=each.probe)
+                yield RewardFinding(severity="error", check="state", message=message, probe=each.probe)
                 break
     if trial.changed is not None:
         message = f"it changes its argument {trial.changed!r}; work on a copy"
-        yield Finding(severity="error", check="arguments", message=message)
+        yield RewardFinding(severity="error", check="arguments", message=message)
 
 
 # ---- what it pays for ----
 
 
-def _gold(trial: Trial) -> Iterator[Finding]:
+def _gold(trial: RewardTrial) -> Iterator[RewardFinding]:
     """What it makes of the expected answer, where it needs one."""
     if not trial.needs_gold or not trial.numbers:
         return
     if not trial.spans:
         message = "right and wrong answers get the same in every form; give rows and options with which they do not"
-        yield Finding(severity="warning", check="gold", message=message)
+        yield RewardFinding(severity="warning", check="gold", message=message)
     if trial.group and trial.without_gold is not None:
         given = trial.without_gold
         what = _cause(given) if isinstance(given, Failure) else f"gives {given:g}"
         message = f"a row without an answer (None): {what}; return None where the reward does not apply"
-        yield Finding(severity="warning", check="no_answer", message=message, probe=trial.group[0].probe)
+        yield RewardFinding(severity="warning", check="no_answer", message=message, probe=trial.group[0].probe)
     for each in trial.of_nothing:
         low, _ = trial.spans.get(each.row, (math.inf, 0.0))
         if isinstance(each.value, float) and each.value > low + _SAME:
             message = f'gets {each.value:g} in a row whose answer is "", as if it were right; return None for such rows'
-            yield Finding(severity="warning", check="empty_answer", message=message, probe=each.probe)
+            yield RewardFinding(severity="warning", check="empty_answer", message=message, probe=each.probe)
             break
 
 
-def _junk(trial: Trial) -> Iterator[Finding]:
+def _junk(trial: RewardTrial) -> Iterator[RewardFinding]:
     """Junk that is paid like an answer; and silence where it is paid best."""
     best = {}
     for each, paid in _payments(trial):
@@ -513,17 +519,17 @@ def _junk(trial: Trial) -> Iterator[Finding]:
     for each, _ in best.values():
         low, top = trial.spans[each.row]
         message = f"gets {_show(each.value)}; the best wrong answer gets {low:g}, the best right one {top:g}"
-        yield Finding(severity="warning", check="junk", message=message, probe=each.probe)
+        yield RewardFinding(severity="warning", check="junk", message=message, probe=each.probe)
     values = set(trial.numbers.values())
     for row in range(len(trial.rows)):
         empty = trial.value(row, "junk", "empty")
         if empty is not None and len(values) > 1 and not trial.spans and empty >= max(values) - _SAME:
             message = f"silence gets {empty:g}, and nothing gets more: good only beside a reward for being right"
-            yield Finding(severity="warning", check="junk", message=message, probe="empty")
+            yield RewardFinding(severity="warning", check="junk", message=message, probe="empty")
             return
 
 
-def _form(trial: Trial) -> Iterator[Finding]:
+def _form(trial: RewardTrial) -> Iterator[RewardFinding]:
     """Tags that are only played with, and words that only sound like reasoning."""
     for row in range(len(trial.rows)):
         without_tags = [value for name in UNTAGGED if (value := trial.value(row, "wrong", name)) is not None]
@@ -533,17 +539,17 @@ def _form(trial: Trial) -> Iterator[Finding]:
                 continue
             if max(without_tags) + _SAME < proper <= value + _SAME:
                 message = f"gets {value:g} for its form, as tags in their order with something inside do"
-                yield Finding(severity="warning", check="tags", message=message, probe=name)
+                yield RewardFinding(severity="warning", check="tags", message=message, probe=name)
         for name, plainly in STUFFED.items():
             value, plain = trial.value(row, "junk", name), trial.value(row, "junk", plainly)
             if value is not None and plain is not None and value > plain + _SAME:
                 message = f"connectors without a thought get {value:g}, other words {plain:g}"
-                yield Finding(severity="warning", check="connectors", message=message, probe=name)
+                yield RewardFinding(severity="warning", check="connectors", message=message, probe=name)
         if without_tags:
             return
 
 
-def _length(trial: Trial) -> Iterator[Finding]:
+def _length(trial: RewardTrial) -> Iterator[RewardFinding]:
     """Words about nothing, more and more of them."""
     for row in range(len(trial.rows)):
         values = [value for name in LENGTHS if (value := trial.value(row, "junk", name)) is not None]
@@ -552,11 +558,11 @@ def _length(trial: Trial) -> Iterator[Finding]:
                 listed = ", ".join(f"{name} get {value:g}" for name, value in zip(LENGTHS, values, strict=True))
                 longest = LENGTHS[values.index(max(values))]
                 message = f"length alone is paid: about nothing, {listed}"
-                yield Finding(severity="warning", check="length", message=message, probe=longest)
+                yield RewardFinding(severity="warning", check="length", message=message, probe=longest)
             return
 
 
-def _payments(trial: Trial) -> Iterator[tuple[Tried, float]]:
+def _payments(trial: RewardTrial) -> Iterator[tuple[Tried, float]]:
     """Junk that was scored, and how far it gets from the best wrong answer (0, or less) to the best right one (1)."""
     for each in trial.singles:
         if each.kind == "junk" and isinstance(each.value, float) and each.row in trial.spans:

@@ -23,7 +23,7 @@ from typing import Any
 from groupwise.config.hub import reading
 from groupwise.config.run import RewardConfig
 from groupwise.errors import ModelError, RewardError
-from groupwise.rewards.base import Call, Failure, RewardFunction, RewardWorkers, call_here, text_of
+from groupwise.rewards.base import Failure, FunctionCall, RewardFunction, RewardWorkers, call_here, text_of
 from groupwise.rewards.text import prompt_text
 
 _IN_USE = threading.Lock()
@@ -101,7 +101,7 @@ async def load_models(models: Sequence[RewardFunction], *, group_size: int, pool
         if pool is not None and pool.runs(function):
             answer = await pool.call(function, columns, size=group_size, prompt_id="the start")
         else:
-            answer = await call_here(Call(function, columns, size=group_size, prompt_id="the start"))
+            answer = await call_here(FunctionCall(function, columns, size=group_size, prompt_id="the start"))
         for value in answer.values:
             if isinstance(value, Failure):
                 hint = "scoring.timeout_s is for each completion of a group" if value.kind == "timeout" else None

@@ -56,7 +56,7 @@ from groupwise.rewards.sandbox import (
     Box,
     Isolation,
     Limits,
-    Outcome,
+    ProgramResult,
     SandboxError,
     checked_isolation,
     outcome_of,
@@ -76,7 +76,7 @@ _FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([\w+.-]*)")
 
 
 @dataclass(frozen=True)
-class Block:
+class CodeBlock:
     """A fenced block of Markdown."""
 
     language: str
@@ -84,13 +84,13 @@ class Block:
     closed: bool
 
 
-def blocks_of(text: str) -> list[Block]:
+def blocks_of(text: str) -> list[CodeBlock]:
     """The fenced blocks, in order; the last may never be closed.
 
     >>> blocks_of("so:\\n```python\\nx = 1\\n```\\n")
     [Block(language='python', code='x = 1\\n', closed=True)]
     """
-    blocks: list[Block] = []
+    blocks: list[CodeBlock] = []
     fence, language, lines = "", "", []
     for line in text.splitlines(keepends=True):
         match = _FENCE.match(line)
@@ -98,12 +98,12 @@ def blocks_of(text: str) -> list[Block]:
             if match:
                 fence, language, lines = match[1], match[2].lower(), []
         elif line.strip() and set(line.strip()) == {fence[0]} and line.strip().startswith(fence):
-            blocks.append(Block(language, textwrap.dedent("".join(lines)), closed=True))
+            blocks.append(CodeBlock(language, textwrap.dedent("".join(lines)), closed=True))
             fence = ""
         else:
             lines.append(line)
     if fence:
-        blocks.append(Block(language, textwrap.dedent("".join(lines)), closed=False))
+        blocks.append(CodeBlock(language, textwrap.dedent("".join(lines)), closed=False))
     return blocks
 
 
@@ -463,7 +463,7 @@ class _Examiner:
             raise BadTestCase(f"a test case is none: its process ended: {how}")
 
 
-def _refuse_lost(outcome: Outcome) -> None:
+def _refuse_lost(outcome: ProgramResult) -> None:
     if outcome.status == "lost":
         raise SandboxError(
             "a program was killed from outside of its box (SIGKILL, at none of its limits)",

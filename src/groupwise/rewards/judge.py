@@ -55,7 +55,7 @@ Grade by the rubric alone, from {low} (worst) to {high} (best). Answer with one 
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Server:
+class _JudgeServer:
     """Where and how one call of `judge` asks."""
 
     url: str
@@ -134,7 +134,7 @@ async def judge(
 # ---- options ----
 
 
-def _server(base_url: str, api_key_env: str | None, *, scale: Sequence[float], **limits: Any) -> _Server:
+def _server(base_url: str, api_key_env: str | None, *, scale: Sequence[float], **limits: Any) -> _JudgeServer:
     try:
         parts = urlsplit(base_url)
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -149,10 +149,10 @@ def _server(base_url: str, api_key_env: str | None, *, scale: Sequence[float], *
         raise ConfigError(f"the key in {api_key_env} has characters that cannot be sent (it is not shown here)")
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
     url = base_url.rstrip("/") + "/chat/completions"
-    return _Server(url=url, headers=headers, key=key, scale=(float(scale[0]), float(scale[1])), **limits)
+    return _JudgeServer(url=url, headers=headers, key=key, scale=(float(scale[0]), float(scale[1])), **limits)
 
 
-def _client(server: _Server) -> httpx2.AsyncClient:
+def _client(server: _JudgeServer) -> httpx2.AsyncClient:
     host = urlsplit(server.url).hostname or ""
     here = host == "localhost" or host.startswith("127.") or host == "::1"
     return httpx2.AsyncClient(
@@ -198,7 +198,7 @@ def _mark(texts: Sequence[str]) -> str:
 # ---- asking ----
 
 
-async def _ask(http: httpx2.AsyncClient, body: bytes, *, server: _Server, gate: asyncio.Semaphore) -> float | str:
+async def _ask(http: httpx2.AsyncClient, body: bytes, *, server: _JudgeServer, gate: asyncio.Semaphore) -> float | str:
     """The score in [0, 1], or why there is none."""
     async with gate:
         end = time.monotonic() + server.deadline_s
@@ -223,7 +223,7 @@ async def _ask(http: httpx2.AsyncClient, body: bytes, *, server: _Server, gate: 
     raise AssertionError("unreachable")
 
 
-async def _attempt(http: httpx2.AsyncClient, body: bytes, *, server: _Server) -> float:
+async def _attempt(http: httpx2.AsyncClient, body: bytes, *, server: _JudgeServer) -> float:
     response = await http.post(server.url, content=body)
     if response.status_code != 200:
         said = _without(server.key, response.text)[:300].strip()

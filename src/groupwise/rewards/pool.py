@@ -36,8 +36,16 @@ from typing import Any
 
 from groupwise.config.run import RewardConfig
 from groupwise.errors import RewardError
-from groupwise.rewards.base import AT_START, Answer, Failure, FailureKind, RewardFunction, TrainerState, reward_names
-from groupwise.rewards.pool_worker import Request, decode_answer
+from groupwise.rewards.base import (
+    AT_START,
+    Failure,
+    FailureKind,
+    GroupScores,
+    RewardFunction,
+    TrainerState,
+    reward_names,
+)
+from groupwise.rewards.pool_worker import ScoreRequest, decode_answer
 from groupwise.rewards.workers import Lane, Loss, WorkerProcess
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -53,8 +61,8 @@ PATIENCE = 3  # calls of a function that did not answer in time, one after anoth
 class PooledCall:
     """One function on one group. `again` takes it where its worker was lost while that had others too."""
 
-    request: Request
-    future: Future[Answer]
+    request: ScoreRequest
+    future: Future[GroupScores]
     patience: Patience
     again: Callable[[PooledCall], None] | None
 
@@ -78,7 +86,7 @@ class PooledCall:
             return False
         return True
 
-    def answered(self, answer: Answer, printed: Callable[[], str]) -> None:
+    def answered(self, answer: GroupScores, printed: Callable[[], str]) -> None:
         first = answer.values[0] if answer.values else None
         if isinstance(first, Failure) and first.kind is FailureKind.TIMEOUT:
             return self._timed_out("")
@@ -106,9 +114,9 @@ class PooledCall:
         self.fail("was not answered: the pool was closed", FailureKind.CRASH)
 
     def fail(self, cause: str, kind: FailureKind) -> None:
-        self._resolve(Answer.failed(f"reward {self.request.name!r} {cause}", kind, self.request.size))
+        self._resolve(GroupScores.failed(f"reward {self.request.name!r} {cause}", kind, self.request.size))
 
-    def _resolve(self, answer: Answer) -> None:
+    def _resolve(self, answer: GroupScores) -> None:
         with suppress(InvalidStateError):  # whoever waited has gone
             self.future.set_result(answer)
 
@@ -214,7 +222,7 @@ class RewardPool:
         size: int,
         prompt_id: str,
         state: TrainerState = AT_START,
-    ) -> Answer:
+    ) -> GroupScores:
         """What the function answers for one group of `size` completions; failures are values of the answer.
 
         `columns` is what `RewardFunction.accepted` let through. Raises RewardError if the pool is closed.
@@ -222,16 +230,16 @@ class RewardPool:
         try:
             data = pickled(function, columns)
         except RewardError as error:
-            return Answer.failed(error.message, FailureKind.EXCEPTION, size)
+            return GroupScores.failed(error.message, FailureKind.EXCEPTION, size)
         return await self.answer(
             function.name, data, size=size, prompt_id=prompt_id, state=state, together=function.is_async
         )
 
     async def answer(
         self, name: str, columns: bytes, *, size: int, prompt_id: str, state: TrainerState, together: bool
-    ) -> Answer:
+    ) -> GroupScores:
         """`call` with what was `pickled`; `together` says that the function of this name is async."""
-        request = Request(
+        request = ScoreRequest(
             number=next(self._numbers),
             name=name,
             columns=columns,

@@ -22,13 +22,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise.rewards.base import Answer, Call, Failure, FailureKind, RewardFunction, TrainerState, load_rewards
+from groupwise.rewards.base import (
+    Failure,
+    FailureKind,
+    FunctionCall,
+    GroupScores,
+    RewardFunction,
+    TrainerState,
+    load_rewards,
+)
 from groupwise.rewards.sandbox import Channel
 from groupwise.rewards.workers import LONGEST_MESSAGE
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class ScoreRequest:
     """A call as it is sent: `columns` is pickled by itself, so that one that cannot be read spoils only its call."""
 
     number: int
@@ -40,16 +48,16 @@ class Request:
     deadline_s: float
 
 
-def encode_answer(number: int, answer: Answer) -> bytes:
+def encode_answer(number: int, answer: GroupScores) -> bytes:
     """An answer as JSON; `decode_answer` is the inverse."""
     values = [[each.kind, each.cause] if isinstance(each, Failure) else each for each in answer.values]
     return json.dumps({"number": number, "values": values, "logged": dict(answer.logged)}).encode()
 
 
-def decode_answer(message: bytes) -> tuple[int, Answer]:
+def decode_answer(message: bytes) -> tuple[int, GroupScores]:
     data = json.loads(message)
     values = [Failure(each[1], FailureKind(each[0])) if isinstance(each, list) else each for each in data["values"]]
-    return data["number"], Answer(values=values, logged=data["logged"])
+    return data["number"], GroupScores(values=values, logged=data["logged"])
 
 
 def main(descriptor: int) -> None:
@@ -62,7 +70,7 @@ def main(descriptor: int) -> None:
         channel.send(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode())
         return
     channel.send(b'{"ready": true}')
-    worker = Worker(channel, functions)
+    worker = RewardWorker(channel, functions)
     with suppress(EOFError, BrokenPipeError):
         if setup["together"]:
             asyncio.run(worker.serve_together())
@@ -70,7 +78,7 @@ def main(descriptor: int) -> None:
             worker.serve_one_by_one()
 
 
-class Worker:
+class RewardWorker:
     """The functions, the channel to the parent, and what the process was like before any of them was called."""
 
     def __init__(self, channel: Channel, functions: Mapping[str, RewardFunction]):
@@ -82,9 +90,9 @@ class Worker:
     def serve_one_by_one(self) -> None:
         with asyncio.Runner() as runner:
             while True:
-                request: Request = pickle.loads(self.channel.receive())
+                request: ScoreRequest = pickle.loads(self.channel.receive())
                 call = self._call(request)
-                if isinstance(call, Call):
+                if isinstance(call, FunctionCall):
                     self._reply(request, self._answer_alone(call, request, runner))
                 else:
                     self._reply(request, call)
@@ -107,16 +115,16 @@ class Worker:
         loop.add_reader(self.channel.socket, read)
         await ended
 
-    def _call(self, request: Request) -> Call | Answer:
+    def _call(self, request: ScoreRequest) -> FunctionCall | GroupScores:
         function = self.functions[request.name]
         try:
             columns = pickle.loads(request.columns)
         except Exception as error:
             cause = f"reward {request.name!r}: its columns cannot be read in a worker: {type(error).__name__}: {error}"
-            return Answer.failed(cause, FailureKind.EXCEPTION, request.size)
-        return Call(function, columns, size=request.size, prompt_id=request.prompt_id, state=request.state)
+            return GroupScores.failed(cause, FailureKind.EXCEPTION, request.size)
+        return FunctionCall(function, columns, size=request.size, prompt_id=request.prompt_id, state=request.state)
 
-    def _answer_alone(self, call: Call, request: Request, runner: asyncio.Runner) -> Answer:
+    def _answer_alone(self, call: FunctionCall, request: ScoreRequest, runner: asyncio.Runner) -> GroupScores:
         try:
             returned = call.begin()
             if inspect.isawaitable(returned):
@@ -125,9 +133,9 @@ class Worker:
             return _failed(call, error)
         return call.answer(returned)
 
-    async def _answer_together(self, request: Request) -> None:
+    async def _answer_together(self, request: ScoreRequest) -> None:
         call = self._call(request)
-        if isinstance(call, Call):
+        if isinstance(call, FunctionCall):
             try:
                 answer = call.answer(await _within(call.begin(), request.deadline_s))
             except BaseException as error:
@@ -136,7 +144,7 @@ class Worker:
             answer = call
         self._reply(request, answer)
 
-    def _reply(self, request: Request, answer: Answer) -> None:
+    def _reply(self, request: ScoreRequest, answer: GroupScores) -> None:
         if os.getpid() != self.pid:
             os._exit(0)  # the function forked, and this is the child that it let go on
         self.surroundings.restore()
@@ -158,9 +166,9 @@ async def _within(returned: Awaitable[Any], deadline_s: float) -> Any:
         raise
 
 
-def _failed(call: Call, error: BaseException) -> Answer:
+def _failed(call: FunctionCall, error: BaseException) -> GroupScores:
     if isinstance(error, _Late):
-        return Answer.failed("", FailureKind.TIMEOUT, call.size)  # the parent knows how to say it
+        return GroupScores.failed("", FailureKind.TIMEOUT, call.size)  # the parent knows how to say it
     return call.failed(error)
 
 

@@ -25,7 +25,7 @@ channels; what stands world-readable in /usr and in the Python installation; CPU
 `processes` times `cpu_s`, within the wall clock). Without namespaces it does not protect from malice at all: the
 program reads and writes files as the user who runs it, and can stop that user's processes; without the filter it also
 has the network.
-`Outcome.isolated` says which it was, and `require_isolation` refuses to run without namespaces.
+`ProgramResult.isolated` says which it was, and `require_isolation` refuses to run without namespaces.
 
 POSIX only. A box costs two starts of Python, about 50 ms. Code in it sees the installed packages, not what lies beside.
 """
@@ -89,7 +89,7 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class ProgramResult:
     """What a program did.
 
     `status`: "ok" (exit code 0), "error" (another), "timeout" (wall clock or CPU), "memory" (it ended with a
@@ -236,7 +236,9 @@ def _prepared(group: Path) -> bool:
 # ---- running ----
 
 
-def run_python(code: str, *, stdin: str = "", limits: Limits = Limits(), require_isolation: bool = False) -> Outcome:
+def run_python(
+    code: str, *, stdin: str = "", limits: Limits = Limits(), require_isolation: bool = False
+) -> ProgramResult:
     """Run `code` as a script with `stdin` as its input. It is main.py in an empty directory.
 
     Raises SandboxError: no box could be made, or `require_isolation` and there are no namespaces.
@@ -253,7 +255,7 @@ def run(
     stdin: str = "",
     limits: Limits = Limits(),
     require_isolation: bool = False,
-) -> Outcome:
+) -> ProgramResult:
     """Run a program, by absolute path, in a directory that holds `files` (names without "/" and their texts).
 
     Raises SandboxError: no box could be made, the program is not there, or `require_isolation` and no namespaces.
@@ -265,7 +267,7 @@ def run(
 
 async def run_python_async(
     code: str, *, stdin: str = "", limits: Limits = Limits(), require_isolation: bool = False
-) -> Outcome:
+) -> ProgramResult:
     """`run_python` beside other tasks; when it is cancelled the program is ended."""
     files = {"main.py": code}
     return await run_async(
@@ -280,7 +282,7 @@ async def run_async(
     stdin: str = "",
     limits: Limits = Limits(),
     require_isolation: bool = False,
-) -> Outcome:
+) -> ProgramResult:
     """`run` beside other tasks; when it is cancelled the program is ended."""
     level = await asyncio.to_thread(checked_isolation, require_isolation)
     box = Box(untrusted(argv, files=files, stdin=stdin, limits=limits, level=level))
@@ -373,7 +375,7 @@ def trusted(
     }
 
 
-def outcome_of(end: Mapping[str, Any], limits: Limits, level: Isolation) -> Outcome:
+def outcome_of(end: Mapping[str, Any], limits: Limits, level: Isolation) -> ProgramResult:
     """The keeper's last message as an Outcome. Raises SandboxError if the program was never started."""
     if end.get("setup"):
         raise SandboxError(f"the program could not be started in its box: {end['setup']}")
@@ -391,7 +393,7 @@ def outcome_of(end: Mapping[str, Any], limits: Limits, level: Isolation) -> Outc
         status = "killed"
     elif status == "error" and lines and lines[-1].startswith("MemoryError"):
         status = "memory"
-    return Outcome(
+    return ProgramResult(
         status=status,
         stdout=end["stdout"],
         stderr=end["stderr"],

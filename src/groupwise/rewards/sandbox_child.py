@@ -121,7 +121,7 @@ class Keeper:
         self.captures = [Capture(limit=spec["output_bytes"], last=spec["keep"] == "last") for _ in range(2)]
         self.told = False  # to end, by a signal
         self.ended = 0, 0.0  # the program's status and CPU seconds
-        self.group: Group | None = None
+        self.group: ControlGroup | None = None
         # Whether the kernel's count of a user's processes is of those in this box alone.
         self.counted = self.user is not None or (spec["namespaces"] and os.geteuid() != 0)
 
@@ -130,7 +130,7 @@ class Keeper:
         self._listen()
         if self.spec["group"] is not None:
             members = self.limits["processes"] + (1 if self.spec["namespaces"] else 0)  # with process 1
-            self.group = Group(f"{self.spec['group']}{os.getpid()}", self.limits, processes=members)
+            self.group = ControlGroup(f"{self.spec['group']}{os.getpid()}", self.limits, processes=members)
         try:
             return self._run()
         finally:
@@ -434,7 +434,7 @@ def lower_limits(limits: dict[str, Any]) -> None:
 # ---- control groups ----
 
 
-class Group:
+class ControlGroup:
     """A control group (version 2) of the box: its memory, files in memory included, and its processes are counted
     together. Raises OSError where it cannot be made."""
 

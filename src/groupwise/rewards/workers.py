@@ -50,7 +50,7 @@ class Loss:
     alone: bool
 
 
-class Call(Protocol):
+class LaneCall(Protocol):
     """What a lane has a worker do; exactly one of the methods but `begins` is called, once."""
 
     number: int
@@ -82,7 +82,7 @@ class Call(Protocol):
 class _Begun:
     """A call that a worker has, and when it is late, on the monotonic clock."""
 
-    call: Call
+    call: LaneCall
     overdue: float
 
 
@@ -137,13 +137,13 @@ class Lane(threading.Thread):
     def _begin_waiting(self) -> None:
         while len(self.running) < self.capacity and not self.stopping:
             try:
-                call: Call = self.waiting.popleft()
+                call: LaneCall = self.waiting.popleft()
             except IndexError:
                 return
             if call.begins():
                 self._begin(call)
 
-    def _begin(self, call: Call) -> None:
+    def _begin(self, call: LaneCall) -> None:
         try:
             if not self.running:
                 self.worker.start()

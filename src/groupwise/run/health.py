@@ -19,8 +19,9 @@ from functools import cache
 from operator import itemgetter
 from typing import Any, Literal
 
+from groupwise.config.job import job_name
 from groupwise.config.run import RunConfig
-from groupwise.run.health_remedies import Advice, Aggregate, Condition, Op, Rule, Severity, advise
+from groupwise.run.health_remedies import RUN_KEYS, Advice, Aggregate, Condition, KeyNames, Op, Rule, Severity, advise
 from groupwise.run.health_rules import RULES
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -157,10 +158,11 @@ class _Open:
 
 
 class Health:
-    """Watches a run's metrics. `config` makes remedies concrete; without it they are words."""
+    """Watches a run's metrics. `config` makes remedies concrete; without it they are words. `keys`: how findings name
+    the keys of the configuration."""
 
-    def __init__(self, config: RunConfig | None = None, *, rules: Sequence[Rule] = RULES):
-        self._config, self._rules = config, rules
+    def __init__(self, config: RunConfig | None = None, *, rules: Sequence[Rule] = RULES, keys: KeyNames = RUN_KEYS):
+        self._config, self._rules, self._keys = config, rules, keys
         self._series: dict[str, _Series | None] = {}  # None: no rule looks at it
         self._open: dict[tuple[str, str], _Open] = {}
         self._explained: set[str] = set()
@@ -259,8 +261,8 @@ class Health:
             metric=metric,
             name=name,
             severity=severity,
-            says=rule.says.format(value=value, window=rule.window, name=name),
-            cause=rule.cause,
+            says=rule.says.format(value=value, window=rule.window, name=name, key=self._keys),
+            cause=rule.cause.format(key=self._keys),
             of=rule.of,
             window=rule.window,
             value=value,
@@ -342,9 +344,10 @@ def examine(records: Iterable[Mapping[str, Any]], *, config: RunConfig | None = 
 
 
 def examine_job(steps: Iterable[Mapping[str, Any]]) -> Report:
-    """Judge a job of the live server by its steps, as `Ledger.metrics` gives them."""
+    """Judge a job of the live server by its steps, as `Ledger.metrics` gives them; in the words of a request."""
     records = [{**dict.fromkeys(step.get("non_finite", ())), **step} for step in steps]
-    return _judged(records, Health(rules=[rule for rule in RULES if rule.id not in _OF_RUNS]))
+    rules = [rule for rule in RULES if rule.id not in _OF_RUNS]
+    return _judged(records, Health(rules=rules, keys=KeyNames(job_name)))
 
 
 def _judged(records: Iterable[Mapping[str, Any]], health: Health) -> Report:

@@ -62,6 +62,23 @@ COMPARE: Mapping[str, Callable[[float, float], bool]] = {
 ENDS = 5  # values at either end of a window whose means are compared
 
 
+@dataclass(frozen=True)
+class KeyNames:
+    """What texts call the keys of a run's configuration: the keys themselves, or what `name_of` says.
+
+    >>> "towards {key[rollout.max_tokens]}".format(key=KeyNames())
+    'towards rollout.max_tokens'
+    """
+
+    name_of: Callable[[str], str] = str
+
+    def __getitem__(self, key: str) -> str:
+        return self.name_of(key)
+
+
+RUN_KEYS = KeyNames()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Condition:
     """`of` the last `window` values of `metric`, `op` the threshold. It needs `least` values (None: a full window)."""
@@ -92,9 +109,14 @@ class Remedy:
 
     A change is the new value, or a `Times`. `{name}` in a value is what the rule's `*` matched. It is only proposed
     where the configuration has the values in `only_if`.
+
+    `text` names a key as `{key[rollout.stop]}`. In a job of the live server, which has no run directory and whose
+    completions were sampled before it, it is `job_text` if there is one, and nothing where not `for_jobs`.
     """
 
     text: str
+    job_text: str = ""
+    for_jobs: bool = True
     overrides: Mapping[str, object] = field(default_factory=dict)
     only_if: Mapping[str, object] = field(default_factory=dict)
 
@@ -112,8 +134,9 @@ class Times:
 class Rule:
     """One way in which a run goes wrong.
 
-    `says` is formatted with the aggregate as `value`, with `window` and with what `*` matched as `name`. A finding is
-    over when the rule has not held `settle` times in a row.
+    `says` is formatted with the aggregate as `value`, with `window` and with what `*` matched as `name`; it and `cause`
+    name a configuration's key as `{key[rollout.max_tokens]}`, which is what runs or jobs call it. A finding is over
+    when the rule has not held `settle` times in a row.
     """
 
     id: str
@@ -232,7 +255,7 @@ def advise(remedies: Sequence[Remedy], config: RunConfig | None, *, name: str = 
 
 def _in_words(remedy: Remedy) -> Advice:
     keys = f" ({', '.join(remedy.overrides)})" if remedy.overrides else ""
-    return Advice(text=remedy.text + keys)
+    return Advice(text=remedy.text.format(key=RUN_KEYS) + keys)
 
 
 def _for_this_run(remedy: Remedy, data: Mapping[str, Any], name: str) -> Advice | None:
@@ -242,7 +265,7 @@ def _for_this_run(remedy: Remedy, data: Mapping[str, Any], name: str) -> Advice 
     if any(value is None for value in changes.values()):
         return None
     overrides = tuple(f"{key}={_yaml(value)}" for key, value in changes.items())
-    return Advice(text=remedy.text, overrides=overrides) if _is_valid(data, overrides) else None
+    return Advice(text=remedy.text.format(key=RUN_KEYS), overrides=overrides) if _is_valid(data, overrides) else None
 
 
 def changed(now: Any, change: object, name: str) -> Any:

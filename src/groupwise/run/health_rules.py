@@ -29,8 +29,13 @@ _CURRICULUM = Remedy(
     overrides={"data.curriculum.weight": True},
     only_if={"data.curriculum": None},
 )
-_CHECK = Remedy(text="score a few completions and read them: groupwise check")
-_READ = Remedy(text="read what is sampled, in the run's rollouts/")
+_CHECK = Remedy(
+    text="score a few completions and read them: groupwise check",
+    job_text="read what was posted: GET /v1/rollouts?job=",
+)
+_READ = Remedy(
+    text="read what is sampled, in the run's rollouts/", job_text="read what was posted: GET /v1/rollouts?job="
+)
 
 _EPISODES = (
     Rule(
@@ -43,7 +48,7 @@ _EPISODES = (
         says="the environment failed in {value:.0%} of the episodes",
         cause="it raises, takes too long, or breaks the contract; `error` in the run's rollouts/ says which",
         remedies=(
-            Remedy(text="play some episodes without a run: groupwise env check"),
+            Remedy(text="play some episodes without a run: groupwise env check", for_jobs=False),
             Remedy(text="give its methods more time, if that is why", overrides={"env.step_timeout_s": Times(2)}),
         ),
     ),
@@ -56,7 +61,10 @@ _EPISODES = (
         says="{value:.0%} of the tool calls were answered with an error",
         cause="tools fail, or the policy does not know their names, their arguments or how to write a call",
         remedies=(
-            Remedy(text="read env/tool_* in metrics.jsonl: which kind of error, and the tools' answers in rollouts/"),
+            Remedy(
+                text="read env/tool_* in metrics.jsonl: which kind of error, and the tools' answers in rollouts/",
+                for_jobs=False,
+            ),
             Remedy(text="describe the tools and their arguments better, or show a call in the first message"),
         ),
     ),
@@ -72,7 +80,7 @@ _EPISODES = (
         says="tools are offered, and in {window} steps none was called",
         cause="the policy does not know how to write a call in this template, is cut before it, or need not call any",
         remedies=(
-            Remedy(text="read one whole episode: groupwise env check"),
+            Remedy(text="read one whole episode: groupwise env check", for_jobs=False),
             Remedy(text="let turns be longer", overrides={"rollout.max_tokens": Times(2)}),
             Remedy(text="use a model that was trained to call tools, or pay a little for a call that works"),
         ),
@@ -147,7 +155,7 @@ _REWARDS = (
         says="{value:.0%} of the completions could not be scored and were left out",
         cause="a reward function raises, takes too long, or returns something that is no number",
         remedies=(
-            Remedy(text="read `error` in the run's rollouts/"),
+            Remedy(text="read `error` in the run's rollouts/", for_jobs=False),
             Remedy(text="give it more time, if that is why", overrides={"scoring.timeout_s": Times(2)}),
         ),
     ),
@@ -302,7 +310,7 @@ _GROUPS = (
         op=">",
         warn=0.1,
         says="{value:.0%} of the prompts are too long and are passed over",
-        cause="they exceed rollout.max_prompt_tokens or the model's context",
+        cause="they exceed {key[rollout.max_prompt_tokens]} or the model's context",
         remedies=(
             Remedy(text="let prompts be longer", overrides={"rollout.max_prompt_tokens": Times(2)}),
             Remedy(text="shorten them, or use a model with a longer context"),
@@ -322,7 +330,7 @@ _LENGTHS = (
         cause="max_tokens is far too small, or the model does not know how to end its turn in this chat template",
         remedies=(
             Remedy(text="let completions be longer", overrides={"rollout.max_tokens": Times(4)}),
-            Remedy(text="use an instruction-tuned model with its own template, or name an end in rollout.stop"),
+            Remedy(text="use an instruction-tuned model with its own template, or name an end in {key[rollout.stop]}"),
         ),
     ),
     Rule(
@@ -334,7 +342,7 @@ _LENGTHS = (
         error=0.8,
         unless=("eos.missing",),
         says="{value:.0%} of the completions were cut at their longest",
-        cause="answers need more tokens than rollout.max_tokens, and what is cut is scored as it is",
+        cause="answers need more tokens than {key[rollout.max_tokens]}, and what is cut is scored as it is",
         remedies=(
             Remedy(text="let completions be longer", overrides={"rollout.max_tokens": Times(2)}),
             Remedy(text="leave those that are cut out of the loss", overrides={"algo.mask_truncated": True}),
@@ -351,7 +359,7 @@ _LENGTHS = (
         says="{value:.0%} of the episodes were ended by a limit, not by the environment",
         cause="they need more turns, tokens or seconds than they may have, or the environment is never done",
         remedies=(
-            Remedy(text="read env/stop/* in metrics.jsonl: which limit"),
+            Remedy(text="read env/stop/* in metrics.jsonl: which limit", for_jobs=False),
             Remedy(text="allow more turns", overrides={"env.max_turns": Times(2)}),
             Remedy(text="allow more tokens", overrides={"env.max_tokens": Times(2)}),
             Remedy(text="allow more time", overrides={"env.timeout_s": Times(2)}),
@@ -368,7 +376,7 @@ _LENGTHS = (
             Condition(metric="rollout/len_mean", of="growth", window=20, op=">", threshold=1.2),
             Condition(metric="rollout/truncated_frac", of="mean", window=5, op=">", threshold=0.1),
         ),
-        says="completions grow from step to step (trend {value:.2f}) towards rollout.max_tokens",
+        says="completions grow from step to step (trend {value:.2f}) towards {key[rollout.max_tokens]}",
         cause="the reward pays for length, or the loss favours it: a row's mean makes long wrong answers cheap",
         remedies=(
             _READ,
@@ -447,7 +455,10 @@ _OPTIMIZER = (
         cause="every token is masked or clipped, or every advantage is 0",
         remedies=(
             Remedy(text="train on completions that were cut, too", overrides={"algo.mask_truncated": False}),
-            Remedy(text="look at clip_frac, masked_frac and reward/std in metrics.jsonl"),
+            Remedy(
+                text="look at clip_frac, masked_frac and reward/std in metrics.jsonl",
+                job_text="look at clip_frac, masked_frac and reward/std: GET /v1/train/metrics/{{job_id}}",
+            ),
         ),
     ),
     Rule(
@@ -458,7 +469,7 @@ _OPTIMIZER = (
         op="<=",
         warn=0.0,
         says="the learning rate has been 0 for {window} steps: nothing is learned",
-        cause="train.learning_rate is 0, as in a control, or the schedule has ended",
+        cause="{key[train.learning_rate]} is 0, as in a control, or the schedule has ended",
         remedies=(Remedy(text="learn", overrides={"train.learning_rate": 1e-5}),),
     ),
 )
@@ -672,7 +683,10 @@ _SAMPLER = (
         remedies=(
             _SYNC,
             _NEARER,
-            Remedy(text="widen algo.correction_cap and correction_floor", overrides={"algo.correction_cap": Times(2)}),
+            Remedy(
+                text="widen {key[algo.correction_cap]} and correction_floor",
+                overrides={"algo.correction_cap": Times(2)},
+            ),
         ),
     ),
     Rule(
@@ -697,7 +711,7 @@ _SAMPLER = (
         cause="publishing writes and verifies an adapter each time; the disk may be slow",
         remedies=(
             Remedy(text="sync less often", overrides={"rollout.weight_sync_interval": Times(2)}),
-            Remedy(text="put the run on a local disk: output_dir"),
+            Remedy(text="put the run on a local disk: output_dir", for_jobs=False),
         ),
     ),
 )

@@ -6,8 +6,8 @@
                                               `launcher.env_workers` environment workers
 
 All are in one placement group: a bundle for each learner, each engine, one for the reward workers together and one for
-the environment workers together. Rank 0 replaces these (`crew`). When a learner dies, so do the others and all that
-rank 0 started, and the launcher starts learners again, which go on from the last checkpoint, at most
+the environment workers together. Rank 0 replaces these (`worker_group`). When a learner dies, so do the others and all
+that rank 0 started, and the launcher starts learners again, which go on from the last checkpoint, at most
 `launcher.restarts` times.
 """
 

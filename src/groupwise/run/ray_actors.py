@@ -2,7 +2,7 @@
 
 https://docs.ray.io/en/latest/ray-core/scheduling/placement-group.html. `ray` is imported here alone, and only when a
 run asks for it. Ray restarts nothing by itself (`max_restarts` 0): what an actor has been told is known by whoever
-started it, who replaces it too (`crew`, `ray_launch`).
+started it, who replaces it too (`worker_group`, `ray_launch`).
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def this_machine() -> str:
 
 
 class Actor:
-    """An actor as a `Worker` of a crew."""
+    """An actor as a `GroupWorker`."""
 
     def __init__(self, handle: Any):
         self._handle = handle

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from groupwise.config.run import EnvConfig, RewardConfig, RunConfig
-from groupwise.engine.worker_group import Crew, WorkerLost
+from groupwise.engine.worker_group import WorkerGroup, WorkerLost
 from groupwise.errors import ConfigError, EnvError, ModelError, RewardError
 from groupwise.model.load import LoadedModel, load_model
-from groupwise.rewards.base import AT_START, Answer, FailureKind, RewardFunction, TrainerState, reward_names
+from groupwise.rewards.base import AT_START, FailureKind, GroupScores, RewardFunction, TrainerState, reward_names
 from groupwise.rewards.pool import RewardPool, pickled
 from groupwise.run.assemble import open_engine
 from groupwise.run.ray_actors import Actor, Place, enter, seen_here, this_machine
@@ -77,11 +77,11 @@ class RayEngines:
     def __init__(self, config: RunConfig, base: LoadedModel, *, places: Sequence[Place]):
         launcher = config.launcher
         self._context_length = base.context_length
-        self._crew = Crew(
+        self._workers = WorkerGroup(
             "engine",
             lambda number: Actor(places[number].start(EngineActor)),
             size=len(places),
-            orders={"open": ("open", (config, places[0].folder, base.hash))},
+            setup={"open": ("open", (config, places[0].folder, base.hash))},
             restarts=launcher.restarts,
             timeout_s=launcher.start_timeout_s,
         )
@@ -97,7 +97,7 @@ class RayEngines:
         return list(await asyncio.gather(*(asyncio.wrap_future(future) for future in self.submit(requests))))
 
     def load(self, version: PolicyVersion, directory: Path) -> None:
-        self._crew.order(str(version), "load", version, str(directory.resolve()))
+        self._workers.broadcast(str(version), "load", version, str(directory.resolve()))
 
     def adopt(self, version: PolicyVersion) -> None:
         raise ConfigError(
@@ -106,14 +106,14 @@ class RayEngines:
         )
 
     def unload(self, version: PolicyVersion) -> None:
-        self._crew.revoke(str(version), "unload", version)
+        self._workers.retract(str(version), "unload", version)
 
     def close(self) -> None:
-        self._crew.close()
+        self._workers.close()
 
     def _ask(self, request: SamplingRequest) -> Future[list[Completion]]:
         needs = None if request.version.is_base else str(request.version)
-        return self._crew.ask("sample", request, weight=request.n, needs=needs)
+        return self._workers.ask("sample", request, weight=request.n, needs=needs)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class RewardActor:
 
     async def answer(
         self, name: str, columns: bytes, size: int, prompt_id: str, state: TrainerState, together: bool
-    ) -> Answer:
+    ) -> GroupScores:
         """As `RewardPool.answer`."""
         return await self._pool.answer(name, columns, size=size, prompt_id=prompt_id, state=state, together=together)
 
@@ -147,11 +147,11 @@ class RayRewards:
     def __init__(self, config: RunConfig, specs: Sequence[RewardConfig], *, place: Place):
         scoring, launcher = config.scoring, config.launcher
         self._specs = dict(zip(reward_names(specs), specs, strict=True))
-        self._crew = Crew(
+        self._workers = WorkerGroup(
             "reward worker",
             lambda number: Actor(place.start(RewardActor)),
             size=scoring.workers,
-            orders={"open": ("open", (list(specs), config.folder, scoring.timeout_s, place.folder))},
+            setup={"open": ("open", (list(specs), config.folder, scoring.timeout_s, place.folder))},
             restarts=launcher.restarts,
             timeout_s=launcher.start_timeout_s,
         )
@@ -167,16 +167,16 @@ class RayRewards:
         size: int,
         prompt_id: str,
         state: TrainerState = AT_START,
-    ) -> Answer:
+    ) -> GroupScores:
         try:
             data = pickled(function, columns)
         except RewardError as error:
-            return Answer.failed(error.message, FailureKind.EXCEPTION, size)
-        asked = self._crew.ask("answer", function.name, data, size, prompt_id, state, function.is_async, weight=size)
+            return GroupScores.failed(error.message, FailureKind.EXCEPTION, size)
+        asked = self._workers.ask("answer", function.name, data, size, prompt_id, state, function.is_async, weight=size)
         return await asyncio.wrap_future(asked)
 
     def close(self) -> None:
-        self._crew.close()
+        self._workers.close()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -235,32 +235,32 @@ class RayEnvs:
         options = {"max_concurrency": 2 * env.concurrency}  # a call of each episode, and its end while that hangs
         self.name, self.patience_s = factory.name, launcher.start_timeout_s + (PATIENCE_S if env.workers else 0.0)
         self._numbers, self._lock = itertools.count(), threading.Lock()
-        self._crews = {
-            number: Crew(
+        self._workers_of = {
+            number: WorkerGroup(
                 "environment worker",
                 lambda number: Actor(place.start(EnvActor, **options)),
                 size=1,
                 first=number,
                 again=False,
-                orders={"open": ("open", (env, config.folder, place.folder))},
+                setup={"open": ("open", (env, config.folder, place.folder))},
                 restarts=launcher.restarts,
                 timeout_s=launcher.start_timeout_s,
             )
             for number in range(launcher.env_workers)
         }
-        self._held = dict.fromkeys(self._crews, 0)  # episodes
+        self._held = dict.fromkeys(self._workers_of, 0)  # episodes
 
     def make(self) -> RemoteEnv:
         """An environment, in the actor with the fewest episodes."""
         with self._lock:
             number = min(self._held, key=self._held.__getitem__)
             self._held[number] += 1
-        return RemoteEnv(self._crews[number], next(self._numbers), closed=partial(self._closed, number))
+        return RemoteEnv(self._workers_of[number], next(self._numbers), closed=partial(self._closed, number))
 
     def close(self) -> None:
         """End the actors."""
-        for crew in self._crews.values():
-            crew.close()
+        for workers in self._workers_of.values():
+            workers.close()
 
     def _closed(self, number: int) -> None:
         with self._lock:
@@ -270,8 +270,8 @@ class RayEnvs:
 class RemoteEnv:
     """An environment in an actor, as the episode that plays it sees it. Raises EnvError, ClusterError."""
 
-    def __init__(self, crew: Crew, episode: int, *, closed: Callable[[], None]):
-        self._crew, self._episode, self._closed = crew, episode, closed
+    def __init__(self, workers: WorkerGroup, episode: int, *, closed: Callable[[], None]):
+        self._workers, self._episode, self._closed = workers, episode, closed
 
     async def reset(self, case: Mapping[str, Any], seed: int) -> Observation:
         return await self._ask("reset", case, seed)
@@ -288,6 +288,6 @@ class RemoteEnv:
 
     async def _ask(self, method: str, *args: Any) -> Any:
         try:
-            return await asyncio.wrap_future(self._crew.ask(method, self._episode, *args))
+            return await asyncio.wrap_future(self._workers.ask(method, self._episode, *args))
         except WorkerLost as error:
             raise EnvError(f"the environment worker that had this episode was lost: {error}") from error

@@ -32,7 +32,7 @@ from groupwise.model.packing import count_loss_tokens
 from groupwise.rewards.base import Scorer
 from groupwise.run.assemble import Plan
 from groupwise.run.batches import Batches, Collected
-from groupwise.store.job_payload import GrpoPayload, ScoredGroup, SftPayload
+from groupwise.store.job_payload import EncodedGroup, GrpoPayload, SftPayload
 from groupwise.train.learner import Learner, StreamedStep, snapshot
 from groupwise.train.schedule import learning_rate_at
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Sample, Turn
@@ -383,7 +383,7 @@ def _grpo_task(config: GrpoJobConfig, payload: GrpoPayload) -> GrpoTask:
     )
 
 
-def _rollouts(index: int, group: ScoredGroup) -> RolloutGroup:
+def _rollouts(index: int, group: EncodedGroup) -> RolloutGroup:
     """The group in the words of the loop; a logprob that nobody recorded is NaN."""
     rollouts = []
     for each in group.completions:

@@ -39,7 +39,9 @@ from pathlib import Path
 
 import torch
 
+from groupwise.config.job import job_name
 from groupwise.errors import (
+    FieldError,
     GroupwiseError,
     Interrupted,
     LeaseLostError,
@@ -271,8 +273,9 @@ def describe(error: Exception) -> dict[str, str | None]:
     text = str(error).strip().splitlines()
     first = text[0] if text else type(error).__name__
     if isinstance(error, GroupwiseError):
-        hint = None if error.hint is None else _in_request_words(error.hint)
-        return {"code": error.code, "message": _in_request_words(error.message), "hint": hint}
+        if isinstance(error, FieldError) and error.field is not None:
+            error = error.renamed(job_name(error.field))
+        return {"code": error.code, "message": error.message, "hint": error.hint}
     if is_memory(error):
         hint = (
             "passes were made as small as they can be: set gradient_checkpointing, post shorter completions, or lower "
@@ -281,11 +284,6 @@ def describe(error: Exception) -> dict[str, str | None]:
         return {"code": "out_of_memory", "message": f"memory ran out: {first}", "hint": hint}
     hint = "this is a bug; logs/worker.log has the traceback"
     return {"code": "internal_error", "message": f"{type(error).__name__}: {first}", "hint": hint}
-
-
-def _in_request_words(text: str) -> str:
-    """A run's YAML has sections that a job's config does not have."""
-    return text.replace("train.lora.targets", "target_modules").replace("train.lora.", "lora_").replace("train.", "")
 
 
 # --- the process ---

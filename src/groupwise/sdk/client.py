@@ -49,18 +49,18 @@ from groupwise.sdk.transport import (
     TEMPORARY,
     TRANSIENT,
     WAIT_S,
-    Answer,
     Awaiting,
     Awaits,
     Blocking,
     Blocks,
-    Call,
+    ClientMethod,
     Emit,
     Emits,
     EventReader,
     Flow,
     Flows,
     Form,
+    HttpAnswer,
     Note,
     Open,
     Send,
@@ -85,7 +85,7 @@ from groupwise.sdk.types import (
     JobEvent,
     MergedAdapter,
     Model,
-    SampledCompletion,
+    RolloutCompletion,
     SampledGroup,
     SubmittedJob,
     UploadedAdapter,
@@ -101,32 +101,32 @@ from groupwise.types import Message
 class AdapterCalls(Flows):
     """`client.adapters`. A `name` may be "name@3" where one version is meant."""
 
-    @Call
+    @ClientMethod
     def list(self, *, timeout: float = ASK_S) -> Flow[AdapterList]:
         """Every adapter, and which version is active."""
         return self.ask(AdapterList, "/v1/adapters", timeout=timeout)
 
-    @Call
+    @ClientMethod
     def show(self, name: str, *, timeout: float = ASK_S) -> Flow[Adapter]:
         """One adapter, with where each of its versions came from."""
         return self.ask(Adapter, _path(name), timeout=timeout)
 
-    @Call
+    @ClientMethod
     def activate(self, name: str, *, timeout: float = SUBMIT_S) -> Flow[ActiveVersion]:
         """Let a version answer from now on: "name@3", "name" for its newest, or "base". It is verified first."""
         return self.tell(ActiveVersion, f"{_path(name)}/activate", timeout=timeout)
 
-    @Call
+    @ClientMethod
     def rollback(self, *, timeout: float = SUBMIT_S) -> Flow[ActiveVersion]:
         """Go back to the version that was active before."""
         return self.tell(ActiveVersion, "/v1/adapters/rollback", timeout=timeout)
 
-    @Call
+    @ClientMethod
     def delete(self, name: str, *, timeout: float = ASK_S) -> Flow[DeletedAdapter]:
         """Delete an adapter with all its versions, or one version; the active one is refused."""
         return self.tell(DeletedAdapter, _path(name), timeout=timeout, method="DELETE")
 
-    @Call
+    @ClientMethod
     def merge(
         self,
         sources: Mapping[str, float],
@@ -142,7 +142,7 @@ class AdapterCalls(Flows):
         body |= {} if density is None else {"density": density}
         return self.tell(MergedAdapter, "/v1/adapters/merge", body, timeout=timeout)
 
-    @Call
+    @ClientMethod
     def upload(
         self,
         name: str,
@@ -160,7 +160,7 @@ class AdapterCalls(Flows):
             answer = yield from self.exchange(Send("POST", "/v1/adapters/upload", timeout, form=Form(fields, file)))
         return read(UploadedAdapter, answer.json())
 
-    @Call
+    @ClientMethod
     def download(self, name: str, target: Path | str, *, timeout: float = MOVE_S) -> Flow[Path]:
         """Write an adapter's newest version, or one version, to the file `target` (tar.gz), whole or not at all."""
         deadline = time.monotonic() + timeout
@@ -271,12 +271,12 @@ class ChatOptions(SamplingOptions, total=False):
 class _Calls(Flows):
     """What `Client` and `AsyncClient` do."""
 
-    @Call
+    @ClientMethod
     def health(self, *, timeout: float = ASK_S) -> Flow[Health]:
         """How the server is; needs no API key."""
         return self.ask(Health, "/health", timeout=timeout)
 
-    @Call
+    @ClientMethod
     def models(self, *, timeout: float = ASK_S) -> Flow[list[Model]]:
         """What `model` and `adapter` may say."""
         answer = yield from self.exchange(Send("GET", "/v1/models", timeout))
@@ -284,7 +284,7 @@ class _Calls(Flows):
 
     # ---- sampling ----
 
-    @Call
+    @ClientMethod
     def chat(
         self, messages: Conversation, *, timeout: float = SAMPLE_S, **options: Unpack[ChatOptions]
     ) -> Flow[ChatReply]:
@@ -319,7 +319,7 @@ class _Calls(Flows):
             raise breakdown(broken, step, url=self._url) from broken
         raise breakdown(httpx2.RemoteProtocolError("the stream ended without [DONE]"), step, url=self._url)
 
-    @Call
+    @ClientMethod
     def sample(
         self,
         prompts: Sequence[Conversation],
@@ -338,7 +338,7 @@ class _Calls(Flows):
 
     # ---- training ----
 
-    @Call
+    @ClientMethod
     def train_grpo(
         self,
         groups: Sequence[Mapping[str, Any]],
@@ -355,7 +355,7 @@ class _Calls(Flows):
         body = {"groups": list(groups), "config": config}
         return self._submit("/v1/train/grpo", body, key=idempotency_key, timeout=timeout)
 
-    @Call
+    @ClientMethod
     def train_sft(
         self,
         examples: Sequence[Mapping[str, Any]],
@@ -373,23 +373,23 @@ class _Calls(Flows):
         answer = yield from self.exchange(step, repeatable=True)
         return read(SubmittedJob, answer.json())
 
-    @Call
+    @ClientMethod
     def status(self, job_id: str, *, timeout: float = ASK_S) -> Flow[Job]:
         """One job."""
         return self.ask(Job, _job_path("status", job_id), timeout=timeout)
 
-    @Call
+    @ClientMethod
     def jobs(self, *, timeout: float = ASK_S) -> Flow[list[Job]]:
         """All jobs: the running one, then those that wait, in order, then those that ended, newest first."""
         return self.ask(list[Job], "/v1/train/status", timeout=timeout)
 
-    @Call
+    @ClientMethod
     def metrics(self, job_id: str, *, timeout: float = ASK_S) -> Flow[list[dict[str, Any]]]:
         """What a job measured, step by step."""
         answer = yield from self.exchange(Send("GET", _job_path("metrics", job_id), timeout))
         return read(list[dict[str, Any]], read(dict[str, Any], answer.json()).get("steps"))
 
-    @Call
+    @ClientMethod
     def cancel(self, job_id: str, *, timeout: float = ASK_S) -> Flow[Cancelled]:
         """Cancel a job that waits or runs; a running one stops after its step."""
         return self.tell(Cancelled, _job_path("cancel", job_id), timeout=timeout)
@@ -403,7 +403,7 @@ class _Calls(Flows):
         """
         yield from self._follow(job_id, after=after, timeout=timeout)
 
-    @Call
+    @ClientMethod
     def wait(
         self, job_id: str, *, timeout: float = WAIT_S, on_event: Callable[[JobEvent], object] | None = None
     ) -> Flow[Job]:
@@ -428,7 +428,7 @@ class _Calls(Flows):
     ) -> Flow[Job]:
         """Emit a job's events until it has ended, whatever happens to the connection meanwhile."""
         now = time.monotonic()
-        place, deadline = _Place(seq=after, heard_at=now), now + timeout
+        place, deadline = _EventCursor(seq=after, heard_at=now), now + timeout
         last_tries, told = 0, ""
         while True:
             whole, why = False, ""
@@ -449,7 +449,7 @@ class _Calls(Flows):
             told = why
 
     def _listen(
-        self, job_id: str, place: _Place, *, deadline: float, to: Callable[[JobEvent], object] | None
+        self, job_id: str, place: _EventCursor, *, deadline: float, to: Callable[[JobEvent], object] | None
     ) -> Flow[bool]:
         """Emit a job's events from `place` on, until the stream or the time ends; whether it was the stream."""
         headers = {"last-event-id": str(place.seq)} if place.seq else {}
@@ -539,7 +539,7 @@ class AsyncClient(Awaits, _Calls):
 
 
 @dataclass
-class _Place:
+class _EventCursor:
     """How far a job's events were heard, and when the server was last."""
 
     seq: int
@@ -569,7 +569,7 @@ def _known(options: Mapping[str, Any], kind: type) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _deltas(data: str, answer: Answer) -> Iterator[ChatDelta]:
+def _deltas(data: str, answer: HttpAnswer) -> Iterator[ChatDelta]:
     """What one event of a streamed chat adds."""
     chunk = read(dict[str, Any], _loads(data, answer))
     if "error" in chunk:
@@ -587,14 +587,14 @@ def _deltas(data: str, answer: Answer) -> Iterator[ChatDelta]:
         )
 
 
-def _loads(data: str, answer: Answer) -> Any:
+def _loads(data: str, answer: HttpAnswer) -> Any:
     return replace(answer, body=data.encode()).json()
 
 
 def _grouped(data: Any, conversations: Sequence[list[Message]], tools: Sequence[Any]) -> list[SampledGroup]:
     """Completions in any order as one group a conversation."""
-    completions = read(list[SampledCompletion], data)
-    by_prompt: dict[int, list[SampledCompletion]] = {index: [] for index in range(len(conversations))}
+    completions = read(list[RolloutCompletion], data)
+    by_prompt: dict[int, list[RolloutCompletion]] = {index: [] for index in range(len(conversations))}
     for completion in sorted(completions, key=lambda each: each.completion_index):
         by_prompt.setdefault(completion.prompt_index, []).append(completion)
     if len(by_prompt) > len(conversations):
@@ -610,7 +610,7 @@ def _job_path(what: str, job_id: str) -> str:
     return f"/v1/train/{what}/{quote(job_id, safe='')}"
 
 
-def _bear(error: RemoteError, place: _Place) -> str:
+def _bear(error: RemoteError, place: _EventCursor) -> str:
     """What to say of a server that is away for now. Raises the error if it is another one, or lasts too long."""
     if error.status in REFUSED:  # it is there, and loading or draining
         place.heard_at = time.monotonic()

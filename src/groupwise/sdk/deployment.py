@@ -30,7 +30,7 @@ from groupwise.types import Completion, PolicyVersion, SamplingRequest
 T = TypeVar("T")
 
 
-class Running(Generic[T]):
+class OpenedOnce(Generic[T]):
     """Things by name. Two who ask for a new name at once get one thing: the first opens it, the other waits."""
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class Deployment:
         self.engine.unload(version)
 
 
-_RUNNING: Running[Deployment] = Running()
+_RUNNING: OpenedOnce[Deployment] = OpenedOnce()
 
 
 def find_deployment(name: str) -> Deployment | None:

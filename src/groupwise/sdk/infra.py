@@ -32,7 +32,7 @@ from groupwise.model.load import LoadedModel, load_model
 from groupwise.sdk import cookbook_config as cookbook
 from groupwise.sdk.config import LoopConfig, WeightSyncScope, loop_config
 from groupwise.sdk.cookbook_config import SERVICE, idle_notes, require_tokenizer
-from groupwise.sdk.deployment import Deployment, Running, attach_deployment, find_deployment
+from groupwise.sdk.deployment import Deployment, OpenedOnce, attach_deployment, find_deployment
 from groupwise.sdk.profiles import HardwareProfile, Machine, choose_profile, find_profile
 from groupwise.sdk.sampler import AdaptiveConcurrency, DeploymentSampler
 from groupwise.sdk.trainer import BUILDING, ReferenceClient, TrainingClient, TrainingService
@@ -151,8 +151,8 @@ class _LogPaths:
 
 
 _LOG_PATHS = _LogPaths()
-_POLICIES: Running[TrainingClient] = Running()
-_REFERENCES: Running[ReferenceClient] = Running()
+_POLICIES: OpenedOnce[TrainingClient] = OpenedOnce()
+_REFERENCES: OpenedOnce[ReferenceClient] = OpenedOnce()
 
 
 def setup_infra(config: LoopConfig | cookbook.Config, *, needs_reference: bool, needs_inference: bool) -> Infra:
@@ -322,7 +322,7 @@ class _Opening:
                 return base
         return None
 
-    def _attached(self, running: Running[Client], name: str | None, open_it: Callable[[], Client]) -> Client:
+    def _attached(self, running: OpenedOnce[Client], name: str | None, open_it: Callable[[], Client]) -> Client:
         """What runs under `name`; without a name, or if nothing does, it is opened, and closed with the rest."""
         client, is_new = (open_it(), True) if name is None else running.attach(name, open_it)
         if is_new:

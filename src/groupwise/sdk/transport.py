@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class HttpAnswer:
     """A server's answer. `body` is empty while the answer is open."""
 
     status: int
@@ -153,7 +153,7 @@ class Flows:
     def __init__(self, *, url: str, retries: int):
         self._url, self._retries = url, retries
 
-    def exchange(self, step: Send, *, repeatable: bool = False, retries: int | None = None) -> Flow[Answer]:
+    def exchange(self, step: Send, *, repeatable: bool = False, retries: int | None = None) -> Flow[HttpAnswer]:
         """Send until there is an answer below 300, as often as is safe. Raises RemoteError."""
         return _until_answered(
             step,
@@ -175,7 +175,7 @@ class Flows:
         return read(kind, answer.json())
 
 
-def _until_answered(step: Send, *, repeatable: bool, retries: int, url: str) -> Flow[Answer]:
+def _until_answered(step: Send, *, repeatable: bool, retries: int, url: str) -> Flow[HttpAnswer]:
     """Send until there is an answer below 300, as often as is safe. Raises RemoteError."""
     deadline = time.monotonic() + step.timeout
     for attempt in itertools.count():
@@ -196,11 +196,13 @@ def _until_answered(step: Send, *, repeatable: bool, retries: int, url: str) -> 
     raise AssertionError("unreachable")
 
 
-def refusal(answer: Answer) -> RemoteError:
+def refusal(answer: HttpAnswer) -> RemoteError:
     """The error that an answer above 299 says."""
+    field = None
     try:
         said = json.loads(answer.body)["error"]
         message, code, hint = str(said["message"]), str(said.get("code") or "error"), said.get("hint")
+        field = said.get("param")
     except (ValueError, TypeError, KeyError, AttributeError):
         text = answer.body[:200].decode(errors="replace").strip()
         message = f"{answer.url} answered {answer.status}{': ' if text else ''}{text}"
@@ -209,7 +211,7 @@ def refusal(answer: Answer) -> RemoteError:
             message += f" and points to {answer.headers.get('location')!r}"
             hint = "redirects are not followed, since the API key is for this server only; give the final URL"
     request_id = answer.headers.get("x-request-id")
-    error = RemoteError(message, status=answer.status, code=code, hint=hint, request_id=request_id)
+    error = RemoteError(message, status=answer.status, code=code, hint=hint, field=field, request_id=request_id)
     if answer.status in (401, 403):
         error.exit_code = REFUSED_KEY
         error.hint = error.hint or "set GROUPWISE_API_KEY, or give the key with --api-key"
@@ -238,7 +240,7 @@ def _never_sent(broken: httpx2.RequestError) -> bool:
     return isinstance(broken, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.PoolTimeout)
 
 
-def _delay(answer: Answer | None, attempt: int, *, repeatable: bool) -> float | None:
+def _delay(answer: HttpAnswer | None, attempt: int, *, repeatable: bool) -> float | None:
     """Seconds until a call may go again, None if it may not. `answer` is None where there was none."""
     backoff = min(FIRST_DELAY_S * 2**attempt, LONGEST_DELAY_S) * random.uniform(0.75, 1.25)
     if answer is None:
@@ -294,9 +296,8 @@ class EventReader:
 # ----------------------------------------------------------------------------------------------------------------------
 # Who carries the client's flows out: one driver blocks, one awaits. Nothing else of the client knows the difference.
 #
-# `Call` and `Stream` make a method of a flow: on a blocking client it returns what the flow results in, or an iterator
-# of
-# what it emits; on an asyncio client an awaitable of the one, or an asynchronous iterator of the other.
+# `ClientMethod` and `Stream` make a method of a flow: on a blocking client it returns what the flow results in, or an
+# iterator of what it emits; on an asyncio client an awaitable of the one, or an asynchronous iterator of the other.
 # ----------------------------------------------------------------------------------------------------------------------
 
 DEFAULT_URL = "http://127.0.0.1:8420"
@@ -373,7 +374,7 @@ class Blocking:
                 except httpx2.RequestError as broken:
                     walk.failure = broken
 
-    def _send(self, step: Send, opened: ExitStack) -> tuple[Answer, Iterator[bytes]]:
+    def _send(self, step: Send, opened: ExitStack) -> tuple[HttpAnswer, Iterator[bytes]]:
         deadline = time.monotonic() + step.timeout
         response = self._http.send(self._http.build_request(**step.arguments()), stream=True)
         opened.callback(response.close)
@@ -431,7 +432,7 @@ class Awaiting:
                     except httpx2.RequestError as broken:
                         walk.failure = broken
 
-    async def _send(self, step: Send, opened: AsyncExitStack) -> tuple[Answer, AsyncIterator[bytes]]:
+    async def _send(self, step: Send, opened: AsyncExitStack) -> tuple[HttpAnswer, AsyncIterator[bytes]]:
         deadline = time.monotonic() + step.timeout
         response = await self._http.send(self._http.build_request(**step.arguments()), stream=True)
         opened.push_async_callback(response.aclose)
@@ -455,8 +456,8 @@ async def _nothing() -> AsyncIterator[bytes]:
     yield b""
 
 
-def _answer(response: httpx2.Response, body: bytes) -> Answer:
-    return Answer(status=response.status_code, headers=response.headers, body=body, url=str(response.url))
+def _answer(response: httpx2.Response, body: bytes) -> HttpAnswer:
+    return HttpAnswer(status=response.status_code, headers=response.headers, body=body, url=str(response.url))
 
 
 # ---- methods of flows ----
@@ -474,7 +475,7 @@ class Awaits:
     _drive: Awaiting
 
 
-class Call(Generic[P, T]):
+class ClientMethod(Generic[P, T]):
     """A method that returns a flow, as one that carries it out."""
 
     def __init__(self, describe: Callable[Concatenate[Any, P], Flow[T]]):

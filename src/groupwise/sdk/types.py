@@ -69,7 +69,7 @@ class Usage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampledCompletion:
+class RolloutCompletion:
     """One rollout. `version` sampled it; ids and logprobs are there if they were asked for."""
 
     rollout_id: str | None = None
@@ -90,7 +90,7 @@ class SampledGroup:
     """The completions of one prompt."""
 
     messages: tuple[Mapping[str, Any], ...]
-    completions: tuple[SampledCompletion, ...]
+    completions: tuple[RolloutCompletion, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
 
     @property

@@ -58,7 +58,7 @@ from groupwise.server.wire import documented
 from groupwise.store import files
 from groupwise.store.archive import read_archive, stream_archive
 from groupwise.store.files import AdapterInfo, Provenance
-from groupwise.store.merge import DENSITY, MergeMode, MergeReport, MergeSource, merge_adapters
+from groupwise.store.merge import DENSITY, MergeMode, MergeReport, WeightedAdapter, merge_adapters
 from groupwise.types import BASE, PolicyVersion
 
 MERGE_NOTE = "merge.json"  # beside a merged version's weights: what it was made of
@@ -191,7 +191,7 @@ async def activate_adapter(name: str, request: Request) -> AdapterLoaded:
     that was active still is."""
     body = await read_body(request, ActivateRequest, optional=True)
     if body.version is not None and (name == BASE or "@" in name):
-        raise RequestError(f"the path says {name[:80]!r}; it has no version {body.version}", param="version")
+        raise RequestError(f"the path says {name[:80]!r}; it has no version {body.version}", field="version")
     version = await _activate(server_of(request), name if body.version is None else f"{name}@{body.version}")
     return AdapterLoaded(status="activated", name=version.name, version=str(version))
 
@@ -272,12 +272,12 @@ async def _upload(request: Request) -> AsyncIterator[_Upload]:
             raise RequestError(f"the form has an unknown field {unknown[0][:64]!r}", hint=_FORM_HINT)
         (name, *names), (archive, *archives), *flags = ([*form.getlist(field), None] for field in _FIELDS)
         if not isinstance(name, str) or names != [None]:
-            raise RequestError("the form has no text 'name', or several", hint=_FORM_HINT, param="name")
+            raise RequestError("the form has no text 'name', or several", hint=_FORM_HINT, field="name")
         if not isinstance(archive, UploadFile) or archives != [None]:
-            raise RequestError("the form has no file 'archive', or several", hint=_FORM_HINT, param="archive")
+            raise RequestError("the form has no file 'archive', or several", hint=_FORM_HINT, field="archive")
         for field, flag in zip(("new_version", "any_base"), flags, strict=True):
             if flag not in ([None], ["true", None], ["false", None]):
-                raise RequestError(f"{field} is neither 'true' nor 'false'", hint=_FORM_HINT, param=field)
+                raise RequestError(f"{field} is neither 'true' nor 'false'", hint=_FORM_HINT, field=field)
         yield _Upload(name, archive.file, *(flag[0] == "true" for flag in flags))
     finally:
         await form.close()
@@ -370,7 +370,7 @@ def _merge(
     def write(directory: Path) -> None:
         for version, _ in sources:
             server.store.check_base(version, server.base.hash)
-        parts = [MergeSource(server.store.path(version), weight) for version, weight in sources]
+        parts = [WeightedAdapter(server.store.path(version), weight) for version, weight in sources]
         report = merge_adapters(parts, directory, mode=MergeMode(body.mode), density=body.density)
         made_of = [{"version": str(version), "weight": weight} for version, weight in sources]
         note = {"mode": body.mode, "density": body.density, "sources": made_of, **asdict(report)}

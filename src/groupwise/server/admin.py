@@ -125,7 +125,7 @@ def _checks(server: Server) -> Iterator[Check]:
     worker = server.supervisor.status
     ended = None if worker.state in WORKER_LIVES else f"it ended ({worker.last_exit}) and will be started again"
     problems = {
-        "model_loaded": server.engine.away,
+        "model_loaded": server.engine.unavailable_reason,
         "ledger": _ledger_problem(server),
         "storage": server.storage.problem(),
         "disk_space": _disk_problem(server),
@@ -181,7 +181,7 @@ async def ready(request: Request) -> Ready:
 def _problem(server: Server) -> str | None:
     """Why the server cannot do all that it should."""
     problem = _ledger_problem(server) or server.storage.problem() or _disk_problem(server)
-    return problem or server.engine.away
+    return problem or server.engine.unavailable_reason
 
 
 # ---- metrics ----

@@ -139,14 +139,14 @@ def serve(config: ServeConfig, *, repair_ledger: bool = False, announce: Callabl
         announce = announce or _say
         state = _open_state(config, announce, repair=repair_ledger)
         sys.setswitchinterval(SWITCH_S)
-        asyncio.run(_Process(config, listener, announce).run(*state))
+        asyncio.run(_ServerProcess(config, listener, announce).run(*state))
 
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-class _Process:
+class _ServerProcess:
     """One server process."""
 
     def __init__(self, config: ServeConfig, listener: socket.socket, announce: Callable[[str], None]):

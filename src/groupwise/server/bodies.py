@@ -161,7 +161,7 @@ def _explain(error: ValidationError, raw: bytes, model: type[BaseModel]) -> Requ
     own_code = first["type"] if first["type"] not in (*_PYDANTIC, "conflict") else None
     param = dotted([printable(key) if isinstance(key, str) else key for key in path]) or None
     return RequestError(
-        f"{shown}; and {more} more problems" if more > 0 else shown, hint=told[0][1], param=param, code=own_code
+        f"{shown}; and {more} more problems" if more > 0 else shown, hint=told[0][1], field=param, code=own_code
     )
 
 

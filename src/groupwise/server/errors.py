@@ -143,8 +143,7 @@ def envelope(error: GroupwiseError) -> tuple[int, dict[str, str], bytes]:
     """The status, the headers that the status asks for, and the body."""
     status = error.status if 400 <= error.status < 600 else 500
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    param = getattr(error, "param", None)
-    body = ErrorBody(message=error.message, type=kind, param=param, code=error.code, hint=error.hint)
+    body = ErrorBody(message=error.message, type=kind, param=error.field, code=error.code, hint=error.hint)
     headers = {"content-type": "application/json"}
     if isinstance(error, TryAgainError):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
@@ -213,9 +212,9 @@ def _parameter_error(problems: Sequence[Mapping[str, Any]]) -> RequestError:
     where, *names = problems[0]["loc"]
     name = printable(".".join(map(str, names)))
     if problems[0]["type"] == "missing":
-        return RequestError(f"the {where} parameter {name!r} is required and missing", param=name)
+        return RequestError(f"the {where} parameter {name!r} is required and missing", field=name)
     wanted = re.sub("^[A-Z][a-z]+ should", "it must", str(problems[0]["msg"])).partition(", unable")[0]
-    return RequestError(f"the {where} parameter {name!r} is {echo(problems[0].get('input'))}; {wanted}", param=name)
+    return RequestError(f"the {where} parameter {name!r} is {echo(problems[0].get('input'))}; {wanted}", field=name)
 
 
 def _http_error(request: Request, error: HTTPException) -> GroupwiseError:

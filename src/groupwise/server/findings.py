@@ -5,17 +5,16 @@ The rules are those of runs (`groupwise.run.health`); remedies are in the words 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from starlette.concurrency import run_in_threadpool
 
-from groupwise.config.job import MODELS, parse_job_config
+from groupwise.config.job import SAMPLED_WITH, job_field, job_name, parse_job_config
 from groupwise.errors import ConfigError, JobNotFoundError
 from groupwise.run.health import Finding, Report, examine_job
-from groupwise.run.health_remedies import Remedy, changed
+from groupwise.run.health_remedies import KeyNames, Remedy, changed
 from groupwise.run.health_rules import RULES
 from groupwise.server.state import Server, server_of
 from groupwise.server.wire import Answer, documented
@@ -32,40 +31,12 @@ from groupwise.server.wire import Answer, documented
 # ----------------------------------------------------------------------------------------------------------------------
 
 _REMEDIES: Mapping[str, Sequence[Remedy]] = {rule.id: rule.remedies for rule in RULES}
-_FIELDS = {
-    "train.learning_rate": "learning_rate",
-    "train.warmup_steps": "warmup_steps",
-    "train.passes": "iterations",
-    "train.minibatches": "minibatches",
-}
+_JOB_KEYS = KeyNames(job_name)
 _ELSEWHERE = {  # said before a job is posted
-    "rollout.group_size": "n of /v1/completions/batch",
-    "rollout.max_tokens": "max_tokens of /v1/completions/batch",
-    "rollout.temperature": "temperature of /v1/completions/batch",
-    "rollout.stop": "stop of /v1/completions/batch",
+    **{key: f"{name} of /v1/completions/batch" for key, name in SAMPLED_WITH.items()},
     "rollout.prompts_per_step": "more groups in a job",
     "dtype": "groupwise serve --dtype float32",
 }
-_INSTEAD = {  # remedies in words that only a run has the means for
-    "score a few completions and read them: groupwise check": "read what was posted: GET /v1/rollouts?job=",
-    "read what is sampled, in the run's rollouts/": "read what was posted: GET /v1/rollouts?job=",
-    "look at clip_frac, masked_frac and reward/std in metrics.jsonl": "look at clip_frac, masked_frac and reward/std: "
-    "GET /v1/train/metrics/{job_id}",
-}
-_OF_RUNS = re.compile(r"metrics\.jsonl|rollouts/|groupwise env|output_dir")
-_KEY = re.compile(r"\b(?:train|algo|rollout|data|eval|env|scoring)\.\w+")
-
-
-def in_job_words(text: str) -> str:
-    """`text` with a job's fields in place of a run's keys."""
-
-    def field(match: re.Match[str]) -> str:
-        key = match[0]
-        if key in _ELSEWHERE:
-            return _ELSEWHERE[key].partition(" of ")[0]
-        return f"config.{_FIELDS.get(key, key.partition('.')[2])}"
-
-    return _KEY.sub(field, text)
 
 
 def job_remedies(rule: str, kind: str, config: Mapping[str, Any], *, name: str = "") -> list[str]:
@@ -80,32 +51,25 @@ def _effective(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _told(remedy: Remedy, kind: str, config: Mapping[str, Any], name: str) -> str | None:
     """None where the job has no means for it."""
+    text = (remedy.job_text or remedy.text).format(key=_JOB_KEYS)
     if not remedy.overrides:
-        text = _INSTEAD.get(remedy.text, remedy.text)
-        return None if _OF_RUNS.search(text) else in_job_words(text)
+        return text if remedy.for_jobs else None
     if all(key in _ELSEWHERE for key in remedy.overrides):
-        return f"{remedy.text}: {', '.join(_ELSEWHERE[key] for key in remedy.overrides)}"
-    if any(config.get(_field(key, kind) or "") != value for key, value in remedy.only_if.items()):
+        return f"{text}: {', '.join(_ELSEWHERE[key] for key in remedy.overrides)}"
+    if any(config.get(job_field(key, kind) or "") != value for key, value in remedy.only_if.items()):
         return None
     changes = dict(_changes(remedy, kind, config, name))
     if len(changes) < len(remedy.overrides) or not _is_valid(kind, {**config, **changes}):
         return None
-    return f"{remedy.text}: {' '.join(f'config.{key}={_shown(value)}' for key, value in changes.items())}"
+    return f"{text}: {' '.join(f'config.{key}={_shown(value)}' for key, value in changes.items())}"
 
 
 def _changes(remedy: Remedy, kind: str, config: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:
     """(field, its new value), of those that there are and that would be other ones."""
     for key, change in remedy.overrides.items():
-        field = _field(key, kind)
+        field = job_field(key, kind)
         if field is not None and (new := changed(config.get(field), change, name)) is not None:
             yield field, new
-
-
-def _field(key: str, kind: str) -> str | None:
-    """The job's field for a run's key; None where it has none."""
-    section, _, name = key.partition(".")
-    field = _FIELDS.get(key, name if section == "algo" else "")
-    return field if field in MODELS[kind].model_fields else None
 
 
 def _is_valid(kind: str, config: Mapping[str, Any]) -> bool:
@@ -165,12 +129,10 @@ def _judged(server: Server, job_id: str) -> JobHealth:
     def remedies(finding: Finding) -> list[str]:
         return job_remedies(finding.id, job.kind, job.config, name=finding.name)
 
-    return JobHealth(job_id=job_id, status=report.status, findings=told(report, remedies, in_words=in_job_words))
+    return JobHealth(job_id=job_id, status=report.status, findings=told(report, remedies))
 
 
-def told(
-    report: Report, remedies: Callable[[Finding], Sequence[str]], *, in_words: Callable[[str], str] = str
-) -> list[JobFinding]:
+def told(report: Report, remedies: Callable[[Finding], Sequence[str]]) -> list[JobFinding]:
     """The findings of a report, each with its remedies."""
     return [
         JobFinding(
@@ -179,8 +141,8 @@ def told(
             metric=finding.metric,
             began=finding.began,
             ended=finding.ended,
-            says=in_words(finding.says),
-            cause=in_words(finding.cause),
+            says=finding.says,
+            cause=finding.cause,
             remedies=list(remedies(finding)),
         )
         for finding in report.findings

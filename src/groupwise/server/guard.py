@@ -117,12 +117,12 @@ class Guard:
         self._key = None if config.api_key is None else _digest(config.api_key)
         self._checks_host = is_loopback(config.host) or bool(config.allowed_hosts)
         waiting = config.first_token_timeout_s
-        self._writes = _Places(config.max_concurrent, config.max_waiting, patience_s=waiting)
-        self._reads = _Places(config.max_concurrent, config.max_waiting, patience_s=waiting)
-        self._watches = _Places(config.max_concurrent, 0, patience_s=waiting)
-        self._polls = _Places(config.tinker_pending, config.max_waiting, patience_s=waiting)
-        self._uploads = _Places(UPLOADS, config.max_waiting, patience_s=waiting)
-        self._long = _Bytes(config.bodies_bytes, patience_s=waiting)
+        self._writes = _ConcurrencyLimit(config.max_concurrent, config.max_waiting, patience_s=waiting)
+        self._reads = _ConcurrencyLimit(config.max_concurrent, config.max_waiting, patience_s=waiting)
+        self._watches = _ConcurrencyLimit(config.max_concurrent, 0, patience_s=waiting)
+        self._polls = _ConcurrencyLimit(config.tinker_pending, config.max_waiting, patience_s=waiting)
+        self._uploads = _ConcurrencyLimit(UPLOADS, config.max_waiting, patience_s=waiting)
+        self._long = _ByteLimit(config.bodies_bytes, patience_s=waiting)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -138,7 +138,7 @@ class Guard:
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
         method: str = scope["method"]
-        answer = _Sending(send, request_id, bodiless=method == "HEAD")
+        answer = _ResponseGuard(send, request_id, bodiless=method == "HEAD")
         if answer.bodiless:
             scope = {**scope, "method": "GET"}
         try:
@@ -146,7 +146,7 @@ class Guard:
             async with AsyncExitStack() as held:
                 limit = self._limit(scope["path"])
                 taking = self._taking(scope, held, size=_declared(headers, most=limit[0]))
-                body = _Receiving(receive, limit, self._config, taking)
+                body = _BodyGuard(receive, limit, self._config, taking)
                 if scope["method"] != "POST" or not _brings_body(headers):
                     await body.take_place()
                 run = self._watch if scope["path"].startswith(WATCHED) else self._run
@@ -167,7 +167,7 @@ class Guard:
             self._recorder.http(route, method, status, seconds)
             _log_access(scope["path"], method, status, seconds, request_id)
 
-    async def _run(self, scope: Scope, headers: Headers, body: _Receiving, answer: _Sending) -> None:
+    async def _run(self, scope: Scope, headers: Headers, body: _BodyGuard, answer: _ResponseGuard) -> None:
         """The application, until its answer begins or its time is over."""
         deadline = asyncio.timeout(self._config.request_timeout_s + GRACE_S)
         try:
@@ -185,7 +185,7 @@ class Guard:
         finally:
             answer.deadline = None
 
-    async def _watch(self, scope: Scope, headers: Headers, body: _Receiving, answer: _Sending) -> None:
+    async def _watch(self, scope: Scope, headers: Headers, body: _BodyGuard, answer: _ResponseGuard) -> None:
         """A stream that lasts as long as a job; it ends, cleanly, when the server drains. Who watches comes back."""
         running = asyncio.ensure_future(self._run(scope, headers, body, answer))
         draining = asyncio.ensure_future(self._gate.draining.wait())
@@ -204,7 +204,13 @@ class Guard:
             self._gate.check()
 
     async def _refuse(
-        self, error: GroupwiseError, scope: Scope, receive: Receive, answer: _Sending, *, cause: Exception | None = None
+        self,
+        error: GroupwiseError,
+        scope: Scope,
+        receive: Receive,
+        answer: _ResponseGuard,
+        *,
+        cause: Exception | None = None,
     ) -> None:
         if answer.begun:
             raise cause or error
@@ -320,7 +326,7 @@ def _declared(headers: Headers, *, most: int) -> int:
     return min(int(said[:20]), most) if said.isdigit() else most
 
 
-class _Bytes:
+class _ByteLimit:
     """So many bytes of long bodies at once, first come first served. What a body may have is taken at once: bodies that
     had a part each would wait for each other."""
 
@@ -370,7 +376,7 @@ class _Bytes:
             self._waiting.popleft()
 
 
-class _Places:
+class _ConcurrencyLimit:
     """So many at once, so many waiting, first come first served."""
 
     def __init__(self, capacity: int, waiting: int, *, patience_s: float):
@@ -401,7 +407,7 @@ class _Places:
 
 
 # ---- the two directions of a request ----
-class _Sending:
+class _ResponseGuard:
     """ASGI's send: adds the request id, remembers how far the answer is, ends the deadline where it begins.
 
     A `bodiless` answer is over where its body would begin; who goes on sending one is told that nobody reads it.
@@ -433,7 +439,7 @@ class _Sending:
             raise ClientDisconnect from error
 
 
-class _Receiving:
+class _BodyGuard:
     """ASGI's receive: counts what arrives, and gives it `body_timeout_s` and a second for each MiB.
 
     The request takes its place once its body is whole, or no longer small. Before, it costs a connection and little

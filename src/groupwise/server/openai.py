@@ -22,13 +22,13 @@ from groupwise.config.serve import ServeConfig
 from groupwise.errors import RequestError
 from groupwise.model.chat import THINK_END, THINK_START, encode_prompt, opens_thought, too_long
 from groupwise.server.bodies import parse_body
-from groupwise.server.reply import Detokenizer, Part, ReplyParser, plain_text, token_text
+from groupwise.server.reply import Detokenizer, ReplyParser, ReplyPart, plain_text, token_text
 from groupwise.server.sampling import (
     PING,
     SAMPLING_ERRORS,
     Admission,
     EventStream,
-    Said,
+    StreamedCompletion,
     Token,
     admit,
     sendable,
@@ -155,7 +155,7 @@ def said_last(messages: Sequence[ChatMessage]) -> str:
 
 
 # ---- the reply ----
-class Reply:
+class ChoiceStream:
     """One choice's text in pieces -> what each adds."""
 
     def __init__(self, body: ChatRequest, prompt: ChatPrompt):
@@ -190,12 +190,12 @@ class Reply:
             return "tool_calls"
         return completion.finish_reason.value
 
-    def _deltas(self, parts: Sequence[Part]) -> list[ChatDelta]:
+    def _deltas(self, parts: Sequence[ReplyPart]) -> list[ChatDelta]:
         deltas = [delta for part in parts if (delta := self._delta(part)) is not None]
         self._said += deltas
         return deltas
 
-    def _delta(self, part: Part) -> ChatDelta | None:
+    def _delta(self, part: ReplyPart) -> ChatDelta | None:
         if part.kind == "content":
             return ChatDelta(content=part.text)
         if part.kind == "reasoning":
@@ -226,7 +226,7 @@ class _Chat:
         )
 
     def _whole_choice(self, index: int, completion: Completion) -> ChatChoice:
-        reply, tokens = Reply(self._body, self._prompt), tokens_of(completion)
+        reply, tokens = ChoiceStream(self._body, self._prompt), tokens_of(completion)
         reply.push(completion.text)
         reply.finish()
         return ChatChoice(
@@ -240,7 +240,10 @@ class _Chat:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The chunks; the first waits for the first token."""
         n = self._body.n or 1
-        said, replies = [self._asked.said() for _ in range(n)], [Reply(self._body, self._prompt) for _ in range(n)]
+        said, replies = (
+            [self._asked.said() for _ in range(n)],
+            [ChoiceStream(self._body, self._prompt) for _ in range(n)],
+        )
         tokens = await self._asked.next()
         opening = [ChatChunkChoice(index=i, delta=ChatDelta(role="assistant", content="")) for i in range(n)]
         yield self._chunk(opening, prompt_token_ids=self._prompt_ids)
@@ -261,7 +264,9 @@ class _Chat:
         if self._body.stream_options and self._body.stream_options.include_usage:
             yield self._chunk([], usage=self._asked.usage([completions]))
 
-    def _added(self, index: int, said: Said, deltas: Sequence[ChatDelta], *, finish_reason: Any = None) -> bytes:
+    def _added(
+        self, index: int, said: StreamedCompletion, deltas: Sequence[ChatDelta], *, finish_reason: Any = None
+    ) -> bytes:
         """A chunk for each delta; the first has the tokens that came since the last one."""
         chunks = []
         for delta in deltas:
@@ -368,7 +373,7 @@ def encode_raw(prompts: Sequence[Raw], base: TextModel, *, context: int | None) 
             prompt = encode_prompt(asked, base.tokenizer, context=context).token_ids
         elif max(prompt) >= base.vocabulary:
             what = f"the prompt has the token id {max(prompt)}; this model has the ids 0 to {base.vocabulary - 1}"
-            raise RequestError(what, hint="encode the prompt with this model's tokenizer", param="prompt")
+            raise RequestError(what, hint="encode the prompt with this model's tokenizer", field="prompt")
         elif context is not None and len(prompt) > context:
             raise too_long(f"{len(prompt)} tokens", context)
         encoded.append(prompt)

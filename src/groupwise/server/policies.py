@@ -71,7 +71,7 @@ def check_free_name(name: str, *, served_name: str) -> None:
         )
 
 
-class Part(Protocol):
+class ComposedAdapter(Protocol):
     """One adapter of a composition."""
 
     @property
@@ -197,7 +197,7 @@ class Policies:
             raise RequestError(
                 f"model is {str(model)[:64]!r} and adapter is {adapter[:64]!r}: two policies for one request",
                 hint="give one of them",
-                param="adapter",
+                field="adapter",
             )
         return version
 
@@ -213,7 +213,7 @@ class Policies:
         *,
         model: str | None = None,
         adapter: str | None = None,
-        adapters: Sequence[Part] | None = None,
+        adapters: Sequence[ComposedAdapter] | None = None,
         patience_s: float | None = None,
     ) -> AsyncIterator[PolicyVersion]:
         """The version that answers one request, which stays loaded until the request has ended.
@@ -234,11 +234,11 @@ class Policies:
         async with self._held(version, load=load, patience_s=patience_s):
             yield version
 
-    def _compose(self, parts: Sequence[Part]) -> tuple[PolicyVersion, Callable[[], None]]:
+    def _compose(self, parts: Sequence[ComposedAdapter]) -> tuple[PolicyVersion, Callable[[], None]]:
         """A version that spells out its sum, as in "0.5*math@3+1.0*sql@1", and what loads it."""
         terms = sorted((self._named(part.name), float(part.scale)) for part in parts)
         if any(version.is_base for version, _ in terms):
-            raise RequestError("adapters names the base model, which is always in the sum", param="adapters")
+            raise RequestError("adapters names the base model, which is always in the sum", field="adapters")
         *_, (last, _) = terms
         name = "+".join(f"{scale}*{version}" for version, scale in terms).removesuffix(f"@{last.number}")
         composed = PolicyVersion(name, last.number)

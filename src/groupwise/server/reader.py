@@ -86,7 +86,7 @@ Read = Callable[Concatenate[bytes, TextModel, ServeConfig, P], T]
 
 # ---- bodies ----
 @dataclass(frozen=True)
-class Body:
+class RawBody:
     """The bytes of a request. A long one is in `file`, and `raw` is empty. `digest` is its sha256, in hexadecimal."""
 
     size: int
@@ -96,7 +96,7 @@ class Body:
 
 
 @asynccontextmanager
-async def receive_body(http: Request, reader: Reader) -> AsyncIterator[Body]:
+async def receive_body(http: Request, reader: Reader) -> AsyncIterator[RawBody]:
     """Within: the whole body of a request. The guard counts its bytes and its time.
 
     Raises BodyTooLargeError, SlowBodyError, OverloadedError as the guard, StorageError if the disk does not take it.
@@ -115,10 +115,10 @@ async def receive_body(http: Request, reader: Reader) -> AsyncIterator[Body]:
         if spool is None:
             raw = b"".join(pieces)
             digest.update(raw)
-            yield Body(size, digest.hexdigest(), raw)
+            yield RawBody(size, digest.hexdigest(), raw)
         else:
             await spool.append(pieces, digest)
-            yield Body(size, digest.hexdigest(), b"", spool.file)
+            yield RawBody(size, digest.hexdigest(), b"", spool.file)
 
 
 class _Spool:
@@ -192,23 +192,25 @@ class Reader:
             check_content_type(http)
             return await self.read(http, body, read, *args, **kwargs)
 
-    async def read(self, http: Request, body: Body, read: Read[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def read(self, http: Request, body: RawBody, read: Read[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """As `read_json`, of a body that was received and whose content type was checked."""
         if body.file is None:
             return await self._in_thread(read, body, *args, **kwargs)
         return await self._by_process(http, "sample", body, (read, args, kwargs))
 
-    async def read_to_train(self, http: Request, body: Body, read: Read[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def read_to_train(
+        self, http: Request, body: RawBody, read: Read[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         """As `read`, for what is to be trained: behind others of its kind, and not before requests that sample."""
         if body.size <= SHORT_TO_TRAIN:
             return await self._in_thread(read, body, *args, **kwargs)
         return await self._by_process(http, "train", body, (read, args, kwargs))
 
-    async def _in_thread(self, read: Read[P, T], body: Body, *args: P.args, **kwargs: P.kwargs) -> T:
+    async def _in_thread(self, read: Read[P, T], body: RawBody, *args: P.args, **kwargs: P.kwargs) -> T:
         return await asyncio.wrap_future(self.submit(read, body.raw, self._base, self._config, *args, **kwargs))
 
-    async def _by_process(self, http: Request, lane: str, body: Body, task: tuple[Any, ...]) -> Any:
-        async def work() -> Outcome | None:
+    async def _by_process(self, http: Request, lane: str, body: RawBody, task: tuple[Any, ...]) -> Any:
+        async def work() -> ReadResult | None:
             async with self._lanes[lane]:
                 return await self._fork(body, pickle.dumps((LANES[lane][1], *task)))
 
@@ -225,7 +227,7 @@ class Reader:
             raise RuntimeError(f"a body could not be read:\n{outcome.bug}")
         return outcome.result
 
-    async def _fork(self, body: Body, task: bytes) -> Outcome | None:
+    async def _fork(self, body: RawBody, task: bytes) -> ReadResult | None:
         """What a new process makes of the task; None where it ended before it said so. It ends when this does."""
         loop, file = asyncio.get_running_loop(), body.file
         ours, theirs = socket.socketpair()
@@ -247,7 +249,7 @@ class Reader:
         return None
 
 
-def _load(answer: int) -> Outcome:
+def _load(answer: int) -> ReadResult:
     """From the file itself: what a long job trains on is there once, and not in the file's bytes as well."""
     with os.fdopen(answer, "rb") as file:
         file.seek(0)
@@ -256,7 +258,7 @@ def _load(answer: int) -> Outcome:
 
 # ---- the process that forks ----
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class ReadResult:
     """What a reading process has to say: its function's result, what it raised, or the traceback of a bug."""
 
     result: Any = None

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 from groupwise.config.serve import ServeConfig
 from groupwise.errors import BodyTooLargeError, GroupwiseError
 from groupwise.model.chat import encode_prompt, encode_supervised, least_tokens
-from groupwise.server.reader import DONE, GO, READY, Outcome, receive_frame
+from groupwise.server.reader import DONE, GO, READY, ReadResult, receive_frame
 from groupwise.types import Message, Prompt
 
 if TYPE_CHECKING:
@@ -143,19 +143,19 @@ def _end_with(stream: socket.socket) -> None:
     os._exit(1)
 
 
-def _outcome(body: int, base: TextModel, config: ServeConfig, read: Any, args: Any, kwargs: Any) -> Outcome:
+def _outcome(body: int, base: TextModel, config: ServeConfig, read: Any, args: Any, kwargs: Any) -> ReadResult:
     try:
         with os.fdopen(body, "rb") as file:
             file.seek(0)
             raw = file.read()
-        return Outcome(result=read(raw, base, config, *args, **kwargs))
+        return ReadResult(result=read(raw, base, config, *args, **kwargs))
     except GroupwiseError as error:
-        return Outcome(refused=error.with_traceback(None))
+        return ReadResult(refused=error.with_traceback(None))
     except MemoryError:
         message = f"reading the body takes more memory than it may (reading_bytes is {config.reading_bytes})"
-        return Outcome(refused=BodyTooLargeError(message, hint="send several smaller requests"))
+        return ReadResult(refused=BodyTooLargeError(message, hint="send several smaller requests"))
     except Exception:
-        return Outcome(bug=traceback.format_exc())
+        return ReadResult(bug=traceback.format_exc())
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from groupwise.model.chat import THINK_END, THINK_START, closing_ids
-from groupwise.tasks.tool_calls import Call, MalformedCall, ToolCallFormat, pieces
+from groupwise.tasks.tool_calls import MalformedCall, ParsedCall, ToolCallFormat, pieces
 from groupwise.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _byte_letters() -> dict[str, int]:
 
 # ---- text to reasoning, content and tool calls ----
 @dataclass(frozen=True)
-class Part:
+class ReplyPart:
     """A piece of a reply: text of a kind, or one whole tool call (`arguments` is JSON text, as OpenAI sends it)."""
 
     kind: Literal["reasoning", "content", "tool_call"]
@@ -183,17 +183,17 @@ class ReplyParser:
         self._trim = thinks  # whether space that comes next is dropped
         self._said = self._called = False  # any content, any call so far
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[ReplyPart]:
         """The parts that are certain now."""
         self._text += text
         return self._take(last=False)
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[ReplyPart]:
         """The reply is over: the rest of it."""
         return self._take(last=True)
 
-    def _take(self, *, last: bool) -> list[Part]:
-        parts: list[Part] = []
+    def _take(self, *, last: bool) -> list[ReplyPart]:
+        parts: list[ReplyPart] = []
         if self._state == "start":
             self._begin(last=last)
         if self._state == "reasoning":
@@ -210,7 +210,7 @@ class ReplyParser:
         elif last or not THINK_START.startswith(text):
             self._state = "content"
 
-    def _reason(self, *, last: bool) -> list[Part]:
+    def _reason(self, *, last: bool) -> list[ReplyPart]:
         text = self._text.lstrip() if self._trim else self._text
         thought, closed, rest = text.partition(THINK_END)
         if not closed and not last:
@@ -220,10 +220,10 @@ class ReplyParser:
             self._state, self._text, self._trim = "content", rest, True
         else:
             self._text, self._trim = text[len(thought) :], self._trim and not thought
-        return [Part("reasoning", thought)] if thought else []
+        return [ReplyPart("reasoning", thought)] if thought else []
 
-    def _content(self, *, last: bool) -> list[Part]:
-        parts: list[Part] = []
+    def _content(self, *, last: bool) -> list[ReplyPart]:
+        parts: list[ReplyPart] = []
         while self._text:
             self._text = self._text.lstrip() if self._trim else self._text
             start = self._call_start()
@@ -244,16 +244,16 @@ class ReplyParser:
             return 0
         return self._text.find(self._calls.start)
 
-    def _take_calls(self, start: int, end: int, form: ToolCallFormat, *, last: bool) -> list[Part]:
+    def _take_calls(self, start: int, end: int, form: ToolCallFormat, *, last: bool) -> list[ReplyPart]:
         parts, said = [], self._text[:start]
         region, self._text = self._text[start:end], self._text[end:]
         for piece in pieces(region, form, tools=self._tools):
-            if not isinstance(piece, Call):
+            if not isinstance(piece, ParsedCall):
                 said += piece.text if isinstance(piece, MalformedCall) else piece
                 continue
             parts += self._give(said.rstrip())
             arguments = json.dumps(piece.arguments, ensure_ascii=False)
-            parts.append(Part("tool_call", name=piece.name, arguments=arguments))
+            parts.append(ReplyPart("tool_call", name=piece.name, arguments=arguments))
             said, self._called, self._trim = "", True, not self._said
         return parts + self._give(said.rstrip() if last and self._called else said)
 
@@ -265,13 +265,13 @@ class ReplyParser:
             return len(self._text)
         return len(self._text[: len(self._text) - beginning_length(self._text, [self._calls.start])].rstrip())
 
-    def _say(self, length: int) -> list[Part]:
+    def _say(self, length: int) -> list[ReplyPart]:
         text, self._text = self._text[:length], self._text[length:]
         return self._give(text)
 
-    def _give(self, text: str) -> list[Part]:
+    def _give(self, text: str) -> list[ReplyPart]:
         text = text.lstrip() if self._trim else text
         if not text:
             return []
         self._said, self._trim = True, False
-        return [Part("content", text)]
+        return [ReplyPart("content", text)]

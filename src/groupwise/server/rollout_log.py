@@ -38,7 +38,7 @@ from groupwise.server.schema import (
 from groupwise.server.state import Server, server_of
 from groupwise.server.webhooks import utc
 from groupwise.server.wire import documented
-from groupwise.store.job_payload import GrpoPayload, ScoredGroup, parse_payload
+from groupwise.store.job_payload import EncodedGroup, GrpoPayload, parse_payload
 from groupwise.store.ledger import Job, Ledger
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ class _Posted:
     """A job's groups; `places` is (group, completion) of every one, in order."""
 
     job: Job
-    groups: Sequence[ScoredGroup]
+    groups: Sequence[EncodedGroup]
     temperature: float
     advantages: Sequence[Sequence[float | None]]
     places: Sequence[tuple[int, int]]
@@ -213,7 +213,7 @@ def _posted(ledger: Ledger, job_id: str) -> _Posted:
     payload = parse_payload(job.kind, ledger.payload(job_id))
     if not isinstance(payload, GrpoPayload):
         hint = "only jobs of /v1/train/grpo have groups of completions"
-        raise RequestError(f"job {job_id} is of kind {job.kind}, and has no rollouts", hint=hint, param="job")
+        raise RequestError(f"job {job_id} is of kind {job.kind}, and has no rollouts", hint=hint, field="job")
     spec = AdvantageSpec(
         kind=job.config.get("advantage", "group_std"),
         eps=job.config.get("advantage_eps", DEFAULT_EPS),

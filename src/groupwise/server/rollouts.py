@@ -88,7 +88,7 @@ def encode_conversations(
         try:
             encoded.append(encode_prompt(prompt, tokenizer, template_kwargs=said, context=context).token_ids)
         except (ChatError, ContextLengthError) as error:
-            raise RequestError(f"{at}: {error.message}", hint=error.hint, param=at, code=error.code) from error
+            raise RequestError(f"{at}: {error.message}", hint=error.hint, field=at, code=error.code) from error
     return encoded
 
 

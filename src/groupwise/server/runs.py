@@ -92,7 +92,7 @@ Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lines:
+class RecordPage:
     """Records behind a cursor, the cursor behind them, and whether they replace all that came before."""
 
     records: tuple[Record, ...]
@@ -120,18 +120,18 @@ class MetricsFile:
         self._step = self._damaged = 0
         self._last: dict[str, float] = {}
 
-    def since(self, after: str | None = None) -> Lines:
+    def since(self, after: str | None = None) -> RecordPage:
         """What came behind `after`; all without one. Raises RequestError for what is no cursor."""
         if after is not None and not _CURSOR.fullmatch(after):
             raise RequestError(
-                f"after is {after[:64]!r}; it must be the `next` of an answer, or left out", param="after"
+                f"after is {after[:64]!r}; it must be the `next` of an answer, or left out", field="after"
             )
         with self._lock:
             self._read_on()
             inode, offset = map(int, (after or "0-0").split("-"))
             goes_on = inode == self._inode and offset <= self._offset
             records = tuple(record for end, record in self._lines if not goes_on or end > offset)
-            return Lines(records=records, next=f"{self._inode}-{self._offset}", anew=not goes_on)
+            return RecordPage(records=records, next=f"{self._inode}-{self._offset}", anew=not goes_on)
 
     def standing(self) -> Standing:
         """How far it is."""
@@ -348,7 +348,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class SampleQuery:
     """What is searched for; None is everything."""
 
     step: int | None = None
@@ -371,7 +371,7 @@ class Wanted:
         )
 
 
-def page(run: RunFiles, wanted: Wanted, *, after: int | None, limit: int) -> RolloutPage:
+def page(run: RunFiles, wanted: SampleQuery, *, after: int | None, limit: int) -> RolloutPage:
     """Up to `limit` rows behind the cursor `after`."""
     begin, skip = (None, 0) if after is None else divmod(after, PLACES)
     rows, read = list[RolloutRow](), 0
@@ -622,7 +622,7 @@ async def run_rollouts_page(
     reward_max: float | None = None,
 ) -> RolloutPage:
     """The completions that a run sampled, the newest step first."""
-    wanted = Wanted(
+    wanted = SampleQuery(
         step=step,
         contains=contains,
         finish_reason=finish_reason,
@@ -672,7 +672,7 @@ async def follow(
     return following(_follow(files, after))
 
 
-def _look(run: RunFiles, after: str | None) -> tuple[bool, Lines]:
+def _look(run: RunFiles, after: str | None) -> tuple[bool, RecordPage]:
     """The state is read first: if the run has ended by then, the lines are all there will be."""
     return run.is_running(), run.metrics.since(after)
 

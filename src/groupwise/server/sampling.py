@@ -206,7 +206,7 @@ def _overdue(message: str) -> DeadlineError:
     return DeadlineError(message, hint="lower max_tokens or n, or let the server take longer (request_timeout_s)")
 
 
-class Said:
+class StreamedCompletion:
     """What was sampled of one completion and has not been sent yet: text that is certain, and the tokens behind it."""
 
     def __init__(self, stream: TextStream):
@@ -444,10 +444,10 @@ class Admission:
     def answer(self, answer: BaseModel) -> Response:
         return Response(answer.model_dump_json(), media_type="application/json", headers=self.headers)
 
-    def said(self) -> Said:
+    def said(self) -> StreamedCompletion:
         """For one completion of a stream."""
         params = self.requests[0].params
-        return Said(TextStream(self.server.base.tokenizer, params))
+        return StreamedCompletion(TextStream(self.server.base.tokenizer, params))
 
     async def next(self) -> list[Token] | None:
         """`Generation.next`, recorded; no tokens where it is time for a ping."""
@@ -593,7 +593,7 @@ def sampling_params(
     most = min(most_tokens, room) if asked is None else max(1, asked)
     if body.min_tokens and body.min_tokens > most:
         message = f"min_tokens is {body.min_tokens}, and a completion has at most {most} (max_tokens)"
-        raise RequestError(message, hint=f"lower min_tokens to {most} or less, or raise max_tokens", param="min_tokens")
+        raise RequestError(message, hint=f"lower min_tokens to {most} or less, or raise max_tokens", field="min_tokens")
     return SamplingParams(
         max_tokens=most,
         temperature=1.0 if body.temperature is None else body.temperature,
@@ -627,7 +627,7 @@ def _check_biased(body: Sampling, vocabulary: int) -> None:
     for token in body.logit_bias or ():
         if int(token) >= vocabulary:
             message = f"logit_bias has the token id {token}; this model has the ids 0 to {vocabulary - 1}"
-            raise RequestError(message, hint="give ids of this model's tokenizer", param=f"logit_bias.{token}")
+            raise RequestError(message, hint="give ids of this model's tokenizer", field=f"logit_bias.{token}")
 
 
 def prompt_seed(seed: int, index: int) -> int:

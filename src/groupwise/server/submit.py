@@ -28,21 +28,20 @@ from groupwise.errors import (
     AdapterError,
     AdapterNotFoundError,
     ChatError,
-    ConfigError,
     ContextLengthError,
+    FieldError,
     GroupwiseError,
     RequestError,
 )
 from groupwise.model import chat
 from groupwise.server.bodies import parse_body
-from groupwise.server.findings import in_job_words
 from groupwise.server.schema import GrpoRequest, ScoredCompletion, ScoredGroup, SftExample, SftRequest
 from groupwise.server.schema_openai import TemplateOptions, Tool, as_messages
 from groupwise.store import files as adapter_files
 from groupwise.store import job_payload
 from groupwise.store.adapters import AdapterStore
-from groupwise.store.job_payload import ScoredGroup as EncodedGroup
-from groupwise.store.job_payload import SftExample as EncodedExample
+from groupwise.store.job_payload import EncodedExample as EncodedExample
+from groupwise.store.job_payload import EncodedGroup as EncodedGroup
 from groupwise.store.job_payload import dump_examples, dump_groups
 from groupwise.store.ledger import RolloutRecord, kept_rollouts
 from groupwise.types import BASE, PolicyVersion, Prompt
@@ -79,17 +78,17 @@ def template_options(
         where = f"{at}.{name}"
         if name in tokenizer.special_tokens_map:
             message = f"{where} is one of the tokenizer's special tokens; a request cannot set it"
-            raise RequestError(message, hint="leave it out", param=where)
+            raise RequestError(message, hint="leave it out", field=where)
         says_nothing = name == "enable_thinking" and value is False  # to a model that does not think
         if not says_nothing and not chat.template_reads(name, tokenizer):
             message = f"{where} changes nothing: this model's chat template does not read {name!r}"
-            raise RequestError(message, hint="leave it out, or look its name up in that template", param=where)
+            raise RequestError(message, hint="leave it out, or look its name up in that template", field=where)
     return given
 
 
 def encode_group(
     group: ScoredGroup, at: str, records: Mapping[str, RolloutRecord], base: TextModel
-) -> job_payload.ScoredGroup:
+) -> job_payload.EncodedGroup:
     """The prompt that all completions of a group share, and the completions, as they are trained."""
     texts = _Texts(group, at, base)
     shared, source = (None, "") if texts.prompt is None else (texts.prompt.token_ids, f"{at}.messages")
@@ -104,14 +103,14 @@ def encode_group(
                 f"{where} was sampled for another prompt than {source} says",
                 hint="put the completions of each prompt into a group of their own; with rollout_id, messages can be "
                 "left out",
-                param=where,
+                field=where,
             )
         _check_length(len(shared or ()), len(sampled.ids), where, base)
         completions.append(sampled)
-    return job_payload.ScoredGroup(prompt_ids=shared or (), completions=tuple(completions))
+    return job_payload.EncodedGroup(prompt_ids=shared or (), completions=tuple(completions))
 
 
-def encode_example(example: SftExample, at: str, base: TextModel) -> job_payload.SftExample:
+def encode_example(example: SftExample, at: str, base: TextModel) -> job_payload.EncodedExample:
     """A conversation, with a mask of what is trained."""
     try:
         sample = chat.encode_supervised(
@@ -127,9 +126,11 @@ def encode_example(example: SftExample, at: str, base: TextModel) -> job_payload
         raise at_field(error, f"{at}.messages") from error
     except ValueError as error:  # nothing stands before the assistant's first word
         message = f"{at}.messages begins with what is to be trained, and nothing predicts its first token"
-        raise RequestError(message, hint="begin with a user message", param=f"{at}.messages") from error
+        raise RequestError(message, hint="begin with a user message", field=f"{at}.messages") from error
     _check_length(len(sample.prompt_ids), len(sample.completion_ids), at, base)
-    return job_payload.SftExample(prompt_ids=sample.prompt_ids, completion_ids=sample.completion_ids, mask=sample.mask)
+    return job_payload.EncodedExample(
+        prompt_ids=sample.prompt_ids, completion_ids=sample.completion_ids, mask=sample.mask
+    )
 
 
 class _Texts:
@@ -168,13 +169,13 @@ def _encode_completion(
     texts: _Texts,
     records: Mapping[str, RolloutRecord],
     base: TextModel,
-) -> tuple[Ids | None, job_payload.ScoredCompletion]:
+) -> tuple[Ids | None, job_payload.EncodedCompletion]:
     """The prompt's ids as this completion knows them, if it does, and the completion."""
     if completion.rollout_id is not None:
         record = records[completion.rollout_id]
         if max((*record.prompt_ids, *record.completion_ids)) >= base.vocabulary:
             message = f"{at} was sampled from another model than {base.name}"
-            raise RequestError(message, hint="sample it again", param=f"{at}.rollout_id")
+            raise RequestError(message, hint="sample it again", field=f"{at}.rollout_id")
         return record.prompt_ids, _scored(record.completion_ids, record.logprobs, completion.reward)
     if completion.token_ids is not None:
         ids = _checked_ids(completion.token_ids, f"{at}.token_ids", base)
@@ -186,19 +187,19 @@ def _encode_completion(
     return None, _scored(texts.encode(completion.text, at), None, completion.reward)
 
 
-def _scored(ids: Ids, logprobs: tuple[float, ...] | None, reward: float) -> job_payload.ScoredCompletion:
-    return job_payload.ScoredCompletion(ids=ids, logprobs=logprobs, reward=reward)
+def _scored(ids: Ids, logprobs: tuple[float, ...] | None, reward: float) -> job_payload.EncodedCompletion:
+    return job_payload.EncodedCompletion(ids=ids, logprobs=logprobs, reward=reward)
 
 
 def _checked_ids(ids: Sequence[int], at: str, base: TextModel) -> Ids:
     if not ids:
-        raise RequestError(f"{at} is empty", hint="give at least one token", param=at)
+        raise RequestError(f"{at} is empty", hint="give at least one token", field=at)
     for t, token in enumerate(ids):
         if not 0 <= token < base.vocabulary:
             raise RequestError(
                 f"{at}[{t}] is {token}; the vocabulary of {base.name} is 0 to {base.vocabulary - 1}",
                 hint="post the token_ids that this server sampled; other tokenizers have other ids",
-                param=f"{at}[{t}]",
+                field=f"{at}[{t}]",
             )
     return tuple(ids)
 
@@ -208,13 +209,13 @@ def _checked_logprobs(logprobs: Sequence[float] | None, length: int, at: str) ->
         return None
     if len(logprobs) != length:
         message = f"{at} has {len(logprobs)} entries for {length} token_ids"
-        raise RequestError(message, hint="give one for each token, or leave logprobs out", param=at)
+        raise RequestError(message, hint="give one for each token, or leave logprobs out", field=at)
     for t, logprob in enumerate(logprobs):
         if not math.isfinite(logprob) or logprob > ROUNDING:
             raise RequestError(
                 f"{at}[{t}] is {logprob}; a log-probability is a finite number that is not above 0",
                 hint="give natural logarithms, as this server reports them, or leave logprobs out",
-                param=f"{at}[{t}]",
+                field=f"{at}[{t}]",
             )
     return tuple(min(0.0, logprob) for logprob in logprobs)
 
@@ -225,7 +226,7 @@ def _check_length(prompt: int, completion: int, at: str, base: TextModel) -> Non
             f"{at} is too long: the prompt has {prompt} tokens and what follows it {completion}; "
             f"the maximum context length is {base.context_length} tokens",
             hint="leave it out or shorten it",
-            param=at,
+            field=at,
             code="context_length_exceeded",
         )
 
@@ -234,9 +235,9 @@ def _dicts(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
     return [tool.as_dict() for tool in tools or ()]
 
 
-def at_field(error: GroupwiseError, param: str) -> RequestError:
+def at_field(error: GroupwiseError, field: str) -> RequestError:
     """An error of the parts below as one of this field."""
-    return RequestError(f"{param}: {error.message}", hint=error.hint, param=param, code=error.code)
+    return RequestError(f"{field}: {error.message}", hint=error.hint, field=field, kind=error.kind, code=error.code)
 
 
 FindRollouts = Callable[[Sequence[str]], Mapping[str, RolloutRecord]]
@@ -346,7 +347,7 @@ def prepare_sft(
     """Check and tokenise conversations. Raises RequestError."""
     examples, config = request.examples, request.config
     if not examples:
-        raise RequestError("examples is empty", hint="give at least one conversation", param="examples")
+        raise RequestError("examples is empty", hint="give at least one conversation", field="examples")
     start, effective = _continued(config, base=base, store=store, pending=pending)
     steps = config.steps(examples=len(examples))
     _check_warmup(config, steps)
@@ -390,14 +391,14 @@ def _named(kind: str, config: JobConfig, store: AdapterStore) -> tuple[str, str]
 # ---- what is wrong by itself ----
 def _check_groups(groups: Sequence[ScoredGroup]) -> None:
     if not groups:
-        raise RequestError("groups is empty", hint="give at least one group of scored completions", param="groups")
+        raise RequestError("groups is empty", hint="give at least one group of scored completions", field="groups")
     seen: dict[str, str] = {}
     for i, group in enumerate(groups):
         at, count = f"groups[{i}]", len(group.completions)
         if count < 2:
             what = "no completions" if count == 0 else "one completion, and there is nothing to compare it with"
             hint = "sample several completions of each prompt (n = 4 or more) and post them in one group"
-            raise RequestError(f"{at} has {what}; a group needs at least 2", hint=hint, param=f"{at}.completions")
+            raise RequestError(f"{at} has {what}; a group needs at least 2", hint=hint, field=f"{at}.completions")
         for j, completion in enumerate(group.completions):
             where = f"{at}.completions[{j}]"
             _check_completion(completion, where, has_messages=group.messages is not None)
@@ -407,7 +408,7 @@ def _check_groups(groups: Sequence[ScoredGroup]) -> None:
                     raise RequestError(
                         f"{where} has the same rollout_id as {first}: {completion.rollout_id!r}",
                         hint="each rollout counts once; remove one of the two",
-                        param=f"{where}.rollout_id",
+                        field=f"{where}.rollout_id",
                     )
 
 
@@ -418,25 +419,25 @@ def _check_completion(completion: ScoredCompletion, at: str, *, has_messages: bo
             f"{at}.reward is {reward}; it must be a finite number from {-MAX_REWARD:g} to {MAX_REWARD:g}",
             hint="only differences within a group count, so rewards can be scaled down; leave out a completion whose "
             "reward failed",
-            param=f"{at}.reward",
+            field=f"{at}.reward",
         )
     sources = [name for name in ("text", "rollout_id", "token_ids") if getattr(completion, name) is not None]
     if len(sources) != 1:
         what = "neither text nor rollout_id nor token_ids" if not sources else " and ".join(sources)
         hint = "give its text, or the rollout_id that /v1/completions/batch answered, or its token_ids; one of them"
         raise RequestError(
-            f"{at} has {what}; it needs exactly one", hint=hint, param=f"{at}.{(sources or ['text'])[-1]}"
+            f"{at} has {what}; it needs exactly one", hint=hint, field=f"{at}.{(sources or ['text'])[-1]}"
         )
     for name in ("logprobs", "prompt_token_ids"):
         if getattr(completion, name) is not None and completion.token_ids is None:
             hint = f"remove it: {'a rollout knows its own' if completion.rollout_id else 'text has none'}"
-            raise RequestError(f"{at} has {name} without token_ids", hint=hint, param=f"{at}.{name}")
+            raise RequestError(f"{at} has {name} without token_ids", hint=hint, field=f"{at}.{name}")
     if not has_messages and completion.rollout_id is None and completion.prompt_token_ids is None:
         group = at.partition(".")[0]
         raise RequestError(
             f"{group} has no messages, and {at} does not bring its prompt",
             hint="give the group's messages; only rollout_id, or token_ids with prompt_token_ids, can do without",
-            param=f"{group}.messages",
+            field=f"{group}.messages",
         )
 
 
@@ -448,7 +449,7 @@ def _no_signal(groups: Sequence[ScoredGroup]) -> RequestError:
         f"in {where} the rewards are all equal{value}, so there is nothing to learn from",
         hint="a completion is trained by how it differs from its group: sample more completions or at a higher "
         "temperature, take prompts that are solved sometimes, or give partial credit",
-        param="groups",
+        field="groups",
         code="no_signal",
     )
 
@@ -458,7 +459,7 @@ def _check_warmup(config: JobConfig, steps: int) -> None:
         raise RequestError(
             f"config.warmup_steps is {config.warmup_steps}, and the job has {steps} steps",
             hint=f"give {steps} or less, or more steps",
-            param="config.warmup_steps",
+            field="config.warmup_steps",
         )
 
 
@@ -509,7 +510,7 @@ def _check_shape(config: JobConfig, version: PolicyVersion, saved: Mapping[str, 
         raise RequestError(
             f"config.{field} is {given}; the job continues {version}, which has {has}",
             hint=f"leave {field} out, or start a fresh adapter with base_adapter: {BASE!r}",
-            param=f"config.{field}",
+            field=f"config.{field}",
         )
 
 
@@ -519,9 +520,9 @@ def _targeted(config: JobConfig, base: TextModel) -> list[str] | None:
     for i, target in enumerate(given if isinstance(given, tuple) else ()):
         try:
             base.adaptable.meant([target])
-        except ConfigError as error:
-            message = error.message.replace("train.lora.targets", f"config.target_modules[{i}]")
-            raise RequestError(message, hint=error.hint, param=f"config.target_modules[{i}]") from error
+        except FieldError as error:
+            ours = error.renamed(f"config.target_modules[{i}]")
+            raise RequestError(ours.message, hint=ours.hint, field=ours.field, kind=ours.kind) from error
     return None if given is None else base.adaptable.meant(given)
 
 
@@ -543,7 +544,7 @@ def _found(groups: Sequence[ScoredGroup], rollouts: FindRollouts) -> Mapping[str
         raise RequestError(
             f"{len(missing)} of {len(where)} rollouts are not known here ({shown}{more})",
             hint="rollouts are kept for 7 days, by the server that sampled them; sample again, or post text",
-            param=f"{where[missing[0]]}.rollout_id",
+            field=f"{where[missing[0]]}.rollout_id",
             code="rollout_not_found",
         )
     return records
@@ -559,21 +560,21 @@ def _temperature(config: GrpoJobConfig, groups: Sequence[ScoredGroup], records: 
         if record.reshaped:
             hint = f"sample rollouts without {', '.join(record.reshaped)}; a lower temperature can be trained"
             message = f"{at} was sampled with {', '.join(record.reshaped)}, from another distribution than is trained"
-            raise RequestError(message, hint=hint, param=f"{at}.rollout_id")
+            raise RequestError(message, hint=hint, field=f"{at}.rollout_id")
         temperature = record.temperature
         if temperature <= 0:
             hint = "sample at a temperature above 0, or post the text instead of the rollout_id"
             message = f"{at} was sampled greedily (temperature 0), so its tokens have no probabilities to train"
-            raise RequestError(message, hint=hint, param=f"{at}.rollout_id")
+            raise RequestError(message, hint=hint, field=f"{at}.rollout_id")
         first = first or (at, temperature)
         if temperature != first[1]:
             message = f"{at} was sampled at temperature {temperature:g}, {first[0]} at {first[1]:g}"
-            raise RequestError(message, hint="submit a job for each temperature", param=f"{at}.rollout_id")
+            raise RequestError(message, hint="submit a job for each temperature", field=f"{at}.rollout_id")
     if first is None:
         return 1.0 if config.temperature is None else config.temperature
     if config.temperature not in (None, first[1]):
         message = f"config.temperature is {config.temperature:g}, but {first[0]} was sampled at {first[1]:g}"
-        raise RequestError(message, hint="leave temperature out: rollouts know theirs", param="config.temperature")
+        raise RequestError(message, hint="leave temperature out: rollouts know theirs", field="config.temperature")
     return first[1]
 
 
@@ -604,4 +605,4 @@ def _warnings(
         meant = f"; config.base_adapter: {versions!r} continues it" if one else ""
         yield f"{count} of {len(records)} rollouts were sampled by {versions}; training starts from {start}{meant}"
     loss = config.loss(recorded=recorded)
-    yield from map(in_job_words, loss.off_policy_warnings(config.steps(groups=trained), stale=bool(stale)))
+    yield from loss.off_policy_warnings(config.steps(groups=trained), stale=bool(stale), section="config.")

@@ -32,7 +32,7 @@ from groupwise.errors import (
 from groupwise.server.bodies import check_content_type
 from groupwise.server.errors import Paths, hidden
 from groupwise.server.policies import check_free_name
-from groupwise.server.reader import Body, receive_body
+from groupwise.server.reader import RawBody, receive_body
 from groupwise.server.sampling import following
 from groupwise.server.schema import (
     CancelAnswer,
@@ -73,7 +73,7 @@ async def train_grpo(request: Request, idempotency_key: IdempotencyKey = None) -
     job at /v1/train/status/{job_id}. With `Idempotency-Key`, the same request again gives the same job."""
     server = server_of(request)
 
-    def read(body: Body, pending: frozenset[str]) -> Awaitable[Submission]:
+    def read(body: RawBody, pending: frozenset[str]) -> Awaitable[Submission]:
         state = {"store": server.store, "ledger": server.ledger.path, "pending": pending}
         return server.reader.read_to_train(request, body, read_grpo, **state)
 
@@ -85,7 +85,7 @@ async def train_sft(request: Request, idempotency_key: IdempotencyKey = None) ->
     """Train an adapter on conversations: what the assistant says in them becomes likelier."""
     server = server_of(request)
 
-    def read(body: Body, pending: frozenset[str]) -> Awaitable[Submission]:
+    def read(body: RawBody, pending: frozenset[str]) -> Awaitable[Submission]:
         return server.reader.read_to_train(request, body, read_sft, store=server.store, pending=pending)
 
     return await _receive(request, read, idempotency_key)
@@ -97,7 +97,7 @@ def _pending(server: Server) -> frozenset[str]:
 
 
 async def _receive(
-    request: Request, read: Callable[[Body, frozenset[str]], Awaitable[Submission]], key: str | None
+    request: Request, read: Callable[[RawBody, frozenset[str]], Awaitable[Submission]], key: str | None
 ) -> TrainSubmitted:
     """The job that a body asks for, queued. One that was accepted before gets the same answer, whatever has changed
     since: a full disk, other adapters."""

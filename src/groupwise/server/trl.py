@@ -55,18 +55,18 @@ if TYPE_CHECKING:
 DEFAULT_TOKENS = 16  # theirs
 
 
-class _Drawn(Sampling):
+class _VllmSampling(Sampling):
     """vLLM's sampling parameters."""
 
     logprobs: Annotated[int, Field(ge=0), AtMost("max_top_logprobs")] | None = None
     """So many likeliest tokens besides the sampled one."""
 
 
-class Further(_Drawn, OwnPart):
+class Further(_VllmSampling, OwnPart):
     """Of these, those that are given."""
 
 
-class Drawn(_Drawn, OwnRequest):
+class Drawn(_VllmSampling, OwnRequest):
     """How they sample."""
 
     max_tokens: Annotated[int, Field(ge=1, le=1 << 20)] | None = DEFAULT_TOKENS

@@ -192,7 +192,7 @@ class Unsupported:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"enum": list(self.neutral), "description": _NOT_SUPPORTED}
+        return {"enum": list(self.neutral), "description": _NOT_SUPPORTED, "x-unsupported": True}
 
     def is_neutral(self, value: Any) -> bool:
         """Whether it changes nothing."""
@@ -269,5 +269,5 @@ def documented(
 def _codes_of(schema: Mapping[str, Any]) -> list[str]:
     """The codes of what can be wrong with a body, as its schema shows it."""
     text = json.dumps(schema)
-    signs = {"limit_exceeded": '"x-limit"', "unsupported_parameter": _NOT_SUPPORTED}
+    signs = {"limit_exceeded": '"x-limit"', "unsupported_parameter": '"x-unsupported"'}
     return [code for code, sign in signs.items() if sign in text]

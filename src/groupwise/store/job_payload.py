@@ -24,7 +24,7 @@ Logprobs = Annotated[tuple[float, ...], Field(strict=False)]
 Mask = Annotated[tuple[Annotated[int, Field(ge=0, le=1)], ...], Field(strict=False)]
 
 
-class ScoredCompletion(Section):
+class EncodedCompletion(Section):
     """A completion with its reward; `logprobs` has an entry per id."""
 
     ids: Ids
@@ -38,21 +38,21 @@ class ScoredCompletion(Section):
         return self
 
 
-class ScoredGroup(Section):
+class EncodedGroup(Section):
     """The completions of one prompt."""
 
     prompt_ids: PromptIds
-    completions: Annotated[tuple[ScoredCompletion, ...], Field(strict=False)]
+    completions: Annotated[tuple[EncodedCompletion, ...], Field(strict=False)]
 
 
 class GrpoPayload(Section):
     """`temperature` is the one the completions were sampled at."""
 
-    groups: Annotated[tuple[ScoredGroup, ...], Field(strict=False)]
+    groups: Annotated[tuple[EncodedGroup, ...], Field(strict=False)]
     temperature: float = Field(default=1.0, gt=0)
 
 
-class SftExample(Section):
+class EncodedExample(Section):
     """`mask[t]` is 1 where `completion_ids[t]` is to be learned."""
 
     prompt_ids: PromptIds
@@ -67,7 +67,7 @@ class SftExample(Section):
 
 
 class SftPayload(Section):
-    examples: Annotated[tuple[SftExample, ...], Field(strict=False)]
+    examples: Annotated[tuple[EncodedExample, ...], Field(strict=False)]
 
 
 PAYLOADS: Mapping[str, type[GrpoPayload] | type[SftPayload]] = {"grpo": GrpoPayload, "sft": SftPayload}
@@ -88,16 +88,16 @@ def dump_payload(payload: GrpoPayload | SftPayload) -> bytes:
     return payload.model_dump_json().encode()
 
 
-def dump_groups(groups: Iterable[ScoredGroup], *, temperature: float) -> bytes:
+def dump_groups(groups: Iterable[EncodedGroup], *, temperature: float) -> bytes:
     """`dump_payload` of groups that are made one after another, and not all kept."""
     return _dump(groups, GrpoPayload(groups=(), temperature=temperature))
 
 
-def dump_examples(examples: Iterable[SftExample]) -> bytes:
+def dump_examples(examples: Iterable[EncodedExample]) -> bytes:
     """`dump_payload` of examples that are made one after another, and not all kept."""
     return _dump(examples, SftPayload(examples=()))
 
 
-def _dump(items: Iterable[ScoredGroup | SftExample], empty: GrpoPayload | SftPayload) -> bytes:
+def _dump(items: Iterable[EncodedGroup | EncodedExample], empty: GrpoPayload | SftPayload) -> bytes:
     before, after = dump_payload(empty).split(b"[]", 1)
     return before + b"[" + b",".join(item.model_dump_json().encode() for item in items) + b"]" + after

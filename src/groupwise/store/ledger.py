@@ -74,10 +74,10 @@ from groupwise.store.ledger_schema import (
     write_payload,
     write_rollouts,
 )
-from groupwise.store.ledger_schema import Event as Event
-from groupwise.store.ledger_schema import Job as Job
+from groupwise.store.ledger_schema import JobRecord as Job
 from groupwise.store.ledger_schema import JobState as JobState
 from groupwise.store.ledger_schema import Lease as Lease
+from groupwise.store.ledger_schema import LedgerEvent as Event
 from groupwise.store.ledger_schema import RolloutRecord as RolloutRecord
 
 # ----------------------------------------------------------------------------------------------------------------------

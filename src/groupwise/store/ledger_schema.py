@@ -181,7 +181,7 @@ class JobState(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class JobRecord:
     """A training job as it stood when it was read.
 
     `effective` is what acts where `config` has null, as far as it is known: for sure once a worker has begun.
@@ -227,13 +227,13 @@ class Job:
 class Lease:
     """The right of a worker to work on a job, as long as it renews it."""
 
-    job: Job
+    job: JobRecord
     worker: str
     attempt: int
 
 
 @dataclass(frozen=True)
-class Event:
+class LedgerEvent:
     """Something that happened to a job. `seq` grows over all jobs; `kind` is "state", "metrics" or "message"."""
 
     seq: int
@@ -463,27 +463,27 @@ def read_row(db: sqlite3.Connection, id: str) -> sqlite3.Row:
     return row
 
 
-def read_job(db: sqlite3.Connection, id: str) -> Job:
+def read_job(db: sqlite3.Connection, id: str) -> JobRecord:
     """One job. Raises JobNotFoundError."""
     return to_job(read_row(db, id))
 
 
-def to_job(row: sqlite3.Row) -> Job:
+def to_job(row: sqlite3.Row) -> JobRecord:
     """A row of JOBS as the record."""
-    values: dict[str, Any] = {key: row[key] for key in Job.__dataclass_fields__}
+    values: dict[str, Any] = {key: row[key] for key in JobRecord.__dataclass_fields__}
     with _readable("job", row["seq"]):
         values |= {key: json.loads(row[key]) for key in ("config", "summary", "metrics", "effective")}
         values |= {key: bool(row[key]) for key in ("auto_load", "cancel_requested")}
         values["state"] = JobState(row["state"])
         values["error"] = None if row["error"] is None else json.loads(row["error"])
-    return Job(**values)
+    return JobRecord(**values)
 
 
-def to_event(row: sqlite3.Row, job_id: str) -> Event:
+def to_event(row: sqlite3.Row, job_id: str) -> LedgerEvent:
     """A row of the events as the record."""
     with _readable("event", row["seq"]):
         data = json.loads(row["data"])
-    return Event(row["seq"], job_id, row["at"], row["kind"], row["level"], row["message"], data)
+    return LedgerEvent(row["seq"], job_id, row["at"], row["kind"], row["level"], row["message"], data)
 
 
 @contextmanager

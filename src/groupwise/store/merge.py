@@ -59,7 +59,7 @@ class MergeMode(StrEnum):
 
 
 @dataclass(frozen=True)
-class MergeSource:
+class WeightedAdapter:
     """An adapter directory and its weight in the merge."""
 
     directory: Path
@@ -76,7 +76,7 @@ class MergeReport:
 
 
 def merge_adapters(
-    sources: Sequence[MergeSource],
+    sources: Sequence[WeightedAdapter],
     target: Path,
     *,
     mode: MergeMode,
@@ -120,7 +120,7 @@ def merge_adapters(
 
 
 @dataclass(frozen=True)
-class _Merged:
+class _MergedTensor:
     """B A is the merged update; `lost` and `norm` are the squared norms of what was rounded away and of the whole."""
 
     a: Tensor  # [rank, in]
@@ -129,19 +129,19 @@ class _Merged:
     norm: float
 
 
-def _sum(parts: Sequence[tuple[Tensor, Tensor, float]], rank: int) -> _Merged:
+def _sum(parts: Sequence[tuple[Tensor, Tensor, float]], rank: int) -> _MergedTensor:
     """sum_i w_i B_i A_i, from the factors alone: the update itself [out, in] is never made."""
     a = torch.cat([a for a, _, _ in parts])
     b = torch.cat([b * weight for _, b, weight in parts], 1)
     if a.shape[0] <= rank:
-        return _Merged(_pad(a, 0, rank), _pad(b, 1, rank), 0.0, float(((b.T @ b) * (a @ a.T)).sum()))
+        return _MergedTensor(_pad(a, 0, rank), _pad(b, 1, rank), 0.0, float(((b.T @ b) * (a @ a.T)).sum()))
     (left, inner_left), (right, inner_right) = torch.linalg.qr(b), torch.linalg.qr(a.T)
     u, s, vh = torch.linalg.svd(inner_left @ inner_right.T, full_matrices=False)
     a, b = _leading(left @ u, s, vh @ right.T, rank)
-    return _Merged(a, b, float(s[rank:].square().sum()), float(s.square().sum()))
+    return _MergedTensor(a, b, float(s[rank:].square().sum()), float(s.square().sum()))
 
 
-def _ties(parts: Sequence[tuple[Tensor, Tensor, float]], density: float, rank: int) -> _Merged:
+def _ties(parts: Sequence[tuple[Tensor, Tensor, float]], density: float, rank: int) -> _MergedTensor:
     trimmed = [(_trim(b @ a, density), weight) for a, b, weight in parts]
     elected = torch.zeros_like(trimmed[0][0])
     for update, weight in trimmed:
@@ -154,7 +154,7 @@ def _ties(parts: Sequence[tuple[Tensor, Tensor, float]], density: float, rank: i
         kept += weight * agrees
     merged = torch.where(kept > 0, agreed / kept, 0.0)
     a, b = _leading(*_singular(merged, rank), rank)
-    return _Merged(a, b, float((merged - b @ a).square().sum()), float(merged.square().sum()))
+    return _MergedTensor(a, b, float((merged - b @ a).square().sum()), float(merged.square().sum()))
 
 
 def _trim(update: Tensor, density: float) -> Tensor:
@@ -230,7 +230,7 @@ class _Adapter:
         return a.to(exact), b.to(exact) * self._scales[module]
 
 
-def _check(sources: Sequence[MergeSource], *, mode: MergeMode, density: float | None) -> None:
+def _check(sources: Sequence[WeightedAdapter], *, mode: MergeMode, density: float | None) -> None:
     if not 1 <= len(sources) <= MAX_SOURCES:
         raise AdapterError(f"a merge has 1 to {MAX_SOURCES} sources; {len(sources)} were given")
     if density is not None and mode is not MergeMode.TIES:

@@ -34,6 +34,7 @@ def group_to_json(group: RolloutGroup) -> dict[str, Any]:
                 "reward": plain(rollout.reward),
                 "advantage": plain(rollout.advantage),
                 "error": rollout.error,
+                **({} if rollout.error_kind is None else {"error_kind": rollout.error_kind}),
                 **_episode_to_json(rollout),
             }
             for rollout in group.rollouts
@@ -107,6 +108,7 @@ def _rollout_from_json(raw: Mapping[str, Any], prompt: Prompt) -> Rollout:
         reward=_exact(raw["reward"]),
         advantage=_exact(raw["advantage"]),
         error=raw["error"],
+        error_kind=raw.get("error_kind"),
         messages=tuple(raw.get("messages", ())),
         stop=raw.get("stop"),
         info={name: _exact(value) for name, value in raw.get("info", {}).items()},

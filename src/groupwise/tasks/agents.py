@@ -46,7 +46,7 @@ from groupwise.tasks.compat.three_method import warn
 from groupwise.tasks.compat.trl import RolloutFunc, check_keys
 from groupwise.tasks.env import EnvFactory, OwnThread, parameters_of, priced, reward_of
 from groupwise.tasks.episode import Slots, case_of, together
-from groupwise.tasks.openai import MODEL, ChatRequest, Reply, key_of, tools_key
+from groupwise.tasks.openai import MODEL, AgentChatRequest, AgentReply, key_of, tools_key
 from groupwise.tasks.tool_calls import format_of
 from groupwise.tasks.transcript import Transcript
 from groupwise.types import (
@@ -100,7 +100,7 @@ class Agent:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class AgentResult:
     """What an agent returned."""
 
     reward: float | None = None
@@ -126,12 +126,12 @@ def load_agent(config: EnvConfig, *, folder: str | Path | None = None) -> Agent:
     return Agent(name=name, function=made, takes=_takes(made, args, config.agent), args=args)
 
 
-def outcome_of(value: Any, agent: str) -> Outcome:
+def outcome_of(value: Any, agent: str) -> AgentResult:
     """What an agent returned, checked. Raises EnvError."""
     if value is None:
-        return Outcome()
+        return AgentResult()
     if not isinstance(value, Mapping):
-        return Outcome(reward=reward_of(value, agent))
+        return AgentResult(reward=reward_of(value, agent))
     if "reward" not in value:
         raise EnvError(
             f"{agent} returned an object with {', '.join(map(repr, value)) or 'nothing'} and no reward",
@@ -141,7 +141,7 @@ def outcome_of(value: Any, agent: str) -> Outcome:
     if not isinstance(metrics, Mapping):
         raise EnvError(f"{agent} returned metrics of type {type(metrics).__name__}; they are numbers by name")
     numbers = {str(name): float(each) for name, each in metrics.items() if isinstance(each, int | float)}
-    return Outcome(
+    return AgentResult(
         reward=None if reward is None else reward_of(reward, agent),
         metrics={name: number for name, number in numbers.items() if math.isfinite(number)},
     )
@@ -168,7 +168,7 @@ def _instance(made: type, name: str, args: Mapping[str, Any], reference: str) ->
     except GroupwiseError:
         raise
     except Exception as error:
-        raise EnvError(f"{name}() raised {type(error).__name__}: {error}") from error
+        raise EnvError.raised(f"{name}()", error) from error
 
 
 def _takes(function: Callable[..., Any], args: Mapping[str, Any], reference: str) -> tuple[str, ...]:
@@ -229,7 +229,7 @@ class Answered:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class AgentRequest:
     """A request that is to be answered: the policy sees `transcript.prompt_ids`."""
 
     transcript: Transcript
@@ -268,18 +268,18 @@ class Conversations:
         seen = self.answered[-1].transcript
         return tuple(seen.messages[seen.begun :])
 
-    def ask(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Asked:
+    def ask(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> AgentRequest:
         """What the policy sees for these messages. Raises ChatError where the template refuses them."""
         offered, said = tools_key(tools), key_of(messages)
         for length in range(len(messages) - 1, 0, -1):
             if (before := self._by_key.get((offered, said[:length]))) is not None:
                 transcript = _copy(before.transcript)
                 transcript.hear(messages[length:])
-                return Asked(transcript=transcript, key=(offered, said), before=before)
+                return AgentRequest(transcript=transcript, key=(offered, said), before=before)
         transcript = Transcript(messages, self._tokenizer, tools=tools)
-        return Asked(transcript=transcript, key=(offered, said), before=None)
+        return AgentRequest(transcript=transcript, key=(offered, said), before=None)
 
-    def answer(self, asked: Asked, completion: Completion, *, one_call: bool = False) -> dict[str, Any]:
+    def answer(self, asked: AgentRequest, completion: Completion, *, one_call: bool = False) -> dict[str, Any]:
         """The policy answered; returns its message as the client gets it. `one_call` keeps the first call only."""
         transcript = asked.transcript
         parsed: dict[str, Any] = dict(transcript.speak(completion))
@@ -370,7 +370,7 @@ class PolicyFailedError(GroupwiseError):
 
 
 @dataclass(kw_only=True, eq=False)
-class Session:
+class AgentSession:
     """An episode in progress.
 
     Args:
@@ -400,7 +400,7 @@ class Session:
     def __post_init__(self) -> None:
         self._conversations = Conversations(self.tokenizer)
 
-    async def answer(self, request: ChatRequest) -> Reply:
+    async def answer(self, request: AgentChatRequest) -> AgentReply:
         """The policy's next turn in the conversation that `request` shows.
 
         Raises:
@@ -423,7 +423,7 @@ class Session:
         if self.stop == "context":  # it was shortened
             self.stop = None
         message = self._conversations.answer(asked, completion, one_call=request.parallel_tool_calls is False)
-        return Reply(
+        return AgentReply(
             id=f"chatcmpl-{self.number}-{len(self._conversations.answered)}",
             created=int(time.time()),
             message=message,
@@ -456,10 +456,10 @@ class Session:
             raise RequestError(
                 f"the messages have {size:,} characters; env.max_characters is {config.max_characters:,}",
                 hint="shorten them, or raise that",
-                param="messages",
+                field="messages",
             )
 
-    def _ask(self, messages: tuple[Message, ...], request: ChatRequest) -> Asked:
+    def _ask(self, messages: tuple[Message, ...], request: AgentChatRequest) -> AgentRequest:
         """What the policy sees."""
         try:
             return self._conversations.ask(messages, request.offered_tools)
@@ -471,7 +471,7 @@ class Session:
                 "template", f"a message with several calls cannot be shown again: {error.message}"
             ) from error
 
-    def _params(self, asked: Asked, request: ChatRequest) -> SamplingParams:
+    def _params(self, asked: AgentRequest, request: AgentChatRequest) -> SamplingParams:
         """How the answer is drawn: as the run says, no longer than everything allows."""
         room = self.sampler.context_length - len(asked.transcript.prompt_ids)
         if room <= 0:
@@ -500,7 +500,7 @@ class Session:
         return LimitError(limit, f"the episode is over: {message}")
 
     # ---- the policy ----
-    async def _sample(self, asked: Asked, params: SamplingParams) -> Completion:
+    async def _sample(self, asked: AgentRequest, params: SamplingParams) -> Completion:
         prompt_ids = asked.transcript.prompt_ids
         request = SamplingRequest(prompt_ids=prompt_ids, params=params, version=self.version, cache=True)
         self._asked += 1
@@ -557,7 +557,7 @@ class AgentEpisode:
 
     agent: Agent
     case: Mapping[str, Any]
-    session: Session
+    session: AgentSession
     endpoint: Endpoint
     scored: bool
 
@@ -566,23 +566,26 @@ class AgentEpisode:
 
         Raises EnvError if the agent fails and `env.on_error` is stop, and what the engine raised if that failed.
         """
-        session, outcome, error = self.session, Outcome(), None
+        session, outcome = self.session, AgentResult()
+        error: EnvError | None = None
         async with self.endpoint.open(session) as key:
             try:
                 outcome = await self._outcome(key)
             except EnvError as failure:
-                error = failure.message
+                error = failure
             said = await self.endpoint.end(session)
         reward = outcome.reward
         if session.stop is not None:
             reward, error = reward or 0.0, None
         if error is None and not said.answered:
-            error = f"{self.agent.name} never asked the policy: there is nothing to train"
+            error = EnvError(f"{self.agent.name} never asked the policy: there is nothing to train")
         if error is None and reward is None and not self.scored:
-            error = f"{self.agent.name} returned no reward, and the configuration has no reward functions"
+            error = EnvError(f"{self.agent.name} returned no reward, and the configuration has no reward functions")
         return priced(self._rollout(said, outcome, reward, error), session.config), said.opening
 
-    def _rollout(self, said: Conversations, outcome: Outcome, reward: float | None, error: str | None) -> Rollout:
+    def _rollout(
+        self, said: Conversations, outcome: AgentResult, reward: float | None, error: EnvError | None
+    ) -> Rollout:
         info = {
             "tool_calls": float(said.calls),
             "forks": float(max(0, len(segments_of(said.turns())) - 1)),
@@ -591,13 +594,14 @@ class AgentEpisode:
         return Rollout(
             turns=said.turns(only_first=self.session.config.train_turns == "first"),
             reward=reward,
-            error=error,
+            error=None if error is None else error.message,
+            error_kind=None if error is None else error.kind,
             messages=said.latest,
             stop=self.session.stop or "done",
             info={**outcome.metrics, **info},
         )
 
-    async def _outcome(self, key: str) -> Outcome:
+    async def _outcome(self, key: str) -> AgentResult:
         """What the agent returns. Raises EnvError for all that is its fault."""
         limit_s, failed = self.session.config.timeout_s, asyncio.wrap_future(self.session.failed)
         agent = asyncio.ensure_future(self._call(key))
@@ -608,9 +612,10 @@ class AgentEpisode:
             if agent.done():
                 return agent.result()
             if not self.session.under_way:
-                raise EnvError(f"{self.agent.name} had not returned after {limit_s:g} s, and the policy was not asked")
+                message = f"{self.agent.name} had not returned after {limit_s:g} s, and the policy was not asked"
+                raise EnvError(message, field=self.agent.name, kind="timeout")
             self.session.stop = self.session.stop or "timeout"
-            return Outcome()
+            return AgentResult()
         finally:
             failed.cancel()
             agent.cancel()
@@ -618,7 +623,7 @@ class AgentEpisode:
             if agent.done() and not agent.cancelled():
                 agent.exception()  # seen
 
-    async def _call(self, key: str) -> Outcome:
+    async def _call(self, key: str) -> AgentResult:
         """One call of the agent. SystemExit is its failure too, not the end of the process."""
         name, thread = self.agent.name, OwnThread(self.agent.name)
         offered = {
@@ -641,7 +646,7 @@ class AgentEpisode:
                 raise
             raise EnvError(f"{name} cancelled itself") from error
         except (Exception, SystemExit) as error:
-            raise EnvError(f"{name} raised {type(error).__name__}: {error}") from error
+            raise EnvError.raised(name, error) from error
         finally:
             thread.close()
 
@@ -703,7 +708,7 @@ class AgentPlay:
         self, prompt: Prompt, endpoint: Endpoint, *, seed: int, n: int, params: SamplingParams, version: PolicyVersion
     ) -> RolloutGroup:
         sessions = [
-            Session(
+            AgentSession(
                 sampler=self._sampler,
                 tokenizer=self._tokenizer,
                 config=self._config,
@@ -730,7 +735,7 @@ class AgentPlay:
                 "run's, whose distribution is trained (env/ignored_parameters counts such requests)"
             )
 
-    def _episode(self, prompt: Prompt, session: Session, endpoint: Endpoint) -> AgentEpisode:
+    def _episode(self, prompt: Prompt, session: AgentSession, endpoint: Endpoint) -> AgentEpisode:
         return AgentEpisode(
             agent=self._agent, case=case_of(prompt), session=session, endpoint=endpoint, scored=self._scored
         )

@@ -27,7 +27,7 @@ from starlette.routing import Route
 
 from groupwise.errors import AuthenticationError, GroupwiseError
 from groupwise.tasks import openai as protocol
-from groupwise.tasks.agents import Conversations, Session
+from groupwise.tasks.agents import AgentSession, Conversations
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
@@ -54,7 +54,7 @@ class Endpoint:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, AgentSession] = {}
         self._socket = _listen()
         self.base_url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
         self._server = uvicorn.Server(
@@ -78,7 +78,7 @@ class Endpoint:
             raise GroupwiseError(f"the endpoint for agents did not start within {START_S:g} s")
 
     @asynccontextmanager
-    async def open(self, session: Session) -> AsyncIterator[str]:
+    async def open(self, session: AgentSession) -> AsyncIterator[str]:
         """Within: the key that stands for `session`. For any event loop."""
         key = f"episode-{secrets.token_urlsafe(24)}"
         self._sessions[key] = session
@@ -89,7 +89,7 @@ class Endpoint:
             if not session.over:
                 self._submit(session.end())
 
-    async def end(self, session: Session) -> Conversations:
+    async def end(self, session: AgentSession) -> Conversations:
         """End a session; all that was said in it. For any event loop."""
         return await asyncio.wrap_future(self._submit(session.end()))
 
@@ -99,13 +99,13 @@ class Endpoint:
 
         transport, http = self._transport, _http()
 
-        class Shared(http.BaseTransport):
+        class SharedTransport(http.BaseTransport):
             """What the clients have in common; to close one closes nothing."""
 
             def handle_request(self, request: Any) -> Any:
                 return transport.handle_request(request)
 
-        asking = http.Client(transport=Shared(), trust_env=False, follow_redirects=True)
+        asking = http.Client(transport=SharedTransport(), trust_env=False, follow_redirects=True)
         return openai.OpenAI(base_url=self.base_url, api_key=key, http_client=asking)
 
     def async_client(self, key: str) -> AsyncOpenAI:
@@ -114,13 +114,13 @@ class Endpoint:
 
         transport, http = self._async_transport, _http()
 
-        class Shared(http.AsyncBaseTransport):
+        class SharedAsyncTransport(http.AsyncBaseTransport):
             """What the clients have in common; to close one closes nothing."""
 
             async def handle_async_request(self, request: Any) -> Any:
                 return await transport.handle_async_request(request)
 
-        asking = http.AsyncClient(transport=Shared(), trust_env=False, follow_redirects=True)
+        asking = http.AsyncClient(transport=SharedAsyncTransport(), trust_env=False, follow_redirects=True)
         return openai.AsyncOpenAI(base_url=self.base_url, api_key=key, http_client=asking)
 
     @cached_property
@@ -189,7 +189,7 @@ class Endpoint:
             hint="agents in training have /v1/chat/completions and /v1/models",
         )
 
-    def _session(self, http: Request) -> Session:
+    def _session(self, http: Request) -> AgentSession:
         kind, _, key = http.headers.get("authorization", "").partition(" ")
         session = self._sessions.get(key.strip()) if kind.lower() == "bearer" else None
         if session is None:

@@ -36,8 +36,8 @@ from typing import Any
 
 from groupwise.config.load import load_object
 from groupwise.config.run import EnvConfig
-from groupwise.errors import ConfigError, DataError, EnvError
-from groupwise.tasks.tools import Answer, Outcome, Tool, ToolBox, tool_message
+from groupwise.errors import ConfigError, DataError, EnvError, GroupwiseError
+from groupwise.tasks.tools import CallableTool, CallOutcome, ToolBox, ToolResult, tool_message
 from groupwise.types import MAX_REWARD, Message, Prompt, Rollout
 
 REWARD = "env"  # the name of an environment's reward among those of reward functions
@@ -165,7 +165,8 @@ def reward_of(value: Any, method: str) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not abs(number) <= MAX_REWARD:
-        raise EnvError(f"{method} returned {_short(value)}; a reward is a finite number within {MAX_REWARD:g} of 0")
+        message = f"{method} returned {_short(value)}; a reward is a finite number within {MAX_REWARD:g} of 0"
+        raise EnvError(message, field=method)
     return number
 
 
@@ -181,6 +182,11 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}... ({type(value).__name__})"
 
 
+def told_of(name: str, error: GroupwiseError) -> str:
+    """The error's message as one of the environment `name`, which stands before it unless it names its method."""
+    return error.message if (error.field or "").startswith(name) else f"{name}: {error.message}"
+
+
 def priced(played: Rollout, config: EnvConfig) -> Rollout:
     """A played episode with what it is worth: `reward`, or of one that has an `error` what `env.on_error` says.
 
@@ -189,11 +195,13 @@ def priced(played: Rollout, config: EnvConfig) -> Rollout:
     reward, error, stop = played.reward, played.error, played.stop
     if error is not None:
         if config.on_error == "stop":
-            raise EnvError(error, hint="env.on_error: exclude goes on without such episodes")
+            hint = "env.on_error: exclude goes on without such episodes"
+            raise EnvError(error, hint=hint, kind=played.error_kind)
         reward, stop = 0.0 if config.on_error == "zero" and played.turns else None, "error"
     rewards, left = ({}, error) if reward is None else ({REWARD: reward}, None)
     info = {**played.info, "turns": float(len(played.turns)), "failed": float(error is not None)}
-    return replace(played, rewards=rewards, reward=reward, error=left, stop=stop, info=info)
+    kind = None if left is None else played.error_kind
+    return replace(played, rewards=rewards, reward=reward, error=left, error_kind=kind, stop=stop, info=info)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -224,7 +232,7 @@ class EnvFactory:
         try:
             return self.make_one(**self.args)
         except Exception as error:
-            raise EnvError(f"{self.name}() raised {type(error).__name__}: {error}") from error
+            raise EnvError.raised(f"{self.name}()", error) from error
 
     def cases(self, *, held_out: bool = False) -> list[Prompt] | None:
         """What its `cases` (or `eval_cases`) returns, as prompts whose columns the case is; None without the method.
@@ -239,7 +247,7 @@ class EnvFactory:
             rows = function()
             rows = asyncio.run(_awaited(rows)) if inspect.isawaitable(rows) else rows
         except Exception as error:
-            raise EnvError(f"{self.name}.{method} raised {type(error).__name__}: {error}") from error
+            raise EnvError.raised(f"{self.name}.{method}", error) from error
         return prompts_of(rows, f"{self.name}.{method}")
 
 
@@ -354,7 +362,7 @@ class OwnThread:
         except TimeoutError as error:
             if not limit.expired():  # the function's own
                 raise
-            raise EnvError(f"{what} took longer than {timeout_s:g} s") from error
+            raise EnvError(f"{what} took longer than {timeout_s:g} s", field=what, kind="timeout") from error
 
     @property
     def busy(self) -> bool:
@@ -419,10 +427,10 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
 # environment's own methods one after another, in the episode's thread, so that parallel calls change its state in the
 # order in which they were written. Calls that failed say why, and so do those that could not be read. The episode is
 # done
-# when a message has no call. The numbers `tool_errors` and `tool_<outcome>` are logged (`tools.Outcome`).
+# when a message has no call. The numbers `tool_errors` and `tool_<outcome>` are logged (`tools.CallOutcome`).
 # ----------------------------------------------------------------------------------------------------------------------
 
-FAILURES = tuple(outcome for outcome in Outcome if outcome is not Outcome.OK)
+FAILURES = tuple(outcome for outcome in CallOutcome if outcome is not CallOutcome.OK)
 
 
 class ToolEnv:
@@ -466,7 +474,7 @@ class ToolEnv:
         ]
         kinds = [answer.outcome for answer in answers]
         info = {f"tool_{kind}": float(kinds.count(kind)) for kind in FAILURES}
-        info["tool_errors"] = float(sum(kind is not Outcome.OK for kind in kinds))
+        info["tool_errors"] = float(sum(kind is not CallOutcome.OK for kind in kinds))
         return StepResult(messages=[answer.message for answer in answers], done=not answers, info=info)
 
     def close(self) -> None:
@@ -483,13 +491,13 @@ class ToolEnv:
         if isfunction(given) and any(vars(one).get(given.__name__) is given for one in type(self).__mro__):
             given = getattr(self, given.__name__)
         if getattr(given, "__self__", None) is self:
-            return Tool.from_function(given, thread=self._in_own_thread)
+            return CallableTool.from_function(given, thread=self._in_own_thread)
         return given
 
-    async def _answers(self, calls: Sequence[Mapping[str, Any]]) -> list[Answer]:
+    async def _answers(self, calls: Sequence[Mapping[str, Any]]) -> list[ToolResult]:
         if self.toolbox is None:
             self.toolbox = ToolBox(map(self._bound, self.tools))
-        box, answers = self.toolbox, dict[int, Answer]()
+        box, answers = self.toolbox, dict[int, ToolResult]()
 
         async def answer(numbers: Sequence[int]) -> None:
             for i in numbers:
@@ -511,7 +519,7 @@ class ToolEnv:
         return await thread.call(function, timeout_s=None, what="a tool")
 
 
-def _malformed(index: int, report: str) -> Answer:
+def _malformed(index: int, report: str) -> ToolResult:
     """The answer to a call that could not be read; its id is one that every chat template takes."""
     message = tool_message(f"Error: {report}", call_id=f"bad{index:06d}", name="malformed_call")
-    return Answer(message, Outcome.MALFORMED)
+    return ToolResult(message, CallOutcome.MALFORMED)

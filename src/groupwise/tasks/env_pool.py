@@ -47,11 +47,12 @@ PATIENCE_S = START_S + 60.0  # for a process to be started, and an episode to be
 
 
 class _Gone(Exception):
-    """The process that had the episode was lost. `suspect`: it may have been this episode's doing; `found`: it was."""
+    """The process that had the episode was lost, as `error` says. `suspect`: it may have been this episode's doing;
+    `found`: it was."""
 
-    def __init__(self, cause: str, *, suspect: bool = False, found: bool = False):
-        super().__init__(cause)
-        self.suspect, self.found = suspect, found
+    def __init__(self, error: EnvError, *, suspect: bool = False, found: bool = False):
+        super().__init__(error)
+        self.error, self.suspect, self.found = error, suspect, found
 
 
 class EnvPool:
@@ -65,7 +66,7 @@ class EnvPool:
         self._setup = {"env": config, "folder": None if folder is None else str(folder)}
         self._numbers = itertools.count()
         self._closed = False
-        self._retired: set[_Process] = set()
+        self._retired: set[_EnvProcess] = set()
         self._alone: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._found = 0  # episodes that lost their processes, one after another without an answer of any other
         self._processes = [self._process() for _ in range(config.workers)]
@@ -84,13 +85,13 @@ class EnvPool:
 
     # -- for PooledEnv -------------------------------------------------------------------------------------------------
 
-    def enter(self) -> _Process:
+    def enter(self) -> _EnvProcess:
         """The process with the fewest episodes, which has one more."""
         process = min(self._processes, key=lambda each: each.episodes)
         process.episodes += 1
         return process
 
-    async def enter_alone(self) -> _Process | None:
+    async def enter_alone(self) -> _EnvProcess | None:
         """A process for one episode, as many at once as there are others; None where it is not worth finding out whose
         doing the loss of a process was, since it is everybody's."""
         loop = asyncio.get_running_loop()
@@ -106,7 +107,7 @@ class EnvPool:
         process.episodes = 1
         return process
 
-    def leave(self, process: _Process) -> None:
+    def leave(self, process: _EnvProcess) -> None:
         """An episode is over there. A process that takes no more is ended with its last."""
         process.episodes -= 1
         if process.left is not None:
@@ -115,7 +116,7 @@ class EnvPool:
             self._retired.discard(process)
             process.lane.stop()
 
-    def retire(self, process: _Process) -> None:
+    def retire(self, process: _EnvProcess) -> None:
         """Let it take no new episodes: a thread in it cannot be ended."""
         if process in self._processes and not self._closed:
             self._processes[self._processes.index(process)] = self._process()
@@ -145,17 +146,17 @@ class EnvPool:
     def _patient(self) -> bool:
         return self._found < PATIENCE
 
-    def _process(self, left: Callable[[], None] | None = None) -> _Process:
+    def _process(self, left: Callable[[], None] | None = None) -> _EnvProcess:
         worker = WorkerProcess("groupwise.tasks.env_worker", self._setup, decode=decode_answer)
         waiting: deque[_Call] = deque()
         lane = Lane(worker, waiting, capacity=2 * self._config.concurrency, grace_s=GRACE_S)
-        process = _Process(lane, waiting, left)
+        process = _EnvProcess(lane, waiting, left)
         process.lane.start()
         return process
 
 
 @dataclass(eq=False)
-class _Process:
+class _EnvProcess:
     """A process, what its lane is to call next, and how many episodes it has. `left` is there if it is for one only,
     and is called when that is over."""
 
@@ -183,16 +184,19 @@ class _Call:
         self._settle(self.future.set_result, answer)
 
     def unstarted(self, why: str) -> None:
-        self._settle(self.future.set_exception, EnvError(f"{self.what} could not be called: {why}"))
+        error = EnvError(f"{self.what} could not be called: {why}", field=self.what)
+        self._settle(self.future.set_exception, error)
 
     def lost(self, loss: Loss) -> None:
         how = f"took longer than {self.deadline_s:g} s" if loss.late else loss.cause
         suspect = loss.late or not loss.killed  # else it was killed for another's sake
-        gone = _Gone(f"{self.what} {how}{loss.printed}", suspect=suspect, found=suspect and self.alone)
-        self._settle(self.future.set_exception, gone)
+        kind = "timeout" if loss.late else None
+        error = EnvError(f"{self.what} {how}{loss.printed}", field=self.what, kind=kind)
+        self._settle(self.future.set_exception, _Gone(error, suspect=suspect, found=suspect and self.alone))
 
     def closed(self) -> None:
-        self._settle(self.future.set_exception, EnvError(f"{self.what} was not answered: the environments are closed"))
+        error = EnvError(f"{self.what} was not answered: the environments are closed", field=self.what)
+        self._settle(self.future.set_exception, error)
 
     def _settle(self, settle: Callable[[Any], None], value: Any) -> None:
         with suppress(InvalidStateError):  # whoever waited has gone
@@ -204,8 +208,8 @@ class PooledEnv:
 
     def __init__(self, pool: EnvPool):
         self._pool, self._episode = pool, pool.number()
-        self._process: _Process | None = None
-        self._suspected: str | None = None  # as what it would have been this episode's doing that its process was lost
+        self._process: _EnvProcess | None = None
+        self._suspected: EnvError | None = None  # for a process whose loss may have been this episode's doing
         self._said: list[tuple[str, tuple[Any, ...], bytes]] = []  # method, arguments, digest of what came of it
 
     async def reset(self, case: Mapping[str, Any], seed: int) -> Observation:
@@ -243,27 +247,30 @@ class PooledEnv:
                 self._leave()
                 if gone.found:
                     self._pool.found()
-                    raise EnvError(str(gone)) from None
+                    raise gone.error from None
                 if gone.suspect:
-                    self._suspected = str(gone)
+                    self._suspected = gone.error
             else:
                 self._pool.answered()
                 self._said.append((method, args, _digest(value)))
                 return value
-        raise EnvError(f"{self._pool.name}: the processes that had this episode were lost {AGAIN + 1} times")
+        name = self._pool.name
+        raise EnvError(f"{name}: the processes that had this episode were lost {AGAIN + 1} times", field=name)
 
     async def _enter(self) -> None:
         """Have a process, and in it the episode as far as it was."""
         pool = self._pool
         self._process = pool.enter() if self._suspected is None else await pool.enter_alone()
         if self._process is None:
-            raise EnvError(str(self._suspected))
+            assert self._suspected is not None
+            raise self._suspected
         for method, args, came in self._said:
             if _digest(await self._call(self._process, method, args)) != came:
                 raise EnvError(
                     f"{pool.name}: the process that had this episode was lost, and played again {method} came out "
                     "otherwise",
                     hint="draw what is random from the case or the seed, and keep state on self",
+                    field=pool.name,
                 )
 
     def _leave(self) -> None:
@@ -271,13 +278,14 @@ class PooledEnv:
             process, self._process = self._process, None
             self._pool.leave(process)
 
-    async def _call(self, process: _Process, method: str, args: tuple[Any, ...]) -> Any:
+    async def _call(self, process: _EnvProcess, method: str, args: tuple[Any, ...]) -> Any:
         """One call there. Raises _Gone, or EnvError for what the environment did."""
         pool, number = self._pool, self._pool.number()
         try:
             message = pickle.dumps((number, self._episode, method, pickle.dumps(args)))
         except Exception as error:
-            raise EnvError(f"{pool.name}.{method}: what it gets cannot be sent: {error}") from error
+            where = f"{pool.name}.{method}"
+            raise EnvError(f"{where}: what it gets cannot be sent: {error}", field=where) from error
         call = _Call(number, message, pool.limit_s, f"{pool.name}.{method}", process.left is not None, Future())
         process.waiting.append(call)
         process.lane.wake()
@@ -285,9 +293,9 @@ class PooledEnv:
         if answer.get("stuck"):
             pool.retire(process)
         if answer.get("gone"):
-            raise _Gone("the process was replaced")
+            raise _Gone(EnvError("the process was replaced"))
         if "error" in answer:
-            raise EnvError(answer["error"])
+            raise EnvError(answer["error"], hint=answer.get("hint"), field=answer.get("field"), kind=answer.get("kind"))
         return answer["value"]
 
 

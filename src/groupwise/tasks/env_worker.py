@@ -4,8 +4,8 @@
 
 Messages, over the channel that the process inherits: the first is a pickled {"env", "folder"}; it is answered with
 {"ready": true} or {"failed": why}. Then come pickled (number, episode, method, arguments), each answered with JSON by
-its number: {"value"} or {"error"}, and {"stuck": true} once a method that took too long is still being run. Calls run
-as tasks of one event loop; what is not async, in a thread of its episode's own.
+its number: {"value"} or {"error", "hint", "field", "kind"}, and {"stuck": true} once a method that took too long is
+still being run. Calls run as tasks of one event loop; what is not async, in a thread of its episode's own.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class _Played:
         except GroupwiseError:
             raise
         except Exception as error:
-            raise EnvError(f"{what} raised {type(error).__name__}: {error}") from error
+            raise EnvError.raised(what, error) from error
 
     async def close(self) -> None:
         try:
@@ -152,11 +152,11 @@ def main(descriptor: int) -> None:
         return
     channel.send(b'{"ready": true}')
     with suppress(EOFError, BrokenPipeError):
-        asyncio.run(_Server(channel, host).serve())
+        asyncio.run(_CallServer(channel, host).serve())
     os._exit(0)  # whatever threads are stuck in
 
 
-class _Server:
+class _CallServer:
     """Reads calls and answers them, as they end."""
 
     def __init__(self, channel: Channel, host: EnvHost):
@@ -188,7 +188,7 @@ class _Server:
         except EpisodeGone:
             answer = {"gone": True}
         except GroupwiseError as error:
-            answer = {"error": error.message}
+            answer = {"error": error.message, "hint": error.hint, "field": error.field, "kind": error.kind}
         except BaseException as error:  # of a case that cannot be unpickled here, or of a result that is no JSON
             answer = {"error": f"{method}: {type(error).__name__}: {error}"}
         self._channel.send(json.dumps({"number": number, "stuck": self._host.stuck} | answer).encode())

@@ -33,6 +33,7 @@ from groupwise.tasks.env import (
     priced,
     reward_of,
     step_result_of,
+    told_of,
 )
 from groupwise.tasks.transcript import Transcript
 from groupwise.types import (
@@ -108,6 +109,7 @@ class Player:
     speak: Speak
     transcript: Transcript | None = None
     error: str | None = None
+    error_kind: str | None = None
     _env: Any = None
     _thread: OwnThread = field(default_factory=OwnThread)
     _calls: int = 0
@@ -231,10 +233,12 @@ class Player:
     async def _reward(self, stop: str) -> float:
         assert self.transcript is not None
         if not self.transcript.turns and stop == "timeout":
-            raise EnvError(f"the policy said nothing within env.timeout_s = {self.config.timeout_s:g} s")
+            limit = f"env.timeout_s = {self.config.timeout_s:g} s"
+            raise EnvError(f"the policy said nothing within {limit}", kind="timeout")
         if not self.transcript.turns:
             size = len(self.transcript.prompt_ids)
-            raise EnvError(f"{self.name}.reset returned {size} tokens, and the model's context is {self.context}")
+            method, context = f"{self.name}.reset", self.context
+            raise EnvError(f"{method} returned {size} tokens, and the model's context is {context}", field=method)
         given = [reward for reward in self._rewards if reward is not None]
         if callable(score := getattr(self._env, "score", None)):
             episode = Episode(
@@ -251,6 +255,7 @@ class Player:
             raise EnvError(
                 f"{self.name} gave no reward in the whole episode",
                 hint="return a reward from step, or write score(episode)",
+                field=self.name,
             )
         return math.fsum(given)
 
@@ -263,13 +268,14 @@ class Player:
             turns=() if transcript is None else tuple(transcript.turns),
             reward=reward,
             error=self.error,
+            error_kind=self.error_kind,
             messages=() if transcript is None else tuple(transcript.messages[transcript.begun :]),
             stop=stop,
             info=info,
         )
 
     def _fail(self, error: GroupwiseError) -> None:
-        self.error = error.message if self.name in error.message else f"{self.name}: {error.message}"
+        self.error, self.error_kind = told_of(self.name, error), error.kind
 
     async def _close(self) -> None:
         close = getattr(self._env, "close", None)
@@ -288,7 +294,7 @@ class Player:
         except GroupwiseError:
             raise
         except Exception as error:
-            raise EnvError(f"{what} raised {type(error).__name__}: {error}") from error
+            raise EnvError.raised(what, error) from error
 
 
 T = TypeVar("T")

@@ -30,7 +30,7 @@ import httpx2
 from pydantic_core import to_json
 
 from groupwise.errors import ConfigError, EnvError
-from groupwise.tasks.tools import Tool, ToolBox, ToolError, in_thread
+from groupwise.tasks.tools import CallableTool, ToolBox, ToolError, in_thread
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -113,7 +113,7 @@ class McpConnection:
                 "tools of MCP servers need the package mcp", hint="pip install 'groupwise[mcp]'"
             ) from error
         self.address = address
-        self.tools: dict[str, Tool] = {}
+        self.tools: dict[str, CallableTool] = {}
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._client: Client | None = None
@@ -224,14 +224,16 @@ def _connection(address: McpAddress, start_limit_s: float) -> McpConnection:
         return held
 
 
-def _tool(listed: Any, address: McpAddress) -> Tool:
+def _tool(listed: Any, address: McpAddress) -> CallableTool:
     async def run(arguments: dict[str, Any]) -> Any:
         held = _connections.get(address)
         if held is None or held.closed:
             held = await in_thread(lambda: _connection(address, START_LIMIT_S))
         return await held.call(listed.name, arguments)
 
-    return Tool(name=listed.name, description=listed.description or "", parameters=dict(listed.input_schema), run=run)
+    return CallableTool(
+        name=listed.name, description=listed.description or "", parameters=dict(listed.input_schema), run=run
+    )
 
 
 def close_mcp() -> None:

@@ -43,34 +43,34 @@ REPLACEMENT = "\ufffd"  # what decoding puts for a part of a character
 LEAST_LOGPROB = -9999.0  # JSON has no minus infinity; this is what OpenAI writes for it
 
 
-class _Part(BaseModel):
+class _Lenient(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
 
 
-class TextPart(_Part):
+class AgentTextPart(_Lenient):
     type: Literal["text"]
     text: str
 
 
-class Function(_Part):
+class Function(_Lenient):
     name: str
     arguments: str | dict[str, Any] = "{}"
 
 
-class ToolCall(_Part):
+class AgentToolCall(_Lenient):
     id: str | None = None
     type: Literal["function"] = "function"
     function: Function
 
 
-class ChatMessage(_Part):
+class AgentMessage(_Lenient):
     """A message of a request; what it has besides is left out."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[AgentTextPart] | None = None
     reasoning_content: str | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[AgentToolCall] | None = None
     tool_call_id: str | None = None
 
     def as_message(self) -> Message:
@@ -84,41 +84,41 @@ class ChatMessage(_Part):
         return message  # type: ignore[return-value]
 
 
-class FunctionSchema(_Part):
+class AgentFunction(_Lenient):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(_Part):
+class AgentTool(_Lenient):
     """A tool that the policy may call. It is not shown `strict`, which cannot be kept: arguments may be anything."""
 
     type: Literal["function"]
-    function: FunctionSchema
+    function: AgentFunction
 
     def as_dict(self) -> dict[str, Any]:
         return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
 
 
-class StreamOptions(_Part):
+class AgentStreamOptions(_Lenient):
     include_usage: bool | None = None
 
 
-class ChatRequest(BaseModel):
+class AgentChatRequest(BaseModel):
     """The body of POST /v1/chat/completions."""
 
     model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    tools: list[Tool] | None = None
+    messages: Annotated[list[AgentMessage], Field(min_length=1)]
+    tools: list[AgentTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     stop: str | list[Annotated[str, Field(min_length=1)]] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: AgentStreamOptions | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     n: int | None = None
@@ -151,14 +151,14 @@ class ChatRequest(BaseModel):
         return [name for name, neutral in RUN_DECIDES.items() if extra.get(name) not in (None, neutral)] + strict
 
 
-def read_request(body: bytes) -> ChatRequest:
+def read_request(body: bytes) -> AgentChatRequest:
     """A body, checked. Raises RequestError."""
     try:
-        request = ChatRequest.model_validate_json(body)
+        request = AgentChatRequest.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the body"
-        raise RequestError(f"{where}: {first['msg']}", param=where) from None
+        raise RequestError(f"{where}: {first['msg']}", field=where) from None
     for refused, param, why in (
         (request.n not in (None, 1), "n", f"n is {request.n}; an episode goes on from one answer. Send n requests"),
         (
@@ -179,16 +179,16 @@ def read_request(body: bytes) -> ChatRequest:
         ),
     ):
         if refused:
-            raise RequestError(why, param=param)
+            raise RequestError(why, field=param)
     for i, message in enumerate(request.messages):
         if message.content is None and not (message.role == "assistant" and message.tool_calls):
-            raise RequestError(f"messages.{i} of role {message.role!r} has no content", param=f"messages.{i}.content")
+            raise RequestError(f"messages.{i} of role {message.role!r} has no content", field=f"messages.{i}.content")
     return request
 
 
 # ---- answers ----
 @dataclass(frozen=True, kw_only=True)
-class Reply:
+class AgentReply:
     """One answer of the policy. `message` is as the client gets it and sends it back."""
 
     id: str
@@ -212,7 +212,7 @@ class Reply:
         }
 
 
-def completion_of(reply: Reply, request: ChatRequest, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def completion_of(reply: AgentReply, request: AgentChatRequest, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """The answer to a request that does not stream."""
     return {
         **_head(reply, "chat.completion"),
@@ -228,7 +228,7 @@ def completion_of(reply: Reply, request: ChatRequest, tokenizer: PreTrainedToken
     }
 
 
-def events_of(reply: Reply, request: ChatRequest, tokenizer: PreTrainedTokenizerBase) -> bytes:
+def events_of(reply: AgentReply, request: AgentChatRequest, tokenizer: PreTrainedTokenizerBase) -> bytes:
     """The same as server-sent events: who speaks, what is said, each call, why it ended, and [DONE]."""
     message, head = reply.message, _head(reply, "chat.completion.chunk")
     calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls") or ())]
@@ -253,11 +253,11 @@ def error_of(error: GroupwiseError) -> dict[str, Any]:
     """The body of an answer that is an error."""
     kinds = {401: "authentication_error", 403: "permission_error"}
     kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
-    told = {"message": error.message, "type": kind, "param": getattr(error, "param", None), "code": error.code}
+    told = {"message": error.message, "type": kind, "param": error.field, "code": error.code}
     return {"error": {**told, "hint": error.hint}}
 
 
-def logprobs_of(reply: Reply, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def logprobs_of(reply: AgentReply, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Each sampled token with its log-probability, the one that ended the turn too."""
     said = reply.completion
     alternatives = said.top_logprobs or ((),) * len(said.token_ids)
@@ -274,7 +274,7 @@ def _token(token_id: int, logprob: float, tokenizer: PreTrainedTokenizerBase) ->
     return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": spelled}
 
 
-def _head(reply: Reply, kind: str) -> dict[str, Any]:
+def _head(reply: AgentReply, kind: str) -> dict[str, Any]:
     return {"id": reply.id, "object": kind, "created": reply.created, "model": MODEL}
 
 

@@ -83,7 +83,7 @@ class ToolCallFormat(StrEnum):
 
 
 @dataclass(frozen=True)
-class Call:
+class ParsedCall:
     """One call: a tool's name, and its arguments as a JSON object."""
 
     name: str
@@ -163,7 +163,7 @@ def parse(
     calls: list[dict[str, Any]] = []
     malformed: list[MalformedCall] = []
     for piece in pieces(reply, form, tools=tools):
-        if isinstance(piece, Call):
+        if isinstance(piece, ParsedCall):
             content = content.rstrip()
             calls.append(piece.as_openai(form.call_id(len(calls))))
             continue
@@ -175,9 +175,10 @@ def parse(
 
 def pieces(
     text: str, form: ToolCallFormat, *, tools: Sequence[Mapping[str, Any]] = ()
-) -> Iterator[str | Call | MalformedCall]:
+) -> Iterator[str | ParsedCall | MalformedCall]:
     """A reply without thoughts, piece by piece: what is said, calls, and calls that cannot be used. Where there is no
-    `Call`, the pieces' texts are the reply; markers and separators are left out only beside a call that they belong to.
+    `ParsedCall`, the pieces' texts are the reply; markers and separators are left out only beside a call that they
+    belong to.
     """
     grammar, position = _GRAMMARS[form], 0
     while (begin := grammar.begin.search(text, position)) is not None:
@@ -192,23 +193,23 @@ class _Span:
     """What was read from text[start:end]: a call, the reason why it is none (a str), or None for text that began like
     one."""
 
-    what: Call | str | None
+    what: ParsedCall | str | None
     start: int
     end: int
 
-    def piece(self, text: str, start: int, end: int) -> str | Call | MalformedCall:
-        if isinstance(self.what, Call):
+    def piece(self, text: str, start: int, end: int) -> str | ParsedCall | MalformedCall:
+        if isinstance(self.what, ParsedCall):
             return self.what
         return text[start:end] if self.what is None else MalformedCall(text[start:end], self.what)
 
 
-def _in_full(text: str, start: int, spans: list[_Span], end: int) -> Iterator[str | Call | MalformedCall]:
+def _in_full(text: str, start: int, spans: list[_Span], end: int) -> Iterator[str | ParsedCall | MalformedCall]:
     """The spans of text[start:end] as pieces. What lies around them is a call's own syntax and goes with it; with no
     call there, it stays: at either end as part of the malformed call, in between as text."""
-    called = any(isinstance(span.what, Call) for span in spans)
+    called = any(isinstance(span.what, ParsedCall) for span in spans)
     for i, span in enumerate(spans):
         before = spans[i - 1] if i else None
-        if before is not None and not isinstance(before.what, Call) and not isinstance(span.what, Call):
+        if before is not None and not isinstance(before.what, ParsedCall) and not isinstance(span.what, ParsedCall):
             yield text[before.end : span.start]
         first, last = before is None and not called, i == len(spans) - 1 and not called
         yield span.piece(text, start if first else span.start, end if last else span.end)
@@ -238,7 +239,7 @@ def _read_xml(text: str, begin: re.Match[str], tools: Sequence[Mapping[str, Any]
     return [_Span(what, begin.start(), end)], end
 
 
-def _xml_call(inside: str, tools: Sequence[Mapping[str, Any]]) -> Call | str:
+def _xml_call(inside: str, tools: Sequence[Mapping[str, Any]]) -> ParsedCall | str:
     function = _FUNCTION.fullmatch(inside)
     if function is None:
         return "The call is not of the form <function=NAME> ... </function>."
@@ -258,7 +259,7 @@ def _read_llama(text: str, begin: re.Match[str], _: Sequence[Mapping[str, Any]])
     while True:
         start = _end(_BETWEEN, text, end)
         if not text.startswith("{", start) and found:
-            return found, start if isinstance(found[-1].what, Call) else end
+            return found, start if isinstance(found[-1].what, ParsedCall) else end
         value, end = _json(text, start)
         if isinstance(value, ValueError):
             return [*found, _Span(f"The call is not JSON: {value}.", start, len(text))], len(text)
@@ -285,7 +286,7 @@ def _read_mistral(text: str, begin: re.Match[str], _: Sequence[Mapping[str, Any]
     else:
         found = [_Span(_call(value), start, end)]
     after = _end(_SPACE, text, end)
-    called = any(isinstance(span.what, Call) for span in found)
+    called = any(isinstance(span.what, ParsedCall) for span in found)
     return found, after if called and text.startswith(TOOL_CALLS, after) else end
 
 
@@ -313,7 +314,7 @@ def _enclosed(text: str, begin: re.Match[str]) -> tuple[str | None, int]:
     return text[begin.end() : close], close + len(CALL_END)
 
 
-def _call(value: Any) -> Call | str:
+def _call(value: Any) -> ParsedCall | str:
     """The call in a decoded {"name": ..., "arguments" or "parameters": {...}}, or why there is none."""
     if not isinstance(value, dict):
         return f"The call is JSON of type {type(value).__name__}; it must be an object."
@@ -327,7 +328,7 @@ def _call(value: Any) -> Call | str:
         f"{name}{json.dumps(arguments, ensure_ascii=False, allow_nan=False)}".encode()
     except (ValueError, RecursionError):  # a number without bounds, or half a surrogate pair
         return "The call has numbers or characters that JSON cannot carry."
-    return Call(name, arguments)
+    return ParsedCall(name, arguments)
 
 
 def _no_constant(name: str) -> Any:

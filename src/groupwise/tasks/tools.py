@@ -13,8 +13,8 @@
 
 Type hints become the JSON schema and check the arguments (pydantic, which reads "5" as 5 where an int is wanted). A
 call is always answered: whatever goes wrong comes back to the model as a message beginning with "Error:", counted by
-its kind (`Outcome`). A result that is no text is sent as JSON. Functions that are not async run in daemon threads, that
-a time limit abandons but cannot end: work that may never end, or that is not trusted, belongs in a process.
+its kind (`CallOutcome`). A result that is no text is sent as JSON. Functions that are not async run in daemon threads,
+that a time limit abandons but cannot end: work that may never end, or that is not trusted, belongs in a process.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ LONGEST_RESULT = 10_000  # characters
 THREADS = 256  # calls of functions that are not async, at once and on one event loop; others wait for their turn
 
 
-class Outcome(StrEnum):
+class CallOutcome(StrEnum):
     """What became of a call."""
 
     OK = "ok"
@@ -206,13 +206,13 @@ class Outcome(StrEnum):
 class ToolError(Exception):
     """A tool's answer is an error: raise it in a tool to choose the message that the model reads."""
 
-    def __init__(self, message: str, outcome: Outcome = Outcome.FAILED):
+    def __init__(self, message: str, outcome: CallOutcome = CallOutcome.FAILED):
         super().__init__(message)
         self.outcome = outcome
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tool:
+class CallableTool:
     """What a model can call. `run` takes the arguments as they came and may raise anything.
 
     `parameters` is a JSON schema of type object. `owner` is the object whose method it is, if it is one.
@@ -234,7 +234,7 @@ class Tool:
         description: str | None = None,
         time_limit_s: float = TIME_LIMIT_S,
         thread: Thread | None = None,
-    ) -> Tool:
+    ) -> CallableTool:
         """A function or bound method, async or not, as a tool. Its docstring's first part is the description.
 
         Args:
@@ -251,7 +251,7 @@ class Tool:
             try:
                 keywords = signature.check(arguments)
             except ValueError as error:
-                raise ToolError(f"wrong arguments for {tool.name}: {error}", Outcome.ARGUMENTS) from None
+                raise ToolError(f"wrong arguments for {tool.name}: {error}", CallOutcome.ARGUMENTS) from None
             if iscoroutinefunction(function):
                 return await function(**keywords)
             result = await submit(lambda: function(**keywords))
@@ -275,11 +275,11 @@ class Tool:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ToolResult:
     """The message for a call, and what became of it."""
 
     message: Message
-    outcome: Outcome
+    outcome: CallOutcome
 
 
 class ToolBox:
@@ -293,13 +293,15 @@ class ToolBox:
         ConfigError: two tools have one name, or a function cannot be a tool.
     """
 
-    def __init__(self, tools: Iterable[Tool | ToolBox | Callable[..., Any]], *, longest_result: int = LONGEST_RESULT):
-        self.outcomes: Counter[Outcome] = Counter()
+    def __init__(
+        self, tools: Iterable[CallableTool | ToolBox | Callable[..., Any]], *, longest_result: int = LONGEST_RESULT
+    ):
+        self.outcomes: Counter[CallOutcome] = Counter()
         self._longest = longest_result
-        self._tools: dict[str, Tool] = {}
+        self._tools: dict[str, CallableTool] = {}
         for given in tools:
             for tool in given if isinstance(given, ToolBox) else [given]:
-                self._add(tool if isinstance(tool, Tool) else Tool.from_function(tool))
+                self._add(tool if isinstance(tool, CallableTool) else CallableTool.from_function(tool))
 
     def __iter__(self):
         return iter(self._tools.values())
@@ -307,7 +309,7 @@ class ToolBox:
     def __len__(self) -> int:
         return len(self._tools)
 
-    def get(self, name: str) -> Tool | None:
+    def get(self, name: str) -> CallableTool | None:
         """The tool of that name."""
         return self._tools.get(name)
 
@@ -320,18 +322,18 @@ class ToolBox:
         """The `tool` message that answers one of a message's `tool_calls`. Never raises."""
         return (await self.answer(call)).message
 
-    async def answer(self, call: Mapping[str, Any]) -> Answer:
+    async def answer(self, call: Mapping[str, Any]) -> ToolResult:
         """As `call`, with the outcome."""
         function = call.get("function") or {}
         name = str(function.get("name", ""))
         try:
-            content, outcome = _text_of(await self._run(name, function.get("arguments"))), Outcome.OK
+            content, outcome = _text_of(await self._run(name, function.get("arguments"))), CallOutcome.OK
         except ToolError as error:
             content, outcome = f"Error: {error}", error.outcome
         self.outcomes[outcome] += 1
-        return Answer(tool_message(self._shortened(content), call_id=str(call.get("id", "")), name=name), outcome)
+        return ToolResult(tool_message(self._shortened(content), call_id=str(call.get("id", "")), name=name), outcome)
 
-    def _add(self, tool: Tool) -> None:
+    def _add(self, tool: CallableTool) -> None:
         if tool.name in self._tools:
             raise ConfigError(
                 f"two tools are named {tool.name!r}", hint="rename one: Tool.from_function(f, name=...) or prefix=..."
@@ -342,7 +344,7 @@ class ToolBox:
         """The tool's result. Raises ToolError and, where the caller is cancelled, CancelledError; nothing else."""
         tool = self._tools.get(name)
         if tool is None:
-            raise ToolError(_unknown(name, list(self._tools)), Outcome.UNKNOWN)
+            raise ToolError(_unknown(name, list(self._tools)), CallOutcome.UNKNOWN)
         given = _object_of(arguments, name)
         limit = asyncio.timeout(tool.time_limit_s)
         _clock.set(lambda on: limit.reschedule(asyncio.get_running_loop().time() + tool.time_limit_s if on else None))
@@ -358,7 +360,7 @@ class ToolBox:
         except BaseException as error:
             if isinstance(error, TimeoutError) and limit.expired():
                 message = f"{name} took longer than {tool.time_limit_s:g} s and was given up"
-                raise ToolError(message, Outcome.TIME) from None
+                raise ToolError(message, CallOutcome.TIME) from None
             if isinstance(error, KeyboardInterrupt | GeneratorExit):
                 raise
             raise ToolError(f"{name} raised {type(error).__name__}: {_one_line(error)}") from error
@@ -430,12 +432,12 @@ def _object_of(arguments: Any, name: str) -> dict[str, Any]:
     try:
         value = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError) as error:
-        raise ToolError(f"the arguments for {name} are not JSON: {error}", Outcome.ARGUMENTS) from None
+        raise ToolError(f"the arguments for {name} are not JSON: {error}", CallOutcome.ARGUMENTS) from None
     if value is None:
         return {}
     if not isinstance(value, Mapping):
         raise ToolError(
-            f"the arguments for {name} are of type {type(value).__name__}; give an object", Outcome.ARGUMENTS
+            f"the arguments for {name} are of type {type(value).__name__}; give an object", CallOutcome.ARGUMENTS
         )
     return dict(value)
 

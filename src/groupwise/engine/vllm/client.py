@@ -38,6 +38,7 @@ HEALTH_S = 5.0  # for an answer to /health
 CONNECT_S = 5.0
 ASK_S = 60.0  # for what samples nothing
 SAID = 300  # characters of an answer that are quoted
+_KINDS = {"already_loaded": "already been loaded", "not_loaded": "cannot be found"}  # kind -> what vLLM says of it
 
 
 class ServerLost(EngineError):
@@ -64,7 +65,7 @@ class Sampled:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class ServerFacts:
     """What a server says of itself. `name` is what requests for the base model are addressed to."""
 
     version: str
@@ -115,7 +116,7 @@ def sampling_body(
     }
 
 
-class Server:
+class VllmServer:
     """One server by its URL. Use it in one event loop."""
 
     def __init__(self, url: str, *, request_timeout_s: float):
@@ -134,14 +135,14 @@ class Server:
         """The names of those that are loaded. Raises ServerLost, EngineError."""
         return {each["id"] for each in (await self._ask("GET", "/v1/models"))["data"] if each.get("parent")}
 
-    async def facts(self) -> Facts:
+    async def facts(self) -> ServerFacts:
         """Raises ServerLost, EngineError."""
         listed = (await self._ask("GET", "/v1/models"))["data"]
         version = (await self._ask("GET", "/version"))["version"]
         bases = [each for each in listed if not each.get("parent")]
         if not bases or not isinstance(bases[0].get("max_model_len"), int):
             raise EngineError(f"{self.url} names no model with a context length; is it a vLLM server?")
-        return Facts(version=version, name=bases[0]["id"], context_length=bases[0]["max_model_len"])
+        return ServerFacts(version=version, name=bases[0]["id"], context_length=bases[0]["max_model_len"])
 
     async def tokenize(self, model: str, asked: str | Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """A text, or a conversation with the opening of the next turn, as the server would read it."""
@@ -215,7 +216,7 @@ class Server:
             body = {"lora_name": name, "lora_path": path}
             await self._ask("POST", "/v1/load_lora_adapter", body, timeout=timeout)
         except EngineError as error:
-            if "already been loaded" not in error.message:
+            if error.kind != "already_loaded":
                 raise
 
     async def unload(self, name: str) -> None:
@@ -223,7 +224,7 @@ class Server:
         try:
             await self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
         except EngineError as error:
-            if isinstance(error, ServerLost) or "cannot be found" not in error.message:
+            if error.kind != "not_loaded":
                 raise
 
     async def reload(self, path: str, *, timeout: float) -> None:
@@ -264,7 +265,8 @@ class Server:
             )
         if status == 404 and where.endswith("/collective_rpc"):
             hint = "start it with VLLM_SERVER_DEV_MODE=1, as `groupwise vllm-serve` does where train.lora is null"
-        raise EngineError(f"{where} answered {status}: {said}", hint=hint)
+        kind = next((kind for kind, words in _KINDS.items() if words in said), None)
+        raise EngineError(f"{where} answered {status}: {said}", hint=hint, kind=kind)
 
 
 def likeliest(alternatives: Iterable[tuple[int, float]], top: int) -> tuple[tuple[int, float], ...]:

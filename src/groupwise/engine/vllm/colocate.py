@@ -20,7 +20,7 @@ from importlib import import_module
 from typing import Any
 
 from groupwise.config.engine import VllmConfig
-from groupwise.engine.vllm.client import Facts, Sampled, Server, likeliest
+from groupwise.engine.vllm.client import Sampled, ServerFacts, VllmServer, likeliest
 from groupwise.engine.vllm.server import Shape, engine_options
 from groupwise.errors import EngineError, ModelError
 
@@ -32,8 +32,8 @@ OPTIONS = (  # of a completion that mean the same in vLLM's SamplingParams
 )
 
 
-class InProcess(Server):
-    """A `Server` without HTTP. Raises ModelError where vLLM cannot be imported."""
+class InProcess(VllmServer):
+    """A `VllmServer` without HTTP. Raises ModelError where vLLM cannot be imported."""
 
     def __init__(self, config: VllmConfig, shape: Shape):
         self.url = "vLLM in this process"
@@ -70,9 +70,9 @@ class InProcess(Server):
     async def adapters(self) -> set[str]:
         return set(self._adapters)
 
-    async def facts(self) -> Facts:
+    async def facts(self) -> ServerFacts:
         context = await self._do(lambda: self._llm.llm_engine.model_config.max_model_len)
-        return Facts(version=self._vllm.__version__, name="base", context_length=context)
+        return ServerFacts(version=self._vllm.__version__, name="base", context_length=context)
 
     async def tokenize(self, model: str, asked: str | Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         def encoded() -> tuple[int, ...]:

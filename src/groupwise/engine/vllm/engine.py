@@ -32,22 +32,22 @@ from groupwise.config.hub import reading
 from groupwise.config.run import STARTER, STARTER_DIR, RunConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.sampling import completion_seed
-from groupwise.engine.vllm.client import Sampled, Server, sampling_body
+from groupwise.engine.vllm.client import Sampled, VllmServer, sampling_body
 from groupwise.engine.vllm.fleet import Fleet
 from groupwise.engine.vllm.handshake import (
     FILES,
     Accepted,
     Handshake,
-    Lease,
     Leases,
+    LoadedAdapter,
     Published,
-    Reference,
     Shelf,
+    TrainerScores,
     linear_names,
     publish,
     reload,
 )
-from groupwise.engine.vllm.server import Launch, Shape, launch_of, rank_of
+from groupwise.engine.vllm.server import ServerLaunch, Shape, launch_of, rank_of
 from groupwise.errors import (
     AdapterError,
     AdapterNotFoundError,
@@ -61,7 +61,7 @@ from groupwise.errors import (
 from groupwise.model.chat import closing_ids, decode, stopped_text
 from groupwise.model.load import LoadedModel, context_length, resolve_device, resolve_dtype
 from groupwise.model.packed_check import packed_tolerance
-from groupwise.store.merge import MergeMode, MergeSource, merge_adapters
+from groupwise.store.merge import MergeMode, WeightedAdapter, merge_adapters
 from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingParams, SamplingRequest, TokenSink
 
 SEEDS = (1 << 62) - 1  # vLLM's are 63 bits wide, and completion j adds j
@@ -71,12 +71,12 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class QueuedRequest:
     """A request that was accepted: what is sent, to whom (None: the base)."""
 
     request: SamplingRequest
     body: dict[str, Any]
-    lease: Lease | None
+    lease: LoadedAdapter | None
 
     @property
     def name(self) -> str | None:
@@ -104,11 +104,11 @@ class VllmEngine:
         self,
         config: VllmConfig,
         base: LoadedModel,
-        reference: Reference,
+        reference: TrainerScores,
         *,
         targets: Sequence[str],
-        launches: Sequence[Launch] = (),
-        colocated: Server | None = None,
+        launches: Sequence[ServerLaunch] = (),
+        colocated: VllmServer | None = None,
         reloads: bool = False,
         patient: bool = False,
         say: Callable[[str], None] = lambda text: None,
@@ -150,7 +150,9 @@ class VllmEngine:
         return self._submitted(requests, self._answer)
 
     def _submitted(
-        self, requests: Sequence[SamplingRequest], answer: Callable[[Job], Coroutine[Any, Any, list[Completion]]]
+        self,
+        requests: Sequence[SamplingRequest],
+        answer: Callable[[QueuedRequest], Coroutine[Any, Any, list[Completion]]],
     ) -> list[Future[list[Completion]]]:
         bodies = [self._checked(request) for request in requests]
         futures = []
@@ -159,7 +161,7 @@ class VllmEngine:
             lease = None if whole else self._leases.take(request.version)
             if lease is None and not whole:
                 raise self._not_loaded(request.version)
-            job = Job(request=request, body=body, lease=lease)
+            job = QueuedRequest(request=request, body=body, lease=lease)
             future = asyncio.run_coroutine_threadsafe(answer(job), self._loop)
             if lease is not None:
                 future.add_done_callback(lambda _, lease=lease: self._give_back(lease))
@@ -265,7 +267,7 @@ class VllmEngine:
         loaded = ", ".join(map(str, self._leases.versions)) or "none"
         return AdapterNotFoundError(f"adapter version {str(version)!r} is not loaded; loaded: {loaded}")
 
-    async def _answer(self, job: Job) -> list[Completion]:
+    async def _answer(self, job: QueuedRequest) -> list[Completion]:
         request = job.request
         sampled = await self._fleet.send(job.name, lambda server, model: server.complete(model, job.body))
         sampled = sampled * request.n if len(sampled) < request.n else sampled
@@ -317,7 +319,7 @@ class VllmEngine:
     async def _publish(self, published: Published) -> None:
         await self._fleet.everywhere(lambda server: self._prove(server, published))
 
-    async def _prove(self, server: Server, published: Published) -> None:
+    async def _prove(self, server: VllmServer, published: Published) -> None:
         await publish(
             server,
             published,
@@ -327,7 +329,7 @@ class VllmEngine:
             timeout=self._config.sync_timeout_s,
         )
 
-    async def _reload(self, server: Server) -> None:
+    async def _reload(self, server: VllmServer) -> None:
         assert self._weights is not None
         await reload(
             server,
@@ -339,11 +341,11 @@ class VllmEngine:
             timeout=self._config.sync_timeout_s,
         )
 
-    def _give_back(self, lease: Lease) -> None:
+    def _give_back(self, lease: LoadedAdapter) -> None:
         if self._leases.give_back(lease):
             self._let_go(lease)
 
-    def _let_go(self, lease: Lease) -> None:
+    def _let_go(self, lease: LoadedAdapter) -> None:
         """Nobody samples from a version any more."""
         if lease.published.version not in self._leases:  # loaded again meanwhile
             self._reference.unload(lease.published.version)
@@ -362,7 +364,7 @@ class VllmEngine:
     # -- servers -------------------------------------------------------------------------------------------------------
 
     async def _opened(
-        self, launches: Sequence[Launch], colocated: Server | None, patient: bool, say: Callable[[str], None]
+        self, launches: Sequence[ServerLaunch], colocated: VllmServer | None, patient: bool, say: Callable[[str], None]
     ) -> Fleet:
         fleet = Fleet(self._config, prepare=self._prepare, launches=launches, colocated=colocated, patient=patient)
         try:
@@ -374,7 +376,7 @@ class VllmEngine:
         self._context = min(self._base.context_length, *(each.facts.context_length for each in accepted))
         return fleet
 
-    async def _prepare(self, server: Server) -> Accepted:
+    async def _prepare(self, server: VllmServer) -> Accepted:
         """Accept a server and give it all versions in use. Raises ServerLost, EngineError."""
         if self._weights is not None:
             await self._reload(server)
@@ -423,7 +425,7 @@ class VllmEngine:
 
 
 def open_vllm(
-    config: RunConfig, base: LoadedModel, reference: Reference, *, say: Callable[[str], None] = lambda text: None
+    config: RunConfig, base: LoadedModel, reference: TrainerScores, *, say: Callable[[str], None] = lambda text: None
 ) -> VllmEngine:
     """The engine that a run's configuration describes; `say` is told what is waited for. Raises EngineError,
     ConfigError."""
@@ -481,7 +483,7 @@ def shape_of(
     )
 
 
-def read_launch(config: RunConfig, *, port: int) -> Launch:
+def read_launch(config: RunConfig, *, port: int) -> ServerLaunch:
     """The server of a run, without loading weights. Raises ConfigError, ModelError."""
     path = str(STARTER_DIR) if config.model == STARTER else config.model
     try:
@@ -541,7 +543,7 @@ class LiveVllm(VllmEngine):
     def _check_supported(self, params: SamplingParams) -> None:
         """Everything is."""
 
-    async def _answer(self, job: Job) -> list[Completion]:
+    async def _answer(self, job: QueuedRequest) -> list[Completion]:
         completions = await super()._answer(job)
         if not job.request.params.reshaped:
             return completions
@@ -554,14 +556,14 @@ class LiveVllm(VllmEngine):
         logprobs, tops = zip(*score(request.prompt_ids, ids, request.version), strict=True)
         return replace(completion, logprobs=logprobs, top_logprobs=tops if params.top_logprobs else ())
 
-    async def _streamed(self, on_token: TokenSink, job: Job) -> list[Completion]:
+    async def _streamed(self, on_token: TokenSink, job: QueuedRequest) -> list[Completion]:
         request = job.request
         if request.params.reshaped:
             completions = await self._answer(job)
             for index, each in enumerate(completions):
                 _tell(on_token, index, each.token_ids, each.logprobs, each.top_logprobs)
             return completions
-        rows = [_Row(self, job, index, on_token) for index in range(request.n)]
+        rows = [_StreamedCompletion(self, job, index, on_token) for index in range(request.n)]
         sending = [asyncio.create_task(self._fleet.send(job.name, row.ask)) for row in rows]
         try:
             return [self._completion(each, request) for each in await asyncio.gather(*sending)]
@@ -597,13 +599,13 @@ class LiveVllm(VllmEngine):
         try:
             super().load(version, directory)
         except EngineError as error:
-            if self.away is None:
+            if self.unavailable_reason is None:
                 raise
             raise NotReadyError(f"{version} cannot be loaded: {error.message}", hint=error.hint) from error
 
     def load_composed(self, version: PolicyVersion, parts: Sequence[tuple[Path, float]]) -> None:
         with TemporaryDirectory(prefix="groupwise-sum-") as place:
-            merge_adapters([MergeSource(path, scale) for path, scale in parts], Path(place), mode=MergeMode.CONCAT)
+            merge_adapters([WeightedAdapter(path, scale) for path, scale in parts], Path(place), mode=MergeMode.CONCAT)
             self.load(version, Path(place))
 
     # -- and what the local engine does --------------------------------------------------------------------------------
@@ -632,7 +634,7 @@ class LiveVllm(VllmEngine):
     # -- how it is -----------------------------------------------------------------------------------------------------
 
     @property
-    def away(self) -> str | None:
+    def unavailable_reason(self) -> str | None:
         if self._fleet.up:
             return None
         return "; ".join(f"vLLM at {member.server.url}: {member.why}" for member in self._fleet.members)
@@ -643,17 +645,17 @@ class LiveVllm(VllmEngine):
         return {"running": running, "waiting": self._unfinished - running, "adapters": len(self._leases.versions)}
 
 
-class _Row:
+class _StreamedCompletion:
     """One completion of a request as it is streamed, from the server that has it to the next."""
 
-    def __init__(self, engine: LiveVllm, job: Job, index: int, on_token: TokenSink):
+    def __init__(self, engine: LiveVllm, job: QueuedRequest, index: int, on_token: TokenSink):
         self._engine, self._params, self._index, self._on_token = engine, job.request.params, index, on_token
         self._body = {**job.body, "n": 1, "seed": (job.body["seed"] + index) & SEEDS}
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._tops: list[tuple[tuple[int, float], ...]] = []
 
-    async def ask(self, server: Server, model: str) -> Sampled:
+    async def ask(self, server: VllmServer, model: str) -> Sampled:
         """What is still missing. Raises ServerLost, EngineError."""
         reason = self._end() or await server.stream(model, self._rest(), self._hear)
         tops = tuple(self._tops) if self._params.top_logprobs else ()

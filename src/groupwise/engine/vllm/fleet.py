@@ -19,9 +19,9 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from groupwise.config.engine import VllmConfig
-from groupwise.engine.vllm.client import Server, ServerLost
+from groupwise.engine.vllm.client import ServerLost, VllmServer
 from groupwise.engine.vllm.handshake import Accepted, Published
-from groupwise.engine.vllm.server import Launch, ServerProcess
+from groupwise.engine.vllm.server import ServerLaunch, ServerProcess
 from groupwise.errors import EngineError, GroupwiseError
 
 SILENT, UNREACHABLE = 3, 2  # looks in a row after which a server is given up
@@ -34,15 +34,15 @@ SENDS = 4  # of one request that servers are lost with
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Prepare = Callable[[Server], Awaitable[Accepted]]
-Ask = Callable[[Server, str], Coroutine[Any, Any, T]]
+Prepare = Callable[[VllmServer], Awaitable[Accepted]]
+Ask = Callable[[VllmServer, str], Coroutine[Any, Any, T]]
 """Asks a server for something under the name of a model or an adapter. It may be called again, for another server."""
 
 
-class Member:
+class FleetMember:
     """One server, ours if there is a `launch`."""
 
-    def __init__(self, server: Server, launch: Launch | None = None):
+    def __init__(self, server: VllmServer, launch: ServerLaunch | None = None):
         self.server, self.launch = server, launch
         self.process: ServerProcess | None = None
         self.accepted: Accepted | None = None  # None: it is away
@@ -66,18 +66,18 @@ class Fleet:
         config: VllmConfig,
         *,
         prepare: Prepare,
-        launches: Sequence[Launch],
-        colocated: Server | None = None,
+        launches: Sequence[ServerLaunch],
+        colocated: VllmServer | None = None,
         patient: bool = False,
     ):
         self._config, self._prepare, self._patient = config, prepare, patient
         timeout = config.request_timeout_s
         if colocated is not None:
-            self.members = [Member(colocated)]
+            self.members = [FleetMember(colocated)]
         elif config.urls:
-            self.members = [Member(Server(url, request_timeout_s=timeout)) for url in config.urls]
+            self.members = [FleetMember(VllmServer(url, request_timeout_s=timeout)) for url in config.urls]
         else:
-            self.members = [Member(Server(each.url, request_timeout_s=timeout), each) for each in launches]
+            self.members = [FleetMember(VllmServer(each.url, request_timeout_s=timeout), each) for each in launches]
         self._opened = False
         self._changed = asyncio.Condition()
         self._fatal: GroupwiseError | None = None
@@ -120,7 +120,7 @@ class Fleet:
                 await asyncio.to_thread(member.process.stop)
 
     @property
-    def up(self) -> list[Member]:
+    def up(self) -> list[FleetMember]:
         return [member for member in self.members if member.accepted is not None]
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class Fleet:
                 member.doubted.set()
                 await asyncio.sleep(AGAIN_S * (UNREACHABLE + attempt))  # time to see whether the server is away
 
-    async def _send_to(self, member: Member, name: str | None, ask: Ask[T]) -> T:
+    async def _send_to(self, member: FleetMember, name: str | None, ask: Ask[T]) -> T:
         member.running += 1
         asking = asyncio.create_task(ask(member.server, name or member.base))
         try:
@@ -154,10 +154,10 @@ class Fleet:
 
     # -- versions ------------------------------------------------------------------------------------------------------
 
-    async def everywhere(self, do: Callable[[Server], Awaitable[None]]) -> None:
+    async def everywhere(self, do: Callable[[VllmServer], Awaitable[None]]) -> None:
         """Do it on every server, on one that is away when it is back. Raises ServerLost, EngineError."""
 
-        async def on(member: Member) -> None:
+        async def on(member: FleetMember) -> None:
             await self._until_up([member], self._config.recovery_timeout_s)
             try:
                 async with asyncio.timeout(self._config.sync_timeout_s):
@@ -179,7 +179,7 @@ class Fleet:
 
     # -- up and down ---------------------------------------------------------------------------------------------------
 
-    async def _until_up(self, members: Sequence[Member], timeout: float) -> Member:
+    async def _until_up(self, members: Sequence[FleetMember], timeout: float) -> FleetMember:
         """The one of `members` with the least to do, once one is up. Raises EngineError."""
 
         def ready() -> bool:
@@ -198,7 +198,7 @@ class Fleet:
             raise self._fatal
         return min((member for member in members if member.accepted), key=lambda member: member.running)
 
-    async def _keep(self, member: Member) -> None:
+    async def _keep(self, member: FleetMember) -> None:
         """Bring a server up, watch it, and again."""
         while self._fatal is None:
             try:
@@ -213,7 +213,7 @@ class Fleet:
                     self._fatal = known
                     await self._tell()
 
-    async def _live(self, member: Member) -> None:
+    async def _live(self, member: FleetMember) -> None:
         """One life of a server. Raises as `_bring_up`."""
         accepted = await self._bring_up(member)
         member.lost, member.accepted = asyncio.get_running_loop().create_future(), accepted
@@ -230,7 +230,7 @@ class Fleet:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _bring_up(self, member: Member) -> Accepted:
+    async def _bring_up(self, member: FleetMember) -> Accepted:
         """Raises EngineError if it is not what the run needs, or if ours does not start."""
         starts, deadline = 0, 0.0
         while True:
@@ -250,7 +250,7 @@ class Fleet:
                 member.process = None
             await asyncio.sleep(AGAIN_S)
 
-    async def _watch(self, member: Member) -> str:
+    async def _watch(self, member: FleetMember) -> str:
         """Return why a server is lost, when it is."""
         missed = 0
         while True:

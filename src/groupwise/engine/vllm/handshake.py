@@ -31,7 +31,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from groupwise.engine.vllm.client import Facts, Server, sampling_body
+from groupwise.engine.vllm.client import ServerFacts, VllmServer, sampling_body
 from groupwise.errors import AdapterError, EngineError, StorageError
 from groupwise.model.chat import encode_prompt
 from groupwise.model.load import LoadedModel, adapted_modules
@@ -65,7 +65,7 @@ LONGEST_NAME = 64  # of what a version is called there, without its number; a su
 _PLAIN = re.compile(r"[^\w.-]")  # what vLLM's names and directories are not to have
 
 
-class Reference(Scores, Protocol):
+class TrainerScores(Scores, Protocol):
     """What the trainer thinks of a completion: the local engine over the same base weights."""
 
     def load(self, version: PolicyVersion, directory: Path) -> None: ...
@@ -136,7 +136,7 @@ def _link(source: Path, target: Path) -> None:
 
 
 @dataclass(eq=False)
-class Lease:
+class LoadedAdapter:
     """A loaded version: how many requests sample from it, and whether it is to go after the last."""
 
     published: Published
@@ -149,12 +149,12 @@ class Leases:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._of: dict[PolicyVersion, Lease] = {}
-        self._leaving: set[Lease] = set()
+        self._of: dict[PolicyVersion, LoadedAdapter] = {}
+        self._leaving: set[LoadedAdapter] = set()
 
     def add(self, published: Published) -> None:
         with self._lock:
-            self._of[published.version] = Lease(published)
+            self._of[published.version] = LoadedAdapter(published)
 
     def __contains__(self, version: PolicyVersion) -> bool:
         return version in self._of
@@ -170,7 +170,7 @@ class Leases:
         with self._lock:
             return [lease.published for lease in (*self._of.values(), *self._leaving)]
 
-    def take(self, version: PolicyVersion) -> Lease | None:
+    def take(self, version: PolicyVersion) -> LoadedAdapter | None:
         """Hold a version for one request; None if it is not there."""
         with self._lock:
             lease = self._of.get(version)
@@ -178,13 +178,13 @@ class Leases:
                 lease.holders += 1
             return lease
 
-    def give_back(self, lease: Lease) -> bool:
+    def give_back(self, lease: LoadedAdapter) -> bool:
         """The request is done. Whether it was the last of a version that is to go."""
         with self._lock:
             lease.holders -= 1
             return self._gone(lease)
 
-    def retire(self, version: PolicyVersion) -> Lease | None:
+    def retire(self, version: PolicyVersion) -> LoadedAdapter | None:
         """No request may name it any more. The lease if nobody holds it."""
         with self._lock:
             lease = self._of.pop(version, None)
@@ -194,7 +194,7 @@ class Leases:
             self._leaving.add(lease)
             return lease if self._gone(lease) else None
 
-    def _gone(self, lease: Lease) -> bool:
+    def _gone(self, lease: LoadedAdapter) -> bool:
         if not lease.retired or lease.holders:
             return False
         self._leaving.discard(lease)
@@ -202,9 +202,9 @@ class Leases:
 
 
 async def gap(
-    server: Server,
+    server: VllmServer,
     name: str,
-    reference: Reference,
+    reference: TrainerScores,
     version: PolicyVersion,
     prompt_ids: Sequence[int],
     *,
@@ -222,9 +222,9 @@ async def gap(
 
 
 async def publish(
-    server: Server,
+    server: VllmServer,
     published: Published,
-    reference: Reference,
+    reference: TrainerScores,
     prompt_ids: Sequence[int],
     *,
     tolerance: float,
@@ -242,9 +242,9 @@ async def publish(
 
 
 async def reload(
-    server: Server,
+    server: VllmServer,
     published: Published,
-    reference: Reference,
+    reference: TrainerScores,
     prompt_ids: Sequence[int],
     *,
     zero: str,
@@ -278,7 +278,7 @@ class Accepted:
     """A server that passed. `base` is what requests for the base model are addressed to; `mixes`: the model's own name
     would get adapters of others."""
 
-    facts: Facts
+    facts: ServerFacts
     base: str
     mixes: bool
 
@@ -297,7 +297,7 @@ class Handshake:
     def __init__(
         self,
         base: LoadedModel,
-        reference: Reference,
+        reference: TrainerScores,
         shelf: Shelf,
         *,
         targets: Sequence[str],
@@ -313,7 +313,7 @@ class Handshake:
         self._probes = _lay(base.model, shelf, PROBE, targets, strength=1.0, count=slots)
         self.zero = _lay(base.model, shelf, ZERO, targets, strength=0.0, count=1)[0]
 
-    async def __call__(self, server: Server) -> Accepted:
+    async def __call__(self, server: VllmServer) -> Accepted:
         """Raises ServerLost, EngineError if it is another or a stale server."""
         facts = await server.facts()
         await self._check_tokens(server, facts)
@@ -329,7 +329,7 @@ class Handshake:
                 await server.unload(probe.name)
         return Accepted(facts=facts, base=self.zero.name, mixes=mixes)
 
-    async def _check_tokens(self, server: Server, facts: Facts) -> None:
+    async def _check_tokens(self, server: VllmServer, facts: ServerFacts) -> None:
         theirs = await server.tokenize(facts.name, ASKED if self._templated else PLAIN)
         if theirs != self.prompt:
             raise EngineError(
@@ -338,7 +338,7 @@ class Handshake:
                 hint="serve the model that is trained, as `groupwise vllm-serve` does",
             )
 
-    async def _check_weights(self, server: Server, name: str) -> None:
+    async def _check_weights(self, server: VllmServer, name: str) -> None:
         off = await gap(server, name, self._reference, PolicyVersion.base(), self.prompt)
         if not off <= self._tolerance:
             raise EngineError(
@@ -348,7 +348,7 @@ class Handshake:
                 "`groupwise vllm-serve` does; a looser vllm.tolerance accepts more",
             )
 
-    async def _holds(self, server: Server, name: str, probes: Sequence[Published]) -> bool:
+    async def _holds(self, server: VllmServer, name: str, probes: Sequence[Published]) -> bool:
         """Whether `name` samples as the base while the probes sample too; False if that could not be found out."""
         for tokens in PROBE_TOKENS:
             params = replace(CANARY, max_tokens=min(tokens, self._base.context_length // 2))

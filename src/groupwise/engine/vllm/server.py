@@ -49,7 +49,7 @@ class Shape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
+class ServerLaunch:
     """How a server is started. `log` is a file, None for this process's stderr."""
 
     argv: tuple[str, ...]
@@ -84,7 +84,7 @@ def engine_options(config: VllmConfig, shape: Shape) -> dict[str, Any]:
     return options
 
 
-def launch_of(config: VllmConfig, shape: Shape, *, port: int | None = None) -> Launch:
+def launch_of(config: VllmConfig, shape: Shape, *, port: int | None = None) -> ServerLaunch:
     """The server that `config` describes. Raises ConfigError: as `engine_options`, or there is no such interpreter."""
     port = port or config.port or free_port(config.host)
     argv = [_python(config), "-m", "vllm.entrypoints.openai.api_server", "--host", config.host, "--port", str(port)]
@@ -94,7 +94,7 @@ def launch_of(config: VllmConfig, shape: Shape, *, port: int | None = None) -> L
     environment |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
     environment |= {"VLLM_SERVER_DEV_MODE": "1"} if shape.reloads else {}
     environment |= {} if config.gpus is None else {"CUDA_VISIBLE_DEVICES": config.gpus}
-    return Launch(
+    return ServerLaunch(
         argv=(*argv, *config.arguments),
         environment=environment | config.environment,
         url=f"http://{config.host}:{port}",
@@ -137,7 +137,7 @@ def free_port(host: str) -> int:
 class ServerProcess:
     """One server, started at once. `ended` says why it is over; `stop` ends it with all its descendants."""
 
-    def __init__(self, launch: Launch):
+    def __init__(self, launch: ServerLaunch):
         self.launch = launch
         self._ended = threading.Event()
         self._why = ""
@@ -188,7 +188,7 @@ class ServerProcess:
             return f"; the end of {log}:\n{file.read().decode('utf-8', 'replace').rstrip()}"
 
 
-def keep_up(launch: Launch, *, say: Callable[[str], None]) -> None:
+def keep_up(launch: ServerLaunch, *, say: Callable[[str], None]) -> None:
     """Run a server until this process is told to end (Ctrl-C, SIGTERM), and start it again when it ends by itself.
 
     Raises ConfigError when it ends soon after its start every time.
@@ -215,7 +215,7 @@ def keep_up(launch: Launch, *, say: Callable[[str], None]) -> None:
         server.stop()
 
 
-def _specification(launch: Launch) -> dict[str, Any]:
+def _specification(launch: ServerLaunch) -> dict[str, Any]:
     """For the keeper: a trusted program without limits, whose output goes to the log."""
     log = f"/proc/{os.getpid()}/fd/2" if launch.log is None else str(launch.log.absolute())
     argv = ["/bin/sh", "-c", 'log=$0; exec "$@" >>"$log" 2>&1', log, *launch.argv]

@@ -91,7 +91,7 @@ def parse_path(path: str) -> tuple[str, str, str]:
     parts = path.removeprefix("tinker://").split("/")
     if not path.startswith("tinker://") or len(parts) != 3 or parts[1] not in TYPES or not _RUN.fullmatch(parts[0]):
         hint = f"it looks like tinker://<run>/weights/<name>; in place of weights may be {' or '.join([*TYPES][1:])}"
-        raise RequestError(f"{echo(path)} is no path of a checkpoint", hint=hint, param="path")
+        raise RequestError(f"{echo(path)} is no path of a checkpoint", hint=hint, field="path")
     check_checkpoint_name(parts[2])
     return parts[0], parts[1], parts[2]
 
@@ -100,10 +100,10 @@ def check_checkpoint_name(name: str) -> None:
     """Raise RequestError unless `name` can be a checkpoint's, and so a file's."""
     if not _NAME.fullmatch(name):
         hint = "1 to 128 of A-Z a-z 0-9 . _ - beginning with a letter or digit"
-        raise RequestError(f"{echo(name)} cannot name a checkpoint", hint=hint, param="path")
+        raise RequestError(f"{echo(name)} cannot name a checkpoint", hint=hint, field="path")
 
 
-class Checkpoints:
+class TinkerCheckpoints:
     """Those of one state directory. Everything here touches the disk: call it in a thread."""
 
     def __init__(self, root: Path):
@@ -163,7 +163,7 @@ class Checkpoints:
         found = self.find(path)
         if found.kind != WEIGHTS:
             hint = "go on from what save_state (save_weights) saved"
-            raise RequestError(f"{path} has no state of the trainer", hint=hint, param="path")
+            raise RequestError(f"{path} has no state of the trainer", hint=hint, field="path")
         return found
 
     def find_sampler(self, path: str) -> Checkpoint:
@@ -171,7 +171,7 @@ class Checkpoints:
         found = self.find(path)
         if found.version is None:
             hint = "sample from what save_weights_for_sampler saved"
-            raise RequestError(f"{path} is not for sampling", hint=hint, param="path")
+            raise RequestError(f"{path} is not for sampling", hint=hint, field="path")
         return found
 
     def exists(self, run: str, kind: str, name: str) -> bool:

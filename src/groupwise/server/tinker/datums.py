@@ -40,11 +40,11 @@ def loss_config(message: Any) -> dict[str, float]:
         hint = f"use one of {', '.join(BUILT_IN)}, or forward_backward_custom with a function of yours"
         if name == "stable_reinforce":
             hint = "its formula is not published: use importance_sampling or cispo; " + hint
-        raise RequestError(f"there is no loss {echo(name)}", hint=hint, param="loss_fn")
+        raise RequestError(f"there is no loss {echo(name)}", hint=hint, field="loss_fn")
     config: dict[str, float] = dict(message.loss_fn_config)
     for key, value in message.loss_fn_config_v2.items():
         if value.HasField("text"):
-            raise RequestError(f"{echo(key)} of {name} is a text; its knobs are numbers", param="loss_fn_config")
+            raise RequestError(f"{echo(key)} of {name} is a text; its knobs are numbers", field="loss_fn_config")
         config[key] = value.number
     return config
 

@@ -29,11 +29,11 @@ from groupwise.server.tinker.checkpoints import (
     WEIGHTS,
     Checkpoint,
     CheckpointNotFoundError,
-    Checkpoints,
+    TinkerCheckpoints,
     check_checkpoint_name,
 )
-from groupwise.server.tinker.futures import Answer, answer
-from groupwise.server.tinker.training import Model, Models
+from groupwise.server.tinker.futures import FutureResult, answer
+from groupwise.server.tinker.training import Models, TrainedModel
 from groupwise.store import files
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.archive import stream_archive
@@ -57,13 +57,13 @@ class Link:
 class Downloads:
     """All of one server. What is made for an address only is in `root`, and goes with it."""
 
-    def __init__(self, root: Path, models: Models, checkpoints: Checkpoints, store: AdapterStore):
+    def __init__(self, root: Path, models: Models, checkpoints: TinkerCheckpoints, store: AdapterStore):
         self._root, self._models, self._checkpoints, self._store = root, models, checkpoints, store
         self._links: dict[str, Link] = {}
         self._making = asyncio.Lock()
         shutil.rmtree(root, ignore_errors=True)  # of another process, whose addresses are gone
 
-    async def save_external(self, model: Model, body: bodies.SaveExternal) -> Answer:
+    async def save_external(self, model: TrainedModel, body: bodies.SaveExternal) -> FutureResult:
         """The adapter as it is now. Raises RequestError, ConflictError, StorageError."""
         check_checkpoint_name(body.path)
         recipients = _recipients(body.age_encryption_recipients or ())
@@ -99,7 +99,7 @@ class Downloads:
         saved = await asyncio.to_thread(self._checkpoints.find, path)
         if saved.kind != EXTERNAL_WEIGHTS:
             hint = "save_weights_external makes some"
-            raise RequestError(f"{path} is not a checkpoint of external weights", hint=hint, param="path")
+            raise RequestError(f"{path} is not a checkpoint of external weights", hint=hint, field="path")
         directory = self._checkpoints.directory(saved)
         names = await asyncio.to_thread(lambda: sorted(each.name for each in directory.iterdir()))
         return self._known(saved) or self._link(saved, directory, made=False), names
@@ -109,7 +109,7 @@ class Downloads:
         StorageError, ConfigError for one of another base model."""
         saved = await asyncio.to_thread(self._checkpoints.find, path)
         if saved.kind == EXTERNAL_WEIGHTS:
-            raise RequestError(f"{path} is files already", hint="fetch them: .../external_weights_urls", param="path")
+            raise RequestError(f"{path} is files already", hint="fetch them: .../external_weights_urls", field="path")
         async with self._making:
             if (link := self._known(saved)) is not None:
                 return link

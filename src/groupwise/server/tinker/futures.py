@@ -33,24 +33,24 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Answer:
+class FutureResult:
     """What a future is finished with. `as_json` makes of protobuf what a client reads that does not accept it."""
 
     body: bytes
     media: str = PROTOBUF
     as_json: Callable[[bytes], dict[str, Any]] | None = None
 
-    def plain(self) -> Answer:
+    def plain(self) -> FutureResult:
         """The same in JSON."""
         return self if self.as_json is None else answer(**self.as_json(self.body))
 
 
-def answer(**fields: Any) -> Answer:
+def answer(**fields: Any) -> FutureResult:
     """An answer in JSON."""
-    return Answer(json.dumps(fields).encode(), JSON)
+    return FutureResult(json.dumps(fields).encode(), JSON)
 
 
-def failure(error: Exception, *, without: str = "") -> Answer:
+def failure(error: Exception, *, without: str = "") -> FutureResult:
     """An error as the package reads it: category `user` for what another request would cure, `server` for the rest."""
     if not isinstance(error, GroupwiseError):
         return answer(error="internal error: see the server's log", category="server")
@@ -79,14 +79,14 @@ class Future:
     id: str
     size: int
     load: _Load = field(repr=False)
-    answer: Answer | None = None
+    answer: FutureResult | None = None
     again: bool = False  # failed without having been tried: the same request may come again
     until: float = 0.0  # when it is forgotten, monotonic
     fetched: bool = False
     paused: str | None = None  # why it has not begun
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def finish(self, answer: Answer) -> None:
+    def finish(self, answer: FutureResult) -> None:
         """Once; later answers are for nobody."""
         if self.answer is None:
             self.answer, self.until = answer, time.monotonic() + UNFETCHED_S
@@ -130,7 +130,7 @@ class Futures:
         self._by_id[id] = future = Future(id, size, load)
         return future, True
 
-    async def wait(self, id: str, *, seconds: float) -> Answer | None:
+    async def wait(self, id: str, *, seconds: float) -> FutureResult | None:
         """The answer, as soon as there is one; None after `seconds`. Raises LookupError for an id that is not known."""
         future = self._by_id[id]
         try:
@@ -142,7 +142,7 @@ class Futures:
             future.fetched, future.until = True, time.monotonic() + KEEP_S
         return future.answer
 
-    async def settle(self, future: Future, work: Callable[[], Awaitable[Answer]]) -> None:
+    async def settle(self, future: Future, work: Callable[[], Awaitable[FutureResult]]) -> None:
         """Finish `future` with what `work` gives or raises."""
         try:
             future.finish(await work())
@@ -191,11 +191,11 @@ class Turns:
         self.due = 0
         self.gap: str | None = None
         self._futures, self._gap_s = futures, gap_s
-        self._waiting: dict[int, tuple[Future, Callable[[], Awaitable[Answer]]]] = {}
+        self._waiting: dict[int, tuple[Future, Callable[[], Awaitable[FutureResult]]]] = {}
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, number: int, future: Future, work: Callable[[], Awaitable[Answer]]) -> None:
+    def add(self, number: int, future: Future, work: Callable[[], Awaitable[FutureResult]]) -> None:
         """Run `work` when its turn comes, and finish `future` with its answer."""
         if number < self.due:
             late = f"seq_id {number} comes too late: the next is {self.due}"

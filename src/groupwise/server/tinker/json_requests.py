@@ -24,7 +24,7 @@ from groupwise.server.tinker.schema import (
     Body,
     ForwardBackwardOutput,
     ForwardBackwardRequest,
-    Prompt,
+    ModelInput,
     SampleResponse,
     Sequenced,
 )
@@ -43,7 +43,7 @@ class TensorBody(Body):
 class DatumBody(Body):
     """A sequence and the values of its targets."""
 
-    model_input: Prompt
+    model_input: ModelInput
     loss_fn_inputs: dict[str, TensorBody]
 
 

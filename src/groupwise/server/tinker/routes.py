@@ -29,9 +29,9 @@ from groupwise.server.errors import echo
 from groupwise.server.guard import OPENAI_PREFIX
 from groupwise.server.state import Server
 from groupwise.server.tinker import schema as bodies
-from groupwise.server.tinker.checkpoints import SAMPLER_WEIGHTS, Checkpoint, Checkpoints
+from groupwise.server.tinker.checkpoints import SAMPLER_WEIGHTS, Checkpoint, TinkerCheckpoints
 from groupwise.server.tinker.downloads import ARCHIVE, Downloads, Link
-from groupwise.server.tinker.futures import JSON, PROTOBUF, Answer, Futures, answer
+from groupwise.server.tinker.futures import JSON, PROTOBUF, FutureResult, Futures, answer
 from groupwise.server.tinker.json_requests import ForwardBackwardBody, ForwardBody, message_of
 from groupwise.server.tinker.sampling import Samplers
 from groupwise.server.tinker.schema import DecodeError, ForwardBackwardRequest
@@ -39,8 +39,8 @@ from groupwise.server.tinker.sessions import HeartbeatGoneError, SessionGoneErro
 from groupwise.server.tinker.training import (
     ATTENTION,
     MLP,
-    Model,
     Models,
+    TrainedModel,
     check_optimizer,
     lora_of,
     tokenizer_of,
@@ -75,7 +75,7 @@ class Tinker:
         config = server.config
         root = config.state_dir.absolute() / "tinker"
         self.server = server
-        self.checkpoints = Checkpoints(root)
+        self.checkpoints = TinkerCheckpoints(root)
         self.futures = Futures(most=config.tinker_pending, without=str(config.state_dir.absolute()))
         self.models = Models(
             server.base, self.futures, self.checkpoints, config=config, make_room=self._end_silent_sessions
@@ -279,7 +279,7 @@ async def forward_backward(http: Request) -> Any:
         ) from None
     model = models.find(message.model_id)
     if message.seq_id < 1:
-        raise RequestError(f"seq_id is {message.seq_id}; it counts from 1", param="seq_id")
+        raise RequestError(f"seq_id is {message.seq_id}; it counts from 1", field="seq_id")
     work = partial(models.forward_backward, model, message)
     return models.request(model, message.seq_id, work, size=HELD * len(raw))
 
@@ -290,8 +290,8 @@ async def forward(http: Request) -> Any:
     return await _in_turn(http, ForwardBody, _from_json(tinker_of(http)))
 
 
-def _from_json(tinker: Tinker) -> Callable[[Model, ForwardBackwardBody | ForwardBody], Awaitable[Answer]]:
-    async def work(model: Model, body: ForwardBackwardBody | ForwardBody) -> Answer:
+def _from_json(tinker: Tinker) -> Callable[[TrainedModel, ForwardBackwardBody | ForwardBody], Awaitable[FutureResult]]:
+    async def work(model: TrainedModel, body: ForwardBackwardBody | ForwardBody) -> FutureResult:
         return await tinker.models.forward_backward(model, await asyncio.to_thread(message_of, body))
 
     return work
@@ -317,7 +317,9 @@ async def save_weights_external(http: Request) -> Any:
     return await _in_turn(http, bodies.SaveExternal, tinker_of(http).downloads.save_external)
 
 
-async def _in_turn(http: Request, kind: type[S], work: Callable[[Model, S], Awaitable[Answer]]) -> dict[str, str]:
+async def _in_turn(
+    http: Request, kind: type[S], work: Callable[[TrainedModel, S], Awaitable[FutureResult]]
+) -> dict[str, str]:
     """A request that runs when its number comes -> its id."""
     try:
         body = await read_body(http, kind)
@@ -335,7 +337,7 @@ async def _refused(http: Request, error: GroupwiseError) -> dict[str, str]:
         raise error
     models = tinker_of(http).models
 
-    async def refuse() -> Answer:
+    async def refuse() -> FutureResult:
         raise error
 
     return models.request(models.find(place.model_id), place.seq_id, refuse)
@@ -358,7 +360,7 @@ async def sampler(http: Request, sampler: str) -> Any:
 
 @router.post("/asample")
 async def asample(http: Request) -> Any:
-    return tinker_of(http).samplers.submit(await read_body(http, bodies.Sample))
+    return tinker_of(http).samplers.submit(await read_body(http, bodies.SampleBody))
 
 
 @router.post("/cancel_future")

@@ -31,12 +31,12 @@ from groupwise.server.policies import Policies
 from groupwise.server.sampling import Generation
 from groupwise.server.state import Server
 from groupwise.server.tinker import schema as bodies
-from groupwise.server.tinker.checkpoints import SAMPLER_WEIGHTS, Checkpoints, check_checkpoint_name
-from groupwise.server.tinker.futures import Answer, Futures, answer
+from groupwise.server.tinker.checkpoints import SAMPLER_WEIGHTS, TinkerCheckpoints, check_checkpoint_name
+from groupwise.server.tinker.futures import FutureResult, Futures, answer
 from groupwise.server.tinker.json_requests import samples_as_json
 from groupwise.server.tinker.schema import LENGTH, STOP, SampleResponse
 from groupwise.server.tinker.sessions import GO_ON, SessionGoneError
-from groupwise.server.tinker.training import Model, Models
+from groupwise.server.tinker.training import Models, TrainedModel
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance
 from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingParams, SamplingRequest
@@ -51,7 +51,7 @@ Top = Sequence[tuple[int, float]]
 
 
 @dataclass(eq=False)
-class Sampler:
+class SamplingSession:
     """A sampling session. `version` changes for `inflight` ones only, which follow their model. `used` is when it was
     last sampled from (monotonic), `removed` whether its snapshot gave way to newer ones."""
 
@@ -71,7 +71,7 @@ class Sampler:
 class Samplers:
     """All sampling sessions of a server."""
 
-    def __init__(self, server: Server, models: Models, futures: Futures, checkpoints: Checkpoints, *, root: Path):
+    def __init__(self, server: Server, models: Models, futures: Futures, checkpoints: TinkerCheckpoints, *, root: Path):
         self._server, self._models, self._futures, self._checkpoints = server, models, futures, checkpoints
         shutil.rmtree(root / "snapshots", ignore_errors=True)  # of sessions of another process
         self._store = AdapterStore(root / "snapshots")
@@ -82,12 +82,12 @@ class Samplers:
             served_name=server.config.served_name,
             max_loaded=server.config.max_loaded_adapters,
         )
-        self._by_id: dict[str, Sampler] = {}
+        self._by_id: dict[str, SamplingSession] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     # -- which weights ---------------------------------------------------------------------------------------------
 
-    def find(self, id: str | None) -> Sampler:
+    def find(self, id: str | None) -> SamplingSession:
         """Raises SessionGoneError."""
         if (sampler := self._by_id.get(id or "")) is None:
             raise SessionGoneError(f"there is no sampling session {echo(id)}", hint=GO_ON)
@@ -96,7 +96,7 @@ class Samplers:
     def of(self, session: str) -> list[str]:
         return [each.id for each in self._by_id.values() if each.session == session]
 
-    async def create(self, body: bodies.CreateSampler) -> Sampler:
+    async def create(self, body: bodies.CreateSampler) -> SamplingSession:
         """From the base model or a checkpoint. Raises RequestError, CheckpointNotFoundError, AdapterNotFoundError."""
         id = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
         if id in self._by_id:
@@ -106,25 +106,25 @@ class Samplers:
         if body.model_path is not None:
             found = await asyncio.to_thread(self._checkpoints.find_sampler, body.model_path)
             version = policies.resolve(adapter=found.version)
-        sampler = Sampler(id, body.session_id, policies, version, self._models.tokenizer, body.model_path)
+        sampler = SamplingSession(id, body.session_id, policies, version, self._models.tokenizer, body.model_path)
         return self._by_id.setdefault(id, sampler)
 
-    async def snapshot(self, model: Model, body: bodies.SaveForSampler) -> Answer:
+    async def snapshot(self, model: TrainedModel, body: bodies.SaveForSampler) -> FutureResult:
         """The model's weights as they are now, under a name or for a sampling session."""
         if body.kind not in (SNAPSHOT, INFLIGHT):
-            raise RequestError(f"kind is {echo(body.kind)}; it is {SNAPSHOT} or {INFLIGHT}", param="kind")
+            raise RequestError(f"kind is {echo(body.kind)}; it is {SNAPSHOT} or {INFLIGHT}", field="kind")
         if body.path is not None:
             check_checkpoint_name(body.path)
             if await asyncio.to_thread(self._checkpoints.exists, model.id, SAMPLER_WEIGHTS, body.path):
                 raise ConflictError(f"there is a checkpoint {body.path!r} of this run", hint="choose another name")
         elif body.sampling_session_seq_id is None:
-            raise RequestError("there is neither a path nor a sampling_session_seq_id", param="path")
+            raise RequestError("there is neither a path nor a sampling_session_seq_id", field="path")
         version = await self._published(model, named=body.path is not None)
         path = await self._recorded(model, body, version) if body.path is not None else None
         policies, id = (self._snapshots if path is None else self._server.policies), None
         if body.sampling_session_seq_id is not None:
             id = f"{model.session}:sample:{body.sampling_session_seq_id}"
-            made = Sampler(id, model.session, policies, version, self._models.tokenizer, path)
+            made = SamplingSession(id, model.session, policies, version, self._models.tokenizer, path)
             made.model, made.follows = model.id, body.kind == INFLIGHT
             if not self._models.is_there(model):
                 await self._discard(made)
@@ -152,7 +152,7 @@ class Samplers:
 
     # -- samples ---------------------------------------------------------------------------------------------------
 
-    def submit(self, body: bodies.Sample) -> dict[str, Any]:
+    def submit(self, body: bodies.SampleBody) -> dict[str, Any]:
         """Begin to sample -> the request's id and those of its sequences. Raises RequestError, OverloadedError."""
         sampler = self.find(body.sampling_session_id)
         if sampler.removed:
@@ -162,10 +162,10 @@ class Samplers:
                 hint="keep one for longer under a name: save_weights_for_sampler, then create_sampling_client",
             )
         if body.seq_id is None:
-            raise RequestError("seq_id is missing", param="seq_id")
+            raise RequestError("seq_id is missing", field="seq_id")
         if body.num_samples > self._server.config.max_n:
             most = self._server.config.max_n
-            raise RequestError(f"num_samples is {body.num_samples}; the most is {most} (max_n)", param="num_samples")
+            raise RequestError(f"num_samples is {body.num_samples}; the most is {most} (max_n)", field="num_samples")
         id = f"{sampler.id}:{body.seq_id}"
         future, is_new = self._futures.begin(id, size=32 * sum(len(chunk.tokens) for chunk in body.prompt.chunks))
         if is_new:
@@ -176,7 +176,7 @@ class Samplers:
             task.add_done_callback(lambda _: self._ended(id, sampler))
         return {"request_id": id, "sample_sequence_ids": [f"{id}:{i}" for i in range(body.num_samples)]}
 
-    def _ended(self, id: str, sampler: Sampler) -> None:
+    def _ended(self, id: str, sampler: SamplingSession) -> None:
         self._tasks.pop(id, None)
         sampler.running -= 1
         sampler.used = time.monotonic()
@@ -186,7 +186,7 @@ class Samplers:
         if (task := self._tasks.get(id)) is not None:
             task.cancel()
 
-    async def _sample(self, sampler: Sampler, body: bodies.Sample) -> Answer:
+    async def _sample(self, sampler: SamplingSession, body: bodies.SampleBody) -> FutureResult:
         request = self._request(body)
         async with asyncio.timeout(self._server.config.request_timeout_s):
             while True:
@@ -196,14 +196,14 @@ class Samplers:
                     await asyncio.sleep(WAIT_S)
 
     async def _sampled(
-        self, sampler: Sampler, body: bodies.Sample, request: Callable[[PolicyVersion], SamplingRequest]
-    ) -> Answer:
+        self, sampler: SamplingSession, body: bodies.SampleBody, request: Callable[[PolicyVersion], SamplingRequest]
+    ) -> FutureResult:
         version = None if sampler.version.is_base else str(sampler.version)
         async with sampler.policies.lease(adapter=version or "base") as leased:
             asked = request(leased)
             scored = await asyncio.to_thread(self._scored, body, asked)
             completions = await self._completions(asked, scored=scored is not None)
-        return Answer(await asyncio.to_thread(encode_samples, completions, scored, body), as_json=samples_as_json)
+        return FutureResult(await asyncio.to_thread(encode_samples, completions, scored, body), as_json=samples_as_json)
 
     async def _completions(self, asked: SamplingRequest, *, scored: bool) -> Sequence[Completion]:
         """Where a prompt that is to be scored leaves no room, they are empty and cut."""
@@ -217,7 +217,7 @@ class Samplers:
             generation.cancel()
         return completions
 
-    def _request(self, body: bodies.Sample) -> Callable[[PolicyVersion], SamplingRequest]:
+    def _request(self, body: bodies.SampleBody) -> Callable[[PolicyVersion], SamplingRequest]:
         """What the engine is asked for, but for the version. Raises RequestError for what is not supported."""
         _check_supported(body, most_top=self._server.config.max_top_logprobs)
         given, config = body.sampling_params, self._server.config
@@ -235,11 +235,11 @@ class Samplers:
                 top_logprobs=body.topk_sample_logprobs,
             )
         except ValueError as error:
-            raise RequestError(str(error), param="sampling_params") from None
+            raise RequestError(str(error), field="sampling_params") from None
         ids = tuple(token for chunk in body.prompt.chunks for token in chunk.tokens)
         return lambda version: SamplingRequest(prompt_ids=ids, params=params, n=body.num_samples, version=version)
 
-    def _scored(self, body: bodies.Sample, asked: SamplingRequest) -> list[tuple[float, Top]] | None:
+    def _scored(self, body: bodies.SampleBody, asked: SamplingRequest) -> list[tuple[float, Top]] | None:
         """Log-probabilities of the prompt's tokens and of the likeliest in their places; NaN where not asked for."""
         if not body.prompt_logprobs and not body.topk_prompt_logprobs:
             return None
@@ -252,7 +252,7 @@ class Samplers:
 
     # -- snapshots -------------------------------------------------------------------------------------------------
 
-    async def _published(self, model: Model, *, named: bool) -> PolicyVersion:
+    async def _published(self, model: TrainedModel, *, named: bool) -> PolicyVersion:
         """The model's weights as a new version, in the server's store or in that of snapshots. One engine has both, so
         that their names differ."""
         base, store = self._models.base, self._server.store if named else self._store
@@ -264,7 +264,7 @@ class Samplers:
 
         return await self._models.in_training(model, publish)
 
-    async def _recorded(self, model: Model, body: bodies.SaveForSampler, version: PolicyVersion) -> str:
+    async def _recorded(self, model: TrainedModel, body: bodies.SaveForSampler, version: PolicyVersion) -> str:
         assert body.path is not None
         size = sum(each.stat().st_size for each in self._server.store.path(version).iterdir())
         saved = self._models.checkpoint(model, SAMPLER_WEIGHTS, body.path, body, version=str(version), size_bytes=size)
@@ -289,7 +289,7 @@ class Samplers:
             sampler.removed = True  # nobody begins to sample from it
             sampler.removed = await self._discard(sampler)
 
-    async def _discard(self, gone: Sampler) -> bool:
+    async def _discard(self, gone: SamplingSession) -> bool:
         """Remove a snapshot that nobody samples from any more -> whether it is gone."""
         others = (each for each in self._by_id.values() if each is not gone and not each.removed)
         used = any(each.version == gone.version and each.policies is gone.policies for each in others)
@@ -302,7 +302,7 @@ class Samplers:
         return True
 
 
-def _check_supported(body: bodies.Sample, *, most_top: int) -> None:
+def _check_supported(body: bodies.SampleBody, *, most_top: int) -> None:
     unsupported = {
         "target_prompt_logprobs": (body.target_prompt_logprobs is not None, "ask for topk_prompt_logprobs"),
         "prompt_alt_tokens_k": (body.prompt_alt_tokens_k > 0, "ask for topk_prompt_logprobs"),
@@ -310,22 +310,22 @@ def _check_supported(body: bodies.Sample, *, most_top: int) -> None:
     }
     for name, (asked, hint) in unsupported.items():
         if asked:
-            raise RequestError(f"{name} is not supported", hint=hint, param=name)
+            raise RequestError(f"{name} is not supported", hint=hint, field=name)
     for chunk in body.prompt.chunks:
         if chunk.type != "encoded_text":
             hint = "send encoded_text chunks"
             raise RequestError(
-                f"the prompt has a chunk of type {echo(chunk.type)}; text only", hint=hint, param="prompt"
+                f"the prompt has a chunk of type {echo(chunk.type)}; text only", hint=hint, field="prompt"
             )
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
         if getattr(body, name) > most_top:
             limit = f"the most is {most_top} (max_top_logprobs)"
-            raise RequestError(f"{name} is {getattr(body, name)}; {limit}", param=name)
+            raise RequestError(f"{name} is {getattr(body, name)}; {limit}", field=name)
 
 
 # ---- the answer ----
 def encode_samples(
-    completions: Sequence[Completion], scored: Sequence[tuple[float, Top]] | None, body: bodies.Sample
+    completions: Sequence[Completion], scored: Sequence[tuple[float, Top]] | None, body: bodies.SampleBody
 ) -> bytes:
     """A SampleResponse."""
     message = SampleResponse()

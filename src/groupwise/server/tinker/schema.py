@@ -163,7 +163,7 @@ class Chunk(Body):
     tokens: tuple[Annotated[int, Field(ge=0, le=(1 << 31) - 1)], ...] = ()
 
 
-class Prompt(Body):
+class ModelInput(Body):
     """Token ids, in pieces."""
 
     chunks: tuple[Chunk, ...]
@@ -180,11 +180,11 @@ class Params(Body):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
-class Sample(Body):
+class SampleBody(Body):
     """Completions of one prompt."""
 
     num_samples: Annotated[int, Field(ge=1)] = 1
-    prompt: Prompt
+    prompt: ModelInput
     sampling_params: Params = Params()
     sampling_session_id: Id | None = None
     seq_id: Number | None = None
@@ -221,7 +221,7 @@ def check_metadata(metadata: Metadata) -> dict[str, str] | None:
         return None
     texts = {str(key): str(value) for key, value in metadata.items()}
     if sum(len(key) + len(value) for key, value in texts.items()) > MOST_METADATA:
-        raise RequestError(f"user_metadata has more than {MOST_METADATA} characters", param="user_metadata")
+        raise RequestError(f"user_metadata has more than {MOST_METADATA} characters", field="user_metadata")
     return texts
 
 

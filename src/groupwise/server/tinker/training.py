@@ -32,9 +32,9 @@ from groupwise.sdk.losses import CROSS_ENTROPY, datum_loss, weights_of
 from groupwise.sdk.trainer import AdamParams, TrainingClient, TrainingService
 from groupwise.server.errors import echo
 from groupwise.server.tinker import schema as bodies
-from groupwise.server.tinker.checkpoints import WEIGHTS, Checkpoint, Checkpoints, check_checkpoint_name
+from groupwise.server.tinker.checkpoints import WEIGHTS, Checkpoint, TinkerCheckpoints, check_checkpoint_name
 from groupwise.server.tinker.datums import datums_of, encode_output, loss_config, widths_of, wire_metrics
-from groupwise.server.tinker.futures import Answer, Future, Futures, Turns, answer
+from groupwise.server.tinker.futures import Future, FutureResult, Futures, Turns, answer
 from groupwise.server.tinker.json_requests import output_as_json
 from groupwise.server.tinker.sessions import GO_ON, SessionGoneError
 from groupwise.store import files
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 @dataclass(eq=False)
-class Model:
+class TrainedModel:
     """One adapter being trained. `client` is None until it has been made."""
 
     id: str
@@ -73,7 +73,7 @@ def lora_of(config: bodies.Lora | None) -> dict[str, Any]:
     """Rank and targets of the adapter that a client asks for. Raises RequestError."""
     config = config or bodies.Lora(rank=32)
     if not (config.train_attn or config.train_mlp):
-        raise RequestError("train_attn and train_mlp are both false: there is nothing to train", param="lora_config")
+        raise RequestError("train_attn and train_mlp are both false: there is nothing to train", field="lora_config")
     both = config.train_attn and config.train_mlp
     return {"rank": config.rank, "targets": "all-linear" if both else ATTENTION if config.train_attn else MLP}
 
@@ -110,7 +110,7 @@ class Models:
         self,
         base: LoadedModel,
         futures: Futures,
-        checkpoints: Checkpoints,
+        checkpoints: TinkerCheckpoints,
         *,
         config: ServeConfig,
         make_room: Callable[[], Awaitable[None]],
@@ -119,13 +119,13 @@ class Models:
         self._most, self._gap_s, self._make_room = config.tinker_models, config.tinker_gap_s, make_room
         self._threads = config.worker_threads
         self._futures, self._checkpoints = futures, checkpoints
-        self._by_id: dict[str, Model] = {}
+        self._by_id: dict[str, TrainedModel] = {}
         self._shared: TrainingService | None = None
         self._lock = threading.Lock()
 
     # -- which -----------------------------------------------------------------------------------------------------
 
-    def find(self, id: str) -> Model:
+    def find(self, id: str) -> TrainedModel:
         """Raises SessionGoneError."""
         if (model := self._by_id.get(id)) is None:
             raise SessionGoneError(
@@ -139,11 +139,11 @@ class Models:
         """Whether as many are trained as may be."""
         return sum(model.has_place for model in self._by_id.values()) >= self._most
 
-    def is_there(self, model: Model) -> bool:
+    def is_there(self, model: TrainedModel) -> bool:
         """Whether its session lives."""
         return model.id in self._by_id
 
-    def of(self, session: str | None = None) -> list[Model]:
+    def of(self, session: str | None = None) -> list[TrainedModel]:
         """Those of a session, or all."""
         return [each for each in self._by_id.values() if session in (None, each.session)]
 
@@ -167,7 +167,7 @@ class Models:
         """Raise RequestError unless `name` is the model that is served."""
         if name is not None and name != self.name and tokenizer_of(name) != self.tokenizer:
             hint = f"this server has {self.name!r} ({self.base.name})"
-            raise RequestError(f"there is no base model {echo(name)}", hint=hint, param="base_model")
+            raise RequestError(f"there is no base model {echo(name)}", hint=hint, field="base_model")
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -179,10 +179,10 @@ class Models:
         future, is_new = self._futures.begin(f"{id}:0")
         if not is_new:
             return {"request_id": future.id, "model_id": id}
-        model = Model(id, session, lora, Turns(self._futures, gap_s=self._gap_s), **options)
+        model = TrainedModel(id, session, lora, Turns(self._futures, gap_s=self._gap_s), **options)
         self._by_id[id] = model
 
-        async def work() -> Answer:
+        async def work() -> FutureResult:
             try:
                 await self._take_place(model, future)
                 model.client = await asyncio.to_thread(self._client, id, lora, seed=seed)
@@ -196,7 +196,7 @@ class Models:
         model.turns.add(0, future, work)
         return {"request_id": future.id, "model_id": id}
 
-    async def _take_place(self, model: Model, future: Future) -> None:
+    async def _take_place(self, model: TrainedModel, future: Future) -> None:
         """Wait for a place, for as long as a client that is gone may take to fall silent."""
         until = time.monotonic() + PLACE_S
         busy = f"{self._most} models are in training, as many as may be (tinker_models)"
@@ -213,7 +213,7 @@ class Models:
             await asyncio.sleep(min(1.0, PLACE_S))
         raise SessionGoneError("the session has ended", hint=GO_ON)
 
-    def request(self, model: Model, number: int, work: Callable[[], Any], *, size: int = 0) -> dict[str, str]:
+    def request(self, model: TrainedModel, number: int, work: Callable[[], Any], *, size: int = 0) -> dict[str, str]:
         """Run `work` when `number`'s turn comes -> the request's id."""
         due = number == model.turns.due
         future, is_new = self._futures.begin(f"{model.id}:{number}", size=size, due=due)
@@ -221,12 +221,12 @@ class Models:
             model.turns.add(number, future, work)
         return {"request_id": future.id, "model_id": model.id}
 
-    async def forward_backward(self, model: Model, message: Any) -> Answer:
+    async def forward_backward(self, model: TrainedModel, message: Any) -> FutureResult:
         """Log-probabilities and, unless `forward_only`, a gradient that is added to what there is."""
         run = self._forward if message.forward_only else self._backward
-        return Answer(await asyncio.to_thread(run, model.trainer, message), as_json=output_as_json)
+        return FutureResult(await asyncio.to_thread(run, model.trainer, message), as_json=output_as_json)
 
-    async def optim_step(self, model: Model, body: bodies.OptimStep) -> Answer:
+    async def optim_step(self, model: TrainedModel, body: bodies.OptimStep) -> FutureResult:
         if (gap := model.turns.forgive()) is not None:
             await model.trainer.zero_grad()
             raise RequestError(
@@ -235,13 +235,13 @@ class Models:
             )
         if body.adam_params is None:
             kind = (body.optimizer_params or {}).get("type")
-            raise RequestError(f"the optimizer {echo(kind)} is not here", hint="use AdamParams", param="optim_params")
+            raise RequestError(f"the optimizer {echo(kind)} is not here", hint="use AdamParams", field="optim_params")
         adam = AdamParams(**body.adam_params.model_dump())
         result = await model.trainer.optim_step(adam)
         metrics = {"grad_norm:mean": result.grad_norm, "refused:sum": float(not result.applied)}
         return answer(type="optim_step", metrics={name: v for name, v in metrics.items() if math.isfinite(v)})
 
-    async def save_weights(self, model: Model, body: bodies.SaveWeights) -> Answer:
+    async def save_weights(self, model: TrainedModel, body: bodies.SaveWeights) -> FutureResult:
         name = body.path or f"{body.seq_id:06d}"
         check_checkpoint_name(name)
         if not body.overwrite and await asyncio.to_thread(self._checkpoints.exists, model.id, WEIGHTS, name):
@@ -252,7 +252,7 @@ class Models:
         await asyncio.to_thread(self._checkpoints.record, saved)
         return answer(type="save_weights", path=saved.path)
 
-    async def load_weights(self, model: Model, body: bodies.LoadWeights) -> Answer:
+    async def load_weights(self, model: TrainedModel, body: bodies.LoadWeights) -> FutureResult:
         self.check_base(body.base_model)
         check_optimizer(body.optimizer_config)
         saved = await asyncio.to_thread(self._checkpoints.find_state, body.path)
@@ -264,7 +264,7 @@ class Models:
 
     def checkpoint(
         self,
-        model: Model,
+        model: TrainedModel,
         kind: str,
         name: str,
         body: bodies.SaveWeights | bodies.SaveForSampler | bodies.SaveExternal,
@@ -298,7 +298,7 @@ class Models:
             if client.service is not self._shared:
                 client.service.close(wait=False)
 
-    async def in_training(self, model: Model, work: Callable[[TrainingClient], T]) -> T:
+    async def in_training(self, model: TrainedModel, work: Callable[[TrainingClient], T]) -> T:
         """`work` between two of the model's requests, in the thread that trains."""
         trainer = model.trainer
         return await trainer.service.submit(lambda: work(trainer))
@@ -326,7 +326,7 @@ class Models:
                 self._shared = service
         return client
 
-    async def _load(self, model: Model, *, saved: Checkpoint, optimizer: bool) -> Answer:
+    async def _load(self, model: TrainedModel, *, saved: Checkpoint, optimizer: bool) -> FutureResult:
         directory = self._checkpoints.directory(saved)
         try:
             await self.in_training(model, lambda trainer: _load_state(trainer, directory, optimizer=optimizer))

@@ -119,7 +119,7 @@ _WORDS = "some water runs under a small bridge while birds sleep in tall trees a
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ScriptInput:
     """What a script goes by: the number of the turn (from 0), the tools on offer and how a call is written, and what
     the policy was told as text."""
 
@@ -135,7 +135,7 @@ class Script:
     """A policy of canned replies; `calls`: it makes sense only where tools are offered."""
 
     name: str
-    reply: Callable[[Asked], str]
+    reply: Callable[[ScriptInput], str]
     calls: bool = False
 
 
@@ -212,28 +212,28 @@ def _definition(reference: str, whole: Mapping[str, Any]) -> Any:
     return value
 
 
-def _call(asked: Asked, number: int) -> str:
+def _call(asked: ScriptInput, number: int) -> str:
     function = function_of(asked.tools[number % len(asked.tools)])
     arguments = example_of(function.get("parameters") or {"type": "object"})
     given = arguments if isinstance(arguments, Mapping) else {}
     return call_text(str(function.get("name", "")), given, asked.form)
 
 
-def _same_call(asked: Asked) -> str:
+def _same_call(asked: ScriptInput) -> str:
     return _call(asked, 0)
 
 
-def _each_tool(asked: Asked) -> str:
+def _each_tool(asked: ScriptInput) -> str:
     """Each tool once, and then words."""
     return _call(asked, asked.turn) if asked.turn < len(asked.tools) else "I have called every tool."
 
 
-def _gibberish(asked: Asked) -> str:
+def _gibberish(asked: ScriptInput) -> str:
     draw = random.Random(f"{asked.seed} {asked.turn}")
     return " ".join("".join(draw.choices("abcdefghijklmnopqrstuvwxyz0123456789", k=5)) for _ in range(8))
 
 
-def _unreadable(asked: Asked) -> str:
+def _unreadable(asked: ScriptInput) -> str:
     name = str(function_of(asked.tools[0]).get("name", "")) if asked.tools else "tool"
     return asked.form.opening(name) + " {{not JSON"
 
@@ -388,7 +388,7 @@ class Difference:
 
 
 @dataclass(kw_only=True)
-class Trial:
+class EnvTrial:
     """What came of it."""
 
     opened: Opened
@@ -407,10 +407,10 @@ class Trial:
     @property
     def lost(self) -> int:
         """Episodes that ended because something took too long."""
-        return sum("took longer than" in (each.rollout.error or "") for each in self.episodes)
+        return sum(each.rollout.error_kind == "timeout" for each in self.episodes)
 
 
-async def try_out(opened: Opened, *, engine: Sampler | None, episodes: int, seed: int = 0) -> Trial:
+async def try_out(opened: Opened, *, engine: Sampler | None, episodes: int, seed: int = 0) -> EnvTrial:
     """Play it. What the environment does wrong is in the result; nothing is raised for it."""
     player = _Player(opened, seed)
     await player.play_scripts()
@@ -426,7 +426,7 @@ class _Player:
     """Fills a Trial."""
 
     def __init__(self, opened: Opened, seed: int):
-        self.trial, self._opened, self._seed = Trial(opened=opened), opened, seed
+        self.trial, self._opened, self._seed = EnvTrial(opened=opened), opened, seed
         self._cases = list(opened.prompts[:CASES])
         self._before = [copy.deepcopy(dict(prompt.columns)) for prompt in opened.prompts]
 
@@ -493,7 +493,7 @@ class _Player:
 
         def reply(turn: int, prompt_ids: Sequence[int]) -> str:
             heard = decode(prompt_ids, tokenizer)
-            return script.reply(Asked(turn=turn, tools=tools, form=form, heard=heard, seed=self._seed))
+            return script.reply(ScriptInput(turn=turn, tools=tools, form=form, heard=heard, seed=self._seed))
 
         canned = Canned(reply, tokenizer, context=self._opened.context)
         return await self._play(script.name, canned, case, seed=self._seed if seed is None else seed)
@@ -554,7 +554,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class CheckRequest:
     """What is to be checked: `env` as in a run, and what it is played with. `model` plays unless `scripts_only`; its
     tokenizer and template are used in any case."""
 
@@ -568,7 +568,7 @@ class Wanted:
 
 @contextmanager
 def opened(
-    wanted: Wanted, *, say: Callable[[str], None], engine_of: Callable[[LoadedModel], Sampler]
+    wanted: CheckRequest, *, say: Callable[[str], None], engine_of: Callable[[LoadedModel], Sampler]
 ) -> Iterator[tuple[Opened, Sampler | None]]:
     """The environment, and the engine of the model that plays it, which `engine_of` makes of the loaded model.
 
@@ -592,7 +592,7 @@ def opened(
             engine.close()
 
 
-def _modern(wanted: Wanted, factory: EnvFactory, base: LoadedModel | None, say: Callable[[str], None]) -> Opened:
+def _modern(wanted: CheckRequest, factory: EnvFactory, base: LoadedModel | None, say: Callable[[str], None]) -> Opened:
     watch = Watch()
     factory = watch.of(factory)
     tokenizer = load_tokenizer(wanted.model) if base is None else base.tokenizer
@@ -619,7 +619,7 @@ def _modern(wanted: Wanted, factory: EnvFactory, base: LoadedModel | None, say: 
     )
 
 
-def _legacy(wanted: Wanted, factory: EnvFactory, base: LoadedModel, say: Callable[[str], None]) -> Opened:
+def _legacy(wanted: CheckRequest, factory: EnvFactory, base: LoadedModel, say: Callable[[str], None]) -> Opened:
     watch, notes = Watch(), list[str]()
     config = wanted.env.model_copy(
         update={
@@ -650,13 +650,13 @@ def _legacy(wanted: Wanted, factory: EnvFactory, base: LoadedModel, say: Callabl
     )
 
 
-def _rows(wanted: Wanted) -> Sequence[Prompt] | None:
+def _rows(wanted: CheckRequest) -> Sequence[Prompt] | None:
     if wanted.data is None:
         return None
     return open_prompts(DatasetConfig(source=wanted.data), folder=wanted.folder).all()
 
 
-def _in_time(function: Callable[[], T], what: str, wanted: Wanted) -> T:
+def _in_time(function: Callable[[], T], what: str, wanted: CheckRequest) -> T:
     """Its result. Raises EnvError where it takes longer than a method may, and what it raises."""
 
     async def called() -> Any:

@@ -28,7 +28,7 @@ from typing import Any
 from groupwise.config.load import load_object
 from groupwise.errors import ConfigError, EnvError, LoadError
 from groupwise.tasks.env import Observation, StepResult, ToolEnv, load_once
-from groupwise.tasks.tools import Outcome, Tool, ToolError
+from groupwise.tasks.tools import CallableTool, CallOutcome, ToolError
 from groupwise.types import Message
 
 SUPPORTED = "verifiers>=0.1.14,<0.4"
@@ -143,7 +143,7 @@ def _signals_kept() -> Iterator[None]:
 
 GENERIC = "openenv.core.generic_client:GenericEnvClient"
 CALL = "openenv.core.env_server.mcp_types:CallToolAction"
-OUTCOMES = {"tool_not_found": Outcome.UNKNOWN, "invalid_args": Outcome.ARGUMENTS, "timeout": Outcome.TIME}
+OUTCOMES = {"tool_not_found": CallOutcome.UNKNOWN, "invalid_args": CallOutcome.ARGUMENTS, "timeout": CallOutcome.TIME}
 OF_THE_STEP = ("reward", "done", "metadata")  # fields of an observation that are not shown
 
 
@@ -226,7 +226,7 @@ class OpenEnvironment(ToolEnv):
         over = any(each.done for each in self._results)
         return dataclasses.replace(answered, reward=sum(rewards) if rewards else None, done=answered.done or over)
 
-    async def _listed(self) -> list[Tool]:
+    async def _listed(self) -> list[CallableTool]:
         """The server's tools. Raises ConfigError where it has none."""
         listing = getattr(self._client, "list_tools", None)
         if listing is not None:
@@ -241,7 +241,7 @@ class OpenEnvironment(ToolEnv):
             )
         return [self._tool(each) for each in tools]
 
-    def _tool(self, listed: Mapping[str, Any]) -> Tool:
+    def _tool(self, listed: Mapping[str, Any]) -> CallableTool:
         name = str(listed["name"])
 
         async def run(arguments: dict[str, Any]) -> Any:
@@ -259,7 +259,7 @@ class OpenEnvironment(ToolEnv):
         schema = listed.get("input_schema") or listed.get("inputSchema") or {"type": "object", "properties": {}}
         description = str(listed.get("description") or "")
         # no limit of its own: a session that was left in the middle of a step is of no use; env.step_timeout_s ends it
-        return Tool(name=name, description=description, parameters=schema, run=run, time_limit_s=math.inf)
+        return CallableTool(name=name, description=description, parameters=schema, run=run, time_limit_s=math.inf)
 
     def _call_of(self, name: str, arguments: dict[str, Any]) -> Any:
         """What the client sends as a call."""
@@ -315,7 +315,7 @@ def _answer(observation: Mapping[str, Any]) -> Any:
     if error := observation.get("error"):
         said = _fields(error)
         kind = str(getattr(said.get("error_type"), "value", said.get("error_type")))
-        raise ToolError(str(said.get("message") or error), OUTCOMES.get(kind, Outcome.FAILED))
+        raise ToolError(str(said.get("message") or error), OUTCOMES.get(kind, CallOutcome.FAILED))
     result = observation.get("result")
     if isinstance(result, str | int | float | bool | Sequence | None):
         return result

@@ -28,7 +28,7 @@ from groupwise.config.run import EnvConfig
 from groupwise.errors import ConfigError, DataError, EnvError, GroupwiseError
 from groupwise.model.chat import RENDERING, encode_prompt
 from groupwise.model.load import LoadedModel
-from groupwise.tasks.env import REWARD, EnvFactory, OwnThread, priced, reward_of
+from groupwise.tasks.env import REWARD, EnvFactory, OwnThread, priced, reward_of, told_of
 from groupwise.tasks.episode import Lockstep, Slots, together
 from groupwise.tasks.prompts import to_prompt
 from groupwise.tasks.recording import LimitReached, Origin, RecordingPolicy
@@ -106,6 +106,7 @@ class LegacyEnv:
         except Exception as error:
             raise EnvError(
                 f"{self.name} cannot be copied for an episode: {type(error).__name__}: {error}",
+                field=self.name,
                 hint="write __copy__, or set env.concurrency: 1",
             ) from error
 
@@ -139,14 +140,15 @@ class LegacyEnv:
             return ()
         tools = self._call("get_tools") or ()
         if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) and tool for tool in tools):
-            raise EnvError(f"{self.name}.get_tools returned {tools!r}", hint="return a list of tools in OpenAI's form")
+            method, hint = f"{self.name}.get_tools", "return a list of tools in OpenAI's form"
+            raise EnvError(f"{method} returned {tools!r}", hint=hint, field=method)
         return tuple(dict(tool) for tool in tools)
 
     def _call(self, method: str, *args: Any) -> Any:
         try:
             return _finished(getattr(self._instance, method)(*args))
         except Exception as error:
-            raise EnvError(f"{self.name}.{method} raised {type(error).__name__}: {error}") from error
+            raise EnvError.raised(f"{self.name}.{method}", error) from error
 
 
 def for_user_code(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
@@ -320,7 +322,7 @@ class LegacyEpisodes:
         policy = RecordingPolicy(
             self._origin, prompt, first, params=mode.params, version=mode.version, seed=mode.seed, number=number
         )
-        reward, error = None, None
+        reward, failed = None, None
         try:
             if first.finish_reason is FinishReason.ABORT:
                 raise EnvError("the completion was aborted")
@@ -329,12 +331,12 @@ class LegacyEpisodes:
             if isinstance(raised.__cause__, TimeoutError) and policy.asking:
                 policy.limit = "timeout"
             limit = policy.limit == "timeout" or _is_limit(raised)
-            reward, error = (0.0, None) if limit else (None, self._named(raised))
+            reward, failed = (0.0, None) if limit else (None, raised)
         finally:
             policy.close()
         if policy.failure is not None:  # the engine's, not the environment's
             raise policy.failure
-        return self._rollout(policy, reward, error)
+        return self._rollout(policy, reward, failed)
 
     async def _scored(self, prompt: Prompt, first: Completion, policy: RecordingPolicy) -> float | None:
         """What `score_episode` returns. Raises EnvError, whatever the method raises."""
@@ -349,29 +351,27 @@ class LegacyEpisodes:
         except EnvError:
             raise
         except Exception as error:
-            told = error.message if isinstance(error, GroupwiseError) else str(error)
-            raise EnvError(f"{what} raised {type(error).__name__}: {told}") from error
+            told = error.message if isinstance(error, GroupwiseError) else None
+            raise EnvError.raised(what, error, told) from error
         finally:
             thread.close()
         if reward is not None and not 0 <= reward <= 1:
             self._note(f"{what} returned {reward:g}: a score outside 0 to 1 is taken as it is", once=f"{what} outside")
         return reward
 
-    def _rollout(self, policy: RecordingPolicy, reward: float | None, error: str | None) -> Rollout:
+    def _rollout(self, policy: RecordingPolicy, reward: float | None, failed: EnvError | None) -> Rollout:
         turns = policy.turns
         played = Rollout(
             turns=turns,
             reward=reward,
-            error=error,
+            error=None if failed is None else told_of(self._env.name, failed),
+            error_kind=None if failed is None else failed.kind,
             messages=tuple(_messages(turns, self._env.tokenizer)),
             stop=policy.limit or "done",
             info={"forks": float(policy.forks), "untrained": float(sum(not turn.trained for turn in turns))},
         )
         rollout = priced(played, self._config)
         return replace(rollout, rewards={REWARD: rollout.reward})  # None too: only the environment was asked
-
-    def _named(self, error: EnvError) -> str:
-        return error.message if self._env.name in error.message else f"{self._env.name}: {error.message}"
 
     def _note(self, message: str, *, once: str | None = None) -> None:
         key = once or message

@@ -34,7 +34,7 @@ from groupwise.tasks.compat.policy import PolicyCalls
 from groupwise.tasks.compat.three_method import warn
 from groupwise.tasks.env import Episode, Observation, OwnThread, ToolEnv, load_once, priced, reward_of
 from groupwise.tasks.episode import Slots
-from groupwise.tasks.tools import TIME_LIMIT_S, Tool
+from groupwise.tasks.tools import TIME_LIMIT_S, CallableTool
 from groupwise.types import (
     Completion,
     FinishReason,
@@ -104,8 +104,8 @@ class TrlEnvironment(ToolEnv):
             )
         return self._factories[name]
 
-    def _tool(self, method: Callable[..., Any]) -> Tool:
-        return Tool.from_function(method, time_limit_s=self._time_limit_s, thread=self._in_own_thread)
+    def _tool(self, method: Callable[..., Any]) -> CallableTool:
+        return CallableTool.from_function(method, time_limit_s=self._time_limit_s, thread=self._in_own_thread)
 
     async def _called(self, method: Callable[..., Any], **arguments: Any) -> Any:
         """A method's result, in the episode's thread if it is not async."""
@@ -224,7 +224,7 @@ ABOVE_ZERO = 1e-3  # what a log-probability may be above 0 by rounding
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class OutputRow:
     """One entry. `mask` and `logprobs` have one entry per completion token."""
 
     prompt_ids: tuple[int, ...]
@@ -234,7 +234,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reader:
+class OutputReader:
     """Reads what the function `name` returns in one call."""
 
     name: str
@@ -290,7 +290,7 @@ class Reader:
             info={FOREIGN: float(foreign)},
         )
 
-    def _row(self, prompt_ids: Any, completion_ids: Any, logprobs: Any, mask: Any) -> Row:
+    def _row(self, prompt_ids: Any, completion_ids: Any, logprobs: Any, mask: Any) -> OutputRow:
         prompt, said = self._ids(prompt_ids, "prompt_ids"), self._ids(completion_ids, "completion_ids")
         mask = [True] * len(said) if mask is None else _listed(mask)
         logprobs = _listed(logprobs)
@@ -305,7 +305,7 @@ class Reader:
         if len(prompt) + len(said) > self.calls.context_length:
             held, context = len(prompt) + len(said), self.calls.context_length
             raise EnvError(f"{held} tokens; the model's context is {context}")
-        return Row(
+        return OutputRow(
             prompt_ids=prompt,
             completion_ids=said,
             mask=tuple(bool(each) for each in mask),
@@ -325,7 +325,7 @@ class Reader:
             raise EnvError(f"{name} with {_short(wrong[0])}; token ids are integers from 0 to {self.vocabulary - 1}")
         return tuple(ids)
 
-    def _turns(self, row: Row) -> tuple[tuple[Turn, ...], int]:
+    def _turns(self, row: OutputRow) -> tuple[tuple[Turn, ...], int]:
         """The turns, and how many trained tokens the engine did not sample where they stand."""
         turns: list[Turn] = []
         at = foreign = 0
@@ -462,8 +462,8 @@ class Trainer(Offered):
         )
         self.state = State(global_step=step)
         self.tools, self.chat_template = None, None
-        self.vllm_client = Client(self)
-        self.vllm_generation = Generation(self)
+        self.vllm_client = TrlClient(self)
+        self.vllm_generation = TrlGeneration(self)
 
     def generate(
         self,
@@ -523,7 +523,7 @@ class Trainer(Offered):
         }
 
 
-class Client:
+class TrlClient:
     """`trainer.vllm_client`: TRL's client of a vLLM server. What is not said is as the run samples."""
 
     def __init__(self, trainer: Trainer):
@@ -550,7 +550,7 @@ class Client:
         return self._trainer.answers(encoded, options)
 
 
-class Generation:
+class TrlGeneration:
     """`trainer.vllm_generation`."""
 
     structured_outputs_regex = None
@@ -665,7 +665,7 @@ class RolloutPlay:
             note=self._note,
         )
         size = len(batch.prompts) * batch.n
-        reader = Reader(
+        reader = OutputReader(
             name=self._function.name,
             calls=calls,
             version=batch.version,
@@ -676,7 +676,7 @@ class RolloutPlay:
         try:
             rollouts = reader.rollouts(await self._output(batch, calls), size)
         except EnvError as error:
-            rollouts = [Rollout(turns=(), error=error.message, stop="error")] * size
+            rollouts = [Rollout(turns=(), error=error.message, error_kind=error.kind, stop="error")] * size
         finally:
             calls.close()
         if calls.failure is not None:
@@ -703,10 +703,11 @@ class RolloutPlay:
             while not call.done():
                 left_s = limit_s - calls.idle_s
                 if left_s <= 0:
-                    raise EnvError(f"{name} took longer than env.timeout_s = {limit_s:g} s without asking the policy")
+                    message = f"{name} took longer than env.timeout_s = {limit_s:g} s without asking the policy"
+                    raise EnvError(message, field=name, kind="timeout")
                 await asyncio.wait({call}, timeout=left_s)
             if (raised := call.exception()) is not None:
-                raise EnvError(f"{name} raised {type(raised).__name__}: {_told(raised)}") from raised
+                raise EnvError.raised(name, raised, _told(raised)) from raised
             return call.result()
         finally:
             call.cancel()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.engine.worker_group import SENDS, Crew, WorkerLost
+from groupwise.engine.worker_group import SENDS, WorkerGroup, WorkerLost
 from groupwise.errors import ClusterError, ConfigError, GroupwiseError
 from processes import becomes
 
@@ -74,44 +74,46 @@ def office() -> Office:
 
 
 @pytest.fixture
-def crew_of(office: Office) -> Iterator[Callable[..., Crew]]:
-    """`crew_of(2)`: a crew whose workers are all up."""
-    made: list[Crew] = []
+def group_of(office: Office) -> Iterator[Callable[..., WorkerGroup]]:
+    """`group_of(2)`: a group whose workers are all up."""
+    made: list[WorkerGroup] = []
 
-    def make(size: int, **options: Any) -> Crew:
-        settings = {"orders": {"open": ("open", ())}, "restarts": 2, "timeout_s": 5.0, **options}
-        made.append(Crew("clerk", office.start, size=size, **settings))
+    def make(size: int, **options: Any) -> WorkerGroup:
+        settings = {"setup": {"open": ("open", ())}, "restarts": 2, "timeout_s": 5.0, **options}
+        made.append(WorkerGroup("clerk", office.start, size=size, **settings))
         if office.doors.is_set() and not office.broken:
-            assert becomes(lambda: all(seat.worker for seat in made[-1]._seats))
+            assert becomes(lambda: all(slot.worker for slot in made[-1]._slots))
         return made[-1]
 
     yield make
-    for crew in made:
-        crew.close()
+    for group in made:
+        group.close()
 
 
-def test_the_least_busy_gets_the_next_call(office: Office, crew_of: Callable[..., Crew]) -> None:
-    crew = crew_of(2)
-    answers = [crew.ask("work", name, weight=weight) for name, weight in (("a", 8), ("b", 2), ("c", 4), ("d", 1))]
+def test_the_least_busy_gets_the_next_call(office: Office, group_of: Callable[..., WorkerGroup]) -> None:
+    group = group_of(2)
+    answers = [group.ask("work", name, weight=weight) for name, weight in (("a", 8), ("b", 2), ("c", 4), ("d", 1))]
     assert [arguments for arguments, _ in office.of(0).open] == [("a",)]
     assert [arguments for arguments, _ in office.of(1).open] == [("b",), ("c",), ("d",)]
     office.of(0).open[0][1].set_result("done")
     assert answers[0].result(1) == "done"
-    crew.ask("work", "e")
+    group.ask("work", "e")
     assert office.of(0).open[-1][0] == ("e",)
 
 
-def test_what_a_worker_raises_is_raised(crew_of: Callable[..., Crew]) -> None:
+def test_what_a_worker_raises_is_raised(group_of: Callable[..., WorkerGroup]) -> None:
     with pytest.raises(ConfigError, match="no such thing"):
-        crew_of(1).ask("refuse").result(1)
+        group_of(1).ask("refuse").result(1)
 
 
-def test_a_lost_worker_is_replaced_and_its_calls_are_made_again(office: Office, crew_of: Callable[..., Crew]) -> None:
-    crew = crew_of(1)
-    crew.order("v1", "load", "v1")
-    crew.order("v2", "load", "v2")
-    crew.revoke("v1", "unload", "v1")
-    answer, first = crew.ask("work", "a"), office.of(0)
+def test_a_lost_worker_is_replaced_and_its_calls_are_made_again(
+    office: Office, group_of: Callable[..., WorkerGroup]
+) -> None:
+    group = group_of(1)
+    group.broadcast("v1", "load", "v1")
+    group.broadcast("v2", "load", "v2")
+    group.retract("v1", "unload", "v1")
+    answer, first = group.ask("work", "a"), office.of(0)
     first.end()
     assert becomes(lambda: office.of(0) is not first and office.of(0).open)
     assert office.of(0).obeyed == [("open",), ("load", "v2")]
@@ -119,11 +121,13 @@ def test_a_lost_worker_is_replaced_and_its_calls_are_made_again(office: Office, 
     assert answer.result(1) == "done"
 
 
-def test_an_order_is_undone_when_no_call_needs_it_any_more(office: Office, crew_of: Callable[..., Crew]) -> None:
-    crew = crew_of(1)
-    crew.order("v1", "load", "v1")
-    answer, first = crew.ask("work", "a", needs="v1"), office.of(0)
-    crew.revoke("v1", "unload", "v1")
+def test_a_broadcast_is_undone_when_no_call_needs_it_any_more(
+    office: Office, group_of: Callable[..., WorkerGroup]
+) -> None:
+    group = group_of(1)
+    group.broadcast("v1", "load", "v1")
+    answer, first = group.ask("work", "a", needs="v1"), office.of(0)
+    group.retract("v1", "unload", "v1")
     assert first.obeyed == [("open",), ("load", "v1")]
     first.end()
     assert becomes(lambda: office.of(0) is not first and office.of(0).open)
@@ -133,15 +137,17 @@ def test_an_order_is_undone_when_no_call_needs_it_any_more(office: Office, crew_
     assert office.of(0).obeyed[2:] == [("unload", "v1")]
 
 
-def test_an_order_that_is_revoked_while_a_worker_comes_may_fail(office: Office, crew_of: Callable[..., Crew]) -> None:
+def test_a_broadcast_that_is_retracted_while_a_worker_comes_may_fail(
+    office: Office, group_of: Callable[..., WorkerGroup]
+) -> None:
     """The version of a run is removed from the disk once it is unloaded."""
-    crew = crew_of(1)
-    crew.order("v1", "load", "v1")
+    group = group_of(1)
+    group.broadcast("v1", "load", "v1")
     office.slow, first = True, office.of(0)
-    answer = crew.ask("work", "a")
+    answer = group.ask("work", "a")
     first.end()
     assert becomes(lambda: office.of(0) is not first and office.of(0).opening)
-    crew.revoke("v1", "unload", "v1")
+    group.retract("v1", "unload", "v1")
     office.of(0).gone.add("v1")
     office.of(0).opening[0].set_result(None)
     assert becomes(lambda: office.of(0).open)
@@ -149,43 +155,47 @@ def test_an_order_that_is_revoked_while_a_worker_comes_may_fail(office: Office, 
     assert answer.result(1) == "done"
 
 
-def test_calls_wait_until_somebody_is_up(office: Office, crew_of: Callable[..., Crew]) -> None:
+def test_calls_wait_until_somebody_is_up(office: Office, group_of: Callable[..., WorkerGroup]) -> None:
     office.doors.clear()
-    crew = crew_of(1)
-    answer = crew.ask("work", "a")
+    group = group_of(1)
+    answer = group.ask("work", "a")
     office.doors.set()
     assert becomes(lambda: office.clerks and office.of(0).open)
     office.of(0).open[0][1].set_result("done")
     assert answer.result(1) == "done"
 
 
-def test_an_order_that_is_refused_is_raised_and_not_kept(office: Office, crew_of: Callable[..., Crew]) -> None:
-    crew = crew_of(1)
+def test_a_broadcast_that_is_refused_is_raised_and_not_kept(
+    office: Office, group_of: Callable[..., WorkerGroup]
+) -> None:
+    group = group_of(1)
     with pytest.raises(ConfigError):
-        crew.order("bad", "refuse")
-    answer, first = crew.ask("work", "a"), office.of(0)
+        group.broadcast("bad", "refuse")
+    answer, first = group.ask("work", "a"), office.of(0)
     first.end()
     assert becomes(lambda: office.of(0) is not first and office.of(0).open)
     assert not answer.done()
 
 
-def test_a_first_order_that_is_refused_ends_it_all_at_once(office: Office, crew_of: Callable[..., Crew]) -> None:
+def test_a_setup_that_is_refused_ends_it_all_at_once(office: Office, group_of: Callable[..., WorkerGroup]) -> None:
     office.broken = True  # nobody comes up
-    crew = crew_of(1, orders={"open": ("refuse", ())}, restarts=1)
+    group = group_of(1, setup={"open": ("refuse", ())}, restarts=1)
     with pytest.raises(ClusterError, match=r"clerk 0 was lost 2 times without having done anything, .* it is dead"):
-        crew.ask("work", "a").result(5)
+        group.ask("work", "a").result(5)
     office.broken = False
-    crew = Crew("clerk", office.start, size=1, orders={"open": ("refuse", ())}, restarts=1, timeout_s=5)
+    group = WorkerGroup("clerk", office.start, size=1, setup={"open": ("refuse", ())}, restarts=1, timeout_s=5)
     with pytest.raises(ConfigError, match="no such thing"):
-        crew.ask("work", "a").result(5)
+        group.ask("work", "a").result(5)
     with pytest.raises(ConfigError):
-        crew.order("v1", "load", "v1")
+        group.broadcast("v1", "load", "v1")
 
 
-def test_losses_in_a_row_are_counted_and_an_answer_forgives_them(office: Office, crew_of: Callable[..., Crew]) -> None:
-    crew = crew_of(1, restarts=1)
+def test_losses_in_a_row_are_counted_and_an_answer_forgives_them(
+    office: Office, group_of: Callable[..., WorkerGroup]
+) -> None:
+    group = group_of(1, restarts=1)
     for _ in range(3):
-        answer = crew.ask("work", "a")
+        answer = group.ask("work", "a")
         assert becomes(lambda: office.of(0).open)
         lost = office.of(0)
         lost.end()
@@ -194,9 +204,9 @@ def test_losses_in_a_row_are_counted_and_an_answer_forgives_them(office: Office,
         assert answer.result(1) == "done"
 
 
-def test_a_call_that_every_worker_dies_of_is_given_up(office: Office, crew_of: Callable[..., Crew]) -> None:
-    crew = crew_of(1, restarts=100)
-    answer = crew.ask("work", "poison")
+def test_a_call_that_every_worker_dies_of_is_given_up(office: Office, group_of: Callable[..., WorkerGroup]) -> None:
+    group = group_of(1, restarts=100)
+    answer = group.ask("work", "poison")
     for _ in range(SENDS):
         assert becomes(lambda: office.of(0).open and office.of(0).alive)
         office.of(0).end()
@@ -204,33 +214,35 @@ def test_a_call_that_every_worker_dies_of_is_given_up(office: Office, crew_of: C
         answer.result(5)
 
 
-def test_a_cancelled_call_is_given_up_where_it_is(office: Office, crew_of: Callable[..., Crew]) -> None:
-    crew = crew_of(1)
-    crew.ask("work", "a", weight=5).cancel()
+def test_a_cancelled_call_is_given_up_where_it_is(office: Office, group_of: Callable[..., WorkerGroup]) -> None:
+    group = group_of(1)
+    group.ask("work", "a", weight=5).cancel()
     assert office.of(0).open[0][1].cancelled()
-    assert crew._seats[0].load == 0
+    assert group._slots[0].load == 0
 
 
-def test_closed_it_ends_its_workers_and_fails_what_is_open(office: Office, crew_of: Callable[..., Crew]) -> None:
-    crew = crew_of(2)
-    answer = crew.ask("work", "a")
-    crew.close()
+def test_closed_it_ends_its_workers_and_fails_what_is_open(
+    office: Office, group_of: Callable[..., WorkerGroup]
+) -> None:
+    group = group_of(2)
+    answer = group.ask("work", "a")
+    group.close()
     with pytest.raises(GroupwiseError, match="the clerks are closed"):
         answer.result(5)
     assert not any(clerk.alive for clerk in office.clerks)
 
 
 def test_calls_that_may_not_be_made_again_tell_of_the_loss(office: Office) -> None:
-    crew = Crew("desk", office.start, size=1, first=4, again=False, orders={}, restarts=1, timeout_s=5)
+    group = WorkerGroup("desk", office.start, size=1, first=4, again=False, setup={}, restarts=1, timeout_s=5)
     try:
-        asked = crew.ask("work", 1)
+        asked = group.ask("work", 1)
         assert becomes(lambda: office.clerks and office.clerks[0].open)
         office.of(4).end()
         with pytest.raises(WorkerLost, match="it was killed"):
             asked.result(5)
-        again = crew.ask("work", 2)  # another has taken its place
+        again = group.ask("work", 2)  # another has taken its place
         assert becomes(lambda: len(office.clerks) == 2 and office.clerks[1].open)
         office.of(4).open[0][1].set_result("done")
         assert again.result(5) == "done"
     finally:
-        crew.close()
+        group.close()
