@@ -24,7 +24,7 @@ from torch.multiprocessing import reductions
 from groupwise.config.run import LoraSpec
 from groupwise.errors import ModelError
 from groupwise.model.load import LoadedModel, load_model, weights_hash
-from groupwise.run import worker as jobs
+from groupwise.run import jobs, worker
 from groupwise.store import share as model_ipc
 from groupwise.store.share import CudaIpc, attach_weights, offer_weights
 from groupwise.train.learner import Learner
@@ -162,13 +162,13 @@ class Gpu:
         self.died_by: list[object] = []
         monkeypatch.setattr(jobs, "resolve_device", lambda device: torch.device("cuda"))
         monkeypatch.setattr(jobs, "resolve_dtype", lambda dtype, device: torch.float32)
-        monkeypatch.setattr(jobs, "_die_with_parent", lambda parent, by: self.died_by.append(by))
+        monkeypatch.setattr(worker, "_die_with_parent", lambda parent, by: self.died_by.append(by))
         monkeypatch.setattr(model_ipc, "CudaIpc", lambda: transport)
 
 
 def options(model_dir: Path, offer: Path | None) -> Any:
     arguments = ["--state", "s", "--model", str(model_dir), "--device", "cpu", "--dtype", "float32"]
-    return jobs._options(arguments if offer is None else [*arguments, "--weights", str(offer)])
+    return worker._options(arguments if offer is None else [*arguments, "--weights", str(offer)])
 
 
 def test_a_worker_on_a_gpu_attaches_and_then_dies_with_its_server_at_once(
@@ -177,10 +177,10 @@ def test_a_worker_on_a_gpu_attaches_and_then_dies_with_its_server_at_once(
     gpu, offer = Gpu(monkeypatch, SharedMemory()), tmp_path / "weights.json"
     offer_weights(base, offer, transport=SharedMemory())
     pulse = jobs.Pulse(None)  # pyright: ignore[reportArgumentType]
-    loaded = jobs._load(options(model_dir, offer), pulse, os.getpid())
+    loaded = worker._load(options(model_dir, offer), pulse, os.getpid())
     base.model.get_input_embeddings().weight.data.mul_(2.0)
     assert torch.equal(loaded.model.get_input_embeddings().weight, base.model.get_input_embeddings().weight)
-    assert (gpu.died_by, pulse.patience_s) == ([jobs.signal.SIGKILL], 0.0)
+    assert (gpu.died_by, pulse.patience_s) == ([worker.signal.SIGKILL], 0.0)
 
 
 @pytest.mark.parametrize("offered", [True, False])
@@ -191,14 +191,14 @@ def test_a_worker_that_cannot_attach_says_so_and_loads_a_copy(
     if offered:
         offer_weights(base, offer, transport=SharedMemory())
     pulse = jobs.Pulse(None)  # pyright: ignore[reportArgumentType]
-    loaded = jobs._load(options(model_dir, offer), pulse, os.getpid())
+    loaded = worker._load(options(model_dir, offer), pulse, os.getpid())
     assert loaded.hash == base.hash and gpu.died_by == [] and pulse.patience_s == jobs.PARENT_GRACE_S
     assert "has a copy of its own on the GPU" in caplog.text
 
 
 def test_a_worker_to_which_nothing_is_offered_loads_in_silence(model_dir: Path, monkeypatch, caplog) -> None:
     Gpu(monkeypatch, Broken())
-    jobs._load(options(model_dir, None), jobs.Pulse(None), os.getpid())  # pyright: ignore[reportArgumentType]
+    worker._load(options(model_dir, None), jobs.Pulse(None), os.getpid())  # pyright: ignore[reportArgumentType]
     assert not caplog.text
 
 
