@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from forked import forked
 from groupwise.config.job import parse_job_config
 from groupwise.errors import NotReadyError
 from groupwise.run import worker
@@ -57,35 +58,29 @@ def a_parent_of(words: list[str], **options) -> subprocess.Popen[bytes]:
 def test_it_works_stops_in_order_and_goes_on(model_dir, tmp_path):
     state = tmp_path / "state"
     ledger, first = queue(state, steps=2)
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(command(state, model_dir), stderr=log)
-        try:
-            assert becomes(lambda: ledger.job(first).state.is_final, within_s=WAIT_S)
-            assert ledger.job(first).state == JobState.COMPLETED
-            own = os.getpriority(os.PRIO_PROCESS, 0)
-            assert os.getpriority(os.PRIO_PROCESS, process.pid) >= min(19, own + worker.NICENESS)
-            second = queue(state, steps=10_000)[1]
-            assert becomes(lambda: ledger.job(second).step > 3, within_s=WAIT_S)
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(WAIT_S) == 0, (tmp_path / "log").read_text()
-        finally:
-            process.kill()
-            process.wait()
+    with forked(*command(state, model_dir)[2:], folder=tmp_path) as process:
+        assert becomes(lambda: ledger.job(first).state.is_final, within_s=WAIT_S)
+        assert ledger.job(first).state == JobState.COMPLETED
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) >= min(19, own + worker.NICENESS)
+        second = queue(state, steps=10_000)[1]
+        assert becomes(lambda: ledger.job(second).step > 3, within_s=WAIT_S)
+        process.terminate()
+        process.join(WAIT_S)
+        assert process.exitcode == 0, (tmp_path / "stderr").read_text()
     job = ledger.job(second)
     assert (job.state, job.position) == (JobState.QUEUED, 1) and job.step > 3
     assert list(state.glob(f"checkpoints/{second}/step-*"))
     ledger.close()
 
 
+@linux
 def test_it_ends_with_its_parent(model_dir, tmp_path):
     state = tmp_path / "state"
     ledger, id = queue(state, steps=10_000)
-    parent = a_parent_of(command(state, model_dir))
-    try:
+    with forked(*command(state, model_dir)[2:], folder=tmp_path, parent=True) as parent:
         assert becomes(lambda: ledger.job(id).step > 1, within_s=WAIT_S)
-    finally:
         parent.kill()
-        parent.wait()
     assert becomes(lambda: ledger.job(id).state == JobState.QUEUED, within_s=WAIT_S)  # it even gave the job back
     assert "ended with the server" in ledger.events(id)[-1].message  # which counts: see ledger_attempts
     ledger.close()
