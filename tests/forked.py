@@ -1,7 +1,7 @@
-"""Processes that need not import torch anew, which takes five seconds: multiprocessing's fork server has imported it once
-and forks them off. They are processes like any other, with a folder, an environment, files for what they say, signals
-and an exit status of their own; only how they came to their modules differs. A story about the start of a process, and
-one of each kind of process, is told by a real `python -m`.
+"""Processes that need not import torch anew, which takes five seconds: multiprocessing's fork server has imported it
+once and forks them off. They are processes like any other, with a folder, an environment, files for what they say,
+signals and an exit status of their own; only how they came to their modules differs. A story about the start of a
+process, and one of each kind of process, is told by a real `python -m`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def forked(
     environment: Mapping[str, str] | None = None,
     parent: bool = False,
 ) -> Iterator[ForkServerProcess]:
-    """`python -m module ARGUMENTS...` in `folder`, killed at the end of the block; what it says is in the files `stdout`
-    and `stderr` there. With `parent` the process is one that has started it as its child, and sleeps."""
+    """`python -m module ARGUMENTS...` in `folder`, killed at the end of the block; what it says is in the files
+    `stdout` and `stderr` there. With `parent` the process is one that has started it as its child, and sleeps."""
     words = [module, *map(str, arguments)]
     variables = {"OMP_NUM_THREADS": "1", **(environment or {})}
     process = _SERVER.Process(target=_run, args=(words, folder, variables, parent))

@@ -223,9 +223,9 @@ def interrupted(project: Project, flag: Path, *, signals: int, start: Callable[.
         until(lambda: "step 1/500" in metrics_of(project), project, process)
         flag.unlink()
         until(flag.exists, project, process)
-        for number in range(signals):
-            # the second is sent when the first has been heard: two that arrive together count as one
-            until(lambda: number == 0 or "stopping after" in (project.folder / "stderr").read_text(), project, process)
+        os.kill(process.pid, signal.SIGINT)
+        if signals == 2:  # the second when the first has been heard: two that arrive together count as one
+            until(lambda: "stopping after" in (project.folder / "stderr").read_text(), project, process)
             os.kill(process.pid, signal.SIGINT)
         return ended(project, process)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from forked import forked
 from groupwise.errors import Interrupted, LeaseLostError, StorageError
 from groupwise.run import jobs
 from groupwise.run.job import JobCancelled
@@ -200,10 +199,10 @@ def test_memory_that_does_not_suffice_for_one_sample_fails_the_job(place, monkey
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_real_limit_of_memory(model_dir, tmp_path):
     """One pass over this job's 12,880 tokens takes about 270 MiB; it gets 100."""
-    script = [sys.executable, str(HERE / "job_memory.py"), str(model_dir), str(tmp_path / "state"), "100"]
-    ran = subprocess.run(script, capture_output=True, text=True, timeout=WAIT_S, cwd=HERE, check=False)
-    assert ran.returncode == 0, ran.stderr
-    found = json.loads(ran.stdout)
+    with forked("job_memory", model_dir, tmp_path / "state", "100", folder=tmp_path) as process:
+        process.join(WAIT_S)
+        assert process.exitcode == 0, (tmp_path / "stderr").read_text()
+    found = json.loads((tmp_path / "stdout").read_text())
     assert (found["version"], found["error"], found["attempt"]) == ("math@1", None, 1)
     assert found["micro_tokens"] < 12_880
     assert any("can't allocate memory" in message for message in found["messages"])
@@ -335,11 +334,10 @@ def crashes(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     root = tmp_path_factory.mktemp("crashes")
     (root / "model").symlink_to(model_dir)
     wanted = [point.replace("@", ":kill@") if "@" in point else f"{point}:kill" for point in (*POINTS, *LATER)]
-    script = [sys.executable, str(HERE / "job_place.py"), str(root), *wanted]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(script, capture_output=True, text=True, timeout=600, cwd=HERE, env=environment)
-    assert ran.returncode == 0, ran.stderr
-    lines = [json.loads(line) for line in ran.stdout.splitlines()]
+    with forked("job_place", root, *wanted, folder=root) as process:
+        process.join(600)
+        assert process.exitcode == 0, (root / "stderr").read_text()
+    lines = [json.loads(line) for line in (root / "stdout").read_text().splitlines()]
     return {line["fault"].replace(":kill", ""): line for line in lines}
 
 

@@ -10,8 +10,6 @@ import inspect
 import json
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +19,7 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
+from forked import forked
 from groupwise.config.run import LoraSpec
 from groupwise.errors import ModelError
 from groupwise.model.load import LoadedModel, load_model, weights_hash
@@ -30,8 +29,7 @@ from groupwise.store.share import CudaIpc, attach_weights, offer_weights
 from groupwise.train.learner import Learner
 from groupwise.types import Sample
 from ipc_peer import SharedMemory
-
-HERE = Path(__file__).parent.parent
+from processes import becomes
 
 
 @pytest.fixture
@@ -40,19 +38,22 @@ def base(model_dir: Path) -> LoadedModel:
 
 
 @contextmanager
-def peer(model_dir: Path, offer: Path, *, parent: int | None = None) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, str(HERE / "ipc_peer.py"), str(model_dir), str(offer), str(parent or os.getpid())]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, text=True, cwd=HERE, **pipes) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+def peer(model_dir: Path, offer: Path, folder: Path) -> Iterator[Path]:
+    """`ipc_peer.py` in a folder of its own."""
+    folder.mkdir()
+    with forked("ipc_peer", model_dir, offer, str(os.getpid()), folder=folder):
+        yield folder
 
 
-def says(process: subprocess.Popen[str]) -> dict[str, Any]:
-    assert process.stdout is not None
-    return json.loads(process.stdout.readline())
+def says(peer: Path, *, line: int = 0) -> dict[str, Any]:
+    """What it says, by the number of the line, once it is there."""
+
+    def said() -> list[str]:
+        path = peer / "stdout"
+        return path.read_text().splitlines(keepends=True) if path.exists() else []
+
+    assert becomes(lambda: len(said()) > line and said()[line].endswith("\n"), within_s=120), peer
+    return json.loads(said()[line])
 
 
 # --- two processes ---
@@ -67,16 +68,15 @@ def test_another_process_computes_with_the_very_same_weights(
     embedding = base.model.get_input_embeddings().weight
     sample = Sample(prompt_ids=(3, 1, 4), completion_ids=(1, 5), mask=(1, 1))
     (expected,) = Learner(base, lora=LoraSpec(rank=2, alpha=4.0, targets=["k_proj"])).forward([sample])
-    with peer(model_dir, offer) as process, peer(model_dir, offer) as next_worker:
+    with peer(model_dir, offer, tmp_path / "one") as process, peer(model_dir, offer, tmp_path / "two") as next_worker:
         for each in (process, next_worker):  # a worker that starts again attaches to what was offered once
             seen = says(each)
             assert seen["hash"] == base.hash and seen["trained"] and seen["tied"]
             assert seen["logprobs"] == pytest.approx(expected, abs=1e-5)
         assert weights_hash(base.model) == base.hash  # their training wrote nothing here
         embedding.data.flatten()[0] += 1.0
-        assert process.stdin is not None
-        print(file=process.stdin, flush=True)
-        seen = says(process)
+        (process / "again").touch()
+        seen = says(process, line=1)
     assert seen["first"] == float(embedding.flatten()[0]) and seen["hash"] != base.hash
 
 
