@@ -41,6 +41,8 @@ from groupwise.types import Message, Prompt
 from processes import becomes
 from serving import starter
 
+pytestmark = pytest.mark.xdist_group("reader")  # they share a process that takes seconds to start
+
 
 # ---- functions that read; the process imports them from here ----
 def where(raw: bytes, base: TextModel, config: ServeConfig) -> tuple[int, str, int, str | None]:
