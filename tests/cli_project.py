@@ -83,6 +83,7 @@ eval:
   by: kind
   show: 2
 rewards: [my_rewards:vowels]
+scoring: {{workers: 0}}  # two processes take a second to start; whole stories have them
 rollout: {{prompts_per_step: 2, group_size: 3, max_tokens: 6}}
 train: {{steps: 3, learning_rate: 0.01, lora: {{rank: 2, alpha: 4}}}}
 """

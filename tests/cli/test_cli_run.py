@@ -36,7 +36,7 @@ def finished(model_dir, tmp_path_factory):
     before = Path.cwd()
     os.chdir(project.folder)
     try:
-        result = cli("run", project.config, "run_dir=out", "--json")
+        result = cli("run", project.config, "run_dir=out", "scoring.workers=2", "--json")
     finally:
         os.chdir(before)
     assert result.exit_code == 0, result.stderr
@@ -69,7 +69,7 @@ def test_progress_is_on_stderr(finished):
 
 def test_the_saved_config_is_the_same_run(finished):
     project, _, _ = finished
-    asked = load_config(project.config, [f"run_dir={project.folder / 'out'}"])
+    asked = load_config(project.config, [f"run_dir={project.folder / 'out'}", "scoring.workers=2"])
     saved = load_config(project.folder / "out" / "config.yaml")
     assert saved.model_copy(update={"run_dir": asked.run_dir}) == asked
 
@@ -219,7 +219,7 @@ def interrupted(project: Project, flag: Path, *, signals: int, start: Callable[.
     (project.folder / "prompts.jsonl").write_text("".join(json.dumps(row | {"flag": str(flag)}) + "\n" for row in rows))
     (project.folder / "held_out.jsonl").write_text((project.folder / "prompts.jsonl").read_text())
     arguments = ["run", project.config, "rewards[0]=my_rewards:wait", "run_dir=out", "train.steps=500", "eval.every=0"]
-    with start(*arguments, "eval.data.limit=1", "eval.modes=[greedy]") as process:
+    with start(*arguments, "scoring.workers=2", "eval.data.limit=1", "eval.modes=[greedy]") as process:
         until(lambda: "step 1/500" in metrics_of(project), project, process)
         flag.unlink()
         until(flag.exists, project, process)

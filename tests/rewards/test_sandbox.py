@@ -231,7 +231,7 @@ def test_nothing_survives_an_owner_who_is_killed(level, tmp_path):
     time.sleep(1000)
     """
     owner = f"""
-    from groupwise import sandbox
+    from groupwise.rewards import sandbox
     level = sandbox.{level!r}
     sandbox.isolation = lambda: level
     sandbox.run_python({textwrap.dedent(inner)!r}, limits=sandbox.Limits(wall_s=300))

@@ -272,11 +272,11 @@ def until(holds: Callable[[], object], *, seconds: float = WAIT_S) -> None:
 
 def test_the_pulse_renews_the_lease_and_hears_of_its_loss(place, fast_pulse):
     place.submit(groups())
-    lease = place.ledger.lease("worker", seconds=0.5)
+    lease = place.ledger.lease("worker", seconds=1.5)
     pulse = Pulse(place.ledger)
     pulse.start()
     with pulse.holding(lease):
-        time.sleep(1.0)  # twice the lease
+        time.sleep(2.0)  # longer than the lease
         assert place.ledger.lease("other") is None
         pulse.attend()
         place.ledger.expire("worker")
