@@ -3,15 +3,19 @@ command line on it, in this process."""
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from typer import testing
 from typer.testing import CliRunner, Result
 
 from groupwise.cli.main import app
 from groupwise.model.load import LoadedModel
+
+testing._get_command = functools.cache(testing._get_command)  # it takes a tenth of a second to build
 
 REWARDS = '''
 def vowels(completions, **columns):
@@ -79,6 +83,7 @@ eval:
   by: kind
   show: 2
 rewards: [my_rewards:vowels]
+scoring: {{workers: 0}}  # two processes take a second to start; whole stories have them
 rollout: {{prompts_per_step: 2, group_size: 3, max_tokens: 6}}
 train: {{steps: 3, learning_rate: 0.01, lora: {{rank: 2, alpha: 4}}}}
 """

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
+from _pytest.nodeid import coerce_node_id
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -27,12 +30,35 @@ from groupwise.tasks.starter.tasks import supervised_conversations
 from groupwise.tasks.starter.tokenizer import build_tokenizer, render
 from groupwise.types import Sample
 from model_families import MIXTURES, OTHERS, family_config
+from seed_page import Live, serving
 
 torch.set_num_threads(1)
+
+# The suite draws the same examples each time and does not time them; `--hypothesis-profile=random --hypothesis-seed=N`
+# draws others.
+hypothesis.settings.register_profile("random", deadline=None)
+hypothesis.settings.register_profile("quick", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("quick")
 
 ARCHITECTURES = ("qwen3", "llama", "gemma3", "gemma2", "gpt2")
 WINDOW = 4  # sliding window of the Gemmas, smaller than every sequence in the tests
 MakeBase = Callable[..., LoadedModel]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of one `xdist_group` run in one process: the group is the end of their names. pytest-xdist 3.8 writes it to
+    where pytest 9.2 does not read it."""
+    for item in items:
+        if named := getattr(item, "_nodeid", None):
+            item._id = coerce_node_id(named)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Modules and thousands of tests stay until the end: no collection of garbage, of which each job makes one, need
+    look through them again, which would take half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @functools.lru_cache
@@ -211,6 +237,14 @@ def make_adapter(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
 def model_dir(make_base: MakeBase, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3 with its tokenizer, saved as a user would have it; only to be read."""
     return save_model(make_base("qwen3", dtype=torch.float32, context=256), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """`groupwise serve` with the starter, in a process of its own. It takes ten seconds to be ready, so tests share
+    it: they are marked `xdist_group("live server")`, and each has adapters of its own names."""
+    with serving(tmp_path_factory.mktemp("live")) as server:
+        yield server
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -84,12 +83,12 @@ class Bad(Echo):
 class Slow(Echo):
     """A tool that takes a while, as a blocking call."""
 
-    def __init__(self, seconds: float):
+    def __init__(self, wait: Callable[[], object]):
         super().__init__(turns=1)
-        self.seconds = seconds
+        self.wait = wait
 
     def step(self, message):
-        time.sleep(self.seconds)
+        self.wait()
         return super().step(message)
 
 

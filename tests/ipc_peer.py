@@ -1,13 +1,14 @@
 """The other process of the tests of shared weights: `python ipc_peer.py MODEL OFFER PARENT`.
 
-Attaches to what PARENT offers in OFFER, trains an adapter for a step, and says what it sees: after that and, told by a
-line on stdin, again. The transport is shared memory of the CPU.
+Attaches to what PARENT offers in OFFER, trains an adapter for a step, and says what it sees: after that and, when there
+is a file `again` in its folder, once more. The transport is shared memory of the CPU.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +51,13 @@ def main(model: str, offer: str, parent: str) -> None:
     learner.forward_backward_supervised([sample])
     learner.optim_step(learning_rate=0.1)
     trained = learner.forward([sample]) != before
-    while True:
+    for more in (True, False):
         embedding = base.model.get_input_embeddings().weight
         seen = {"hash": weights_hash(base.model), "first": float(embedding.flatten()[0]), "trained": trained}
         tied = base.model.get_output_embeddings().weight.data_ptr() == embedding.data_ptr()
         print(json.dumps(seen | {"tied": tied, "logprobs": before[0]}), flush=True)
-        if not sys.stdin.readline():
-            return
+        while more and not Path("again").exists():
+            time.sleep(0.01)
 
 
 if __name__ == "__main__":

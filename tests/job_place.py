@@ -23,7 +23,7 @@ import torch
 from groupwise.config.job import parse_job_config
 from groupwise.model.load import LoadedModel, load_model
 from groupwise.run.job import Workplace
-from groupwise.run.worker import Pulse, Worker
+from groupwise.run.jobs import Pulse, Worker
 from groupwise.store import faults
 from groupwise.store import files as adapter_files
 from groupwise.store.adapters import AdapterStore

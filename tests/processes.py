@@ -27,7 +27,7 @@ def descendants(pid: int) -> list[int]:
     return [*children, *(below for child in children for below in descendants(child))]
 
 
-def becomes(true: Callable[[], object], *, within_s: float = 30) -> bool:
+def becomes(true: Callable[[], object], *, within_s: float = 120) -> bool:
     """Whether it becomes true in time."""
     deadline = time.monotonic() + within_s
     while not true():

@@ -50,12 +50,12 @@ def listening(app: ASGIApp, config: ServeConfig) -> Iterator[int]:
         yield listener.getsockname()[1]
     finally:
         server.should_exit = True
-        thread.join(timeout=10)
+        thread.join(timeout=120)
         assert not thread.is_alive()
 
 
 def connect(port: int, data: bytes = b"") -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", port), timeout=10)
+    connection = socket.create_connection(("127.0.0.1", port), timeout=120)
     connection.sendall(data)
     return connection
 
@@ -65,7 +65,7 @@ def head(method: str, path: str, *lines: str, host: str = "127.0.0.1") -> bytes:
     return "\r\n".join([f"{method} {path} HTTP/1.1", f"Host: {host}", *lines, "", ""]).encode("latin-1")
 
 
-def read(connection: socket.socket, *, seconds: float = 10) -> Answered:
+def read(connection: socket.socket, *, seconds: float = 120) -> Answered:
     """One answer with a content-length, or what came in `seconds`."""
     connection.settimeout(seconds)
     data, closed = b"", False
@@ -83,7 +83,7 @@ def read(connection: socket.socket, *, seconds: float = 10) -> Answered:
     return _parsed(data, closed=closed)
 
 
-def is_closed(connection: socket.socket, *, seconds: float) -> bool:
+def is_closed(connection: socket.socket, *, seconds: float = 120) -> bool:
     """Whether the server closes the connection within `seconds`."""
     connection.settimeout(seconds)
     try:

@@ -130,4 +130,4 @@ def running(app: ASGIApp) -> Iterator[int]:
         yield server.servers[0].sockets[0].getsockname()[1]
     finally:
         server.should_exit = True
-        thread.join(timeout=10)
+        thread.join(timeout=120)

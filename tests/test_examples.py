@@ -7,17 +7,16 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from cli_project import cli
 from wire_server import Fault, WireServer, wire_server
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 ROUND = re.compile(r"round +\d+  mean reward (\d\.\d{3})(?:  by (\S+))?")
-READY_S = 240  # the real server imports torch and loads a model, maybe while many tests run
 
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 
@@ -87,78 +86,52 @@ def test_with_curl_an_error_is_shown_and_ends_it(server):
 # ---- the real thing ----
 
 
-@pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of `groupwise serve` with the starter, in a process of its own."""
-    folder = tmp_path_factory.mktemp("server")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("GROUPWISE_")}
-    command = [sys.executable, "-m", "groupwise", "serve", "--port", "0", "--worker-threads", "1"]
-    with (
-        (folder / "log").open("w+") as log,
-        subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, cwd=folder, env=environment | {"OMP_NUM_THREADS": "1"}
-        ) as process,
-    ):
-        assert process.stderr is not None
-        overdue = threading.Timer(READY_S, process.kill)
-        overdue.start()
-        url = None
-        for line in process.stderr:
-            log.write(line)
-            if found := re.match(r"ready on (\S+)", line):
-                url = found[1]
-                break
-        overdue.cancel()
-        rest = threading.Thread(target=lambda: log.writelines(process.stderr or ()))
-        rest.start()
-        try:
-            assert url is not None, (folder / "log").read_text()
-            yield url
-        finally:
-            process.terminate()
-            code = process.wait(60)
-            rest.join()
-        assert code == 0
-
-
-@pytest.mark.xdist_group("real server")
-def test_live_loop_on_the_real_server(real):
-    ran = live_loop("--rounds", "2", "--prompts", "12", "--n", "4", url=real)
+@pytest.mark.xdist_group("live server")
+def test_live_loop_on_the_real_server(live):
+    assert cli("adapters", "activate", "base", "--url", live.url).exit_code == 0
+    given = ("--prompts", "12", "--n", "4", "--output-name", "looped")
+    ran = live_loop("--rounds", "2", *given, url=live.url)
     assert ran.returncode == 0, ran.stderr
-    assert [match[2] for match in ROUND.finditer(ran.stdout)] == ["base", "sums@1"]
-    again = live_loop("--rounds", "1", "--prompts", "12", "--n", "4", "--text-only", url=real)
-    assert again.returncode == 0 and "by sums@2" in again.stdout, again.stderr
+    assert [match[2] for match in ROUND.finditer(ran.stdout)] == ["base", "looped@1"]
+    again = live_loop("--rounds", "1", *given, "--text-only", url=live.url)
+    assert again.returncode == 0 and "by looped@2" in again.stdout, again.stderr
 
 
 @needs_curl
-@pytest.mark.xdist_group("real server")
-def test_the_same_with_curl_on_the_real_server(real):
-    ran = run("bash", str(EXAMPLES / "live_loop.sh"), url=real, ROUNDS="1", PROMPTS="12", OUTPUT_NAME="shell")
+@pytest.mark.xdist_group("live server")
+def test_the_same_with_curl_on_the_real_server(live):
+    ran = run("bash", str(EXAMPLES / "live_loop.sh"), url=live.url, ROUNDS="1", PROMPTS="12", OUTPUT_NAME="shell")
     assert ran.returncode == 0, ran.stderr
     assert '"active_version": "shell@1"' in ran.stdout
 
 
-@pytest.mark.xdist_group("real server")
-def test_the_command_line_on_the_real_server(real, tmp_path):
-    def groupwise(*arguments: str) -> subprocess.CompletedProcess[str]:
-        ran = run(sys.executable, "-m", "groupwise", *arguments, url=real)
-        assert ran.returncode == 0, ran.stderr
-        return ran
+@pytest.mark.xdist_group("live server")
+def test_the_command_line_on_the_real_server(live, tmp_path, monkeypatch):
+    """Two commands as processes, the others in this one: each process takes a second to start."""
 
-    assert "is ok" in groupwise("health").stdout
+    def groupwise(*arguments: str, anew: bool = False) -> tuple[str, str]:
+        if anew:
+            ran = run(sys.executable, "-m", "groupwise", *arguments, url=live.url)
+            assert ran.returncode == 0, ran.stderr
+        else:
+            ran = cli(*arguments)
+            assert ran.exit_code == 0, ran.stderr
+        return ran.stdout, ran.stderr
+
+    monkeypatch.setenv("GROUPWISE_URL", live.url)
+    monkeypatch.delenv("GROUPWISE_API_KEY", raising=False)
+    assert "is ok" in groupwise("health", anew=True)[0]
     groupwise("chat", "What is 1 + 1?", "--max-tokens", "8", "--adapter", "base")
     examples = tmp_path / "examples.jsonl"
     said = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}\n'
     examples.write_text(said * 4)
-    trained = groupwise("train", "sft", str(examples), "--output-name", "tone", "--set", "epochs=1", "--wait")
-    assert trained.stdout.endswith("completed: tone@1\n")
-    assert (
-        "tone@1" in groupwise("train", "status").stdout
-        and "* is active: tone@1" in groupwise("adapters", "list").stderr
-    )
+    words = ("train", "sft", str(examples), "--output-name", "tone", "--set", "epochs=1", "--wait")
+    assert groupwise(*words, anew=True)[0].endswith("completed: tone@1\n")
+    assert "tone@1" in groupwise("train", "status")[0]
+    assert "* is active: tone@1" in groupwise("adapters", "list")[1]
     groupwise("adapters", "download", "tone", str(tmp_path / "tone.tar.gz"))
     groupwise("adapters", "export", "tone@1", str(tmp_path / "tone"))
-    assert groupwise("adapters", "upload", "again", str(tmp_path / "tone")).stdout == "again@1\n"
-    assert groupwise("adapters", "merge", "tone=1", "again=1", "--output-name", "both").stdout == "both@1\n"
-    assert groupwise("adapters", "rollback").stdout != "tone@1\n"
-    assert groupwise("adapters", "delete", "both").stdout == "deleted both@1\n"
+    assert groupwise("adapters", "upload", "again", str(tmp_path / "tone"))[0] == "again@1\n"
+    assert groupwise("adapters", "merge", "tone=1", "again=1", "--output-name", "merged")[0] == "merged@1\n"
+    assert groupwise("adapters", "rollback")[0] != "tone@1\n"
+    assert groupwise("adapters", "delete", "merged")[0] == "deleted merged@1\n"

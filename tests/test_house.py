@@ -64,3 +64,10 @@ def test_the_readme_example_is_a_valid_run() -> None:
 def test_every_shipped_configuration_loads(path: Path) -> None:
     config = load_config(path)
     loss_of(config.algo, max_tokens=config.rollout.max_tokens)
+
+
+@pytest.mark.xdist_group("a group")
+def test_a_group_of_tests_is_one_to_xdist(request: pytest.FixtureRequest) -> None:
+    """Otherwise each process of the suite starts its own of what a group shares."""
+    grouped = request.config.getoption("loadgroup", False)
+    assert request.node.nodeid.endswith("@a group") == grouped

@@ -10,26 +10,19 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from seed_page import GROUP, JOB_S, ROLLOUTS, SCORED, Live, serving
+from seed_page import GROUP, JOB_S, ROLLOUTS, SCORED, Live
 
 ROOT = Path(__file__).parent.parent
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed"),
-    pytest.mark.xdist_group("seed page"),  # they share a server
+    pytest.mark.xdist_group("live server"),
 ]
-
-
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    with serving(tmp_path_factory.mktemp("live")) as server:
-        yield server
 
 
 def test_the_page_from_rollouts_to_the_confirmed_adapter(live: Live) -> None:

@@ -24,7 +24,7 @@ from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGr
 
 KINDS = ("group_std", "mean", "batch_std", "leave_one_out")
 GDPO = AdvantageSpec(aggregation="normalize_then_sum")
-few = settings(derandomize=True, deadline=None, max_examples=50)
+few = settings(max_examples=50)
 rewards = st.lists(st.one_of(st.none(), st.floats(-10, 10)), min_size=1, max_size=8)
 
 

@@ -14,7 +14,7 @@ from groupwise.algo.loss import PRESETS, LossInputs, combined, policy_loss, reso
 from groupwise.config.loss import LossSpec
 from groupwise.errors import ConfigError
 
-few = settings(derandomize=True, deadline=None, max_examples=8)
+few = settings(max_examples=8)
 
 
 def all_specs() -> dict[str, LossSpec]:

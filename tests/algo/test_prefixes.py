@@ -9,7 +9,7 @@ from forked_samples import distinct_tokens, forked_samples
 from groupwise.algo.prefixes import common_prefix, cut, families, groups_of, tree_of
 from groupwise.types import Sample
 
-few = settings(derandomize=True, deadline=None, max_examples=80)
+few = settings(max_examples=80)
 
 
 def sample(prompt: tuple[int, ...], completion: tuple[int, ...]) -> Sample:

@@ -117,7 +117,7 @@ def played(steps) -> list[Turn]:
     return turns
 
 
-@settings(derandomize=True, deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(TURNS)
 def test_each_token_is_trained_once_in_the_context_in_which_it_was_sampled(steps):
     turns = played(steps)

@@ -268,7 +268,7 @@ def test_eval_samples_k_times_and_counts_what_reaches_success(project):
 )
 def test_eval_survives_a_reward_that_loops_or_exits(project, reward, kind):
     """Rewards run in processes with deadlines, as in a run: what cannot be scored is counted and said."""
-    settings = ("scoring.timeout_s=0.3", "eval.modes=[greedy]", f"rewards=[my_rewards:{reward}]")
+    settings = ("scoring.workers=2", "scoring.timeout_s=0.3", "eval.modes=[greedy]", f"rewards=[my_rewards:{reward}]")
     result = cli("eval", project.config, *settings, "--json")
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)

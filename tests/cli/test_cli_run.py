@@ -3,18 +3,24 @@
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from cli_project import Project, cli
+from forked import forked
 from groupwise.config.run import load_config
 from groupwise.engine.local import LocalEngine
 from groupwise.model.load import load_model
@@ -30,7 +36,7 @@ def finished(model_dir, tmp_path_factory):
     before = Path.cwd()
     os.chdir(project.folder)
     try:
-        result = cli("run", project.config, "run_dir=out", "--json")
+        result = cli("run", project.config, "run_dir=out", "scoring.workers=2", "--json")
     finally:
         os.chdir(before)
     assert result.exit_code == 0, result.stderr
@@ -63,7 +69,7 @@ def test_progress_is_on_stderr(finished):
 
 def test_the_saved_config_is_the_same_run(finished):
     project, _, _ = finished
-    asked = load_config(project.config, [f"run_dir={project.folder / 'out'}"])
+    asked = load_config(project.config, [f"run_dir={project.folder / 'out'}", "scoring.workers=2"])
     saved = load_config(project.folder / "out" / "config.yaml")
     assert saved.model_copy(update={"run_dir": asked.run_dir}) == asked
 
@@ -169,32 +175,59 @@ def test_a_run_directory_is_not_used_twice(project):
 # ---- Ctrl-C ----
 
 
-def interrupted(project: Project, flag: Path, *, signals: int) -> subprocess.CompletedProcess[str]:
+@dataclass
+class Ended:
+    returncode: int | None
+    stdout: str
+    stderr: str
+
+
+Process = subprocess.Popen | ForkServerProcess
+
+
+@contextmanager
+def real(folder: Path, *arguments: str | Path) -> Iterator[subprocess.Popen]:
+    """`python -m groupwise ARGUMENTS...`, as `forked` has it."""
+    with (folder / "stdout").open("w") as stdout, (folder / "stderr").open("w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "groupwise", *map(str, arguments)],
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=stdout,
+            stderr=stderr,
+        )
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+def status_of(process: Process) -> int | None:
+    return process.exitcode if isinstance(process, ForkServerProcess) else process.poll()
+
+
+def ended(project: Project, process: Process) -> Ended:
+    """What came of a process that ends by itself."""
+    until(lambda: status_of(process) is not None, project, process, ends=True)
+    return Ended(status_of(process), *((project.folder / name).read_text() for name in ("stdout", "stderr")))
+
+
+def interrupted(project: Project, flag: Path, *, signals: int, start: Callable[..., Any]) -> Ended:
     """A long run in a process of its own, interrupted while its second step is being scored."""
     rows = [json.loads(line) for line in (project.folder / "prompts.jsonl").read_text().splitlines()]
-    shutil.rmtree(project.folder / "out", ignore_errors=True)
     (project.folder / "prompts.jsonl").write_text("".join(json.dumps(row | {"flag": str(flag)}) + "\n" for row in rows))
     (project.folder / "held_out.jsonl").write_text((project.folder / "prompts.jsonl").read_text())
-    arguments = [str(project.config), "rewards[0]=my_rewards:wait", "run_dir=out", "train.steps=500", "eval.every=0"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "groupwise", "run", *arguments, "eval.data.limit=1", "eval.modes=[greedy]"],
-        cwd=project.folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        until(lambda: "step 1/500" in metrics_of(project), process)
+    arguments = ["run", project.config, "rewards[0]=my_rewards:wait", "run_dir=out", "train.steps=500", "eval.every=0"]
+    with start(*arguments, "scoring.workers=2", "eval.data.limit=1", "eval.modes=[greedy]") as process:
+        until(lambda: "step 1/500" in metrics_of(project), project, process)
         flag.unlink()
-        for _ in range(signals):
-            until(flag.exists, process)
-            process.send_signal(signal.SIGINT)
-            time.sleep(0.1)  # two signals that arrive together count as one
-        stdout, stderr = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+        until(flag.exists, project, process)
+        os.kill(process.pid, signal.SIGINT)
+        if signals == 2:  # the second when the first has been heard: two that arrive together count as one
+            until(lambda: "stopping after" in (project.folder / "stderr").read_text(), project, process)
+            os.kill(process.pid, signal.SIGINT)
+        return ended(project, process)
 
 
 def metrics_of(project: Project) -> str:
@@ -203,33 +236,29 @@ def metrics_of(project: Project) -> str:
     return " ".join(f"step {json.loads(line)['step']}/500" for line in lines if "reward/mean" in line)
 
 
-def until(condition, process: subprocess.Popen, *, seconds: float = 120.0) -> None:
+def until(condition, project: Project, process: Process, *, ends: bool = False, seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert process.poll() is None, process.communicate()[1]
+        assert ends or status_of(process) is None, (project.folder / "stderr").read_text()
         assert time.monotonic() < deadline, f"waited {seconds} s"
         time.sleep(0.01)
 
 
-def test_waiting_for_vllm_is_shown_and_ctrl_c_ends_it(project, tmp_path):
+def test_waiting_for_vllm_is_shown_and_ctrl_c_ends_it(project):
     """Nothing has been begun that could be finished: the first one ends it at once."""
-    with socket.socket() as listener, (tmp_path / "stderr").open("w+") as stderr:
+    with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"  # where nobody answers
-        command = [sys.executable, "-m", "groupwise", "run", str(project.config), "engine=vllm", f"vllm.urls=[{url}]"]
-        process = subprocess.Popen(
-            command, cwd=project.folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=stderr
-        )
-        try:
-            until(lambda: f"waiting for vLLM at {url}" in Path(stderr.name).read_text(), process)
-            process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 130
-        finally:
-            process.kill()
+        arguments = ["run", project.config, "engine=vllm", f"vllm.urls=[{url}]"]
+        with forked("groupwise", *arguments, folder=project.folder) as process:
+            said = project.folder / "stderr"
+            until(lambda: said.exists() and f"waiting for vLLM at {url}" in said.read_text(), project, process)
+            os.kill(process.pid, signal.SIGINT)
+            assert ended(project, process).returncode == 130
 
 
 def test_ctrl_c_finishes_the_step_saves_and_exits_with_130(project, tmp_path):
-    ran = interrupted(project, tmp_path / "scoring", signals=1)
+    ran = interrupted(project, tmp_path / "scoring", signals=1, start=partial(real, project.folder))
     assert ran.returncode == 130, ran.stderr
     assert "Traceback" not in ran.stderr and "evaluation at step" in ran.stderr
     assert "stopping after this step" in ran.stderr
@@ -245,7 +274,9 @@ def test_ctrl_c_finishes_the_step_saves_and_exits_with_130(project, tmp_path):
 
 
 def test_a_second_ctrl_c_stops_at_once(project, tmp_path):
-    ran = interrupted(project, tmp_path / "scoring", signals=2)
+    ran = interrupted(
+        project, tmp_path / "scoring", signals=2, start=partial(forked, "groupwise", folder=project.folder)
+    )
     assert ran.returncode == 130, ran.stderr
     assert "Traceback" not in ran.stderr and ran.stdout == "" and "stopped" in ran.stderr
     assert not AdapterStore(project.folder / "out" / "adapters").warnings

@@ -30,13 +30,13 @@ def test_it_serves_a_run_by_name_and_an_empty_one_by_directory_until_sigterm() -
         said = process.stderr.readline()
         url = re.match(r"(http://127\.0\.0\.1:\d+)/ui/ shows 2 runs; Ctrl-C ends it", said)
         assert url is not None, said + process.stderr.read()
-        runs = httpx2.get(f"{url[1]}/v1/runs", timeout=30).json()["runs"]
+        runs = httpx2.get(f"{url[1]}/v1/runs", timeout=120).json()["runs"]
         assert [run["run"] for run in runs] == ["toy-20260101T000000Z", "begun"]
         assert "text/html" in httpx2.get(f"{url[1]}/ui/").headers["content-type"]
-        with httpx2.stream("GET", f"{url[1]}/v1/events", timeout=30) as watched:
+        with httpx2.stream("GET", f"{url[1]}/v1/events", timeout=120) as watched:
             assert next(watched.iter_lines()) == "event: runs"
             process.send_signal(signal.SIGTERM)
-            assert process.wait(timeout=30) == 0
+            assert process.wait(timeout=120) == 0
         assert "Traceback" not in process.stderr.read()
 
 

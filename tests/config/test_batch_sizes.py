@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from reference_files import QUICK_START
 
@@ -93,7 +93,6 @@ def test_what_differs_is_said(tmp_path):
     assert loaded.config.train.steps == 200 / 8
 
 
-@settings(deadline=None)
 @given(
     micro=st.integers(1, 8),
     accumulate=st.integers(1, 8),

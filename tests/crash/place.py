@@ -23,7 +23,7 @@ from pathlib import Path
 import httpx2
 
 START_S = 120  # imports of torch on a busy machine
-ORPHAN_S = 90  # a worker may finish its step, for 10 s, and before that its imports
+ORPHAN_S = 30  # a worker may finish its step, for 10 s
 
 
 class Place:

@@ -132,6 +132,7 @@ def assert_nothing_wrong(counts: dict[str, int]) -> None:
     assert not any(counts.values()), {name: count for name, count in counts.items() if count}
 
 
+@pytest.mark.slow
 def test_a_few_kills(tmp_path: Path) -> None:
     assert_nothing_wrong(run(QUICK, tmp_path, kills=3))
 

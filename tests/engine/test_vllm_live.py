@@ -165,9 +165,9 @@ def test_a_cancelled_stream_is_given_up_at_the_server(attach, peer):
     engine = attach(peer)
     heard = Heard()
     (future,) = engine.submit([request(max_tokens=180)], on_token=heard)
-    assert heard.first.wait(10) and engine.stats()["running"] == 1
+    assert heard.first.wait(120) and engine.stats()["running"] == 1
     future.cancel()
-    assert becomes(lambda: peer.engine.stats()["running"] == 0, within_s=10)
+    assert becomes(lambda: peer.engine.stats()["running"] == 0)
     assert engine.stats() == {"running": 0, "waiting": 0, "adapters": 0}
     said = len(heard.tokens[0])
     time.sleep(0.1)
@@ -215,12 +215,12 @@ def test_a_server_that_comes_back_as_another_fails_requests_until_it_is_the_righ
     engine = attach(peer)
     assert engine.unavailable_reason is None
     peer.die()
-    assert becomes(lambda: engine.unavailable_reason is not None, within_s=10)
+    assert becomes(lambda: engine.unavailable_reason is not None)
     peer.faults.other_template = True
     peer.start()
-    assert becomes(lambda: "another tokenizer or chat template" in str(engine.unavailable_reason), within_s=10)
+    assert becomes(lambda: "another tokenizer or chat template" in str(engine.unavailable_reason))
     with pytest.raises(EngineError, match=r"no vLLM server was up within 1 s: .* another tokenizer"):
         engine.generate([request()])
     peer.faults = Faults()
-    assert becomes(lambda: engine.unavailable_reason is None, within_s=10)
+    assert becomes(lambda: engine.unavailable_reason is None)
     assert len(engine.generate([request()])[0][0].token_ids) == 8

@@ -99,7 +99,7 @@ def test_a_server_that_ends_says_how_and_what_it_said_last(marker: str, tmp_path
     log = tmp_path / "log"
     log.write_text("of an earlier one\n")
     server = ServerProcess(launch(marker, log, "import sys; print('no such model'); sys.exit(3)"))
-    assert server.wait(20)
+    assert server.wait(120)
     assert f"status 3; the end of {log}:\nno such model" in (server.ended or "") and "earlier" not in server.ended
     server.stop()
 
@@ -144,7 +144,7 @@ def test_a_server_is_started_again_until_the_command_is_told_to_end(marker: str,
     assert command.stdout.readline().startswith("vLLM ended with signal 9")
     assert becomes(lambda: len(running(marker)) == 4 and not first & set(running(marker)))
     command.send_signal(signal.SIGTERM)
-    command.wait(20)
+    command.wait(120)
     assert not running(marker)
     command.stdout.close()
 

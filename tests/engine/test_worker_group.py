@@ -58,7 +58,7 @@ class Office:
         self._lock = threading.Lock()
 
     def start(self, number: int) -> Clerk:
-        self.doors.wait(5)
+        self.doors.wait(120)
         with self._lock:
             self.clerks.append(clerk := Clerk(number, slow=self.slow))
         clerk.alive = not self.broken

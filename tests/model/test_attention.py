@@ -11,7 +11,7 @@ from transformers import masking_utils
 from groupwise.model import attention as module
 from groupwise.model.attention import ATTENTION, Lines, Scoring, SharedPrompts, Window, attention
 
-few = settings(derandomize=True, deadline=None, max_examples=60)
+few = settings(max_examples=60)
 H, K, D = 4, 2, 3
 GROUPS = st.lists(st.tuples(st.integers(0, 6), st.lists(st.integers(0, 5), max_size=3)), min_size=1, max_size=4)
 

@@ -20,7 +20,7 @@ from groupwise.model.packing import (
 )
 from groupwise.types import Sample
 
-few = settings(derandomize=True, deadline=None, max_examples=80)
+few = settings(max_examples=80)
 EXAMPLE = [
     Sample(prompt_ids=(5, 6), completion_ids=(7, 2), mask=(1, 1), advantage=1.0, behaviour_logprobs=(-1.0, -2.0)),
     Sample(prompt_ids=(5, 6), completion_ids=(3,), mask=(1,), advantage=-1.0, behaviour_logprobs=(-3.0,)),

@@ -110,7 +110,7 @@ def trained_runs(sample) -> list[str]:
 
 # ---- masks ----
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(st.text(max_size=12), st.text(min_size=1, max_size=12)), min_size=1, max_size=3))
 def test_the_mask_is_what_the_assistant_said_and_its_end_of_turn(name, turns):
     tokenizer = TOKENIZERS[name]
@@ -253,7 +253,7 @@ def specials(ids) -> list[int]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     st.lists(
         st.sampled_from(["<|im_end|>", "<|im_start|>", "<|endoftext|>", "<|im_", "\ue000", "\ue0000\ue001", "a", "\n"])
@@ -287,7 +287,7 @@ def test_the_assistants_own_markers_are_tokens_in_content():
 
 
 # ---- completions ----
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.text(max_size=20))
 def test_a_text_completion_is_its_own_tokens_and_the_end_of_turn(text):
     for name in ("starter", "chatml", "forgets thoughts", "pad at the end"):
@@ -407,7 +407,7 @@ def outcome(messages, tokenizer):
 
 
 @pytest.mark.parametrize("name", LONG)
-@settings(derandomize=True, deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(long_conversations())
 def test_a_long_conversation_is_what_each_of_its_prefixes_says(name, messages):
     """The definition: every prefix rendered, every prefix tokenised."""

@@ -192,7 +192,7 @@ def test_a_budget_for_not_even_one_sample_is_refused_with_the_arithmetic_and_wha
 positive = st.integers(1, 64)
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(prompts=positive, group=st.integers(2, 16), length=st.integers(1, 512), micro=st.integers(1, 1 << 16))
 def test_more_of_anything_never_needs_less(prompts, group, length, micro):
     def needed(*, checkpointing: bool = False, **more: int) -> Memory:

@@ -20,7 +20,7 @@ from groupwise.model.flex import BLOCK, LEAST, Forest
 from groupwise.model.packing import FLEX, micro_batches, pack, pack_tree
 from groupwise.types import Sample
 
-few = settings(derandomize=True, deadline=None, max_examples=60)
+few = settings(max_examples=60)
 slow = settings(few, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 H, K, D = 4, 2, 3
 RAGGED = ([5, 0, 9, 3], [4, 1, 6, 5, 3, 2, 0, 7], [0, 0, 0, 1, 1, 2, 2, 3])  # an empty prompt, an empty completion

@@ -12,7 +12,7 @@ from groupwise.model import attention as module
 from groupwise.model.attention import PrefixTree, Scoring, SharedPrompts
 from groupwise.model.packing import pack_tree
 
-few = settings(derandomize=True, deadline=None, max_examples=60)
+few = settings(max_examples=60)
 H, K, D = 4, 2, 3
 
 

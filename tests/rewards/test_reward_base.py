@@ -298,7 +298,7 @@ def test_a_column_that_is_missing():
     check_columns([function], [group("a", answer=1).prompt])
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     table=st.lists(
         st.tuples(

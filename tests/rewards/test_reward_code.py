@@ -73,7 +73,7 @@ def test_the_program_is_found(text, program):
     assert program_of(text) == program
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.text("`~py \nx", max_size=60))
 def test_any_text_has_a_program_or_none(text):
     program = program_of(text)
@@ -81,9 +81,9 @@ def test_any_text_has_a_program_or_none(text):
 
 
 def test_a_long_text_of_fences_takes_no_time():
-    began = time.monotonic()
+    began = time.process_time()
     blocks_of("```python\n" * 200_000)
-    assert time.monotonic() - began < 10
+    assert time.process_time() - began < 10
 
 
 # ---- form ----
@@ -207,8 +207,8 @@ def test_what_hangs_fails_in_time_and_alone(form):
     cases = DOUBLE if form == "call" else [{"input": "2", "output": "4"}]
     right = RIGHT if form == "call" else "print(2 * int(input()))"
     began = time.monotonic()
-    assert execute("while True: pass", right, cases=cases, form=form, timeout_s=5, parallel=2) == [0.0, 1.0]
-    assert time.monotonic() - began < 30
+    assert execute("while True: pass", right, cases=cases, form=form, timeout_s=3, parallel=2) == [0.0, 1.0]
+    assert time.monotonic() - began < 120
 
 
 def test_what_takes_too_much_fails():
@@ -633,7 +633,7 @@ PLAIN = st.recursive(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(PLAIN)
 def test_plain_data_come_back_as_they_were(value):
     back = decode(json.loads(json.dumps(encode(value))))

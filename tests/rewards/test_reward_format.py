@@ -217,7 +217,7 @@ def test_long_texts_take_linear_time(flood):
     assert time.process_time() - start < 4
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.lists(st.sampled_from(["<think>", "</think>", "<answer>", "</answer>", "a", " ", "{", "}"]), max_size=9))
 def test_full_credit_is_exactly_the_form(pieces):
     text = "".join(pieces)

@@ -169,7 +169,7 @@ def test_options_that_are_none(options):
         repetition_penalty(["a"], **options)
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     st.lists(st.text("ab <>/think", max_size=40), min_size=1, max_size=4),
     st.integers(1, 4),

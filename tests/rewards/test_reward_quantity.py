@@ -130,14 +130,14 @@ def test_quantities_that_do_not_fall_are_not_one():
     assert number("1 h or 30 min") == 30
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.decimals(allow_nan=False, allow_infinity=False, places=3, min_value=-(10**9), max_value=10**9))
 def test_written_numbers_are_read_back(value):
     assert number(f"the result is {value}") == Fraction(str(value))
     assert number(f"the result is {value:,}.") == Fraction(str(value))
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.fractions(max_denominator=999).filter(lambda value: abs(value) < 10**6))
 def test_written_fractions_are_read_back(value):
     assert number(f"= {value.numerator}/{value.denominator} kg.") == value
@@ -146,7 +146,7 @@ def test_written_fractions_are_read_back(value):
         assert number(f"{whole} {rest}") == abs(value)
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.text("0123456789.,-/eE+ ahkm$%^*{}\\²½", max_size=30))
 def test_any_text_has_a_number_or_none(text):
     found = last_quantity(text)

@@ -78,7 +78,7 @@ def naive_lcs(one: list[str], other: list[str]) -> int:
     return row[-1]
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.lists(st.sampled_from("abcd"), min_size=1), st.lists(st.sampled_from("abcde"), min_size=1))
 def test_rouge_l_is_twice_the_common_words_over_all_words(said, gold):
     expected = 2 * naive_lcs(said, gold) / (len(said) + len(gold))
@@ -129,7 +129,7 @@ def test_words():
     assert words_of("Don't PANIC: it’s 42!") == ["don't", "panic", "it’s", "42"]
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.text("ab <>/think", max_size=40), min_size=1, max_size=4))
 def test_scores_stay_in_their_ranges(texts):
     assert set(contains(texts, texts)) <= {1.0, 0.0, None}

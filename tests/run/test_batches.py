@@ -304,7 +304,7 @@ class Delayed:
         return RolloutGroup(prompt=prompt, rollouts=tuple(Rollout(turns=()) for _ in range(n)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 10_000),
     prompts_per_step=st.integers(1, 4),

@@ -174,7 +174,7 @@ numbers = st.none() | st.floats() | st.sampled_from([0.0, 1.0, -1.0])
 steps = st.lists(st.dictionaries(st.sampled_from(METRICS), numbers, max_size=8), max_size=40)
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(steps=steps)
 def test_no_numbers_break_it_and_every_text_is_whole(steps):
     health = Health()

@@ -1,11 +1,9 @@
-"""The worker: how jobs end, what it does with leases and signals, and SIGKILL at every named point."""
+"""A worker's jobs: how they end, what becomes of leases and signals, and SIGKILL at every named point."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,17 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from groupwise.errors import Interrupted, LeaseLostError, NotReadyError, StorageError
-from groupwise.run import worker as jobs
+from forked import forked
+from groupwise.errors import Interrupted, LeaseLostError, StorageError
+from groupwise.run import jobs
 from groupwise.run.job import JobCancelled
+from groupwise.run.jobs import Pulse, describe
 from groupwise.run.update import GrpoTask
-from groupwise.run.worker import Pulse, describe
 from groupwise.store import faults
 from groupwise.store.files import WEIGHTS
-from groupwise.store.ledger import Ledger
 from groupwise.store.ledger_schema import JobState
 from groupwise.train.learner import Learner
-from job_place import CRASHING, KILLED, PROMPTS, SMALL, Place, groups
+from job_place import CRASHING, KILLED, Place, groups
 
 HERE = Path(__file__).parent.parent
 WAIT_S = 120  # for a process that must import torch on a busy machine
@@ -201,10 +199,10 @@ def test_memory_that_does_not_suffice_for_one_sample_fails_the_job(place, monkey
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_real_limit_of_memory(model_dir, tmp_path):
     """One pass over this job's 12,880 tokens takes about 270 MiB; it gets 100."""
-    script = [sys.executable, str(HERE / "job_memory.py"), str(model_dir), str(tmp_path / "state"), "100"]
-    ran = subprocess.run(script, capture_output=True, text=True, timeout=WAIT_S, cwd=HERE, check=False)
-    assert ran.returncode == 0, ran.stderr
-    found = json.loads(ran.stdout)
+    with forked("job_memory", model_dir, tmp_path / "state", "100", folder=tmp_path) as process:
+        process.join(WAIT_S)
+        assert process.exitcode == 0, (tmp_path / "stderr").read_text()
+    found = json.loads((tmp_path / "stdout").read_text())
     assert (found["version"], found["error"], found["attempt"]) == ("math@1", None, 1)
     assert found["micro_tokens"] < 12_880
     assert any("can't allocate memory" in message for message in found["messages"])
@@ -274,11 +272,11 @@ def until(holds: Callable[[], object], *, seconds: float = WAIT_S) -> None:
 
 def test_the_pulse_renews_the_lease_and_hears_of_its_loss(place, fast_pulse):
     place.submit(groups())
-    lease = place.ledger.lease("worker", seconds=0.5)
+    lease = place.ledger.lease("worker", seconds=1.5)
     pulse = Pulse(place.ledger)
     pulse.start()
     with pulse.holding(lease):
-        time.sleep(1.0)  # twice the lease
+        time.sleep(2.0)  # longer than the lease
         assert place.ledger.lease("other") is None
         pulse.attend()
         place.ledger.expire("worker")
@@ -336,14 +334,14 @@ def crashes(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     root = tmp_path_factory.mktemp("crashes")
     (root / "model").symlink_to(model_dir)
     wanted = [point.replace("@", ":kill@") if "@" in point else f"{point}:kill" for point in (*POINTS, *LATER)]
-    script = [sys.executable, str(HERE / "job_place.py"), str(root), *wanted]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(script, capture_output=True, text=True, timeout=600, cwd=HERE, env=environment)
-    assert ran.returncode == 0, ran.stderr
-    lines = [json.loads(line) for line in ran.stdout.splitlines()]
+    with forked("job_place", root, *wanted, folder=root) as process:
+        process.join(600)
+        assert process.exitcode == 0, (root / "stderr").read_text()
+    lines = [json.loads(line) for line in (root / "stdout").read_text().splitlines()]
     return {line["fault"].replace(":kill", ""): line for line in lines}
 
 
+@pytest.mark.xdist_group("killed jobs")  # they share `crashes`, which takes ten seconds
 @pytest.mark.parametrize("point", [*POINTS, *LATER])
 def test_a_killed_job_ends_with_the_same_bytes_in_one_version(crashes, point):
     whole, killed = crashes[""], crashes[point]
@@ -354,105 +352,6 @@ def test_a_killed_job_ends_with_the_same_bytes_in_one_version(crashes, point):
     assert whole["steps"] == [1, 2, 3, 4, 5, 6] and list(whole["moments"]) == ["math@2"]
     assert killed["left"] == [] or point == "publish:after-ledger"
     assert killed["attempt"] == (1 if point == "publish:after-ledger" else 2)
-
-
-# --- the process ---
-
-
-def worker_command(state: Path, model: Path) -> list[str]:
-    options = ["--state", str(state), "--model", str(model), "--dtype", "float32", "--device", "cpu"]
-    return [sys.executable, "-m", "groupwise.run.worker", *options, "--threads", "1"]
-
-
-def queue(state: Path, *, steps: int) -> tuple[Ledger, str]:
-    from groupwise.config.job import parse_job_config
-
-    state.mkdir(exist_ok=True)
-    ledger = Ledger(state / "ledger.db")
-    config = parse_job_config("grpo", {**SMALL, "iterations": steps})
-    job, _ = ledger.submit(
-        kind="grpo",
-        adapter="math",
-        config=config.model_dump(mode="json"),
-        summary={},
-        payload=json.dumps(groups(PROMPTS[:1])).encode(),
-        steps=steps,
-        auto_load=False,
-    )
-    return ledger, job.id
-
-
-def test_the_process_works_stops_in_order_and_goes_on(model_dir, tmp_path):
-    state = tmp_path / "state"
-    ledger, first = queue(state, steps=2)
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(worker_command(state, model_dir), stderr=log)
-        try:
-            until(lambda: ledger.job(first).state.is_final)
-            assert ledger.job(first).state == JobState.COMPLETED
-            own = os.getpriority(os.PRIO_PROCESS, 0)
-            assert os.getpriority(os.PRIO_PROCESS, process.pid) >= min(19, own + jobs.NICENESS)
-            second = queue(state, steps=10_000)[1]
-            until(lambda: ledger.job(second).step > 3)
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(WAIT_S) == 0, (tmp_path / "log").read_text()
-        finally:
-            process.kill()
-            process.wait()
-    job = ledger.job(second)
-    assert (job.state, job.position) == (JobState.QUEUED, 1) and job.step > 3
-    assert list(state.glob(f"checkpoints/{second}/step-*"))
-    ledger.close()
-
-
-def test_the_process_ends_with_its_parent(model_dir, tmp_path):
-    state = tmp_path / "state"
-    ledger, id = queue(state, steps=10_000)
-    code = f"import subprocess, time; p = subprocess.Popen({worker_command(state, model_dir)!r}); time.sleep(1000)"
-    parent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
-    try:
-        until(lambda: ledger.job(id).step > 1)
-    finally:
-        parent.kill()
-        parent.wait()
-    until(lambda: ledger.job(id).state == JobState.QUEUED, seconds=30)  # it even gave the job back
-    assert "ended with the server" in ledger.events(id)[-1].message  # which counts: see ledger_attempts
-    ledger.close()
-
-
-def test_a_worker_whose_parent_died_while_it_was_importing_ends(model_dir, tmp_path):
-    state = tmp_path / "state"
-    ledger, id = queue(state, steps=1)
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    done = subprocess.run([*worker_command(state, model_dir), "--parent", str(gone.pid)], timeout=WAIT_S, check=False)
-    assert done.returncode == 0
-    assert ledger.job(id).attempt == 0
-    ledger.close()
-
-
-def test_a_worker_waits_for_the_one_before_it(place, monkeypatch):
-    with jobs._alone(place.directory, place.pulse):
-        monkeypatch.setattr(jobs, "PREDECESSOR_S", 0.2)
-        began = time.monotonic()
-        with pytest.raises(NotReadyError, match="another worker"), jobs._alone(place.directory, place.pulse):
-            pass
-        assert time.monotonic() - began >= 0.2
-        monkeypatch.setattr(jobs, "PREDECESSOR_S", 60)
-        place.pulse.stop()
-        with pytest.raises(NotReadyError), jobs._alone(place.directory, place.pulse):  # at once
-            pass
-    with jobs._alone(place.directory, place.pulse):
-        pass
-
-
-def test_a_model_that_is_not_there_is_said_before_anything_is_leased(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(os, "nice", lambda more: None)
-    monkeypatch.setattr(jobs, "_die_with_parent", lambda parent: os.getppid())
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    arguments = ["--state", str(tmp_path), "--model", str(tmp_path / "nowhere"), "--device", "cpu"]
-    assert jobs.main(arguments) == 3
-    assert "nowhere" in caplog.text
 
 
 def test_the_task_is_left_as_it_was():

@@ -185,7 +185,7 @@ def test_the_last_chunk_has_the_usage_if_asked_for(client: OpenAI) -> None:
 
 
 def raw(api: Served, body: dict[str, Any]) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", api.port), timeout=20)
+    connection = socket.create_connection(("127.0.0.1", api.port), timeout=120)
     data = json.dumps({"messages": ADD, **body}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(data)}\r\n"
     connection.sendall(f"{head}content-type: application/json\r\nconnection: close\r\n\r\n".encode() + data)
@@ -223,7 +223,7 @@ def test_a_silent_stream_pings(api: Served, monkeypatch) -> None:
     monkeypatch.setattr(admission, "PING_S", 0.05)
     busy = SamplingRequest(prompt_ids=(1, 2), n=32, params=SamplingParams(max_tokens=1000, ignore_eos=True))
     (future,) = api.engine.submit([busy])
-    assert api.is_busy_within(5)
+    assert api.is_busy_within(120)
     threading.Timer(0.4, future.cancel).start()
     _, lines = read_all(raw(api, {"stream": True, "temperature": 0}))
     assert lines.count(": ping") >= 2
@@ -603,19 +603,22 @@ def test_without_max_tokens_the_context_is_the_limit(client: OpenAI) -> None:
 
 
 def test_a_deadline_is_a_504_or_an_event(tmp_path: Path) -> None:
-    with served(tmp_path, [chat.router], request_timeout_s=1) as slow:
+    with served(tmp_path / "short", [chat.router], request_timeout_s=0.5) as slow:
         client = OpenAI(base_url=f"{slow.url}/v1", api_key="none", max_retries=0)
-        with pytest.raises(InternalServerError, match=r"not whole after 1 seconds") as late:
+        with pytest.raises(InternalServerError, match=r"not whole after 0\.5 seconds") as late:
             ask(client, ADD, ignore_eos=True, n=8)
         assert (late.value.status_code, late.value.code) == (504, "deadline_exceeded")
         assert late.value.response.headers["x-should-retry"] == "false"
-        heard = []
-        with pytest.raises(APIError, match=r"not whole after 1 seconds") as event:
-            heard.extend(ask(client, ADD, ignore_eos=True, n=8, stream=True))
-        assert len(heard) > 1 and event.value.code == "deadline_exceeded"
-        assert slow.is_idle_within(5)
-        assert [request["finish_reason"] for request in slow.server.recorder.recent()] == ["timeout", "timeout"]
-        _, lines = read_all(raw(slow, {"stream": True, "ignore_eos": True, "n": 8}))
+        assert slow.is_idle_within(120)
+        assert [request["finish_reason"] for request in slow.server.recorder.recent()] == ["timeout"]
+    with served(tmp_path / "long", [chat.router], request_timeout_s=3) as slow:  # it has begun by then
+        client = OpenAI(base_url=f"{slow.url}/v1", api_key="none", max_retries=0)
+        with pytest.raises(APIError, match=r"not whole after 3 seconds") as event:
+            list(ask(client, ADD, ignore_eos=True, n=16, stream=True))
+        assert event.value.code == "deadline_exceeded"
+        assert slow.is_idle_within(120)
+        assert [request["finish_reason"] for request in slow.server.recorder.recent()] == ["timeout"]
+        _, lines = read_all(raw(slow, {"stream": True, "ignore_eos": True, "n": 16}))
         assert '"deadline_exceeded"' in lines[-2] and lines[-1] == "data: [DONE]"
 
 
@@ -626,9 +629,9 @@ def test_a_deadline_is_a_504_or_an_event(tmp_path: Path) -> None:
 def test_a_client_that_leaves_frees_the_engine_and_the_version(api: Served, make_adapter, stream: bool) -> None:
     version = api.publish(make_adapter(starter(), seed=2), f"left-{str(stream).lower()}")
     connection = raw(api, {"stream": stream, "ignore_eos": True, "n": 16, "adapter": version.name})
-    assert api.is_busy_within(5) and api.server.policies.in_use[version] == 1
+    assert api.is_busy_within(120) and api.server.policies.in_use[version] == 1
     connection.close()
-    assert api.is_idle_within(1)
+    assert api.is_idle_within(5)
     time.sleep(0.05)
     assert api.server.policies.in_use[version] == 0
     latest = api.server.recorder.recent()[0]
@@ -642,11 +645,11 @@ def test_a_client_that_leaves_frees_the_engine_and_the_version(api: Served, make
 def test_others_are_answered_while_somebody_does_not_read(api: Served, client: OpenAI) -> None:
     body = {"stream": True, "ignore_eos": True, "n": 16, "logprobs": True, "top_logprobs": 20}
     stuck = raw(api, body)
-    assert api.is_busy_within(5)
+    assert api.is_busy_within(120)
     for _ in range(3):
         assert ask(client, ADD, temperature=0).choices[0].message.content == sampled(api, ADD, temperature=0)[0].text
     stuck.close()
-    assert api.is_idle_within(1)
+    assert api.is_idle_within(5)
 
 
 def test_many_at_once_each_get_their_own_answer(api: Served) -> None:

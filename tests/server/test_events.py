@@ -54,7 +54,7 @@ def serving_routes(*routes: Route) -> AbstractContextManager[int]:
 
 def post(port: int, path: str, *, read: int = 0) -> socket.socket:
     """Send a request and read at least `read` bytes of the answer."""
-    connection = socket.create_connection(("127.0.0.1", port), timeout=10)
+    connection = socket.create_connection(("127.0.0.1", port), timeout=120)
     connection.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n".encode())
     received = 0
     while received < read:

@@ -28,7 +28,7 @@ def site(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @contextmanager
 def events(url: str) -> Iterator[Events]:
-    with httpx2.stream("GET", f"{url}/v1/events", timeout=20) as answer:
+    with httpx2.stream("GET", f"{url}/v1/events", timeout=120) as answer:
         assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
         yield parsed(answer.iter_lines())
 
@@ -92,9 +92,9 @@ def test_adapters_and_requests_are_told_when_there_are_new_ones(
         assert first(stream)["adapters"]["available"] == []
         version = str(whole.publish(make_adapter(whole.server.base, seed=1), "math"))
         assert next_of(stream, "adapters")["available"][0]["versions"] == [version]
-        assert httpx2.post(f"{url}/v1/adapters/math/activate", timeout=20).status_code == 200
+        assert httpx2.post(f"{url}/v1/adapters/math/activate", timeout=120).status_code == 200
         assert next_of(stream, "adapters")["active_version"] == version
-        assert httpx2.post(f"{url}/v1/chat/completions", json=CHAT, timeout=20).status_code == 200
+        assert httpx2.post(f"{url}/v1/chat/completions", json=CHAT, timeout=120).status_code == 200
         assert next_of(stream, "requests")[0]["prompt_preview"] == "What is 2+2?"
 
 

@@ -838,7 +838,6 @@ def check_any_order(marked: Marked, engine: LocalEngine, *, examples: int, steps
     limits = settings(
         max_examples=examples,
         stateful_step_count=steps,
-        deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
     )
     run_state_machine_as_test(Machine, settings=limits)

@@ -371,9 +371,9 @@ def test_a_misspelt_option_is_not_ignored(model: type[BaseModel], slip: str, mea
 
 def test_countless_unknown_fields_cost_little() -> None:
     raw = json.dumps(VALID[ChatRequest] | {f"a{i}": 0 for i in range(200_000)})
-    began = time.monotonic()
+    began = time.process_time()
     parse(ChatRequest, raw)
-    assert time.monotonic() - began < 5  # a tenth of a second; half a minute if all were compared
+    assert time.process_time() - began < 5  # a tenth of a second; half a minute if all were compared
 
 
 # ---- null ----
@@ -586,7 +586,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(list(VALID)), st.data())
 def test_any_json_is_taken_or_refused_with_400(model: type[BaseModel], data: st.DataObject) -> None:
     """Starting from a valid body, any value is put anywhere."""
@@ -604,7 +604,7 @@ def test_any_json_is_taken_or_refused_with_400(model: type[BaseModel], data: st.
     assert error is None or 0 < len(error.message) < 1500
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from(list(VALID)), st.data())
 def test_any_bytes_are_taken_or_refused_with_400(model: type[BaseModel], data: st.DataObject) -> None:
     raw = bytearray(json.dumps(VALID[model]).encode())

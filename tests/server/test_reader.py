@@ -41,6 +41,8 @@ from groupwise.types import Message, Prompt
 from processes import becomes
 from serving import starter
 
+pytestmark = pytest.mark.xdist_group("reader")  # they share a process that takes seconds to start
+
 
 # ---- functions that read; the process imports them from here ----
 def where(raw: bytes, base: TextModel, config: ServeConfig) -> tuple[int, str, int, str | None]:
@@ -144,7 +146,7 @@ def test_a_body_is_what_was_sent(reader: Reader, pieces: list[bytes]) -> None:
     whole = b"".join(pieces)
     assert content == whole and body.size == len(whole) and body.digest == hashlib.sha256(whole).hexdigest()
     assert (file is None) == (len(whole) <= SHORT)
-    assert file is None or becomes(lambda: file.closed, within_s=10)
+    assert file is None or becomes(lambda: file.closed)
 
 
 def test_a_long_body_is_on_the_disk_and_nowhere_under_a_name(reader: Reader) -> None:
@@ -177,7 +179,7 @@ def test_a_client_that_leaves_while_it_sends_leaves_no_file(reader: Reader) -> N
 
     before = set(os.listdir("/proc/self/fd"))
     run(work)
-    assert becomes(lambda: len(set(os.listdir("/proc/self/fd")) - before) <= 1, within_s=10)
+    assert becomes(lambda: len(set(os.listdir("/proc/self/fd")) - before) <= 1)
 
 
 def test_a_body_of_another_type_is_refused(reader: Reader) -> None:
@@ -191,15 +193,15 @@ def test_short_bodies_are_read_here_and_long_ones_elsewhere(reader: Reader) -> N
     assert pid == os.getpid() and digest == hashlib.sha256(b"x" * SHORT).hexdigest()
     pid, digest, nice, key = read(reader, where, LONG)
     assert pid != os.getpid() and digest == hashlib.sha256(LONG).hexdigest() and key is None
-    assert nice == os.nice(0) + 5
-    assert becomes(lambda: not Path(f"/proc/{pid}").exists(), within_s=10)
+    assert nice == min(19, os.nice(0) + 5)
+    assert becomes(lambda: not Path(f"/proc/{pid}").exists())
 
 
 def test_what_is_to_be_trained_is_read_elsewhere_sooner_and_behind(reader: Reader) -> None:
     assert read_to_train(reader, where, b"x" * SHORT_TO_TRAIN)[0] == os.getpid()
     for size in (SHORT_TO_TRAIN + 1, SHORT + 1):
         pid, digest, nice, _ = read_to_train(reader, where, b"y" * size)
-        assert pid != os.getpid() and nice == os.nice(0) + 10 and digest == hashlib.sha256(b"y" * size).hexdigest()
+        assert pid != os.getpid() and nice == min(19, os.nice(0) + 10) and digest == hashlib.sha256(b"y" * size).hexdigest()
 
 
 @pytest.mark.parametrize(
@@ -262,7 +264,7 @@ def test_closing_does_not_wait_for_what_is_being_started(make_reader: Callable[.
     reader = make_reader()
     starting = threading.Thread(target=lambda: suppressed(reader._forks.start))
     starting.start()
-    assert becomes(lambda: reader._forks._process is not None, within_s=10)
+    assert becomes(lambda: reader._forks._process is not None)
     process = reader._forks._process
     reader.close()
     starting.join(10)
@@ -293,7 +295,7 @@ def test_nobody_waits_and_the_process_ends(reader: Reader, tmp_path: Path, ends:
                 await task
 
     run(work)
-    assert becomes(lambda: not Path(f"/proc/{note.read_text()}").exists(), within_s=10)
+    assert becomes(lambda: not Path(f"/proc/{note.read_text()}").exists())
 
 
 def test_few_read_at_once_and_who_trains_does_not_keep_others_waiting(

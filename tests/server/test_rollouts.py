@@ -40,7 +40,7 @@ def api(tmp_path_factory) -> Iterator[Served]:
 
 
 def batch(api: Served, body: dict[str, Any], *, status: int = 200) -> Any:
-    answer = httpx2.post(f"{api.url}/v1/completions/batch", json=body, timeout=60)
+    answer = httpx2.post(f"{api.url}/v1/completions/batch", json=body, timeout=120)
     assert answer.status_code == status, answer.text
     return answer.json() if status == 200 else answer.json()["error"]
 
@@ -75,7 +75,7 @@ def test_a_batch_is_what_the_engine_samples_and_its_first_prompt_what_a_chat_doe
         assert one["logprobs"] == pytest.approx(completion.logprobs, abs=1e-5)
         assert tuple(one["prompt_token_ids"]) == ids
     body = {"messages": SEED_PAGE["prompts"][0], **{key: SEED_PAGE[key] for key in ("n", "temperature", "seed")}}
-    said = httpx2.post(f"{api.url}/v1/chat/completions", json=body, timeout=60).json()["choices"]
+    said = httpx2.post(f"{api.url}/v1/chat/completions", json=body, timeout=120).json()["choices"]
     for one, choice in zip(answer["completions"], said, strict=False):
         thought, content = choice["message"].get("reasoning_content"), choice["message"]["content"]
         assert one["text"] == (f"<think>\n{thought}\n</think>\n\n{content}" if thought else content)
@@ -144,7 +144,7 @@ def test_all_groups_enter_the_engine_together_behind_those_who_wait(api: Served,
     submit = api.engine.submit
     monkeypatch.setattr(api.engine, "submit", lambda asked, **kw: submitted.append(list(asked)) or submit(asked, **kw))
     batch(api, {**SEED_PAGE, "n": 2})
-    httpx2.post(f"{api.url}/v1/chat/completions", json={"messages": THINK}, timeout=60)
+    httpx2.post(f"{api.url}/v1/chat/completions", json={"messages": THINK}, timeout=120)
     assert [(len(asked), {one.interactive for one in asked}) for asked in submitted] == [(2, {False}), (1, {True})]
     assert len({one.params.seed for one in submitted[0]}) == 2
 
@@ -190,9 +190,9 @@ def test_a_client_that_leaves_stops_the_batch(api: Served) -> None:
     connection = socket.create_connection(("127.0.0.1", api.port))
     head = f"POST /v1/completions/batch HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
     connection.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + body)
-    assert api.is_busy_within(5)
+    assert api.is_busy_within(120)
     connection.close()
-    assert api.is_idle_within(1)
+    assert api.is_idle_within(5)
     time.sleep(0.05)
     latest = api.server.recorder.recent()[0]
     assert (latest["route"], latest["finish_reason"]) == ("/v1/completions/batch", "client_disconnect")
@@ -202,4 +202,4 @@ def test_the_deadline_is_a_504(tmp_path: Path, api: Served) -> None:
     with served(tmp_path, [rollouts.router], engine=api.engine, request_timeout_s=0.2) as slow:
         error = batch(slow, {**SEED_PAGE, "ignore_eos": True, "max_tokens": 900}, status=504)
         assert error["code"] == "deadline_exceeded"
-        assert slow.is_idle_within(1)
+        assert slow.is_idle_within(5)

@@ -54,7 +54,7 @@ def web() -> Iterator[Web]:
     while not server.started:
         time.sleep(0.005)
     port = server.servers[0].sockets[0].getsockname()[1]
-    with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as http:
+    with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as http:
         yield Web(app, http)
     server.should_exit = server.force_exit = True
     thread.join(10)
@@ -207,7 +207,7 @@ def test_a_known_key_is_answered_before_anything_is_checked_again(
 
 def test_the_same_key_at_the_same_time_makes_one_job(site: Site) -> None:
     async def burst() -> list[str]:
-        async with httpx2.AsyncClient(base_url=site.http.base_url, timeout=20) as http:
+        async with httpx2.AsyncClient(base_url=site.http.base_url, timeout=120) as http:
             posts = [http.post("/v1/train/grpo", json=SEED_PAGE, headers={"idempotency-key": "k"}) for _ in range(8)]
             return [answer.json()["job_id"] for answer in await asyncio.gather(*posts)]
 
@@ -575,13 +575,13 @@ def test_a_slow_tokenisation_does_not_hold_up_other_requests(site: Site, monkeyp
     read, waiting = train.read_grpo, threading.Event()
 
     def slowly(*arguments: Any, **options: Any):
-        assert waiting.wait(10)
+        assert waiting.wait(120)
         return read(*arguments, **options)
 
     monkeypatch.setattr(train, "read_grpo", slowly)
 
     async def both() -> None:
-        async with httpx2.AsyncClient(base_url=site.http.base_url, timeout=20) as http:
+        async with httpx2.AsyncClient(base_url=site.http.base_url, timeout=120) as http:
             submission = asyncio.ensure_future(http.post("/v1/train/grpo", json=SEED_PAGE))
             await asyncio.sleep(0.1)
             assert (await http.get("/v1/train/status")).json() == []

@@ -82,7 +82,7 @@ def adapted_by_peft(model, options: dict) -> dict[str, tuple[int, float]] | None
     return {name: (module.r["default"], module.scaling["default"]) for name, module in layers}
 
 
-@settings(derandomize=True, deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(options=OPTIONS, saved=st.sets(NAMES, min_size=1, max_size=2), data=st.data())
 def test_a_scale_is_pefts_or_the_adapter_is_refused(make_base, options, saved, data):
     """`saved`: the modules whose tensors are in the file, of the rank that PEFT expects, or of another."""

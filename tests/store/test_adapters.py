@@ -242,7 +242,7 @@ json_values = st.recursive(
 config_keys = ["peft_type", "r", "lora_alpha", "rank_pattern", "auto_mapping", "bias", "use_dora", "modules_to_save"]
 
 
-@settings(derandomize=True, deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(config=st.dictionaries(st.sampled_from(config_keys), json_values, max_size=4))
 def test_any_config_is_published_or_refused_but_never_crashes(store, config):
     try:
@@ -711,5 +711,5 @@ class StoreAgainstModel(RuleBasedStateMachine):
             assert self.store.active == self.active
 
 
-StoreAgainstModel.TestCase.settings = settings(derandomize=True, deadline=None, max_examples=15, stateful_step_count=20)
+StoreAgainstModel.TestCase.settings = settings(max_examples=15, stateful_step_count=20)
 TestStoreAgainstModel = StoreAgainstModel.TestCase

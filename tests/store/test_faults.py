@@ -27,7 +27,7 @@ def run(code: str, *, asked: str | None) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if key != faults.VARIABLE}
     if asked is not None:
         environment[faults.VARIABLE] = asked
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
 
 
 def test_nothing_happens_unless_asked(monkeypatch):

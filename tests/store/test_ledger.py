@@ -692,7 +692,7 @@ def test_threads_share_a_ledger(book):
 def test_the_ledger_imports_next_to_nothing():
     heavy = {"torch", "numpy", "pydantic", "groupwise.store.adapters"}
     code = f"import sys, groupwise.store.ledger; print({heavy} & set(sys.modules))"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert ran.stdout.strip() == "set()", ran.stderr
 
 

@@ -313,5 +313,5 @@ class LedgerMachine(RuleBasedStateMachine):
 
 TestLedgerAgainstItsModel = LedgerMachine.TestCase
 TestLedgerAgainstItsModel.settings = settings(
-    derandomize=True, deadline=None, max_examples=40, stateful_step_count=40, suppress_health_check=list(HealthCheck)
+    max_examples=40, stateful_step_count=40, suppress_health_check=list(HealthCheck)
 )

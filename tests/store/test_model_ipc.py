@@ -10,8 +10,6 @@ import inspect
 import json
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,17 +19,17 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
+from forked import forked
 from groupwise.config.run import LoraSpec
 from groupwise.errors import ModelError
 from groupwise.model.load import LoadedModel, load_model, weights_hash
-from groupwise.run import worker as jobs
+from groupwise.run import jobs, worker
 from groupwise.store import share as model_ipc
 from groupwise.store.share import CudaIpc, attach_weights, offer_weights
 from groupwise.train.learner import Learner
 from groupwise.types import Sample
 from ipc_peer import SharedMemory
-
-HERE = Path(__file__).parent.parent
+from processes import becomes
 
 
 @pytest.fixture
@@ -40,19 +38,22 @@ def base(model_dir: Path) -> LoadedModel:
 
 
 @contextmanager
-def peer(model_dir: Path, offer: Path, *, parent: int | None = None) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, str(HERE / "ipc_peer.py"), str(model_dir), str(offer), str(parent or os.getpid())]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, text=True, cwd=HERE, **pipes) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+def peer(model_dir: Path, offer: Path, folder: Path) -> Iterator[Path]:
+    """`ipc_peer.py` in a folder of its own."""
+    folder.mkdir()
+    with forked("ipc_peer", model_dir, offer, str(os.getpid()), folder=folder):
+        yield folder
 
 
-def says(process: subprocess.Popen[str]) -> dict[str, Any]:
-    assert process.stdout is not None
-    return json.loads(process.stdout.readline())
+def says(peer: Path, *, line: int = 0) -> dict[str, Any]:
+    """What it says, by the number of the line, once it is there."""
+
+    def said() -> list[str]:
+        path = peer / "stdout"
+        return path.read_text().splitlines(keepends=True) if path.exists() else []
+
+    assert becomes(lambda: len(said()) > line and said()[line].endswith("\n"), within_s=120), peer
+    return json.loads(said()[line])
 
 
 # --- two processes ---
@@ -67,16 +68,15 @@ def test_another_process_computes_with_the_very_same_weights(
     embedding = base.model.get_input_embeddings().weight
     sample = Sample(prompt_ids=(3, 1, 4), completion_ids=(1, 5), mask=(1, 1))
     (expected,) = Learner(base, lora=LoraSpec(rank=2, alpha=4.0, targets=["k_proj"])).forward([sample])
-    with peer(model_dir, offer) as process, peer(model_dir, offer) as next_worker:
+    with peer(model_dir, offer, tmp_path / "one") as process, peer(model_dir, offer, tmp_path / "two") as next_worker:
         for each in (process, next_worker):  # a worker that starts again attaches to what was offered once
             seen = says(each)
             assert seen["hash"] == base.hash and seen["trained"] and seen["tied"]
             assert seen["logprobs"] == pytest.approx(expected, abs=1e-5)
         assert weights_hash(base.model) == base.hash  # their training wrote nothing here
         embedding.data.flatten()[0] += 1.0
-        assert process.stdin is not None
-        print(file=process.stdin, flush=True)
-        seen = says(process)
+        (process / "again").touch()
+        seen = says(process, line=1)
     assert seen["first"] == float(embedding.flatten()[0]) and seen["hash"] != base.hash
 
 
@@ -162,13 +162,13 @@ class Gpu:
         self.died_by: list[object] = []
         monkeypatch.setattr(jobs, "resolve_device", lambda device: torch.device("cuda"))
         monkeypatch.setattr(jobs, "resolve_dtype", lambda dtype, device: torch.float32)
-        monkeypatch.setattr(jobs, "_die_with_parent", lambda parent, by: self.died_by.append(by))
+        monkeypatch.setattr(worker, "_die_with_parent", lambda parent, by: self.died_by.append(by))
         monkeypatch.setattr(model_ipc, "CudaIpc", lambda: transport)
 
 
 def options(model_dir: Path, offer: Path | None) -> Any:
     arguments = ["--state", "s", "--model", str(model_dir), "--device", "cpu", "--dtype", "float32"]
-    return jobs._options(arguments if offer is None else [*arguments, "--weights", str(offer)])
+    return worker._options(arguments if offer is None else [*arguments, "--weights", str(offer)])
 
 
 def test_a_worker_on_a_gpu_attaches_and_then_dies_with_its_server_at_once(
@@ -177,10 +177,10 @@ def test_a_worker_on_a_gpu_attaches_and_then_dies_with_its_server_at_once(
     gpu, offer = Gpu(monkeypatch, SharedMemory()), tmp_path / "weights.json"
     offer_weights(base, offer, transport=SharedMemory())
     pulse = jobs.Pulse(None)  # pyright: ignore[reportArgumentType]
-    loaded = jobs._load(options(model_dir, offer), pulse, os.getpid())
+    loaded = worker._load(options(model_dir, offer), pulse, os.getpid())
     base.model.get_input_embeddings().weight.data.mul_(2.0)
     assert torch.equal(loaded.model.get_input_embeddings().weight, base.model.get_input_embeddings().weight)
-    assert (gpu.died_by, pulse.patience_s) == ([jobs.signal.SIGKILL], 0.0)
+    assert (gpu.died_by, pulse.patience_s) == ([worker.signal.SIGKILL], 0.0)
 
 
 @pytest.mark.parametrize("offered", [True, False])
@@ -191,14 +191,14 @@ def test_a_worker_that_cannot_attach_says_so_and_loads_a_copy(
     if offered:
         offer_weights(base, offer, transport=SharedMemory())
     pulse = jobs.Pulse(None)  # pyright: ignore[reportArgumentType]
-    loaded = jobs._load(options(model_dir, offer), pulse, os.getpid())
+    loaded = worker._load(options(model_dir, offer), pulse, os.getpid())
     assert loaded.hash == base.hash and gpu.died_by == [] and pulse.patience_s == jobs.PARENT_GRACE_S
     assert "has a copy of its own on the GPU" in caplog.text
 
 
 def test_a_worker_to_which_nothing_is_offered_loads_in_silence(model_dir: Path, monkeypatch, caplog) -> None:
     Gpu(monkeypatch, Broken())
-    jobs._load(options(model_dir, None), jobs.Pulse(None), os.getpid())  # pyright: ignore[reportArgumentType]
+    worker._load(options(model_dir, None), jobs.Pulse(None), os.getpid())  # pyright: ignore[reportArgumentType]
     assert not caplog.text
 
 

@@ -104,7 +104,7 @@ except StorageError as error:
 
 def test_a_full_disk_is_a_storage_error(tmp_path):
     command = [sys.executable, "-c", FULL_DISK, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 75, done.stderr
     assert "metrics.jsonl cannot be written" in done.stdout
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1]
@@ -358,7 +358,7 @@ def test_no_torch():
         "t.TensorBoardTracker(pathlib.Path(tempfile.mkdtemp())).close();"
         "assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 # --- rollouts ---
@@ -408,7 +408,7 @@ def shared_tracking(tmp_path_factory):
         yield tracking
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(step=st.lists(groups(), max_size=2))
 def test_rollouts_come_back_exactly(shared_tracking, step):
     path = shared_tracking.rollouts(12, step)

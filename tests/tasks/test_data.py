@@ -289,7 +289,7 @@ def test_evaluation_data_is_read_in_order_and_does_not_move_the_stream(tmp_path)
     assert [prompt.text for prompt in ordered.take(10)] == [str(index) for index in range(10)]
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(rows=st.integers(1, 7), takes=st.lists(st.integers(0, 9), max_size=5), rest=st.integers(0, 20))
 def test_a_restored_stream_goes_on_as_if_it_had_not_stopped(rows, takes, rest):
     original = PromptSource(numbered(rows), seed=4)
@@ -354,7 +354,7 @@ def test_a_ticket_is_resolved_once():
 ACTS = st.tuples(st.sampled_from(["issue", "resolve", "resolve", "save", "kill"]), st.integers(0, 99))
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(rows=st.integers(1, 6), shuffle=st.booleans(), acts=st.lists(ACTS, max_size=40))
 def test_no_prompt_is_lost_or_trained_twice(rows, shuffle, acts):
     """Whatever the order in which prompts are done, and wherever the run is killed and resumed from its last cursor."""

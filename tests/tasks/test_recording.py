@@ -197,9 +197,9 @@ def test_once_closed_it_answers_and_records_no_more(policy_of):
 
     thread = threading.Thread(target=ask)
     thread.start()
-    assert begun.wait(timeout=20)
+    assert begun.wait(timeout=120)
     policy.close()
-    thread.join(timeout=20)
+    thread.join(timeout=120)
     recorded = policy.turns
     assert isinstance(raised[0], PolicyClosedError) and policy.failure is None
     with pytest.raises(PolicyClosedError):

@@ -385,9 +385,9 @@ def test_one_that_hangs_is_given_up_and_one_that_asks_is_not(play):
 
     def slow(prompts, trainer):
         for _ in range(3):
-            time.sleep(0.25)
+            time.sleep(0.4)
             trainer.generate(prompts)
-        time.sleep(0.25)
+        time.sleep(0.4)
         return single(prompts, trainer)
 
     try:
@@ -396,7 +396,7 @@ def test_one_that_hangs_is_given_up_and_one_that_asks_is_not(play):
         release.set()
     assert "given took longer than env.timeout_s = 0.3 s without asking" in str(group.rollouts[0].error)
     assert group.rollouts[0].error_kind == "timeout"
-    assert all(rollout.error is None for group in play(slow, timeout_s=0.9) for rollout in group.rollouts)
+    assert all(rollout.error is None for group in play(slow, timeout_s=1.5) for rollout in group.rollouts)
 
 
 def test_the_engines_failure_is_raised_even_where_the_function_hides_it(play):

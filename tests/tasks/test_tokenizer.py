@@ -30,7 +30,7 @@ def test_a_vocabulary_below_the_bytes_is_refused():
         build_tokenizer(TEXTS, vocab_size=200)
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.text())
 def test_any_text_comes_back(text):
     assert TOKENIZER.decode(ids_of(text), clean_up_tokenization_spaces=False) == text

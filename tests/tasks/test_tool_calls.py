@@ -114,7 +114,7 @@ def test_without_a_sign_it_is_hermes() -> None:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @given(CALLS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_what_a_template_writes_is_read_back(name: str, calls) -> None:
     form, template = TEMPLATES[name]
     calls = list(dict(calls).items())  # one schema a name
@@ -159,7 +159,7 @@ REPLIES = st.text(max_size=40) | st.lists(st.sampled_from(MARKERS) | st.text(max
 
 
 @given(REPLIES, st.sampled_from(list(ToolCallFormat)), st.booleans())
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_no_reply_is_an_error_and_nothing_of_it_is_lost(text: str, form: ToolCallFormat, thinking: bool) -> None:
     parsed = parse(text, form, thinking=thinking)
     assert [call["id"] for call in parsed.calls] == [form.call_id(i) for i in range(len(parsed.calls))]

@@ -317,10 +317,10 @@ def test_a_hanging_tool_holds_up_nobody() -> None:
     free = threading.Event()
 
     def hang() -> None:
-        free.wait(30)
+        free.wait(600)
 
     async def hang_async() -> None:
-        await asyncio.sleep(30)
+        await asyncio.sleep(600)
 
     def quick() -> str:
         return "here"
@@ -334,7 +334,7 @@ def test_a_hanging_tool_holds_up_nobody() -> None:
 
     begun = time.monotonic()
     messages = asyncio.run(all_at_once())
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 300
     free.set()
     assert messages[0].get("content") == "Error: hang took longer than 0.2 s and was given up"
     assert messages[-2].get("content") == "Error: hang_async took longer than 0.2 s and was given up"
@@ -347,16 +347,16 @@ def test_a_hanging_tool_does_not_keep_the_process() -> None:
 import asyncio, time
 from groupwise.tasks.tools import Tool, ToolBox
 def hang() -> None:
-    time.sleep(60)
+    time.sleep(600)
 box = ToolBox([Tool.from_function(hang, time_limit_s=0.1)])
 print(asyncio.run(box.call({"id": "a", "function": {"name": "hang", "arguments": {}}}))["content"])
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert (done.stdout, done.stderr) == ("Error: hang took longer than 0.1 s and was given up\n", "")
 
 
 def test_tools_that_are_not_async_run_at_once() -> None:
-    both = threading.Barrier(2, timeout=10)
+    both = threading.Barrier(2, timeout=120)
 
     def meet() -> str:
         both.wait()
@@ -371,14 +371,14 @@ def test_tools_that_are_not_async_run_at_once() -> None:
 
 
 def test_waiting_for_a_turn_is_not_the_tools_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight calls of 0.1 s, one after another, each with 0.4 s."""
+    """Eight calls of 0.1 s, one after another, each with 0.7 s."""
     monkeypatch.setattr(tools, "THREADS", 1)
 
     def work() -> str:
         time.sleep(0.1)
         return "done"
 
-    box = ToolBox([CallableTool.from_function(work, time_limit_s=0.4)])
+    box = ToolBox([CallableTool.from_function(work, time_limit_s=0.7)])
 
     async def eight() -> list[Message]:
         return await asyncio.gather(*(box.call(call("work")) for _ in range(8)))
@@ -410,7 +410,7 @@ JSON = st.recursive(
 
 
 @given(st.sampled_from(["search", "add", "plot", "x", ""]), JSON | st.text())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_no_arguments_are_an_error_of_ours(name: str, arguments: Any) -> None:
     box = ToolBox([search, add, plot])
     message = asyncio.run(box.call(call(name, arguments)))

@@ -91,7 +91,7 @@ STEPS = st.lists(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(STEPS)
 def test_what_was_sampled_stays_as_it_was(name, steps):
     """The next prompt is the last one, the sampled ids and the end of the template's own rendering; where the template

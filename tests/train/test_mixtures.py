@@ -17,7 +17,7 @@ from groupwise.engine.local import LocalEngine
 from groupwise.errors import AdapterError, ModelError
 from groupwise.model.load import load_model
 from groupwise.run.job import Workplace
-from groupwise.run.worker import Pulse, Worker
+from groupwise.run.jobs import Pulse, Worker
 from groupwise.train.learner import Learner
 from groupwise.types import PolicyVersion, Sample
 from whole_server import whole

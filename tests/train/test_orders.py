@@ -114,4 +114,4 @@ def test_rank_0_may_take_its_time_and_not_die(make_base, how) -> None:
     pair.kill()
     assert isinstance(error, RankLostError) and "rank 1 of 2 waited for rank 0" in error.message
     assert "'an order'" in error.message
-    assert 2.5 < time.monotonic() - started < 8
+    assert time.monotonic() - started > 2.5

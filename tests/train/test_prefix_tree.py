@@ -45,7 +45,7 @@ def test_random_forks_are_as_each_alone(make_base, architecture: str):
     model = share_weights(make_base(architecture).model).requires_grad_(True)
     own = {"rtol": 1e-5, "atol": 2e-6} if architecture == "gemma2" else {"rtol": 1e-9, "atol": 1e-10}
 
-    @settings(derandomize=True, deadline=None, max_examples=8, database=None)
+    @settings(max_examples=8, database=None)
     @given(samples=forked_samples(longest=8, vocab=3))
     def check(samples: list[Sample]) -> None:
         if not any(any(s.mask) for s in samples):

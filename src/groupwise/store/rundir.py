@@ -26,7 +26,6 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from groupwise.config.run import RunConfig, dump_resolved, identity, resolved
-from groupwise.config.yaml import to_yaml
 from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, InUseError
 from groupwise.store import checkpoint, files
 from groupwise.store.adapters import AdapterStore
@@ -141,7 +140,12 @@ def _changes(saved: Path, config: RunConfig) -> list[str]:
         now = identity(resolved(config))
     except (OSError, YAMLError, ValueError, TypeError):
         return ["configuration, or one that cannot be read"]
-    return [key for key in {**before, **now} if to_yaml({key: before.get(key)}) != to_yaml({key: now.get(key)})]
+    return [key for key in {**before, **now} if _text(before.get(key)) != _text(now.get(key))]
+
+
+def _text(value: object) -> str:
+    """A value of a configuration for comparison: 1, 1.0 and true differ, and a number that is none equals itself."""
+    return json.dumps(value, default=str)
 
 
 def _wind_back(run_dir: Path, name: str, standing: checkpoint.RunState | None) -> None:

@@ -1,0 +1,288 @@
+"""The jobs of a ledger, one after another: how each of them can end, and the lease that is renewed meanwhile.
+
+    published          the server swaps the version in and completes the job
+    it cannot be done  failed, with code, message and hint; the next job is taken
+    cancelled          within a step
+    SIGTERM            finish the step, checkpoint, give the job back
+    a damaged ledger   the process ends; the job is left as it is
+    a full disk        give the job back and try again later, a number of times
+    out of memory      again from its checkpoint with half the tokens in a pass, until one sample alone is a pass
+    killed, crashed    the supervisor, or the end of the lease, has the job leased again; it goes on from its checkpoint
+    lease lost         another worker has the job: stop, write nothing
+
+`Worker` does the jobs; `Pulse` is the thread beside it, which renews the lease and ends the process when its parent is
+gone. `worker` is the process that they run in.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from groupwise.config.job import job_name
+from groupwise.errors import (
+    FieldError,
+    GroupwiseError,
+    Interrupted,
+    LeaseLostError,
+    LedgerDamagedError,
+    ModelError,
+    StorageError,
+    TryAgainError,
+)
+from groupwise.model.load import LoadedModel, load_model, resolve_device, resolve_dtype
+from groupwise.run.job import JobCancelled, Workplace, run_job
+from groupwise.store.checkpoint import Checkpoints
+from groupwise.store.ledger import Ledger
+from groupwise.store.ledger_schema import Lease
+from groupwise.store.share import attach_weights
+
+BEAT_S = 1.0  # of the thread
+LEASE_S = 30.0
+RENEW_S = 5.0
+POLL_S = 0.2  # between two looks into an empty queue
+PARENT_GRACE_S = 10.0  # for the step that is being done when the parent dies; none over the parent's own memory
+PAUSE_S = 30.0  # after the disk was full
+MAX_PAUSES = 20  # of one job
+
+_NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
+
+log = logging.getLogger(__name__)
+
+
+class Pulse:
+    """A thread that renews the lease of the job at hand and ends the process when its parent is gone."""
+
+    def __init__(self, ledger: Ledger, *, parent: int | None = None):
+        self.stopping = False
+        self.patience_s = PARENT_GRACE_S
+        self._ledger, self._parent = ledger, parent
+        self._lease: Lease | None = None
+        self._lost: LeaseLostError | None = None
+        self._orphan_since: float | None = None
+        self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, *_: object) -> None:
+        """Ask for an orderly end; a signal handler."""
+        self.stopping = True
+
+    @contextmanager
+    def holding(self, lease: Lease) -> Iterator[None]:
+        """Within: the lease is renewed."""
+        self._lost, self._lease = None, lease
+        try:
+            yield
+        finally:
+            self._lease = None
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether the parent is gone."""
+        return self._parent is not None and os.getppid() != self._parent
+
+    def attend(self) -> None:
+        """Raise what is to end the job at hand: LeaseLostError, JobCancelled or Interrupted."""
+        lease = self._lease
+        assert lease is not None
+        if self._lost is not None:
+            raise self._lost
+        if self._ledger.job(lease.job.id).cancel_requested:
+            raise JobCancelled
+        if self.stopping:
+            raise Interrupted("the worker was asked to stop")
+
+    def _beat(self) -> None:
+        renewed_at, fails = 0.0, False
+        while True:
+            time.sleep(BEAT_S)
+            self._mind_parent()
+            if (lease := self._lease) is None or time.monotonic() - renewed_at < RENEW_S:
+                continue
+            try:
+                self._ledger.renew(lease, seconds=LEASE_S)
+                renewed_at, fails = time.monotonic(), False
+            except LeaseLostError as error:
+                if self._lease is lease:
+                    self._lost = error
+            except Exception:  # the disk is full, say; it may be over before the supervisor loses its patience
+                if not fails:
+                    log.exception("the lease cannot be renewed yet")
+                fails = True
+
+    def _mind_parent(self) -> None:
+        if not self.orphaned:
+            return
+        self._orphan_since = self._orphan_since or time.monotonic()
+        self.stopping = True
+        if time.monotonic() - self._orphan_since >= self.patience_s:
+            log.error("the parent process is gone; the job goes on from its last checkpoint another time")
+            os._exit(1)
+
+
+class Worker:
+    """Does the jobs of one ledger."""
+
+    def __init__(self, place: Workplace, pulse: Pulse, *, name: str):
+        self._place, self._pulse, self._name = place, pulse, name
+        self._pauses: Counter[str] = Counter()
+
+    def serve(self) -> None:
+        """Lease and do jobs until the pulse is stopped."""
+        while not self._pulse.stopping:
+            try:
+                lease = self._place.ledger.lease(self._name, seconds=LEASE_S)
+            except (StorageError, TryAgainError):
+                log.exception("the queue cannot be read")
+                self._rest(PAUSE_S)
+                continue
+            if lease is None:
+                self._rest(POLL_S)
+            else:
+                self.do(lease)
+                _free_memory()
+
+    def do(self, lease: Lease) -> None:
+        """Do one job and record how it ended."""
+        log.info("job %s: attempt %d begins (%s)", lease.job.id, lease.attempt, lease.job.adapter)
+        try:
+            with self._pulse.holding(lease):
+                self._do(lease)
+        except LeaseLostError as error:
+            log.warning("job %s: %s", lease.job.id, error.message)
+
+    def _do(self, lease: Lease) -> None:
+        smaller: Lease | None = lease
+        while smaller is not None:
+            smaller = self._attempt(smaller)
+
+    def _attempt(self, lease: Lease) -> Lease | None:
+        """One run at the job; the lease to go on with if memory ran out and the job's passes can be smaller."""
+        ledger = self._place.ledger
+        try:
+            version = run_job(lease, self._place, attend=self._pulse.attend)
+            log.info("job %s: published %s", lease.job.id, version)
+        except LeaseLostError:
+            raise
+        except JobCancelled:
+            log.info("job %s: cancelled", lease.job.id)
+            self._record(lambda: ledger.cancelled(lease))
+            Checkpoints(self._place.state_dir, lease.job.id).discard()
+        except Interrupted:
+            log.info("job %s: given back", lease.job.id)
+            self._record(lambda: ledger.release(lease, orphaned=self._pulse.orphaned))
+        except LedgerDamagedError:  # no fault of the job's
+            raise
+        except (StorageError, TryAgainError) as error:
+            self._pause(lease, error)
+        except Exception as error:
+            if is_memory(error) and (smaller := self._shrink(lease, error)):
+                return smaller
+            log.error("job %s failed: %s", lease.job.id, error, exc_info=not isinstance(error, GroupwiseError))
+            self._fail(lease, error)
+            if "CUDA error" in str(error):  # after one of those every further call fails: a new process is needed
+                raise SystemExit(1) from error
+
+    def _shrink(self, lease: Lease, error: Exception) -> Lease | None:
+        log.warning("job %s: memory ran out: %s", lease.job.id, error)
+        traceback.clear_frames(error.__traceback__)  # which hold what did not fit
+        _free_memory()
+        try:
+            job = self._place.ledger.shrink(lease, describe(error)["message"] or "")
+        except (StorageError, TryAgainError):
+            return None
+        return None if job is None else replace(lease, job=job)
+
+    def _fail(self, lease: Lease, error: Exception) -> None:
+        reason = describe(error)
+        self._record(lambda: self._place.ledger.fail(lease, reason))
+        Checkpoints(self._place.state_dir, lease.job.id).discard()
+
+    def _pause(self, lease: Lease, error: GroupwiseError) -> None:
+        """Give the job back and wait, for what passes by itself."""
+        ledger, id = self._place.ledger, lease.job.id
+        self._pauses[id] += 1
+        log.warning("job %s is paused: %s", id, error)
+        if self._pauses[id] > MAX_PAUSES:
+            return self._fail(lease, error)
+        with suppress(StorageError, TryAgainError):
+            message = f"paused ({error.code}): {error.message}; the job is tried again in {PAUSE_S:.0f} s"
+            ledger.progress(lease, phase=ledger.job(id).phase, message=message)
+        self._record(lambda: ledger.release(lease))
+        self._rest(PAUSE_S)
+
+    def _record(self, act: Callable[[], None]) -> None:
+        """Write the end of a job into the ledger, as soon as the disk takes it."""
+        while True:
+            try:
+                return act()
+            except (StorageError, TryAgainError):
+                log.exception("the end of a job cannot be recorded yet")
+                if self._pulse.stopping:  # the lease ends by itself
+                    return
+                self._rest(PAUSE_S)
+
+    def _rest(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while not self._pulse.stopping and time.monotonic() < until:
+            time.sleep(min(POLL_S, seconds))
+
+
+def is_memory(error: Exception) -> bool:
+    """Whether memory ran out."""
+    said = isinstance(error, RuntimeError) and any(each in str(error) for each in _NO_MEMORY)
+    return said or isinstance(error, MemoryError | torch.OutOfMemoryError)
+
+
+def _free_memory() -> None:
+    gc.collect()  # module trees refer to themselves
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def describe(error: Exception) -> dict[str, str | None]:
+    """{"code", "message", "hint"} of what ended a job, in the words of a request."""
+    text = str(error).strip().splitlines()
+    first = text[0] if text else type(error).__name__
+    if isinstance(error, GroupwiseError):
+        if isinstance(error, FieldError) and error.field is not None:
+            error = error.renamed(job_name(error.field))
+        return {"code": error.code, "message": error.message, "hint": error.hint}
+    if is_memory(error):
+        hint = (
+            "passes were made as small as they can be: set gradient_checkpointing, post shorter completions, or lower "
+        )
+        hint += "lora_rank"
+        return {"code": "out_of_memory", "message": f"memory ran out: {first}", "hint": hint}
+    hint = "this is a bug; logs/worker.log has the traceback"
+    return {"code": "internal_error", "message": f"{type(error).__name__}: {first}", "hint": hint}
+
+
+def load_base(model: str, *, dtype: str, device: str, weights: Path | None, owner: int) -> tuple[LoadedModel, bool]:
+    """The base model, and whether its weights are those that process `owner` offers at `weights` (`store.share`).
+
+    They are on a GPU, where the offer can be taken; otherwise this process loads weights of its own.
+    """
+    place = resolve_device(device)
+    if weights is not None and place.type == "cuda":
+        try:
+            base = load_model(model, device="cpu", dtype=str(resolve_dtype(dtype, place)).removeprefix("torch."))
+            attach_weights(base, weights, parent=owner)
+        except ModelError as error:
+            log.warning("%s; this process has a copy of its own on the GPU", error.message)
+        else:
+            return base, True
+    return load_model(model, device=device, dtype=dtype), False

@@ -1,0 +1,60 @@
+"""Processes that need not import torch anew, which takes five seconds: multiprocessing's fork server has imported it
+once and forks them off. They are processes like any other, with a folder, an environment, files for what they say,
+signals and an exit status of their own; only how they came to their modules differs. A story about the start of a
+process, and one of each kind of process, is told by a real `python -m`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(
+    ["groupwise.run.loop", "groupwise.run.assemble", "groupwise.run.jobs", "groupwise.cli.main"]
+)
+
+
+@contextmanager
+def forked(
+    module: str,
+    *arguments: str | Path,
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+    parent: bool = False,
+) -> Iterator[ForkServerProcess]:
+    """`python -m module ARGUMENTS...` in `folder`, killed at the end of the block; what it says is in the files
+    `stdout` and `stderr` there. With `parent` the process is one that has started it as its child, and sleeps."""
+    words = [module, *map(str, arguments)]
+    variables = {"OMP_NUM_THREADS": "1", **(environment or {})}
+    process = _SERVER.Process(target=_run, args=(words, folder, variables, parent))
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
+
+
+def _run(words: Sequence[str], folder: Path, variables: Mapping[str, str], parent: bool) -> None:
+    os.environ.update(variables)
+    os.chdir(folder)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if parent and os.fork():
+        time.sleep(1000)
+    sys.argv = list(words)
+    try:
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    finally:
+        atexit._run_exitfuncs()  # the end of a forked process does not call them
