@@ -232,9 +232,7 @@ def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = N
         source=source,
         eval_prompts=tuple(held_out),
         loss=loss,
-        advantage=AdvantageSpec(
-            kind=config.algo.advantage, eps=config.algo.advantage_eps, aggregation=config.algo.aggregation
-        ),
+        advantage=AdvantageSpec.of(config.algo),
     )
 
 

@@ -355,7 +355,7 @@ def make_task(config: GrpoJobConfig | SftJobConfig, payload: GrpoPayload | SftPa
 
 
 def _grpo_task(config: GrpoJobConfig, payload: GrpoPayload) -> GrpoTask:
-    advantage = AdvantageSpec(kind=config.advantage, eps=config.advantage_eps, aggregation=config.aggregation)
+    advantage = AdvantageSpec.of(config)
     groups = [_rollouts(i, group) for i, group in enumerate(payload.groups)]
     differ = [has_signal(group, advantage) for group in groups]
     if not any(differ):
