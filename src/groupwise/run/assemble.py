@@ -306,66 +306,39 @@ def open_parts(
 
     Raises ModelError, ConfigError, ContextLengthError.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return _open_parts(plan, threads, on_phase, say, ranks, elsewhere)
-    except BaseException:
-        torch.set_num_threads(threads)
-        raise
-
-
-def _open_parts(
-    plan: Plan,
-    threads: int,
-    on_phase: Callable[[str], None],
-    say: Callable[[str], None],
-    ranks: Ranks | None,
-    elsewhere: Elsewhere | None,
-) -> Parts:
-    on_phase("loading")
-    with ExitStack() as opened:
+    config, threads = plan.config, torch.get_num_threads()
+    with ExitStack() as opened:  # what is undone if a later part cannot be opened
+        opened.callback(torch.set_num_threads, threads)
+        torch.set_num_threads(1)
+        on_phase("loading")
         scorer = open_scorer(plan, elsewhere=elsewhere)  # its processes start meanwhile, and those of environments
         opened.callback(scorer.close)
         if (envs := open_envs(plan, elsewhere=elsewhere)) is not None:
             opened.callback(envs.close)
-        parts = _with_model(plan, threads, on_phase, say, ranks, elsewhere, scorer=scorer, envs=envs)
+        device = config.device if ranks is None else str(ranks.device)
+        base = load_model(config.model, device=device, dtype=config.dtype)
+        learner = open_learner(config, base, threads=threads, ranks=ranks)
+        if plan.reads_reference:
+            learner.keep_reference()
+        if config.engine == "vllm":
+            on_phase("waiting for vLLM")
+        if elsewhere is None:
+            engine = open_engine(config, base, threads=threads, say=say)
+        else:
+            engine = elsewhere.engine(config, base)
+        opened.callback(engine.close)
+        play = open_play(plan, base, engine, envs)
+        load = None if config.train.memory_gb is None else _fitted(plan, base, learner, play)
+        eval_prompts = tuple(prepare_all(plan.eval_prompts, play, context=engine.context_length))
+        batches = _batches(plan, engine, play, scorer)
+        gc.freeze()  # what is here now stays; looking through it again and again would cost a step some percent
         opened.pop_all()
-        return parts
-
-
-def _with_model(
-    plan: Plan,
-    threads: int,
-    on_phase: Callable[[str], None],
-    say: Callable[[str], None],
-    ranks: Ranks | None,
-    elsewhere: Elsewhere | None,
-    *,
-    scorer: Scorer,
-    envs: Environments | None,
-) -> Parts:
-    config = plan.config
-    device = config.device if ranks is None else str(ranks.device)
-    base = load_model(config.model, device=device, dtype=config.dtype)
-    learner = open_learner(config, base, threads=threads, ranks=ranks)
-    if plan.reads_reference:
-        learner.keep_reference()
-    if config.engine == "vllm":
-        on_phase("waiting for vLLM")
-    engine = (
-        open_engine(config, base, threads=threads, say=say) if elsewhere is None else elsewhere.engine(config, base)
-    )
-    play = open_play(plan, base, engine, envs)
-    load = None if config.train.memory_gb is None else _fitted(plan, base, learner, play)
-    eval_prompts = tuple(prepare_all(plan.eval_prompts, play, context=engine.context_length))
-    gc.freeze()  # what is here now stays; looking through it again and again would cost a step some percent
     return Parts(
         base=base,
         engine=engine,
         play=play,
         learner=learner,
-        batches=_batches(plan, engine, play, scorer),
+        batches=batches,
         scorer=scorer,
         eval_prompts=eval_prompts,
         load=load,
