@@ -168,8 +168,8 @@ def test_every_option_of_the_algorithm_is_there():
 
 
 def test_steps():
-    assert grpo(iterations=3, minibatches=4).steps(groups=8) == 12
-    assert grpo(iterations=3, minibatches=4).steps(groups=2) == 6
+    assert grpo(iterations=3, minibatches=4).steps(completions=8) == 12
+    assert grpo(iterations=3, minibatches=4).steps(completions=2) == 6
     assert parse_job_config("sft", {"epochs": 2, "batch_size": 4}).steps(examples=9) == 6
 
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, compress, groupby
+from functools import cached_property
+from itertools import compress, groupby
 from typing import Any, TypeVar
 
 import torch
@@ -30,7 +31,7 @@ from groupwise.model.load import LoadedModel
 from groupwise.model.packing import count_loss_tokens
 from groupwise.run.assemble import RunPlan
 from groupwise.store.job_payload import GrpoPayload, ScoredGroup, SftPayload
-from groupwise.train.learner import Learner, snapshot
+from groupwise.train.learner import Learner, RolloutBatch
 from groupwise.train.schedule import learning_rate_at
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Sample, Turn
 
@@ -219,13 +220,13 @@ def combined_kl(parts: Sequence[Metrics]) -> Metrics:
 # ----------------------------------------------------------------------------------------------------------------------
 # A payload as optimizer steps: what step k of a job accumulates the gradient of.
 #
-#     grpo   `iterations` passes over the groups, each cut into `minibatches` optimizer steps
+#     grpo   `iterations` passes over the groups, each cut into `minibatches` optimizer steps: one rollout batch of a
+#            run, with the same cuts, anchor and reference (`RolloutBatch`)
 #     sft    `epochs` passes over the examples, each cut into steps of `batch_size`
 #
 # Step k's batch follows from the configuration and k alone, so that a job that goes on from a checkpoint does what it
 # would have done. Groups whose rewards are all equal are left out before anything is computed, unless another term of
-# the
-# loss has a gradient there (a KL, an entropy bonus), as in a run.
+# the loss has a gradient there (a KL, an entropy bonus), as in a run.
 #
 # What was posted as text has no behaviour logprobs; nobody knows what sampled it. It gets those of the policy that the
 # job starts from, so that every loss works with its own anchor: the first step is then an on-policy one.
@@ -240,46 +241,48 @@ _FACTS += ("rollout/len_mean", "rollout/len_max", "rollout/tokens")
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """`passes` over the samples, each of `parts` optimizer steps. `facts` are metrics that hold for every step."""
+    """What a job does. `batches` are the rows (indices of samples) of each optimizer step, `facts` metrics that hold
+    for all of them, `start` the samples' log-probabilities under the policy that the job starts from."""
 
     samples: Sequence[Sample]
-    passes: int
-    parts: int
-    seed: int
     facts: Metrics
     temperature: float = 1.0
-    start: Rows | None = None  # log-probabilities of the samples under the policy that the job starts from
+    start: Rows | None = None
+
+    @property
+    def batches(self) -> Sequence[Sequence[int]]:
+        raise NotImplementedError
 
     @property
     def steps(self) -> int:
-        return self.passes * self.parts
+        """Optimizer steps."""
+        return len(self.batches)
 
     @property
     def reads_start(self) -> bool:
-        """Whether `with_start` must be called before the first step."""
+        """Whether `started` must be called before the first step."""
         return False
+
+    def started(self, learner: Learner) -> Task:
+        """The task, with its `start` under the learner's policy as it is."""
+        return self
 
     def with_start(self, start: Rows) -> Task:
         """The task, given its `start`."""
         return replace(self, start=start)
 
-    def started(self, learner: Learner) -> Task:
-        """The task, with its `start` under the learner's policy as it is."""
-        first_pass = [self.batch(step) for step in range(self.parts)]
-        return self.with_start(snapshot(learner, self.samples, first_pass, temperature=self.temperature))
-
-    def batch(self, step: int) -> list[int]:
-        """The samples that step `step` (from 0) trains on."""
-        return self._portion(len(self.samples), step)
+    def with_reference(self, learner: Learner) -> Task:
+        """The task with the reference's log-probabilities, where several steps read those of one sample."""
+        return self
 
     def accumulate(self, learner: Learner, step: int) -> Metrics:
-        """Accumulate the gradient of step `step`."""
+        """Accumulate the gradient of step `step`, from 0."""
         raise NotImplementedError
 
     @property
     def largest(self) -> int:
         """Tokens of the largest batch that goes through the model at once, a prompt counted once for its group."""
-        return max(_packed([self.samples[row] for row in self.batch(step)]) for step in range(self.parts))
+        return max(_packed([self.samples[row] for row in rows]) for rows in self.batches)
 
     @property
     def longest(self) -> int:
@@ -288,61 +291,69 @@ class Task:
 
     def tokens(self, step: int) -> int:
         """Completion tokens of step `step`."""
-        return sum(len(self.samples[row].completion_ids) for row in self.batch(step))
+        return sum(len(self.samples[row].completion_ids) for row in self.batches[step])
 
     def some(self, tokens: int) -> list[Sample]:
         """Of the samples as many as have about this many tokens together, at least one, from all over the job."""
         each = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in self.samples) / len(self.samples)
         return list(self.samples[:: max(1, math.ceil(len(self.samples) * each / tokens))])
 
-    def _portion(self, count: int, step: int) -> list[int]:
-        """Which of `count` things step `step` takes: the parts of a pass are of about the same size, and in a new order
-        each pass if there are several."""
-        turn, part = divmod(step, self.parts)
-        order = list(range(count))
-        if self.parts > 1:
-            random.Random(f"{self.seed}/{turn}").shuffle(order)
-        return order[count * part // self.parts : count * (part + 1) // self.parts]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoTask(Task):
     """Policy steps. A behaviour logprob that nobody recorded is NaN until `with_start`."""
 
-    groups: Sequence[Sequence[int]]  # indices of samples
-    loss: LossSpec
+    batch: RolloutBatch
+
+    @property
+    def batches(self) -> Sequence[Sequence[int]]:
+        return self.batch.steps
 
     @property
     def reads_start(self) -> bool:
         unknown = any(math.isnan(x) for sample in self.samples for x in sample.behaviour_logprobs or ())
-        return unknown or (self.loss.reads_old and self.steps > 1)
+        return unknown or (self.batch.spec.reads_old and self.steps > 1)
+
+    def started(self, learner: Learner) -> GrpoTask:
+        return self.with_start(self.batch.with_old(learner).old or ())
 
     def with_start(self, start: Rows) -> GrpoTask:
         filled = [
             replace(sample, behaviour_logprobs=tuple(map(_known, sample.behaviour_logprobs or (), row)))
             for sample, row in zip(self.samples, start, strict=True)
         ]
-        return replace(self, samples=filled, start=start)
+        old = start if self.batch.spec.reads_old else None
+        return replace(self, samples=filled, start=start, batch=replace(self.batch, samples=filled, old=old))
 
-    def batch(self, step: int) -> list[int]:
-        return [row for group in self._portion(len(self.groups), step) for row in self.groups[group]]
+    def with_reference(self, learner: Learner) -> GrpoTask:
+        return replace(self, batch=self.batch.with_reference(learner))
 
     def accumulate(self, learner: Learner, step: int) -> Metrics:
-        rows = self.batch(step)
-        return learner.forward_backward(
-            [self.samples[row] for row in rows],
-            self.loss,
-            temperature=self.temperature,
-            old_logprobs=[self.start[row] for row in rows] if self.start and self.loss.reads_old else None,
-        )
+        return self.batch.accumulate(learner, step)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SftTask(Task):
-    """Steps on the cross-entropy."""
+    """Steps on the cross-entropy: `passes` over the samples, each in `parts` of about the same size, and in a new order
+    if there are several."""
+
+    passes: int
+    parts: int
+    seed: int
+
+    @cached_property
+    def batches(self) -> Sequence[Sequence[int]]:
+        return [part for turn in range(self.passes) for part in self._parts_of(turn)]
+
+    def _parts_of(self, turn: int) -> Iterator[list[int]]:
+        order, parts = list(range(len(self.samples))), self.parts
+        if parts > 1:
+            random.Random(f"{self.seed}/{turn}").shuffle(order)
+        for part in range(parts):
+            yield order[len(order) * part // parts : len(order) * (part + 1) // parts]
 
     def accumulate(self, learner: Learner, step: int) -> Metrics:
-        return learner.forward_backward_supervised([self.samples[row] for row in self.batch(step)])
+        return learner.forward_backward_supervised([self.samples[row] for row in self.batches[step]])
 
 
 def make_task(config: GrpoJobConfig | SftJobConfig, payload: GrpoPayload | SftPayload, *, base: LoadedModel) -> Task:
@@ -377,18 +388,20 @@ def _grpo_task(config: GrpoJobConfig, payload: GrpoPayload) -> GrpoTask:
     flat_too = config.trains_flat(recorded=recorded)
     weighed = with_advantages(groups, advantage)
     kept = [group for group, differs in zip(weighed, differ, strict=True) if differs or flat_too]
-    per_group = [samples_of([group]) for group in kept]
-    ends = list(accumulate(map(len, per_group)))
-    samples = [sample for group in per_group for sample in group]
+    samples = samples_of(kept)
     measured = rollout_metrics(groups, trained=kept, advantage=advantage)
+    batch = RolloutBatch.cut(
+        samples,
+        config.loss(recorded=recorded),
+        minibatches=config.minibatches,
+        passes=config.iterations,
+        shuffle=random.Random(config.seed),
+        temperature=config.temperature or payload.temperature,
+    )
     return GrpoTask(
         samples=samples,
-        groups=[range(end - len(group), end) for end, group in zip(ends, per_group, strict=True)],
-        loss=config.loss(recorded=recorded),
-        temperature=config.temperature or payload.temperature,
-        passes=config.iterations,
-        parts=min(config.minibatches, len(kept)),
-        seed=config.seed,
+        batch=batch,
+        temperature=batch.temperature,
         facts={key: measured[key] for key in _FACTS},
     )
 

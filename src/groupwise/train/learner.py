@@ -65,61 +65,98 @@ from groupwise.train.schedule import learning_rate_at
 from groupwise.train.state import load_state, save_state
 from groupwise.types import Sample
 
+Rows = Sequence[tuple[float, ...]]  # a log-probability per completion token of each sample
+
 # ----------------------------------------------------------------------------------------------------------------------
 # One rollout batch as optimizer steps: `passes` times over it (mu, num_iterations), each in `minibatches`.
 #
 #     for each pass:  for each minibatch:  accumulate its gradient, one optimizer step
 #
-# So `Learner.steps`, which counts optimizer steps, grows by passes x minibatches (less those that are refused), all at
-# one learning rate: schedules count rollout batches. What the policy is compared with stays while it moves: the anchor
-# is
-# the behaviour policy, or a snapshot from before the first of these steps; the reference follows only after the last.
+# So `Learner.steps`, which counts optimizer steps, grows by passes x minibatches (less those that are refused). In a
+# run they all have one learning rate: there schedules count rollout batches. What the policy is compared with stays
+# while it moves: the anchor is the behaviour policy, or a snapshot from before the first of these steps; the reference
+# follows only after the last.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def train_on_batch(
-    learner: Learner,
-    samples: Sequence[Sample],
-    spec: LossSpec,
-    *,
-    learning_rate: float,
-    minibatches: int,
-    passes: int,
-    temperature: float,
-) -> dict[str, float]:
-    """`Learner.step`. Metrics are means over the optimizer steps, extremes of all of them."""
-    every = [list(_minibatches(samples, minibatches, shuffle=learner.shuffle)) for _ in range(passes)]
-    several = passes * minibatches > 1
-    old = snapshot(learner, samples, every[0], temperature=temperature) if several and spec.reads_old else None
-    reused = passes > 1 and spec.reads_reference  # else every sample's is computed once anyway
-    reference = learner.forward(samples, temperature=temperature, reference=True) if reused else None
-    collected: list[dict[str, float]] = []
-    for rows in (part for parts in every for part in parts):
-        metrics = learner.forward_backward(
-            [samples[row] for row in rows],
-            spec,
-            temperature=temperature,
-            old_logprobs=None if old is None else [old[row] for row in rows],
-            reference_logprobs=None if reference is None else [reference[row] for row in rows],
+@dataclass(frozen=True, kw_only=True)
+class RolloutBatch:
+    """A rollout batch, cut into optimizer steps: what `Learner.step` takes one after another, and a posted job one
+    between two checkpoints.
+
+    Attributes:
+        passes: of each pass over the samples, of each minibatch, the rows (indices of `samples`).
+        old: log-probabilities of the samples under the policy before the first step (`with_old`), if they are known.
+        reference: log-probabilities of the samples under the reference (`with_reference`), if they are known.
+    """
+
+    samples: Sequence[Sample]
+    spec: LossSpec
+    passes: Sequence[Sequence[Sequence[int]]]
+    temperature: float = 1.0
+    old: Rows | None = None
+    reference: Rows | None = None
+
+    @classmethod
+    def cut(
+        cls,
+        samples: Sequence[Sample],
+        spec: LossSpec,
+        *,
+        minibatches: int,
+        passes: int,
+        shuffle: Random,
+        temperature: float = 1.0,
+    ) -> RolloutBatch:
+        """The samples in `passes` times `minibatches` steps; of each pass in an order of its own, drawn here."""
+        rows = [list(_minibatches(samples, minibatches, shuffle=shuffle)) for _ in range(passes)]
+        return cls(samples=samples, spec=spec, passes=rows, temperature=temperature)
+
+    @property
+    def steps(self) -> list[Sequence[int]]:
+        """The rows of each optimizer step."""
+        return [rows for minibatches in self.passes for rows in minibatches]
+
+    def with_old(self, learner: Learner) -> RolloutBatch:
+        """With the learner's policy as it is as the one before the first step.
+
+        It is computed in the minibatches that are trained: what is packed together decides how 16-bit numbers are
+        rounded, and the same packing gives a ratio of exactly 1 where the policy has not moved.
+        """
+        old: list[tuple[float, ...]] = [()] * len(self.samples)
+        for rows in self.passes[0]:
+            logprobs = learner.forward([self.samples[row] for row in rows], temperature=self.temperature)
+            for row, values in zip(rows, logprobs, strict=True):
+                old[row] = values
+        return replace(self, old=old)
+
+    def with_reference(self, learner: Learner) -> RolloutBatch:
+        """With the reference, where more than one pass reads it; else each step computes that of its samples."""
+        if len(self.passes) < 2 or not self.spec.reads_reference:
+            return self
+        reference = learner.forward(self.samples, temperature=self.temperature, reference=True)
+        return replace(self, reference=reference)
+
+    def accumulate(self, learner: Learner, step: int) -> Metrics:
+        """Forward and backward of optimizer step `step`, from 0."""
+        rows = self.steps[step]
+        return learner.forward_backward(
+            [self.samples[row] for row in rows],
+            self.spec,
+            temperature=self.temperature,
+            old_logprobs=None if self.old is None else [self.old[row] for row in rows],
+            reference_logprobs=None if self.reference is None else [self.reference[row] for row in rows],
         )
-        result = learner.optim_step(learning_rate=learning_rate)
-        collected.append({**metrics, **result.metrics()})
+
+
+def train_on_batch(learner: Learner, batch: RolloutBatch, *, learning_rate: float) -> dict[str, float]:
+    """All optimizer steps of the batch. Metrics are means over them, extremes of all of them."""
+    collected: list[dict[str, float]] = []
+    for step in range(len(batch.steps)):
+        metrics = batch.accumulate(learner, step)
+        collected.append({**metrics, **learner.optim_step(learning_rate=learning_rate).metrics()})
     learner.end_batch()
     return averaged(collected)
-
-
-def snapshot(
-    learner: Learner, samples: Sequence[Sample], minibatches: Iterable[Sequence[int]], *, temperature: float
-) -> list[tuple[float, ...]]:
-    """Log-probabilities of the samples under the policy as it is, computed in the minibatches (row indices) that are
-    trained: what is packed together decides how 16-bit numbers are rounded, and the same packing gives a ratio of
-    exactly 1 where the policy has not moved."""
-    old: list[tuple[float, ...]] = [()] * len(samples)
-    for rows in minibatches:
-        logprobs = learner.forward([samples[row] for row in rows], temperature=temperature)
-        for row, values in zip(rows, logprobs, strict=True):
-            old[row] = values
-    return old
 
 
 def _minibatches(samples: Sequence[Sample], count: int, *, shuffle: Random) -> Iterator[list[int]]:
@@ -265,7 +302,6 @@ __all__ = ["Learner", "Metrics", "OptimizerSpec", "StepResult", "learning_rate_a
 MAX_REFUSED_STEPS = 5  # in a row
 LANE_BYTES = 1 << 28  # of weights, up to which a model is small: `train.lanes`
 
-Rows = Sequence[tuple[float, ...]]  # a log-probability per completion token of each sample
 TokenLoss = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]  # logprobs_N, entropy_N -> loss, metrics
 Gradients = Sequence[Tensor | None]  # of the parameters, in their order; empty where they are added up already
 Listener = Callable[[MicroBatch, Tensor], None]  # logprobs_N, without a graph
@@ -545,16 +581,19 @@ class Learner:
         passes: int = 1,
         temperature: float = 1.0,
     ) -> Metrics:
-        """Train on one rollout batch: `passes` times over it, each in `minibatches` optimizer steps (`batch_step`)."""
-        return train_on_batch(
-            self,
+        """Train on one rollout batch: `passes` times over it, each in `minibatches` optimizer steps; the metrics are
+        means over these, and extremes of all of them."""
+        batch = RolloutBatch.cut(
             samples,
             spec,
-            learning_rate=learning_rate,
             minibatches=minibatches,
             passes=passes,
+            shuffle=self.shuffle,
             temperature=temperature,
         )
+        if passes * minibatches > 1 and spec.reads_old:
+            batch = batch.with_old(self)
+        return train_on_batch(self, batch.with_reference(self), learning_rate=learning_rate)
 
     def begin_step(self, spec: LossSpec, *, temperature: float = 1.0) -> StreamedStep:
         """One optimizer step on a batch that arrives in parts; what was accumulated before is forgotten.

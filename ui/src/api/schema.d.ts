@@ -2301,7 +2301,8 @@ export interface components {
             iterations: number | null;
             /**
              * Minibatches
-             * @description Optimizer steps in one pass; at most one per group.
+             * @description Optimizer steps in one pass, of about as many completions each, groups whole where that is possible; at most one
+             *     per completion.
              * @default 1
              */
             minibatches: number | null;
