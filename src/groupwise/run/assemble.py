@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -407,12 +407,12 @@ def open_play(plan: RunPlan, base: LoadedModel, engine: Sampler, envs: Environme
 def open_learner(config: RunConfig, base: LoadedModel, *, threads: int, ranks: Ranks | None = None) -> Learner:
     """The learner of a run, or, with `ranks`, this process's of several. Raises ConfigError."""
     train, algo, lora = config.train, config.algo, config.train.lora
-    make: Callable[..., Learner] = Learner
+    strategy = None
     if ranks is not None:
-        from groupwise.train.distributed import learner_of  # torch.distributed
+        from groupwise.train.distributed import strategy_of  # torch.distributed
 
-        make = partial(learner_of, ranks=ranks, sharded=train.parallel == "fsdp", cpu_offload=train.cpu_offload)
-    return make(
+        strategy = strategy_of(ranks, sharded=train.parallel == "fsdp", cpu_offload=train.cpu_offload)
+    learner = Learner(
         base,
         lora=None
         if lora is None
@@ -428,7 +428,11 @@ def open_learner(config: RunConfig, base: LoadedModel, *, threads: int, ranks: R
         reference=ReferenceSpec(kind=algo.reference, decay=algo.reference_decay, every=algo.reference_every),
         seed=config.seed,
         threads=threads,
+        strategy=strategy,
     )
+    if ranks is not None and ranks.leads:
+        learner.check_alike()
+    return learner
 
 
 def open_scorer(plan: RunPlan, *, remote: RemoteBackends | None = None) -> Scorer:

@@ -14,7 +14,6 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import compress, groupby
 from typing import Any, TypeVar
 
@@ -31,7 +30,8 @@ from groupwise.model.load import LoadedModel
 from groupwise.model.packing import count_loss_tokens
 from groupwise.run.assemble import RunPlan
 from groupwise.store.job_payload import GrpoPayload, ScoredGroup, SftPayload
-from groupwise.train.learner import Learner, RolloutBatch
+from groupwise.train.learner import Learner
+from groupwise.train.rollout_batch import RolloutBatch
 from groupwise.train.schedule import learning_rate_at
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Sample, Turn
 
@@ -334,26 +334,16 @@ class GrpoTask(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class SftTask(Task):
-    """Steps on the cross-entropy: `passes` over the samples, each in `parts` of about the same size, and in a new order
-    if there are several."""
+    """Steps on the cross-entropy; `rows` are those of each."""
 
-    passes: int
-    parts: int
-    seed: int
+    rows: Sequence[Sequence[int]]
 
-    @cached_property
+    @property
     def batches(self) -> Sequence[Sequence[int]]:
-        return [part for turn in range(self.passes) for part in self._parts_of(turn)]
-
-    def _parts_of(self, turn: int) -> Iterator[list[int]]:
-        order, parts = list(range(len(self.samples))), self.parts
-        if parts > 1:
-            random.Random(f"{self.seed}/{turn}").shuffle(order)
-        for part in range(parts):
-            yield order[len(order) * part // parts : len(order) * (part + 1) // parts]
+        return self.rows
 
     def accumulate(self, learner: Learner, step: int) -> Metrics:
-        return learner.forward_backward_supervised([self.samples[row] for row in self.batches[step]])
+        return learner.forward_backward_supervised([self.samples[row] for row in self.rows[step]])
 
 
 def make_task(config: GrpoJobConfig | SftJobConfig, payload: GrpoPayload | SftPayload, *, base: LoadedModel) -> Task:
@@ -424,13 +414,18 @@ def _sft_task(config: SftJobConfig, payload: SftPayload) -> SftTask:
         Sample(prompt_ids=each.prompt_ids, completion_ids=each.completion_ids, mask=each.mask)
         for each in payload.examples
     ]
-    return SftTask(
-        samples=samples,
-        passes=config.epochs,
-        parts=config.steps(examples=len(samples)) // config.epochs,
-        seed=config.seed,
-        facts={"data/examples": float(len(samples))},
-    )
+    parts = config.steps(examples=len(samples)) // config.epochs
+    rows = [part for turn in range(config.epochs) for part in _epoch(len(samples), parts, f"{config.seed}/{turn}")]
+    return SftTask(samples=samples, rows=rows, facts={"data/examples": float(len(samples))})
+
+
+def _epoch(examples: int, parts: int, seed: str) -> Iterator[list[int]]:
+    """All examples in so many parts of about the same size; in an order of its own if there are several."""
+    order = list(range(examples))
+    if parts > 1:
+        random.Random(seed).shuffle(order)
+    for part in range(parts):
+        yield order[examples * part // parts : examples * (part + 1) // parts]
 
 
 def _packed(samples: Sequence[Sample]) -> int:
