@@ -147,7 +147,7 @@ def run_groupwise(case: Case, folder: Path) -> dict[str, Any]:
     """`loop.train` for warm-up and measured steps."""
     from groupwise.config.run import parse_config
     from groupwise.run import assemble, loop
-    from groupwise.run.loop import Running, StopRequest
+    from groupwise.run.loop import StopRequest, TrainingRun
     from groupwise.store.rundir import open_run_dir
     from groupwise.store.tracking import open_trackers
 
@@ -164,14 +164,14 @@ def run_groupwise(case: Case, folder: Path) -> dict[str, Any]:
     plan = assemble.make_plan(config)
     with (
         open_run_dir(config) as (run_dir, _),
-        assemble.open_parts(plan) as parts,
+        assemble.open_components(plan) as parts,
         open_trackers(config.tracking, run_dir=run_dir, run_name=run_dir.name, resolved_config={}) as tracking,
     ):
         # completions go on to their last token, and groups of equal rewards are trained on: the peer does both
         parts.batches.params = replace(parts.batches.params, ignore_eos=not case.natural)
         parts.batches.keep_flat = True
         display: Any = StepEnds(recorder)
-        running = Running(plan, parts, run_dir, tracking=tracking, display=display)
+        running = TrainingRun(plan, parts, run_dir, tracking=tracking, display=display)
         _watch_groupwise(recorder, parts, running)
         asyncio.run(loop.train(running, None, stop=StopRequest()))
         return recorder.result(sum(p.numel() for p in parts.learner.parameters))
@@ -232,7 +232,7 @@ def _watch_groupwise(recorder: Recorder, parts: Any, running: Any) -> None:
         return metrics
 
     parts.engine.submit, parts.learner.step = timed_submit, timed_step
-    running.sync = recorder.timed("publish", running.sync)
+    running.publish_and_sync = recorder.timed("publish", running.publish_and_sync)
 
 
 class StepEnds:

@@ -77,7 +77,7 @@ class Place:
     def submit(self, payload: dict[str, Any], *, kind: str = "grpo", adapter: str = "math", **config: Any) -> JobRecord:
         parsed = parse_job_config(kind, {**SMALL, **config})
         if kind == "grpo":
-            steps = parsed.steps(groups=len(payload["groups"]))
+            steps = parsed.steps(completions=sum(len(group.get("completions", ())) for group in payload["groups"]))
         else:
             steps = parsed.steps(examples=len(payload["examples"]))
         job, _ = self.ledger.submit(

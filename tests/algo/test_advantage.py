@@ -49,6 +49,24 @@ def test_one_success_in_four(kind: str, expected: list[float]):
     assert advantages([[1.0, 0.0, 0.0, 0.0]], AdvantageSpec(kind=kind))[0] == pytest.approx(expected)
 
 
+def test_the_deviation_is_the_samples_or_with_ddof_0_the_populations():
+    """Rewards 1, 0, 0, 0: squares 3/4 in all, so the deviation is sqrt(3/4 / 3) = 1/2, or sqrt(3/4 / 4) = sqrt(3)/4."""
+    for ddof, deviation in ((1, 0.5), (0, math.sqrt(3) / 4)):
+        got = advantages([[1.0, 0.0, 0.0, 0.0]], AdvantageSpec(ddof=ddof))[0]
+        assert got == pytest.approx([0.75 / (deviation + 1e-4), *[-0.25 / (deviation + 1e-4)] * 3])
+    assert advantages([[1.0, 0.0, 0.0, 0.0]], AdvantageSpec()) == advantages([[1, 0, 0, 0]], AdvantageSpec(ddof=1))
+
+
+def test_ddof_is_of_the_batch_and_of_every_deviation_of_gdpo():
+    rewards = [1.0, 0.0, 10.0, 6.0]
+    got = advantages([rewards[:2], rewards[2:]], AdvantageSpec(kind="batch_std", ddof=0))
+    assert got[1][0] == pytest.approx(2 / (statistics.pstdev(rewards) + 1e-4))
+    named = [[{"a": value} for value in rewards[:2]], [{"a": value} for value in rewards[2:]]]
+    z = [0.5 / (0.5 + 1e-4), -0.5 / (0.5 + 1e-4), 2 / (2 + 1e-4), -2 / (2 + 1e-4)]  # pstdev of 1, 0 and of 10, 6
+    found = gdpo_advantages(named, AdvantageSpec(aggregation="normalize_then_sum", ddof=0))
+    assert [*found[0], *found[1]] == pytest.approx([value / (statistics.pstdev(z) + 1e-4) for value in z])
+
+
 def test_batch_std_shares_one_scale_over_all_groups():
     groups = [[1.0, 0.0], [10.0, 6.0]]
     scale = statistics.stdev([1.0, 0.0, 10.0, 6.0]) + 1e-4
@@ -226,6 +244,9 @@ def test_has_signal():
         ({"aggregation": "sum"}, "normalize_then_sum"),
         ({"eps": 0.0}, "positive"),
         ({"kind": "mean", "eps": 1e-6}, "no effect"),
+        ({"ddof": 2}, "ddof is 2"),
+        ({"ddof": True}, "ddof is True"),
+        ({"kind": "leave_one_out", "ddof": 0}, "no effect"),
         ({"kind": "mean", "aggregation": "normalize_then_sum"}, "no effect"),
     ],
 )

@@ -178,6 +178,11 @@ def test_all_problems_are_reported_together(write):
         ({"eval": {"every": 5}}, "eval.data: required and missing"),
         ({"eval": {"data": {"source": "x.jsonl"}, "modes": ["greedy", "greedy"]}}, "names a mode twice"),
         ({"algo": {"advantage": "mean", "advantage_eps": 1e-3}}, "0.001 does not act with advantage 'mean'"),
+        (
+            {"algo": {"advantage": "leave_one_out", "advantage_ddof": 0}},
+            "0 does not act with advantage 'leave_one_out'",
+        ),
+        ({"algo": {"advantage_ddof": 2}}, "algo.advantage_ddof: 2 is not valid"),
         ({"algo": {"advantage": "mean", "aggregation": "normalize_then_sum"}}, "'mean' does not act with aggregation"),
         ({"train": {"steps": True}}, "train.steps: True is not valid"),
         ({"train": {"learning_rate": float("nan")}}, "train.learning_rate: nan is not valid"),
@@ -214,7 +219,7 @@ def test_training_all_parameters():
 
 
 def test_the_loss_options_are_those_of_the_loss():
-    ours = {"policy_loss", "advantage", "advantage_eps", "aggregation"}
+    ours = {"policy_loss", "advantage", "advantage_eps", "advantage_ddof", "aggregation"}
     assert set(AlgoConfig.model_fields) - ours == {field.name for field in fields(LossSpec)}
     algo = parse_config(MINIMAL | {"algo": {"policy_loss": "dapo", "clip_high": 0.3}}).algo
     assert algo.loss_overrides() == {"clip_high": 0.3}

@@ -104,6 +104,8 @@ def test_another_presets_clipping_and_divergence_can_be_asked_for():
         ({"clip_low": 0.1, "clip_high": 0.1, "clip_epsilon": 0.1}, "clip_epsilon", ["no effect"]),
         ({"correction": "tis_token", "anchor": "behaviour"}, "correction", ["twice"]),
         ({"advantage": "mean", "advantage_eps": 0.1}, "advantage_eps", ["divides by nothing"]),
+        ({"advantage": "mean", "advantage_ddof": 0}, "advantage_ddof", ["divides by nothing"]),
+        ({"advantage_ddof": True}, "advantage_ddof", []),
         ({"learning_rate": float("nan")}, "learning_rate", ["finite"]),
         ({"learning_rate": "1e-5"}, "learning_rate", ["number"]),
         ({"learning_rate": -1.0}, "learning_rate", ["greater than or equal to 0"]),
@@ -167,8 +169,8 @@ def test_every_option_of_the_algorithm_is_there():
 
 
 def test_steps():
-    assert grpo(iterations=3, minibatches=4).steps(groups=8) == 12
-    assert grpo(iterations=3, minibatches=4).steps(groups=2) == 6
+    assert grpo(iterations=3, minibatches=4).steps(completions=8) == 12
+    assert grpo(iterations=3, minibatches=4).steps(completions=2) == 6
     assert parse_job_config("sft", {"epochs": 2, "batch_size": 4}).steps(examples=9) == 6
 
 

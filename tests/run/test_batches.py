@@ -71,7 +71,7 @@ def batches(
 
 
 async def one_step(chosen: Batches, *, chunk: int = 0) -> list[list[RolloutGroup]]:
-    return [groups async for groups in chosen.step(chunk=chunk)]
+    return [groups async for groups in chosen.sample_and_score(chunk=chunk)]
 
 
 def collect(chosen: Batches) -> Collected:
@@ -209,7 +209,7 @@ def overlapped(chosen: Batches, steps: int, *, interval: int) -> list[tuple[Coll
         found = []
         for step in range(1, steps + 1):
             await one_step(chosen)
-            found.append((chosen.collected, len(chosen._flights)))
+            found.append((chosen.collected, len(chosen._in_flight)))
             if interval and step % interval == 0:
                 chosen.sync(BASE, step=step)
         await chosen.close()
@@ -267,7 +267,7 @@ def test_a_step_waits_for_the_group_that_would_be_too_old_for_the_next(engine):
         found = [chosen.collected]
         chosen.sync(BASE, step=1)
         waiting = asyncio.create_task(one_step(chosen))
-        while any(flight.group is None for flight in chosen._flights[1:]):
+        while any(flight.group is None for flight in chosen._in_flight[1:]):
             await asyncio.sleep(0.01)
         assert not waiting.done()
         ended.set()
@@ -368,7 +368,7 @@ def test_concurrency_bounds_what_is_sampled_at_once(engine):
 
     async def watched(group: RolloutGroup) -> RolloutGroup:
         nonlocal most
-        most = max(most, sum(flight.group is None for flight in chosen._flights))
+        most = max(most, sum(flight.group is None for flight in chosen._in_flight))
         return await by_kind(group)
 
     chosen._score = watched

@@ -4,14 +4,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from groupwise.config.run import RunConfig, load_config
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.model.memory import GIB, fitting_tokens, memory
-from groupwise.run.assemble import device_memory, load_of, longest_prompt, make_plan, open_parts
+from groupwise.run import assemble
+from groupwise.run.assemble import device_memory, load_of, longest_prompt, make_plan, open_components
 from groupwise.tasks.episode import SingleTurn
 from groupwise.train.learner import Learner
-from groupwise.types import Prompt
+from groupwise.types import Prompt, SamplingParams, SamplingRequest
 
 DEMO = Path(__file__).parents[2] / "configs" / "arithmetic.yaml"
 
@@ -50,25 +52,36 @@ def test_vllm_in_this_process_takes_its_share_of_the_device(make_base, monkeypat
 def test_a_run_gets_micro_batches_that_fit():
     budget = 0.8
     plan = make_plan(demo(f"train.memory_gb={budget}"))
-    with open_parts(plan) as parts:
+    with open_components(plan) as parts:
         assert parts.load is not None and parts.load.model.lean
         tokens = parts.learner.micro_tokens
         assert tokens == fitting_tokens(plan.config, parts.load) < 8192
         assert memory(plan.config, parts.load, micro_tokens=tokens).total <= budget * GIB
-    with open_parts(make_plan(demo())) as parts:
+    with open_components(make_plan(demo())) as parts:
         assert (parts.load, parts.learner.micro_tokens) == (None, 8192)
 
 
 def test_flex_attention_takes_no_scores_where_it_is_used():
     run = demo("train.attention=flex", "train.memory_gb=2")
     with pytest.warns(UserWarning, match="it needs a CUDA GPU"):
-        parts = open_parts(make_plan(run))
+        parts = open_components(make_plan(run))
     with parts:
         assert parts.load is not None and not parts.load.flex
         merged, flex = (memory(run, replace(parts.load, flex=flex)).activations for flex in (False, True))
         assert flex < merged
 
 
-def test_a_budget_that_is_too_small_ends_the_run_before_it_begins():
+def test_a_budget_that_is_too_small_ends_the_run_before_it_begins(monkeypatch):
+    """And closes what had been opened: the engine, which vLLM would keep a server or a device's memory for."""
+    engines, threads, open_engine = [], torch.get_num_threads(), assemble.open_engine
+
+    def opened(*args, **options):
+        engines.append(open_engine(*args, **options))
+        return engines[0]
+
+    monkeypatch.setattr(assemble, "open_engine", opened)
     with pytest.raises(ConfigError, match=r"memory_gb 0.1 does not suffice for one sample of \d+ tokens"):
-        open_parts(make_plan(demo("train.memory_gb=0.1")))
+        open_components(make_plan(demo("train.memory_gb=0.1")))
+    assert torch.get_num_threads() == threads
+    with pytest.raises(GroupwiseError, match="the engine is closed"):
+        engines[0].generate([SamplingRequest(prompt_ids=(1,), params=SamplingParams(max_tokens=1))])

@@ -19,7 +19,7 @@ from groupwise.config.run import RunConfig, parse_config
 from groupwise.engine.worker_group import WorkerLost
 from groupwise.errors import ClusterError, EnvError
 from groupwise.run import ray_workers as ray_envs
-from groupwise.run.assemble import Elsewhere, local_engine, make_plan, open_parts
+from groupwise.run.assemble import RemoteBackends, local_engine, make_plan, open_components
 from groupwise.run.ray_workers import EnvActor, RayEnvs
 from groupwise.tasks.env import Episode, StepResult, load_env
 from groupwise.tasks.episode import Environments, Episodes, play_all
@@ -195,12 +195,12 @@ def test_episodes_in_actors_are_those_in_the_learner(place: Threads, away, start
 
 def test_a_run_opens_them_and_ends_them_with_itself(place: Threads) -> None:
     run = run_of(Path(place.folder), "WithCases")
-    elsewhere = Elsewhere(
+    remote = RemoteBackends(
         engine=local_engine,
         rewards=lambda config, specs: pytest.fail("there are no rewards"),
         envs=lambda config, factory: RayEnvs(config, factory, place=place),  # type: ignore[arg-type]
     )
-    with open_parts(make_plan(run), elsewhere=elsewhere) as parts:
+    with open_components(make_plan(run), remote=remote) as parts:
         assert becomes(lambda: len(place.started) == 2)
         groups = asyncio.run(
             play_all(

@@ -12,7 +12,7 @@ import pytest
 from groupwise.config.run import RunConfig
 from groupwise.errors import StorageError
 from groupwise.run.display import LineDisplay
-from groupwise.run.loop import Running, run_loop
+from groupwise.run.loop import TrainingRun, run_loop
 from groupwise.store.adapters import AdapterStore
 from running_jobs import Dies, adapter_bytes, config, metrics_of, rollouts_of, sidecars_of
 
@@ -83,12 +83,12 @@ def test_one_that_dies_after_its_last_checkpoint_is_only_concluded(
 ) -> None:
     whole = run_loop(config(tmp_path / "whole", **sections))
 
-    def dies(self: Running) -> None:
+    def dies(self: TrainingRun) -> None:
         raise Dies.Now
 
     named = {"run_dir": str(tmp_path / "here"), "resume": "auto", **sections}
     with monkeypatch.context() as patch:
-        patch.setattr(Running, "conclude", dies)
+        patch.setattr(TrainingRun, "conclude", dies)
         with pytest.raises(Dies.Now):
             run_loop(config(tmp_path, **named))
     records = (tmp_path / "here" / "metrics.jsonl").read_bytes()

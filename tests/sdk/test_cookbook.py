@@ -308,7 +308,7 @@ def vowels(completion: str, row: dict) -> float:
 
 def test_the_same_script_started_again_goes_on_from_its_checkpoints(dataset, tmp_path, model_dir, monkeypatch):
     """A crash in step 5, with checkpoints every two steps: the second start ends as one that was never interrupted."""
-    from groupwise.run.loop import Running
+    from groupwise.run.loop import TrainingRun
     from groupwise.sdk.cookbook import main
 
     def config(name: str) -> Config:
@@ -321,10 +321,10 @@ def test_the_same_script_started_again_goes_on_from_its_checkpoints(dataset, tmp
             raise RuntimeError("the power went")
         return log(self, step, *args, **options)
 
-    log = Running.log
+    log = TrainingRun.log
     main(config("whole"), reward_fn=vowels)
     with monkeypatch.context() as patched:
-        patched.setattr(Running, "log", crash)
+        patched.setattr(TrainingRun, "log", crash)
         with pytest.raises(RuntimeError, match="the power went"):
             main(config("torn"), reward_fn=vowels)
     result = main(config("torn"), reward_fn=vowels)

@@ -97,6 +97,7 @@ def test_advantages_are_the_recipes() -> None:
     assert compute_advantages([1, 0, 0, 0]) == pytest.approx([1.5, -0.5, -0.5, -0.5])
     assert compute_advantages([1.0, None, 0.0]) == [pytest.approx(0.7071068), None, pytest.approx(-0.7071068)]
     assert compute_advantages([1.0, 1.0]) == [0.0, 0.0]
+    assert compute_advantages([1, 0, 0, 0], ddof=0) == pytest.approx([3**0.5, *[-(3**-0.5)] * 3])
 
 
 def test_built_datums_carry_everything_aligned() -> None:

@@ -105,6 +105,7 @@ def test_its_advantages_are_those_that_it_is_trained_with(site: Whole) -> None:
     rewards = [[0.0, 1.0], [0.5, 0.5, 0.5], [2.0, 3.0]]
     gdpo = AdvantageSpec(aggregation="normalize_then_sum")
     for config, expected in (
+        ({"advantage_ddof": 0}, advantages(rewards, AdvantageSpec(ddof=0))),
         ({"advantage": "batch_std"}, advantages(rewards, AdvantageSpec(kind="batch_std"))),
         (
             {"aggregation": "normalize_then_sum"},

@@ -202,16 +202,16 @@ def test_groups_with_equal_rewards_beside_others_are_a_warning(grpo: Grpo) -> No
         "1 of 3 groups have equal rewards; only terms that read no reward (a KL, say) train them: groups[1]"
     )
     assert submission.steps == 3
-    (warning,) = grpo(group(GOOD, BAD), config={"minibatches": 2}).warnings
-    assert warning == "config.minibatches is 2; steps a pass: 1, one per group that is trained"
+    (warning,) = grpo(group(GOOD, BAD), config={"minibatches": 3}).warnings
+    assert warning == "config.minibatches is 3; steps a pass: 2, one per completion that is trained"
 
 
 def test_without_another_term_groups_with_equal_rewards_are_left_out(grpo: Grpo) -> None:
     groups = [group(GOOD, BAD), group(GOOD, GOOD), group(GOOD, BAD)]
-    submission = grpo(*groups, config={"minibatches": 3, "kl_coeff": 0})
+    submission = grpo(*groups, config={"minibatches": 5, "kl_coeff": 0})
     first, second = submission.warnings
     assert first == "1 of 3 groups have equal rewards; they teach nothing and are left out: groups[1]"
-    assert submission.steps == 2 and "minibatches is 3; steps a pass: 2" in second
+    assert submission.steps == 4 and "minibatches is 5; steps a pass: 4" in second
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,15 @@ RATE, MICRO_TOKENS = 1e-2, 40
 MakeLearner = Callable[..., Learner]
 
 
+def with_strategy(strategy: Callable[..., Any]) -> MakeLearner:
+    """Makes learners of several processes that all call the same verbs."""
+    return lambda base, *, ranks, cpu_offload=None, **options: Learner(
+        base,
+        strategy=strategy(ranks) if cpu_offload is None else strategy(ranks, cpu_offload=cpu_offload),
+        **options,
+    )
+
+
 @dataclass(frozen=True)
 class Seen:
     """After one of the things: its metrics or numbers, and the parameters."""

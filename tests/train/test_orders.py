@@ -14,7 +14,7 @@ from parallel_cases import MICRO_TOKENS, RATE, UNEVEN, assert_alike, everything,
 
 from groupwise.config.run import LoraSpec
 from groupwise.errors import ConfigError, RankLostError, RewardError, TrainingError
-from groupwise.train.distributed import end, follow, learner_of
+from groupwise.train.distributed import end, follow, strategy_of
 from groupwise.train.learner import Learner
 from rank_pairs import Pair, on_ranks
 
@@ -22,7 +22,10 @@ SHARDED = {"ddp": False, "fsdp": True}
 
 
 def opened(base, *, ranks, sharded=False, **options):
-    return learner_of(base, ranks=ranks, sharded=sharded, cpu_offload=False, **options)
+    learner = Learner(base, strategy=strategy_of(ranks, sharded=sharded), **options)
+    if ranks.leads:
+        learner.check_alike()
+    return learner
 
 
 @pytest.mark.parametrize("sharded", SHARDED.values(), ids=SHARDED.keys())

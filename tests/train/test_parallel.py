@@ -11,13 +11,14 @@ from dataclasses import replace
 import pytest
 import torch
 from learner_cases import LORA, SPECS
-from parallel_cases import RATE, UNEVEN, assert_alike, everything, near_policy, start
+from parallel_cases import RATE, UNEVEN, assert_alike, everything, near_policy, start, with_strategy
 
 from groupwise.errors import ConfigError, RankLostError
-from groupwise.train.distributed import ParallelLearner
+from groupwise.train.distributed import DataParallel
 from groupwise.train.learner import Learner
 from rank_pairs import Pair, on_ranks
 
+ddp_learner = with_strategy(DataParallel)
 NAMES = {"lora": LORA, "all parameters": None}
 
 
@@ -29,7 +30,7 @@ def test_ranks_train_what_one_process_trains(make_base, make_samples, lora) -> N
         return everything(start(make, make_base(), lora=lora, **options), samples)
 
     alone = run(Learner)
-    first, second = on_ranks(lambda ranks: run(ParallelLearner, ranks=ranks))
+    first, second = on_ranks(lambda ranks: run(ddp_learner, ranks=ranks))
     assert alone[-1].numbers["optim/grad_norm"] > 0
     assert_alike(first, alone, atol=1e-9)
     for mine, theirs in zip(first, second, strict=True):  # not nearly: what ranks decide by is one number
@@ -42,8 +43,8 @@ def test_dropout_is_another_on_each_rank_and_the_same_again(make_base, make_samp
     lora = replace(LORA, dropout=0.5)
 
     def work(ranks):
-        learner = start(ParallelLearner, make_base(), lora=lora, ranks=ranks)
-        learner._mine = lambda samples: [ranks.rank]
+        learner = start(ddp_learner, make_base(), lora=lora, ranks=ranks)
+        learner.strategy.share = lambda samples: [ranks.rank]
         out = []
         for _ in range(2):
             learner.forward_backward_supervised(samples)
@@ -58,7 +59,7 @@ def test_dropout_is_another_on_each_rank_and_the_same_again(make_base, make_samp
 
 def test_ranks_with_different_models_are_told_apart(make_base) -> None:
     def work(ranks):
-        start(ParallelLearner, make_base(seed=ranks.rank), lora=LORA, ranks=ranks).check_alike()
+        start(ddp_learner, make_base(seed=ranks.rank), lora=LORA, ranks=ranks).check_alike()
 
     for rank, error in enumerate(Pair(work).results()):
         assert isinstance(error, ConfigError)
@@ -70,7 +71,7 @@ def test_a_lost_rank_ends_the_others_with_its_name_within_the_deadline(make_base
     samples, deadline = near_policy(make_base(), make_samples(UNEVEN), lora=LORA), 4.0
 
     def work(ranks):
-        learner = start(ParallelLearner, make_base(), lora=LORA, ranks=ranks)
+        learner = start(ddp_learner, make_base(), lora=LORA, ranks=ranks)
         learner.step(samples, SPECS["grpo"], learning_rate=RATE)
         if ranks.rank == 1:
             time.sleep(0.5)  # the others have left the step behind

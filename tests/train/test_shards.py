@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from learner_cases import LORA, SPECS, parameters
-from parallel_cases import RATE, UNEVEN, assert_alike, everything, near_policy, start, whole
+from parallel_cases import RATE, UNEVEN, assert_alike, everything, near_policy, start, whole, with_strategy
 from torch.distributed.tensor import DTensor
 
 from groupwise.errors import ConfigError, StorageError
-from groupwise.train.distributed import ShardedLearner
+from groupwise.train.distributed import FullySharded
 from groupwise.train.learner import Learner
 from rank_pairs import Pair, on_ranks
 
+fsdp_learner = with_strategy(FullySharded)
 NAMES = {"lora": LORA, "all parameters": None}
 
 
@@ -29,7 +30,7 @@ def test_ranks_train_what_one_process_trains(make_base, make_samples, lora) -> N
         return everything(learner, samples), learner
 
     def work(ranks):
-        seen, learner = run(ShardedLearner, ranks=ranks)
+        seen, learner = run(fsdp_learner, ranks=ranks)
         cut = [p for p in learner.model.parameters() if isinstance(p, DTensor)]
         held = sum(p.to_local().numel() for p in cut), sum(p.numel() for p in cut)
         return seen, held, {p.device.type for p in learner.base.model.parameters()}
@@ -55,7 +56,7 @@ def test_other_architectures_checkpointing_and_dropout(make_base, make_samples, 
         learner = start(make, base, lora=lora, gradient_checkpointing=architecture != "gpt2", **options)
         return [learner.step(samples, SPECS["grpo with k3"], learning_rate=RATE) for _ in range(2)], whole(learner)
 
-    (metrics, alone), found = run(Learner), on_ranks(lambda ranks: run(ShardedLearner, ranks=ranks))
+    (metrics, alone), found = run(Learner), on_ranks(lambda ranks: run(fsdp_learner, ranks=ranks))
     for theirs, parameters_ in found:
         assert theirs == [pytest.approx(each, abs=1e-6) for each in metrics]
         for a, b in zip(parameters_, alone, strict=True):
@@ -66,7 +67,7 @@ def test_the_weights_are_gathered_for_the_engine_and_saved_as_a_model(make_base,
     samples = near_policy(make_base(), make_samples(UNEVEN), lora=None)
 
     def work(ranks):
-        learner = start(ShardedLearner, make_base(), lora=None, ranks=ranks)
+        learner = start(fsdp_learner, make_base(), lora=None, ranks=ranks)
         learner.step(samples, SPECS["grpo"], learning_rate=RATE)
         learner.gather_weights()
         learner.save_adapter(tmp_path)
@@ -98,21 +99,21 @@ def test_two_ranks_one_and_two_again_are_one_run(make_base, make_samples, tmp_pa
     leg(Learner, load="alone", save="alone")
     alone = leg(Learner, load="alone", save="alone")
 
-    on_ranks(lambda ranks: leg(ShardedLearner, load=None, save="one", ranks=ranks))
+    on_ranks(lambda ranks: leg(fsdp_learner, load=None, save="one", ranks=ranks))
     assert (tmp_path / "one" / "shards" / "__1_0.distcp").stat().st_size > 10_000  # of rank 1, its parts
     assert not (tmp_path / "one" / "learner.safetensors").exists()
     leg(Learner, load="one", save="two")
-    found = on_ranks(lambda ranks: leg(ShardedLearner, load="two", save="three", ranks=ranks))
+    found = on_ranks(lambda ranks: leg(fsdp_learner, load="two", save="three", ranks=ranks))
     for weights, *counters in found:
         assert counters == list(alone[1:])
         for a, b in zip(weights, alone[0], strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
-    wider = on_ranks(lambda ranks: leg(ShardedLearner, load="three", save="alone", ranks=ranks)[1:], size=3)
+    wider = on_ranks(lambda ranks: leg(fsdp_learner, load="three", save="alone", ranks=ranks)[1:], size=3)
     assert [steps for steps, _ in wider] == [alone[1] + 4] * 3
 
 
 def test_a_damaged_checkpoint_is_said_to_be_one(make_base, tmp_path: Path) -> None:
-    on_ranks(lambda ranks: start(ShardedLearner, make_base(), lora=None, ranks=ranks).save(tmp_path))
+    on_ranks(lambda ranks: start(fsdp_learner, make_base(), lora=None, ranks=ranks).save(tmp_path))
     before = parameters(learner := Learner(make_base(), lora=None))
     (tmp_path / "shards" / "__1_0.distcp").write_bytes(b"")
     with pytest.raises(StorageError, match=r"the checkpoint .* cannot be read"):
@@ -129,7 +130,7 @@ def test_a_damaged_checkpoint_is_said_to_be_one(make_base, tmp_path: Path) -> No
 )
 def test_what_cannot_be_is_refused(make_base, options, message) -> None:
     def work(ranks):
-        ShardedLearner(make_base(), ranks=ranks, **options).keep_reference()
+        fsdp_learner(make_base(), ranks=ranks, **options).keep_reference()
 
     for error in Pair(work).results():
         assert isinstance(error, ConfigError) and message in error.message

@@ -7,8 +7,9 @@ For the rewards r_1..r_n of one group's *scorable* rollouts (G of them were samp
     batch_std       A_i = (r_i - mean) / (std_batch + eps)    Lite-PPO  arXiv 2508.08221
     leave_one_out   A_i =  r_i - mean_{j != i} r_j            RLOO      arXiv 2402.14740
 
-`std` has n - 1 in its denominator; `std_batch` and `mean_batch` are over all usable groups of the batch, also those of
-equal rewards, which may be left out of training. Several reward functions are either summed with their weights first
+`std` has n - ddof in its denominator: n - 1 (the sample's, the default), or n (the population's). The two differ by
+sqrt(n / (n - 1)), 7 % in a group of 8. `std_batch` and `mean_batch` are over all usable groups of the batch, also those
+of equal rewards, which may be left out of training. Several reward functions are either summed with their weights first
 and treated as above (`sum_then_normalize`), or normalised one by one (GDPO, arXiv 2601.05242, `normalize_then_sum`), so
 that a function with a large spread does not drown the others:
 
@@ -29,13 +30,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from groupwise.config.run import ADVANTAGE_EPS, AlgoConfig
 from groupwise.errors import ConfigError
 from groupwise.types import MAX_REWARD, RolloutGroup
 
 Reward = float | None
 Kind = Literal["group_std", "mean", "batch_std", "leave_one_out"]
 Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
-DEFAULT_EPS = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +44,18 @@ class AdvantageSpec:
     """How advantages are computed; equations at the head of this file.
 
     Raises:
-        ConfigError: an unknown name, an eps that is not positive, or an option that would not act.
+        ConfigError: an unknown name or ddof, an eps that is not positive, or an option that would not act.
     """
 
     kind: Kind = "group_std"
-    eps: float = DEFAULT_EPS
+    eps: float = ADVANTAGE_EPS
+    ddof: int = 1
     aggregation: Aggregation = "sum_then_normalize"
+
+    @classmethod
+    def of(cls, algo: AlgoConfig) -> AdvantageSpec:
+        """What a run's `algo` section, or a job's config, says of advantages."""
+        return cls(kind=algo.advantage, eps=algo.advantage_eps, ddof=algo.advantage_ddof, aggregation=algo.aggregation)
 
     def __post_init__(self) -> None:
         for name, valid in (("kind", get_args(Kind)), ("aggregation", get_args(Aggregation))):
@@ -56,11 +63,14 @@ class AdvantageSpec:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; valid: {', '.join(valid)}")
         if not (math.isfinite(self.eps) and self.eps > 0):
             raise ConfigError(f"eps is {self.eps}; it is added to a standard deviation and must be positive")
-        if self.eps != DEFAULT_EPS and self.kind in ("mean", "leave_one_out"):
-            raise ConfigError(
-                f"eps={self.eps} has no effect with kind {self.kind!r}, which divides by nothing",
-                hint="remove eps, or use kind group_std or batch_std",
-            )
+        if isinstance(self.ddof, bool) or self.ddof not in (0, 1):
+            raise ConfigError(f"ddof is {self.ddof!r}; valid: 1 (the sample's deviation), 0 (the population's)")
+        for name, value, default in (("eps", self.eps, ADVANTAGE_EPS), ("ddof", self.ddof, 1)):
+            if value != default and self.kind in ("mean", "leave_one_out"):
+                raise ConfigError(
+                    f"{name}={value} has no effect with kind {self.kind!r}, which divides by nothing",
+                    hint=f"remove {name}, or use kind group_std or batch_std",
+                )
         if self.aggregation == "normalize_then_sum" and self.kind != "group_std":
             raise ConfigError(
                 f"kind {self.kind!r} has no effect with aggregation 'normalize_then_sum', which has its own scales",
@@ -75,7 +85,7 @@ def advantages(groups: Sequence[Sequence[Reward]], spec: AdvantageSpec) -> list[
     [[0.5, -0.5, None]]
     """
     scorable = [_scorable(group) for group in groups]
-    batch_std = _std([reward for rewards in scorable for reward in rewards.values()])
+    batch_std = _std([reward for rewards in scorable for reward in rewards.values()], ddof=spec.ddof)
     result: list[list[Reward]] = []
     for group, rewards in zip(groups, scorable, strict=True):
         values = list(rewards.values())
@@ -102,7 +112,7 @@ def gdpo_advantages(
     >>> gdpo_advantages([[{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}]], AdvantageSpec(aggregation="normalize_then_sum"))
     [[0.0, 0.0]]
     """
-    per_function = AdvantageSpec(eps=spec.eps)
+    per_function = AdvantageSpec(eps=spec.eps, ddof=spec.ddof)
     sums: list[list[Reward]] = []
     for group in groups:
         usable = [total is not None for total in weighted_rewards(group, weights)]
@@ -118,7 +128,7 @@ def gdpo_advantages(
     flat = [value for group in sums for value in group if value is not None]
     if not differ(flat):
         return [[None if value is None else 0.0 for value in group] for group in sums]
-    mean, scale = _mean(flat), 1.0 / (_std(flat) + spec.eps)
+    mean, scale = _mean(flat), 1.0 / (_std(flat, ddof=spec.ddof) + spec.eps)
     return [[None if value is None else (value - mean) * scale for value in group] for group in sums]
 
 
@@ -214,7 +224,7 @@ def _functions(group: Sequence[Mapping[str, Reward]], weights: Mapping[str, floa
 def _scale(values: Sequence[float], batch_std: float, spec: AdvantageSpec) -> float:
     """What (reward - mean) is multiplied by."""
     if spec.kind == "group_std":
-        return 1.0 / (_std(values) + spec.eps)
+        return 1.0 / (_std(values, ddof=spec.ddof) + spec.eps)
     if spec.kind == "batch_std":
         return 1.0 / (batch_std + spec.eps)
     if spec.kind == "leave_one_out":  # r_i - mean of the others = (r_i - mean of all) n / (n - 1)
@@ -234,9 +244,9 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def _std(values: Sequence[float]) -> float:
-    """Standard deviation with n - 1 in the denominator; 0 for fewer than two values."""
+def _std(values: Sequence[float], *, ddof: int) -> float:
+    """Standard deviation with n - ddof in the denominator; 0 for fewer than two values."""
     if len(values) < 2:
         return 0.0
     mean = _mean(values)
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - ddof))

@@ -143,7 +143,8 @@ class GrpoJobConfig(AlgoConfig, JobConfig):
     iterations: int = Field(default=1, ge=1, le=10_000)
     """Passes over the groups."""
     minibatches: int = Field(default=1, ge=1, le=10_000)
-    """Optimizer steps in one pass; at most one per group."""
+    """Optimizer steps in one pass, of about as many completions each, groups whole where that is possible; at most one
+    per completion."""
     temperature: float | None = Field(default=None, gt=0, le=10)
     """The one the completions were sampled at; null is what was recorded with them, else 1."""
 
@@ -171,9 +172,9 @@ class GrpoJobConfig(AlgoConfig, JobConfig):
         kl = {"kl": _KL} if self.kl is None and self.kl_coeff else {}
         return super().effective(saved) | kl
 
-    def steps(self, *, groups: int) -> int:
-        """Optimizer steps of a job that trains on this many groups."""
-        return self.iterations * min(self.minibatches, groups)
+    def steps(self, *, completions: int) -> int:
+        """Optimizer steps of a job that trains on this many completions."""
+        return self.iterations * min(self.minibatches, completions)
 
     @model_validator(mode="after")
     def _loss_acts(self) -> GrpoJobConfig:

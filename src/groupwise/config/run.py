@@ -35,6 +35,7 @@ ALL_LINEAR = "all-linear"
 
 
 ADVANTAGE_EPS = 1e-4
+_OF_ADVANTAGES = ("advantage", "advantage_eps", "advantage_ddof", "aggregation")  # options of no loss
 
 
 def _published_advantage(given: Mapping[str, Any]) -> Literal["group_std", "mean"]:
@@ -91,17 +92,19 @@ class AlgoConfig(Section):
     """Baseline and scale of the rewards in a group; the default is group_std, and mean with dr_grpo."""
     advantage_eps: float = Field(default=ADVANTAGE_EPS, gt=0, le=1)
     """Added to the standard deviation that `group_std` and `batch_std` divide by."""
+    advantage_ddof: Annotated[int, Field(ge=0, le=1)] = 1
+    """What is taken off n in that deviation's denominator: 1, the sample's deviation; 0, the population's."""
 
     def loss_overrides(self) -> dict[str, Any]:
         """The loss options that are not null, for `resolve_loss(policy_loss, **overrides)`."""
-        names = AlgoConfig.model_fields.keys() - {"policy_loss", "advantage", "advantage_eps", "aggregation"}
+        names = AlgoConfig.model_fields.keys() - {"policy_loss", *_OF_ADVANTAGES}
         return {name: value for name, value in self if name in names and value is not None}
 
     @model_validator(mode="after")
     def _acts(self) -> AlgoConfig:
-        if self.advantage_eps != ADVANTAGE_EPS and self.advantage in ("mean", "leave_one_out"):
-            message = f"{self.advantage_eps} does not act with advantage {self.advantage!r}, which divides by nothing"
-            raise conflict("advantage_eps", message)
+        for key, default in (("advantage_eps", ADVANTAGE_EPS), ("advantage_ddof", 1)):
+            if (value := getattr(self, key)) != default and self.advantage in ("mean", "leave_one_out"):
+                raise conflict(key, f"{value} does not act with advantage {self.advantage!r}, which divides by nothing")
         if self.aggregation == "normalize_then_sum" and self.advantage != "group_std":
             message = f"{self.advantage!r} does not act with aggregation normalize_then_sum, which has its own scales"
             raise conflict("advantage", message)

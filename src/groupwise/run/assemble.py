@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -122,7 +122,7 @@ Env = EnvFactory | LegacyEnv | Agent  # what plays episodes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class RunPlan:
     """What can be known without the model: the functions, the prompts, the loss."""
 
     config: RunConfig
@@ -167,7 +167,7 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class Components:
     """The machines of a run."""
 
     base: LoadedModel
@@ -180,7 +180,7 @@ class Parts:
     load: Load | None  # what `train.memory_gb` was compared with
     threads: int  # of torch, which the calling thread had
 
-    def __enter__(self) -> Parts:
+    def __enter__(self) -> Components:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -196,7 +196,7 @@ class Parts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Elsewhere:
+class RemoteBackends:
     """What of a run is not in its own process: who opens its engine, its reward workers and, unless they are in it, its
     environments."""
 
@@ -205,7 +205,7 @@ class Elsewhere:
     envs: Callable[[RunConfig, EnvFactory], Environments] | None = None
 
 
-def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = None) -> Plan:
+def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = None) -> RunPlan:
     """Load rewards and data and resolve the loss. Raises ConfigError, LoadError or DataError."""
     functions = tuple(rewards or load_rewards(config.rewards, folder=config.folder))
     env = _env(config)
@@ -225,16 +225,14 @@ def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = N
             f"rollout.stream_groups does not go with an entropy bonus and reduction {loss.reduction!r}",
             hint="set algo.reduction: token_mean, or take the batch whole (rollout.stream_groups: 0)",
         )
-    return Plan(
+    return RunPlan(
         config=config,
         rewards=functions,
         env=env,
         source=source,
         eval_prompts=tuple(held_out),
         loss=loss,
-        advantage=AdvantageSpec(
-            kind=config.algo.advantage, eps=config.algo.advantage_eps, aggregation=config.algo.aggregation
-        ),
+        advantage=AdvantageSpec.of(config.algo),
     )
 
 
@@ -290,17 +288,17 @@ def _check_reroll(config: RunConfig, functions: Sequence[RewardFunction]) -> Non
         raise ConfigError(f"rollout.reroll.reward {chosen!r} is no reward of this run; it has {', '.join(names)}")
 
 
-def open_parts(
-    plan: Plan,
+def open_components(
+    plan: RunPlan,
     *,
     on_phase: Callable[[str], None] = lambda phase: None,
     say: Callable[[str], None] = lambda text: None,
     ranks: Ranks | None = None,
-    elsewhere: Elsewhere | None = None,
-) -> Parts:
+    remote: RemoteBackends | None = None,
+) -> Components:
     """Load the model and make engine, learner, reward workers and batches. Use it in a `with`, or close it.
 
-    With `ranks` the learner leads those of the other processes; `elsewhere` replaces the engine, the reward workers and
+    With `ranks` the learner leads those of the other processes; `remote` replaces the engine, the reward workers and
     perhaps the environments. `say` is told what is waited for, where that takes a while.
 
     Until it is closed the calling thread computes alone: of the threads of a process one has OpenMP's helpers, the
@@ -308,66 +306,36 @@ def open_parts(
 
     Raises ModelError, ConfigError, ContextLengthError.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return _open_parts(plan, threads, on_phase, say, ranks, elsewhere)
-    except BaseException:
-        torch.set_num_threads(threads)
-        raise
-
-
-def _open_parts(
-    plan: Plan,
-    threads: int,
-    on_phase: Callable[[str], None],
-    say: Callable[[str], None],
-    ranks: Ranks | None,
-    elsewhere: Elsewhere | None,
-) -> Parts:
-    on_phase("loading")
-    with ExitStack() as opened:
-        scorer = open_scorer(plan, elsewhere=elsewhere)  # its processes start meanwhile, and those of environments
+    config, threads = plan.config, torch.get_num_threads()
+    with ExitStack() as opened:  # what is undone if a later part cannot be opened
+        opened.callback(torch.set_num_threads, threads)
+        torch.set_num_threads(1)
+        on_phase("loading")
+        scorer = open_scorer(plan, remote=remote)  # its processes start meanwhile, and those of environments
         opened.callback(scorer.close)
-        if (envs := open_envs(plan, elsewhere=elsewhere)) is not None:
+        if (envs := open_envs(plan, remote=remote)) is not None:
             opened.callback(envs.close)
-        parts = _with_model(plan, threads, on_phase, say, ranks, elsewhere, scorer=scorer, envs=envs)
+        device = config.device if ranks is None else str(ranks.device)
+        base = load_model(config.model, device=device, dtype=config.dtype)
+        learner = open_learner(config, base, threads=threads, ranks=ranks)
+        if plan.reads_reference:
+            learner.keep_reference()
+        if config.engine == "vllm":
+            on_phase("waiting for vLLM")
+        engine = open_engine(config, base, threads=threads, say=say) if remote is None else remote.engine(config, base)
+        opened.callback(engine.close)
+        play = open_play(plan, base, engine, envs)
+        load = None if config.train.memory_gb is None else _fitted(plan, base, learner, play)
+        eval_prompts = tuple(prepare_all(plan.eval_prompts, play, context=engine.context_length))
+        batches = _batches(plan, engine, play, scorer)
+        gc.freeze()  # what is here now stays; looking through it again and again would cost a step some percent
         opened.pop_all()
-        return parts
-
-
-def _with_model(
-    plan: Plan,
-    threads: int,
-    on_phase: Callable[[str], None],
-    say: Callable[[str], None],
-    ranks: Ranks | None,
-    elsewhere: Elsewhere | None,
-    *,
-    scorer: Scorer,
-    envs: Environments | None,
-) -> Parts:
-    config = plan.config
-    device = config.device if ranks is None else str(ranks.device)
-    base = load_model(config.model, device=device, dtype=config.dtype)
-    learner = open_learner(config, base, threads=threads, ranks=ranks)
-    if plan.reads_reference:
-        learner.keep_reference()
-    if config.engine == "vllm":
-        on_phase("waiting for vLLM")
-    engine = (
-        open_engine(config, base, threads=threads, say=say) if elsewhere is None else elsewhere.engine(config, base)
-    )
-    play = open_play(plan, base, engine, envs)
-    load = None if config.train.memory_gb is None else _fitted(plan, base, learner, play)
-    eval_prompts = tuple(prepare_all(plan.eval_prompts, play, context=engine.context_length))
-    gc.freeze()  # what is here now stays; looking through it again and again would cost a step some percent
-    return Parts(
+    return Components(
         base=base,
         engine=engine,
         play=play,
         learner=learner,
-        batches=_batches(plan, engine, play, scorer),
+        batches=batches,
         scorer=scorer,
         eval_prompts=eval_prompts,
         load=load,
@@ -401,7 +369,7 @@ def local_engine(config: RunConfig, base: LoadedModel, *, threads: int | None = 
     )
 
 
-def _fitted(plan: Plan, base: LoadedModel, learner: Learner, play: Play) -> Load:
+def _fitted(plan: RunPlan, base: LoadedModel, learner: Learner, play: Play) -> Load:
     """Give the learner micro-batches that `train.memory_gb` suffices for. Raises ConfigError where none does."""
     prompts = plan.source.all()
     longest = longest_prompt(plan.config, prompts, play, context=base.context_length)
@@ -410,17 +378,17 @@ def _fitted(plan: Plan, base: LoadedModel, learner: Learner, play: Play) -> Load
     return load
 
 
-def open_envs(plan: Plan, *, elsewhere: Elsewhere | None = None) -> Environments | None:
+def open_envs(plan: RunPlan, *, remote: RemoteBackends | None = None) -> Environments | None:
     """What makes the environments of episodes, in `env.workers` processes if any; None where none are played."""
     env, config = plan.env, plan.config.env
     if config is None or not isinstance(env, EnvFactory):
         return None
-    if elsewhere is not None and elsewhere.envs is not None:
-        return elsewhere.envs(plan.config, env)
+    if remote is not None and remote.envs is not None:
+        return remote.envs(plan.config, env)
     return EnvPool(config, name=env.name, folder=plan.config.folder) if config.workers else env
 
 
-def open_play(plan: Plan, base: LoadedModel, engine: Sampler, envs: Environments | None) -> Play:
+def open_play(plan: RunPlan, base: LoadedModel, engine: Sampler, envs: Environments | None) -> Play:
     """How the run's prompts become groups; `envs` is what `open_envs` returned, which the play closes."""
     env, config = plan.env, plan.config.env
     if env is None or config is None:
@@ -439,12 +407,12 @@ def open_play(plan: Plan, base: LoadedModel, engine: Sampler, envs: Environments
 def open_learner(config: RunConfig, base: LoadedModel, *, threads: int, ranks: Ranks | None = None) -> Learner:
     """The learner of a run, or, with `ranks`, this process's of several. Raises ConfigError."""
     train, algo, lora = config.train, config.algo, config.train.lora
-    make: Callable[..., Learner] = Learner
+    strategy = None
     if ranks is not None:
-        from groupwise.train.distributed import learner_of  # torch.distributed
+        from groupwise.train.distributed import strategy_of  # torch.distributed
 
-        make = partial(learner_of, ranks=ranks, sharded=train.parallel == "fsdp", cpu_offload=train.cpu_offload)
-    return make(
+        strategy = strategy_of(ranks, sharded=train.parallel == "fsdp", cpu_offload=train.cpu_offload)
+    learner = Learner(
         base,
         lora=None
         if lora is None
@@ -460,17 +428,21 @@ def open_learner(config: RunConfig, base: LoadedModel, *, threads: int, ranks: R
         reference=ReferenceSpec(kind=algo.reference, decay=algo.reference_decay, every=algo.reference_every),
         seed=config.seed,
         threads=threads,
+        strategy=strategy,
     )
+    if ranks is not None and ranks.leads:
+        learner.check_alike()
+    return learner
 
 
-def open_scorer(plan: Plan, *, elsewhere: Elsewhere | None = None) -> Scorer:
+def open_scorer(plan: RunPlan, *, remote: RemoteBackends | None = None) -> Scorer:
     """The run's rewards, in the processes that `scoring` asks for; to be closed. Reward models are loaded there now.
 
     Raises RewardError for one that cannot be.
     """
     own = [function.spec for function in plan.rewards if function.spec is not None]
     specs = [*own, *reward_models(own)]
-    pool = _pool(plan, specs, elsewhere)
+    pool = _pool(plan, specs, remote)
     scorer = Scorer(plan.rewards, pool=pool, max_steps=plan.config.train.steps)
     models = [each for each in load_rewards(specs, folder=plan.config.folder) if each.function is reward_model]
     try:
@@ -482,19 +454,19 @@ def open_scorer(plan: Plan, *, elsewhere: Elsewhere | None = None) -> Scorer:
     return scorer
 
 
-def _pool(plan: Plan, specs: Sequence[RewardConfig], elsewhere: Elsewhere | None) -> RewardWorkers | None:
+def _pool(plan: RunPlan, specs: Sequence[RewardConfig], remote: RemoteBackends | None) -> RewardWorkers | None:
     """The reward workers; none where all functions were handed over as objects, which other processes cannot load."""
     scoring = plan.config.scoring
     if not scoring.workers or not specs:
         return None
-    if elsewhere is not None:
-        return elsewhere.rewards(plan.config, specs)
+    if remote is not None:
+        return remote.rewards(plan.config, specs)
     pool = RewardPool(specs, folder=plan.config.folder, workers=scoring.workers, timeout_s=scoring.timeout_s)
     pool.warm(plan.rewards)
     return pool
 
 
-def _batches(plan: Plan, engine: Sampler, play: Play, scorer: Scorer) -> Batches:
+def _batches(plan: RunPlan, engine: Sampler, play: Play, scorer: Scorer) -> Batches:
     config, rollout = plan.config, plan.config.rollout
     curriculum = None if config.data is None else config.data.curriculum
     source: PromptStream = plan.source

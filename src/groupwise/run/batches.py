@@ -100,7 +100,7 @@ class Pace:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Drawn:
+class _DrawnPrompt:
     """A prompt to be sampled: encoded, with the drawing of it that is resolved by this, and what seeds it."""
 
     prompt: Prompt
@@ -109,11 +109,11 @@ class _Drawn:
 
 
 @dataclass(kw_only=True, eq=False)
-class _Flight:
+class _InFlight:
     """A group under way. `synced` is the step whose policy samples it; `group` is there once it is scored. The step
     after `due` steps is the last that may train it."""
 
-    drawn: _Drawn
+    drawn: _DrawnPrompt
     synced: int
     due: int
     group: RolloutGroup | None = None
@@ -157,9 +157,9 @@ class Batches:
         self._replay = ReplayBuffer(0) if replay is None else replay
         self._reroll = RerollQueue(0) if reroll is None else reroll
         self._version, self.synced, self.done = PolicyVersion.base(), 0, 0
-        self._flights: list[_Flight] = []
+        self._in_flight: list[_InFlight] = []
         self._kept = self._used = self._too_long = self._rerolled = 0  # in the present step
-        self._news, self._hope = asyncio.Event(), _Hope(pace.prompts_per_step)
+        self._news, self._guard = asyncio.Event(), _FailureGuard(pace.prompts_per_step)
         self.collected = Collected(groups=(), sampled=())
 
     def sync(self, version: PolicyVersion, *, step: int) -> None:
@@ -168,20 +168,21 @@ class Batches:
         if not self._pace.in_rounds:
             self._admit()
 
-    async def step(self, *, chunk: int = 0) -> AsyncIterator[list[RolloutGroup]]:
-        """The groups of the next step, all at once or `chunk` at a time as they come; then `collected` is about them.
+    async def sample_and_score(self, *, chunk: int = 0) -> AsyncIterator[list[RolloutGroup]]:
+        """The groups of the next step, sampled and scored; all at once, or `chunk` at a time as they come. Then
+        `collected` is about them.
 
         Raises:
             DataError: no prompt of the dataset fits.
             RewardError: nothing can be scored.
         """
         taken, given = _Taken(), 0
-        while self._places > 0:
-            self._hope.check()
+        while self._capacity > 0:
+            self._guard.check()
             self._admit()
             if (flight := self._next_done()) is not None:
                 self._use(flight, taken)
-            elif self._flights:
+            elif self._in_flight:
                 self._news.clear()
                 await self._news.wait()
             else:
@@ -226,7 +227,7 @@ class Batches:
     async def close(self) -> None:
         """Give up what is under way."""
         tasks: list[asyncio.Future[Any]] = []
-        for flight in self._flights:
+        for flight in self._in_flight:
             tasks += [task for task in (flight.played, flight.task) if task is not None]
         for task in tasks:
             task.cancel()
@@ -235,7 +236,7 @@ class Batches:
     # -- what is under way ---------------------------------------------------------------------------------------------
 
     @property
-    def _places(self) -> int:
+    def _capacity(self) -> int:
         """How many groups the present step can still take: those that it lacks, within its budget."""
         return min(self._pace.prompts_per_step - self._kept, self._pace.budget - self._used)
 
@@ -245,24 +246,24 @@ class Batches:
         newest = self.done if self._pace.never_synced else self.synced
         return min(newest + self._pace.staleness, self._pace.steps - 1)
 
-    def _places_until(self, due: int) -> int:
+    def _capacity_until(self, due: int) -> int:
         """How many groups this step and those after it, up to the one after `due` steps, can still take."""
-        return self._places + (due - self.done) * self._pace.prompts_per_step
+        return self._capacity + (due - self.done) * self._pace.prompts_per_step
 
-    def _room(self) -> int:
+    def _capacity_now(self) -> int:
         """How many prompts may be begun now."""
-        room, concurrency = self._places_until(self._due) - len(self._flights), self._pace.concurrency
+        room, concurrency = self._capacity_until(self._due) - len(self._in_flight), self._pace.concurrency
         if self._pace.in_rounds:
-            return 0 if self._flights else room
-        flying = sum(flight.group is None for flight in self._flights)
+            return 0 if self._in_flight else room
+        flying = sum(flight.group is None for flight in self._in_flight)
         return room if concurrency is None else min(room, concurrency - flying)
 
     def _admit(self) -> None:
         """Begin as many prompts as there is room for, together."""
-        if (room := self._room()) <= 0:
+        if (room := self._capacity_now()) <= 0:
             return
-        flights = [_Flight(drawn=drawn, synced=self.synced, due=self._due) for drawn in self._draw(room)]
-        self._flights += flights
+        flights = [_InFlight(drawn=drawn, synced=self.synced, due=self._due) for drawn in self._draw(room)]
+        self._in_flight += flights
         begun = self._play.begin(
             [flight.drawn.prompt for flight in flights],
             seeds=[flight.drawn.seed for flight in flights],
@@ -274,31 +275,31 @@ class Batches:
             flight.played = asyncio.ensure_future(group)
             flight.task = asyncio.create_task(self._fly(flight, flight.played))
 
-    async def _fly(self, flight: _Flight, played: Awaitable[RolloutGroup]) -> None:
+    async def _fly(self, flight: _InFlight, played: Awaitable[RolloutGroup]) -> None:
         """Wait for the group and score it."""
         try:
             group = await played
             started = time.monotonic()
             flight.group = await self._score(group)
-            self._hope.scored(flight.group, started=started)
+            self._guard.scored(flight.group, started=started)
         except Exception as error:
-            self._hope.lost = error
+            self._guard.lost = error
         finally:
             self._news.set()
         if not self._pace.in_rounds:
             self._admit()
 
-    def _next_done(self) -> _Flight | None:
+    def _next_done(self) -> _InFlight | None:
         """The next group to use, if it is there: the oldest that is, whose use makes no older one too late."""
-        flights = self._flights[:1] if self._pace.in_rounds else self._flights
+        flights = self._in_flight[:1] if self._pace.in_rounds else self._in_flight
         for older, flight in enumerate(flights):
-            if older and flight.due > (due := flights[older - 1].due) and older >= self._places_until(due):
+            if older and flight.due > (due := flights[older - 1].due) and older >= self._capacity_until(due):
                 return None  # each place up to `due` is for one of those
             if flight.group is not None:
-                return self._flights.pop(older)
+                return self._in_flight.pop(older)
         return None
 
-    def _use(self, flight: _Flight, taken: _Taken) -> None:
+    def _use(self, flight: _InFlight, taken: _Taken) -> None:
         """Keep the group for this step, or replace it."""
         group, age = flight.group, self.done - flight.synced
         assert group is not None
@@ -314,20 +315,20 @@ class Batches:
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 
-    def _draw(self, count: int) -> list[_Drawn]:
+    def _draw(self, count: int) -> list[_DrawnPrompt]:
         """The next `count` prompts: those to be tried again, new ones."""
-        drawn: list[_Drawn] = []
+        drawn: list[_DrawnPrompt] = []
         most = min(count, self._reroll.max_groups - self._rerolled)
         for id in self._reroll.pop(self.done / self._pace.steps, most=most):
             prompt = self._play.prepare(self._source.prompt(id))
-            drawn.append(_Drawn(prompt=prompt, issued=None, seed=seed_of(self._seed, id, self.done)))
+            drawn.append(_DrawnPrompt(prompt=prompt, issued=None, seed=seed_of(self._seed, id, self.done)))
             self._rerolled += 1
         passed_over = 0
         while len(drawn) < count:
             for issued in self._source.issue(count - len(drawn)):
                 prompt = self._play.prepare(issued.prompt)
                 if len(prompt.token_ids) <= self._longest:
-                    drawn.append(_Drawn(prompt=prompt, issued=issued, seed=seed_of(self._seed, *issued.ticket)))
+                    drawn.append(_DrawnPrompt(prompt=prompt, issued=issued, seed=seed_of(self._seed, *issued.ticket)))
                 else:
                     passed_over += 1
                     self._source.resolve(issued.ticket)
@@ -368,7 +369,7 @@ class _Taken:
         )
 
 
-class _Hope:
+class _FailureGuard:
     """Whether anything can be scored at all; `lost` is an error that no other group can make good."""
 
     def __init__(self, prompts_per_step: int):

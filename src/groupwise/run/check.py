@@ -23,7 +23,16 @@ from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.model.memory import Memory, StepSize, memory, step_size
 from groupwise.rewards.base import load_rewards, refuse_failed, summarize
 from groupwise.rewards.check import GOLD, answers
-from groupwise.run.assemble import Parts, Plan, device_memory, load_of, longest_allowed, loss_of, make_plan, open_parts
+from groupwise.run.assemble import (
+    Components,
+    RunPlan,
+    device_memory,
+    load_of,
+    longest_allowed,
+    loss_of,
+    make_plan,
+    open_components,
+)
 from groupwise.run.policy import Policy
 from groupwise.run.update import learner_thread
 from groupwise.store.adapters import AdapterStore
@@ -51,7 +60,7 @@ TRUNCATED = 0.3  # share of cut completions from which there is a warning
 class CheckReport:
     """What was found. `groups` are the scored trial completions; lengths are in tokens."""
 
-    plan: Plan
+    plan: RunPlan
     parameters: int
     trained: int
     device: str
@@ -80,14 +89,14 @@ def check(config: RunConfig, *, on_phase: Callable[[str], None] = lambda phase: 
     """Try out a run.
 
     Raises:
-        ConfigError: rewards, data and loss have problems (all of them are named), or what `open_parts` raises.
+        ConfigError: rewards, data and loss have problems (all of them are named), or what `open_components` raises.
         RewardError: no completion could be scored.
     """
     try:
         plan = make_plan(config)
     except GroupwiseError as error:
         raise _all_problems(config, error) from error
-    with open_parts(plan, on_phase=on_phase, say=on_phase) as parts:
+    with open_components(plan, on_phase=on_phase, say=on_phase) as parts:
         on_phase("reading the prompts")
         encoded = [parts.play.prepare(prompt) for prompt in plan.source.all(MEASURED_PROMPTS)]
         longest = longest_allowed(config, context=parts.base.context_length)
@@ -107,7 +116,7 @@ def check(config: RunConfig, *, on_phase: Callable[[str], None] = lambda phase: 
         return report if recognised is None else replace(report, warnings=(recognised, *report.warnings))
 
 
-def _try_step(plan: Plan, parts: Parts, groups: Sequence[RolloutGroup], thread: Executor) -> StepTrial:
+def _try_step(plan: RunPlan, parts: Components, groups: Sequence[RolloutGroup], thread: Executor) -> StepTrial:
     """Train on the groups, publish, load, and sample with what came of it."""
     config, rollout = plan.config, plan.config.rollout
     weighed = with_advantages(groups, plan.advantage, weights=plan.reward_weights)
@@ -149,7 +158,7 @@ def _shared(config: RunConfig) -> str | None:
     return config.output_dir
 
 
-async def _sampled(parts: Parts, group: RolloutGroup, version: PolicyVersion, params: SamplingParams) -> None:
+async def _sampled(parts: Components, group: RolloutGroup, version: PolicyVersion, params: SamplingParams) -> None:
     """One token behind what the policy was first asked."""
     asked = next((turn.prompt_ids for rollout in group.rollouts for turn in rollout.turns), None)
     if asked is not None:
@@ -163,7 +172,7 @@ def _too_long(config: RunConfig, *, context: int) -> str:
     return f"fill the context of {context} tokens"
 
 
-async def _try_out(prompts: Sequence[Prompt], plan: Plan, parts: Parts) -> tuple[RolloutGroup, ...]:
+async def _try_out(prompts: Sequence[Prompt], plan: RunPlan, parts: Components) -> tuple[RolloutGroup, ...]:
     groups = await play_all(
         parts.play,
         prompts,
@@ -177,7 +186,7 @@ async def _try_out(prompts: Sequence[Prompt], plan: Plan, parts: Parts) -> tuple
     return tuple(scored)
 
 
-async def _try_answers(groups: Sequence[RolloutGroup], parts: Parts) -> str | None:
+async def _try_answers(groups: Sequence[RolloutGroup], parts: Components) -> str | None:
     """Where all completions have one reward: what the dataset's own answer gets, in the forms that answers come in."""
     prompt, rewards = groups[0].prompt, {rollout.reward for group in groups for rollout in group.rollouts}
     column = next((name for name in GOLD if prompt.columns.get(name) not in (None, "")), None)
@@ -229,8 +238,8 @@ def _indented(problem: GroupwiseError) -> str:
 
 
 def _report(
-    plan: Plan,
-    parts: Parts,
+    plan: RunPlan,
+    parts: Components,
     encoded: Sequence[Prompt],
     usable: Sequence[Prompt],
     groups: tuple[RolloutGroup, ...],
@@ -332,7 +341,7 @@ def _of_batch(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _of_data(plan: Plan, encoded: Sequence[Prompt], *, context: int) -> Iterator[str]:
+def _of_data(plan: RunPlan, encoded: Sequence[Prompt], *, context: int) -> Iterator[str]:
     """What is suspicious about the prompts."""
     longest = longest_allowed(plan.config, context=context)
     too_long = sum(len(prompt.token_ids) > longest for prompt in encoded)

@@ -13,7 +13,7 @@ from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError
 from groupwise.model.load import load_model
 from groupwise.rewards.base import Scorer
-from groupwise.run.assemble import Plan, local_engine, make_plan, open_envs, open_play, open_scorer
+from groupwise.run.assemble import RunPlan, local_engine, make_plan, open_envs, open_play, open_scorer
 from groupwise.run.evaluate import SUCCESS, Evaluation, evaluate, prepare_all
 from groupwise.store.rundir import Located, find_adapter
 from groupwise.types import PolicyVersion, Prompt
@@ -44,7 +44,7 @@ def assess(
 
 
 def _assessed(
-    plan: Plan,
+    plan: RunPlan,
     prompts: Sequence[Prompt],
     scorer: Scorer,
     *,

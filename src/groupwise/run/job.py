@@ -136,7 +136,7 @@ def _resumed(lease: Lease, place: Workplace, config: JobConfig, task: Task) -> _
         learner = _new_learner(config, standing.lora, place.base)
         learner.load(newest)
         start = read_start(newest, lengths=[len(sample.completion_ids) for sample in task.samples])
-        task = task if start is None else task.with_start(start)
+        task = (task if start is None else task.with_start(start)).with_reference(learner)
     except _DAMAGED as error:
         checkpoints.discard()
         message = f"the checkpoint cannot be read, so the job begins anew ({type(error).__name__}: {error})"
@@ -170,6 +170,7 @@ def _begun(lease: Lease, place: Workplace, config: JobConfig, task: Task) -> _Ru
     place.ledger.settled(lease, acting)
     if task.reads_start:
         task = task.started(learner)
+    task = task.with_reference(learner)
     run = _Run(place, lease, config, task, learner, JobProgress(parent=parent, lora=lora), {})
     run.say(message)
     return run

@@ -155,7 +155,7 @@ def on_all_ranks(config: RunConfig, lead: Callable[[Ranks | None], R]) -> R:
 
 def _follow(config: RunConfig, ranks: Ranks) -> R:  # pyright: ignore[reportInvalidTypeVarUse]
     """Be one of the others. Ctrl-C reaches all processes, and is rank 0's to answer."""
-    from groupwise.train.distributed import ParallelLearner, follow
+    from groupwise.train.distributed import follow
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -164,7 +164,6 @@ def _follow(config: RunConfig, ranks: Ranks) -> R:  # pyright: ignore[reportInva
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if gpu else "float32"
     base = load_model(config.model, device="cpu" if sharded else str(ranks.device), dtype=dtype)
     learner = open_learner(config, base, threads=torch.get_num_threads(), ranks=ranks)
-    assert isinstance(learner, ParallelLearner)
     torch.set_num_threads(learner.threads)
     return follow(learner)
 

@@ -1,18 +1,19 @@
-"""THE RL LOOP. Read this first.
+"""THE RL LOOP. Read this first: `train`, at the end of this file, is the algorithm.
 
     for each step:
-        groups   = sample G completions for each of P prompts with the policy, and score them        (batches)
-        groups   = those whose rewards differ (the others teach nothing and were replaced)
-        A        = each completion's advantage: its reward relative to its group                     (update)
-        learner  . one or more optimizer steps on the policy loss of (tokens, behaviour logprobs, A)
-        policy   = the next adapter version: published, loaded, sampled from                         (swap)
+        groups   = sample G completions for each of P prompts with the policy, and score them     sample_and_score
+        A        = each completion's advantage: its reward relative to its group                  advantages
+        learner  . one or more optimizer steps on the policy loss of (tokens, logprobs, A)        train
+        policy   = the next adapter version: published, loaded, sampled from                      publish
+                   and every so many steps: evaluate, checkpoint
 
-That is GRPO (DeepSeekMath, arXiv 2402.03300). As it stands the loop is on-policy: a step's completions are sampled by
-the version that the step then trains, so behaviour logprobs are the anchor of the ratio and no extra forward is run.
+That is GRPO (DeepSeekMath, arXiv 2402.03300). Groups whose rewards are all equal teach nothing and are replaced while
+sampling goes on (`batches`). As it stands the loop is on-policy: a step's completions are sampled by the version that
+the step then trains, so behaviour logprobs are the anchor of the ratio and no extra forward is run.
 `rollout.weight_sync_interval` and `rollout.max_staleness` let sampling run ahead of training; `batches` explains how.
 
-`run_loop` adds what a person needs: a run directory (`rundir`), checkpoints to go on from, evaluation before,
-during and after (`running`), a display, a clean Ctrl-C.
+What a person needs besides is `TrainingRun`: a run directory (`store/rundir.py`), checkpoints to go on from, evaluation
+before, during and after, a display; and `StopRequest`, a clean Ctrl-C.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from groupwise.algo.metrics import Metrics, time_metrics
+from groupwise.algo.metrics import Metrics, rollout_metrics, time_metrics
 from groupwise.config.run import RunConfig
 from groupwise.rewards.base import RewardFunction
-from groupwise.run.assemble import Elsewhere, Parts, Plan, make_plan, open_parts
+from groupwise.run.assemble import Components, RemoteBackends, RunPlan, make_plan, open_components
 from groupwise.run.display import Display, open_display
 from groupwise.run.evaluate import BestVersion, Evaluation, evaluate, load_evaluations, save_evaluations
 from groupwise.run.health import Health
 from groupwise.run.launch import on_all_ranks
 from groupwise.run.policy import Policy
-from groupwise.run.update import Update
+from groupwise.run.update import PolicyUpdates
 from groupwise.store import checkpoint
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.checkpoint import RunState
@@ -51,19 +52,19 @@ if TYPE_CHECKING:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A run in progress: its machines, its policy, where it stands; what `loop` does around a step.
+# A run in progress: its components, its policy, its state; what `train` calls in a step and around it.
 # ----------------------------------------------------------------------------------------------------------------------
 
 Evaluations = Mapping[str, Evaluation]  # by mode
 
 
-class Running:
-    """What changes while a run goes on. `changed` is the last step that changed the policy."""
+class TrainingRun:
+    """A run in progress: everything of it that `train` calls and that changes from step to step."""
 
-    def __init__(self, plan: Plan, parts: Parts, run_dir: Path, *, tracking: Tracking, display: Display):
+    def __init__(self, plan: RunPlan, parts: Components, run_dir: Path, *, tracking: Tracking, display: Display):
         self.plan, self.parts, self.run_dir = plan, parts, run_dir
         self.tracking, self.display, self.health = tracking, display, Health(plan.config)
-        self.update = Update(plan, parts.learner, parts.scorer)
+        self.updates = PolicyUpdates(plan, parts.learner)
         self.policy = Policy(
             parts.learner,
             AdapterStore(run_dir / ADAPTERS),
@@ -75,8 +76,9 @@ class Running:
         )
         self._best = BestVersion(patience=0 if plan.config.eval is None else plan.config.eval.patience)
         self._evaluated: dict[PolicyVersion, int] = {}  # the step at which a version was
+        self._started = self._sampling_s = 0.0  # of the present step: when it began, seconds spent waiting for groups
 
-    # -- where it stands -----------------------------------------------------------------------------------------------
+    # -- the state of the run ------------------------------------------------------------------------------------------
 
     async def begin(self) -> int:
         """Before the first step: the adapter to start from, the evaluation before. Returns 0, the steps done."""
@@ -91,70 +93,109 @@ class Running:
         await self.evaluate(0)
         return 0
 
-    def resume(self, standing: RunState) -> int:
-        """Go on from the newest checkpoint, whose standing this is. Returns the steps done."""
-        found, saved, batches = checkpoint.newest(self.run_dir), standing.parts, self.parts.batches
+    def resume(self, state: RunState) -> int:
+        """Go on from the newest checkpoint, whose state this is. Returns the steps done."""
+        found, saved, batches = checkpoint.newest(self.run_dir), state.parts, self.parts.batches
         assert found is not None
         self.parts.learner.load(found)
-        self.update.load_state_dict(saved["update"])
+        self.updates.load_state_dict(saved["update"])
         batches.load_state_dict(saved["batches"])
         self._best.load_state_dict(saved["best"])
         self._evaluated = {PolicyVersion.parse(version): step for version, step in saved["evaluated"].items()}
-        self.policy.resume(newest=standing.version, sampling=standing.sampler, step=saved["published"])
+        self.policy.resume(newest=state.version, sampling=state.sampler, step=saved["published"])
         self._protect()
-        batches.sync(standing.sampler, step=standing.synced)
+        batches.sync(state.sampler, step=state.synced)
         self.health.replay(read_metrics(self.run_dir / METRICS))
         self.display.note(
-            f"the run in {self.run_dir} was finished after step {standing.step}"
-            if standing.finished
-            else f"going on after step {standing.step} in {self.run_dir}"
+            f"the run in {self.run_dir} was finished after step {state.step}"
+            if state.finished
+            else f"going on after step {state.step} in {self.run_dir}"
         )
-        return standing.step
+        return state.step
 
-    def save(self, step: int, *, finished: bool) -> None:
+    def save_checkpoint(self, step: int, *, finished: bool) -> None:
         """Write a checkpoint of the run after `step`."""
         version = self.publish({}, sync=False)
-        standing = RunState(
+        state = RunState(
             step=step,
             version=version,
             sampler=self.policy.sampling,
             synced=self.parts.batches.synced,
             finished=finished,
             parts={
-                "update": self.update.state_dict(),
+                "update": self.updates.state_dict(),
                 "batches": self.parts.batches.state_dict(),
                 "best": self._best.state_dict(),
                 "evaluated": {str(version): at for version, at in self._evaluated.items()},
                 "published": self.policy.step,
             },
         )
-        checkpoint.save(self.run_dir, self.parts.learner, standing)
+        checkpoint.save(self.run_dir, self.parts.learner, state)
         self._protect()
 
-    # -- around a step -------------------------------------------------------------------------------------------------
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    async def sample_and_score(self, step: int) -> AsyncIterator[list[RolloutGroup]]:
+        """The groups of a step, sampled by the policy and scored as soon as their completions are there: all at once,
+        or `rollout.stream_groups` at a time. Whoever iterates trains on them before the next are waited for."""
+        self._started, self._sampling_s = time.monotonic(), 0.0
+        self.parts.scorer.begin_step(step)
+        waits_since = self._started
+        self.display.phase("sampling")
+        async for groups in self.parts.batches.sample_and_score(chunk=self.plan.config.rollout.stream_groups):
+            self._sampling_s += time.monotonic() - waits_since
+            self.display.phase("training")
+            yield groups
+            self.display.phase("sampling")
+            waits_since = time.monotonic()
+        self._sampling_s += time.monotonic() - waits_since
+        self.display.phase("training")
+
+    def trained(self, groups: Sequence[RolloutGroup]) -> Metrics:
+        """After training on a step's groups, with their advantages: the replay buffer has them, and the metrics of what
+        was sampled and of the time that it took."""
+        batches, scorer, config = self.parts.batches, self.parts.scorer, self.plan.config
+        batches.trained(groups)
+        seconds = {"rollout": self._sampling_s, "train": time.monotonic() - self._started - self._sampling_s}
+        collected = batches.collected
+        metrics = rollout_metrics(
+            collected.sampled,
+            trained=groups,
+            advantage=self.plan.advantage,
+            weights=self.plan.reward_weights,
+            batch_groups=config.rollout.prompts_per_step,
+            staleness=collected.ages,
+            replayed=collected.replayed,
+            rerolled=collected.rerolled,
+            too_long=collected.too_long,
+        )
+        metrics |= scorer.log.metrics() | batches.metrics()
+        return metrics | time_metrics(metrics, seconds)
 
     def publish(self, metrics: Mapping[str, float], *, sync: bool) -> PolicyVersion:
-        """The policy as it is now, as a version."""
-        if not self.update.changed:
+        """The policy as it is now, as a version; with `sync` the one that samples from now on."""
+        if not self.updates.changed:
             return self.policy.newest
         kept = {key: value for key, value in metrics.items() if key == "reward/mean"}
-        return self.policy.publish(step=self.update.changed, metrics=kept, sync=sync)
+        return self.policy.publish(step=self.updates.changed, metrics=kept, sync=sync)
 
-    def sync(self, step: int, metrics: Mapping[str, float]) -> Metrics:
-        """Sample with the policy as it is now. Returns how long that took."""
+    def publish_and_sync(self, step: int, metrics: Mapping[str, float]) -> Metrics:
+        """Publish the policy as it is now and sample with it. Returns how long that took."""
         started = time.monotonic()
         self.parts.batches.sync(self.publish(metrics, sync=True), step=step)
         return {"time/sync_s": time.monotonic() - started}
 
-    def log(self, step: int, trained: Sequence[RolloutGroup], metrics: Mapping[str, float], *, seconds: float) -> None:
+    def log(self, step: int, trained: Sequence[RolloutGroup], metrics: Mapping[str, float]) -> None:
         """Write a step down and show it."""
         collected = self.parts.batches.collected
         with_advantage = {id(plain): group for plain, group in zip(collected.groups, trained, strict=True)}
-        metrics = {**metrics, **time_metrics(metrics, {"step": seconds})}
+        metrics = {**metrics, **time_metrics(metrics, {"step": time.monotonic() - self._started})}
         self.tracking.log(step, metrics)
         self.tracking.rollouts(step, [with_advantage.get(id(group), group) for group in collected.sampled])
         self.display.step(step, metrics)
         self._watch(step, metrics)
+
+    # -- after a step --------------------------------------------------------------------------------------------------
 
     async def evaluate(self, step: int) -> bool:
         """Evaluate the policy as it is, log it and say it in a line; whether to stop, since nothing gets better."""
@@ -268,10 +309,10 @@ def run_loop(
     *,
     rewards: Sequence[RewardFunction] | None = None,
     display: Display | None = None,
-    elsewhere: Elsewhere | None = None,
+    remote: RemoteBackends | None = None,
     stop: StopRequest | None = None,
 ) -> RunResult:
-    """Train as `config` says. `rewards` replaces the configured functions, `elsewhere` engine, reward workers and
+    """Train as `config` says. `rewards` replaces the configured functions, `remote` engine, reward workers and
     environments, and `stop` is who else may ask for a clean stop.
 
     Ctrl-C finishes the step, publishes it and returns with `interrupted`; a second one stops at once, and so does one
@@ -280,7 +321,7 @@ def run_loop(
 
     def lead(ranks: Ranks | None) -> RunResult:
         with stop or StopRequest(graceful=False) as asked, display or open_display(config.train.steps) as shown:
-            return _run(config, ranks, rewards=rewards, shown=shown, elsewhere=elsewhere, stop=asked)
+            return _run(config, ranks, rewards=rewards, shown=shown, remote=remote, stop=asked)
 
     return on_all_ranks(config, lead)
 
@@ -291,48 +332,54 @@ def _run(
     *,
     rewards: Sequence[RewardFunction] | None,
     shown: Display,
-    elsewhere: Elsewhere | None,
+    remote: RemoteBackends | None,
     stop: StopRequest,
 ) -> RunResult:
     plan = make_plan(config, rewards=rewards)
     resolved = config.model_dump(mode="json")
     with (
-        open_run_dir(config) as (run_dir, standing),
-        open_parts(plan, on_phase=shown.phase, say=shown.note, ranks=ranks, elsewhere=elsewhere) as parts,
+        open_run_dir(config) as (run_dir, state),
+        open_components(plan, on_phase=shown.phase, say=shown.note, ranks=ranks, remote=remote) as parts,
         open_trackers(config.tracking, run_dir=run_dir, run_name=run_dir.name, resolved_config=resolved) as tracking,
     ):
         if plan.env is not None:
             shown.note(str(template_check(parts.base.tokenizer)))
         for warning in plan.warnings:
             shown.note(f"warning: {warning}")
-        running = Running(plan, parts, run_dir, tracking=tracking, display=shown)
-        return asyncio.run(train(running, standing, stop=stop))
+        run = TrainingRun(plan, parts, run_dir, tracking=tracking, display=shown)
+        return asyncio.run(train(run, state, stop=stop))
 
 
-async def train(running: Running, standing: RunState | None, *, stop: StopRequest) -> RunResult:
-    """The loop itself."""
-    config, batches = running.plan.config, running.parts.batches
-    step = await running.begin() if standing is None else running.resume(standing)
-    last = step == config.train.steps or (standing is not None and standing.finished)
+async def train(run: TrainingRun, state: RunState | None, *, stop: StopRequest) -> RunResult:
+    """The algorithm: sample, score, advantages, train, publish; then log, evaluate, checkpoint. From the beginning, or
+    from the `state` of a checkpoint."""
+    config, batches = run.plan.config, run.parts.batches
+    step = await run.begin() if state is None else run.resume(state)
+    last = step == config.train.steps or (state is not None and state.finished)
     stop.graceful = True
     try:
         while not last:
-            step, started = step + 1, time.monotonic()
-            groups, metrics = await running.update(batches, step=step, on_phase=running.display.phase)
+            step += 1
+            update = run.updates.begin(step)
+            async for groups in run.sample_and_score(step):  # all of the step's at once, unless it is streamed
+                await update.advantages(groups, sampled=batches.collected.sampled)
+                await update.accumulate()
+            metrics = await update.train()
+            metrics |= run.trained(update.groups)
             if _every(config.rollout.weight_sync_interval, step):
-                metrics |= running.sync(step, metrics)
-            running.log(step, groups, metrics, seconds=time.monotonic() - started)
+                metrics |= run.publish_and_sync(step, metrics)
+            run.log(step, update.groups, metrics)
 
             last = step == config.train.steps or stop.requested
             if config.eval is not None and (last or _every(config.eval.every, step)):
-                last |= await running.evaluate(step)
+                last |= await run.evaluate(step)
             if last or _every(config.checkpoint.every, step):
-                running.save(step, finished=last and not stop.requested)
+                run.save_checkpoint(step, finished=last and not stop.requested)
     finally:
         await batches.close()
-    version, before, after = running.conclude()
+    version, before, after = run.conclude()
     return RunResult(
-        run_dir=running.run_dir,
+        run_dir=run.run_dir,
         version=version,
         steps=step,
         interrupted=stop.requested,

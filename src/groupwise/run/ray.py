@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeVar
 from groupwise.config.run import RunConfig
 from groupwise.engine.worker_group import WorkerLost, times
 from groupwise.errors import ClusterError, ConfigError, RankLostError, TrainingError
-from groupwise.run.assemble import Elsewhere
+from groupwise.run.assemble import RemoteBackends
 from groupwise.run.loop import StopRequest
 from groupwise.run.ray_actors import Actor, Bundle, Place, connected, enter, placed, ray_module
 from groupwise.run.ray_workers import RayEngines, RayEnvs, RayRewards
@@ -41,7 +41,7 @@ R = TypeVar("R")
 class Run(Protocol[R_co]):
     """`loop.run`, which is above this file and therefore handed over."""
 
-    def __call__(self, config: RunConfig, *, elsewhere: Elsewhere, stop: StopRequest) -> R_co: ...
+    def __call__(self, config: RunConfig, *, remote: RemoteBackends, stop: StopRequest) -> R_co: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,12 +237,12 @@ class LearnerActor:
         """The run, as rank 0 or as another."""
         enter(places.learners[0].folder)
         os.environ.update(environment)
-        elsewhere = Elsewhere(
+        remote = RemoteBackends(
             engine=partial(RayEngines, places=places.engines),
             rewards=partial(RayRewards, place=places.rewards),
             envs=None if places.envs is None else partial(RayEnvs, place=places.envs),
         )
-        return run(config, elsewhere=elsewhere, stop=self._stop)
+        return run(config, remote=remote, stop=self._stop)
 
     def stop(self) -> None:
         """Ask for a clean stop."""

@@ -3,7 +3,7 @@
     rewards -> advantages (- beta (K - mean K), with the KL in the reward) -> samples -> policy loss -> AdamW
 
 Groups may come in parts (`rollout.stream_groups`): each is run forward and backward while the next is sampled, and the
-gradient is the one of the whole step.
+gradient is the one of the whole step. `run/loop.py` calls this; sampling, scoring and publishing are not here.
 """
 
 from __future__ import annotations
@@ -11,29 +11,27 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, compress, groupby
+from itertools import compress, groupby
 from typing import Any, TypeVar
 
 import torch
 
 from groupwise.algo.advantage import AdvantageSpec, has_signal, with_advantages
 from groupwise.algo.kl import AdaptiveKL, kl_metrics, sequence_kl, with_kl_penalty
-from groupwise.algo.metrics import Metrics, rollout_metrics, sample_metrics, time_metrics
+from groupwise.algo.metrics import Metrics, rollout_metrics, sample_metrics
 from groupwise.algo.samples import samples_of
 from groupwise.config.job import GrpoJobConfig, SftJobConfig
 from groupwise.config.loss import LossSpec
 from groupwise.errors import ContextLengthError, DataError, TrainingError
 from groupwise.model.load import LoadedModel
 from groupwise.model.packing import count_loss_tokens
-from groupwise.rewards.base import Scorer
-from groupwise.run.assemble import Plan
-from groupwise.run.batches import Batches, Collected
+from groupwise.run.assemble import RunPlan
 from groupwise.store.job_payload import EncodedGroup, GrpoPayload, SftPayload
-from groupwise.train.learner import Learner, StreamedStep, snapshot
+from groupwise.train.learner import Learner
+from groupwise.train.rollout_batch import RolloutBatch
 from groupwise.train.schedule import learning_rate_at
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Sample, Turn
 
@@ -46,67 +44,99 @@ def learner_thread(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "learner", initializer=torch.set_num_threads, initargs=(threads,))
 
 
-class Update:
-    """Trains on the groups of one step after another. `changed` is the last step that changed the policy; 0 is none."""
+class PolicyUpdates:
+    """Makes the update of one step after another; what is said of a single step is `StepUpdate`.
 
-    def __init__(self, plan: Plan, learner: Learner, scorer: Scorer):
-        self._plan, self._learner, self._scorer, self.changed = plan, learner, scorer, 0
+    Attributes:
+        changed: the last step that changed the policy; 0 is none.
+    """
+
+    def __init__(self, plan: RunPlan, learner: Learner):
+        self.plan, self.learner, self.changed = plan, learner, 0
         algo, coeff = plan.config.algo, plan.kl_coeff or plan.loss.kl_coeff
-        self._kl = None
+        self.adaptive_kl: AdaptiveKL | None = None
         if algo.kl_target is not None and coeff is not None:
-            self._kl = AdaptiveKL(coeff=coeff, target=algo.kl_target, horizon=algo.kl_horizon)
+            self.adaptive_kl = AdaptiveKL(coeff=coeff, target=algo.kl_target, horizon=algo.kl_horizon)
         self._thread = learner_thread(learner.threads)
 
-    async def __call__(
-        self, batches: Batches, *, step: int, on_phase: Callable[[str], None]
-    ) -> tuple[list[RolloutGroup], Metrics]:
-        """Train on the groups of `step`; returns them with their advantages, and the step's metrics."""
-        seconds, mark = {"rollout": 0.0, "train": 0.0}, time.monotonic()
-        parts: list[_Part] = []
-        stream = self._begin() if (size := self._plan.config.rollout.stream_groups) else None
+    def begin(self, step: int) -> StepUpdate:
+        """The update of this step, from 1."""
+        return StepUpdate(self, step)
 
-        self._scorer.begin_step(step)
-        on_phase("sampling")
-        async for groups in batches.step(chunk=size):
-            seconds["rollout"] += (now := time.monotonic()) - mark
-            on_phase("training")
-            beside = self._left_out(groups, batches.collected) if stream is None else ()
-            parts.append(await self._in_thread(lambda groups=groups, beside=beside: self._prepare(groups, beside)))
-            if stream is not None:
-                await self._in_thread(lambda: stream.accumulate(parts[-1].samples))
-            on_phase("sampling")
-            seconds["train"] += (mark := time.monotonic()) - now
-        seconds["rollout"] += (now := time.monotonic()) - mark
-
-        groups = [group for part in parts for group in part.groups]
-        samples = [sample for part in parts for sample in part.samples]
-        metrics = sample_metrics(samples)
-        if any(any(sample.mask) for sample in samples):
-            on_phase("training")
-            metrics |= await self._in_thread(lambda: self._train(samples, parts, stream, step))
-            self.changed = step
-        batches.trained(groups)
-        seconds["train"] += time.monotonic() - now
-        metrics |= self._rollout_metrics(batches.collected, groups) | self._scorer.log.metrics() | batches.metrics()
-        return groups, metrics | time_metrics(metrics, seconds)
+    async def in_learner_thread(self, work: Callable[[], T]) -> T:
+        """What `work` returns; all that uses the learner runs there."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, for `load_state_dict`; goes through JSON."""
-        return {"changed": self.changed, "kl": None if self._kl is None else self._kl.state_dict()}
+        return {"changed": self.changed, "kl": None if self.adaptive_kl is None else self.adaptive_kl.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`."""
         self.changed = state["changed"]
-        if self._kl is not None:
-            self._kl.load_state_dict(state["kl"])
+        if self.adaptive_kl is not None:
+            self.adaptive_kl.load_state_dict(state["kl"])
+
+
+class StepUpdate:
+    """One step's groups -> one update of the policy. Made by `PolicyUpdates.begin`; used as
+
+        groups = await update.advantages(groups, sampled=...)    as often as groups come
+        await update.accumulate()                                after each, with rollout.stream_groups
+        metrics = await update.train()                           once
+
+    Attributes:
+        groups: those that were given to `advantages`, with their advantages.
+    """
+
+    def __init__(self, updates: PolicyUpdates, step: int):
+        self._updates, self._plan, self._learner, self._step = updates, updates.plan, updates.learner, step
+        self._parts: list[_Part] = []
+        streams = self._plan.config.rollout.stream_groups > 0
+        self._stream = self._learner.begin_step(self._loss, temperature=self._temperature) if streams else None
+
+    @property
+    def groups(self) -> list[RolloutGroup]:
+        return [group for part in self._parts for group in part.groups]
+
+    @property
+    def samples(self) -> list[Sample]:
+        """The groups as what the learner is given: a sample for each segment of each rollout that has an advantage."""
+        return [sample for part in self._parts for sample in part.samples]
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a token to train on."""
+        return any(any(sample.mask) for sample in self.samples)
+
+    async def advantages(
+        self, groups: Sequence[RolloutGroup], *, sampled: Sequence[RolloutGroup]
+    ) -> list[RolloutGroup]:
+        """The scored groups with the advantage of each rollout, less the KL where that is in the reward.
+
+        `sampled` are all groups that were sampled for the step, also those that are not trained: they count in
+        statistics of the batch (`batch_std`). A streamed step has none: its batch is not known yet.
+        """
+        trained = set(map(id, groups))
+        beside = [group for group in sampled if id(group) not in trained] if self._stream is None else []
+        self._parts.append(await self._updates.in_learner_thread(lambda: self._prepare(groups, beside)))
+        return self._parts[-1].groups
+
+    async def accumulate(self) -> None:
+        """Run forward and backward on the newest groups now, where the step is streamed; else `train` does."""
+        if (stream := self._stream) is not None:
+            samples = self._parts[-1].samples
+            await self._updates.in_learner_thread(lambda: stream.accumulate(samples))
+
+    async def train(self) -> Metrics:
+        """The optimizer steps on all groups; nothing but counts where no token is trained."""
+        metrics = sample_metrics(self.samples)
+        if self.trains:
+            metrics |= await self._updates.in_learner_thread(self._train)
+            self._updates.changed = self._step
+        return metrics
 
     # -- in the learner's thread ---------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _left_out(groups: Sequence[RolloutGroup], collected: Collected) -> list[RolloutGroup]:
-        """Groups that were sampled for the step and are not trained; they count in statistics of the whole batch."""
-        trained = set(map(id, groups))
-        return [group for group in collected.sampled if id(group) not in trained]
 
     def _prepare(self, groups: Sequence[RolloutGroup], beside: Sequence[RolloutGroup]) -> _Part:
         """Groups -> the same with advantages, and what the learner gets of them."""
@@ -117,18 +147,17 @@ class Update:
             return _Part(groups=weighed, samples=samples_of(weighed, mask_truncated=algo.mask_truncated))
         reference = self._learner.forward(samples, temperature=self._temperature, reference=True)
         kls = [sequence_kl(sample, row) for sample, row in zip(samples, reference, strict=True)]
-        coeff = plan.kl_coeff if self._kl is None else self._kl.coeff
+        adaptive = self._updates.adaptive_kl
+        coeff = plan.kl_coeff if adaptive is None else adaptive.coeff
         weighed = with_kl_penalty(weighed, kls, plan.advantage, coeff=coeff)
         samples = samples_of(weighed, mask_truncated=algo.mask_truncated)
         return _Part(groups=weighed, samples=samples, kl=kl_metrics(samples, reference))
 
-    def _train(
-        self, samples: Sequence[Sample], parts: Sequence[_Part], stream: StreamedStep | None, step: int
-    ) -> Metrics:
+    def _train(self) -> Metrics:
         """The optimizer steps, and the divergence from the reference, which the policy is weighed by next time."""
-        train = self._plan.config.train
+        train, samples, adaptive = self._plan.config.train, self.samples, self._updates.adaptive_kl
         rate = learning_rate_at(
-            step - 1,
+            self._step - 1,
             peak=train.learning_rate,
             steps=train.steps,
             schedule=train.schedule,
@@ -136,11 +165,11 @@ class Update:
             decay_steps=train.decay_steps,
             final_rate=train.final_rate,
         )
-        kl = combined_kl([part.kl for part in parts])
+        kl = combined_kl([part.kl for part in self._parts])
         if not kl and not self._plan.loss.reads_reference:
             kl = self._learner.measure_kl(samples, temperature=self._temperature)
-        if stream is not None:
-            metrics = stream.finish(learning_rate=rate)
+        if self._stream is not None:
+            metrics = self._stream.finish(learning_rate=rate)
         else:
             metrics = self._learner.step(
                 samples,
@@ -151,40 +180,22 @@ class Update:
                 temperature=self._temperature,
             )
         metrics |= kl | {"optim/lr": rate}
-        if self._kl is not None:
-            metrics["kl/coeff"] = self._kl.coeff
-            self._kl.update(metrics["kl/mean"])
+        if adaptive is not None:
+            metrics["kl/coeff"] = adaptive.coeff
+            adaptive.update(metrics["kl/mean"])
         return metrics
-
-    def _begin(self) -> StreamedStep:
-        return self._learner.begin_step(self._loss, temperature=self._temperature)
 
     @property
     def _loss(self) -> LossSpec:
         """The loss, with the KL's weight as it is now."""
-        if self._kl is None or self._plan.kl_coeff is not None:
+        adaptive = self._updates.adaptive_kl
+        if adaptive is None or self._plan.kl_coeff is not None:
             return self._plan.loss
-        return replace(self._plan.loss, kl_coeff=self._kl.coeff)
+        return replace(self._plan.loss, kl_coeff=adaptive.coeff)
 
     @property
     def _temperature(self) -> float:
         return self._plan.config.rollout.temperature
-
-    def _rollout_metrics(self, collected: Collected, trained: Sequence[RolloutGroup]) -> Metrics:
-        return rollout_metrics(
-            collected.sampled,
-            trained=trained,
-            advantage=self._plan.advantage,
-            weights=self._plan.reward_weights,
-            batch_groups=self._plan.config.rollout.prompts_per_step,
-            staleness=collected.ages,
-            replayed=collected.replayed,
-            rerolled=collected.rerolled,
-            too_long=collected.too_long,
-        )
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,13 +220,13 @@ def combined_kl(parts: Sequence[Metrics]) -> Metrics:
 # ----------------------------------------------------------------------------------------------------------------------
 # A payload as optimizer steps: what step k of a job accumulates the gradient of.
 #
-#     grpo   `iterations` passes over the groups, each cut into `minibatches` optimizer steps
+#     grpo   `iterations` passes over the groups, each cut into `minibatches` optimizer steps: one rollout batch of a
+#            run, with the same cuts, anchor and reference (`RolloutBatch`)
 #     sft    `epochs` passes over the examples, each cut into steps of `batch_size`
 #
 # Step k's batch follows from the configuration and k alone, so that a job that goes on from a checkpoint does what it
 # would have done. Groups whose rewards are all equal are left out before anything is computed, unless another term of
-# the
-# loss has a gradient there (a KL, an entropy bonus), as in a run.
+# the loss has a gradient there (a KL, an entropy bonus), as in a run.
 #
 # What was posted as text has no behaviour logprobs; nobody knows what sampled it. It gets those of the policy that the
 # job starts from, so that every loss works with its own anchor: the first step is then an on-policy one.
@@ -230,46 +241,48 @@ _FACTS += ("rollout/len_mean", "rollout/len_max", "rollout/tokens")
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """`passes` over the samples, each of `parts` optimizer steps. `facts` are metrics that hold for every step."""
+    """What a job does. `batches` are the rows (indices of samples) of each optimizer step, `facts` metrics that hold
+    for all of them, `start` the samples' log-probabilities under the policy that the job starts from."""
 
     samples: Sequence[Sample]
-    passes: int
-    parts: int
-    seed: int
     facts: Metrics
     temperature: float = 1.0
-    start: Rows | None = None  # log-probabilities of the samples under the policy that the job starts from
+    start: Rows | None = None
+
+    @property
+    def batches(self) -> Sequence[Sequence[int]]:
+        raise NotImplementedError
 
     @property
     def steps(self) -> int:
-        return self.passes * self.parts
+        """Optimizer steps."""
+        return len(self.batches)
 
     @property
     def reads_start(self) -> bool:
-        """Whether `with_start` must be called before the first step."""
+        """Whether `started` must be called before the first step."""
         return False
+
+    def started(self, learner: Learner) -> Task:
+        """The task, with its `start` under the learner's policy as it is."""
+        return self
 
     def with_start(self, start: Rows) -> Task:
         """The task, given its `start`."""
         return replace(self, start=start)
 
-    def started(self, learner: Learner) -> Task:
-        """The task, with its `start` under the learner's policy as it is."""
-        first_pass = [self.batch(step) for step in range(self.parts)]
-        return self.with_start(snapshot(learner, self.samples, first_pass, temperature=self.temperature))
-
-    def batch(self, step: int) -> list[int]:
-        """The samples that step `step` (from 0) trains on."""
-        return self._portion(len(self.samples), step)
+    def with_reference(self, learner: Learner) -> Task:
+        """The task with the reference's log-probabilities, where several steps read those of one sample."""
+        return self
 
     def accumulate(self, learner: Learner, step: int) -> Metrics:
-        """Accumulate the gradient of step `step`."""
+        """Accumulate the gradient of step `step`, from 0."""
         raise NotImplementedError
 
     @property
     def largest(self) -> int:
         """Tokens of the largest batch that goes through the model at once, a prompt counted once for its group."""
-        return max(_packed([self.samples[row] for row in self.batch(step)]) for step in range(self.parts))
+        return max(_packed([self.samples[row] for row in rows]) for rows in self.batches)
 
     @property
     def longest(self) -> int:
@@ -278,61 +291,59 @@ class Task:
 
     def tokens(self, step: int) -> int:
         """Completion tokens of step `step`."""
-        return sum(len(self.samples[row].completion_ids) for row in self.batch(step))
+        return sum(len(self.samples[row].completion_ids) for row in self.batches[step])
 
     def some(self, tokens: int) -> list[Sample]:
         """Of the samples as many as have about this many tokens together, at least one, from all over the job."""
         each = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in self.samples) / len(self.samples)
         return list(self.samples[:: max(1, math.ceil(len(self.samples) * each / tokens))])
 
-    def _portion(self, count: int, step: int) -> list[int]:
-        """Which of `count` things step `step` takes: the parts of a pass are of about the same size, and in a new order
-        each pass if there are several."""
-        turn, part = divmod(step, self.parts)
-        order = list(range(count))
-        if self.parts > 1:
-            random.Random(f"{self.seed}/{turn}").shuffle(order)
-        return order[count * part // self.parts : count * (part + 1) // self.parts]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoTask(Task):
     """Policy steps. A behaviour logprob that nobody recorded is NaN until `with_start`."""
 
-    groups: Sequence[Sequence[int]]  # indices of samples
-    loss: LossSpec
+    batch: RolloutBatch
+
+    @property
+    def batches(self) -> Sequence[Sequence[int]]:
+        return self.batch.steps
 
     @property
     def reads_start(self) -> bool:
         unknown = any(math.isnan(x) for sample in self.samples for x in sample.behaviour_logprobs or ())
-        return unknown or (self.loss.reads_old and self.steps > 1)
+        return unknown or (self.batch.spec.reads_old and self.steps > 1)
+
+    def started(self, learner: Learner) -> GrpoTask:
+        return self.with_start(self.batch.with_old(learner).old or ())
 
     def with_start(self, start: Rows) -> GrpoTask:
         filled = [
             replace(sample, behaviour_logprobs=tuple(map(_known, sample.behaviour_logprobs or (), row)))
             for sample, row in zip(self.samples, start, strict=True)
         ]
-        return replace(self, samples=filled, start=start)
+        old = start if self.batch.spec.reads_old else None
+        return replace(self, samples=filled, start=start, batch=replace(self.batch, samples=filled, old=old))
 
-    def batch(self, step: int) -> list[int]:
-        return [row for group in self._portion(len(self.groups), step) for row in self.groups[group]]
+    def with_reference(self, learner: Learner) -> GrpoTask:
+        return replace(self, batch=self.batch.with_reference(learner))
 
     def accumulate(self, learner: Learner, step: int) -> Metrics:
-        rows = self.batch(step)
-        return learner.forward_backward(
-            [self.samples[row] for row in rows],
-            self.loss,
-            temperature=self.temperature,
-            old_logprobs=[self.start[row] for row in rows] if self.start and self.loss.reads_old else None,
-        )
+        return self.batch.accumulate(learner, step)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SftTask(Task):
-    """Steps on the cross-entropy."""
+    """Steps on the cross-entropy; `rows` are those of each."""
+
+    rows: Sequence[Sequence[int]]
+
+    @property
+    def batches(self) -> Sequence[Sequence[int]]:
+        return self.rows
 
     def accumulate(self, learner: Learner, step: int) -> Metrics:
-        return learner.forward_backward_supervised([self.samples[row] for row in self.batch(step)])
+        return learner.forward_backward_supervised([self.samples[row] for row in self.rows[step]])
 
 
 def make_task(config: GrpoJobConfig | SftJobConfig, payload: GrpoPayload | SftPayload, *, base: LoadedModel) -> Task:
@@ -355,7 +366,7 @@ def make_task(config: GrpoJobConfig | SftJobConfig, payload: GrpoPayload | SftPa
 
 
 def _grpo_task(config: GrpoJobConfig, payload: GrpoPayload) -> GrpoTask:
-    advantage = AdvantageSpec(kind=config.advantage, eps=config.advantage_eps, aggregation=config.aggregation)
+    advantage = AdvantageSpec.of(config)
     groups = [_rollouts(i, group) for i, group in enumerate(payload.groups)]
     differ = [has_signal(group, advantage) for group in groups]
     if not any(differ):
@@ -367,18 +378,20 @@ def _grpo_task(config: GrpoJobConfig, payload: GrpoPayload) -> GrpoTask:
     flat_too = config.trains_flat(recorded=recorded)
     weighed = with_advantages(groups, advantage)
     kept = [group for group, differs in zip(weighed, differ, strict=True) if differs or flat_too]
-    per_group = [samples_of([group]) for group in kept]
-    ends = list(accumulate(map(len, per_group)))
-    samples = [sample for group in per_group for sample in group]
+    samples = samples_of(kept)
     measured = rollout_metrics(groups, trained=kept, advantage=advantage)
+    batch = RolloutBatch.cut(
+        samples,
+        config.loss(recorded=recorded),
+        minibatches=config.minibatches,
+        passes=config.iterations,
+        shuffle=random.Random(config.seed),
+        temperature=config.temperature or payload.temperature,
+    )
     return GrpoTask(
         samples=samples,
-        groups=[range(end - len(group), end) for end, group in zip(ends, per_group, strict=True)],
-        loss=config.loss(recorded=recorded),
-        temperature=config.temperature or payload.temperature,
-        passes=config.iterations,
-        parts=min(config.minibatches, len(kept)),
-        seed=config.seed,
+        batch=batch,
+        temperature=batch.temperature,
         facts={key: measured[key] for key in _FACTS},
     )
 
@@ -401,13 +414,18 @@ def _sft_task(config: SftJobConfig, payload: SftPayload) -> SftTask:
         Sample(prompt_ids=each.prompt_ids, completion_ids=each.completion_ids, mask=each.mask)
         for each in payload.examples
     ]
-    return SftTask(
-        samples=samples,
-        passes=config.epochs,
-        parts=config.steps(examples=len(samples)) // config.epochs,
-        seed=config.seed,
-        facts={"data/examples": float(len(samples))},
-    )
+    parts = config.steps(examples=len(samples)) // config.epochs
+    rows = [part for turn in range(config.epochs) for part in _epoch(len(samples), parts, f"{config.seed}/{turn}")]
+    return SftTask(samples=samples, rows=rows, facts={"data/examples": float(len(samples))})
+
+
+def _epoch(examples: int, parts: int, seed: str) -> Iterator[list[int]]:
+    """All examples in so many parts of about the same size; in an order of its own if there are several."""
+    order = list(range(examples))
+    if parts > 1:
+        random.Random(seed).shuffle(order)
+    for part in range(parts):
+        yield order[examples * part // parts : examples * (part + 1) // parts]
 
 
 def _packed(samples: Sequence[Sample]) -> int:

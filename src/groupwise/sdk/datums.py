@@ -205,14 +205,18 @@ def datum_of(tokens: Sequence[int], *, prompt_len: int) -> Datum:
     return Datum(model_input=ids[:-1], loss_fn_inputs={TARGETS: ids[1:], "weights": weights})
 
 
-def compute_advantages(rewards: Sequence[float | None], *, eps: float = 1e-8) -> list[float | None]:
-    """The rewards of one group -> (r - mean) / (std + eps) each; std has n - 1 in its denominator. A reward that is
-    None, or beyond 1e100, could not be had: it enters no statistic and its advantage is None. Raises DataError: one is
-    no number."""
+def compute_advantages(rewards: Sequence[float | None], *, eps: float = 1e-8, ddof: int = 1) -> list[float | None]:
+    """The rewards of one group -> (r - mean) / (std + eps) each; std has n - ddof in its denominator. A reward that is
+    None, or beyond 1e100, could not be had: it enters no statistic and its advantage is None.
+
+    Raises:
+        DataError: a reward is no number.
+        ConfigError: eps or ddof is not valid.
+    """
     for i, reward in enumerate(rewards):
         if reward is not None and not isinstance(reward, Real):
             raise DataError(f"rewards[{i}] is {reward!r}; it must be a number or None")
-    return advantages([list(rewards)], AdvantageSpec(eps=eps))[0]
+    return advantages([list(rewards)], AdvantageSpec(eps=eps, ddof=ddof))[0]
 
 
 def build_grpo_datums(

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.concurrency import run_in_threadpool
 
-from groupwise.algo.advantage import DEFAULT_EPS, AdvantageSpec, advantages, gdpo_advantages
+from groupwise.algo.advantage import AdvantageSpec, advantages, gdpo_advantages
+from groupwise.config.job import GrpoJobConfig, parse_job_config
 from groupwise.errors import DamagedPayloadError, JobNotFoundError, RequestError
 from groupwise.model.chat import decode, stop_ids
 from groupwise.server.reply import Detokenizer, plain_text, token_text
@@ -210,15 +211,11 @@ class _Posted:
 @lru_cache(maxsize=1)  # its pages are asked for one after another
 def _posted(ledger: Ledger, job_id: str) -> _Posted:
     job = ledger.job(job_id)
-    payload = parse_payload(job.kind, ledger.payload(job_id))
-    if not isinstance(payload, GrpoPayload):
+    config, payload = parse_job_config(job.kind, job.config), parse_payload(job.kind, ledger.payload(job_id))
+    if not isinstance(config, GrpoJobConfig) or not isinstance(payload, GrpoPayload):
         hint = "only jobs of /v1/train/grpo have groups of completions"
         raise RequestError(f"job {job_id} is of kind {job.kind}, and has no rollouts", hint=hint, field="job")
-    spec = AdvantageSpec(
-        kind=job.config.get("advantage", "group_std"),
-        eps=job.config.get("advantage_eps", DEFAULT_EPS),
-        aggregation=job.config.get("aggregation", "sum_then_normalize"),
-    )
+    spec = AdvantageSpec.of(config)
     rewards = [[each.reward for each in group.completions] for group in payload.groups]
     if spec.aggregation == "normalize_then_sum":
         weighed = gdpo_advantages([[{"reward": reward} for reward in group] for group in rewards], spec)

@@ -303,8 +303,9 @@ def prepare_grpo(
     records = _found(groups, rollouts)
     temperature = _temperature(config, groups, records)
     recorded = any(c.logprobs is not None or c.rollout_id is not None for _, c in _completions(groups))
-    trained = len(groups) if config.trains_flat(recorded=recorded) else len(groups) - len(flat)
-    steps = config.steps(groups=trained)
+    left_out = set() if config.trains_flat(recorded=recorded) else set(flat)
+    trained = sum(len(group.completions) for i, group in enumerate(groups) if i not in left_out)
+    steps = config.steps(completions=trained)
     _check_warmup(config, steps)
     id, name = _named("grpo", config, store)
     rewards = [completion.reward for group in groups for completion in group.completions]
@@ -590,13 +591,13 @@ def _warnings(
 ) -> Iterator[str]:
     if flat:
         shown = ", ".join(f"groups[{i}]" for i in flat[:SHOWN]) + (", ..." if len(flat) > SHOWN else "")
-        kept = trained == len(groups)
+        kept = config.trains_flat(recorded=recorded)
         what = (
             "only terms that read no reward (a KL, say) train them" if kept else "they teach nothing and are left out"
         )
         yield f"{len(flat)} of {len(groups)} groups have equal rewards; {what}: {shown}"
     if config.minibatches > trained:
-        yield f"config.minibatches is {config.minibatches}; steps a pass: {trained}, one per group that is trained"
+        yield f"config.minibatches is {config.minibatches}; steps a pass: {trained}, one per completion that is trained"
     stale = sorted({record.version for record in records.values()} - {str(start)})
     if start is not None and stale:
         count = sum(record.version != str(start) for record in records.values())
@@ -605,4 +606,5 @@ def _warnings(
         meant = f"; config.base_adapter: {versions!r} continues it" if one else ""
         yield f"{count} of {len(records)} rollouts were sampled by {versions}; training starts from {start}{meant}"
     loss = config.loss(recorded=recorded)
-    yield from loss.off_policy_warnings(config.steps(groups=trained), stale=bool(stale), section="config.")
+    steps = config.steps(completions=trained)
+    yield from loss.off_policy_warnings(steps, stale=bool(stale), section="config.")

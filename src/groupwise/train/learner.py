@@ -26,9 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
-from random import Random
 from typing import Literal, TypeVar
 
 import torch
@@ -36,9 +34,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from groupwise.algo.kl import kl_metrics, measured_rows
-from groupwise.algo.loss import LossInputs, averaged, combined, policy_loss, rescaled
+from groupwise.algo.loss import LossInputs, combined, policy_loss, rescaled
 from groupwise.algo.metrics import Metrics
-from groupwise.algo.prefixes import groups_of
 from groupwise.config.loss import LossSpec
 from groupwise.config.run import LoraSpec
 from groupwise.errors import ConfigError, ContextLengthError, ModelError, TrainingError
@@ -58,85 +55,12 @@ from groupwise.model.packing import (
     sequence_lengths,
     side_by_side,
 )
-from groupwise.train.forward import packed_logprobs, plain_logprobs
 from groupwise.train.lora import add_lora, load_lora, save_lora
 from groupwise.train.reference import Reference, ReferenceSpec
+from groupwise.train.rollout_batch import RolloutBatch, train_on_batch
 from groupwise.train.schedule import learning_rate_at
-from groupwise.train.state import load_state, save_state
+from groupwise.train.strategy import Rows, SingleProcess, verb
 from groupwise.types import Sample
-
-# ----------------------------------------------------------------------------------------------------------------------
-# One rollout batch as optimizer steps: `passes` times over it (mu, num_iterations), each in `minibatches`.
-#
-#     for each pass:  for each minibatch:  accumulate its gradient, one optimizer step
-#
-# So `Learner.steps`, which counts optimizer steps, grows by passes x minibatches (less those that are refused), all at
-# one learning rate: schedules count rollout batches. What the policy is compared with stays while it moves: the anchor
-# is
-# the behaviour policy, or a snapshot from before the first of these steps; the reference follows only after the last.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def train_on_batch(
-    learner: Learner,
-    samples: Sequence[Sample],
-    spec: LossSpec,
-    *,
-    learning_rate: float,
-    minibatches: int,
-    passes: int,
-    temperature: float,
-) -> dict[str, float]:
-    """`Learner.step`. Metrics are means over the optimizer steps, extremes of all of them."""
-    every = [list(_minibatches(samples, minibatches, shuffle=learner.shuffle)) for _ in range(passes)]
-    several = passes * minibatches > 1
-    old = snapshot(learner, samples, every[0], temperature=temperature) if several and spec.reads_old else None
-    reused = passes > 1 and spec.reads_reference  # else every sample's is computed once anyway
-    reference = learner.forward(samples, temperature=temperature, reference=True) if reused else None
-    collected: list[dict[str, float]] = []
-    for rows in (part for parts in every for part in parts):
-        metrics = learner.forward_backward(
-            [samples[row] for row in rows],
-            spec,
-            temperature=temperature,
-            old_logprobs=None if old is None else [old[row] for row in rows],
-            reference_logprobs=None if reference is None else [reference[row] for row in rows],
-        )
-        result = learner.optim_step(learning_rate=learning_rate)
-        collected.append({**metrics, **result.metrics()})
-    learner.end_batch()
-    return averaged(collected)
-
-
-def snapshot(
-    learner: Learner, samples: Sequence[Sample], minibatches: Iterable[Sequence[int]], *, temperature: float
-) -> list[tuple[float, ...]]:
-    """Log-probabilities of the samples under the policy as it is, computed in the minibatches (row indices) that are
-    trained: what is packed together decides how 16-bit numbers are rounded, and the same packing gives a ratio of
-    exactly 1 where the policy has not moved."""
-    old: list[tuple[float, ...]] = [()] * len(samples)
-    for rows in minibatches:
-        logprobs = learner.forward([samples[row] for row in rows], temperature=temperature)
-        for row, values in zip(rows, logprobs, strict=True):
-            old[row] = values
-    return old
-
-
-def _minibatches(samples: Sequence[Sample], count: int, *, shuffle: Random) -> Iterator[list[int]]:
-    """The row indices of each minibatch of a pass; of several in a new order, in which groups stay together, so that
-    their prompts are still shared."""
-    order = list(range(len(samples)))
-    if count > 1:
-        rows = iter(order)
-        groups = [[next(rows) for _ in group] for group in groups_of(samples)]
-        shuffle.shuffle(groups)
-        order = [row for group in groups for row in group]
-    starts = [place for place, row in enumerate(order) if place == 0 or not samples[row].continues]  # of episodes
-    parts = min(count, len(starts))
-    cuts = [starts[len(starts) * part // parts] for part in range(parts)]
-    for start, stop in pairwise([*cuts, len(samples)]):
-        yield order[start:stop]
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # One optimizer step on a batch that arrives in parts, while the rest of it is still being sampled or scored.
@@ -265,7 +189,6 @@ __all__ = ["Learner", "Metrics", "OptimizerSpec", "StepResult", "learning_rate_a
 MAX_REFUSED_STEPS = 5  # in a row
 LANE_BYTES = 1 << 28  # of weights, up to which a model is small: `train.lanes`
 
-Rows = Sequence[tuple[float, ...]]  # a log-probability per completion token of each sample
 TokenLoss = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]  # logprobs_N, entropy_N -> loss, metrics
 Gradients = Sequence[Tensor | None]  # of the parameters, in their order; empty where they are added up already
 Listener = Callable[[MicroBatch, Tensor], None]  # logprobs_N, without a graph
@@ -304,6 +227,8 @@ class Learner:
         autocast: run the forward in this type over float32 weights (mixed precision); None: in the weights' own.
         reference: what KLs are measured against.
         seed: of the adapter's random half, of dropout and of the minibatch shuffle.
+        threads: of torch, to train with; None: as many as torch has here.
+        strategy: who computes: this process alone, or several that train together (`distributed.py`).
 
     Raises:
         ConfigError: the adapter does not fit the model, or all parameters are to be trained in 16 bits.
@@ -323,7 +248,9 @@ class Learner:
         reference: ReferenceSpec = ReferenceSpec(),
         seed: int = 0,
         threads: int | None = None,
+        strategy: SingleProcess | None = None,
     ):
+        self.strategy = strategy or SingleProcess()
         self.autocast = autocast
         self.base, self.micro_tokens, self.max_grad_norm = base, micro_tokens, optimizer.max_grad_norm
         self.model: PreTrainedModel = share_weights(base.model)
@@ -343,7 +270,7 @@ class Learner:
             self.model.requires_grad_(True)
         if gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self._shard()
+        self.strategy.shard(self)
         threads = threads or torch.get_num_threads()
         self._lanes = Lanes(threads if self._is_small(dropout=bool(lora and lora.dropout)) else 1)
         self.threads = 1 if self._lanes.most > 1 else threads  # of torch, in the thread that trains
@@ -369,7 +296,7 @@ class Learner:
 
     @property
     def device(self) -> torch.device:
-        return self.base.device
+        return self.strategy.device(self.base)
 
     @property
     def computes_alone(self) -> bool:
@@ -378,6 +305,7 @@ class Learner:
 
     # -- the verbs ----------------------------------------------------------------------------------------------------
 
+    @verb
     def forward(
         self, samples: Sequence[Sample], *, temperature: float = 1.0, reference: bool = False
     ) -> list[tuple[float, ...]]:
@@ -387,8 +315,9 @@ class Learner:
         The first token of a completion without a prompt is predicted by nothing: its entry is NaN. `reference`: under
         the reference, not the policy; at the same temperature the two can be compared.
         """
-        out: list[tuple[float, ...]] = [()] * len(samples)
-        lanes, batches = self._cut(_unmasked(samples))
+        mine = self.strategy.share(samples)
+        out: list[tuple[float, ...]] = [()] * len(mine)
+        lanes, batches = self._cut(_unmasked([samples[row] for row in mine]))
         training = self.model.training
         self.model.eval()  # no dropout
         for batch, logprobs_N in self._frozen(batches, temperature, lanes=lanes, reference=reference):
@@ -396,8 +325,9 @@ class Learner:
             for row, sample in zip(batch.rows, batch.samples, strict=True):
                 out[row] = tuple(next(values) if predicted else math.nan for predicted in sample.mask)
         self.model.train(training)
-        return out
+        return self.strategy.gathered(mine, out, total=len(samples))
 
+    @verb
     def forward_backward(
         self,
         samples: Sequence[Sample],
@@ -439,6 +369,7 @@ class Learner:
         reads = spec.reads_reference and reference_logprobs is None
         return self._accumulate(samples, term, temperature, reads_reference=reads, on_logprobs=on_logprobs)
 
+    @verb
     def forward_backward_supervised(self, samples: Sequence[Sample]) -> Metrics:
         """Accumulate the gradient of the mean cross-entropy (nats per trained token, weighted by `Sample.weights`)."""
         tokens = max(count_loss_tokens(samples), 1)
@@ -458,6 +389,7 @@ class Learner:
 
         return self._accumulate(samples, term, 1.0)
 
+    @verb
     def forward_backward_custom(
         self,
         samples: Sequence[Sample],
@@ -486,13 +418,14 @@ class Learner:
         self._accumulate(_unmasked(samples), term, temperature)
         return {"loss/custom": float(loss.detach()), **metrics}
 
+    @verb
     def optim_step(self, *, learning_rate: float) -> StepResult:
         """Clip to `max_grad_norm`, apply AdamW, zero the gradients. A non-finite gradient changes nothing.
 
         Raises:
             TrainingError: the fifth refused step in a row.
         """
-        norm = self._clip()
+        norm = self.strategy.clip(self.parameters, self.max_grad_norm)
         applied = math.isfinite(norm)
         if applied:
             for group in self.optimizer.param_groups:
@@ -511,30 +444,38 @@ class Learner:
             )
         return StepResult(norm, applied)
 
+    @verb
     def zero_grad(self) -> None:
         """Forget what has been accumulated."""
         self.optimizer.zero_grad(set_to_none=True)
         self._accumulated = 0
 
+    @verb
     def divide_gradients(self, by: float) -> None:
         """Of a sum that was accumulated before its denominator was known."""
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad /= by
 
+    @verb
     def set_micro_tokens(self, micro_tokens: int) -> None:
         """The token budget of micro-batches from now on."""
         self.micro_tokens = micro_tokens
 
+    @verb
     def gather_weights(self) -> None:
-        """Full-parameter training: `base` has the trained weights, after this. Here they are the same tensors."""
+        """Full-parameter training: `base` has the trained weights, after this. In one process they are the same
+        tensors."""
+        self.strategy.gather_weights(self)
 
+    @verb
     def end_batch(self) -> None:
         """After the last optimizer step on a rollout batch: the reference follows."""
         self.reference.after_step()
 
     # -- one rollout batch --------------------------------------------------------------------------------------------
 
+    @verb
     def step(
         self,
         samples: Sequence[Sample],
@@ -545,16 +486,19 @@ class Learner:
         passes: int = 1,
         temperature: float = 1.0,
     ) -> Metrics:
-        """Train on one rollout batch: `passes` times over it, each in `minibatches` optimizer steps (`batch_step`)."""
-        return train_on_batch(
-            self,
+        """Train on one rollout batch: `passes` times over it, each in `minibatches` optimizer steps; the metrics are
+        means over these, and extremes of all of them."""
+        batch = RolloutBatch.cut(
             samples,
             spec,
-            learning_rate=learning_rate,
             minibatches=minibatches,
             passes=passes,
+            shuffle=self.shuffle,
             temperature=temperature,
         )
+        if passes * minibatches > 1 and spec.reads_old:
+            batch = batch.with_old(self)
+        return train_on_batch(self, batch.with_reference(self), learning_rate=learning_rate)
 
     def begin_step(self, spec: LossSpec, *, temperature: float = 1.0) -> StreamedStep:
         """One optimizer step on a batch that arrives in parts; what was accumulated before is forgotten.
@@ -564,11 +508,13 @@ class Learner:
         """
         return StreamedStep(self, spec, temperature=temperature)
 
+    @verb
     def keep_reference(self) -> None:
         """The reference begins with the policy as it is now: after `load_adapter`, before training and before `load`.
 
         Without an adapter this copies the model; with one, and the reference `base`, it does nothing.
         """
+        self.strategy.check_reference()
         self.reference.begin()
 
     def measure_kl(
@@ -587,40 +533,53 @@ class Learner:
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
+    @verb
     def save_adapter(self, directory: Path) -> None:
         """Write the policy into an existing directory: a PEFT adapter, or a whole model when there is no adapter."""
+        self.strategy.save_adapter(self, directory)
+
+    def write_adapter(self, directory: Path, *, model: PreTrainedModel | None = None) -> None:
+        """`save_adapter` of this process; `model` has the weights where the learner's are cut into parts."""
         if self.lora is None:
-            self.model.save_pretrained(directory)
+            (model or self.model).save_pretrained(directory)
             self.base.tokenizer.save_pretrained(directory)
         else:
             save_lora(self.model, self.lora, directory, base_name=self.base.name)
 
     def save(self, directory: Path) -> None:
         """Write what `load` needs to go on exactly: policy, reference, the optimizer's moments, counters."""
-        save_state(self, directory)
+        self.strategy.save(self, directory)
 
     def load(self, directory: Path) -> None:
         """Inverse of `save`, on a learner made with the same arguments (`load_state`)."""
-        load_state(self, directory)
+        self.strategy.load(self, directory)
 
     def load_adapter(self, directory: Path) -> None:
         """Start from a saved adapter instead of a fresh one. Raises AdapterError when it does not fit."""
         assert self.lora is not None, "full-parameter training starts from a model, not from an adapter"
         load_lora(self.model, self.lora, directory)
+        self.strategy.after_load_adapter(self)
+
+    # -- of several processes -----------------------------------------------------------------------------------------
+
+    @verb
+    def check_alike(self) -> None:
+        """Raises ConfigError where processes that train together have other models or versions."""
+        self.strategy.check_alike(self)
+
+    @verb
+    def spread_state(self) -> None:
+        """Every process takes over what rank 0 has: parameters, the optimizer's moments, counters."""
+        self.strategy.spread_state(self)
 
     # -- inside -------------------------------------------------------------------------------------------------------
-
-    def _shard(self) -> None:
-        """Where the model is cut into parts for several processes, before anything holds its parameters (`shards`)."""
-
-    def _clip(self) -> float:
-        """Scale the gradient down to `max_grad_norm`; returns its norm before."""
-        return float(torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm))
 
     def _is_small(self, *, dropout: bool) -> bool:
         """Whether micro-batches are run side by side: only an adapter is trained, without dropout, on a small model."""
         weights = sum(weight.numel() * weight.itemsize for weight in self.base.model.parameters())
         if self.lora is None or dropout or self.device.type != "cpu" or weights > LANE_BYTES:
+            return False
+        if not self.strategy.runs_side_by_side:
             return False
         return self.packed and is_lean(self.model)
 
@@ -656,14 +615,15 @@ class Learner:
 
     def _cut(self, samples: Sequence[Sample]) -> tuple[int, Iterator[MicroBatch]]:
         """How many micro-batches to run at once, and all of them."""
-        budget, device, layouts = self.micro_tokens, self.device, self.layouts
+        budget, device, layouts, lanes = self.micro_tokens, self.device, self.layouts, self._lanes.most
         self._check_lengths(samples)
         if not self.packed:
-            return 1, padded_batches(samples, token_budget=budget, device=device)
-        if self._lanes.most == 1:
-            return 1, micro_batches(samples, token_budget=budget, device=device, layouts=layouts)
-        lanes = self._lanes.most
-        return side_by_side(samples, token_budget=budget, lanes=lanes, device=device, layouts=layouts)
+            lanes, batches = 1, padded_batches(samples, token_budget=budget, device=device)
+        elif lanes == 1:
+            batches = micro_batches(samples, token_budget=budget, device=device, layouts=layouts)
+        else:
+            lanes, batches = side_by_side(samples, token_budget=budget, lanes=lanes, device=device, layouts=layouts)
+        return lanes, self.strategy.evened(batches, packed=self.packed)
 
     def _check_lengths(self, samples: Sequence[Sample]) -> None:
         longest = longest_row(self.model.config.get_text_config()) or sys.maxsize
@@ -680,15 +640,14 @@ class Learner:
     def _logprobs(
         self, batch: MicroBatch, temperature: float, *, model: PreTrainedModel | None = None
     ) -> tuple[Tensor, Tensor]:
-        run = packed_logprobs if self.packed else plain_logprobs
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            return run(model or self.model, batch, temperature=temperature)
+            return self.strategy.logprobs(model or self.model, batch, temperature=temperature, packed=self.packed)
 
     def _frozen(
         self, batches: Iterable[MicroBatch], temperature: float, *, lanes: int, reference: bool
     ) -> list[tuple[MicroBatch, Tensor]]:
         """Each with the log-probabilities of its loss tokens [N] under the policy or the reference, without a graph."""
-        with self.reference.active() if reference else nullcontext(self.model) as model:
+        with self.strategy.forward_only(), self.reference.active() if reference else nullcontext(self.model) as model:
 
             @torch.no_grad()  # which is of a thread
             def logprobs_of(batch: MicroBatch) -> tuple[MicroBatch, Tensor]:
@@ -707,16 +666,15 @@ class Learner:
         reads_reference: bool = False,
         on_logprobs: Listener | None = None,
     ) -> Metrics:
-        """Forward and backward of every micro-batch; `term` makes its loss, given the reference's logprobs if read."""
-        lanes, cut = self._cut(samples)
-        work: list[tuple[MicroBatch, Tensor | None]] = [(batch, None) for batch in cut if len(batch.target_N)]
-        if reads_reference:
-            batches = [batch for batch, _ in work]
-            work = [*self._frozen(batches, temperature, lanes=lanes, reference=True)]
+        """Forward and backward of this process's share of the samples; the metrics are those of all. `term` makes the
+        loss of a micro-batch, whose rows are those of `samples`, given the reference's logprobs if they are read."""
+        mine = self.strategy.share(samples)
+        lanes, cut = self._cut([samples[row] for row in mine])
+        cut = (replace(batch, rows=tuple(mine[row] for row in batch.rows)) for batch in cut)
 
         def run(item: tuple[int, tuple[MicroBatch, Tensor | None]]) -> tuple[MicroBatch, Tensor, Metrics, Gradients]:
             number, (batch, reference_N) = item
-            token_loss = term(batch, reference_N)
+            token_loss = term(batch, reference_N) if batch.rows else _no_loss
             with self._seeded_dropout(number):
                 logprobs_N, entropy_N = self._logprobs(batch, temperature)
             loss, metrics = token_loss(logprobs_N, entropy_N)
@@ -729,15 +687,20 @@ class Learner:
             return batch, logprobs_N.detach(), dict(zip(metrics, values, strict=True)), gradients
 
         parts: list[Metrics] = []
-        for batch, logprobs_N, metrics, gradients in self._lanes.map(
-            run, enumerate(work, self._accumulated), lanes=lanes
-        ):
-            self._add(gradients)
-            self._accumulated += 1
-            parts.append(metrics)
-            if on_logprobs is not None:
-                on_logprobs(batch, logprobs_N)
-        return combined(parts)
+        with self.strategy.forward_and_backward():
+            work: list[tuple[MicroBatch, Tensor | None]] = [(batch, None) for batch in cut if len(batch.target_N)]
+            if reads_reference:
+                batches = [batch for batch, _ in work]
+                work = [*self._frozen(batches, temperature, lanes=lanes, reference=True)]
+            for batch, logprobs_N, metrics, gradients in self._lanes.map(
+                run, enumerate(work, self._accumulated), lanes=lanes
+            ):
+                self._add(gradients)
+                self._accumulated += 1
+                parts.append(metrics)
+                if on_logprobs is not None:
+                    on_logprobs(batch, logprobs_N)
+        return self.strategy.combined(combined(parts))
 
     def _add(self, gradients: Gradients) -> None:
         """In the order of micro-batches, whichever ended first."""
@@ -752,9 +715,15 @@ class Learner:
             yield
             return
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            state = f"{self._seed}/{self.steps}/{self.refused_steps}/{micro_batch}"
+            number = self.strategy.dropout_number(micro_batch)
+            state = f"{self._seed}/{self.steps}/{self.refused_steps}/{number}"
             torch.manual_seed(random.Random(state).getrandbits(63))
             yield
+
+
+def _no_loss(logprobs_N: Tensor, entropy_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Of a micro-batch that stands for no sample, and is run because other processes run one."""
+    return 0 * (logprobs_N.sum() + entropy_N.sum()), {}
 
 
 def _unmasked(samples: Sequence[Sample]) -> list[Sample]:

@@ -2282,6 +2282,12 @@ export interface components {
              */
             advantage_eps: number | null;
             /**
+             * Advantage Ddof
+             * @description What is taken off n in that deviation's denominator: 1, the sample's deviation; 0, the population's.
+             * @default 1
+             */
+            advantage_ddof: number | null;
+            /**
              * Clip Epsilon
              * @description How far the ratio may go from 1: `clip_low` and `clip_high`, where these are not given. The default is 0.2, and
              *     null (the preset's own) with another `policy_loss` than grpo.
@@ -2295,7 +2301,8 @@ export interface components {
             iterations: number | null;
             /**
              * Minibatches
-             * @description Optimizer steps in one pass; at most one per group.
+             * @description Optimizer steps in one pass, of about as many completions each, groups whole where that is possible; at most one
+             *     per completion.
              * @default 1
              */
             minibatches: number | null;
@@ -2333,6 +2340,7 @@ export interface components {
              *       "aggregation": "sum_then_normalize",
              *       "advantage": "group_std",
              *       "advantage_eps": 0.0001,
+             *       "advantage_ddof": 1,
              *       "clip_epsilon": 0.2,
              *       "iterations": 1,
              *       "minibatches": 1

@@ -1,0 +1,123 @@
+"""One rollout batch as optimizer steps: `passes` times over it (mu, num_iterations), each in `minibatches`.
+
+    for each pass:  for each minibatch:  accumulate its gradient, one optimizer step
+
+So `Learner.steps`, which counts optimizer steps, grows by passes x minibatches (less those that are refused). In a
+run they all have one learning rate: there schedules count rollout batches. What the policy is compared with stays
+while it moves: the anchor is the behaviour policy, or a snapshot from before the first of these steps; the reference
+follows only after the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from random import Random
+from typing import TYPE_CHECKING
+
+from groupwise.algo.loss import averaged
+from groupwise.algo.metrics import Metrics
+from groupwise.algo.prefixes import groups_of
+from groupwise.config.loss import LossSpec
+from groupwise.train.strategy import Rows
+from groupwise.types import Sample
+
+if TYPE_CHECKING:
+    from groupwise.train.learner import Learner
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutBatch:
+    """A rollout batch, cut into optimizer steps: what `Learner.step` takes one after another, and a posted job one
+    between two checkpoints.
+
+    Attributes:
+        passes: of each pass over the samples, of each minibatch, the rows (indices of `samples`).
+        old: log-probabilities of the samples under the policy before the first step (`with_old`), if they are known.
+        reference: log-probabilities of the samples under the reference (`with_reference`), if they are known.
+    """
+
+    samples: Sequence[Sample]
+    spec: LossSpec
+    passes: Sequence[Sequence[Sequence[int]]]
+    temperature: float = 1.0
+    old: Rows | None = None
+    reference: Rows | None = None
+
+    @classmethod
+    def cut(
+        cls,
+        samples: Sequence[Sample],
+        spec: LossSpec,
+        *,
+        minibatches: int,
+        passes: int,
+        shuffle: Random,
+        temperature: float = 1.0,
+    ) -> RolloutBatch:
+        """The samples in `passes` times `minibatches` steps; of each pass in an order of its own, drawn here."""
+        rows = [list(_minibatches(samples, minibatches, shuffle=shuffle)) for _ in range(passes)]
+        return cls(samples=samples, spec=spec, passes=rows, temperature=temperature)
+
+    @property
+    def steps(self) -> list[Sequence[int]]:
+        """The rows of each optimizer step."""
+        return [rows for minibatches in self.passes for rows in minibatches]
+
+    def with_old(self, learner: Learner) -> RolloutBatch:
+        """With the learner's policy as it is as the one before the first step.
+
+        It is computed in the minibatches that are trained: what is packed together decides how 16-bit numbers are
+        rounded, and the same packing gives a ratio of exactly 1 where the policy has not moved.
+        """
+        old: list[tuple[float, ...]] = [()] * len(self.samples)
+        for rows in self.passes[0]:
+            logprobs = learner.forward([self.samples[row] for row in rows], temperature=self.temperature)
+            for row, values in zip(rows, logprobs, strict=True):
+                old[row] = values
+        return replace(self, old=old)
+
+    def with_reference(self, learner: Learner) -> RolloutBatch:
+        """With the reference, where more than one pass reads it; else each step computes that of its samples."""
+        if len(self.passes) < 2 or not self.spec.reads_reference:
+            return self
+        reference = learner.forward(self.samples, temperature=self.temperature, reference=True)
+        return replace(self, reference=reference)
+
+    def accumulate(self, learner: Learner, step: int) -> Metrics:
+        """Forward and backward of optimizer step `step`, from 0."""
+        rows = self.steps[step]
+        return learner.forward_backward(
+            [self.samples[row] for row in rows],
+            self.spec,
+            temperature=self.temperature,
+            old_logprobs=None if self.old is None else [self.old[row] for row in rows],
+            reference_logprobs=None if self.reference is None else [self.reference[row] for row in rows],
+        )
+
+
+def train_on_batch(learner: Learner, batch: RolloutBatch, *, learning_rate: float) -> dict[str, float]:
+    """All optimizer steps of the batch. Metrics are means over them, extremes of all of them."""
+    collected: list[dict[str, float]] = []
+    for step in range(len(batch.steps)):
+        metrics = batch.accumulate(learner, step)
+        collected.append({**metrics, **learner.optim_step(learning_rate=learning_rate).metrics()})
+    learner.end_batch()
+    return averaged(collected)
+
+
+def _minibatches(samples: Sequence[Sample], count: int, *, shuffle: Random) -> Iterator[list[int]]:
+    """The row indices of each minibatch of a pass; of several in a new order, in which groups stay together, so that
+    their prompts are still shared."""
+    order = list(range(len(samples)))
+    if count > 1:
+        rows = iter(order)
+        groups = [[next(rows) for _ in group] for group in groups_of(samples)]
+        shuffle.shuffle(groups)
+        order = [row for group in groups for row in group]
+    starts = [place for place, row in enumerate(order) if place == 0 or not samples[row].continues]  # of episodes
+    parts = min(count, len(starts))
+    cuts = [starts[len(starts) * part // parts] for part in range(parts)]
+    for start, stop in pairwise([*cuts, len(samples)]):
+        yield order[start:stop]

@@ -1,0 +1,132 @@
+"""Who computes a learner's verbs: this process alone (`SingleProcess`), or several (`distributed.py`: DDP, FSDP2).
+
+`Learner` says what the verbs do and is the same in all cases. Where processes must agree it asks its strategy: which
+samples of a batch are this process's, how gradients and metrics are added up, how the norm of a gradient is taken, how
+weights are cut and gathered, who writes files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from groupwise.algo.metrics import Metrics
+from groupwise.model.load import LoadedModel
+from groupwise.model.packing import MicroBatch
+from groupwise.train.forward import packed_logprobs, plain_logprobs
+from groupwise.train.state import load_state, save_state
+
+if TYPE_CHECKING:
+    from groupwise.train.learner import Learner
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Rows = Sequence[tuple[float, ...]]  # a log-probability per completion token of each sample
+
+
+def verb(method: Callable[P, R]) -> Callable[P, R]:
+    """Of a method of `Learner` that all processes must call: the strategy hears of it before it is done."""
+
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        learner: Any = args[0]
+        with learner.strategy.announced(method.__name__, args[1:], kwargs):
+            return method(*args, **kwargs)
+
+    return call
+
+
+class SingleProcess:
+    """One process has all weights and computes everything. Also what other strategies do unless they say otherwise."""
+
+    sharded = False  # whether what is trained is cut into parts
+    runs_side_by_side = True  # whether micro-batches of a small model may run in several threads
+
+    def device(self, base: LoadedModel) -> torch.device:
+        """Where the learner computes."""
+        return base.device
+
+    def shard(self, learner: Learner) -> None:
+        """Cut the model into parts, before anything holds its parameters."""
+
+    def announced(self, verb: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Within: a verb is being done; the other processes have been told to do it, too."""
+        return nullcontext()
+
+    # -- a batch -------------------------------------------------------------------------------------------------------
+
+    def share(self, samples: Sequence[Any]) -> Sequence[int]:
+        """The rows of a batch that this process computes, ascending."""
+        return range(len(samples))
+
+    def gathered(self, mine: Sequence[int], rows: Rows, *, total: int) -> list[tuple[float, ...]]:
+        """What every process computed of its share `mine`, as that of all `total` samples."""
+        return list(rows)
+
+    def combined(self, metrics: Metrics) -> Metrics:
+        """The sums and extremes of this process's share -> those of the batch."""
+        return metrics
+
+    def evened(self, batches: Iterator[MicroBatch], *, packed: bool) -> Iterator[MicroBatch]:
+        """The micro-batches, and where all processes must run as many passes, empty ones besides (without rows)."""
+        return batches
+
+    def dropout_number(self, micro_batch: int) -> int:
+        """What dropout of this process's micro-batch depends on, another for each process."""
+        return micro_batch
+
+    # -- forward, backward, step ---------------------------------------------------------------------------------------
+
+    def forward_only(self) -> AbstractContextManager[None]:
+        """Around forward passes without a graph."""
+        return nullcontext()
+
+    def forward_and_backward(self) -> AbstractContextManager[None]:
+        """Around forward passes with a graph, and their backward passes."""
+        return nullcontext()
+
+    def logprobs(
+        self, model: PreTrainedModel, batch: MicroBatch, *, temperature: float, packed: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy of the loss tokens [N]."""
+        return (packed_logprobs if packed else plain_logprobs)(model, batch, temperature=temperature)
+
+    def clip(self, parameters: Sequence[torch.nn.Parameter], max_norm: float) -> float:
+        """Scale the gradient of the whole batch down to `max_norm`; returns its norm before."""
+        return float(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
+
+    # -- weights and files ---------------------------------------------------------------------------------------------
+
+    def check_reference(self) -> None:
+        """Raise ConfigError where no copy of the model can be kept."""
+
+    def gather_weights(self, learner: Learner) -> None:
+        """Full-parameter training: `learner.base` has the trained weights, after this."""
+
+    def save_adapter(self, learner: Learner, directory: Path) -> None:
+        """`Learner.save_adapter`."""
+        learner.write_adapter(directory)
+
+    def save(self, learner: Learner, directory: Path) -> None:
+        """`Learner.save`."""
+        save_state(learner, directory)
+
+    def load(self, learner: Learner, directory: Path) -> None:
+        """`Learner.load`."""
+        load_state(learner, directory)
+
+    def after_load_adapter(self, learner: Learner) -> None:
+        """This process has read an adapter: the others get it, where only this one did."""
+
+    def check_alike(self, learner: Learner) -> None:
+        """Raise ConfigError where processes have different models or versions."""
+
+    def spread_state(self, learner: Learner) -> None:
+        """Every process takes over what rank 0 has: parameters, the optimizer's moments, counters."""
