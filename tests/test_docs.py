@@ -1,4 +1,4 @@
-"""docs/server.md, docs/api.md and docs/troubleshooting.md are true of the code: fields, defaults, error codes, files."""
+"""docs/server.md, api.md and troubleshooting.md are true of the code: fields, defaults, error codes, the webhook."""
 
 from __future__ import annotations
 
