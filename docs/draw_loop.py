@@ -1,6 +1,6 @@
 """docs/loop.png: the training loop beside the learning curves of the demo.
 
-    python docs/draw_loop.py        needs matplotlib; the curves are those of docs/learning.json (benchmarks/learning.py)
+python docs/draw_loop.py        needs matplotlib; the curves are those of docs/learning.json (benchmarks/learning.py)
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def draw_loop(axes: Axes) -> None:
     ends = [((0.69, 0.90), (0.80, 0.73)), ((0.80, 0.55), (0.80, 0.37)), ((0.80, 0.19), (0.69, 0.08))]
     ends += [((0.31, 0.08), (0.20, 0.19)), ((0.20, 0.37), (0.20, 0.55)), ((0.39, 0.64), (0.61, 0.64))]
     for start, end in ends:
-        axes.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=14, color=INK, shrinkA=0, shrinkB=0))
+        axes.add_patch(
+            FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=14, color=INK, shrinkA=0, shrinkB=0)
+        )
     axes.text(0.5, 0.66, "the next step\nsamples from it", ha="center", va="bottom", fontsize=7.5, color=INK)
 
 

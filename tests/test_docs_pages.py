@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import doctest
+import importlib
 import re
 import shlex
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -95,8 +97,33 @@ def is_file(name: str, page: Path) -> bool:
 def test_every_python_file_that_is_named_exists(page: Path) -> None:
     """Those of a reader's own (`my_...`), and those that a block of the same page writes, are not ours."""
     named = {code.split()[-1] for code in inline_code(page) if re.fullmatch(r"(python )?[\w/]+\.py", code)}
+    named |= {name for block in blocks(page, "mermaid") for name in re.findall(r"\w+(?:/\w+)*\.py", block)}
     theirs = {name for name in named if Path(name).name.startswith("my_") or f"# {name}" in text(page)}
     assert {name for name in named - theirs if not is_file(name, page)} == set()
+
+
+def test_the_site_has_every_page_and_nothing_else() -> None:
+    """`make docs` follows the links inside docs/, headings included; here: what it leaves out, and what leaves it."""
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = re.findall(r"^ +- .*: ([\w/]+\.md)$", config, re.MULTILINE)
+    pages = (ROOT / "docs").rglob("*.md")
+    assert sorted(listed) == sorted(page.relative_to(ROOT / "docs").as_posix() for page in pages)
+
+
+def test_links_that_leave_docs_lead_to_the_repository_on_the_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    from site_hooks import on_page_markdown  # pyright: ignore[reportMissingImports]
+
+    config, page = (
+        SimpleNamespace(repo_url="https://repo"),
+        SimpleNamespace(file=SimpleNamespace(src_uri="tutorials/a.md")),
+    )
+    text = "[a](../b.md#c) [d](#e) [f](../../src/g.py) [h](https://i/j.py) [k](../../README.md#l) ![m](../n.png)"
+    there = "https://repo/blob/main"
+    expected = (
+        f"[a](../b.md#c) [d](#e) [f]({there}/src/g.py) [h](https://i/j.py) [k]({there}/README.md#l) ![m](../n.png)"
+    )
+    assert on_page_markdown(text, page=page, config=config) == expected
 
 
 # ---- commands ----
@@ -192,6 +219,18 @@ def test_every_address_that_is_fetched_is_a_route() -> None:
 @pytest.mark.parametrize(("page", "block"), of_pages("python"))
 def test_the_code_is_python(page: Path, block: str) -> None:
     compile(block, name_of(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+def test_what_the_code_imports_of_ours_is_there() -> None:
+    imported = set()
+    for page in PAGES:
+        for block in blocks(page, "python", "pycon"):
+            imported |= set(
+                re.findall(r"^(?:>>> )?\s*from (groupwise[\w.]*) import (?!\()([\w, ]+)", block, re.MULTILINE)
+            )
+    names = {(module, name.split(" as ")[0].strip()) for module, listed in imported for name in listed.split(",")}
+    assert len(names) > 30
+    assert {name for name in names if not hasattr(importlib.import_module(name[0]), name[1])} == set()
 
 
 @pytest.mark.parametrize(("page", "block"), of_pages("pycon"))
