@@ -1,4 +1,4 @@
-"""What an agent is, and how it is loaded: a program that plays one episode with nothing but an OpenAI client.
+"""Agents: programs that play one episode and know nothing but an OpenAI client; loading, recording and training them.
 
     async def agent(case, *, client, model):
         answer = await client.chat.completions.create(model=model, messages=[...], tools=[...])
@@ -76,7 +76,7 @@ NEEDED = ("base_url", "api_key")  # or the client
 
 @dataclass(frozen=True, kw_only=True)
 class Agent:
-    """What plays an episode; `takes` are those of `OFFERED` that it is called with."""
+    """A loaded agent; `takes` are the keyword arguments, of those in `OFFERED`, that it is called with."""
 
     name: str
     function: Callable[..., Any]
@@ -217,7 +217,7 @@ Opening = tuple[tuple[Message, ...], tuple[dict[str, Any], ...], tuple[int, ...]
 
 @dataclass(kw_only=True, eq=False)
 class Answered:
-    """A turn, what the conversation was after it, and what went on from it."""
+    """A recorded turn: the conversation after it, and the turns that continued from it."""
 
     transcript: Transcript
     key: Key
@@ -230,7 +230,7 @@ class Answered:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """A request that is to be answered: the policy sees `transcript.prompt_ids`."""
+    """A chat request of the agent, rendered: the policy sees the token ids `prompt_ids` of its transcript."""
 
     transcript: Transcript
     key: Key
@@ -238,7 +238,7 @@ class Asked:
 
 
 class Conversations:
-    """All that was asked and answered in an episode. Requests may be under way together."""
+    """The requests and answers of one episode, as a tree of conversations; requests may be concurrent."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer, self._format = tokenizer, format_of(tokenizer)
@@ -432,7 +432,7 @@ class Session:
         )
 
     async def end(self) -> Conversations:
-        """The agent is done: what is still being sampled is given up, and nothing more is answered."""
+        """End the session once the agent has returned: pending sampling is cancelled, later requests are refused."""
         self.over = True
         for task in self._tasks:
             task.cancel()

@@ -1,4 +1,4 @@
-"""What an environment is: a class whose instances play one episode each.
+"""Environments: what a user's class must offer (`reset`, `step`, ...), the checks of what it returns, and `ToolEnv`.
 
     class Guess:
         def __init__(self, highest=10): ...                         the arguments come from the configuration (env.args)
@@ -182,7 +182,7 @@ def _short(value: Any) -> str:
 
 
 def priced(played: Rollout, config: EnvConfig) -> Rollout:
-    """A played episode with what it is worth: `reward`, or of one that has an `error` what `env.on_error` says.
+    """The episode with its `reward` set; for one with an `error`, what `env.on_error` prescribes.
 
     Raises EnvError where an error is to end the run.
     """
@@ -208,7 +208,7 @@ MODERN, THREE_METHODS = ("reset", "step"), ("build_dataset", "score_episode")
 
 @dataclass(frozen=True, kw_only=True)
 class EnvFactory:
-    """A class of environments and the arguments of its instances; `play.Environments`."""
+    """Makes instances of a user's environment class with `env.args`; implements `tasks.episode.Environments`."""
 
     name: str
     make_one: Callable[..., Any]
@@ -217,7 +217,7 @@ class EnvFactory:
     patience_s: float = 0.0
 
     def close(self) -> None:
-        """Nothing: its instances have nothing in common."""
+        """Does nothing: instances share no state."""
 
     def make(self) -> Any:
         """An instance, for one episode. Raises EnvError."""

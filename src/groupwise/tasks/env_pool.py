@@ -1,6 +1,6 @@
-"""Environments in processes, which can be killed: one that loops or ends its process costs its own episode, no more.
+"""Environments in worker processes that can be killed: one that hangs or crashes costs only its own episode.
 
-    pool = EnvPool(config.env, name="Shop", folder=config.folder)           `play.Environments`
+    pool = EnvPool(config.env, name="Shop", folder=config.folder)           `tasks.episode.Environments`
     env = await pool.make();  await env.reset(case, seed);  await env.step(message);  ...  await env.close()
 
 Each of `env.workers` processes has many episodes, which stay where they began. Of the ways to go wrong
@@ -55,7 +55,7 @@ class _Gone(Exception):
 
 
 class EnvPool:
-    """`play.Environments` in `config.workers` processes, which are started at once. Close it."""
+    """`tasks.episode.Environments` over `config.workers` processes, started when it is made. Call `close` when done."""
 
     patience_s = PATIENCE_S
 
@@ -71,7 +71,7 @@ class EnvPool:
         self._processes = [self._process() for _ in range(config.workers)]
 
     async def make(self) -> PooledEnv:
-        """An environment, which is made where its episode begins. Async: nothing is waited for."""
+        """An environment for one episode; the user's instance is made in a worker process at `reset`."""
         return PooledEnv(self)
 
     def close(self) -> None:

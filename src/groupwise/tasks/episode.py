@@ -1,4 +1,4 @@
-"""How a prompt becomes a group: one completion each (`SingleTurn`), or an episode each in an environment (`Episodes`).
+"""From a prompt to a group of rollouts: single completions (`SingleTurn`) or episodes in an environment (`Episodes`).
 
 The loop, evaluation and everything after them know only that a group comes back. Prompts that are begun together have
 their first turns admitted together; the episodes of a group that see the same first prompt share it.
@@ -79,7 +79,7 @@ Speak = Callable[[tuple[int, ...], int, int], Awaitable[Completion]]
 
 
 class PolicyError(Exception):
-    """The policy could not be asked; that is no fault of the environment's."""
+    """Sampling from the policy failed, which is not the environment's fault."""
 
     def __init__(self, cause: Exception):
         super().__init__(str(cause))
@@ -295,7 +295,7 @@ T = TypeVar("T")
 
 
 class Play(Protocol):
-    """Plays prompts with a policy."""
+    """How groups of rollouts are made for prompts; one implementation for each kind of task."""
 
     def prepare(self, prompt: Prompt) -> Prompt:
         """The prompt as `begin` takes it. Raises ChatError."""
@@ -313,7 +313,7 @@ class Play(Protocol):
 
 
 class SingleTurn:
-    """The prompt is asked, the completion is the rollout."""
+    """Single-turn tasks: the completion of the prompt is the whole rollout."""
 
     def __init__(self, sampler: Sampler, tokenizer: PreTrainedTokenizerBase):
         self._sampler, self._tokenizer = sampler, tokenizer
@@ -356,7 +356,7 @@ class Environments(Protocol):
 
 
 class Episodes:
-    """Each prompt is a case of an environment, which plays `n` episodes of it."""
+    """Multi-turn tasks: each prompt is a case of an environment, in which `n` episodes are played."""
 
     def __init__(
         self,
