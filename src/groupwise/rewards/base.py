@@ -1,4 +1,4 @@
-"""The reward contract, and scoring groups with it. The contract is the one that TRL and Axolotl users know:
+"""What a reward function is (TRL's and Axolotl's signature), and scoring groups of rollouts with several of them.
 
     def exact(completions, answer, **columns) -> list[float | None]:
         return [float(completion[0]["content"] == gold) for completion, gold in zip(completions, answer)]
@@ -115,7 +115,7 @@ class RewardFunction:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """Where the run is, for a function that asks for `trainer_state`; the names are TRL's."""
+    """How far the run is, for a reward function with a parameter `trainer_state`; attributes are named as in TRL."""
 
     global_step: int = 0
     max_steps: int = 0
@@ -566,7 +566,7 @@ LogMetric = Callable[[str, float], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Values:
-    """What a member gave: one value a completion, nan where it failed, and the first cause of that."""
+    """The values of a reward that is part of another: one a completion, nan where it failed, and the first cause."""
 
     weight: float
     values: tuple[float | None, ...]

@@ -1,4 +1,4 @@
-"""Is a reward fit to train on? Judges what `rewards.trial` found out, as a policy would.
+"""`groupwise rewards lint`: calls a reward function with probes and reports what makes it unfit to train on.
 
 error     it breaks the contract of `rewards.base` or has nothing to teach: it fails, takes for ever, gives everything
           the same value, mixes up the order, changes what it is given, gives another value the second time
@@ -146,7 +146,7 @@ def _candidates(row: Row) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A reward is called with the probes of `rewards.probes`: what it gave, and how it behaved. `lint` judges.
+# A reward is called with the probes above: what it gave, and how it behaved. `lint` judges.
 #
 # Every probe is scored alone. Then come groups: new completions twice in a row, a group and the same group turned
 # round,
@@ -165,7 +165,7 @@ NOTHING = ("empty", "10 words", "<think> and nothing inside")  # junk
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """A completion and its value for a row: a number, None where the function does not apply, or a Failure."""
+    """One probe: a completion and what the function gave it (a number, None if it does not apply, or a Failure)."""
 
     row: int
     kind: Kind
@@ -181,7 +181,7 @@ class Tried:
 
 @dataclass(kw_only=True)
 class Trial:
-    """What came of it. Groups that were not tried, because too many calls were lost, are empty."""
+    """The results of all probes of one function. Groups that were skipped, as too many calls were lost, are empty."""
 
     rows: Sequence[Row]
     needs_gold: bool  # a column with the expected answer, by its signature

@@ -1,4 +1,4 @@
-"""Reward functions in processes of their own, which can be killed: one that hangs or crashes costs its group, no more.
+"""Reward functions in worker processes that can be killed: one that hangs or crashes costs only its group.
 
     with RewardPool(config.rewards, folder=config.folder, workers=4, timeout_s=60) as pool:
         scored = await score(groups, functions, pool=pool)

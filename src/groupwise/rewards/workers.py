@@ -1,4 +1,4 @@
-"""A worker process that runs somebody's code, and the thread that speaks with it: calls, deadlines, replacement.
+"""Worker processes that run user code, and the thread that talks to each: calls, deadlines, replacement.
 
     process = WorkerProcess("groupwise.rewards.pool_worker", setup, memory_mb=None, decode=decode_answer)
     lane = Lane(process, waiting, capacity=1)          begins what is put into the deque `waiting`
@@ -8,7 +8,7 @@ The worker is a fresh interpreter (never a fork of one with threads). It gets `s
 or {"failed": why}, and from then on one message for each call, by the call's number. Pickle goes one way only, from the
 parent. A worker that ends, or does not answer a call by its deadline, is killed with all its descendants and replaced;
 the calls that were in flight with it are told. What it prints is read and dropped, but for the end of it, which is in
-the causes. It ends with this process, also when that is killed with SIGKILL (sandbox_keeper.py).
+the causes. It ends with this process, also when that is killed with SIGKILL (`rewards.sandbox_child`).
 """
 
 from __future__ import annotations
