@@ -1,4 +1,4 @@
-"""The directory of a run: made, found again, and wound back to its last checkpoint.
+"""The run directory: created, locked, found again, and rolled back to its last checkpoint.
 
 runs/<name>-<time>/
     config.yaml                    every effective value
