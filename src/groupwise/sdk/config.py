@@ -1,4 +1,4 @@
-"""What one's own loop runs on: the model, the adapter, the hardware, the engine, when weights are synced and saved.
+"""`LoopConfig`, the configuration of a loop of your own: model, adapter, hardware, engine, weight sync and saving.
 
     LoopConfig(log_path="runs/mine", base_model="starter", lora_rank=16,
                infra=InfraConfig(training_shape_id="cpu-small"),

@@ -1,4 +1,4 @@
-"""What the trainer gets: one sequence of N tokens as N - 1 inputs, N - 1 targets and N - 1 values of everything else.
+"""Datums, the SDK's training data: a sequence of N tokens as N - 1 inputs, N - 1 targets and N - 1 values of all else.
 
     tokens (5, 6, 7, 2), the first two the prompt
 

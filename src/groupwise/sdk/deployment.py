@@ -1,4 +1,4 @@
-"""A deployment: an engine, the adapters that were pushed into it, and the version that it serves.
+"""A deployment: an engine with its adapter store and the version that new requests sample from.
 
 It belongs to a run, or lives on: `WeightSyncScope`. One that lives on has a name and is found again by it; its adapters
 are in a store of its own, so that the versions of successive trainers never share a number.

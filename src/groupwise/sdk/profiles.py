@@ -1,4 +1,4 @@
-"""Hardware profiles: what a machine can hold, by name, so that a loop need not say it number by number.
+"""Hardware profiles: named sets of limits (sequence length, rows, dtype) that fit a kind of machine.
 
     cpu-small        the starter and models of up to a few hundred million parameters
     gpu-24g-lora     an adapter over a 16-bit base on a GPU of 24 GB; likewise 48g, 80g, 141g

@@ -312,7 +312,7 @@ class TrainingClient:
     ) -> Pending[ForwardBackwardOutput]:
         """Accumulate the gradient of a loss: a built-in one by name (`losses`) or any `LossSpec`.
 
-        Metrics are `algo.loss_metrics`' of this call; the loss is reduced as the spec says, over this call.
+        Metrics are those of `algo.loss` for this call; the loss is reduced as the spec says, over this call.
 
         Raises:
             DataError, ContextLengthError: a datum lacks what the loss reads, or the model cannot read it.

@@ -1,4 +1,4 @@
-"""From the trainer to the engine, and to the disk: when weights are synced, when a state is saved, how to go on.
+"""Weight sync from the trainer to the engine, saving of states, and resuming from them.
 
     weight_sync_interval   1   sample, train, sync, repeat: on-policy (the default)
                            N   N steps are sampled by one version, sync at the end of the window
