@@ -2,7 +2,7 @@
 
     opening               embeddings and rotary angles
     before[0]             -> q, k, v
-    attend(q, k, v)       eager (`cache.Extend`): its sizes change at every step
+    attend(q, k, v)       eager (`kv_cache.Extend`): its sizes change at every step
     after[0], before[1]   -> h, q, k, v; one piece, in which only the number of rows varies
     attend(q, k, v)
     ...
@@ -10,7 +10,7 @@
 
 Three functions of tensors are compiled, not a model: weights are arguments, so all layers and all versions of an
 adapter use the same code, and rows that finish compile nothing anew. They are the functions that `Backbone` runs, over
-what one policy's modules multiply with (`lora.Products`). All else runs as without: several policies in a batch,
+what one policy's modules multiply with (`multi_lora.Products`). All else runs as without: several policies in a batch,
 prefills, drafts, models that are not of the Llama family.
 
 The first step with weights of new shapes (on a GPU also: of a new number of rows) is computed both ways and compared.
@@ -257,7 +257,7 @@ class Functions:
 
 
 class Pieces:
-    """A `graphs.Step` of compiled functions over the weights of one policy."""
+    """A `Step` of compiled functions over the weights of one policy."""
 
     def __init__(self, functions: Functions, opening: Callable[[Tensor, Tensor], Carry], weights: Weights):
         self._call, self._opening, self._weights = functions, opening, weights

@@ -1,4 +1,4 @@
-"""Keys and values: every prompt's once, what a row goes on with in the row; and the two ways a forward meets them.
+"""The KV cache: each prompt's keys and values once for its group, each row's own besides; prefill and decode layouts.
 
     prompts   per layer [slots, K, L, D]    a prompt's keys and values, shared by all completions of it (its *group*)
     rows      per layer [rows,  K, M, D]    a row's own: its completion so far; in a conversation, all since the opening

@@ -1,4 +1,4 @@
-"""Prompt-lookup speculative decoding: several tokens of a row from one forward, and the very tokens of plain decoding.
+"""Prompt-lookup speculative decoding: several tokens a forward, the same tokens as plain decoding.
 
 Much of what is written was read before: a document that is edited, JSON keys, a table, a loop. Where the last tokens of
 a row have occurred before, what followed them then is its *draft* (Saxena 2023, "Prompt lookup decoding"; `ngrams`).

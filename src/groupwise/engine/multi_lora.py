@@ -1,4 +1,4 @@
-"""Several adapters in one batch: every row of a forward may belong to another policy version.
+"""Several LoRA adapters in one batch: each row of a forward may use another policy version.
 
     y = x W^T;   y[rows] += (x[rows] A^T) B^T * scale      for each adapter present in the batch
 

@@ -1,4 +1,4 @@
-"""The rows that an engine decodes: who each belongs to, and its state as tensors with a line per row.
+"""The rows (completions) that an engine decodes at a time: their requests, and their state as tensors.
 
 A *row* is one completion being decoded. Lines 0..active-1 are in use: rows are added behind the last, and when some are
 done the last ones move into their places, so that a step always works on one dense block. What a step needs to know

@@ -1,4 +1,4 @@
-"""Workers in other processes that share calls: the least busy gets the next; one that dies is replaced, and what it had
+"""A group of workers in other processes: the least busy gets the next call; one that dies is replaced, and what it had
 not answered is asked again, if it may be.
 
     away  ->  started  ->  has obeyed every standing order  ->  up  ->  lost  ->  away
