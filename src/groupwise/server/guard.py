@@ -1,4 +1,4 @@
-"""What stands before every route: who may ask, how much at once, how large and how slowly; and every error's envelope.
+"""Middleware before every route: API key, concurrency, body size, slow bodies, and the error envelope.
 
     request id      `x-request-id`, the client's where it is one, on every answer, and on its line in the log
     Host, Origin    on loopback only local names (DNS rebinding); no writing from other sites' pages (CSRF)

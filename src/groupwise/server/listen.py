@@ -1,4 +1,4 @@
-"""What a server must have before anything slow is begun: its port and its state directory. Standard library only.
+"""Takes the port and locks the state directory before anything slow begins. Standard library only.
 
     bind     a listening socket, or StartError naming the port and who has it
     own      the state directory, locked while the process lives, or StartError naming the process that has it
