@@ -113,7 +113,7 @@ def load_agent(config: EnvConfig, *, folder: str | Path | None = None) -> Agent:
     Raises LoadError for what cannot be imported, ConfigError for what cannot be called as agents are, EnvError for a
     class that fails.
     """
-    assert config.agent is not None  # else `envs.load` is asked
+    assert config.agent is not None  # else `load_env` is asked
     made: Any = load_object(config.agent, folder=folder)
     name, args = config.agent.replace(":", ".").rpartition(".")[2], dict(config.args)
     if inspect.isclass(made):

@@ -248,7 +248,7 @@ def load_env(config: EnvConfig, *, folder: str | Path | None = None) -> EnvFacto
 
     Raises LoadError for what cannot be imported, ConfigError for what is no environment or takes other arguments.
     """
-    assert config.environment is not None  # else `agents.load` is asked
+    assert config.environment is not None  # else `load_agent` is asked
     made = load_object(config.environment, folder=folder)
     if inspect.isclass(made):
         _check_methods(made, config.environment)
