@@ -7,10 +7,10 @@
     longest_sample  the most tokens that a prompt and its completion may have together then
 
 Memory is that of the worst batch the configuration admits: the longest prompt everywhere, completions of
-`rollout.max_tokens`, and attention's grids either full, or with as much padding as `model.packing`
-allows. `activation_bytes` counts the bytes of one micro-batch; on a CPU, what its allocator holds back is added to them. Of several processes it
-is rank 0's, which has the engine besides: with `train.parallel: fsdp` also its share of the weights, and what is
-gathered of them at once (two decoder layers; embeddings and LM head).
+`rollout.max_tokens`, and attention's grids either full, or with as much padding as `model.packing` allows.
+`activation_bytes` counts the bytes of one micro-batch; on a CPU, what its allocator holds back is added to them. Of
+several processes it is rank 0's, which has the engine besides: with `train.parallel: fsdp` also its share of the
+weights, and what is gathered of them at once (two decoder layers; embeddings and LM head).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from groupwise.errors import ConfigError
 #     completions 2 Q + 2 V + heads (L + C + 1) a cell: queries, keys, values, output; all scores' exponentials, their
 #     sum
 #     prompts     2 Q + 2 V a cell with a fused kernel, Q + 2 V + heads L without
-#     prefix tree Q + V a token (and q, k, v, unless a norm has kept them); scores are computed again (`model.attention`)
+#     prefix tree Q + V a token (and q, k, v, unless a norm has kept them); scores computed again (`model.attention`)
 #     flex        2 Q + 3 V + heads a token, of either kind; scores are computed again, in the kernel (`model.flex`)
 #     padded      as prompts, of rows with prompt and completion, where a model cannot run packed; without a fused
 #     kernel

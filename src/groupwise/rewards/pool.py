@@ -15,7 +15,7 @@ function that did not answer three times running is not called again before `tim
 everything hangs ends, and is refused, after three deadlines and not after one per group.
 
 What reward code prints is read and dropped, but for the last 2000 bytes; its stdin is empty. The workers and everything
-that they started end with this process, also when it is killed with SIGKILL (see sandbox_keeper.py, which keeps them).
+that they started end with this process, also when it is killed with SIGKILL (see `rewards.sandbox_child`).
 Functions that have no reference (given as Python objects) are not the pool's: `score` calls them in its own process.
 """
 

@@ -444,8 +444,10 @@ class Channel:
 
 
 class Box:
-    """A program under a keeper (`rewards.sandbox_child`), started at once. `channel`, if asked for, leads to the program,
-    which finds its descriptor in place of "{channel}" among its arguments. Ends with the `with` block."""
+    """A program and the process that watches it (`rewards.sandbox_child`), started at once.
+
+    `channel`, if asked for, leads to the program, which finds its descriptor in place of "{channel}" among its
+    arguments. Ends with the `with` block."""
 
     def __init__(self, spec: Mapping[str, Any], *, channel: bool = False, longest: int = 1 << 20):
         ours, theirs = socket.socketpair() if channel else (None, None)

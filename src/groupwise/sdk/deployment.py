@@ -75,7 +75,7 @@ class Deployment:
 
     @contextmanager
     def holding(self, version: PolicyVersion | None = None) -> Iterator[PolicyVersion]:
-        """Within: a loaded version, or the one that is served now, stays loaded."""
+        """Context manager: a loaded version, or the one that is served now, stays loaded."""
         with self._lock:
             version = version or self.serving
             self._held[version] += 1

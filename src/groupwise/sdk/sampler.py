@@ -125,7 +125,7 @@ class AdaptiveConcurrency:
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Within: one of the requests under way; waits for its turn."""
+        """Context manager: one of the requests under way; waits for its turn."""
         while self.in_flight >= int(self.window):
             waiter = asyncio.get_running_loop().create_future()
             self._waiting.append(waiter)

@@ -173,7 +173,7 @@ def _shape(learner: Learner) -> dict[str, Any]:
 
 @contextmanager
 def _single_process() -> Iterator[None]:
-    """Within: torch does not warn that there is no process group."""
+    """Context manager: torch does not warn that there is no process group."""
     with _QUIET, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield

@@ -330,7 +330,7 @@ class _Bytes:
 
     @asynccontextmanager
     async def held(self, size: int) -> AsyncIterator[None]:
-        """Within: `size` bytes, or all there are, are taken. Raises OverloadedError."""
+        """Context manager: `size` bytes, or all there are, are taken. Raises OverloadedError."""
         size = min(size, self._capacity)
         await self._take(size)
         try:
@@ -379,7 +379,7 @@ class _Places:
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
-        """Within: one place is taken. Raises OverloadedError."""
+        """Context manager: one place is taken. Raises OverloadedError."""
         await self._take()
         try:
             yield

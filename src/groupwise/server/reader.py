@@ -97,7 +97,7 @@ class Body:
 
 @asynccontextmanager
 async def receive_body(http: Request, reader: Reader) -> AsyncIterator[Body]:
-    """Within: the whole body of a request. The guard counts its bytes and its time.
+    """Context manager: the whole body of a request. The guard counts its bytes and its time.
 
     Raises BodyTooLargeError, SlowBodyError, OverloadedError as the guard, StorageError if the disk does not take it.
     """
