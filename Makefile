@@ -25,7 +25,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/pyright
 
 docs: $(VENV)/.installed-dev
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/step_vs_trl.py

@@ -184,6 +184,16 @@ def test_there_are_commands_to_check() -> None:
     assert len(commands()) > 60
 
 
+def test_the_page_of_commands_has_them_all() -> None:
+    page = text(ROOT / "docs/cli.md")
+    command: Any = typer.main.get_command(app)
+    assert set(re.findall(r"`groupwise ([\w-]+)", page.split("## Exit codes")[0].split("|---|", 1)[1])) == set(
+        command.commands
+    )
+    codes = re.findall(r"^\| (\d+) \|", page, re.MULTILINE)
+    assert codes == re.findall(r"(?:Exit codes: |; )(\d+) ", command.epilog)  # what `groupwise --help` ends with
+
+
 def test_every_script_that_is_run_exists_and_has_these_options() -> None:
     for page, line in called(r"([A-Z_]+=\S+ )*python3? [\w/]+\.py"):
         words = words_of(line)

@@ -84,6 +84,10 @@ def is_there(dotted: str) -> bool:
     )
 
 
+def test_the_readme_is_read_in_one_sitting() -> None:
+    assert README.count("\n") <= 220
+
+
 def test_the_readme_has_a_line_for_each_room() -> None:
     block = README.split("src/groupwise/\n", 1)[1].split("```", 1)[0]
     lines = dict(re.findall(r"^  ([\w/.]+?)/? {2,}(\S.*)$", block, re.MULTILINE))
