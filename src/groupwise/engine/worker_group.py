@@ -32,19 +32,20 @@ class WorkerLost(Exception):
 
 
 class Worker(Protocol):
-    """Somebody who answers calls in another process."""
+    """A worker in another process, such as a Ray actor, that answers method calls."""
 
     def ask(self, method: str, *arguments: Any) -> Future[Any]:
-        """What the method answers or raises, or WorkerLost. Returns at once; cancelling gives the answer up."""
+        """Call a method without waiting; the future has its result, its exception, or WorkerLost. Cancelling it is
+        allowed."""
         ...
 
     def end(self) -> None:
-        """Kill it, and do not wait. What it was asked is lost."""
+        """Kill the worker without waiting; its pending calls are lost."""
         ...
 
 
 class Call:
-    """What is asked of whoever has the least to do; `weight` is how much that is."""
+    """A call for the least busy worker; `weight` is its share of load."""
 
     def __init__(self, order: Order, weight: float):
         self.order, self.weight, self.sends = order, weight, 0
@@ -60,7 +61,7 @@ class Call:
 
 
 class Seat:
-    """The place of one worker after the other. `losses` are those since one of them answered."""
+    """A position that one worker after another fills; `losses` counts workers lost in a row without an answer."""
 
     def __init__(self, number: int):
         self.number, self.load, self.losses = number, 0.0, 0
@@ -69,7 +70,7 @@ class Seat:
 
 
 class Crew:
-    """`size` workers that `start` makes, each for a seat; they are started at once, and nobody waits for it.
+    """A group of `size` workers made by `start`, all started in the background when the group is made.
 
     Args:
         what: what to call one in messages: "engine".
@@ -105,10 +106,10 @@ class Crew:
             self._threads.submit(self._fill, seat)
 
     def ask(self, method: str, *arguments: Any, weight: float = 1.0, needs: str | None = None) -> Future[Any]:
-        """What one of the workers answers or raises; ClusterError where they were lost too often, or do not start, and
-        WorkerLost where calls are not made again.
+        """Call a method on the least busy worker. The future raises what the method raised, ClusterError if workers
+        were lost too often or do not start, and WorkerLost if calls are not repeated.
 
-        The order with the key `needs` is not undone before that: the call may have to be made again.
+        The order with the key `needs` is not revoked before the call is answered, as the call may have to be repeated.
         """
         call = Call((method, arguments), weight)
         if needs is not None:
@@ -120,7 +121,7 @@ class Crew:
         return call.future
 
     def order(self, key: str, method: str, *arguments: Any) -> None:
-        """Have every worker do it, those too that come later. Returns when all that are up have done it.
+        """Call a method on every worker, also on those that start later. Returns when all running ones have done it.
 
         Raises what they raise; the order is then not kept.
         """
@@ -142,7 +143,7 @@ class Crew:
                 raise
 
     def revoke(self, key: str, method: str, *arguments: Any) -> None:
-        """Forget an order once no call needs it, and have those that are up undo it; does not wait for it."""
+        """Drop an order once no call needs it, and call the undoing method on running workers without waiting."""
         with self._lock:
             self._leaving[key] = (method, arguments)
         self._undo(key)
@@ -284,5 +285,5 @@ def _cancel(call: Call) -> None:
 
 
 def times(count: int) -> str:
-    """As it is said."""
+    """The count in words: "once", "3 times"."""
     return "once" if count == 1 else f"{count} times"
