@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 from groupwise.config.job import GrpoJobConfig, SftJobConfig
+from groupwise.config.run import RunConfig
 from groupwise.config.serve import ServeConfig
+from groupwise.config.yaml import key_paths
 from groupwise.server.schema_openai import ChatRequest
 from groupwise.server.wire import Unsupported
 
@@ -66,6 +68,26 @@ def test_the_api_reference_has_every_route_and_every_field() -> None:
     assert set(sections) == set(api["components"]["schemas"])
     for name, schema in api["components"]["schemas"].items():
         assert set(re.findall(r"^\| `(\w+)`", sections[name], re.MULTILINE)) == set(schema.get("properties", ()))
+
+
+# ---- the reference of a run's keys ----
+def test_the_page_of_keys_is_what_the_script_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
+    import generate_configuration
+
+    assert generate_configuration.page() == text("configuration.md"), "run: python docs/generate_configuration.py"
+
+
+def test_the_page_of_keys_has_every_key() -> None:
+    shown = {
+        f"{prefix}{key}"
+        for heading, table in re.findall(
+            r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", text("configuration.md"), re.MULTILINE | re.DOTALL
+        )
+        for prefix in ["" if heading == "The run" else f"{heading.strip('`')}."]
+        for key in re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    }
+    assert shown >= {".".join(path) for path in key_paths(RunConfig)}
 
 
 # ---- error codes ----
