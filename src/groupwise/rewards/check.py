@@ -74,7 +74,7 @@ _CONNECTORS = "First, because of this, therefore, however, thus, since then, mor
 
 
 def answers(answer: Any, *, thought: str = _THOUGHT) -> dict[str, str]:
-    """Form -> a completion that gives `answer` in it."""
+    """Completions that give `answer` in every usual form (bare, boxed, in tags, ...), by the form's name."""
     forms = {
         "bare": f"{answer}",
         "a sentence": f"The answer is {answer}.",
@@ -101,7 +101,7 @@ def filler(count: int) -> str:
 
 
 def junk(row: Row) -> dict[str, str]:
-    """Name -> a completion without an answer, or with tags and words around a wrong one."""
+    """Junk completions by name: without an answer, or with tags and filler around a wrong one."""
     plain = {
         "empty": "",
         "blank": " \n\t\n ",
@@ -175,7 +175,7 @@ class Tried:
 
     @property
     def probe(self) -> str:
-        """What to call it in a message."""
+        """The probe's name in messages."""
         return self.name if self.kind == "junk" else f"{self.kind}, {self.name}"
 
 
@@ -351,7 +351,7 @@ class RewardReport:
 
     @property
     def verdict(self) -> Severity | Literal["ok"]:
-        """The gravest severity; "ok" without an error or a warning."""
+        """The highest severity among the findings; "ok" without an error or a warning."""
         severities = {finding.severity for finding in self.findings}
         return "error" if "error" in severities else "warning" if "warning" in severities else "ok"
 
@@ -369,7 +369,7 @@ async def lint(function: RewardFunction, *, rows: Sequence[Row] = ROWS, pool: Re
 
 
 def judge(name: str, trial: Trial) -> RewardReport:
-    """The findings, the gravest first."""
+    """The findings of a trial, most severe first."""
     seconds = sorted(trial.seconds)
     p95 = seconds[math.ceil(0.95 * len(seconds)) - 1]
     checks = (_failures, _style, _sameness, _gold, _group, _memory, _junk, _form, _length)

@@ -51,7 +51,7 @@ PATIENCE = 3  # calls of a function that did not answer in time, one after anoth
 
 @dataclass(eq=False)
 class PooledCall:
-    """One function on one group. `again` takes it where its worker was lost while that had others too."""
+    """A call of one function on one group. `again` queues it anew if its worker was lost together with other calls."""
 
     request: Request
     future: Future[Answer]
@@ -121,7 +121,7 @@ class PooledCall:
 
 
 class Patience:
-    """Whether a function that did not answer in time is called once more; shared by the lanes."""
+    """Decides whether a function that timed out is called again; shared by all worker threads."""
 
     def __init__(self, pause_s: float):
         self.pause_s = pause_s
@@ -131,7 +131,7 @@ class Patience:
         self._until: dict[str, float] = {}
 
     def refusal(self, name: str, deadline_s: float) -> str | None:
-        """Why it is not called now; None if it is."""
+        """Why the function is not called any more; None if it is."""
         with self._lock:
             missed, now = self._missed.get(name, 0), time.monotonic()
             if missed < PATIENCE:
@@ -196,7 +196,7 @@ class RewardPool:
         self.close()
 
     def runs(self, function: RewardFunction) -> bool:
-        """Whether this is one of the pool's functions."""
+        """Whether the pool runs this function."""
         return function.spec is not None and self._specs.get(function.name) == function.spec
 
     def warm(self, functions: Sequence[RewardFunction] = ()) -> None:

@@ -51,30 +51,30 @@ class Loss:
 
 
 class Call(Protocol):
-    """What a lane has a worker do; exactly one of the methods but `begins` is called, once."""
+    """A call that a worker executes. Of the methods other than `begins` exactly one is called, once."""
 
     number: int
     message: bytes
     deadline_s: float
 
     def begins(self) -> bool:
-        """Whether it is still to be made; False once it has dealt with that itself."""
+        """Whether the call is still wanted; False if it has been settled otherwise."""
         ...
 
     def answered(self, answer: Any, printed: Callable[[], str]) -> None:
-        """By the worker; `printed()` is what that said last."""
+        """The worker answered; `printed()` returns its last output."""
         ...
 
     def unstarted(self, why: str) -> None:
-        """There is no worker that it could be made by."""
+        """No worker could be started for the call."""
         ...
 
     def lost(self, loss: Loss) -> None:
-        """The worker was lost while it had this call."""
+        """The worker died or was killed while it executed this call."""
         ...
 
     def closed(self) -> None:
-        """The lane was stopped while the worker had this call."""
+        """The pool was closed while the worker executed this call."""
         ...
 
 
@@ -107,7 +107,7 @@ class Lane(threading.Thread):
             self._wake.send(b"w")
 
     def stop(self) -> None:
-        """From another thread: end, whatever the worker is doing."""
+        """Stop at once, whatever the worker is doing; called from another thread."""
         self.stopping = True
         self.worker.abandon()
         self.wake()
@@ -227,7 +227,7 @@ class WorkerProcess:
         return [] if self._box is None or self._box.channel is None else [self._box.channel.socket]
 
     def start(self) -> None:
-        """Have a process that is ready. Raises WorkerError."""
+        """Start the process, unless one is ready. Raises WorkerError."""
         if self.sockets:
             if not select.select(self.sockets, [], [], 0)[0]:
                 return
@@ -270,7 +270,7 @@ class WorkerProcess:
         return self._decode(self._box.channel.receive(timeout=timeout))
 
     def printed(self) -> str:
-        """What it printed last, as the end of a sentence."""
+        """The worker's last output, phrased to end an error message."""
         try:
             return "" if self._box is None else _quoted(self._box.output(timeout=WAIT_S))
         except SandboxError:

@@ -127,7 +127,7 @@ def load_agent(config: EnvConfig, *, folder: str | Path | None = None) -> Agent:
 
 
 def outcome_of(value: Any, agent: str) -> Outcome:
-    """What an agent returned, checked. Raises EnvError."""
+    """Check what an agent returned. Raises EnvError."""
     if value is None:
         return Outcome()
     if not isinstance(value, Mapping):
@@ -249,12 +249,12 @@ class Conversations:
 
     @property
     def said(self) -> int:
-        """Tokens that the policy said."""
+        """How many tokens the policy has sampled in the episode."""
         return sum(len(each.turn.completion.token_ids) for each in self.answered)
 
     @property
     def opening(self) -> Opening | None:
-        """What the policy was first asked; None before the first answer."""
+        """The first request's messages; None before the first answer."""
         if not self._begun:
             return None
         seen = self._begun[0].transcript
@@ -269,7 +269,7 @@ class Conversations:
         return tuple(seen.messages[seen.begun :])
 
     def ask(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Asked:
-        """What the policy sees for these messages. Raises ChatError where the template refuses them."""
+        """Render a request to the token ids that the policy sees. Raises ChatError if the template refuses it."""
         offered, said = tools_key(tools), key_of(messages)
         for length in range(len(messages) - 1, 0, -1):
             if (before := self._by_key.get((offered, said[:length]))) is not None:
@@ -366,7 +366,7 @@ class LimitError(GroupwiseError):
 
 
 class PolicyFailedError(GroupwiseError):
-    """The policy could not be asked. The run ends of it; the agent is only told."""
+    """Sampling failed. The agent gets an error, and the run ends with this exception."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -676,7 +676,7 @@ class AgentPlay:
         self._endpoint: Endpoint | None = None
 
     def prepare(self, prompt: Prompt) -> Prompt:
-        """The prompt itself: what the policy is asked, the agent says."""
+        """Returns the prompt unchanged, since the agent decides what the policy is asked."""
         return prompt
 
     def begin(

@@ -92,7 +92,7 @@ class Episode:
 
 
 def observation_of(value: Any, *, limit: int) -> Observation:
-    """What `reset` returned. Raises EnvError; `limit` are the characters that messages may have together."""
+    """Check what `reset` returned; `limit` is the most characters of all its messages. Raises EnvError."""
     if isinstance(value, Observation):
         messages, tools = value.messages, value.tools
     else:
@@ -107,7 +107,7 @@ def observation_of(value: Any, *, limit: int) -> Observation:
 
 
 def step_result_of(value: Any, *, limit: int) -> StepResult:
-    """What `step` returned. Raises EnvError."""
+    """Check what `step` returned. Raises EnvError."""
     match value:
         case StepResult():
             result = value
@@ -159,7 +159,7 @@ def messages_of(value: Any, method: str, *, limit: int, roles: Sequence[str]) ->
 
 
 def reward_of(value: Any, method: str) -> float:
-    """A float of a size that can be compared. Raises EnvError."""
+    """Check a reward: a finite float of sensible size. Raises EnvError."""
     try:
         number = float(value) if not isinstance(value, str | bytes) else math.nan
     except (TypeError, ValueError):
@@ -271,7 +271,7 @@ def load_once(reference: str, *, folder: str | None = None) -> Callable[..., Any
 
 
 def parameters_of(made: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """What it takes, as far as its signature tells."""
+    """The parameters of a callable, as far as its signature tells."""
     try:
         return inspect.signature(made).parameters
     except ValueError:  # no signature to look at

@@ -107,7 +107,7 @@ class EnvPool:
         return process
 
     def leave(self, process: _Process) -> None:
-        """An episode is over there. A process that takes no more is ended with its last."""
+        """An episode in this process is over; a retired process ends with its last episode."""
         process.episodes -= 1
         if process.left is not None:
             process.left()
@@ -116,7 +116,7 @@ class EnvPool:
             process.lane.stop()
 
     def retire(self, process: _Process) -> None:
-        """Let it take no new episodes: a thread in it cannot be ended."""
+        """Give the process no new episodes, as a thread in it hangs and cannot be ended."""
         if process in self._processes and not self._closed:
             self._processes[self._processes.index(process)] = self._process()
             self._retired.add(process)
@@ -129,11 +129,11 @@ class EnvPool:
         self._found = 0
 
     def found(self) -> None:
-        """It was an episode's doing that its process was lost."""
+        """Note that an episode was found to be the cause of a lost process."""
         self._found += 1
 
     def number(self) -> int:
-        """Of an episode, or of a call."""
+        """A fresh number for an episode or a call."""
         return next(self._numbers)
 
     @property

@@ -338,7 +338,7 @@ class SingleTurn:
         return [group(prompt, at) for at, prompt in enumerate(prompts)]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: there is nothing to close."""
 
 
 class Environments(Protocol):
@@ -372,7 +372,7 @@ class Episodes:
         self._slots = Slots(config.concurrency, rounds=self._rounds)
 
     def close(self) -> None:
-        """Let go of what its environments have in common."""
+        """Close what the environments share (processes, connections)."""
         self._factory.close()
 
     def prepare(self, prompt: Prompt) -> Prompt:
@@ -464,7 +464,7 @@ def case_of(prompt: Prompt) -> dict[str, Any]:
 
 
 class Lockstep:
-    """Requests of all episodes that are under way, submitted together: once none of them is at anything else.
+    """`env.lockstep`: collects the requests of all running episodes and submits them together, in rounds.
 
     What an episode is told then follows from the seeds alone, bit for bit, since batches are made of the same requests
     in the same order however long environments take; and the slowest environment sets the pace of all. Episodes `join`
@@ -483,13 +483,13 @@ class Lockstep:
         return self._sampler.context_length
 
     def join(self, episodes: int) -> None:
-        """So many more are under way."""
+        """Add `episodes` to those that are running."""
         self._loop = asyncio.get_running_loop()
         with self._lock:
             self._playing += episodes
 
     def leave(self, episodes: int) -> None:
-        """So many have come to their end."""
+        """Remove `episodes` from those that are running."""
         with self._lock:
             self._playing -= episodes
         self._look()
@@ -575,7 +575,7 @@ class Party:
             self.rounds.join(self.episodes)
 
     def leave(self) -> None:
-        """One of them is over."""
+        """One of the episodes is over."""
         self._left += 1
         if self.rounds is not None and self._left < self.episodes:
             self.rounds.leave(1)
