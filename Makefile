@@ -1,5 +1,6 @@
 # make demo    everything a fresh machine needs, then the main job: the starter model learns arithmetic
-# make test    everything a fresh machine needs, then lint, types, layers and the test suite
+# make test    everything a fresh machine needs, then lint, types, layers, the documentation and the test suite
+# make docs    the documentation as a site, in build/site; a dead link is an error
 # make vllm    vLLM's CPU build in .venv-vllm (2.5 GB), and its engine against ours (six minutes)
 # make ui      the web interface from its sources in ui/ (needs Node; what is built is in the repository)
 # make bench   the step benchmark against TRL and the learning curves (minutes; not part of `make test`)
@@ -9,12 +10,12 @@ TORCH  ?= torch==2.13.0
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint bench vllm ui clean
+.PHONY: demo test lint docs bench vllm ui clean
 
 demo: $(VENV)/.installed
 	$(BIN)/groupwise run configs/arithmetic.yaml
 
-test: lint
+test: lint docs
 	$(BIN)/pytest -q -n auto --dist loadgroup
 
 lint: $(VENV)/.installed-dev
@@ -22,6 +23,9 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check src tests benchmarks examples docs tools
 	$(BIN)/lint-imports
 	$(BIN)/pyright
+
+docs: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/step_vs_trl.py

@@ -1,4 +1,4 @@
-"""The documents in docs/ are true of the code: fields, defaults, error codes, commands and links."""
+"""docs/server.md, api.md and troubleshooting.md are true of the code: fields, defaults, error codes, the webhook."""
 
 from __future__ import annotations
 
@@ -7,27 +7,24 @@ import importlib.util
 import io
 import json
 import re
-import shlex
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import click
 import pytest
-import typer
 
-from groupwise.cli.main import app
 from groupwise.config.job import GrpoJobConfig, SftJobConfig
+from groupwise.config.run import RunConfig
 from groupwise.config.serve import ServeConfig
+from groupwise.config.yaml import key_paths
 from groupwise.server.schema_openai import ChatRequest
 from groupwise.server.wire import Unsupported
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 SOURCE = ROOT / "src" / "groupwise"
-GUIDES = ("server.md", "troubleshooting.md")
 CHAT_PARAMETERS = ("honoured", "refused", "ignored")
 UNITS = {"MiB": 1 << 20, "GiB": 1 << 30}
 
@@ -71,6 +68,26 @@ def test_the_api_reference_has_every_route_and_every_field() -> None:
     assert set(sections) == set(api["components"]["schemas"])
     for name, schema in api["components"]["schemas"].items():
         assert set(re.findall(r"^\| `(\w+)`", sections[name], re.MULTILINE)) == set(schema.get("properties", ()))
+
+
+# ---- the reference of a run's keys ----
+def test_the_page_of_keys_is_what_the_script_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
+    import generate_configuration
+
+    assert generate_configuration.page() == text("configuration.md"), "run: python docs/generate_configuration.py"
+
+
+def test_the_page_of_keys_has_every_key() -> None:
+    shown = {
+        f"{prefix}{key}"
+        for heading, table in re.findall(
+            r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", text("configuration.md"), re.MULTILINE | re.DOTALL
+        )
+        for prefix in ["" if heading == "The run" else f"{heading.strip('`')}."]
+        for key in re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    }
+    assert shown >= {".".join(path) for path in key_paths(RunConfig)}
 
 
 # ---- error codes ----
@@ -172,37 +189,7 @@ def test_the_guide_names_no_option_or_setting_that_is_not_there() -> None:
     assert shown == {key: known[key] for key in shown}
 
 
-# ---- commands, code and links ----
-def commands() -> list[str]:
-    """The lines in blocks, and what stands between backticks, that call the command line."""
-    lines = [line for name in GUIDES for block in fenced(text(name), "", "bash") for line in block.splitlines()]
-    inline = [" ".join(code.split()) for name in GUIDES for code in re.findall(r"`([^`]+)`", prose(text(name)))]
-    called = [line for line in (*lines, *inline) if re.match(r"([A-Z_]+=\S+ )*groupwise ", line)]
-    return sorted({line for line in called if " | " not in line})
-
-
-@pytest.mark.parametrize("line", commands())
-def test_every_command_is_one(line: str) -> None:
-    """Its words are commands, options and arguments that the command line takes; a mere name has none."""
-    words = shlex.split(re.split(r"\s[<>]\s", line)[0], comments=True)
-    words = words[words.index("groupwise") + 1 :]
-    command: click.Command = typer.main.get_command(app)
-    while hasattr(command, "commands"):
-        command = command.commands[words.pop(0)]  # pyright: ignore[reportAttributeAccessIssue]
-    if words and "--help" not in words:
-        command.make_context("groupwise", words)
-
-
-def test_there_are_commands_to_check() -> None:
-    assert len(commands()) > 15
-
-
-@pytest.mark.parametrize("name", GUIDES)
-def test_the_code_is_python(name: str) -> None:
-    for block in fenced(text(name), "python"):
-        compile(block, name, "exec")
-
-
+# ---- the guide's webhook receiver ----
 def test_the_webhook_receiver_takes_what_is_signed_and_nothing_else() -> None:
     """The guide's receiver, without its server."""
     from groupwise.server.webhooks import signature
@@ -227,24 +214,7 @@ def test_the_webhook_receiver_takes_what_is_signed_and_nothing_else() -> None:
     assert status(secret="another") == status(at=now - 3600) == status(sent=b'{"job_id": "2"}') == 401
 
 
-def anchors(path: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.*)$", prose(path.read_text(encoding="utf-8")), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-@pytest.mark.parametrize("path", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)
-def test_every_link_leads_somewhere(path: Path) -> None:
-    links = re.findall(r"\]\(([^)\s]+)\)", prose(path.read_text(encoding="utf-8")))
-    for link in links:
-        target, _, anchor = link.partition("#")
-        if re.match(r"https?:", target):
-            continue
-        there = (path.parent / target).resolve() if target else path
-        assert there.exists(), link
-        assert not anchor or anchor in anchors(there), link
-
-
+# ---- the map of files ----
 def test_the_map_of_files_is_of_the_files(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     import generate_architecture

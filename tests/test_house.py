@@ -6,16 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.config.run import load_config, parse_config
+from groupwise.config.run import RunConfig, load_config, parse_config
+from groupwise.config.yaml import key_paths
 from groupwise.run.assemble import loss_of
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "groupwise"
 MODULES = sorted(SOURCE.rglob("*.py"))
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+CONFIGURED = {".".join(path) for path in key_paths(RunConfig)}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
+def name(path: Path) -> str:
+    return str(path.relative_to(SOURCE))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name)
 def test_a_file_has_800_lines_at_most_and_a_function_100(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert text.count("\n") <= 800
@@ -43,6 +49,43 @@ def test_the_package_has_twelve_rooms_and_two_files_of_words() -> None:
 def test_every_module_begins_with_what_it_is() -> None:
     silent = [p.name for p in MODULES if not ast.get_docstring(ast.parse(p.read_text(encoding="utf-8")))]
     assert not silent
+
+
+ROOMS = ("algo", "cli", "engine", "model", "rewards", "run", "sdk", "server", "store", "tasks", "train")
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in MODULES if p.relative_to(SOURCE).parts[0] not in ("run", "train")], ids=name
+)
+def test_what_docstrings_and_comments_name_is_there(path: Path) -> None:
+    """`room.module.name` and `module.py`, so that a reader who follows them arrives."""
+    text = path.read_text(encoding="utf-8")
+    gone = [each for each in re.findall(r"`(?:groupwise\.)?([a-z_]+\.[A-Za-z_.]+)`", text) if not is_there(each)]
+    files = re.findall(r"`([\w/]+\.py)`", text)
+    gone += [each for each in files if not any(p.as_posix().endswith(f"/{each}") for p in ROOT.rglob(Path(each).name))]
+    assert not gone
+
+
+def is_there(dotted: str) -> bool:
+    """Whether a dotted name that begins with a room leads to a module, or to something that a module defines."""
+    first, *rest = dotted.split(".")
+    if first not in ROOMS:
+        return True
+    place = SOURCE / first
+    while rest and (place / rest[0]).is_dir():
+        place = place / rest.pop(0)
+    if not rest or dotted in CONFIGURED:
+        return True
+    module = place / f"{rest[0]}.py"
+    if not module.exists():
+        return f"{rest[0]} = " in (place / "__init__.py").read_text(encoding="utf-8")
+    return len(rest) == 1 or bool(
+        re.search(rf"^(class|def|async def) {rest[1]}\b|^{rest[1]}\b.* =", module.read_text(), re.M)
+    )
+
+
+def test_the_readme_is_read_in_one_sitting() -> None:
+    assert README.count("\n") <= 220
 
 
 def test_the_readme_has_a_line_for_each_room() -> None:

@@ -1,4 +1,4 @@
-"""The one exception tree.
+"""All exceptions, as one tree under `GroupwiseError`.
 
 Every error a user can cause is a `GroupwiseError` with the facts that each surface needs:
 

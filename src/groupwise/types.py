@@ -1,4 +1,7 @@
-"""The words of the system, as frozen dataclasses. No torch here: everything else imports this file.
+"""The data types that all rooms share: prompt, completion, rollout, group, sample, policy version; and what an engine
+is.
+
+Frozen dataclasses and protocols without torch; everything else imports this file.
 
     prompt      what the policy is asked
     completion  what one sampling call answered: token ids, behaviour logprobs, why it stopped, which policy it was
@@ -57,7 +60,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, order=True)
 class PolicyVersion:
-    """What sampled: an immutable adapter version `name@number`, or the base model.
+    """The policy that sampled something: an immutable adapter version `name@number`, or the base model.
 
     >>> str(PolicyVersion("math", 12)), str(PolicyVersion.base()), PolicyVersion.parse("math@12").number
     ('math@12', 'base', 12)
@@ -335,7 +338,7 @@ TokenSink = Callable[[int, int, float, tuple[tuple[int, float], ...]], None]
 
 
 class Submits(Protocol):
-    """What takes requests: an engine, or what stands before one."""
+    """Anything that takes sampling requests: an engine, or a queue in front of one."""
 
     @property
     def context_length(self) -> int:
@@ -351,7 +354,7 @@ class Submits(Protocol):
 
 
 class Sampler(Submits, Protocol):
-    """An engine."""
+    """An engine: samples from versions of a policy that it has loaded (`engine.local`, `engine.vllm`)."""
 
     async def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Completion]]:
         """`request.n` completions for each request, in order.
@@ -386,7 +389,7 @@ class Sampler(Submits, Protocol):
 
 
 class Scores(Protocol):
-    """What says how likely a completion is."""
+    """An engine that computes the log-probability of a given completion, without sampling."""
 
     def score(
         self,
@@ -401,7 +404,8 @@ class Scores(Protocol):
 
 
 class LiveEngine(Sampler, Scores, Protocol):
-    """An engine behind a live server: it also streams, scores, and adds adapters up."""
+    """An engine behind a live server: it also streams tokens, scores completions, and serves weighted sums of
+    adapters."""
 
     def submit(
         self, requests: Sequence[SamplingRequest], *, on_token: TokenSink | None = None
@@ -431,5 +435,5 @@ class LiveEngine(Sampler, Scores, Protocol):
 
     @property
     def unavailable_reason(self) -> str | None:
-        """Why nothing can be sampled just now; None while it can."""
+        """Why the engine cannot sample at the moment, such as a server that is restarting; None while it can."""
         ...

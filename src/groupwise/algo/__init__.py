@@ -1,1 +1,2 @@
-"""The algorithm as plain functions: advantages, policy losses, micro-batches. Start with `advantage`, then `loss`."""
+"""The algorithm as plain functions: advantages, policy losses, the KL, and metrics of a step. Start with
+`advantage`, then `loss`."""

@@ -1,4 +1,4 @@
-"""Rewards -> advantages: by how much a rollout was better than its siblings on the same prompt.
+"""Advantages from rewards: how much better each rollout is than the others of its group (the same prompt).
 
 For the rewards r_1..r_n of one group's *scorable* rollouts (G of them were sampled, n <= G could be scored):
 

@@ -1,4 +1,5 @@
-"""The KL outside of the loss: as a part of the reward, its adaptive coefficient, and its measurement. No torch here.
+"""KL to the reference outside the loss: as a penalty in the reward, its adaptive coefficient, and how it is
+measured. No torch here.
 
 KL in the reward (`kl_in: reward`; Ziegler et al. 2019, arXiv 1909.08593, equation 2). A rollout's reward is r - beta K,
 
@@ -67,7 +68,7 @@ def with_kl_penalty(
 
     Args:
         kls: `sequence_kl` of every segment of every rollout that has an advantage, in their order, which is that of
-            `rollout.samples_of(groups)`. A rollout's K is the sum over its segments.
+            `algo.samples.samples_of(groups)`. A rollout's K is the sum over its segments.
     """
     segments = {id(r): len(segments_of(r.turns)) for group in groups for r in group.rollouts if r.advantage is not None}
     if len(kls) != sum(segments.values()):
@@ -100,7 +101,7 @@ def kl_metrics(samples: Sequence[Sample], reference: Sequence[Sequence[float]]) 
 
 
 def measured_rows(samples: Sequence[Sample], *, turn: int, max_tokens: int | None = None) -> list[Sample]:
-    """Rows of one group to estimate the KL from; of another group with the next `turn`.
+    """Indices of a few samples, all of one group, to estimate the KL from; `turn` (the step) chooses the group.
 
     As many as have `max_tokens` completion tokens together (None: a tenth of the batch's), but at least one. Rows that
     cannot be measured, for want of behaviour logprobs or of trained tokens, are passed over.

@@ -4,12 +4,11 @@
 
     w_t   ratio        exp(log pi - log anchor) of the token, or of its row's mean (GSPO)
     l_t   surrogate    what is minimised for advantage A_t: PPO's clip, CISPO, plain REINFORCE, ...    `_surrogate`
-    c_t   correction   for the gap between the sampler and the trainer; no gradient                    `correction.py`
+    c_t   correction   for the gap between the sampler and the trainer; no gradient                    `correction_of`
     kl_t  kl           divergence from the reference; with a gradient                                  `_kl`
     s_t   reduction    how tokens become one number: 1 / total_tokens, 1 / (row's tokens * rows), ...  `_scale`
 
-Which factors make which published loss: `loss_spec.py`. What is reported: `loss_metrics.py`. Explained for newcomers:
-docs/losses.md.
+Which factors make which published loss: `config.loss`. Explained for newcomers: docs/losses.md.
 
 Two properties hold by construction. *Masked tokens change nothing*: they are not in the inputs. *Split invariance*:
 every global denominator comes with the inputs, so the losses (and metrics) of any split of the rows into micro-batches
@@ -75,7 +74,8 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens that are left after dropping, in one dtype, and what all terms are made of."""
+    """The loss tokens whose behaviour logprob is finite, in one dtype, and what all terms of the loss are computed
+    from."""
 
     row_N: Tensor
     num_rows: int
@@ -99,7 +99,8 @@ class Tokens:
 
 
 def select_tokens(logprobs_N: Tensor, inputs: LossInputs, entropy_N: Tensor | None, *, old_is_anchor: bool) -> Tokens:
-    """The tokens that count. Without `old_is_anchor` the snapshot is the current policy, whatever the inputs have."""
+    """`LossInputs` without the dropped tokens. Without `old_is_anchor` the current policy, detached, is the old
+    policy."""
     dtype = torch.promote_types(logprobs_N.dtype, torch.float32)
     finite_N = None if inputs.behaviour_N is None else inputs.behaviour_N.isfinite()
     if finite_N is not None and bool(finite_N.all()):
@@ -133,7 +134,7 @@ def select_tokens(logprobs_N: Tensor, inputs: LossInputs, entropy_N: Tensor | No
 
 
 def exp_ratio(log_ratio: Tensor) -> Tensor:
-    """A log-ratio as a ratio, finite and not 0: clamped to +-20 first."""
+    """exp(log_ratio), clamped to +-20 first, so that the ratio is finite and not 0."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -177,7 +178,7 @@ class Correction:
 
 
 def correction_of(t: Tokens, spec: LossSpec) -> Correction:
-    """c_t of every token; all ones without behaviour logprobs, which a spec that corrects has."""
+    """The correction weight c_t of every token; 1 where there are no behaviour logprobs."""
     log_ratio_N = _correction_log_ratio(t, spec)
     log_weight_N = torch.zeros_like(t.old_N)
     clipped_N, masked_N = log_weight_N.bool(), log_weight_N.bool()
@@ -347,9 +348,9 @@ VESPO_SHAPE_NEGATIVE = (3.0, 2.0)
 def policy_loss(
     logprobs_N: Tensor, inputs: LossInputs, spec: LossSpec, *, entropy_N: Tensor | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of one micro-batch (a scalar to call `backward` on) and its metrics (`loss_metrics.py`).
+    """The loss of one micro-batch (a scalar to call `backward` on) and its metrics, defined in docs/losses.md.
 
-    A metric is there only if what it measures is.
+    A metric is left out where the loss has no such term (no KL metrics without a reference).
 
     Args:
         logprobs_N: log pi of each loss token, with its graph.

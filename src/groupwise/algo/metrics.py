@@ -1,6 +1,6 @@
-"""What a step's rollouts were like, in numbers. Every number is defined once, here.
+"""Metrics of a step's rollouts, samples and times. Every metric is defined once, here.
 
-    rollout_metrics   of the groups that a step drew and trained on     reward/*, rollout/*, replay/groups, data/*
+    rollout_metrics   of the groups that a step sampled and trained on  reward/*, rollout/*, replay/groups, data/*
                       and, of episodes in an environment, besides       env/*
     sample_metrics    of what the learner was given                     train/*
     time_metrics      of how long its parts took                        time/*, perf/*

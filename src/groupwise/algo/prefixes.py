@@ -1,4 +1,4 @@
-"""Which samples share their first tokens, and how many tokens are left when each shared one is computed once.
+"""Prefix trees: which samples begin with the same tokens, and how many tokens remain if shared ones are computed once.
 
 The samples of a group begin alike: with its prompt, and, where a template rewrites what was said in earlier turns, each
 segment of an episode with much of the segments before. Sorted by their tokens, samples that begin alike stand side by
@@ -29,7 +29,8 @@ TAIL = 8  # tokens at a prompt's end that a rewritten history need not have: <th
 
 @dataclass(frozen=True)
 class Line:
-    """A sample of a tree: its row, all of its tokens, and how many of them the line before it begins with too."""
+    """One sample in a prefix tree: its row, its tokens, and how many leading tokens it shares with the sample before
+    it."""
 
     row: int
     ids: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What all commands have in common: errors as messages and exit codes, `--json`, `--debug`, `--url`, tables."""
+"""Shared by all commands: errors as messages and exit codes, `--json`, `--debug`, `--url`, tables."""
 
 from __future__ import annotations
 

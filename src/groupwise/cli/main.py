@@ -482,7 +482,9 @@ def serve(
     api_key: ApiKey = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Any other setting of server/config.py; may be repeated."),
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Any other setting (docs/server.md lists them); may be repeated."
+        ),
     ] = None,
     debug: Debug = False,
 ) -> None:

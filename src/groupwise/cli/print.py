@@ -1,4 +1,4 @@
-"""What the commands print on stdout: each result as one JSON object, and as something to read.
+"""The output of commands on stdout, as one JSON object (`--json`) or as text.
 
 Numbers that are not finite are null in JSON. What a model wrote is shown as text, never interpreted (see `display`).
 """

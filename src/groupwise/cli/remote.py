@@ -395,7 +395,7 @@ def _print_end(job: Job, *, as_json: bool, told: Sequence[str] = ()) -> None:
 
 @contextmanager
 def _going_on(job_id: str) -> Iterator[None]:
-    """Within: who stops waiting is told that the job does not stop."""
+    """Context manager: who stops waiting is told that the job does not stop."""
     try:
         yield
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""The commands that read what runs left on disk: `groupwise health [RUN]`, `groupwise report RUN`.
+"""`groupwise health [RUN]` and `groupwise report RUN`: commands that read run directories.
 
     groupwise health runs/arithmetic-20260101T120000Z    # or: arithmetic, the newest run of that name
     groupwise health                                     # how the server is

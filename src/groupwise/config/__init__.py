@@ -1,1 +1,2 @@
-"""One description of every knob, for YAML files, HTTP jobs and the SDK; and importers of other systems' files."""
+"""Every option with its bounds and default, for YAML files, HTTP jobs and the SDK; importers of other systems'
+files."""

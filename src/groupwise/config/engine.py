@@ -1,4 +1,4 @@
-"""The configuration's `engine` and `vllm`: what samples, and how vLLM is reached or run."""
+"""The configuration's `engine` and `vllm` sections: which engine samples, and how vLLM is reached or started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face's hub, where it cannot be reached: said at once, and not after half a minute for each file.
+"""Reading from Hugging Face's hub without long waits: if it cannot be reached, that is found out once, at the start.
 
 Its libraries ask for every file several times, with longer and longer pauses, before they look into their cache or give
 up. Within `reading(name)` the hub is asked once; if nobody answers, they are in their offline mode meanwhile.
@@ -21,7 +21,8 @@ _within = 0
 
 @contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Within: a model or a dataset is read, which is a path or a name on the hub."""
+    """Context manager around reading a model or a dataset, by path or name; offline mode inside it if the hub is
+    away."""
     from huggingface_hub import constants
 
     if Path(name).exists() or constants.HF_HUB_OFFLINE or _answers(constants.ENDPOINT):

@@ -57,7 +57,7 @@ def _default_clip_epsilon(given: Mapping[str, Any]) -> float | None:
 
 
 class JobConfig(NullIsAbsent, Section):
-    """What both kinds of job have. null is what a field would be if it were left out."""
+    """The options that GRPO and SFT jobs share. null means the same as leaving a field out."""
 
     output_name: AdapterName | None = None
     """The adapter to make the next version of; null: the server makes a name up."""
@@ -165,7 +165,7 @@ class GrpoJobConfig(AlgoConfig, JobConfig):
         return loss_of(self, max_tokens=MAX_TOKENS, stale=recorded, section="")
 
     def trains_flat(self, *, recorded: bool) -> bool:
-        """Whether groups of equal rewards are trained too, because another term of the loss has a gradient there."""
+        """Whether groups of equal rewards are trained on too, as a KL or entropy term has a gradient there."""
         return self.loss(recorded=recorded).needs_flat(self.iterations * self.minibatches, stale=recorded)
 
     def effective(self, saved: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -90,7 +90,7 @@ Launcher = Annotated[LauncherConfig, BeforeValidator(_launcher)]
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """`size` processes, of which this is number `rank`, and number `local_rank` on its machine."""
+    """torchrun's world: `size` processes, of which this one is `rank`, and `local_rank` on its machine."""
 
     rank: int = 0
     size: int = 1
@@ -103,7 +103,8 @@ class World:
 
 
 def world() -> World:
-    """One process, unless torchrun started this one. Raises ConfigError where the variables are none."""
+    """The world that torchrun's environment variables describe, or one process. Raises ConfigError if they make no
+    sense."""
     names = {"rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK"}
     given = {field: os.environ[name] for field, name in names.items() if name in os.environ}
     if "size" not in given:

@@ -1,4 +1,4 @@
-"""Load user code by name: the one place where `module:attribute` becomes an object.
+"""Import user code (rewards, environments, data) that a configuration names as `module:attribute`.
 
 `folder` (a config file's) is first on the import path while the module is imported, and only then, so a module there
 wins over an installed one of the same name, for this call only. Import what stands beside it at the top of the module.

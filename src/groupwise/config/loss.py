@@ -1,4 +1,5 @@
-"""Which policy loss: `LossSpec`, the factors that `loss.py` multiplies, and the presets with published names.
+"""The choice of a policy loss: `LossSpec`, the factors that `algo/loss.py` multiplies, and the presets
+with published names.
 
 `resolve_loss("dapo")` alone is the published loss. Every knob acts or is refused: `resolve_loss("reinforce",
 clip_low=0.1)` is an error, because REINFORCE has no ratio to clip. No torch here.
@@ -71,7 +72,7 @@ _READ_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LossSpec:
-    """The factors of one policy loss; the equations are in `loss.py`. Usually made by `resolve_loss`.
+    """The factors of one policy loss; the equations are in `algo/loss.py`. Usually made by `resolve_loss`.
 
     None means that a knob is not set. A knob that the chosen factors do not read must not be set.
 
@@ -138,7 +139,7 @@ class LossSpec:
 
     @property
     def streams(self) -> bool:
-        """Whether a step can be accumulated before the size of its batch is known: one `denominator` for all terms.
+        """Whether gradients can be accumulated before the batch is complete: all terms must share one `denominator`.
 
         The entropy bonus is always a mean over tokens, so it goes with `token_mean` only.
         """
@@ -149,7 +150,7 @@ class LossSpec:
         return {"token_mean": max(tokens, 1.0), "sum": 1.0}.get(self.reduction, max(rows, 1.0))
 
     def needs_flat(self, steps_per_batch: int, *, stale: bool = False) -> bool:
-        """Whether samples of advantage 0 have a gradient, so that groups of equal rewards must not be left out.
+        """Whether samples with advantage 0 have a gradient, so that groups of equal rewards must be trained on.
 
         Every surrogate is a multiple of the advantage. The other terms are not: a KL, an entropy bonus, and DRO's
         square, which is flat only where the policy is its anchor: on the first of a batch's optimizer steps, and, if

@@ -1,4 +1,4 @@
-"""The run's configuration: every knob with its bounds, its default and what it does.
+"""The configuration of a training run: every key with its bounds, its default and what it does.
 
     load_config     a YAML file and dotted overrides  -> RunConfig
     parse_config    a mapping from Python             -> RunConfig
@@ -112,7 +112,8 @@ class AlgoConfig(Section):
 
 
 class RunAlgoConfig(AlgoConfig):
-    """What a run can do besides: it has a policy to compare with and completions that it cut itself."""
+    """The algorithm options that only a run has, not a job: the reference policy, adaptive KL, masking of truncated
+    completions."""
 
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the divergence acts: a term of the loss, or taken off the reward before advantages."""
@@ -253,7 +254,7 @@ class TrainConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSpec:
-    """Which adapter to train. `targets` are names of linear modules, or "all-linear" (`model.adapted_modules`)."""
+    """Which adapter to train. `targets` are names of linear modules, or "all-linear" (`model.load`)."""
 
     rank: int = 16
     alpha: float = 32.0
@@ -490,7 +491,7 @@ def _reward(entry: Any) -> Any:
 
 
 class ReplayConfig(Section):
-    """Groups that taught much, trained again in place of groups that teach nothing."""
+    """The replay buffer: groups with a strong signal are trained again in place of groups without one."""
 
     size: int = Field(default=0, ge=0)
     """Groups kept; 0 is off."""
@@ -606,7 +607,7 @@ class RolloutConfig(Section):
 
 
 class AdaptersConfig(Section):
-    """The versions that training publishes."""
+    """How many published adapter versions are kept, and which one training starts from."""
 
     keep: int = Field(default=3, ge=1)
     """Newest versions kept on disk, besides the evaluated, the active and the final ones."""
@@ -615,7 +616,7 @@ class AdaptersConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What a run that was killed goes on from."""
+    """How often a run writes a checkpoint, from which `resume: auto` continues."""
 
     every: int = Field(default=25, ge=0)
     """Steps between checkpoints; 0 writes one at the end and when stopped only."""
@@ -777,8 +778,8 @@ def parse_config(data: Mapping[str, Any]) -> RunConfig:
 
 
 def identity(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a configuration's `resolved` values that makes it this run and no other: not where it is kept, nor on
-    how many devices it is trained, which may change when it is resumed."""
+    """The `resolved` values that must be equal for a run to be resumed: all but where it is kept and on how many
+    devices it is trained."""
     kept = {key: value for key, value in values.items() if key not in _WHERE}
     train = dict(kept.get("train") or {})
     return kept | {"train": {key: value for key, value in train.items() if key not in _ON_WHAT}}

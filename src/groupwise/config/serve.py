@@ -1,4 +1,4 @@
-"""What `groupwise serve` is told: the model, the address, where state lives, and every limit with its default.
+"""The configuration of `groupwise serve`: the model, the address, the state directory, every limit with its default.
 
     serve_config    a mapping (command line or YAML) and the environment -> ServeConfig
 

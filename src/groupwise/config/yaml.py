@@ -1,4 +1,4 @@
-"""From a YAML file to a validated pydantic model, with errors that say where: the reading half of `config.run`.
+"""Reads a YAML file into a pydantic model, with errors that name file, line and the nearest valid key.
 
     Document    the parsed mapping, and where each of its values was written (file and line, or a command-line override)
     validate    a Document against a model; every problem at once, as one ConfigError

@@ -2,7 +2,7 @@
 
     opening               embeddings and rotary angles
     before[0]             -> q, k, v
-    attend(q, k, v)       eager (`cache.Extend`): its sizes change at every step
+    attend(q, k, v)       eager (`kv_cache.Extend`): its sizes change at every step
     after[0], before[1]   -> h, q, k, v; one piece, in which only the number of rows varies
     attend(q, k, v)
     ...
@@ -10,7 +10,7 @@
 
 Three functions of tensors are compiled, not a model: weights are arguments, so all layers and all versions of an
 adapter use the same code, and rows that finish compile nothing anew. They are the functions that `Backbone` runs, over
-what one policy's modules multiply with (`lora.Products`). All else runs as without: several policies in a batch,
+what one policy's modules multiply with (`multi_lora.Products`). All else runs as without: several policies in a batch,
 prefills, drafts, models that are not of the Llama family.
 
 The first step with weights of new shapes (on a GPU also: of a new number of rows) is computed both ways and compared.
@@ -65,7 +65,8 @@ WARM_UPS = 2
 
 
 class Step(Protocol):
-    """A decode step between its attentions, one call after the other. Rows beyond those given are padding."""
+    """The parts of a decode step between attentions, called one after the other. Rows beyond those given are
+    padding."""
 
     def open(self, ids: Tensor, positions: Tensor) -> tuple[Carry, Heads]: ...
 
@@ -103,7 +104,7 @@ def cuda_recorder(device: torch.device) -> Recorder:
 
 
 class Graphs:
-    """The recordings of all buckets. `parameters`: the tensors that stay where they are."""
+    """CUDA graphs of a decode step, one for each bucket of rows. `parameters` are tensors that keep their addresses."""
 
     def __init__(self, parameters: Iterable[Tensor], record: Recorder):
         self._stay, self._record = {parameter.data_ptr() for parameter in parameters}, record
@@ -111,7 +112,7 @@ class Graphs:
         self._recorded: dict[tuple[Any, int], Recorded] = {}
 
     def step(self, made: Callable[[Any], Step], weights: Any, shapes: Any, rows: int) -> Recorded:
-        """The recorded step for so many rows, reading these weights; `made` is what is recorded."""
+        """The graph for this number of rows and these weights, recorded from `made` on first use."""
         place = self._places.get(shapes)
         if place is None:
             own = mapped(weights, lambda x: x if x.data_ptr() in self._stay else x.clone())
@@ -136,7 +137,7 @@ class _Place:
 
 
 class Recorded:
-    """A `Step` of `rows` rows that is replayed."""
+    """A `Step` of `rows` rows that replays a CUDA graph."""
 
     def __init__(self, step: Step, layers: int, rows: int, device: torch.device, record: Recorder):
         self._ids, self._positions = (torch.zeros(rows, dtype=torch.long, device=device) for _ in range(2))
@@ -171,7 +172,7 @@ class Recorded:
 
 
 def bucket_of(rows: int) -> int:
-    """A power of two or three quarters of one, from 2: at most a third of the rows are padding."""
+    """Round rows up to a power of two or three quarters of one, from 2, so that at most a third are padding."""
     power = max(2, 1 << (rows - 1).bit_length())
     return power * 3 // 4 if power > 2 and rows <= power * 3 // 4 else power
 
@@ -202,7 +203,7 @@ class Weights(NamedTuple):
 
 
 def weights_of(model: Any, products: Products) -> Weights:
-    """What one policy's layers compute with. `model` is transformers' without its LM head."""
+    """The weights of one policy, by layer. `model` is transformers' model without its LM head."""
 
     def tensors(part: Any) -> Any:
         made = {}
@@ -257,7 +258,7 @@ class Functions:
 
 
 class Pieces:
-    """A `graphs.Step` of compiled functions over the weights of one policy."""
+    """A `Step` of compiled functions over the weights of one policy."""
 
     def __init__(self, functions: Functions, opening: Callable[[Tensor, Tensor], Carry], weights: Weights):
         self._call, self._opening, self._weights = functions, opening, weights

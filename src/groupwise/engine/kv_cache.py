@@ -1,4 +1,4 @@
-"""Keys and values: every prompt's once, what a row goes on with in the row; and the two ways a forward meets them.
+"""The KV cache: each prompt's keys and values once for its group, each row's own besides; prefill and decode layouts.
 
     prompts   per layer [slots, K, L, D]    a prompt's keys and values, shared by all completions of it (its *group*)
     rows      per layer [rows,  K, M, D]    a row's own: its completion so far; in a conversation, all since the opening
@@ -99,15 +99,15 @@ class KeyValueCache:
         return last
 
     def whole(self) -> dict[PromptKey, int]:
-        """The slots that have whole prompts, which any request for one of them may use."""
+        """Prompts that are completely in a slot, by weights and token ids, so that equal requests can share them."""
         return {(id(it.owner), it.ids): slot for slot, it in enumerate(self.prefilled) if it is not None}
 
     def forget(self, owner: object) -> None:
-        """Nobody else may have a slot that was computed under `owner`, whose weights have changed or are gone."""
+        """Stop sharing slots that were computed with the weights `owner`, which have changed or are gone."""
         self.prefilled = [None if there and there.owner is owner else there for there in self.prefilled]
 
     def opening(self, slot: int) -> Opening:
-        """A copy of a slot, made once."""
+        """A copy of a slot's keys and values, made at most once."""
         opening = self.openings[slot]
         if opening is None:
             opening = Opening(_copies(self.prompts, slot, self.lengths[slot]), self.lengths[slot])
@@ -115,7 +115,7 @@ class KeyValueCache:
         return opening
 
     def slot_of(self, opening: Opening) -> int:
-        """The slot that has it, or a new one with what it has."""
+        """The slot that holds this opening, or a new one into which it is copied."""
         for slot, there in enumerate(self.openings):
             if there is opening:
                 return slot
@@ -131,11 +131,11 @@ class KeyValueCache:
                 x[: len(order), :, :length] = x[order, :, :length]
 
     def held(self, row: int, count: int) -> Layers:
-        """A copy of the first `count` of a row's own."""
+        """A copy of the keys and values of the first `count` tokens that a row holds itself."""
         return _copies(self.rows, row, count)
 
     def hold(self, row: int, layers: Layers, count: int) -> None:
-        """Give a row the first `count` of what `held` copied."""
+        """The inverse of `held`: write `count` tokens' keys and values into a row."""
         _put_back(self.rows, row, layers, count)
 
     def clear(self) -> None:
@@ -153,7 +153,7 @@ PromptKey = tuple[int, tuple[int, ...]]  # the weights' id and the token ids: eq
 
 @dataclass(frozen=True, eq=False)
 class Prefilled:
-    """A prompt under the weights `owner` (None: the base), and the hidden state that predicts what comes after it."""
+    """A prefilled prompt: the weights it was computed with (`owner`; None: the base), and its last hidden state."""
 
     owner: object
     ids: tuple[int, ...]
@@ -162,7 +162,7 @@ class Prefilled:
 
 @dataclass(eq=False)
 class Opening:
-    """What a slot had in it: the tokens that the conversations of a group open with."""
+    """A saved copy of a slot: keys and values of the tokens with which the conversations of a group begin."""
 
     layers: Layers
     length: int
@@ -196,7 +196,8 @@ class Prefill:
 
 
 def parts_of(lengths: Sequence[int]) -> list[tuple[slice, int]]:
-    """Rows of which as many tokens are read, the most that one of them has: all at once or `PART` at a time."""
+    """Slices of rows, with the length of the longest in each: all rows at once, or `PART` at a time if lengths
+    differ."""
     if len(lengths) < 2 * PART or min(lengths) == max(lengths):
         return [(slice(0, len(lengths)), max(lengths))]
     return [(slice(at, at + PART), max(lengths[at : at + PART])) for at in range(0, len(lengths), PART)]
@@ -207,7 +208,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 class Apart:
-    """Which slot each row has. For many new tokens of a row, whose product with their prompt is large by itself.
+    """Products of rows with their prompts, slot by slot; for many new tokens a row, where each product is large anyway.
 
     Args:
         slots: of each row.
@@ -226,7 +227,7 @@ class Apart:
 
 
 class Grid(Apart):
-    """Which rows share which slot, laid out as slots x members. Made anew when rows come or go."""
+    """Products of rows with their prompts as one grid of slots x members; rebuilt when rows come or go."""
 
     def __init__(self, slots: Sequence[int], shared: Sequence[int], lengths: Sequence[int], device: torch.device):
         super().__init__(slots, shared, lengths, device)
@@ -263,7 +264,7 @@ class Grid(Apart):
 
 
 class Extend:
-    """Layout of the next tokens of each row: they attend to what it shares of its slot, to its own, and in order.
+    """Attention layout of decoding: each row's new tokens attend to its part of the slot, to its own, and causally.
 
     Args:
         rows: consecutive ones.
@@ -365,8 +366,9 @@ BLOCK = 8  # tokens: less than this is not looked for
 
 @dataclass(eq=False)
 class Kept:
-    """The keys and values of `ids` under the weights `owner` (None: the base): of the first `shared` tokens in the
-    opening, which others share, of the others its `own`."""
+    """A cached conversation: keys and values of `ids` under the weights `owner` (None: the base).
+
+    Those of the first `shared` tokens are in `opening`, which other conversations share, the rest in `own`."""
 
     owner: object
     ids: tuple[int, ...]
@@ -376,7 +378,7 @@ class Kept:
     blocks: list[int] = field(default_factory=list)
 
     def folded(self) -> Kept:
-        """The same with all of it in an opening of its own."""
+        """The same with all keys and values in an opening that nobody shares."""
         layers = {
             layer: tuple(torch.cat([a[:, : self.shared], b], 1) for a, b in zip(pair, self.own[layer], strict=True))
             for layer, pair in self.opening.layers.items()
@@ -386,7 +388,7 @@ class Kept:
 
 
 class PrefixCache:
-    """At most `most_bytes` of them; those that were not used for longest make room."""
+    """An LRU cache of conversations (`Kept`), of at most `most_bytes`, looked up by their longest common prefix."""
 
     def __init__(self, most_bytes: int):
         self.most_bytes, self.bytes = most_bytes, 0
@@ -398,7 +400,7 @@ class PrefixCache:
         return len(self._kept)
 
     def find(self, owner: object, ids: Sequence[int]) -> tuple[Kept, int] | None:
-        """Who has the most of the first of `ids`, but for the last, and how many tokens that is."""
+        """The cached conversation with the longest common prefix with `ids[:-1]`, and that length; None without one."""
         found = self._proposed(owner, _blocks(owner, ids))
         if found is None:
             return None
@@ -406,7 +408,7 @@ class PrefixCache:
         return found, common_prefix(found.ids, ids[:-1])
 
     def add(self, kept: Kept) -> None:
-        """Keep it, instead of one that it goes on from."""
+        """Add a conversation; it replaces one that is a prefix of it."""
         kept.blocks = list(_blocks(kept.owner, kept.ids))
         before = self._proposed(kept.owner, kept.blocks)
         if before is not None and before.ids == kept.ids[: len(before.ids)]:
@@ -419,7 +421,7 @@ class PrefixCache:
             self._drop(next(iter(self._kept.values())))
 
     def forget(self, owner: object) -> None:
-        """Drop what was sampled under weights that have changed, or are not used any more."""
+        """Drop all conversations computed with the weights `owner`, which have changed or are gone."""
         for kept in [kept for kept in self._kept.values() if kept.owner is owner]:
             self._drop(kept)
 

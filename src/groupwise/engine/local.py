@@ -67,7 +67,7 @@ MOST_HELD = 512  # tokens that a row holds of a conversation; or as many as its 
 
 @dataclass(frozen=True)
 class Admitted:
-    """A job that is given `n` rows, to compute all of its prompt."""
+    """A request that gets `n` rows, with nothing of its prompt cached."""
 
     job: PendingRequest
     n: int
@@ -75,19 +75,19 @@ class Admitted:
 
 @dataclass(frozen=True)
 class GoingOn(Admitted):
-    """A job that is given a row; `past` has the first `known` tokens of its prompt."""
+    """A request that gets a row and whose first `known` prompt tokens are cached in `past`."""
 
     past: Kept
     known: int
 
     @property
     def shared(self) -> int:
-        """Tokens of it that it shares with all who opened alike."""
+        """How many of the known tokens are in the opening shared with other conversations."""
         return min(self.known, self.past.shared)
 
     @property
     def new(self) -> int:
-        """Tokens to compute."""
+        """Prompt tokens that are still to be computed."""
         return len(self.job.request.prompt_ids) - self.known
 
     def piece(self, start: int, size: int) -> range:
@@ -97,7 +97,8 @@ class GoingOn(Admitted):
 
 
 def admitted(job: PendingRequest, n: int, past: tuple[Kept, int] | None) -> Admitted:
-    """The job with what `known_of` found; folded where a row would hold too much of it."""
+    """Combine a request with what `known_of` found in the cache; too long a private part becomes an opening of its
+    own."""
     if past is None:
         return Admitted(job, n)
     kept, known = past
@@ -107,13 +108,13 @@ def admitted(job: PendingRequest, n: int, past: tuple[Kept, int] | None) -> Admi
 
 
 def known_of(job: PendingRequest, cache: PrefixCache) -> tuple[Kept, int] | None:
-    """What was kept that the prompt begins with, and how many of its tokens that is."""
+    """The cached conversation that the prompt continues, and how many tokens are known; None without one."""
     request = job.request
     return cache.find(job.weights, request.prompt_ids) if request.cache and request.n == 1 else None
 
 
 def together(going: Sequence[GoingOn]) -> Iterator[list[GoingOn]]:
-    """Those that are run in one forward: by length, so that they need little padding."""
+    """Batches of requests for one forward each, sorted by new tokens so that there is little padding."""
     batch: list[GoingOn] = []
     for each in sorted(going, key=lambda each: each.new):
         if batch and (len(batch) + 1) * min(each.new, EXTEND_TOKENS) > 4 * EXTEND_TOKENS:
@@ -125,7 +126,7 @@ def together(going: Sequence[GoingOn]) -> Iterator[list[GoingOn]]:
 
 
 def pieces_of(going: Sequence[GoingOn]) -> Iterator[list[range]]:
-    """The positions that one forward after the other computes of each: at most EXTEND_TOKENS."""
+    """For each forward of a batch, the positions of each request that it computes: EXTEND_TOKENS at most."""
     for start in range(0, max(each.new for each in going), EXTEND_TOKENS):
         yield [each.piece(start, EXTEND_TOKENS) for each in going]
 
@@ -315,7 +316,7 @@ class LocalEngine:
 
     @property
     def unavailable_reason(self) -> None:
-        """It is in this process."""
+        """Always None: the engine is in this process."""
         return None
 
     def stats(self) -> dict[str, int]:

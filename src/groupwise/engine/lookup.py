@@ -1,4 +1,4 @@
-"""Prompt-lookup speculative decoding: several tokens of a row from one forward, and the very tokens of plain decoding.
+"""Prompt-lookup speculative decoding: several tokens a forward, the same tokens as plain decoding.
 
 Much of what is written was read before: a document that is edited, JSON keys, a table, a loop. Where the last tokens of
 a row have occurred before, what followed them then is its *draft* (Saxena 2023, "Prompt lookup decoding"; `ngrams`).
@@ -45,7 +45,7 @@ MOST_RUN, MOST_RUN_CPU = 256, 64  # tokens of a step, drafts included
 
 
 class Lookup:
-    """Drafts of up to `most` tokens for the rows of an engine, and how many of them stood. 0: none, ever.
+    """Drafts up to `most` tokens for each row, and counts how many are accepted; 0 turns drafting off.
 
     Raises:
         ConfigError: `most` is out of range.
@@ -58,7 +58,7 @@ class Lookup:
         self._drafted = self._accepted = 0  # tokens
 
     def drafts(self, rows: Rows) -> list[list[int]] | None:
-        """The draft of each active row, which may be empty; None where the step is run without."""
+        """A draft (maybe empty) for each active row, or None if drafting is not worth it in this step."""
         most = min(self.most, self.most_run // rows.active - 1)
         if most < 1:
             return None
@@ -79,15 +79,15 @@ class Lookup:
     def settle(
         self, rows: Rows, drafts: Sequence[Sequence[int]], drawn: Sequence[int], ends: Collection[int], watch: Watch
     ) -> tuple[list[int], dict[int, FinishReason], dict[int, str]]:
-        """What the tokens drawn after each row's last and after its draft come to.
+        """Accept or reject drafted tokens, given the tokens that the model drew at each position.
 
         Args:
-            drawn: of all rows, one after another.
+            drawn: the drawn tokens of all rows, concatenated.
             ends: ids that end a completion.
-            watch: hears of every token that stands in a watched row, until that ends one.
+            watch: called with every accepted token of a watched row; returns the text if it ends the completion.
 
         Returns:
-            For each row how many stand; why rows are finished; the text of those that `watch` ended.
+            For each row how many tokens are accepted; why rows are finished; the text of those that `watch` ended.
         """
         lengths, reasons, cut, start = [], {}, {}, 0
         for i, (row, draft) in enumerate(zip(rows.owners, drafts, strict=True)):
@@ -118,7 +118,7 @@ class Lookup:
 
 
 def standing(drawn: Sequence[int], draft: Sequence[int], ends: Collection[int]) -> int:
-    """How many of the drawn tokens stand: up to the first that was not drafted, or that is one of `ends`."""
+    """How many of the drawn tokens are valid: up to the first that differs from the draft, or that is one of `ends`."""
     for i, token in enumerate(drawn[:-1]):
         if token != draft[i] or token in ends:
             return i + 1

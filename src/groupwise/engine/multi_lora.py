@@ -1,4 +1,4 @@
-"""Several adapters in one batch: every row of a forward may belong to another policy version.
+"""Several LoRA adapters in one batch: each row of a forward may use another policy version.
 
     y = x W^T;   y[rows] += (x[rows] A^T) B^T * scale      for each adapter present in the batch
 
@@ -92,7 +92,7 @@ class AdapterBank:
         self._unmerged: Products | None = None
 
     def prepare(self, weights: AdapterWeights) -> None:
-        """Make sure that every module `weights` targets is heard. Raises AdapterError if one is missing or unfit."""
+        """Hook every module that `weights` targets. Raises AdapterError if one is missing or does not fit."""
         for name, (a, b) in weights.pairs.items():
             module: Any = self._modules.get(name)
             shape = _in_out(module)
@@ -107,7 +107,7 @@ class AdapterBank:
                 self._hooked.add(name)
 
     def forget(self, weights: AdapterWeights | None) -> None:
-        """Drop what was merged for an adapter that is unloaded, or for base weights that have changed."""
+        """Drop merged weights of an adapter that is unloaded, or of base weights that have changed."""
         self._merged.pop(id(weights), None)
         self._unmerged = None
 
@@ -133,7 +133,7 @@ class AdapterBank:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
     def alone(self) -> Products | None:
-        """What the policy that has the whole batch multiplies with, merged or not; None where several share it."""
+        """The products of the one policy that has the whole batch, merged or not; None if several share the batch."""
         if self._alone is not None or not self._sole:
             return self._alone
         if self._unmerged is None or self._unmerged.weights is not self._sole[0]:

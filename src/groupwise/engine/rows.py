@@ -1,4 +1,4 @@
-"""The rows that an engine decodes: who each belongs to, and its state as tensors with a line per row.
+"""The rows (completions) that an engine decodes at a time: their requests, and their state as tensors.
 
 A *row* is one completion being decoded. Lines 0..active-1 are in use: rows are added behind the last, and when some are
 done the last ones move into their places, so that a step always works on one dense block. What a step needs to know
@@ -43,7 +43,7 @@ Ngrams = dict[tuple[int, ...], int]  # -> the place behind its latest occurrence
 
 
 def ngrams_of(ids: Sequence[int]) -> Ngrams:
-    """All of a text that have a next token."""
+    """All n-grams of a text that are followed by a token, with the position of that token."""
     found: Ngrams = {}
     for size in SIZES:
         windows = zip(*(ids[start:] for start in range(size)), strict=False)
@@ -52,7 +52,7 @@ def ngrams_of(ids: Sequence[int]) -> Ngrams:
 
 
 class History:
-    """A prompt and the completion so far.
+    """The token ids of a prompt and its completion so far, indexed by n-gram for drafting.
 
     Args:
         prompt: token ids, at least one.
@@ -77,8 +77,8 @@ class History:
             self.ids.append(token)
 
     def draft(self, most: int) -> list[int]:
-        """`most` tokens that may come next, or none. What reaches the end of the text goes on with itself: a b a b is
-        followed by a b a b."""
+        """`most` tokens that followed the same n-gram before, or none; at the end of the text the draft repeats: a b a
+        b is continued with a b a b."""
         for size in SIZES if most > 0 and self.said >= self._next else ():
             last = tuple(self.ids[-size:])
             place = self._own.get(last) or self._ngrams.get(last)
@@ -87,7 +87,8 @@ class History:
         return []
 
     def judge(self, stood: int) -> None:
-        """How many tokens of the last draft did, once what was drawn is added. Each failure doubles the wait."""
+        """Record how many tokens of the last draft were accepted. Each failure doubles the wait before the next
+        draft."""
         self._failed = 0 if stood else min(self._failed + 1, LONGEST_WAIT)
         self._next = self.said + 2**self._failed - 1
 
@@ -108,21 +109,21 @@ class PendingRequest:
 
     @cached_property
     def prompt(self) -> PromptKey:
-        """Whose prompt it is, and which."""
+        """The prompt's key in the KV cache: the weights and the token ids."""
         return id(self.weights), tuple(self.request.prompt_ids)
 
     @cached_property
     def prompt_words(self) -> Tensor:
-        """The ids of the prompt, each once."""
+        """The distinct token ids of the prompt, sorted (for the repetition penalty)."""
         return torch.tensor(sorted(set(self.request.prompt_ids)), dtype=torch.long)
 
     @cached_property
     def ngrams(self) -> Ngrams:
-        """The prompt's."""
+        """The n-grams of the prompt."""
         return ngrams_of(self.request.prompt_ids)
 
     def settle(self, outcome: list[Completion] | Exception) -> None:
-        """Answer whoever waits, unless nobody does any more."""
+        """Resolve the future with the completions or an error, unless it was cancelled."""
         if self.future.done() or not self.future.set_running_or_notify_cancel():
             return
         if isinstance(outcome, Exception):
@@ -133,8 +134,8 @@ class PendingRequest:
 
 @dataclass
 class Row:
-    """Whose completion a row is: the request's `index`-th, of a prompt whose first `shared` tokens are in the cache's
-    `slot` and whose others the row holds itself."""
+    """The completion in a row: the `index`-th of `job`. The first `shared` tokens of its prompt are in the cache's
+    `slot`, the others in the row."""
 
     job: PendingRequest
     index: int
@@ -144,18 +145,18 @@ class Row:
 
     @cached_property
     def history(self) -> History:
-        """The prompt and as much of the completion as was added."""
+        """The n-gram index of this row, with as much of the completion as was added to it."""
         return History(self.job.request.prompt_ids, self.job.ngrams)
 
     @property
     def watched(self) -> bool:
-        """Whether Python looks at every token: stop strings or ids, a stream, alternatives."""
+        """Whether Python must look at every token: for stop strings or ids, streaming, or top logprobs."""
         params = self.job.request.params
         return bool(params.stop or params.stop_ids or params.top_logprobs or self.job.on_token)
 
 
 class Rows:
-    """The state of up to `most` rows."""
+    """The decoding state of up to `most` rows, as tensors."""
 
     def __init__(self, most: int, device: torch.device):
         self.most, self.device = most, device

@@ -1,4 +1,4 @@
-"""Workers in other processes that share calls: the least busy gets the next; one that dies is replaced, and what it had
+"""A group of workers in other processes: the least busy gets the next call; one that dies is replaced, and what it had
 not answered is asked again, if it may be.
 
     away  ->  started  ->  has done every call of `setup`  ->  up  ->  lost  ->  away
@@ -32,19 +32,20 @@ class WorkerLost(Exception):
 
 
 class GroupWorker(Protocol):
-    """Somebody who answers calls in another process."""
+    """A worker in another process, such as a Ray actor, that answers method calls."""
 
     def ask(self, method: str, *arguments: Any) -> Future[Any]:
-        """What the method answers or raises, or WorkerLost. Returns at once; cancelling gives the answer up."""
+        """Call a method without waiting; the future has its result, its exception, or WorkerLost. Cancelling it is
+        allowed."""
         ...
 
     def end(self) -> None:
-        """Kill it, and do not wait. What it was asked is lost."""
+        """Kill the worker without waiting; its pending calls are lost."""
         ...
 
 
 class WorkerCall:
-    """What is asked of whoever has the least to do; `weight` is how much that is."""
+    """A call for the least busy worker; `weight` is its share of load."""
 
     def __init__(self, method_call: MethodCall, weight: float):
         self.method_call, self.weight, self.sends = method_call, weight, 0
@@ -60,7 +61,7 @@ class WorkerCall:
 
 
 class Slot:
-    """The place of one worker after the other. `losses` are those since one of them answered."""
+    """A position that one worker after another fills; `losses` counts workers lost in a row without an answer."""
 
     def __init__(self, number: int):
         self.number, self.load, self.losses = number, 0.0, 0
@@ -69,7 +70,7 @@ class Slot:
 
 
 class WorkerGroup:
-    """`size` workers that `start` makes, each for a slot; they are started at once, and nobody waits for it.
+    """A group of `size` workers made by `start`, all started in the background when the group is made.
 
     Args:
         what: what to call one in messages: "engine".
@@ -105,10 +106,10 @@ class WorkerGroup:
             self._threads.submit(self._fill, slot)
 
     def ask(self, method: str, *arguments: Any, weight: float = 1.0, needs: str | None = None) -> Future[Any]:
-        """What one of the workers answers or raises; ClusterError where they were lost too often, or do not start, and
-        WorkerLost where calls are not made again.
+        """Call a method on the least busy worker. The future raises what the method raised, ClusterError if workers
+        were lost too often or do not start, and WorkerLost if calls are not repeated.
 
-        What was broadcast with the key `needs` is not retracted before that: the call may have to be made again.
+        What was broadcast with the key `needs` is not retracted before the call is answered: it may be repeated.
         """
         call = WorkerCall((method, arguments), weight)
         if needs is not None:
@@ -120,7 +121,7 @@ class WorkerGroup:
         return call.future
 
     def broadcast(self, key: str, method: str, *arguments: Any) -> None:
-        """Have every worker do it, those too that come later. Returns when all that are up have done it.
+        """Call a method on every worker, also on those that start later. Returns when all running ones have done it.
 
         Raises what they raise; it is then not a part of `setup`.
         """
@@ -284,5 +285,5 @@ def _cancel(call: WorkerCall) -> None:
 
 
 def times(count: int) -> str:
-    """As it is said."""
+    """The count in words: "once", "3 times"."""
     return "once" if count == 1 else f"{count} times"

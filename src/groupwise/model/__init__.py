@@ -1,1 +1,1 @@
-"""The base model: loaded, run packed over shared prompts, its memory estimated, its weights shared by processes."""
+"""The base model: loading, chat templates, the packed forward over shared prompts, and its memory estimate."""

@@ -1,4 +1,4 @@
-"""Attention over packed groups: every prompt once, all completions of a group attending to it.
+"""Attention over packed rows: each prompt is there once, and all completions of its group attend to it.
 
 A micro-batch is ONE row of S tokens: all prompts, one after the other, then all completions. The model's linear layers,
 norms and MLPs see only that row, so a prompt costs its tokens once however many completions it has, and nothing is

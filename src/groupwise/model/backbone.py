@@ -1,4 +1,4 @@
-"""The model without its LM head, run on one packed row of tokens.
+"""The packed forward: the model without its LM head, on one packed row of tokens.
 
 Most models run as transformers wrote them. The Llama family (Llama, Qwen2, Qwen3: RMS norms, rotary positions, a gated
 MLP) has a second way here, over the same parameters, in about half as many operations:

@@ -1,4 +1,4 @@
-"""Messages <-> token ids, through the model's own chat template.
+"""Chat messages to token ids and back, through the model's own chat template.
 
     encode_prompt       a prompt's token ids: its messages up to where the assistant speaks, or its plain text
     encode_bridge       the ids between the end of an assistant's turn and where it speaks again

@@ -1,4 +1,4 @@
-"""Attention over packed groups and prefix trees by FlexAttention: two numbers a token say who may look at whom.
+"""Attention over packed rows and prefix trees by PyTorch's FlexAttention, with a mask from two numbers a token.
 
 Both kinds of packed row are forests: a prompt with its completions is a tree of depth two, lines that fork off one
 another are one of any depth. Numbered depth-first, the tokens that come after one in any of its rows are an interval:
@@ -6,7 +6,7 @@ another are one of any depth. Numbered depth-first, the tokens that come after o
     query attends to key     iff     enter[key] <= enter[query] < leave[key]
 
 The row of `SharedPrompts([3, 2], [2, 1, 2], [0, 0, 1])`, prompts first, and that of two lines of which the second goes
-on after two tokens of the first (`algo.tree`):
+on after two tokens of the first (`algo.prefixes`):
 
             a a a b  b | A A | B | C  C               5 6 7 8 | 9 3
     enter   0 1 2 6  7 | 3 4 | 5 | 8  9               0 1 2 3 | 4 5
@@ -17,7 +17,7 @@ tiles of `BLOCK` x `BLOCK` scores: those without a visible pair are passed over,
 masked, and none is ever written to memory. Which tiles are which is found out once for a micro-batch and window.
 
 The kernels need a CUDA GPU; on a CPU the uncompiled function computes the same densely, and without gradients.
-`train.flex_trial` decides whether a model can be trained this way.
+`why_not_flex` decides whether a model can be trained this way.
 
 Shapes: S packed tokens, T of them with padding, n = T / BLOCK, H query heads, K key-value heads, D head size.
 """

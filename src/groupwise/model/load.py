@@ -1,4 +1,4 @@
-"""Loading a causal language model, and what trainer and engine both need to know about it.
+"""Loads a causal language model, and finds out what trainer and engine need: context, end tokens, adaptable modules.
 
 `model: starter` is the embedded model; anything else is a local directory or a Hugging Face name and goes through
 transformers' auto classes, with remote code off. The trainer and the engine each get a module tree of their own
@@ -347,7 +347,7 @@ def plain_implementation(model: PreTrainedModel) -> str:
 
 @contextmanager
 def plain_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Within: the model runs its own attention on ordinary padded rows."""
+    """Context manager in which the model runs its own attention on ordinary padded rows."""
     before = str(model.config._attn_implementation)
     model.set_attn_implementation(plain_implementation(model))
     try:

@@ -1,4 +1,4 @@
-"""How large one step is and how much memory a run takes: arithmetic on the configuration, before anything is trained.
+"""Estimates the size of a step and the memory of a run from the configuration, before anything is trained.
 
     step_size       prompts, completions, tokens, decoding waves, forward passes and optimizer steps of a rollout batch
     memory          bytes of the process, the weights, what is trained, the engine's keys and values, one micro-batch;
@@ -7,10 +7,10 @@
     longest_sample  the most tokens that a prompt and its completion may have together then
 
 Memory is that of the worst batch the configuration admits: the longest prompt everywhere, completions of
-`rollout.max_tokens`, and attention's grids either full, or with as many holes as `algo.batch` allows. `activations`
-counts the bytes of one micro-batch; on a CPU, what its allocator holds back is added to them. Of several processes it
-is rank 0's, which has the engine besides: with `train.parallel: fsdp` also its share of the weights, and what is
-gathered of them at once (two decoder layers; embeddings and LM head).
+`rollout.max_tokens`, and attention's grids either full, or with as much padding as `model.packing` allows.
+`activation_bytes` counts the bytes of one micro-batch; on a CPU, what its allocator holds back is added to them. Of
+several processes it is rank 0's, which has the engine besides: with `train.parallel: fsdp` also its share of the
+weights, and what is gathered of them at once (two decoder layers; embeddings and LM head).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from groupwise.errors import ConfigError
 #     q, k, v     Q + 2 V                where q and k have norms                        [16 bits: Q + V, in float32]
 #     MLP         2 F                    gate and up     [3 F where transformers' own runs]
 #
-# and in attention (`algo.attention`), on the padded grids of prompts (P x L cells) and of completions (B x C cells):
+# and in attention (`model.attention`), on the padded grids of prompts (P x L cells) and of completions (B x C cells):
 #
 #     completions 2 Q + 2 V + heads (L + C + 1) a cell: queries, keys, values, output; all scores' exponentials, their
 #     sum
 #     prompts     2 Q + 2 V a cell with a fused kernel, Q + 2 V + heads L without
-#     prefix tree Q + V a token (and q, k, v, unless a norm has kept them); scores are computed again (`algo.tree`)
-#     flex        2 Q + 3 V + heads a token, of either kind; scores are computed again, in the kernel (`algo.flex`)
+#     prefix tree Q + V a token (and q, k, v, unless a norm has kept them); scores computed again (`model.attention`)
+#     flex        2 Q + 3 V + heads a token, of either kind; scores are computed again, in the kernel (`model.flex`)
 #     padded      as prompts, of rows with prompt and completion, where a model cannot run packed; without a fused
 #     kernel
 #                 where it has only its own
@@ -57,9 +57,9 @@ from groupwise.errors import ConfigError
 # transformers' modules, which is up to some tens of per cent off.
 # ----------------------------------------------------------------------------------------------------------------------
 
-TILE_BYTES = 4 << 20  # of the LM head's tiles in float32, `train.logprobs.TILE_VALUES`
+TILE_BYTES = 4 << 20  # of the LM head's tiles in float32, `train.forward.TILE_VALUES`
 TILE_COPIES = 3  # logits, the same over the temperature, probabilities
-FUSED_FROM = 256  # tokens of a prompt up to which a CPU scores it without the fused kernel, `algo.attention`
+FUSED_FROM = 256  # tokens of a prompt up to which a CPU scores it without the fused kernel, `model.attention`
 LOSS_BYTES = 96  # a loss token's numbers: log-probabilities, advantage, ratio, gradients
 
 
@@ -272,9 +272,9 @@ def _attention(model: ModelSize, shape: PackedShape, training: Training) -> tupl
 
 OPTIMIZER_STATES = 2  # AdamW's moments
 ENGINE_VERSIONS = 2  # of an adapter: the one that samples and the one it is given
-MERGED_BYTES = 1 << 30  # of merged weights, `engine.lora`
-STORE_GROWTH = 5 / 4  # of the engine's keys and values beyond what is needed, `engine.cache`
-PADDING = 4  # cells of attention's grids a token of the budget, `algo.batch.MAX_PADDING`
+MERGED_BYTES = 1 << 30  # of merged weights, `engine.multi_lora`
+STORE_GROWTH = 5 / 4  # of the engine's keys and values beyond what is needed, `engine.kv_cache`
+PADDING = 4  # cells of attention's grids a token of the budget, `model.packing.MAX_PADDING`
 HELD_BACK = 9 / 8  # in use and held back by a CPU's allocator, of what is in use: benchmarks/memory.py
 HELD_BACK_CHECKPOINTED = 3 / 2  # ... where one layer after another is computed again
 PROCESS_BYTES = 512 << 20  # Python and the libraries, on a CPU, about

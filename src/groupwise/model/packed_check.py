@@ -1,4 +1,4 @@
-"""Whether a model may run packed: found out by comparing the packed forward with the model's own, before any use.
+"""Checks whether a model may run packed, by comparing the packed forward with the model's own before its first use.
 
     why_not_packed(model)     None, or the reason in words
 
@@ -48,7 +48,7 @@ def packed_tolerance(model: PreTrainedModel) -> float:
 
 
 def why_not_packed(model: PreTrainedModel) -> str | None:
-    """Why this model, made by `model.share_weights`, cannot run packed; None if it can."""
+    """Why this model, made by `model.load.share_weights`, cannot run packed; None if it can."""
     why = _difference(model, SHORT)
     unsure = why is not None and _may_choose_other_experts(model)
     if why is not None and not unsure:

@@ -1,4 +1,5 @@
-"""Samples -> micro-batches: packed rows with shared prefixes, no padding, and the global counts that losses divide by.
+"""Packs samples into micro-batches: rows with shared prefixes and no padding, with the batch counts that losses divide
+by.
 
 Worked example. Three samples, the first two of one group (equal `prompt_ids`, adjacent):
 

@@ -1,1 +1,2 @@
-"""Reward functions: the contract (`base`) and ready ones (`text`, `math`). Rewards never see the trainer."""
+"""Reward functions: what one is (`base`), ready ones (`text`, `math`, ...), worker processes and a sandbox. No
+trainer."""

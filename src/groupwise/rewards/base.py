@@ -1,4 +1,4 @@
-"""The reward contract, and scoring groups with it. The contract is the one that TRL and Axolotl users know:
+"""What a reward function is (TRL's and Axolotl's signature), and scoring groups of rollouts with several of them.
 
     def exact(completions, answer, **columns) -> list[float | None]:
         return [float(completion[0]["content"] == gold) for completion, gold in zip(completions, answer)]
@@ -70,7 +70,7 @@ LONGEST_CAUSE = 1000  # characters of an exception's message
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFunction:
-    """A function of the contract with its name, weight and bound options.
+    """A reward function with its name in metrics, its weight and its options.
 
     `spec` is what it was loaded from; one that has none cannot be loaded again and runs in this process.
     """
@@ -97,7 +97,7 @@ class RewardFunction:
         return [name for name, each in self.parameters().items() if each.default is each.empty and name not in given]
 
     def accepted(self, columns: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-        """What of `columns` the signature takes and no option replaces."""
+        """The part of `columns` that the function's signature accepts and that no option overrides."""
         everything = any(each.kind is each.VAR_KEYWORD for each in self._signature.parameters.values())
         names = self.parameters()
         return {
@@ -115,7 +115,7 @@ class RewardFunction:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """Where the run is, for a function that asks for `trainer_state`; the names are TRL's."""
+    """How far the run is, for a reward function with a parameter `trainer_state`; attributes are named as in TRL."""
 
     global_step: int = 0
     max_steps: int = 0
@@ -125,7 +125,7 @@ AT_START = TrainerState()
 
 
 class FailureKind(StrEnum):
-    """How a function failed."""
+    """The ways in which a reward function can fail; counted as `reward/<name>/failed/<kind>`."""
 
     TIMEOUT = "timeout"
     CRASH = "crash"
@@ -135,7 +135,7 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there is no value."""
+    """Why a completion has no value from a function."""
 
     cause: str
     kind: FailureKind
@@ -146,7 +146,7 @@ Value = float | None | Failure
 
 @dataclass(frozen=True, kw_only=True)
 class GroupScores:
-    """What one function said of one group: a value per completion, and the numbers that it logged, by name."""
+    """The result of one function on one group: a value per completion, and the numbers it logged, by name."""
 
     values: Sequence[Value]
     logged: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -308,7 +308,7 @@ class RewardWorkers(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardReport:
-    """What came of scoring, for metrics and messages.
+    """A summary of scored groups, for metrics and messages.
 
     `failed` completions have an error; `excluded` ones have no reward (they failed, or no function applied to them).
     `means` are by function name, over the completions that it scored.
@@ -322,7 +322,7 @@ class RewardReport:
 
 
 class RewardLog:
-    """What reward functions logged and how they failed, over the groups that were scored with it; one per step.
+    """Collects what reward functions logged and how they failed over the groups of one step.
 
     `failures[name][kind]` counts completions. `metrics()` is for the step's metrics.
     """
@@ -332,7 +332,7 @@ class RewardLog:
         self.logged: dict[tuple[str, str], list[float]] = {}  # (function, name): a mean per group
 
     def add(self, name: str, answer: GroupScores) -> None:
-        """What the function `name` answered for one group."""
+        """Add the result of the function `name` on one group."""
         counts = self.failures.setdefault(name, {})
         for value in answer.values:
             if isinstance(value, Failure):
@@ -577,7 +577,7 @@ LogMetric = Callable[[str, float], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Values:
-    """What a member gave: one value a completion, nan where it failed, and the first cause of that."""
+    """The values of a reward that is part of another: one a completion, nan where it failed, and the first cause."""
 
     weight: float
     values: tuple[float | None, ...]
@@ -647,7 +647,7 @@ class Scorer:
         return await score_group(group, self.functions, pool=self._pool, log=self.log, state=self._state)
 
     def begin_step(self, step: int) -> None:
-        """What is logged from now on is this step's."""
+        """Start collecting for a new step."""
         self.log = RewardLog()
         self._state = TrainerState(global_step=step, max_steps=self._state.max_steps)
 

@@ -1,4 +1,4 @@
-"""Is a reward fit to train on? Judges what `rewards.trial` found out, as a policy would.
+"""`groupwise rewards lint`: calls a reward function with probes and reports what makes it unfit to train on.
 
 error     it breaks the contract of `rewards.base` or has nothing to teach: it fails, takes for ever, gives everything
           the same value, mixes up the order, changes what it is given, gives another value the second time
@@ -74,7 +74,7 @@ _CONNECTORS = "First, because of this, therefore, however, thus, since then, mor
 
 
 def answers(answer: Any, *, thought: str = _THOUGHT) -> dict[str, str]:
-    """Form -> a completion that gives `answer` in it."""
+    """Completions that give `answer` in every usual form (bare, boxed, in tags, ...), by the form's name."""
     forms = {
         "bare": f"{answer}",
         "a sentence": f"The answer is {answer}.",
@@ -101,7 +101,7 @@ def filler(count: int) -> str:
 
 
 def junk(row: ProbePrompt) -> dict[str, str]:
-    """Name -> a completion without an answer, or with tags and words around a wrong one."""
+    """Junk completions by name: without an answer, or with tags and filler around a wrong one."""
     plain = {
         "empty": "",
         "blank": " \n\t\n ",
@@ -146,7 +146,7 @@ def _candidates(row: ProbePrompt) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A reward is called with the probes of `rewards.probes`: what it gave, and how it behaved. `lint` judges.
+# A reward is called with the probes above: what it gave, and how it behaved. `lint` judges.
 #
 # Every probe is scored alone. Then come groups: new completions twice in a row, a group and the same group turned
 # round,
@@ -165,7 +165,7 @@ NOTHING = ("empty", "10 words", "<think> and nothing inside")  # junk
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """A completion and its value for a row: a number, None where the function does not apply, or a Failure."""
+    """One probe: a completion and what the function gave it (a number, None if it does not apply, or a Failure)."""
 
     row: int
     kind: Kind
@@ -175,13 +175,13 @@ class Tried:
 
     @property
     def probe(self) -> str:
-        """What to call it in a message."""
+        """The probe's name in messages."""
         return self.name if self.kind == "junk" else f"{self.kind}, {self.name}"
 
 
 @dataclass(kw_only=True)
 class RewardTrial:
-    """What came of it. Groups that were not tried, because too many calls were lost, are empty."""
+    """The results of all probes of one function. Groups that were skipped, as too many calls were lost, are empty."""
 
     rows: Sequence[ProbePrompt]
     needs_gold: bool  # a column with the expected answer, by its signature
@@ -353,7 +353,7 @@ class RewardCheckReport:
 
     @property
     def verdict(self) -> Severity | Literal["ok"]:
-        """The gravest severity; "ok" without an error or a warning."""
+        """The highest severity among the findings; "ok" without an error or a warning."""
         severities = {finding.severity for finding in self.findings}
         return "error" if "error" in severities else "warning" if "warning" in severities else "ok"
 
@@ -373,7 +373,7 @@ async def lint(
 
 
 def judge(name: str, trial: RewardTrial) -> RewardCheckReport:
-    """The findings, the gravest first."""
+    """The findings of a trial, most severe first."""
     seconds = sorted(trial.seconds)
     p95 = seconds[math.ceil(0.95 * len(seconds)) - 1]
     checks = (_failures, _style, _sameness, _gold, _group, _memory, _junk, _form, _length)

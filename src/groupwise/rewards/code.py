@@ -1,4 +1,5 @@
-"""Rewards on Python code, which runs in boxes (`groupwise.rewards.sandbox`). Options are the keyword-only arguments.
+"""Rewards for Python code, which runs in a sandbox (`groupwise.rewards.sandbox`). Options are the keyword-only
+arguments.
 
     code_execution     the share of test cases that the program passes: all or nothing, or with partial credit
     code_block_format  exactly one fenced Python block, closed and not empty

@@ -1,4 +1,5 @@
-"""What `code` puts into its boxes, as a script; it imports nothing but the standard library.
+"""The script that runs inside the sandbox for `rewards.code`: loads the program and runs its tests; standard library
+only.
 
     harness.py serve FD    load program.py, then answer calls of its functions
     harness.py check FD    run tests, in which the `asked` names are functions of the program

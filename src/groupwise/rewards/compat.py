@@ -1,4 +1,5 @@
-r"""The rewards that users of other recipes know by name, with the same signatures and amounts, and without their holes.
+r"""Well-known rewards of other recipes, under their names, with their signatures and amounts, and hardened against
+gaming.
 
 | name | gives | what differs from the recipes, and why |
 |---|---|---|

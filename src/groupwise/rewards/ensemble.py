@@ -1,4 +1,4 @@
-"""Rewards made of other rewards. Members are named by reference, as in the configuration (`rewards.member`).
+"""Rewards made of other rewards, which are named as in the configuration (`module:function`).
 
 ensemble  several rewards of the same thing, as one: mean, least or median. One noisy or exploitable member then moves
           the reward less, and how far the members are apart is a metric (Coste et al. 2023, arXiv 2310.02743: taking

@@ -312,7 +312,7 @@ def number_match(
 ) -> list[float | None]:
     r"""1 where the last number differs from the expected one by at most `tolerance` of it, else 0.
 
-    Numbers and units are those of `rewards.quantity`. An expected number without a unit is compared as it stands; one
+    Numbers and units are those of `last_quantity`. An expected number without a unit is compared as it stands; one
     with a unit is compared in it: 5000 m is 5 km, 42% is 0.42, 5 m is not 5 km. Then a completion without a unit is
     right if its number is, or wrong if the unit is "required". An expected 0 is met within `zero_tolerance`.
 

@@ -1,4 +1,4 @@
-"""Reward functions in processes of their own, which can be killed: one that hangs or crashes costs its group, no more.
+"""Reward functions in worker processes that can be killed: one that hangs or crashes costs only its group.
 
     with RewardPool(config.rewards, folder=config.folder, workers=4, timeout_s=60) as pool:
         scored = await score(groups, functions, pool=pool)
@@ -15,7 +15,7 @@ function that did not answer three times running is not called again before `tim
 everything hangs ends, and is refused, after three deadlines and not after one per group.
 
 What reward code prints is read and dropped, but for the last 2000 bytes; its stdin is empty. The workers and everything
-that they started end with this process, also when it is killed with SIGKILL (see sandbox_keeper.py, which keeps them).
+that they started end with this process, also when it is killed with SIGKILL (see `rewards.sandbox_child`).
 Functions that have no reference (given as Python objects) are not the pool's: `score` calls them in its own process.
 """
 
@@ -59,7 +59,7 @@ PATIENCE = 3  # calls of a function that did not answer in time, one after anoth
 
 @dataclass(eq=False)
 class PooledCall:
-    """One function on one group. `again` takes it where its worker was lost while that had others too."""
+    """A call of one function on one group. `again` queues it anew if its worker was lost together with other calls."""
 
     request: ScoreRequest
     future: Future[GroupScores]
@@ -129,7 +129,7 @@ class PooledCall:
 
 
 class Patience:
-    """Whether a function that did not answer in time is called once more; shared by the lanes."""
+    """Decides whether a function that timed out is called again; shared by all worker threads."""
 
     def __init__(self, pause_s: float):
         self.pause_s = pause_s
@@ -139,7 +139,7 @@ class Patience:
         self._until: dict[str, float] = {}
 
     def refusal(self, name: str, deadline_s: float) -> str | None:
-        """Why it is not called now; None if it is."""
+        """Why the function is not called any more; None if it is."""
         with self._lock:
             missed, now = self._missed.get(name, 0), time.monotonic()
             if missed < PATIENCE:
@@ -204,7 +204,7 @@ class RewardPool:
         self.close()
 
     def runs(self, function: RewardFunction) -> bool:
-        """Whether this is one of the pool's functions."""
+        """Whether the pool runs this function."""
         return function.spec is not None and self._specs.get(function.name) == function.spec
 
     def warm(self, functions: Sequence[RewardFunction] = ()) -> None:

@@ -1,4 +1,4 @@
-"""A process of a RewardPool, from the inside: it loads the functions, answers calls, and leaves itself as it was.
+"""The worker process of a `RewardPool`: loads the functions, answers calls, and restores what a function changed.
 
 Messages, over the channel that it inherits: the first is a pickled {"specs", "folder", "together"}; it is answered with
 {"ready": true} or {"failed": why}. Then come pickled calls, each answered with JSON by `number`. Pickle goes one way

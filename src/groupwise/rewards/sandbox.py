@@ -1,4 +1,4 @@
-"""Run programs that nobody has read: what a policy wrote, in a box with limits that ends with all its descendants.
+"""The sandbox: runs untrusted programs (what a policy wrote) with limits, isolated, killed with all their descendants.
 
     outcome = run_python("print(input()[::-1])", stdin="abc", limits=Limits(wall_s=2))
     outcome.status, outcome.stdout                # ("ok", "cba\\n")
@@ -446,8 +446,10 @@ class Channel:
 
 
 class Box:
-    """A program under a keeper (sandbox_keeper.py), started at once. `channel`, if asked for, leads to the program,
-    which finds its descriptor in place of "{channel}" among its arguments. Ends with the `with` block."""
+    """A program and the process that watches it (`rewards.sandbox_child`), started at once.
+
+    `channel`, if asked for, leads to the program, which finds its descriptor in place of "{channel}" among its
+    arguments. Ends with the `with` block."""
 
     def __init__(self, spec: Mapping[str, Any], *, channel: bool = False, longest: int = 1 << 20):
         ours, theirs = socket.socketpair() if channel else (None, None)

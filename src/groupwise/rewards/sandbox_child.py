@@ -1,4 +1,4 @@
-"""The keeper: the process between an owner and the program in its box. A script, standard library only, one thread.
+"""The sandbox's supervising process (the keeper), between our process and the program. Standard library, one thread.
 
     owner --stdin-->  keeper    a specification (8 hex digits: its length; JSON); "t" asks for the output since the last
                                 one; and for as long as stdin is open, the box may live

@@ -1,4 +1,4 @@
-"""A worker process that runs somebody's code, and the thread that speaks with it: calls, deadlines, replacement.
+"""Worker processes that run user code, and the thread that talks to each: calls, deadlines, replacement.
 
     process = WorkerProcess("groupwise.rewards.pool_worker", setup, memory_mb=None, decode=decode_answer)
     lane = Lane(process, waiting, capacity=1)          begins what is put into the deque `waiting`
@@ -8,7 +8,7 @@ The worker is a fresh interpreter (never a fork of one with threads). It gets `s
 or {"failed": why}, and from then on one message for each call, by the call's number. Pickle goes one way only, from the
 parent. A worker that ends, or does not answer a call by its deadline, is killed with all its descendants and replaced;
 the calls that were in flight with it are told. What it prints is read and dropped, but for the end of it, which is in
-the causes. It ends with this process, also when that is killed with SIGKILL (sandbox_keeper.py).
+the causes. It ends with this process, also when that is killed with SIGKILL (`rewards.sandbox_child`).
 """
 
 from __future__ import annotations
@@ -51,30 +51,30 @@ class Loss:
 
 
 class LaneCall(Protocol):
-    """What a lane has a worker do; exactly one of the methods but `begins` is called, once."""
+    """A call that a worker executes. Of the methods other than `begins` exactly one is called, once."""
 
     number: int
     message: bytes
     deadline_s: float
 
     def begins(self) -> bool:
-        """Whether it is still to be made; False once it has dealt with that itself."""
+        """Whether the call is still wanted; False if it has been settled otherwise."""
         ...
 
     def answered(self, answer: Any, printed: Callable[[], str]) -> None:
-        """By the worker; `printed()` is what that said last."""
+        """The worker answered; `printed()` returns its last output."""
         ...
 
     def unstarted(self, why: str) -> None:
-        """There is no worker that it could be made by."""
+        """No worker could be started for the call."""
         ...
 
     def lost(self, loss: Loss) -> None:
-        """The worker was lost while it had this call."""
+        """The worker died or was killed while it executed this call."""
         ...
 
     def closed(self) -> None:
-        """The lane was stopped while the worker had this call."""
+        """The pool was closed while the worker executed this call."""
         ...
 
 
@@ -107,7 +107,7 @@ class Lane(threading.Thread):
             self._wake.send(b"w")
 
     def stop(self) -> None:
-        """From another thread: end, whatever the worker is doing."""
+        """Stop at once, whatever the worker is doing; called from another thread."""
         self.stopping = True
         self.worker.abandon()
         self.wake()
@@ -227,7 +227,7 @@ class WorkerProcess:
         return [] if self._box is None or self._box.channel is None else [self._box.channel.socket]
 
     def start(self) -> None:
-        """Have a process that is ready. Raises WorkerError."""
+        """Start the process, unless one is ready. Raises WorkerError."""
         if self.sockets:
             if not select.select(self.sockets, [], [], 0)[0]:
                 return
@@ -270,7 +270,7 @@ class WorkerProcess:
         return self._decode(self._box.channel.receive(timeout=timeout))
 
     def printed(self) -> str:
-        """What it printed last, as the end of a sentence."""
+        """The worker's last output, phrased to end an error message."""
         try:
             return "" if self._box is None else _quoted(self._box.output(timeout=WAIT_S))
         except SandboxError:

@@ -1,4 +1,4 @@
-"""What one's own loop runs on: the model, the adapter, the hardware, the engine, when weights are synced and saved.
+"""`LoopConfig`, the configuration of a loop of your own: model, adapter, hardware, engine, weight sync and saving.
 
     LoopConfig(log_path="runs/mine", base_model="starter", lora_rank=16,
                infra=InfraConfig(training_shape_id="cpu-small"),
@@ -29,9 +29,11 @@ __all__ = ["DeployConfig", "InfraConfig", "LoopConfig", "WeightSyncConfig", "Wei
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """One loop. `lora_rank` 0 trains all parameters. `temperature` is both the sampler's and the one at which the
-    trainer scores. `policy_job_id` and `reference_job_id` name the trainers: what runs under that name in this process
-    is attached to, and else opened under it."""
+    """The configuration of one loop; `setup_infra` reads it.
+
+    `lora_rank` 0 trains all parameters. `temperature` is used for sampling and for the trainer's log-probabilities.
+    `policy_job_id` and `reference_job_id` are names of trainers: a trainer of that name that already runs in this
+    process is reused, otherwise one is opened under it."""
 
     log_path: str
     base_model: str

@@ -1,4 +1,4 @@
-"""What the trainer gets: one sequence of N tokens as N - 1 inputs, N - 1 targets and N - 1 values of everything else.
+"""Datums, the SDK's training data: a sequence of N tokens as N - 1 inputs, N - 1 targets and N - 1 values of all else.
 
     tokens (5, 6, 7, 2), the first two the prompt
 
@@ -46,7 +46,8 @@ UNKNOWN = math.nan
 def aligned(
     logprobs: Sequence[float | None], *, tokens: int, prompt_len: int, what: str = "logprobs"
 ) -> tuple[float, ...]:
-    """Log-probabilities (nats) in any of the orders above -> the trainer's, [tokens - 1]; `what` they are, for errors.
+    """Align log-probabilities (nats), given in any of the orders above, to the N - 1 targets. `what` names them in
+    errors.
 
     >>> aligned([None, -0.5, -0.1], tokens=3, prompt_len=1)
     (-0.5, -0.1)
@@ -95,7 +96,7 @@ TRAINED = 0.5  # a mask or weight above it marks a trained token
 
 @dataclass(frozen=True, kw_only=True)
 class Datum:
-    """One sequence. `model_input` [N - 1] and every entry of `loss_fn_inputs` [N - 1], by the names above.
+    """One training sequence: `model_input` [N - 1], and `loss_fn_inputs`, a dict of [N - 1] entries named as above.
 
     Lists, tuples, tensors and arrays are taken.
 
@@ -168,7 +169,7 @@ class Datum:
         return sum(bool(trained and weight) for trained, weight in zip(self.mask, weights, strict=True))
 
     def having(self, **values: Sequence[float] | None) -> Datum:
-        """The same datum with these values in place of the ones it has; None leaves a name out."""
+        """A copy of the datum with some of its `loss_fn_inputs` replaced; None removes one."""
         kept = {**self.loss_fn_inputs, **values}
         return Datum(model_input=self.model_input, loss_fn_inputs={k: v for k, v in kept.items() if v is not None})
 
@@ -178,8 +179,9 @@ class Datum:
         return self.mask.index(1) if 1 in self.mask else 0
 
     def sample(self, weights: str) -> Sample:
-        """What the learner takes; `weights` names the values that weigh its tokens. What comes before the first trained
-        token is the prompt, which adjacent datums of one prompt share."""
+        """The datum as a `types.Sample` for the learner; `weights` names the entry that weighs its tokens.
+
+        All before the first trained token counts as the prompt, which adjacent datums with the same prompt share."""
         first, inputs = self.skipped, self.loss_fn_inputs
         behaviour = inputs.get("logprobs")
         return Sample(
@@ -193,13 +195,14 @@ class Datum:
         )
 
     def whole(self) -> Sample:
-        """A sample of which every token but the first is a completion: log-probabilities of all N - 1 targets."""
+        """The datum as a sample whose first token is the prompt, to get log-probabilities of all N - 1 targets."""
         ids = self.tokens
         return Sample(prompt_ids=ids[:1], completion_ids=ids[1:], mask=(1,) * (len(ids) - 1), targets=self.targets)
 
 
 def datum_of(tokens: Sequence[int], *, prompt_len: int) -> Datum:
-    """N tokens, the first `prompt_len` of them the prompt -> a datum whose `weights` mark the completion."""
+    """A datum of N tokens whose `weights` are 0 on the first `prompt_len` tokens (the prompt) and 1 on the
+    completion."""
     ids = tuple(tokens)
     weights = [float(j + 1 >= prompt_len) for j in range(len(ids) - 1)]
     return Datum(model_input=ids[:-1], loss_fn_inputs={TARGETS: ids[1:], "weights": weights})
@@ -207,7 +210,7 @@ def datum_of(tokens: Sequence[int], *, prompt_len: int) -> Datum:
 
 def compute_advantages(rewards: Sequence[float | None], *, eps: float = 1e-8, ddof: int = 1) -> list[float | None]:
     """The rewards of one group -> (r - mean) / (std + eps) each; std has n - ddof in its denominator. A reward that is
-    None, or beyond 1e100, could not be had: it enters no statistic and its advantage is None.
+    None, or beyond 1e100, counts as missing: it enters no statistic and its advantage is None.
 
     Raises:
         DataError: a reward is no number.

@@ -1,4 +1,4 @@
-"""A deployment: an engine, the adapters that were pushed into it, and the version that it serves.
+"""A deployment: an engine with its adapter store and the version that new requests sample from.
 
 It belongs to a run, or lives on: `WeightSyncScope`. One that lives on has a name and is found again by it; its adapters
 are in a store of its own, so that the versions of successive trainers never share a number.
@@ -31,14 +31,14 @@ T = TypeVar("T")
 
 
 class OpenedOnce(Generic[T]):
-    """Things by name. Two who ask for a new name at once get one thing: the first opens it, the other waits."""
+    """A registry of running objects by name; concurrent callers of a new name share one object."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._by_name: dict[str, T] = {}
 
     def attach(self, name: str, open_it: Callable[[], T]) -> tuple[T, bool]:
-        """What runs under `name`, and whether it was opened just now. Raises what `open_it` raises."""
+        """The object named `name`, and whether this call opened it. Raises what `open_it` raises."""
         with self._lock:
             if (found := self._by_name.get(name)) is not None:
                 return found, False
@@ -46,12 +46,12 @@ class OpenedOnce(Generic[T]):
             return opened, True
 
     def find(self, name: str) -> T | None:
-        """What runs under `name`, if anything does."""
+        """The object named `name`, or None."""
         with self._lock:
             return self._by_name.get(name)
 
     def forget(self, name: str, thing: T) -> None:
-        """Let go of `thing`, if it is what runs under `name`."""
+        """Remove `thing` from the registry, if it is the one named `name`."""
         with self._lock:
             if self._by_name.get(name) is thing:
                 del self._by_name[name]
@@ -68,14 +68,14 @@ class Deployment:
         self._retired: set[PolicyVersion] = set()  # to be forgotten when nobody holds them
 
     def serve(self, version: PolicyVersion) -> None:
-        """New calls get `version`, which is loaded; the one before is forgotten when nobody holds it any more."""
+        """Serve `version`, which must be loaded, to new calls; the previous one is unloaded once no call uses it."""
         before, self.serving = self.serving, version
         if before != version:
             self.unload(before)
 
     @contextmanager
     def holding(self, version: PolicyVersion | None = None) -> Iterator[PolicyVersion]:
-        """Within: a loaded version, or the one that is served now, stays loaded."""
+        """Context manager: a loaded version, or the one that is served now, stays loaded."""
         with self._lock:
             version = version or self.serving
             self._held[version] += 1
@@ -87,7 +87,7 @@ class Deployment:
             self._let_go(version)
 
     def backlog(self) -> float:
-        """Completions that wait for a row, for each one that has a row."""
+        """Completions waiting in the engine's queue, divided by those being decoded."""
         stats = self.engine.stats()
         return stats["waiting"] / max(stats["running"], 1)
 

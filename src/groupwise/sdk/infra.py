@@ -1,4 +1,4 @@
-"""`setup_infra`: a configuration -> the trainer, the reference, the sampler, wired and running.
+"""`setup_infra`: opens trainer, reference and sampler for a loop of your own, from one configuration.
 
     with setup_infra(config, needs_reference=True, needs_inference=True) as infra:
         infra.policy        TrainingClient: forward, forward_backward, optim_step, save_state

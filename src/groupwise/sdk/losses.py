@@ -1,4 +1,4 @@
-"""Which loss: by the names that servers give theirs, or as a recipe makes its own over log-probabilities.
+"""Losses of the SDK: built-in ones by name, and functions over log-probabilities for `forward_backward_custom`.
 
 Built in, for `forward_backward(data, name, config)`: sums over trained tokens; p = log pi, q = `logprobs`, r = e^(p-q)
 

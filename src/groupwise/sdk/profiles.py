@@ -1,4 +1,4 @@
-"""Hardware profiles: what a machine can hold, by name, so that a loop need not say it number by number.
+"""Hardware profiles: named sets of limits (sequence length, rows, dtype) that fit a kind of machine.
 
     cpu-small        the starter and models of up to a few hundred million parameters
     gpu-24g-lora     an adapter over a 16-bit base on a GPU of 24 GB; likewise 48g, 80g, 141g
@@ -25,7 +25,7 @@ SLACK = 0.9  # GPUs and machines have a little less memory than their name says
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareProfile:
-    """One profile. `memory_gb` is what the device must have; `trains` "lora", "full" or both as "any"."""
+    """One hardware profile. `memory_gb` is the device memory it needs; `trains` is "lora", "full" or "any" (both)."""
 
     name: str
     device: Literal["cpu", "cuda"]
@@ -43,7 +43,7 @@ class HardwareProfile:
         return self.device in machine.memory_gb and machine.memory_gb[self.device] >= SLACK * self.memory_gb
 
     def trains_with(self, *, lora: bool) -> bool:
-        """Whether it is for training an adapter, or all parameters."""
+        """Whether the profile is for training an adapter (`lora`), or all parameters."""
         return self.trains in ("any", "lora" if lora else "full")
 
 
@@ -55,7 +55,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """This one. Loads torch."""
+        """The machine this runs on. Loads torch."""
         import torch
 
         memory = {"cpu": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9}

@@ -55,14 +55,16 @@ from groupwise.types import (
 
 
 class Outbox:
-    """Between coroutines and an engine. For one event loop at a time."""
+    """Collects the requests of concurrent coroutines and submits them to the engine together; one event loop at a
+    time."""
 
     def __init__(self, sampler: Sampler):
         self._sampler = sampler
         self._waiting: list[tuple[SamplingRequest, asyncio.Future[Future[list[Completion]]]]] = []
 
     async def send(self, request: SamplingRequest) -> Completion:
-        """The one completion of a request. Cancelled, it gives the completion up. Raises what the engine does."""
+        """Sample the single completion of a request; cancelling the coroutine cancels it. Raises what the engine
+        raises."""
         loop = asyncio.get_running_loop()
         submitted: asyncio.Future[Future[list[Completion]]] = loop.create_future()
         if not self._waiting:
@@ -102,7 +104,7 @@ FASTEST = 4.0  # growth of the window at most
 
 
 class AdaptiveConcurrency:
-    """A window for one event loop at a time.
+    """A limit on concurrent requests that adapts to the engine's backlog; one event loop at a time.
 
     Raises:
         ConfigError: not 1 <= minimum <= initial <= maximum, or a target that is not positive.
@@ -125,7 +127,7 @@ class AdaptiveConcurrency:
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Within: one of the requests under way; waits for its turn."""
+        """Context manager around one request; waits while the limit is reached."""
         while self.in_flight >= int(self.window):
             waiter = asyncio.get_running_loop().create_future()
             self._waiting.append(waiter)
@@ -143,7 +145,7 @@ class AdaptiveConcurrency:
             self._wake()
 
     def observe(self, backlog: float) -> None:
-        """A completion is done, and so many waited for each that ran."""
+        """Report a finished completion and the backlog at that time: completions waiting for each one running."""
         self.backlog += SMOOTHING * (backlog - self.backlog)
         self._since += 1
         if self._since < self.every:
@@ -166,7 +168,7 @@ class AdaptiveConcurrency:
 
 
 class Status(StrEnum):
-    """What became of one of `n`."""
+    """The outcome of one of the `n` completions; the values are explained at the head of this file."""
 
     OK = "ok"
     TRUNCATED = "truncated"
@@ -176,7 +178,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class SampledCompletion:
-    """One entry. Without a completion `full_tokens` is the prompt and there are no log-probabilities.
+    """One of the `n` results. If nothing was sampled, `full_tokens` is the prompt and there are no log-probabilities.
 
     `inference_logprobs` (nats, at the sampling temperature) has an entry for each of the N `full_tokens`: None for the
     first, which nothing predicts, and, unless `echo` asked for them, for the prompt's others. `[1:]` are the trainer's.
@@ -203,7 +205,8 @@ class SampledCompletion:
         return self.completion_len > 0
 
     def datum(self) -> Datum:
-        """Its tokens for the trainer; `weights` mark the completion. Raises DataError if there is none."""
+        """The prompt and completion as a datum whose `weights` mark the completion. Raises DataError if nothing was
+        sampled."""
         if not self.sampled:
             raise DataError(
                 f"the entry is {self.status} and has no completion: {self.error}", hint="leave it out: entry.sampled"
@@ -212,7 +215,7 @@ class SampledCompletion:
 
 
 class DeploymentSampler:
-    """Samples from what a deployment serves.
+    """Samples from the version that a deployment serves.
 
     Args:
         tokenizer_model: whose tokenizer and chat template encode the prompts; `tokenizer_revision`: of it.

@@ -60,7 +60,7 @@ T = TypeVar("T")
 
 
 class Pending(Generic[T]):
-    """The answer to a verb. Verbs run in the order in which they were called, so that several may be under way:
+    """The future result of a verb. Verbs run in the order of the calls, so several may be pending:
 
     backward = policy.forward_backward(data, loss)
     stepped = policy.optim_step(adam)              # after it, without waiting for its answer
@@ -71,11 +71,11 @@ class Pending(Generic[T]):
         self._future = future
 
     def result(self, timeout: float | None = None) -> T:
-        """The answer. Raises what the verb raised, or TimeoutError after so many seconds."""
+        """Wait for the result. Raises what the verb raised, or TimeoutError after `timeout` seconds."""
         return self._future.result(timeout)
 
     def done(self) -> bool:
-        """Whether it is there."""
+        """Whether the result is there."""
         return self._future.done()
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -173,7 +173,7 @@ def _shape(learner: Learner) -> dict[str, Any]:
 
 @contextmanager
 def _single_process() -> Iterator[None]:
-    """Within: torch does not warn that there is no process group."""
+    """Context manager: torch does not warn that there is no process group."""
     with _QUIET, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
@@ -211,15 +211,15 @@ class AdamParams:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardBackwardOutput:
-    """`loss_fn_outputs[i]["logprobs"]` [N - 1] are those of datum i's targets, under the policy before any step; of
-    `forward_backward` NaN where the target is not trained."""
+    """The result of a forward. `loss_fn_outputs[i]["logprobs"]` [N - 1] (nats) are of datum i's targets, under the
+    policy as it was for this call; from `forward_backward` they are NaN where the target is not trained."""
 
     loss_fn_outputs: tuple[Mapping[str, tuple[float, ...]], ...]
     metrics: Metrics = field(default_factory=dict)
 
     @property
     def logprobs(self) -> list[tuple[float, ...]]:
-        """Those of every datum."""
+        """The log-probabilities of every datum."""
         return [output["logprobs"] for output in self.loss_fn_outputs]
 
 
@@ -252,14 +252,14 @@ class TrainingService:
     def create_training_client(
         self, *, name: str | None = None, lora: LoraSpec | None = LoraSpec(), seed: int = 0, temperature: float = 1.0
     ) -> TrainingClient:
-        """A fresh policy. Raises ConfigError as `Learner`."""
+        """A new policy over the base model; `lora=None` trains all parameters. Raises ConfigError as `Learner`."""
         learner = self.submit(lambda: self._learner(lora, seed)).result()
         return TrainingClient(
             learner, service=self, name=name or f"policy-{next(self._numbers)}", temperature=temperature
         )
 
     def submit(self, work: Callable[[], T]) -> Pending[T]:
-        """Run `work` where the verbs run, after those that were called before. Raises TrainingError when closed."""
+        """Run `work` in the training thread, after all verbs called so far. Raises TrainingError when closed."""
         try:
             return Pending(self._thread.submit(work))
         except RuntimeError:
@@ -267,7 +267,7 @@ class TrainingService:
             raise TrainingError("the trainer is closed", hint=hint) from None
 
     def close(self, *, wait: bool = True) -> None:
-        """Finish what was called, and end the thread; without `wait` some time later."""
+        """Let pending verbs finish and end the training thread; `wait=False` returns at once."""
         self._thread.shutdown(wait=wait)
 
     def _learner(self, lora: LoraSpec | None, seed: int) -> Learner:
@@ -312,7 +312,7 @@ class TrainingClient:
     ) -> Pending[ForwardBackwardOutput]:
         """Accumulate the gradient of a loss: a built-in one by name (`losses`) or any `LossSpec`.
 
-        Metrics are `algo.loss_metrics`' of this call; the loss is reduced as the spec says, over this call.
+        Metrics are those of `algo.loss` for this call; the loss is reduced as the spec says, over this call.
 
         Raises:
             DataError, ContextLengthError: a datum lacks what the loss reads, or the model cannot read it.
@@ -351,8 +351,8 @@ class TrainingClient:
     def optim_step(
         self, adam_params: AdamParams, *, grad_accumulation_normalization: Normalization | None = None
     ) -> Pending[StepResult]:
-        """Divide what was accumulated, clip, apply AdamW, start anew. A gradient that is not finite changes nothing and
-        is counted.
+        """Normalise the accumulated gradient, clip it, apply AdamW, and zero it. A gradient that is not finite changes
+        nothing and is counted.
 
         Args:
             grad_accumulation_normalization: what a sum of losses is divided by: its trained tokens, its sequences, or
@@ -379,11 +379,11 @@ class TrainingClient:
         return self.service.submit(lambda: self.load_now(Path(path)))
 
     def zero_grad(self) -> Pending[None]:
-        """Forget what has been accumulated, as if no gradient had been computed since the last step."""
+        """Discard the accumulated gradient."""
         return self.service.submit(self.forget_now)
 
     def create_base_reference(self) -> ReferenceClient:
-        """The reference that costs nothing: this policy with its adapter off. Raises ConfigError without an adapter."""
+        """A reference that needs no memory: this policy with its adapter off. Raises ConfigError without an adapter."""
         if self.learner.lora is None:
             raise ConfigError(
                 "all parameters are trained: there is no adapter to switch off",

@@ -1,4 +1,4 @@
-"""What the client's calls answer, as frozen dataclasses; and how a server's JSON becomes one, and back.
+"""The client's return types, as frozen dataclasses, and their conversion from and to a server's JSON.
 
 Attributes have the project's words, the wire its own (`Job.id` is "job_id" there). What a newer server says in addition
 is left out; a missing field has its default; a field of the wrong kind is an error that names it.

@@ -1,4 +1,4 @@
-"""From the trainer to the engine, and to the disk: when weights are synced, when a state is saved, how to go on.
+"""Weight sync from the trainer to the engine, saving of states, and resuming from them.
 
     weight_sync_interval   1   sample, train, sync, repeat: on-policy (the default)
                            N   N steps are sampled by one version, sync at the end of the window
@@ -34,7 +34,7 @@ _STEP = re.compile(r"step-([0-9]{6,})")
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """Where a state was saved: after `step`, with what the loop gave."""
+    """What `resume` returns: the step after which the state was saved, and the loop's own `extra`."""
 
     step: int
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Resumed:
 
 @dataclass(frozen=True, kw_only=True)
 class Synced:
-    """What happened after a step: the version that samples now, and the state that was saved, if one was."""
+    """What `after_step` did: the version that samples now, and the directory of the state, if one was saved."""
 
     version: PolicyVersion
     state: Path | None = None
@@ -76,23 +76,23 @@ class WeightSyncer:
             )
 
     def sync(self) -> Pending[PolicyVersion]:
-        """The policy as it is as the version that samples. Without a deployment nothing is done.
+        """Publish the policy as it is and sample from it from now on. Does nothing without a deployment.
 
         Raises AdapterError, StorageError; what was served before still is.
         """
         return self.policy.service.submit(self._sync)
 
     def after_step(self, step: int, *, extra: Mapping[str, Any] | None = None) -> Pending[Synced]:
-        """Sync and save what is due after `step` (from 1), which was called before; `extra` as `save`'s."""
+        """Sync and save as the intervals say after optimizer step `step` (counted from 1); `extra` as in `save`."""
         return self.policy.service.submit(lambda: self._after_step(step, dict(extra or {})))
 
     def save(self, step: int, *, extra: Mapping[str, Any] | None = None) -> Pending[Path]:
-        """A state after `step`; `extra` goes through JSON and comes back from `resume`."""
+        """Save a state after `step`; `extra` (JSON) is returned by `resume`."""
         return self.policy.service.submit(lambda: self._save(step, dict(extra or {})))
 
     def resume(self) -> Resumed | None:
-        """Go on from the newest state: trainer, optimizer and the version that samples are as they were. None if there
-        is no state; `weight_sync_before_training` then serves the fresh policy.
+        """Restore trainer, optimizer and sampling version from the newest state. Returns None if there is
+        none; `weight_sync_before_training` then serves the fresh policy.
 
         Raises:
             StorageError, ConfigError, AdapterError, AdapterNotFoundError: it cannot be loaded, or its version is gone.

@@ -1,4 +1,4 @@
-"""How the server is: /health, /ready, /metrics, /v1/models, /v1/config and what it did lately.
+"""The state of the server: /health, /ready, /metrics, /v1/models, /v1/config and what it did lately.
 
 /health says that the process lives, and to whom has the key everything else that it knows. /ready is 503 unless the
 server can do its whole work: answer, accept jobs, keep them, publish adapters. A disk that is full, fails or may not be

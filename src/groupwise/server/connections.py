@@ -1,4 +1,4 @@
-"""uvicorn's h11 connections with what it has no deadlines for.
+"""uvicorn's h11 protocol with deadlines for slow clients, which it lacks.
 
     make_server         uvicorn's server as we run it
     Connection          answers what is not HTTP with our envelope, and makes room when too many are open

@@ -1,4 +1,4 @@
-"""What stands before every route: who may ask, how much at once, how large and how slowly; and every error's envelope.
+"""Middleware before every route: API key, concurrency, body size, slow bodies, and the error envelope.
 
     request id      `x-request-id`, the client's where it is one, on every answer, and on its line in the log
     Host, Origin    on loopback only local names (DNS rebinding); no writing from other sites' pages (CSRF)
@@ -336,7 +336,7 @@ class _ByteLimit:
 
     @asynccontextmanager
     async def held(self, size: int) -> AsyncIterator[None]:
-        """Within: `size` bytes, or all there are, are taken. Raises OverloadedError."""
+        """Context manager: `size` bytes, or all there are, are taken. Raises OverloadedError."""
         size = min(size, self._capacity)
         await self._take(size)
         try:
@@ -385,7 +385,7 @@ class _ConcurrencyLimit:
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
-        """Within: one place is taken. Raises OverloadedError."""
+        """Context manager: one place is taken. Raises OverloadedError."""
         await self._take()
         try:
             yield

@@ -1,4 +1,4 @@
-"""What a server must have before anything slow is begun: its port and its state directory. Standard library only.
+"""Takes the port and locks the state directory before anything slow begins. Standard library only.
 
     bind     a listening socket, or StartError naming the port and who has it
     own      the state directory, locked while the process lives, or StartError naming the process that has it
@@ -84,7 +84,7 @@ def _listener_of(port: int) -> int | None:
 
 @contextmanager
 def own(state_dir: Path) -> Iterator[None]:
-    """Within: this process is the only server on `state_dir`. A second one would hand out the same jobs."""
+    """Context manager: this process is the only server on `state_dir`. A second one would hand out the same jobs."""
     path = state_dir / "server.lock"
     try:
         state_dir.mkdir(parents=True, exist_ok=True)
@@ -118,8 +118,8 @@ def own(state_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def incoming(state_dir: Path) -> Iterator[None]:
-    """Within: what arrives and is too large for memory, as an adapter does, waits on the state directory's disk, whose
-    free space is looked after, and not where temporary files are else (on some machines that is memory)."""
+    """Context manager: uploads too large for memory are buffered on the state directory's disk, whose free space is
+    watched, and not in the system's temporary directory (on some machines that is memory)."""
     directory, before = state_dir.absolute() / INCOMING, tempfile.tempdir
     try:
         directory.mkdir(mode=0o700, exist_ok=True)

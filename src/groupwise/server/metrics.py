@@ -1,4 +1,4 @@
-"""What the server did: Prometheus metrics, the speed of decoding, and the latest requests.
+"""The server's Prometheus metrics, decoding speed, and list of recent requests.
 
     record = recorder.request_started("/v1/chat/completions", model="math@3", prompt="What is ...")
     recorder.tokens(record)                       once for each token, or each few, as they are sent

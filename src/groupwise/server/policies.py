@@ -1,4 +1,4 @@
-"""Which weights answer a request, and how they change while others are in use.
+"""The policies that are served: which version answers a request, and how versions are loaded and swapped under load.
 
     lease(model, adapter)    a version, settled once when the request is admitted, loaded, and counted until it ends
     swap(version)            load -> verify on a canary -> activate in the store -> flip the alias; the old one drains

@@ -1,4 +1,4 @@
-"""From the body of a request to what its route needs: parsed, checked, rendered, tokenised. Long bodies by processes.
+"""Reads request bodies: parsed, validated, rendered and tokenised; long ones in worker processes.
 
     receive_body    a request's body as it arrives: in memory while it is short, then in a file without a name
     Reader          read(body, function): the function's result, from a thread or from a process that is forked for it
@@ -97,7 +97,7 @@ class RawBody:
 
 @asynccontextmanager
 async def receive_body(http: Request, reader: Reader) -> AsyncIterator[RawBody]:
-    """Within: the whole body of a request. The guard counts its bytes and its time.
+    """Context manager: the whole body of a request. The guard counts its bytes and its time.
 
     Raises BodyTooLargeError, SlowBodyError, OverloadedError as the guard, StorageError if the disk does not take it.
     """

@@ -1,4 +1,4 @@
-"""Tokens -> text while they are sampled, and text -> thoughts, content and tool calls.
+"""Turns sampled tokens into text as they come, and text into reasoning, content and tool calls.
 
     TextStream    token ids one by one -> text that nothing sampled later can take back
     ReplyParser   text in pieces of any size -> reasoning, content and whole tool calls

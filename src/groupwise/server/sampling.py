@@ -1,4 +1,4 @@
-"""From a body and its prompts to an engine at work: which version answers, how it samples, and what is recorded.
+"""Runs a sampling request: picks the version, sets the parameters, calls the engine, records the rollouts.
 
 admit             a version that stays loaded until the answer is over, and a `Generation` under it
 Admission         what every route that samples needs from there on

@@ -1,4 +1,4 @@
-"""Whether the server can still write what it must: payloads of jobs, versions of adapters, its ledger.
+"""Watches whether the server can still write job payloads, adapter versions and its ledger (disk full, read-only).
 
 StorageProbe    asks the disk, at most every few seconds, and says what is wrong
 check_room      raises StorageFullError where too little is free to take more

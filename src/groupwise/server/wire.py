@@ -1,4 +1,4 @@
-"""What every body has in common: strict reading, limits of the configuration, the error envelope, the API's document.
+"""Shared by all request bodies: strict parsing, configured limits, error envelope, OpenAPI details.
 
     OpenRequest   a body of a route that OpenAI's clients call: unknown fields are ignored, but not misspelt ones
     OwnRequest    a body of our own routes: unknown fields are refused, and so are keys that stand twice in an object

@@ -1,1 +1,1 @@
-"""Everything on disk: adapter versions, the job ledger, run directories, rollouts, what is logged of a run."""
+"""Everything on disk: adapter versions, the job ledger, run directories, checkpoints, rollouts, metrics."""

@@ -1,4 +1,4 @@
-"""PEFT's adapter_config.json: what it makes PEFT compute, and whether that is what is served.
+"""PEFT's adapter_config.json: checked for options that would make PEFT compute something else than we serve.
 
     check_config    every option in its range; what would compute anything but W x + scale B A x is refused
     applied_scales  the scale of each module's update, as PEFT has it; or why PEFT would not apply a tensor

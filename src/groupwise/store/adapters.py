@@ -117,7 +117,7 @@ class AdapterStore:
 
     @contextmanager
     def held(self, version: PolicyVersion) -> Iterator[Path]:
-        """Within: the version's directory, which no process prunes or deletes meanwhile. Raises as `path`."""
+        """Context manager: the version's directory, which no process prunes or deletes meanwhile. Raises as `path`."""
         directory = self._require(version)
         with ExitStack() as stack:
             try:

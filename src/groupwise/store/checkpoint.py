@@ -1,4 +1,4 @@
-"""What a run that was killed goes on from.
+"""Checkpoints of a run, from which `resume: auto` continues after a kill.
 
     <run>/checkpoints/step-000020/learner.safetensors, learner.json    the policy, the optimizer (`Learner.save`)
     <run>/checkpoints/step-000020/run.json                             `RunState`: everything else

@@ -1,4 +1,4 @@
-"""Faults on request: the places where the crash tests kill, named.
+"""Named fault points, at which the crash tests kill the process; they do nothing otherwise.
 
     GROUPWISE_FAULTS="publish:after-rename:kill"          SIGKILL the first time that point is reached
     GROUPWISE_FAULTS="submit:before-commit:enospc@3,progress:after-commit:sleep=0.5"

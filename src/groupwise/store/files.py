@@ -450,7 +450,7 @@ def locked(root: Path) -> Iterator[None]:
 
 @contextmanager
 def in_use(directory: Path) -> Iterator[None]:
-    """Within: `try_move` leaves the directory alone. Raises FileNotFoundError if it is not there,
+    """Context manager: `try_move` leaves the directory alone. Raises FileNotFoundError if it is not there,
     InUseError if its lock cannot be had."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:

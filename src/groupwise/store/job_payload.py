@@ -1,4 +1,4 @@
-"""What a training job trains on, as the server spools it and the worker reads it: token ids, no text.
+"""A training job's payload: the token ids that it trains on, as the server writes them and the worker reads them.
 
     grpo   {"groups": [{"prompt_ids": [..], "completions": [{"ids": [..], "logprobs": [..] | null, "reward": r}]}],
             "temperature": 1.0}

@@ -1,4 +1,4 @@
-"""The jobs, on disk: what was accepted is kept, whoever is killed when.
+"""The job ledger in SQLite: an accepted job survives a kill of server or worker at any time.
 
     queued --lease--> running --published--> running, phase "swapping" --complete--> completed
        ^                 |  |                                      `--refuse_swap--> failed

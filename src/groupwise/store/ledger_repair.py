@@ -1,4 +1,4 @@
-"""A ledger that is damaged: found when a server starts, and put together again when it is asked to.
+"""Finds a damaged ledger when a server starts, and rebuilds it with `--repair-ledger`.
 
     check     raises LedgerDamagedError: what is damaged, which backup there is, what to do
     repair    a new ledger of every row that can still be read; of what cannot, the row of the backup; and of a job that

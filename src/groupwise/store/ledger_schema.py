@@ -488,7 +488,7 @@ def to_event(row: sqlite3.Row, job_id: str) -> LedgerEvent:
 
 @contextmanager
 def _readable(table: str, seq: int | str) -> Iterator[None]:
-    """Within: a value that is none is damage, which SQLite did not notice."""
+    """Context manager: a value that is none is damage, which SQLite did not notice."""
     try:
         yield
     except (ValueError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""Merging adapters into one.
+"""Merging several LoRA adapters into one (weighted average, TIES and others), re-factored to a rank.
 
 A LoRA adapter i stands for the weight update D_i = s_i B_i A_i of each module it targets (s_i = alpha / r, Hu et al.
 2021, arXiv 2106.09685). A merge combines the updates, never the factors:

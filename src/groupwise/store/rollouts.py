@@ -1,4 +1,4 @@
-"""A rollout group as JSON and back, equal to what it was: a line of `rollouts/*.jsonl`, an entry of the replay buffer.
+"""Rollout groups to JSON and back without loss: lines of `rollouts/*.jsonl`, entries of the replay buffer.
 
 Token ids and logprobs come back bit for bit (JSON holds the shortest decimal that reads as the same float64). A number
 that is NaN or infinite is the string "NaN", "Infinity" or "-Infinity". Only `columns` come back as far as JSON has

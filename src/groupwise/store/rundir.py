@@ -1,4 +1,4 @@
-"""The directory of a run: made, found again, and wound back to its last checkpoint.
+"""The run directory: created, locked, found again, and rolled back to its last checkpoint.
 
 runs/<name>-<time>/
     config.yaml                    every effective value
@@ -37,8 +37,9 @@ ROLLOUTS, EVALUATIONS, ADAPTERS = "rollouts", "evaluations", "adapters"
 
 @contextmanager
 def open_run_dir(config: RunConfig) -> Iterator[tuple[Path, checkpoint.RunState | None]]:
-    """Within: the run's directory, in which no other process trains, and where the run stands if it is one that goes on
-    (`resume: auto`). The run that `run_dir` names may be finished: then there is nothing left but to conclude it again.
+    """Context manager: the run's directory, locked against other processes, and the state from which a resumed run goes
+    on (`resume: auto`). The run that `run_dir` names may be finished: then there is nothing left but to conclude it
+    again.
 
     The directory is locked before anything in it is changed: a run that is being trained stays as it is.
 
@@ -70,7 +71,8 @@ def reserve_run_dir(config: RunConfig) -> Path:
 
 @contextmanager
 def owned(directory: Path) -> Iterator[None]:
-    """Within: no other process trains in this directory, which is made if need be. Raises InUseError if one does."""
+    """Context manager: no other process trains in this directory, which is made if need be. Raises InUseError if one
+    does."""
     with files.writing(f"locking {directory}"):
         directory.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -198,7 +200,7 @@ class Located:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Within: the run that it is of does not remove it. Raises AdapterNotFoundError if it has."""
+        """Context manager: the run that it is of does not remove it. Raises AdapterNotFoundError if it has."""
         with ExitStack() as stack:
             try:
                 stack.enter_context(files.in_use(self.directory))

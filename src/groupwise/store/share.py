@@ -1,4 +1,4 @@
-"""The base weights of several processes in one place: the page cache.
+"""Sharing base weights between processes: memory-mapped files on a CPU, CUDA IPC handles on a GPU.
 
     map_weights(model, state_dir)     every parameter becomes a view of a memory-mapped file
 

@@ -1,11 +1,11 @@
-"""Where the numbers and the texts of a run go.
+"""Writes a run's metrics, findings and rollouts to its directory, and to trackers (TensorBoard, W&B, Trackio, MLflow).
 
     <run>/metrics.jsonl                  always: a line per step, {"step", "time", <metric>: <number>, ...}
     <run>/health.jsonl                   a line per event: a finding began, became an error or ended; a note
     <run>/rollouts/step_000012.jsonl     a line per group: what was asked, sampled, scored; with the token ids
     <run>/tensorboard/                   and W&B, Trackio, MLflow, where the config asks for them
 
-`metrics.jsonl` has our names alone; the trackers get TRL's as well, unless `tracking.trl_names` is false.
+`metrics.jsonl` has our names alone; the trackers get TRL's as well, unless the key `tracking.trl_names` is false.
 The JSON is strict: a metric that is NaN or infinite is null, and its name is in the line's "non_finite". In rollouts,
 where the value must come back exactly, such a number is the string "NaN", "Infinity" or "-Infinity".
 

@@ -1,1 +1,1 @@
-"""What is trained on: prompts, chat templates and tool calls, environments, agents, the starter's own tasks."""
+"""Tasks: prompts, environments and agents with several turns, tool calls, and the starter model's own tasks."""

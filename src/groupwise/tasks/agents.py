@@ -1,4 +1,4 @@
-"""What an agent is, and how it is loaded: a program that plays one episode with nothing but an OpenAI client.
+"""Agents: programs that play one episode and know nothing but an OpenAI client; loading, recording and training them.
 
     async def agent(case, *, client, model):
         answer = await client.chat.completions.create(model=model, messages=[...], tools=[...])
@@ -76,7 +76,7 @@ NEEDED = ("base_url", "api_key")  # or the client
 
 @dataclass(frozen=True, kw_only=True)
 class Agent:
-    """What plays an episode; `takes` are those of `OFFERED` that it is called with."""
+    """A loaded agent; `takes` are the keyword arguments, of those in `OFFERED`, that it is called with."""
 
     name: str
     function: Callable[..., Any]
@@ -113,7 +113,7 @@ def load_agent(config: EnvConfig, *, folder: str | Path | None = None) -> Agent:
     Raises LoadError for what cannot be imported, ConfigError for what cannot be called as agents are, EnvError for a
     class that fails.
     """
-    assert config.agent is not None  # else `envs.load` is asked
+    assert config.agent is not None  # else `load_env` is asked
     made: Any = load_object(config.agent, folder=folder)
     name, args = config.agent.replace(":", ".").rpartition(".")[2], dict(config.args)
     if inspect.isclass(made):
@@ -127,7 +127,7 @@ def load_agent(config: EnvConfig, *, folder: str | Path | None = None) -> Agent:
 
 
 def outcome_of(value: Any, agent: str) -> AgentResult:
-    """What an agent returned, checked. Raises EnvError."""
+    """Check what an agent returned. Raises EnvError."""
     if value is None:
         return AgentResult()
     if not isinstance(value, Mapping):
@@ -217,7 +217,7 @@ Opening = tuple[tuple[Message, ...], tuple[dict[str, Any], ...], tuple[int, ...]
 
 @dataclass(kw_only=True, eq=False)
 class Answered:
-    """A turn, what the conversation was after it, and what went on from it."""
+    """A recorded turn: the conversation after it, and the turns that continued from it."""
 
     transcript: Transcript
     key: Key
@@ -230,7 +230,7 @@ class Answered:
 
 @dataclass(frozen=True, kw_only=True)
 class AgentRequest:
-    """A request that is to be answered: the policy sees `transcript.prompt_ids`."""
+    """A chat request of the agent, rendered: the policy sees the token ids `prompt_ids` of its transcript."""
 
     transcript: Transcript
     key: Key
@@ -238,7 +238,7 @@ class AgentRequest:
 
 
 class Conversations:
-    """All that was asked and answered in an episode. Requests may be under way together."""
+    """The requests and answers of one episode, as a tree of conversations; requests may be concurrent."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer, self._format = tokenizer, format_of(tokenizer)
@@ -249,12 +249,12 @@ class Conversations:
 
     @property
     def said(self) -> int:
-        """Tokens that the policy said."""
+        """How many tokens the policy has sampled in the episode."""
         return sum(len(each.turn.completion.token_ids) for each in self.answered)
 
     @property
     def opening(self) -> Opening | None:
-        """What the policy was first asked; None before the first answer."""
+        """The first request's messages; None before the first answer."""
         if not self._begun:
             return None
         seen = self._begun[0].transcript
@@ -269,7 +269,7 @@ class Conversations:
         return tuple(seen.messages[seen.begun :])
 
     def ask(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> AgentRequest:
-        """What the policy sees for these messages. Raises ChatError where the template refuses them."""
+        """Render a request to the token ids that the policy sees. Raises ChatError if the template refuses it."""
         offered, said = tools_key(tools), key_of(messages)
         for length in range(len(messages) - 1, 0, -1):
             if (before := self._by_key.get((offered, said[:length]))) is not None:
@@ -366,7 +366,7 @@ class LimitError(GroupwiseError):
 
 
 class PolicyFailedError(GroupwiseError):
-    """The policy could not be asked. The run ends of it; the agent is only told."""
+    """Sampling failed. The agent gets an error, and the run ends with this exception."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -432,7 +432,7 @@ class AgentSession:
         )
 
     async def end(self) -> Conversations:
-        """The agent is done: what is still being sampled is given up, and nothing more is answered."""
+        """End the session once the agent has returned: pending sampling is cancelled, later requests are refused."""
         self.over = True
         for task in self._tasks:
             task.cancel()
@@ -681,7 +681,7 @@ class AgentPlay:
         self._endpoint: Endpoint | None = None
 
     def prepare(self, prompt: Prompt) -> Prompt:
-        """The prompt itself: what the policy is asked, the agent says."""
+        """Returns the prompt unchanged, since the agent decides what the policy is asked."""
         return prompt
 
     def begin(

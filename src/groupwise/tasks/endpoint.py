@@ -1,4 +1,4 @@
-"""The HTTP endpoint of a run's episodes: 127.0.0.1, a free port, a key for each episode.
+"""The OpenAI-compatible HTTP endpoint that a run's agents talk to: on 127.0.0.1, a free port, one API key an episode.
 
     POST /v1/chat/completions     `protocol` says what of it
     GET  /v1/models
@@ -79,7 +79,7 @@ class Endpoint:
 
     @asynccontextmanager
     async def open(self, session: AgentSession) -> AsyncIterator[str]:
-        """Within: the key that stands for `session`. For any event loop."""
+        """Context manager that yields the API key under which `session` is reached. Usable from any event loop."""
         key = f"episode-{secrets.token_urlsafe(24)}"
         self._sessions[key] = session
         try:
@@ -94,7 +94,7 @@ class Endpoint:
         return await asyncio.wrap_future(self._submit(session.end()))
 
     def client(self, key: str) -> OpenAI:
-        """A client with the key, which may be closed. All have one transport, and none reads certificates."""
+        """A blocking OpenAI client with this key. All clients share one transport, so that closing one is harmless."""
         import openai
 
         transport, http = self._transport, _http()

@@ -1,4 +1,4 @@
-"""What an environment is: a class whose instances play one episode each.
+"""Environments: what a user's class must offer (`reset`, `step`, ...), the checks of what it returns, and `ToolEnv`.
 
     class Guess:
         def __init__(self, highest=10): ...                         the arguments come from the configuration (env.args)
@@ -92,7 +92,7 @@ class Episode:
 
 
 def observation_of(value: Any, *, limit: int) -> Observation:
-    """What `reset` returned. Raises EnvError; `limit` are the characters that messages may have together."""
+    """Check what `reset` returned; `limit` is the most characters of all its messages. Raises EnvError."""
     if isinstance(value, Observation):
         messages, tools = value.messages, value.tools
     else:
@@ -107,7 +107,7 @@ def observation_of(value: Any, *, limit: int) -> Observation:
 
 
 def step_result_of(value: Any, *, limit: int) -> StepResult:
-    """What `step` returned. Raises EnvError."""
+    """Check what `step` returned. Raises EnvError."""
     match value:
         case StepResult():
             result = value
@@ -159,7 +159,7 @@ def messages_of(value: Any, method: str, *, limit: int, roles: Sequence[str]) ->
 
 
 def reward_of(value: Any, method: str) -> float:
-    """A float of a size that can be compared. Raises EnvError."""
+    """Check a reward: a finite float of sensible size. Raises EnvError."""
     try:
         number = float(value) if not isinstance(value, str | bytes) else math.nan
     except (TypeError, ValueError):
@@ -188,7 +188,7 @@ def told_of(name: str, error: GroupwiseError) -> str:
 
 
 def priced(played: Rollout, config: EnvConfig) -> Rollout:
-    """A played episode with what it is worth: `reward`, or of one that has an `error` what `env.on_error` says.
+    """The episode with its `reward` set; for one with an `error`, what `env.on_error` prescribes.
 
     Raises EnvError where an error is to end the run.
     """
@@ -216,7 +216,7 @@ MODERN, THREE_METHODS = ("reset", "step"), ("build_dataset", "score_episode")
 
 @dataclass(frozen=True, kw_only=True)
 class EnvFactory:
-    """A class of environments and the arguments of its instances; `play.Environments`."""
+    """Makes instances of a user's environment class with `env.args`; implements `tasks.episode.Environments`."""
 
     name: str
     make_one: Callable[..., Any]
@@ -225,7 +225,7 @@ class EnvFactory:
     patience_s: float = 0.0
 
     def close(self) -> None:
-        """Nothing: its instances have nothing in common."""
+        """Does nothing: instances share no state."""
 
     def make(self) -> Any:
         """An instance, for one episode. Raises EnvError."""
@@ -256,7 +256,7 @@ def load_env(config: EnvConfig, *, folder: str | Path | None = None) -> EnvFacto
 
     Raises LoadError for what cannot be imported, ConfigError for what is no environment or takes other arguments.
     """
-    assert config.environment is not None  # else `agents.load` is asked
+    assert config.environment is not None  # else `load_agent` is asked
     made = load_object(config.environment, folder=folder)
     if inspect.isclass(made):
         _check_methods(made, config.environment)
@@ -279,7 +279,7 @@ def load_once(reference: str, *, folder: str | None = None) -> Callable[..., Any
 
 
 def parameters_of(made: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """What it takes, as far as its signature tells."""
+    """The parameters of a callable, as far as its signature tells."""
     try:
         return inspect.signature(made).parameters
     except ValueError:  # no signature to look at

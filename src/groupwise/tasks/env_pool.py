@@ -1,6 +1,6 @@
-"""Environments in processes, which can be killed: one that loops or ends its process costs its own episode, no more.
+"""Environments in worker processes that can be killed: one that hangs or crashes costs only its own episode.
 
-    pool = EnvPool(config.env, name="Shop", folder=config.folder)           `play.Environments`
+    pool = EnvPool(config.env, name="Shop", folder=config.folder)           `tasks.episode.Environments`
     env = await pool.make();  await env.reset(case, seed);  await env.step(message);  ...  await env.close()
 
 Each of `env.workers` processes has many episodes, which stay where they began. Of the ways to go wrong
@@ -56,7 +56,7 @@ class _Gone(Exception):
 
 
 class EnvPool:
-    """`play.Environments` in `config.workers` processes, which are started at once. Close it."""
+    """`tasks.episode.Environments` over `config.workers` processes, started when it is made. Call `close` when done."""
 
     patience_s = PATIENCE_S
 
@@ -72,7 +72,7 @@ class EnvPool:
         self._processes = [self._process() for _ in range(config.workers)]
 
     async def make(self) -> PooledEnv:
-        """An environment, which is made where its episode begins. Async: nothing is waited for."""
+        """An environment for one episode; the user's instance is made in a worker process at `reset`."""
         return PooledEnv(self)
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class EnvPool:
         return process
 
     def leave(self, process: _EnvProcess) -> None:
-        """An episode is over there. A process that takes no more is ended with its last."""
+        """An episode in this process is over; a retired process ends with its last episode."""
         process.episodes -= 1
         if process.left is not None:
             process.left()
@@ -117,7 +117,7 @@ class EnvPool:
             process.lane.stop()
 
     def retire(self, process: _EnvProcess) -> None:
-        """Let it take no new episodes: a thread in it cannot be ended."""
+        """Give the process no new episodes, as a thread in it hangs and cannot be ended."""
         if process in self._processes and not self._closed:
             self._processes[self._processes.index(process)] = self._process()
             self._retired.add(process)
@@ -130,11 +130,11 @@ class EnvPool:
         self._found = 0
 
     def found(self) -> None:
-        """It was an episode's doing that its process was lost."""
+        """Note that an episode was found to be the cause of a lost process."""
         self._found += 1
 
     def number(self) -> int:
-        """Of an episode, or of a call."""
+        """A fresh number for an episode or a call."""
         return next(self._numbers)
 
     @property

@@ -1,4 +1,4 @@
-"""Environments in a process of their own, from the inside: many episodes at once, one environment for each.
+"""The worker process of `env_pool`: hosts many episodes at once, with one environment instance for each.
 
 `EnvHost` makes and calls them; a process of an `EnvPool` serves it to its parent, and an actor of Ray's is one.
 

@@ -1,4 +1,4 @@
-"""How a prompt becomes a group: one completion each (`SingleTurn`), or an episode each in an environment (`Episodes`).
+"""From a prompt to a group of rollouts: single completions (`SingleTurn`) or episodes in an environment (`Episodes`).
 
 The loop, evaluation and everything after them know only that a group comes back. Prompts that are begun together have
 their first turns admitted together; the episodes of a group that see the same first prompt share it.
@@ -80,7 +80,7 @@ Speak = Callable[[tuple[int, ...], int, int], Awaitable[Completion]]
 
 
 class PolicyError(Exception):
-    """The policy could not be asked; that is no fault of the environment's."""
+    """Sampling from the policy failed, which is not the environment's fault."""
 
     def __init__(self, cause: Exception):
         super().__init__(str(cause))
@@ -301,7 +301,7 @@ T = TypeVar("T")
 
 
 class Play(Protocol):
-    """Plays prompts with a policy."""
+    """How groups of rollouts are made for prompts; one implementation for each kind of task."""
 
     def prepare(self, prompt: Prompt) -> Prompt:
         """The prompt as `begin` takes it. Raises ChatError."""
@@ -319,7 +319,7 @@ class Play(Protocol):
 
 
 class SingleTurn:
-    """The prompt is asked, the completion is the rollout."""
+    """Single-turn tasks: the completion of the prompt is the whole rollout."""
 
     def __init__(self, sampler: Sampler, tokenizer: PreTrainedTokenizerBase):
         self._sampler, self._tokenizer = sampler, tokenizer
@@ -344,7 +344,7 @@ class SingleTurn:
         return [group(prompt, at) for at, prompt in enumerate(prompts)]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: there is nothing to close."""
 
 
 class Environments(Protocol):
@@ -362,7 +362,7 @@ class Environments(Protocol):
 
 
 class Episodes:
-    """Each prompt is a case of an environment, which plays `n` episodes of it."""
+    """Multi-turn tasks: each prompt is a case of an environment, in which `n` episodes are played."""
 
     def __init__(
         self,
@@ -378,7 +378,7 @@ class Episodes:
         self._slots = Slots(config.concurrency, rounds=self._rounds)
 
     def close(self) -> None:
-        """Let go of what its environments have in common."""
+        """Close what the environments share (processes, connections)."""
         self._factory.close()
 
     def prepare(self, prompt: Prompt) -> Prompt:
@@ -470,7 +470,7 @@ def case_of(prompt: Prompt) -> dict[str, Any]:
 
 
 class Lockstep:
-    """Requests of all episodes that are under way, submitted together: once none of them is at anything else.
+    """`env.lockstep`: collects the requests of all running episodes and submits them together, in rounds.
 
     What an episode is told then follows from the seeds alone, bit for bit, since batches are made of the same requests
     in the same order however long environments take; and the slowest environment sets the pace of all. Episodes `join`
@@ -489,13 +489,13 @@ class Lockstep:
         return self._sampler.context_length
 
     def join(self, episodes: int) -> None:
-        """So many more are under way."""
+        """Add `episodes` to those that are running."""
         self._loop = asyncio.get_running_loop()
         with self._lock:
             self._playing += episodes
 
     def leave(self, episodes: int) -> None:
-        """So many have come to their end."""
+        """Remove `episodes` from those that are running."""
         with self._lock:
             self._playing -= episodes
         self._look()
@@ -581,7 +581,7 @@ class Party:
             self.rounds.join(self.episodes)
 
     def leave(self) -> None:
-        """One of them is over."""
+        """One of the episodes is over."""
         self._left += 1
         if self.rounds is not None and self._left < self.episodes:
             self.rounds.leave(1)

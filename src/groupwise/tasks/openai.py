@@ -1,4 +1,4 @@
-"""The part of OpenAI's chat completions that a training run answers: bodies in, answers and events out.
+"""OpenAI's chat completions API as far as agents in training need it: request models, responses, stream events.
 
 What the policy samples with is the run's. `temperature`, `top_p`, `seed` and the penalties of a request change nothing,
 nor does `strict` of a tool, which some libraries always send; the answer's header `x-ignored`, the metric

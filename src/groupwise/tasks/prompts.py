@@ -1,4 +1,4 @@
-"""Prompt sources: files, Hugging Face datasets and Python functions, as one endless, resumable stream of prompts.
+"""Prompt sources (files, Hugging Face datasets, Python functions) as one endless stream of prompts that can be resumed.
 
 A row is a mapping with a prompt, a list of chat messages or a string (one message of the user), under `prompt` or
 `messages`. `tools` may hold tool definitions, and every other column goes to the rewards by its name:

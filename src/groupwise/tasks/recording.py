@@ -1,4 +1,4 @@
-"""The policy as a transformers model: `generate` and `chat` for code that plays an episode itself, both recorded.
+"""The policy in the shape of a transformers model, whose `generate` and `chat` are recorded for training.
 
     out = model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=64)     ids [rows, prompt + new]
     text = model.chat([{"role": "user", "content": "Which hotel?"}])

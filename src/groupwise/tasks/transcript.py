@@ -1,4 +1,4 @@
-"""What was said in an episode, as messages and as tokens, token in, token out.
+"""The transcript of an episode, as messages and as token ids; sampled tokens are never decoded and encoded again.
 
 The prompt of a turn is what was there, with what follows appended:
 

@@ -1,4 +1,4 @@
-"""`groupwise report` itself: run directories in, files out."""
+"""Builds the report's files from run directories."""
 
 from __future__ import annotations
 

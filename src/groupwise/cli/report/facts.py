@@ -1,4 +1,4 @@
-"""The run in words and tables: what it was, what came of it, and how its configuration differs from another's."""
+"""The report's tables: settings and totals, results before and after, differences between configurations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page itself: what the run was, how it went, what it wrote; one file without script, without a request.
+"""Renders the report as one HTML file without scripts or external requests.
 
 `page.html.jinja` is the page and `page.css` its looks; both are read from beside this module. Jinja escapes every value
 that is not markup of ours, and the page's Content-Security-Policy allows the style sheet by its hash and nothing else,

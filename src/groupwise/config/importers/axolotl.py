@@ -1,4 +1,4 @@
-"""An Axolotl GRPO file as a run of ours.
+"""Reads an Axolotl GRPO file as a run's configuration.
 
     rl: grpo | gdpo          datasets, transforms and reward modules beside the file, as there
     trl: {...}               GRPO's arguments, and the asynchronous trainer's

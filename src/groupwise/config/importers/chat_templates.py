@@ -1,4 +1,4 @@
-"""Axolotl's names of chat templates, and whether a tokenizer's own template is the one that is meant.
+"""Axolotl's names for chat templates, and whether a tokenizer's own template is the one that a name means.
 
 Prompts are rendered with the tokenizer's own template here. Where a name stands for what that renders anyway, there is
 nothing to refuse; whether it does is tried on conversations.

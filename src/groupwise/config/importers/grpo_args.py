@@ -1,4 +1,4 @@
-"""TRL's GRPO arguments, which TRL's own files, Axolotl's `trl:` section and aitraining's flags all come down to.
+"""TRL's GRPO arguments as ours; TRL's files, Axolotl's `trl:` section and aitraining's flags all reduce to them.
 
 The defaults in the table are TRL 1.16.0's; other versions and systems replace some. What the arguments mean there:
 

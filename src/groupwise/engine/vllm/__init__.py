@@ -1,1 +1,1 @@
-"""vLLM as the sampler: in a server of its own, in this process, or several of them."""
+"""vLLM as the engine: one server or several, started here or elsewhere, or inside the trainer's process."""

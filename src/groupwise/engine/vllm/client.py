@@ -1,4 +1,4 @@
-"""The wire to one vLLM server: the routes of its OpenAI-compatible API that a run needs, and what their failures mean.
+"""The HTTP client of one vLLM server: the routes that a run needs, and how their failures are classified.
 
     POST /v1/completions            token ids in; token ids and log-probabilities of the sampled tokens out, at once
                                     or (`stream`) as server-sent events

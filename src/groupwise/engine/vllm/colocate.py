@@ -1,4 +1,4 @@
-"""vLLM in the trainer's process, on its device, with a share of its memory: what a server answers, without one.
+"""vLLM inside the trainer's process, with a share of its device's memory; same interface as a server.
 
 One thread owns vLLM's engine: it takes what is asked between two of the engine's steps. With `vllm.sleep` it gives the
 weights' and the cache's memory back while nothing is asked (vLLM's sleep level 1) and wakes up when something is.

@@ -1,4 +1,4 @@
-"""The servers of a run: which of them are up, who gets the next request, what happens when one dies.
+"""All vLLM servers of a run: which are up, which gets the next request, what happens when one dies.
 
     away   ->  started if it is ours  ->  healthy  ->  handshake  ->  has every version in use  ->  up
     up     ->  its process ended, was restarted by others, /health is refused or silent  ->  away

@@ -1,4 +1,4 @@
-"""Is this server the one that the run needs? Found out by asking it, not by what it calls itself.
+"""Verifies that a vLLM server serves the run's model, by comparing log-probabilities, not by its name.
 
     tokens     a conversation through its /tokenize is what our tokenizer and chat template make of it
     weights    log-probabilities of what it samples as the base are the trainer's (another checkpoint, another config, a

@@ -1,4 +1,4 @@
-"""vLLM's server as a process tree of ours: its command line, its start, its end, and nothing left behind.
+"""Starts and stops a vLLM server: its command line, waiting for it, and killing its whole process tree.
 
     owner -> keeper (sandbox_keeper.py, no box) -> API server -> EngineCore -> workers
 

@@ -5,7 +5,7 @@
     tinker://<run>/external_weights/<name>   the adapter as files, in PEFT's layout, to take away
 
     <state>/tinker/runs/<run>/<kind>/<name>/record.json       what is known of it
-    <state>/tinker/runs/<run>/weights/<name>/<number>/        a state (`sdk.state`), the one that the record names
+    <state>/tinker/runs/<run>/weights/<name>/<number>/        a state (`sdk.trainer`), the one that the record names
     <state>/tinker/runs/<run>/external_weights/<name>/<number>/   the files
 
 The record is written last and in one step: what has a record is whole, what has none was never saved, and what is

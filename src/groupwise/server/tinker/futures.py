@@ -1,4 +1,4 @@
-"""Answers that are asked for later: made at once, finished some time, fetched as often as the client likes.
+"""The Tinker API's futures: a request returns an id at once, and its result can be fetched repeatedly later.
 
     begin(id)      a new future, or the one that this request already has: a retry is not a second request
     wait(id)       its answer, or None while there is none

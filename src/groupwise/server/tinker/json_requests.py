@@ -1,4 +1,4 @@
-"""JSON where packages before 0.25 have no protobuf: what they send, and what they read.
+"""JSON requests and responses for `tinker` packages before 0.25, which do not send protobuf.
 
     ForwardBackwardBody, ForwardBody    their bodies of /forward_backward and /forward
     message_of                          ... as the ForwardBackwardRequest that the others send

@@ -1,4 +1,4 @@
-"""Clients of the Tinker wire: a session lives while it is heard of, and what belongs to it goes when it ends.
+"""Tinker sessions: alive while the client sends heartbeats; their models and samplers are released at the end.
 
 Sessions are not kept over a restart: a client makes a new one and goes on from its last saved state.
 """

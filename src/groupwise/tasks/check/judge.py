@@ -1,4 +1,4 @@
-"""Is an environment fit to train in? Judges what `env_check.trial` found out.
+"""The verdict of `groupwise env check`: findings from the trial episodes that `tasks.check.play` played.
 
 error     it breaks the contract: a method fails or hangs, what it returns is not as agreed, a tool has no valid schema,
           the same case, seed and replies give another episode

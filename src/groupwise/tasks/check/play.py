@@ -1,4 +1,4 @@
-"""An environment is played: by every script, again with the same replies, all at once, and by a model.
+"""Trial episodes of an environment: by scripted replies, repeated with the same replies, concurrently, and by a model.
 
     each script on a few cases         what can be had without doing the task, and what fails
     the first case again               the same case, seed and replies must give the same episode
@@ -66,11 +66,11 @@ class Canned:
         self._turn = 0
 
     async def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Completion]]:
-        """As `engine.base.Sampler.sample`."""
+        """As `types.Sampler.sample`."""
         return [self._answers(request) for request in requests]
 
     def submit(self, requests: Sequence[SamplingRequest]) -> list[Future[list[Completion]]]:
-        """As `engine.base.Sampler.submit`; the futures are done."""
+        """As `types.Submits.submit`; the futures are done."""
         futures: list[Future[list[Completion]]] = [Future() for _ in requests]
         for future, request in zip(futures, requests, strict=True):
             future.set_result(self._answers(request))
@@ -100,7 +100,7 @@ class Again:
         self._left, self.context_length = list(completions), context
 
     async def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Completion]]:
-        """As `engine.base.Sampler.sample`. What is asked beyond the episode is answered with nothing."""
+        """As `types.Sampler.sample`. What is asked beyond the episode is answered with nothing."""
         nothing = Completion(token_ids=(), logprobs=(), text="", finish_reason=FinishReason.ABORT)
         return [[self._left.pop(0) if self._left else nothing for _ in range(each.n)] for each in requests]
 

@@ -96,7 +96,7 @@ def _loader(environment: str, folder: str | None) -> Any:
 
 @contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Within: what becomes of Ctrl-C and SIGTERM may be changed; afterwards it is the run's again."""
+    """Context manager: what becomes of Ctrl-C and SIGTERM may be changed; afterwards it is the run's again."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Code of users' that asks the policy from threads of its own and waits: until its time is over."""
+"""The policy for blocking user code that runs in threads of its own: each call waits, at most until a deadline."""
 
 from __future__ import annotations
 

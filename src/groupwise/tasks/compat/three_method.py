@@ -1,4 +1,4 @@
-"""The three-method environments of aitraining, unchanged: the dataset and the scorer, which plays an episode itself.
+"""aitraining's three-method environments, unchanged; their scoring method plays the whole episode itself.
 
     class HotelEnv:
         def __init__(self, difficulty="easy"): ...                            the arguments come from `env.args`

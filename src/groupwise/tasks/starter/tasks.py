@@ -1,4 +1,4 @@
-"""The starter's school: seeded generators of small chat tasks with one right answer.
+"""The starter model's tasks: seeded generators of small chat problems with one right answer each.
 
     supervised_conversations   what the starter was trained on (the train split only)
     prompts                    rows for GRPO and for evaluation, from either split

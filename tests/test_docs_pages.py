@@ -1,0 +1,258 @@
+"""Every page (README, CONTRIBUTING, docs/): its links, files, commands, Python and YAML are real."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+import pytest
+import ruamel.yaml
+import typer
+
+from groupwise.cli.main import app
+from groupwise.config.importers import axolotl_keys
+from groupwise.config.importers import trl as trl_keys
+from groupwise.config.run import RunConfig, parse_config
+from groupwise.config.yaml import key_paths
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "groupwise"
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "benchmarks/README.md",
+    *sorted(ROOT.glob("docs/**/*.md")),
+]
+SHELL = ("", "bash", "console")
+OF_RUNS = {"run", "check", "eval", "launch", "vllm-serve"}  # commands that take CONFIG and overrides
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@cache
+def text(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+@cache
+def prose(page: Path) -> str:
+    """What is not in a block of code."""
+    return re.sub(r"^```.*?^```", "", text(page), flags=re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    found = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```", text(page), re.MULTILINE | re.DOTALL)
+    return [block for language, block in found if language in languages]
+
+
+def inline_code(page: Path) -> list[str]:
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose(page))]
+
+
+def of_pages(*languages: str) -> list[Any]:
+    """A test parameter for each block in one of the languages."""
+    return [
+        pytest.param(page, block, id=f"{name_of(page)}-{number}")
+        for page in PAGES
+        for number, block in enumerate(blocks(page, *languages))
+    ]
+
+
+# ---- links and files ----
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and docs/site_hooks.py make them."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        target, _, anchor = link.partition("#")
+        if re.match(r"https?:", target):
+            continue
+        there = (page.parent / target).resolve() if target else page
+        assert there.exists(), link
+        assert not anchor or anchor in anchors(there), link
+
+
+def is_file(name: str, page: Path) -> bool:
+    """Whether a path as people write it is one: from the root, the package, the page, or a file's mere name."""
+    places = (ROOT, SOURCE, page.parent, ROOT / "benchmarks", ROOT / "examples", ROOT / "examples/envs")
+    return any((place / name).exists() for place in places) or ("/" not in name and any(SOURCE.rglob(name)))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_python_file_that_is_named_exists(page: Path) -> None:
+    """Those of a reader's own (`my_...`), and those that a block of the same page writes, are not ours."""
+    named = {code.split()[-1] for code in inline_code(page) if re.fullmatch(r"(python )?[\w/]+\.py", code)}
+    named |= {name for block in blocks(page, "mermaid") for name in re.findall(r"\w+(?:/\w+)*\.py", block)}
+    theirs = {name for name in named if Path(name).name.startswith("my_") or f"# {name}" in text(page)}
+    assert {name for name in named - theirs if not is_file(name, page)} == set()
+
+
+def test_the_site_has_every_page_and_nothing_else() -> None:
+    """`make docs` follows the links inside docs/, headings included; here: what it leaves out, and what leaves it."""
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = re.findall(r"^ +- .*: ([\w/]+\.md)$", config, re.MULTILINE)
+    pages = (ROOT / "docs").rglob("*.md")
+    assert sorted(listed) == sorted(page.relative_to(ROOT / "docs").as_posix() for page in pages)
+
+
+def test_links_that_leave_docs_lead_to_the_repository_on_the_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    from site_hooks import on_page_markdown  # pyright: ignore[reportMissingImports]
+
+    config, page = (
+        SimpleNamespace(repo_url="https://repo"),
+        SimpleNamespace(file=SimpleNamespace(src_uri="tutorials/a.md")),
+    )
+    text = "[a](../b.md#c) [d](#e) [f](../../src/g.py) [h](https://i/j.py) [k](../../README.md#l) ![m](../n.png)"
+    there = "https://repo/blob/main"
+    expected = (
+        f"[a](../b.md#c) [d](#e) [f]({there}/src/g.py) [h](https://i/j.py) [k]({there}/README.md#l) ![m](../n.png)"
+    )
+    assert on_page_markdown(text, page=page, config=config) == expected
+
+
+# ---- commands ----
+def lines_of(block: str) -> list[str]:
+    """The commands of a block: continued lines joined, prompts and the output of a session left out."""
+    lines = block.replace("\\\n", " ").splitlines()
+    return [line.removeprefix("$ ").strip() for line in lines if not block.startswith("$ ") or line.startswith("$ ")]
+
+
+def called(pattern: str) -> Iterator[tuple[Path, str]]:
+    """Where a command begins so: lines of shell blocks, and what stands between backticks."""
+    for page in PAGES:
+        lines = [line for block in blocks(page, *SHELL) for line in lines_of(block)]
+        for line in dict.fromkeys([*lines, *inline_code(page)]):
+            if re.match(pattern, line):
+                yield page, line
+
+
+def words_of(line: str) -> list[str]:
+    return shlex.split(re.split(r"\s(?:[<>|]|&&|;|&$)\s?", line)[0], comments=True)
+
+
+def commands() -> list[str]:
+    lines = [line for _, line in called(r"([A-Z_]+=\S+ )*groupwise ")]
+    return sorted({line for line in lines if not re.search(r"groupwise (\w+ \||\.\.\.)", line)})
+
+
+@cache
+def run_keys() -> set[str]:
+    """Every key that an override may set, those of the other systems' files among them."""
+    ours = {".".join(path[:depth]) for path in key_paths(RunConfig) for depth in range(1, len(path) + 1)}
+    return ours | {key.name for key in (*axolotl_keys.KEYS, *trl_keys.KEYS)}
+
+
+@pytest.mark.parametrize("line", commands())
+def test_every_command_is_one(line: str) -> None:
+    """Its words are commands, options and arguments that the command line takes; a mere name has none."""
+    words = words_of(line)
+    words = words[words.index("groupwise") + 1 :]
+    command: click.Command = typer.main.get_command(app)
+    name = words[0] if words else ""
+    while hasattr(command, "commands") and words and words[0] not in ("--help", "..."):
+        command = command.commands[words.pop(0)]  # pyright: ignore[reportAttributeAccessIssue]
+    if not words or "--help" in words or words == ["..."]:
+        return
+    command.make_context("groupwise", [*words])
+    if name in OF_RUNS:
+        keys = {re.sub(r"\[\d+\]", "", word.partition("=")[0]) for word in words if re.match(r"[a-z][\w.\[\]]*=", word)}
+        assert {key for key in keys if key not in run_keys() and not of_free_form(key)} == set()
+
+
+def of_free_form(key: str) -> bool:
+    """Arguments of a user's function: `data.args.n`, `rewards.args.limit`."""
+    return ".args." in key
+
+
+def test_there_are_commands_to_check() -> None:
+    assert len(commands()) > 60
+
+
+def test_the_page_of_commands_has_them_all() -> None:
+    page = text(ROOT / "docs/cli.md")
+    command: Any = typer.main.get_command(app)
+    assert set(re.findall(r"`groupwise ([\w-]+)", page.split("## Exit codes")[0].split("|---|", 1)[1])) == set(
+        command.commands
+    )
+    codes = re.findall(r"^\| (\d+) \|", page, re.MULTILINE)
+    assert codes == re.findall(r"(?:Exit codes: |; )(\d+) ", command.epilog)  # what `groupwise --help` ends with
+
+
+def test_every_script_that_is_run_exists_and_has_these_options() -> None:
+    for page, line in called(r"([A-Z_]+=\S+ )*python3? [\w/]+\.py"):
+        words = words_of(line)
+        script = next(word for word in words if word.endswith(".py"))
+        if Path(script).name.startswith(("my_", "score")) or f"# {script}" in text(page):
+            continue
+        places = [place / script for place in (ROOT, ROOT / "benchmarks") if (place / script).exists()]
+        assert places, f"{name_of(page)}: {line}"
+        source = "".join(each.read_text(encoding="utf-8") for each in (ROOT / "benchmarks").glob("*.py"))
+        source += places[0].read_text(encoding="utf-8")
+        for option in (word for word in words if re.match(r"--\w", word)):
+            assert f'"{option.partition("=")[0]}"' in source, f"{name_of(page)}: {line}: {option}"
+
+
+def test_every_make_target_and_test_folder_that_is_named_exists() -> None:
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for page, line in called(r"make \w+( |$)"):
+        assert line.split()[1] in targets, f"{name_of(page)}: {line}"
+    for page, line in called(r"pytest "):
+        paths = [word for word in words_of(line) if "/" in word]
+        assert all((ROOT / path.partition("::")[0]).exists() for path in paths), f"{name_of(page)}: {line}"
+
+
+def test_every_address_that_is_fetched_is_a_route() -> None:
+    listed = re.findall(r"^### `\w+ (/\S*)`$", text(ROOT / "docs/api.md"), re.MULTILINE)  # all, as test_docs.py checks
+    routes = [re.sub(r"\{\w+\}", "[^/]+", path) for path in listed]
+    fetched = {url for page in PAGES for url in re.findall(r"curl [^`]*?localhost:8420(/[\w/$.-]*)", text(page))}
+    assert len(fetched) > 8
+    assert {url for url in fetched if not any(re.fullmatch(route, url) for route in routes)} == set()
+
+
+# ---- Python and YAML ----
+@pytest.mark.parametrize(("page", "block"), of_pages("python"))
+def test_the_code_is_python(page: Path, block: str) -> None:
+    compile(block, name_of(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+def test_what_the_code_imports_of_ours_is_there() -> None:
+    imported = set()
+    for page in PAGES:
+        for block in blocks(page, "python", "pycon"):
+            imported |= set(
+                re.findall(r"^(?:>>> )?\s*from (groupwise[\w.]*) import (?!\()([\w, ]+)", block, re.MULTILINE)
+            )
+    names = {(module, name.split(" as ")[0].strip()) for module, listed in imported for name in listed.split(",")}
+    assert len(names) > 30
+    assert {name for name in names if not hasattr(importlib.import_module(name[0]), name[1])} == set()
+
+
+@pytest.mark.parametrize(("page", "block"), of_pages("pycon"))
+def test_the_sessions_parse(page: Path, block: str) -> None:
+    assert doctest.DocTestParser().get_examples(block)
+
+
+@pytest.mark.parametrize(("page", "block"), of_pages("yaml"))
+def test_the_yaml_is_a_configuration(page: Path, block: str) -> None:
+    """A whole run, or sections of one, which go with any prompts and rewards. A manifest of Kubernetes only parses."""
+    data = ruamel.yaml.YAML(typ="safe").load(block)
+    if "apiVersion" in data:
+        return
+    rest: dict[str, Any] = {} if "env" in data else {"data": {"source": "x.jsonl"}, "rewards": ["my_rewards:exact"]}
+    parse_config({**rest, **data})
