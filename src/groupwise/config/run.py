@@ -612,7 +612,7 @@ class AdaptersConfig(Section):
     keep: int = Field(default=3, ge=1)
     """Newest versions kept on disk, besides the evaluated, the active and the final ones."""
     start: Text | None = None
-    """The adapter that training starts from, as `groupwise eval --adapter` names it; null is a fresh one."""
+    """The adapter that training starts from, as `--adapter` of `groupwise eval` names it; null is a fresh one."""
 
 
 class CheckpointConfig(Section):
