@@ -13,7 +13,7 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,7 +131,7 @@ class JobProgress:
     applied: int = 0
 
     def dump(self) -> str:
-        lora = {**asdict(self.lora), "targets": _plain(self.lora.targets)}
+        lora = self.lora.model_dump(mode="json")
         return json.dumps({"parent": str(self.parent), "lora": lora, "step": self.step, "applied": self.applied})
 
     @classmethod
@@ -230,7 +230,3 @@ def prune_moments(state_dir: Path, store: AdapterStore) -> None:
 
 def _moments(state_dir: Path) -> Path:
     return state_dir / "optimizer"
-
-
-def _plain(targets: str | Sequence[str]) -> str | list[str]:
-    return targets if isinstance(targets, str) else list(targets)
