@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import torch
 
 from groupwise.algo.loss import resolve_loss
 from groupwise.errors import StorageError
-from groupwise.store import checkpoint, faults
+from groupwise.store import checkpoint, faults, files
 from groupwise.store.checkpoint import RunState
 from groupwise.train.learner import Learner
 from groupwise.types import PolicyVersion
@@ -132,3 +134,36 @@ def test_the_newest_is_the_one_of_the_highest_step(tmp_path: Path) -> None:
 
 def test_there_is_none(tmp_path: Path) -> None:
     assert checkpoint.newest(tmp_path) is None
+
+
+def test_every_file_is_on_the_disk_before_the_directory_has_its_name(tmp_path: Path, monkeypatch) -> None:
+    """Also those in directories of it, as the parts that several processes write."""
+    forced: list[str] = []
+    fsync, target = os.fsync, tmp_path / "checkpoints" / "step-1"
+
+    def record(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        forced.append(f"{path.relative_to(tmp_path)}{'' if target.exists() else ' before'}")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    with files.new_directory(target, fault="checkpoint") as staging:
+        (staging / "shards").mkdir()
+        (staging / "shards" / "__0_0.distcp").write_bytes(b"part")
+    root = "checkpoints/.staging-step-1"
+    assert {f"{root}/shards/__0_0.distcp before", f"{root}/shards before", f"{root} before"} == set(forced[:-1])
+    assert forced[-1] == "checkpoints" and (target / "shards" / "__0_0.distcp").read_bytes() == b"part"
+
+
+def test_a_directory_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
+    target = tmp_path / "state"
+    for content in ("first", "second"):
+        with files.new_directory(target, fault="state") as staging:
+            (staging / "a").write_text(content)
+    with suppress(OSError), files.new_directory(target, fault="state") as staging:
+        (staging / "a").write_text("third")
+        raise OSError("full")
+    assert (target / "a").read_text() == "second"
+    with files.new_directory(target, fault="state") as staging:
+        assert not list(staging.iterdir())  # nothing of the one that failed
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]

@@ -150,7 +150,7 @@ def test_who_has_lanes(make_learner):
     alone = make_learner(threads=3)
     assert (alone._lanes.most, alone.threads) == (3, 1)
     for other in (
-        make_learner(threads=3, lora=replace(LORA, dropout=0.1)),  # its random numbers are of the process
+        make_learner(threads=3, lora=LORA.model_copy(update={"dropout": 0.1})),  # its random numbers are of the process
         make_learner(threads=3, lora=None),  # gradients as large as the model
     ):
         assert (other._lanes.most, other.threads) == (1, 3)

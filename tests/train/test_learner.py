@@ -349,7 +349,7 @@ def test_the_base_is_not_touched(make_base, make_samples):
 
 def test_dropout(make_learner, make_samples):
     """It acts in training, not in `forward`, and repeats with the seed."""
-    lora = replace(LORA, dropout=0.5)
+    lora = LORA.model_copy(update={"dropout": 0.5})
     samples, spec = make_samples(GROUPS), resolve_loss("reinforce")
     plain = make_learner()
     plain.forward_backward(samples, spec)
@@ -370,7 +370,7 @@ def test_dropout(make_learner, make_samples):
 # ---- saving ----
 
 
-@pytest.mark.parametrize("lora", [replace(LORA, dropout=0.2), None])
+@pytest.mark.parametrize("lora", [LORA.model_copy(update={"dropout": 0.2}), None])
 def test_load_resumes_bit_for_bit(make_learner, make_samples, tmp_path: Path, lora: LoraSpec | None):
     spec, samples = resolve_loss("dapo", anchor="old"), make_samples(GROUPS)
 
@@ -405,4 +405,4 @@ def test_load_adapter(make_learner, make_base, make_samples, tmp_path: Path):
     other.load_adapter(tmp_path)
     assert other.forward(make_samples(GROUPS))[0] == learner.forward(make_samples(GROUPS))[0]
     with pytest.raises(AdapterError):
-        Learner(make_base(), lora=replace(LORA, rank=3)).load_adapter(tmp_path)
+        Learner(make_base(), lora=LORA.model_copy(update={"rank": 3})).load_adapter(tmp_path)

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -40,7 +39,7 @@ def test_ranks_train_what_one_process_trains(make_base, make_samples, lora) -> N
 
 def test_dropout_is_another_on_each_rank_and_the_same_again(make_base, make_samples) -> None:
     samples = make_samples(((4, (6,)),)) * 2  # twice the same, so that only dropout tells them apart
-    lora = replace(LORA, dropout=0.5)
+    lora = LORA.model_copy(update={"dropout": 0.5})
 
     def work(ranks):
         learner = start(ddp_learner, make_base(), lora=lora, ranks=ranks)

@@ -124,7 +124,7 @@ def test_a_reference_forward_leaves_the_policy_bit_for_bit(make_learner, make_sa
 
 def test_dropout_is_off_in_the_reference(make_learner, make_samples, monkeypatch):
     """Also within a training step, where the policy has it."""
-    learner, samples = kept(make_learner, "start", lora=replace(LORA, dropout=0.5)), make_samples(GROUPS)
+    learner, samples = kept(make_learner, "start", lora=LORA.model_copy(update={"dropout": 0.5})), make_samples(GROUPS)
     seen, original = [], Learner._frozen
 
     def spy(self, batches, temperature, **options):

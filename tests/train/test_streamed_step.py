@@ -114,7 +114,7 @@ def test_what_was_left_behind_is_forgotten(make_learner, make_samples):
 
 def test_dropout_differs_from_part_to_part_and_repeats(make_learner, make_samples):
     """The same rows in two parts are not dropped alike; the whole is the same another time."""
-    lora, (sample,) = replace(LORA, dropout=0.5), make_samples(((4, (6,)),))
+    lora, (sample,) = LORA.model_copy(update={"dropout": 0.5}), make_samples(((4, (6,)),))
     grads = []
     for parts in (1, 2, 2):
         learner = make_learner(lora=lora)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -172,8 +171,8 @@ Betas = Annotated[tuple[float, float], Field(strict=False), AfterValidator(_beta
 MAX_ALPHA = 1e6  # in practice it is a few times the rank; far beyond that float32 overflows
 
 
-class LoraConfig(Section):
-    """The adapter that is trained."""
+class LoraSpec(Section):
+    """The adapter that is trained, in a run's `train.lora`, of a job and in the SDK."""
 
     rank: int = Field(default=16, ge=1, le=4096)
     """Rank of the two matrices."""
@@ -223,7 +222,7 @@ class TrainConfig(Section):
     """How training computes attention over packed rows: merged, by matrix products over padded grids, on any device;
     flex, by FlexAttention's compiled kernels, on a CUDA GPU. Where flex cannot be used, a warning says why, and merged
     is: the results are the same."""
-    lora: LoraConfig | None = LoraConfig()
+    lora: LoraSpec | None = LoraSpec()
     """null trains all parameters."""
     devices: int | None = Field(default=None, ge=1, le=65536)
     """Processes that train together, each with a GPU where there are any (docs/scale.md); null is as many as were
@@ -250,16 +249,6 @@ class TrainConfig(Section):
         if self.cpu_offload and self.parallel != "fsdp":
             raise conflict("cpu_offload", f"acts with parallel fsdp only, not {self.parallel}")
         return self
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoraSpec:
-    """Which adapter to train. `targets` are names of linear modules, or "all-linear" (`model.load`)."""
-
-    rank: int = 16
-    alpha: float = 32.0
-    dropout: float = 0.0
-    targets: str | Sequence[str] = ALL_LINEAR
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import torch
 
 from groupwise.algo.advantage import AdvantageSpec
 from groupwise.config.loss import LossSpec, loss_of
-from groupwise.config.run import LoraSpec, RewardConfig, RunConfig, identity, resolved
+from groupwise.config.run import RewardConfig, RunConfig, identity, resolved
 from groupwise.config.yaml import to_yaml
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError
@@ -406,7 +406,7 @@ def open_play(plan: RunPlan, base: LoadedModel, engine: Sampler, envs: Environme
 
 def open_learner(config: RunConfig, base: LoadedModel, *, threads: int, ranks: Ranks | None = None) -> Learner:
     """The learner of a run, or, with `ranks`, this process's of several. Raises ConfigError."""
-    train, algo, lora = config.train, config.algo, config.train.lora
+    train, algo = config.train, config.algo
     strategy = None
     if ranks is not None:
         from groupwise.train.distributed import strategy_of  # torch.distributed
@@ -414,9 +414,7 @@ def open_learner(config: RunConfig, base: LoadedModel, *, threads: int, ranks: R
         strategy = strategy_of(ranks, sharded=train.parallel == "fsdp", cpu_offload=train.cpu_offload)
     learner = Learner(
         base,
-        lora=None
-        if lora is None
-        else LoraSpec(rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout, targets=lora.targets),
+        lora=train.lora,
         optimizer=OptimizerSpec(
             betas=train.betas,
             weight_decay=train.weight_decay,

@@ -204,7 +204,7 @@ def _lora_of_parent(config: JobConfig, parent: PolicyVersion, directory: Path) -
     saved = _saved(directory)
     for key, given, own in config.differences(saved):
         raise _differs(key, given, own, parent)
-    targets = config.target_modules or files.adapted_names(directory)
+    targets = config.target_modules or tuple(files.adapted_names(directory))
     return LoraSpec(rank=saved["r"], alpha=saved["lora_alpha"], dropout=config.lora_dropout, targets=targets)
 
 

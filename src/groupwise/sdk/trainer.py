@@ -93,7 +93,7 @@ class Pending(Generic[T]):
 # states that you made: torch's metadata is a pickle.
 # ----------------------------------------------------------------------------------------------------------------------
 
-FACTS, STAGING = "state.json", ".staging-"
+FACTS = "state.json"
 _QUIET = threading.Lock()  # warnings' filters are the process's
 
 
@@ -106,16 +106,13 @@ def save(learner: Learner, directory: Path, *, extra: Mapping[str, Any]) -> None
         raise ConfigError(
             f"extra cannot be kept as JSON: {error}", hint="give plain numbers, strings and lists"
         ) from None
-    staging = directory.parent / f"{STAGING}{directory.name}"
-    with files.writing(f"writing the state {directory}"):
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(staging, ignore_errors=True)
+    with (
+        files.writing(f"writing the state {directory}"),
+        files.new_directory(directory, fault="state") as staging,
+    ):
         with _single_process():
             write(dict(tensors), checkpoint_id=staging, no_dist=True)
         (staging / FACTS).write_text(facts, encoding="utf-8")
-        for path in (*staging.iterdir(), staging):
-            files.fsync(path)
-        files.replace_directory(staging, directory)
 
 
 def load(learner: Learner, directory: Path) -> dict[str, Any]:

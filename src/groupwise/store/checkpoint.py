@@ -13,7 +13,7 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from groupwise.train.learner import Learner
 
 CHECKPOINTS = "checkpoints"
-_STEP, _STAGING, _STANDING = "step-", ".staging-", "run.json"
+_STEP, _STANDING = "step-", "run.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,22 +57,21 @@ class RunState:
 def save(run_dir: Path, learner: Learner, standing: RunState) -> None:
     """Write a checkpoint and remove the ones before. Raises StorageError; the one before is then still there."""
     root = run_dir / CHECKPOINTS
-    target, staging = (root / f"{prefix}{standing.step:06d}" for prefix in (_STEP, _STAGING))
+    target = root / f"{_STEP}{standing.step:06d}"
     with files.writing(f"writing the checkpoint {target}"):
-        root.mkdir(exist_ok=True)
-        for leftover in root.glob(f"{_STAGING}*"):
-            shutil.rmtree(leftover)
-        staging.mkdir()
-        learner.save(staging)
-        (staging / _STANDING).write_text(standing.dump(), encoding="utf-8")
-        for path in (*staging.iterdir(), staging):
-            files.fsync(path)
-        faults.point("checkpoint:before-rename")
-        files.replace_directory(staging, target)  # the same step may be saved again, now finished
-        faults.point("checkpoint:after-rename")
+        _remove_torn(root)
+        with files.new_directory(target, fault="checkpoint") as staging:  # the same step again, once it is finished
+            learner.save(staging)
+            (staging / _STANDING).write_text(standing.dump(), encoding="utf-8")
         for other in _saved(root):
             if other != target:
                 shutil.rmtree(files.whole_directory(other))
+
+
+def _remove_torn(root: Path) -> None:
+    """Remove what crashes left half written."""
+    for leftover in root.glob(f"{files.STAGING}*"):
+        shutil.rmtree(leftover)
 
 
 def newest(run_dir: Path) -> Path | None:
@@ -132,7 +131,7 @@ class JobProgress:
     applied: int = 0
 
     def dump(self) -> str:
-        lora = {**asdict(self.lora), "targets": _plain(self.lora.targets)}
+        lora = self.lora.model_dump(mode="json")
         return json.dumps({"parent": str(self.parent), "lora": lora, "step": self.step, "applied": self.applied})
 
     @classmethod
@@ -160,26 +159,17 @@ class Checkpoints:
     def save(self, learner: Learner, standing: JobProgress, start: Sequence[tuple[float, ...]] | None) -> None:
         """Write a checkpoint and remove the ones before. Raises StorageError; the one before is then still there."""
         target = self._directory / f"{_STEP}{standing.step:09d}"
-        staging = self._directory / f"{_STAGING}{standing.step:09d}"
         with files.writing(f"writing the checkpoint {target}"):
-            self._directory.mkdir(parents=True, exist_ok=True)
-            for leftover in self._directory.glob(f"{_STAGING}*"):
-                shutil.rmtree(leftover)
-            staging.mkdir()
-            learner.save(staging)
-            if start is not None:
-                import torch
-                from safetensors.torch import save_file
+            _remove_torn(self._directory)
+            with files.new_directory(target, fault="checkpoint") as staging:
+                learner.save(staging)
+                if start is not None:
+                    import torch
+                    from safetensors.torch import save_file
 
-                flat = torch.tensor([value for row in start for value in row], dtype=torch.float64)
-                save_file({"start": flat}, staging / _START)
-            (staging / _JOB_STATE).write_text(standing.dump(), encoding="utf-8")
-            for path in (*staging.iterdir(), staging):
-                files.fsync(path)
-            faults.point("checkpoint:before-rename")
-            staging.rename(target)
-            faults.point("checkpoint:after-rename")
-            files.fsync(self._directory)
+                    flat = torch.tensor([value for row in start for value in row], dtype=torch.float64)
+                    save_file({"start": flat}, staging / _START)
+                (staging / _JOB_STATE).write_text(standing.dump(), encoding="utf-8")
             for other in self._directory.glob(f"{_STEP}*"):
                 if other != target:
                     shutil.rmtree(other)
@@ -240,7 +230,3 @@ def prune_moments(state_dir: Path, store: AdapterStore) -> None:
 
 def _moments(state_dir: Path) -> Path:
     return state_dir / "optimizer"
-
-
-def _plain(targets: str | Sequence[str]) -> str | list[str]:
-    return targets if isinstance(targets, str) else list(targets)

@@ -34,9 +34,11 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from groupwise.errors import AdapterError, GroupwiseError, InUseError, StorageError
+from groupwise.store import faults
 from groupwise.store.adapter_config import CONFIG as CONFIG
 from groupwise.store.adapter_config import MAX_NAME, applied_scales, check_config
 from groupwise.store.adapter_config import MAX_RANK as MAX_RANK
+from groupwise.store.ledger_schema import fsync as fsync  # there, since the ledger imports nothing that this one does
 from groupwise.types import BASE, PolicyVersion
 
 WEIGHTS = "adapter_model.safetensors"
@@ -52,7 +54,7 @@ LOCK_TIMEOUT_S = 60.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib")
 _COPY_BYTES = 1 << 20
-_STAGING, _ASIDE = ".staging-", ".replaced-"
+STAGING, _ASIDE = ".staging-", ".replaced-"
 _HALF = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # other OSErrors say nothing about the version
 
@@ -329,15 +331,6 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def fsync(path: Path) -> None:
-    """Force a file's content, or a directory's entries, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def check_writable(directory: Path) -> None:
     """Raise OSError unless the directory can be listed, and a file be made, written, forced to the disk and removed."""
     probe = staging_path(directory).with_suffix(".tmp")
@@ -361,6 +354,23 @@ def replace(path: Path, text: str) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     fsync(path.parent)
+
+
+@contextmanager
+def new_directory(target: Path, *, fault: str) -> Iterator[Path]:
+    """Within: a directory to write into, which becomes `target` at the end, in place of one that is there; if the block
+    raises, `target` is as it was. Everything in it is on the disk before it has that name: what can be seen is whole
+    (`whole_directory`, should a crash come between). One writer at a time; `fault` names its `faults.point`s."""
+    staging = target.with_name(f"{STAGING}{target.name}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(staging, ignore_errors=True)  # what a crash left
+    staging.mkdir()
+    yield staging
+    for path in (*staging.rglob("*"), staging):
+        fsync(path)
+    faults.point(f"{fault}:before-rename")
+    replace_directory(staging, target)
+    faults.point(f"{fault}:after-rename")
 
 
 def replace_directory(staging: Path, target: Path) -> None:
@@ -397,7 +407,7 @@ def _aside(target: Path) -> Path:
 
 def staging_path(root: Path) -> Path:
     """A new name that `sweep` will remove unless what has it is renamed, or locked by a living process."""
-    return root / f"{_STAGING}{uuid4().hex}"
+    return root / f"{STAGING}{uuid4().hex}"
 
 
 @contextmanager
@@ -418,7 +428,7 @@ def staging(root: Path) -> Iterator[Path]:
 
 def sweep(root: Path) -> None:
     """Remove what crashes left in staging. The lock is held."""
-    for leftover in root.glob(f"{_STAGING}*"):
+    for leftover in root.glob(f"{STAGING}*"):
         if not leftover.is_dir():
             leftover.unlink(missing_ok=True)  # a file that was never moved into place
             continue
