@@ -45,7 +45,7 @@ from groupwise.server.guard import Gate, Guard
 from groupwise.server.listen import bind, url_of
 from groupwise.server.metrics import Recorder
 from groupwise.server.rollout_view import completion, find_tokenizer, finite, messages
-from groupwise.server.sampling import following
+from groupwise.server.sampling import following, sse
 from groupwise.server.schema import (
     MOST_ROWS,
     PREVIEW,
@@ -683,7 +683,7 @@ async def _follow(run: RunFiles, after: str | None) -> AsyncGenerator[bytes, Non
         if lines.records or lines.next != after:
             after = lines.next
             data = {"run": run.id, "steps": lines.records, "next": lines.next, "anew": lines.anew}
-            yield f"id: {lines.next}\ndata: {_json(data)}\n\n".encode()
+            yield sse(_json(data), id=lines.next)
         if not going:
             return
         yield b""
@@ -696,7 +696,7 @@ async def _follow_all(runs: Mapping[str, RunFiles]) -> AsyncGenerator[bytes, Non
         now = (await run_in_threadpool(_listed, runs)).model_dump_json()
         if now != before:
             before = now
-            yield f"event: runs\ndata: {now}\n\n".encode()
+            yield sse(now, event="runs")
         yield b""
         await asyncio.sleep(POLL_S)
 
