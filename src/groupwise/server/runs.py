@@ -101,7 +101,7 @@ class RecordPage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class RunProgress:
     """The last step, the last value of each metric, when the first line was written, and how many lines are none."""
 
     step: int
@@ -133,12 +133,12 @@ class MetricsFile:
             records = tuple(record for end, record in self._lines if not goes_on or end > offset)
             return RecordPage(records=records, next=f"{self._inode}-{self._offset}", anew=not goes_on)
 
-    def standing(self) -> Standing:
+    def standing(self) -> RunProgress:
         """How far it is."""
         with self._lock:
             self._read_on()
             started = self._lines[0][1]["time"] if self._lines else None
-            return Standing(step=self._step, last=dict(self._last), started=started, damaged=self._damaged)
+            return RunProgress(step=self._step, last=dict(self._last), started=started, damaged=self._damaged)
 
     def by_step(self) -> list[dict[str, Any]]:
         """A record a step; what was written twice counts as it was written last."""
