@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import socket
 import subprocess
 import sys
@@ -195,6 +196,14 @@ def test_sampling_is_repeated_where_the_server_refused_it(make, server):
     assert len(make(server.url, note=notes.append).sample(SUM, n=2)[0].completions) == 2
     assert len(server.seen) == 3
     assert notes[0].startswith("planned overloaded; again in") and notes[1].startswith("planned not_ready")
+
+
+def test_an_error_says_which_field_the_server_means(client, server):
+    words = {"message": "n is 0", "type": "t", "param": "n", "code": "invalid_value", "hint": None}
+    server.plan("POST", "/v1/completions/batch", Fault(status=400, body=json.dumps({"error": words}).encode()))
+    with pytest.raises(RemoteError) as caught:
+        client.sample(SUM)
+    assert (caught.value.field, caught.value.as_dict()["field"]) == ("n", "n")
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,18 @@ from starlette.responses import StreamingResponse
 from starlette.testclient import TestClient
 
 from groupwise.config.serve import ServeConfig
-from groupwise.errors import ConflictError, NotReadyError, OverloadedError, StorageFullError
+from groupwise.errors import (
+    ConfigError,
+    ConflictError,
+    GroupwiseError,
+    NotReadyError,
+    OverloadedError,
+    RequestError,
+    StorageError,
+    StorageFullError,
+)
 from groupwise.server.bodies import describe
-from groupwise.server.errors import add_handlers
+from groupwise.server.errors import add_handlers, envelope
 from groupwise.server.guard import SMALL, UPLOADS, Gate, Guard, _BodyGuard, _ByteLimit, _ConcurrencyLimit, read_body
 from groupwise.server.metrics import Recorder
 from groupwise.server.schema import GrpoRequest, LoadRequest
@@ -144,6 +153,13 @@ def refused(response: Any, status: int, code: str) -> dict[str, Any]:
 
 
 # ---- one envelope ----
+@pytest.mark.parametrize("kind", [ConfigError, RequestError, StorageError, NotReadyError])
+def test_the_field_of_any_error_is_openais_param(kind: type[GroupwiseError]) -> None:
+    for path in ("groups[0].messages", None):
+        told = json.loads(envelope(kind("no", field=path, kind="conflict"))[2])["error"]
+        assert told["param"] == path and set(told) == ENVELOPE
+
+
 @pytest.mark.parametrize(
     ("send", "status", "code", "kind"),
     [

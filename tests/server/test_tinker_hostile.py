@@ -268,7 +268,7 @@ def test_a_client_that_is_gone_makes_room(model_dir: Path, tmp_path: Path) -> No
         asked = {"session_id": next_one.session, "model_seq_id": 0, "base_model": site.server.base.name}
         made = next_one.ok("create_model", **asked)  # which waits: heartbeats may still come
         for wire in (gone, idle):
-            gone.tinker.sessions.touch(wire.session).heard -= 61
+            gone.tinker.sessions.touch(wire.session).last_seen -= 61
         made = next_one.answer(made["request_id"])["model_id"]
         assert gone.post("get_info", model_id=model).status_code == 404
         assert next_one.post("get_info", model_id=made).status_code == 200

@@ -29,7 +29,7 @@ from groupwise.run.assemble import device_memory
 from groupwise.server import adapters, train
 from groupwise.server.errors import hidden
 from groupwise.server.metrics import Sample
-from groupwise.server.sampling import following
+from groupwise.server.sampling import following, sse
 from groupwise.server.schema_completions import ModelCard, ModelList
 from groupwise.server.state import Server, server_of
 from groupwise.server.storage import room_problem
@@ -418,7 +418,7 @@ async def _follow(request: Request) -> AsyncGenerator[bytes, None]:
                 continue
             if data is not None and told.get(name) != (steady := _steady(data)):
                 told[name] = steady
-                yield f"event: {name}\ndata: {json.dumps(data, allow_nan=False)}\n\n".encode()
+                yield sse(json.dumps(data, allow_nan=False), event=name)
         yield b""
         await asyncio.sleep(POLL_S)
 

@@ -88,7 +88,8 @@ def encode_conversations(
         try:
             encoded.append(encode_prompt(prompt, tokenizer, template_kwargs=said, context=context).token_ids)
         except (ChatError, ContextLengthError) as error:
-            raise RequestError(f"{at}: {error.message}", hint=error.hint, field=at, code=error.code) from error
+            message = f"{at}: {error.message}"
+            raise RequestError(message, hint=error.hint, field=at, kind=error.kind, code=error.code) from error
     return encoded
 
 

@@ -45,7 +45,7 @@ from groupwise.server.guard import Gate, Guard
 from groupwise.server.listen import bind, url_of
 from groupwise.server.metrics import Recorder
 from groupwise.server.rollout_view import completion, find_tokenizer, finite, messages
-from groupwise.server.sampling import following
+from groupwise.server.sampling import following, sse
 from groupwise.server.schema import (
     MOST_ROWS,
     PREVIEW,
@@ -101,7 +101,7 @@ class RecordPage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class RunProgress:
     """The last step, the last value of each metric, when the first line was written, and how many lines are none."""
 
     step: int
@@ -133,12 +133,12 @@ class MetricsFile:
             records = tuple(record for end, record in self._lines if not goes_on or end > offset)
             return RecordPage(records=records, next=f"{self._inode}-{self._offset}", anew=not goes_on)
 
-    def standing(self) -> Standing:
+    def standing(self) -> RunProgress:
         """How far it is."""
         with self._lock:
             self._read_on()
             started = self._lines[0][1]["time"] if self._lines else None
-            return Standing(step=self._step, last=dict(self._last), started=started, damaged=self._damaged)
+            return RunProgress(step=self._step, last=dict(self._last), started=started, damaged=self._damaged)
 
     def by_step(self) -> list[dict[str, Any]]:
         """A record a step; what was written twice counts as it was written last."""
@@ -683,7 +683,7 @@ async def _follow(run: RunFiles, after: str | None) -> AsyncGenerator[bytes, Non
         if lines.records or lines.next != after:
             after = lines.next
             data = {"run": run.id, "steps": lines.records, "next": lines.next, "anew": lines.anew}
-            yield f"id: {lines.next}\ndata: {_json(data)}\n\n".encode()
+            yield sse(_json(data), id=lines.next)
         if not going:
             return
         yield b""
@@ -696,7 +696,7 @@ async def _follow_all(runs: Mapping[str, RunFiles]) -> AsyncGenerator[bytes, Non
         now = (await run_in_threadpool(_listed, runs)).model_dump_json()
         if now != before:
             before = now
-            yield f"event: runs\ndata: {now}\n\n".encode()
+            yield sse(now, event="runs")
         yield b""
         await asyncio.sleep(POLL_S)
 

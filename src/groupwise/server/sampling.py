@@ -300,9 +300,11 @@ async def _end(*tasks: asyncio.Future[Any]) -> None:
 
 
 # ---- server-sent events ----
-def sse(data: str) -> bytes:
-    """One event. `data` is JSON on one line."""
-    return f"data: {data}\n\n".encode()
+def sse(data: str, *, id: str | int | None = None, event: str | None = None) -> bytes:
+    """One event. `data` is JSON on one line; `id` is what a client that comes back sends as Last-Event-ID."""
+    named = (("id", id), ("event", event))
+    head = "".join(f"{name}: {value}\n" for name, value in named if value is not None)
+    return f"{head}data: {data}\n\n".encode()
 
 
 def failure(error: GroupwiseError, *, without: Paths | None = None) -> bytes:

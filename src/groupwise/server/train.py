@@ -33,7 +33,7 @@ from groupwise.server.bodies import check_content_type
 from groupwise.server.errors import Paths, hidden
 from groupwise.server.policies import check_free_name
 from groupwise.server.reader import RawBody, receive_body
-from groupwise.server.sampling import following
+from groupwise.server.sampling import following, sse
 from groupwise.server.schema import (
     CancelAnswer,
     GrpoRequest,
@@ -303,7 +303,7 @@ async def _follow(server: Server, job_id: str, after: int) -> AsyncGenerator[byt
 def _sse(event: Event, private: Paths) -> bytes:
     fields = {"kind": event.kind, "at": utc(event.at), "level": event.level, "message": event.message}
     data = json.dumps(hidden({**fields, "data": dict(event.data)}, private), allow_nan=False)
-    return f"id: {event.seq}\ndata: {data}\n\n".encode()
+    return sse(data, id=event.seq)
 
 
 # ---- cancelling ----

@@ -212,7 +212,7 @@ def _takes(function: Callable[..., Any], args: Mapping[str, Any], reference: str
 # ----------------------------------------------------------------------------------------------------------------------
 
 Key = tuple[str, tuple[Any, ...]]  # the tools, and the messages so far
-Opening = tuple[tuple[Message, ...], tuple[dict[str, Any], ...], tuple[int, ...]]  # messages, tools, token ids
+FirstRequest = tuple[tuple[Message, ...], tuple[dict[str, Any], ...], tuple[int, ...]]  # messages, tools, token ids
 
 
 @dataclass(kw_only=True, eq=False)
@@ -253,8 +253,8 @@ class Conversations:
         return sum(len(each.turn.completion.token_ids) for each in self.answered)
 
     @property
-    def opening(self) -> Opening | None:
-        """The first request's messages; None before the first answer."""
+    def first_request(self) -> FirstRequest | None:
+        """What the policy was first asked; None before the first answer."""
         if not self._begun:
             return None
         seen = self._begun[0].transcript
@@ -561,7 +561,7 @@ class AgentEpisode:
     endpoint: Endpoint
     scored: bool
 
-    async def play(self) -> tuple[Rollout, Opening | None]:
+    async def play(self) -> tuple[Rollout, FirstRequest | None]:
         """The rollout, and what the policy was first asked, if anything.
 
         Raises EnvError if the agent fails and `env.on_error` is stop, and what the engine raised if that failed.
@@ -581,7 +581,7 @@ class AgentEpisode:
             error = EnvError(f"{self.agent.name} never asked the policy: there is nothing to train")
         if error is None and reward is None and not self.scored:
             error = EnvError(f"{self.agent.name} returned no reward, and the configuration has no reward functions")
-        return priced(self._rollout(said, outcome, reward, error), session.config), said.opening
+        return priced(self._rollout(said, outcome, reward, error), session.config), said.first_request
 
     def _rollout(
         self, said: Conversations, outcome: AgentResult, reward: float | None, error: EnvError | None
@@ -722,8 +722,8 @@ class AgentPlay:
         async with self._slots.take(n):
             played = await together([self._episode(prompt, session, endpoint).play() for session in sessions])
         self._say_ignored({name for session in sessions for name in session.ignored_names})
-        if (opening := next((opening for _, opening in played if opening is not None), None)) is not None:
-            messages, tools, token_ids = opening
+        if (first := next((first for _, first in played if first is not None), None)) is not None:
+            messages, tools, token_ids = first
             prompt = replace(prompt, messages=messages, tools=tools, token_ids=token_ids)
         return RolloutGroup(prompt=prompt, rollouts=tuple(rollout for rollout, _ in played))
 

@@ -105,7 +105,7 @@ def _datum(tokens: list[int], inputs: dict[str, Any], where: str) -> Datum:
     try:
         return Datum(model_input=tokens, loss_fn_inputs=inputs)
     except DataError as error:
-        raise DataError(f"{where}: {error.message}", hint=error.hint) from None
+        raise DataError(f"{where}: {error.message}", hint=error.hint, field=where, kind=error.kind) from None
 
 
 def _inputs(message: Any, loss: str, *, where: str) -> dict[str, Any]:

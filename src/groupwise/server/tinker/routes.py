@@ -529,5 +529,5 @@ async def _runs(tinker: Tinker) -> dict[str, dict[str, Any]]:
         run.setdefault("last_sampler_checkpoint" if saved.kind == SAMPLER_WEIGHTS else "last_checkpoint", about)
     for model in tinker.models.of():
         run = runs.setdefault(model.id, {**owner, "training_run_id": model.id, "lora_rank": model.lora["rank"]})
-        run |= {"last_request_time": model.heard, "user_metadata": model.user_metadata}
+        run |= {"last_request_time": model.last_seen, "user_metadata": model.user_metadata}
     return runs

@@ -41,7 +41,7 @@ class Session:
     id: str
     user_metadata: dict[str, str] | None = None
     display_name: str | None = None
-    heard: float = field(default_factory=time.monotonic)
+    last_seen: float = field(default_factory=time.monotonic)
 
 
 class Sessions:
@@ -70,13 +70,15 @@ class Sessions:
         """The session, which was heard of just now. Raises `error`."""
         if (session := self._by_id.get(id)) is None:
             raise error(f"there is no session {echo(id)}: it ended, or the server was started anew", hint=GO_ON)
-        session.heard = time.monotonic()
+        session.last_seen = time.monotonic()
         return session
 
     def silent(self, seconds: float) -> list[Session]:
         """Those not heard of for so long, the longest first."""
         before = time.monotonic() - seconds
-        return sorted((each for each in self._by_id.values() if each.heard < before), key=lambda each: each.heard)
+        return sorted(
+            (each for each in self._by_id.values() if each.last_seen < before), key=lambda each: each.last_seen
+        )
 
     async def end(self, id: str) -> None:
         """Let go of a session and all that belongs to it."""

@@ -59,7 +59,7 @@ class TrainedModel:
     user_metadata: dict[str, str] | None = None
     client: TrainingClient | None = None
     has_place: bool = False
-    heard: float = field(default_factory=time.time)
+    last_seen: float = field(default_factory=time.time)
 
     @property
     def trainer(self) -> TrainingClient:
@@ -131,7 +131,7 @@ class Models:
             raise SessionGoneError(
                 f"there is no model {echo(id)}: it ended, or the server was started anew", hint=GO_ON
             )
-        model.heard = time.time()
+        model.last_seen = time.time()
         return model
 
     @property
