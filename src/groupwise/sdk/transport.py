@@ -1,4 +1,4 @@
-"""How the client sends: calls as flows, described once and carried out by the drivers of `client.drive`.
+"""How the client sends: calls as flows, described once and carried out by two drivers, `Blocking` and `Awaiting`.
 
 A flow is a generator that yields what is to be done next and is sent what came of it; it does no input or output
 itself, so retries, deadlines, reconnecting and the meaning of answers are here once:
