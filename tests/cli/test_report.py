@@ -23,6 +23,7 @@ from groupwise.cli.report.build import report
 from groupwise.cli.report.charts import charts_of, write_pngs
 from groupwise.config.run import STARTER_DIR, dump_resolved, parse_config
 from groupwise.errors import ConfigError, DataError, StorageError
+from groupwise.run.evaluate import Evaluation, save_evaluations
 from groupwise.run.health import examine
 from groupwise.run.record import read_run, read_runs
 from groupwise.server import ui
@@ -464,6 +465,32 @@ def test_a_large_run_is_bounded_and_says_what_is_left_out(tmp_path, monkeypatch)
         "tokens are left out here" in t for t in shown["tokens"]
     )
     assert "characters are left out here" in page_of(directory, steps=[1]).run["groups"][0]["prompt"] + shown["text"]
+
+
+def test_a_group_that_is_too_large_by_itself_keeps_its_best_and_its_worst(tmp_path, monkeypatch):
+    rewards = [i / 8 for i in range(8)]
+    directory = write_run(tmp_path / "r", steps=2, groups=(group(*(rollout("word " * 300, r) for r in rewards)),))
+    one = len(json.dumps(page_of(directory).run["groups"][0]["rollouts"][0]))
+    monkeypatch.setattr(data, "MOST_COMPLETION_BYTES", 9 * one)  # of which a step may have half
+    page = page_of(directory)
+    assert [each["reward"] for each in page.run["groups"][0]["rollouts"]] == [0.875, 0.75, 0.125, 0.0]
+    assert any("the best and the worst completions are here" in note for note in page.run["left_out"])
+    monkeypatch.setattr(data, "MOST_COMPLETION_BYTES", one)
+    page = page_of(directory)
+    assert page.run["groups"] == [] and "0 of 2 steps are here;" in page.run["left_out"][0]
+
+
+def test_held_out_completions_count_too(tmp_path, monkeypatch):
+    directory = write_run(tmp_path / "r", groups=(), evaluated=())
+    for step, value in ((0, 0.0), (4, 1.0)):
+        groups = tuple(group(rollout(f"word {i} " * 100, value), question=f"q{i}") for i in range(3))
+        held_out = Evaluation(mode="greedy", version=PolicyVersion.base(), groups=groups)
+        save_evaluations(directory, step, {"greedy": held_out})
+    whole = page_of(directory).run["evaluations"]
+    assert len(whole["changed"]) == 3 and whole["changed"][0]["before"]["token_ids"] == []
+    monkeypatch.setattr(data, "MOST_COMPLETION_BYTES", len(json.dumps(whole)))
+    fewer = page_of(directory).run["evaluations"]
+    assert len(fewer["changed"]) == 1 and (fewer["better"], fewer["prompts"]) == (3, 3)
 
 
 def test_a_very_long_run_has_every_so_many_steps(tmp_path):

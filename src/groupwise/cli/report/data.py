@@ -38,14 +38,11 @@ def data_of(runs: Sequence[RunFiles], *, steps: Sequence[int] = ()) -> dict[str,
 
 def _run(run: RunFiles, steps: Sequence[int], *, room: int, values: int) -> dict[str, Any]:
     lines, every = _thinned(run.metrics.by_step(), values)
-    found = _completions(run, steps, room=room)
+    evaluations = _evaluations(run, room=room // 2)
+    found = _completions(run, steps, room=room - _size(evaluations))
     notes = [*found.notes(run)]
     if every > 1:
         notes.insert(0, f"Metrics are of every {every} steps, of each evaluation and of the last step.")
-    evaluations = change_of(run).model_dump(mode="json")
-    for pair in evaluations["changed"]:
-        pair["prompt"] = _cut(pair["prompt"])
-        pair["before"], pair["after"] = _compact(pair["before"]), _compact(pair["after"])
     return _shown(
         {
             "detail": run.detail().model_dump(mode="json"),
@@ -75,6 +72,18 @@ def _rounded(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # ---- completions ----
+def _evaluations(run: RunFiles, *, room: int) -> dict[str, Any]:
+    """What changed on the held-out prompts, with as many of them as fit."""
+    evaluations = change_of(run).model_dump(mode="json")
+    changed, evaluations["changed"] = evaluations["changed"], []
+    for pair in changed:
+        sides = {side: _compact(pair[side]) for side in ("before", "after")}
+        evaluations["changed"].append({**pair, **sides, "prompt": _cut(pair["prompt"])})
+        if _size(evaluations) > room:
+            evaluations["changed"].pop()
+    return evaluations
+
+
 @dataclass
 class _Completions:
     """The groups that are in the file, by step, and what is not."""
@@ -82,6 +91,7 @@ class _Completions:
     steps: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     partly: dict[int, tuple[int, int]] = field(default_factory=dict)  # groups that are there, of how many
     damaged: list[str] = field(default_factory=list)
+    cut: bool = False  # a group lacks completions
     available: int = 0
 
     def notes(self, run: RunFiles) -> Iterator[str]:
@@ -93,6 +103,8 @@ class _Completions:
         if self.partly:
             some = ", ".join(f"step {step}: {few} of {all_}" for step, (few, all_) in sorted(self.partly.items())[:8])
             yield f"Of large steps the groups whose rewards differ most are here ({some}); {whole}"
+        if self.cut:
+            yield f"Of groups that are too large by themselves the best and the worst completions are here; {whole}"
         yield from self.damaged
 
 
@@ -103,7 +115,11 @@ def _completions(run: RunFiles, wanted: Sequence[int], *, room: int) -> _Complet
     order = [step for step in dict.fromkeys(wanted) if step in available] or outermost_first(available)
     for step in order:
         groups = [*groups_of(run, step, tokens=MOST_TOKENS, left_out=found.damaged.append)]
-        kept, used = _fitting(groups, min(left, room // min(_LARGE_STEP, len(order))))
+        limit = min(left, room // min(_LARGE_STEP, len(order)))
+        kept, used = _fitting(groups, limit)
+        if groups and not kept:
+            kept, used = _ends(max(groups, key=_spread), limit)
+            found.cut = found.cut or bool(kept)
         if groups and not kept:
             break
         left -= used
@@ -138,11 +154,31 @@ def _fitting(groups: Sequence[RunRolloutGroup], room: int) -> tuple[list[dict[st
     used = 0
     for index in sorted(range(len(groups)), key=lambda index: -_spread(groups[index])):
         group = _compact_group(groups[index])
-        size = len(json.dumps(group, ensure_ascii=False).encode("utf-8", "replace"))
+        size = _size(group)
         if used + size <= room:
             kept[index] = group
             used += size
     return [kept[index] for index in sorted(kept)], used
+
+
+def _ends(group: RunRolloutGroup, room: int) -> tuple[list[dict[str, Any]], int]:
+    """The group with as many of its best and its worst completions as fit; nothing where not one does."""
+    whole = _compact_group(group)
+    rollouts, count = whole["rollouts"], len(whole["rollouts"])
+    outermost = [index for pair in zip(range(count), reversed(range(count)), strict=True) for index in pair]
+    used, kept = _size({**whole, "rollouts": []}), set[int]()
+    for index in dict.fromkeys(outermost):
+        size = _size(rollouts[index])
+        if used + size > room:
+            break
+        used += size
+        kept.add(index)
+    return ([{**whole, "rollouts": [rollouts[index] for index in sorted(kept)]}], used) if kept else ([], 0)
+
+
+def _size(data: Any) -> int:
+    """Bytes of JSON."""
+    return len(json.dumps(data, ensure_ascii=False).encode("utf-8", "replace"))
 
 
 def _spread(group: RunRolloutGroup) -> float:
