@@ -1,4 +1,4 @@
-"""The tables of docs/migrating.md, made from the code that reads the files.
+"""The tables of docs/migrating.md, made from those by which files are read (`config/importers/*.yaml`).
 
     python docs/generate_migrating.py            write the tables into docs/migrating.md
     python docs/generate_migrating.py --check    exit with 1 if they are not what would be written
@@ -20,16 +20,14 @@ from typing import Any
 
 import ruamel.yaml
 
-from groupwise.config.importers import aitraining as aitraining_keys
-from groupwise.config.importers import axolotl_keys
-from groupwise.config.importers import trl as trl_keys
 from groupwise.config.importers.base import Key
+from groupwise.config.importers.tables import keys_of
 from groupwise.config.yaml import Document, inline
 from groupwise.errors import ConfigError
 from groupwise.run.config_file import LoadedRun, understand
 
 TARGET = Path(__file__).parent / "migrating.md"
-TABLES = {"axolotl": axolotl_keys.KEYS, "trl": trl_keys.KEYS, "aitraining": aitraining_keys.KEYS}
+TABLES = {system: keys_of(system) for system in ("axolotl", "trl", "aitraining")}
 PUBLISHED = Path(__file__).parent / "published_configs.yaml"
 BLOCK = re.compile(r"(<!-- ({}) -->\n).*?(<!-- end -->)".format("|".join([*TABLES, "published"])), re.DOTALL)
 

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from cli_project import cli
-from groupwise.config.importers.aitraining import KEYS, flags
+from groupwise.config.importers.aitraining import flags
+from groupwise.config.importers.tables import keys_of
 from groupwise.errors import ConfigError
 from groupwise.run.config_file import LoadedRun, import_run, read_run
 from groupwise.sdk.aitraining import LLMTrainingParams, train
@@ -108,7 +109,12 @@ def test_with_prompts_and_rewards_it_is_a_run(tmp_path, monkeypatch):
 
 
 def test_the_saved_parameters_of_all_its_trainers_are_known(tmp_path):
-    saved = {key.name: None for key in KEYS} | {"trainer": "grpo", "rl_num_generations": 8, "peft": True, "lr": "1e-5"}
+    saved = {key.name: None for key in keys_of("aitraining")} | {
+        "trainer": "grpo",
+        "rl_num_generations": 8,
+        "peft": True,
+        "lr": "1e-5",
+    }
     (tmp_path / "training_params.json").write_text(json.dumps(saved | {"dpo_beta": 0.1, "project_name": "p"}))
     config = read_run(tmp_path / "training_params.json").config
     assert (config.rollout.group_size, config.train.learning_rate) == (8, 1e-5)

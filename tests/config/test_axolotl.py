@@ -10,7 +10,8 @@ import pytest
 import ruamel.yaml
 from reference_files import CPU, DORA, FULL_ASYNC, QUICK_START, write_project
 
-from groupwise.config.importers.axolotl_keys import ASYNC_ONLY, KEYS
+from groupwise.config.importers.axolotl import ASYNC_ONLY
+from groupwise.config.importers.tables import keys_of
 from groupwise.config.loss import loss_of
 from groupwise.config.run import AlgoConfig, RunConfig
 from groupwise.config.yaml import key_paths
@@ -462,7 +463,7 @@ def test_keys_of_the_asynchronous_trainer_act_without_it_and_that_is_said(read):
 
 
 def test_every_async_key_is_known():
-    assert set(ASYNC_ONLY) <= {key.name for key in KEYS}
+    assert set(ASYNC_ONLY) <= {key.name for key in keys_of("axolotl")}
 
 
 # ---- optimizer, schedule, length ----
@@ -573,10 +574,10 @@ def test_a_reward_model_is_a_reward(read):
 
 
 def test_every_key_has_one_row_and_names_keys_that_exist():
-    names = [key.name for key in KEYS]
+    names = [key.name for key in keys_of("axolotl")]
     assert len(set(names)) == len(names)
     ours = {".".join(path) for path in key_paths(RunConfig)} | {f"algo.{name}" for name in AlgoConfig.model_fields}
-    for key in KEYS:
+    for key in keys_of("axolotl"):
         assert {each for each in key.here if not key.name.startswith(("datasets", "test_datasets"))} <= ours, key.name
         assert key.what or key.fate == "plain", key.name
 

@@ -14,17 +14,15 @@ import pytest
 import typer
 
 from groupwise.cli.main import app
-from groupwise.config.importers.aitraining import KEYS as AITRAINING
-from groupwise.config.importers.axolotl_keys import KEYS as AXOLOTL
 from groupwise.config.importers.base import Key
-from groupwise.config.importers.trl import KEYS as TRL
+from groupwise.config.importers.tables import keys_of
 from groupwise.config.run import AlgoConfig, RunConfig
 from groupwise.config.yaml import key_paths
 from groupwise.sdk.cookbook_config import Config
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "migrating.md").read_text(encoding="utf-8")
-SYSTEMS = {"axolotl": AXOLOTL, "trl": TRL, "aitraining": AITRAINING}
+SYSTEMS = {system: keys_of(system) for system in ("axolotl", "trl", "aitraining")}
 
 
 def generator() -> ModuleType:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from reference_files import QUICK_START
 
-from groupwise.config.importers.aitraining import KEYS as AITRAINING
-from groupwise.config.importers.axolotl_keys import KEYS as AXOLOTL
+from groupwise.config.importers import axolotl, grpo_args, optimizer_args, tables
 from groupwise.config.importers.base import Key
-from groupwise.config.importers.trl import KEYS as TRL
+from groupwise.config.importers.tables import keys_of
 from groupwise.config.yaml import inline
 from groupwise.errors import ConfigError
 from groupwise.run.config_file import LoadedRun, read_run
@@ -24,7 +24,7 @@ FILES = {
     "use_peft: true\nlora_target_modules: all-linear\n",
     "aitraining": "trainer: grpo\nproject_name: p\nmodel: starter\nmax_steps: 10\npeft: true\n",
 }
-TABLES: dict[str, tuple[Key, ...]] = {"axolotl": AXOLOTL, "trl": TRL, "aitraining": AITRAINING}
+TABLES = {system: keys_of(system) for system in FILES}
 NATIVE = ("data.source=p.jsonl", "rewards=[m:f]")  # aitraining has no words for them
 SYSTEM = pytest.mark.parametrize("system", TABLES)
 
@@ -103,3 +103,50 @@ def test_what_is_plain_arrives(read, system):
         for part in key.here[0].split("."):
             config = getattr(config, part)
         assert config == value, key.name
+
+
+def named(system: str) -> dict[str, Key]:
+    return {key.name: key for key in keys_of(system)}
+
+
+def test_what_a_table_says_in_words_is_what_the_code_does():
+    shared = named("grpo_args")
+    arrows = ", ".join(f"{there}: {here}" for there, here in grpo_args.CORRECTIONS.items())
+    assert shared["vllm_importance_sampling_mode"].what == arrows
+    assert shared["generation_kwargs"].here == tuple(dict.fromkeys(grpo_args.GENERATION_KWARGS.values()))
+    assert shared["generation_kwargs"].what.startswith(", ".join(grpo_args.GENERATION_KWARGS))
+    for name, off in grpo_args.NARROWING_OFF.items():
+        assert shared[name].off == off and shared[name].what == grpo_args.NARROWED
+    optimizer = named("optimizer_args")
+    schedules = ", ".join(f"{there}: {here}" for there, here in optimizer_args.SCHEDULES.items())
+    assert optimizer["lr_scheduler_type"].what == schedules
+    assert {*optimizer_args.ADAMW, *optimizer_args.ADAMW_8BIT} <= set(re.findall(r"\w+", optimizer["optim"].what))
+    assert axolotl.ATTENTION in {key.what for key in keys_of("axolotl")}
+
+
+def test_a_table_takes_in_another_under_its_own_names_and_defaults():
+    there, here = named("axolotl"), named("grpo_args")
+    assert there["trl.ref_model_mixup_alpha"].default == 0.9 and here["ref_model_mixup_alpha"].default == 0.6
+    assert there["trl.use_adaptive_entropy"].instead == "trl.use_adaptive_entropy=false"
+    assert there["trl.top_p"].instead == "trl.top_p=null"
+    scheduler = named("aitraining")["scheduler"]
+    assert scheduler.here == ("train.schedule",) and "lr_scheduler_type" not in named("aitraining")
+
+
+@pytest.mark.parametrize(
+    ("entry", "what"),
+    [
+        ("{maybe: x, here: y}", "maybe: x is no entry"),
+        ("{include: vllm, only: [vllm_mod]}", "vllm.yaml has no key vllm_mod"),
+        ("{include: vllm, defaults: {beta: 1}}", "vllm.yaml has no key beta"),
+        ("{plain: x, kind: integer, hree: y}", "hree"),
+        ("{plain: x, kind: whole, here: y}", "whole"),
+    ],
+)
+def test_a_table_with_a_mistake_is_refused(tmp_path, monkeypatch, entry, what):
+    for path in Path(tables.__file__).parent.glob("*.yaml"):
+        (tmp_path / path.name).write_text(path.read_text())
+    (tmp_path / "odd.yaml").write_text(f"- {entry}\n")
+    monkeypatch.setattr(tables, "_HERE", tmp_path)
+    with pytest.raises((ValueError, TypeError, KeyError), match=what):
+        keys_of.__wrapped__("odd")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.config.importers.trl import KEYS
+from groupwise.config.importers.tables import keys_of
 from groupwise.config.load import load_object
 from groupwise.config.loss import loss_of
 from groupwise.config.run import RunConfig
@@ -48,7 +48,7 @@ def test_every_argument_of_trl_is_in_the_table_and_has_its_default():
     trl = pytest.importorskip("trl")
     script = pytest.importorskip("trl.scripts.grpo")
     theirs = fields(trl.GRPOConfig, trl.ModelConfig, script.GRPOScriptArguments)
-    ours = {key.name: key for key in KEYS}
+    ours = {key.name: key for key in keys_of("trl")}
     assert theirs.keys() - ours.keys() == set()
     assert ours.keys() - theirs.keys() == {
         "trl_version",

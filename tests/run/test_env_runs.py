@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from cli_project import Project, cli
-from groupwise.cli.report.samples import read_change, read_samples
 from groupwise.run.record import read_run
+from groupwise.server.run_rollouts import change_of, groups_of
+from groupwise.server.runs import RunFiles
 from groupwise.store.tracking import read_metrics, read_rollouts
 
 ENVS = '''
@@ -149,14 +150,14 @@ def test_a_run_in_which_episodes_fail_before_their_first_turn(env_project):
     assert all((rollout.reward is None) == (not rollout.turns) == bool(rollout.error) for rollout in played)
     assert cli("report", "out").exit_code == 0
     page = Path("out/report.html").read_text(encoding="utf-8")
-    assert "done after 2 turns" in page and "How episodes end" in page and "my_envs:Flaky, at most 3 turns" in page
+    assert "done after 2 turns" in page and '"env/stop/done":' in page and '"my_envs:Flaky"' in page
 
 
 def test_an_evaluation_in_which_all_episodes_of_a_prompt_fail(env_project):
     run(env_project, "train.steps=2")
     read = read_run(Path("out"))
-    change = read_change(read)
-    assert change is not None and change.prompts == 3
+    change = change_of(RunFiles(Path("out"), id="out"))
+    assert change.mode == "greedy" and change.prompts == 3
     last = [line for line in read.lines if "eval/greedy/reward" in line][-1]
     assert last["eval/greedy/failed"] >= 1.0
     assert cli("eval", "out/config.yaml", "--json").exit_code == 0
@@ -211,10 +212,10 @@ def test_a_run_in_which_no_tool_is_ever_called(env_project):
 
 def test_an_episode_is_shown_as_a_transcript(env_project):
     run(env_project, "train.steps=1")
-    [shown], notes = read_samples(read_run(Path("out")), [1])
-    assert notes == []
-    best = shown.groups[0].best
-    assert [block.role for block in best.blocks] == ["assistant", "user", "assistant", "user"]
-    assert all(block.reward is not None for block in best.blocks if block.role == "assistant")
-    assert [piece.kind for piece in best.blocks[1].pieces] == ["given"] and best.blocks[1].pieces[0].text == "Again."
+    damage: list[str] = []
+    groups = [*groups_of(RunFiles(Path("out"), id="out"), 1, left_out=damage.append)]
+    best = next(each for group in groups for each in group.rollouts if each.reward is not None)
+    assert damage == [] and [part.role for part in best.parts] == ["assistant", "user", "assistant", "user"]
+    assert all(part.reward is not None for part in best.parts if part.role == "assistant")
+    assert best.parts[1].tokens == 1 and best.tokens[best.parts[0].tokens] == "Again."
     assert best.ended == "done after 2 turns"

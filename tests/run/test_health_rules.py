@@ -8,14 +8,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from groupwise.config.run import RunConfig, parse_config
 from groupwise.config.yaml import parse_keys
 from groupwise.run.health import Event, Health, examine
-from groupwise.run.health_remedies import RUN_KEYS, Condition, KeyNames, Rule, aggregate
-from groupwise.run.health_rules import RULES
+from groupwise.run.health_remedies import COMPARE, RUN_KEYS, Aggregate, Condition, KeyNames, Rule, Times, aggregate
+from groupwise.run.health_rules import RULES, TABLE, read_rules
 
 ROOT = Path(__file__).parent.parent.parent
 Value = float | Callable[[int], float]
@@ -407,3 +408,33 @@ def measured(condition: Rule | Condition) -> str:
 def test_the_document_has_every_rule():
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").split("## Health")[1]
     assert re.findall(r"^\| `.*$", text, re.MULTILINE) == [row(rule) for rule in RULES]
+
+
+# ---- the table ----
+def test_the_table_says_only_what_a_rule_can_do() -> None:
+    conditions = [*RULES, *(condition for rule in RULES for condition in rule.also)]
+    assert {each.of for each in conditions} <= set(get_args(Aggregate)) and {each.op for each in conditions} <= {
+        *COMPARE
+    }
+    assert all(each.window >= (each.least or 1) > 0 for each in conditions)
+    assert all(isinstance(each, str) and each in BY_ID for rule in RULES for each in rule.unless)
+    changes = [change for rule in RULES for remedy in rule.remedies for change in remedy.overrides.values()]
+    assert any(isinstance(change, Times) for change in changes) and not any(isinstance(c, dict) for c in changes)
+
+
+@pytest.mark.parametrize(
+    ("written", "wrong", "what"),
+    [
+        ("warn: 0.05", "worn: 0.05", "worn"),
+        ("cause:", "why:", "why"),
+        ("      - check\n", "      - chekc\n", "chekc"),
+        ("{times: 0.3}", "{times: 0.3, most_: 1}", "most_"),
+        ("do: learn more slowly, set:", "do: learn more slowly, put:", "put"),
+    ],
+)
+def test_a_mistake_in_the_table_is_refused(tmp_path: Path, written: str, wrong: str, what: str) -> None:
+    text = TABLE.read_text("utf-8")
+    assert written in text
+    (tmp_path / "rules.yaml").write_text(text.replace(written, wrong, 1), encoding="utf-8")
+    with pytest.raises((TypeError, KeyError), match=what):
+        read_rules(tmp_path / "rules.yaml")

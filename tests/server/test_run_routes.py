@@ -16,7 +16,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from groupwise.config.serve import ServeConfig
-from groupwise.server.runs import PLACES, RunFiles, build_run_app, open_runs
+from groupwise.server.run_rollouts import PLACES
+from groupwise.server.runs import RunFiles, build_run_app, open_runs
 from groupwise.types import Rollout
 from run_place import ASKED, END, TOKENIZER, group, make_run, scored, turn, write_line
 from serving import running
@@ -159,7 +160,7 @@ def test_filters(http: TestClient, query: dict[str, Any], expected: list[str]) -
 
 
 def test_a_long_search_is_many_short_requests(http: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("groupwise.server.runs.READ_BYTES", 1)
+    monkeypatch.setattr("groupwise.server.run_rollouts.READ_BYTES", 1)
     first = get(http, "/v1/runs/s0/rollouts", version="toy@1")
     assert first == {"rows": [], "next": 2 * PLACES}
     second = get(http, "/v1/runs/s0/rollouts", version="toy@1", after=first["next"])
@@ -244,12 +245,15 @@ def test_the_guide_has_every_route(http: TestClient) -> None:
     assert told == set(get(http, "/openapi.json")["paths"])
 
 
+PARTS = ("metrics", "health", "evaluations", "rollouts", "rollouts/1.0.0")
+
+
 def test_nothing_is_written(place: Path, http: TestClient) -> None:
     def state() -> dict[str, tuple[int, int]]:
         return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(place.rglob("*"))}
 
     before = state()
-    for path in ("/v1/runs", "/v1/runs/s0", "/v1/runs/s0/metrics", "/v1/runs/s0/health", "/v1/runs/s0/rollouts/1.0.0"):
+    for path in ("/v1/runs", "/v1/runs/s0", *(f"/v1/runs/s0/{part}" for part in PARTS)):
         get(http, path)
     assert state() == before
 
@@ -261,8 +265,8 @@ def test_no_torch_and_no_transformers(tmp_path: Path) -> None:
         "from groupwise.config.serve import ServeConfig; from groupwise.server.runs import build_run_app\n"
         "from groupwise.server.runs import open_runs\n"
         f"http = TestClient(build_run_app(open_runs([Path({str(run)!r})]), ServeConfig()), base_url='http://localhost')\n"
-        "for path in ('/v1/runs/r', '/v1/runs/r/health', '/v1/runs/r/rollouts', '/v1/runs/r/rollouts/1.0.0'):\n"
-        "    assert http.get(path).status_code == 200, path\n"
+        f"for part in {PARTS}:\n"
+        "    assert http.get(f'/v1/runs/r/{part}').status_code == 200, part\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     ran = subprocess.run(

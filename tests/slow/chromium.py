@@ -3,6 +3,7 @@
 launched    a browser
 watched     a page that fails its test for any request elsewhere, error of a script, or breach of the policy
 serious     what axe-core, which comes from ui/node_modules, finds serious on some pages; none may be too wide
+accessible  the same of pages by their whole addresses
 """
 
 from __future__ import annotations
@@ -48,14 +49,19 @@ def watched(browser: Any, url: str) -> Iterator[Any]:
 
 def serious(browser: Any, url: str, pages: Sequence[str], *, scheme: str, width: int) -> list[str]:
     """What is wrong, as "page: rule: element"."""
+    return accessible(browser, [f"{url}/ui/#/{where}" for where in pages], scheme=scheme, width=width)
+
+
+def accessible(browser: Any, addresses: Sequence[str], *, scheme: str, width: int) -> list[str]:
+    """What is wrong with the pages at these addresses."""
     if not AXE.exists():
         pytest.skip("axe-core is not installed: cd ui && npm ci")
     sizes = {"width": width, "height": 850}
     context = browser.new_context(bypass_csp=True, color_scheme=scheme, viewport=sizes)
     page = context.new_page()
     found: list[str] = []
-    for where in pages:
-        page.goto(f"{url}/ui/#/{where}")
+    for where in addresses:
+        page.goto(where)
         expect(page.get_by_role("heading", level=1)).to_be_visible()
         page.wait_for_timeout(700)
         page.add_script_tag(path=str(AXE))

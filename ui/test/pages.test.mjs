@@ -83,3 +83,50 @@ test("training and evaluation of a step are one record, and a step that is run a
   assert.deepEqual(first, [{ step: 1, loss: 3 }, { step: 2, loss: 2, held: 5 }]);
   assert.deepEqual(merged(first, [{ step: 2, loss: 1 }, { step: 3, loss: 0 }])[1], { step: 2, loss: 1, held: 5 });
 });
+
+test("metrics that no panel draws have a panel of their own, as far as they change", async () => {
+  const { others } = await load("pages/jobs/curves.ts");
+  const steps = [1, 2].map((step) => ({ step, time: `t${step}`, "reward/mean": step, "mine/speed": step, "mine/same": 3, "eval/greedy/add/reward": step }));
+  assert.deepEqual(others(steps).map((panel) => panel.metrics), [["eval/greedy/add/reward"], ["mine/speed"]]);
+});
+
+test("evaluations are a row a mode and column, with the error of the last", async () => {
+  const { evaluated, signed } = await load("pages/run/evaluations.ts");
+  const at = (step, value) => ({ step, "eval/greedy/reward": value, "eval/greedy/add/reward": 1, "eval/greedy/reward_stderr": value / 10, "eval/greedy/failed": 0 });
+  const [all, add, ...more] = evaluated([at(0, 0.5), { step: 1, "reward/mean": 1 }, at(2, 1), { ...at(4, 0.75), "eval/greedy/add/reward": null }]);
+  assert.deepEqual(all, { name: "greedy", first: { step: 0, value: 0.5 }, last: { step: 4, value: 0.75 }, best: { step: 2, value: 1 }, error: 0.075 });
+  assert.deepEqual([add.name, add.last.step, add.error, more], ["greedy, add", 2, null, []]);
+  assert.deepEqual([signed(0.25, String), signed(-1, String), signed(0, String)], ["+0.25", "-1", "0"]);
+  assert.deepEqual(evaluated([{ ...at(1, 1), "eval/greedy/failed": 2 }]).at(-1).name, "greedy, failed");
+});
+
+test("a report answers as `groupwise ui` would", async () => {
+  const { answered } = await load("api/saved.ts");
+  const rollout = (id, reward, text) => ({ id, group: id.slice(0, 3), prompt: "", text, reward, finish_reason: "stop", version: "toy@1", tokens: [text], token_ids: [], logprobs: [-1] });
+  const group = (id, ...rollouts) => ({ group: id, prompt: "p".repeat(500), rollouts });
+  const one = {
+    detail: { run: "a~b", config: { seed: 1, x: 2 } }, steps: [{ step: 1 }], health: { status: "ok" }, evaluations: { mode: null }, left_out: [],
+    groups: [group("2.0", rollout("2.0.1", 1, "yes"), rollout("2.0.0", 0, "no")), group("1.0", rollout("1.0.0", null, "yes"))],
+  };
+  const report = { written: "", runs: [one, { ...one, detail: { run: "c", config: { seed: 2, x: 2 } } }] };
+  const ask = (path, query = "") => answered(report, path, new URLSearchParams(query));
+  const ids = async (query) => (await ask("v1/runs/a~b/rollouts", query).json()).rows.map((row) => row.id);
+  assert.deepEqual((await ask("v1/runs").json()).runs.length, 2);
+  assert.deepEqual(await ask("v1/runs/a~b").json(), one.detail);
+  assert.deepEqual((await ask("v1/diff?run=a~b&run=c", "run=a~b&run=c").json()).differs, ["seed"]);
+  assert.deepEqual((await ask("v1/runs/a~b/metrics").json()).steps, [{ step: 1 }]);
+  assert.deepEqual((await ask("v1/runs/a~b/metrics", "after=end").json()).steps, []);
+  assert.match(await ask("v1/events/a~b").text(), /^id: end\ndata: \{"run":"a~b","steps":\[\{"step":1\}\]/);
+  assert.equal(ask("v1/events/a~b", "after=end").status, 204);
+  assert.deepEqual(await ids(""), ["2.0.0", "2.0.1", "1.0.0"]);
+  assert.deepEqual(await ids("step=2&contains=ye"), ["2.0.1"]);
+  assert.deepEqual(await ids("reward_min=0&reward_max=0.5"), ["2.0.0"]);
+  assert.deepEqual(await ids("finish_reason=length"), []);
+  assert.equal((await ask("v1/runs/a~b/rollouts").json()).rows[0].prompt.length, 400);
+  assert.equal((await ask("v1/runs/a~b/rollouts/2.0.1").json()).group, "2.0");
+  for (const path of ["v1/runs/none", "v1/runs/c/rollouts/9.9.9", "v1/runs/c/checkpoints"]) {
+    const answer = ask(path);
+    assert.equal(answer.status, 404);
+    assert.ok((await answer.json()).error.hint.includes("groupwise ui"));
+  }
+});

@@ -120,14 +120,16 @@ def report_(
         typer.Option(
             "--step",
             metavar="N",
-            help="Show this step's completions; may be repeated.",
-            show_default="first, middle, last",
+            help="Only this step's completions; may be repeated.",
+            show_default="as many steps as fit",
         ),
     ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Write one HTML page of what a run did: its curves, evaluations, findings and completions."""
+    """Write the web interface with what it shows of a run into one HTML file, which opens without a server.
+
+    It holds curves, evaluations, findings, completions and configuration, and loads nothing."""
     from groupwise.cli.report.build import report
 
     run_dir, *others = map(find_run, [run, *(compare or ())])

@@ -23,6 +23,7 @@ from pydantic import ValidationError
 
 from groupwise.config.importers import aitraining, axolotl, trl
 from groupwise.config.importers.base import Note, Translation
+from groupwise.config.importers.tables import keys_of
 from groupwise.config.run import OTHER_NAMES, DataConfig, EnvConfig, RunConfig
 from groupwise.config.yaml import Document, Keys, dotted, inline, parse_keys, validate
 from groupwise.errors import ConfigError, GroupwiseError, StorageError
@@ -92,7 +93,7 @@ def understand(
     if system == "Groupwise":
         return _native(document, overrides, folder)
     module = {"Axolotl": axolotl, "TRL": trl, "aitraining": aitraining}[system]
-    own = {key.name.partition(".")[0].partition("[")[0] for key in module.KEYS}
+    own = {key.name.partition(".")[0].partition("[")[0] for key in keys_of(system.lower())}
     natives = []
     for text in overrides:
         first = parse_keys(text.partition("=")[0])[:1]

@@ -15,7 +15,7 @@ from groupwise.config.importers.base import (
     held,
     named_or_held,
 )
-from groupwise.config.importers.trl import KEYS
+from groupwise.config.importers.tables import keys_of
 from groupwise.config.run import RunConfig
 from groupwise.config.yaml import Document, inline
 from groupwise.errors import ConfigError
@@ -73,7 +73,7 @@ def _arguments(args: Any) -> dict[str, Any]:
     machine = {name: getattr(args, name) for name in ("output_dir", "bf16", "fp16", "use_cpu") if hasattr(args, name)}
     plain = type(args)(**machine)  # __post_init__ looks at the machine
     said = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
-    defaults = {key.name: key.default for key in KEYS if key.default is not None}
+    defaults = {key.name: key.default for key in keys_of("trl") if key.default is not None}
     kept = {
         name: value
         for name, value in said.items()

@@ -12,7 +12,8 @@
 
 Each call is described once, as a flow, in `_Calls` and `_AdapterCalls`; `Client` and `AsyncClient` carry the same
 flows out. What goes wrong is a RemoteError with the server's message, code, hint and request id. Nothing waits for
-ever: `timeout` is in seconds, for the whole of a call with its retries. What is sent again and when: `client.http`.
+ever: `timeout` is in seconds, for the whole of a call with its retries. What is sent again and when:
+`groupwise.sdk.transport`.
 """
 
 from __future__ import annotations

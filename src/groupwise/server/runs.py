@@ -3,6 +3,7 @@
 GET /v1/runs, /v1/runs/{run}          how far each is; one with its configuration
 GET /v1/runs/{run}/metrics            its steps, or those behind a cursor
 GET /v1/runs/{run}/health             what is going wrong in it
+GET /v1/runs/{run}/evaluations        what it changed on the held-out prompts
 GET /v1/runs/{run}/rollouts[/{id}]    its completions, in pages; and the group of one
 GET /v1/diff                          where configurations differ
 GET /v1/events, /v1/events/{run}      the list whenever it changes; a run's metrics while it goes on
@@ -19,13 +20,13 @@ import re
 import signal
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, FastAPI, Header, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
@@ -36,7 +37,7 @@ from groupwise.config.serve import ServeConfig
 from groupwise.config.yaml import Document
 from groupwise.errors import ConfigError, GroupwiseError, RequestError, StorageError
 from groupwise.run.health import Report, examine
-from groupwise.run.record import CONFIG, leaves
+from groupwise.run.record import leaves
 from groupwise.server.bodies import describe
 from groupwise.server.connections import close_overdue, make_server
 from groupwise.server.errors import add_handlers
@@ -44,34 +45,27 @@ from groupwise.server.findings import told
 from groupwise.server.guard import Gate, Guard
 from groupwise.server.listen import bind, url_of
 from groupwise.server.metrics import Recorder
-from groupwise.server.rollout_view import completion, find_tokenizer, finite, messages
+from groupwise.server.run_rollouts import SampleQuery, change_of, group, page
 from groupwise.server.sampling import following, sse
 from groupwise.server.schema import (
     MOST_ROWS,
-    PREVIEW,
-    RolloutDetail,
-    RolloutGroup,
     RolloutNotFoundError,
     RolloutPage,
-    RolloutRow,
     RunDetail,
     RunDiff,
+    RunEvaluations,
     RunHealth,
     RunList,
     RunMetrics,
+    RunRolloutGroup,
     RunState,
     RunSummary,
-    best_first,
 )
 from groupwise.server.ui import Web
 from groupwise.server.wire import Answer, documented
 from groupwise.store.rollouts import plain
-from groupwise.store.tracking import METRICS, ROLLOUTS
-from groupwise.types import SamplingParams
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
+from groupwise.store.rundir import CONFIG
+from groupwise.store.tracking import METRICS
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The directory of a run, read while somebody else may be writing it: its metrics as they grow, its state, its config.
@@ -248,6 +242,13 @@ class RunFiles:
             known = None
         return examine(self.metrics.by_step(), config=known)
 
+    def kept_step(self) -> int | None:
+        """The step of the version that the run keeps as its best (`eval.best`); None where it keeps the last."""
+        mode = _at(self.config()[0], "eval.best", str)
+        values = {line["step"]: line.get(f"eval/{mode}/reward") for line in self.metrics.by_step()}
+        scored = {step: value for step, value in values.items() if value is not None}
+        return max(scored, key=lambda step: scored[step]) if mode and scored else None
+
     def is_running(self) -> bool:
         return self.summary().state == "running"
 
@@ -328,212 +329,8 @@ def _meant(directory: Path) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The completions of a run, out of rollouts/step_*.jsonl, in the shape in which a server shows its own.
-#
-#     page     rows, the newest step first; the cursor is (step, place in it) in one number
-#     group    the completions of one prompt, token by token; ids are {step}.{group}.{completion}
-#
-# A step's file is written in one move, so each is whole. A request reads so many bytes at most and then gives a cursor:
-# a search through thousands of steps is many short requests.
+# The routes.
 # ----------------------------------------------------------------------------------------------------------------------
-
-READ_BYTES = 64 << 20  # files that one page opens, at least one
-MOST_TOKENS = 20_000  # of a completion that is shown
-PLACES = 1 << 32  # completions in a step
-_ID = re.compile(r"(\d{1,12})\.(\d{1,12})(?:\.\d{1,12})?", re.ASCII)
-_STEP = re.compile(r"step_(\d+)\.jsonl")
-_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError)  # what a damaged line raises
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleQuery:
-    """What is searched for; None is everything."""
-
-    step: int | None = None
-    contains: str | None = None
-    finish_reason: str | None = None
-    version: str | None = None
-    reward_min: float | None = None
-    reward_max: float | None = None
-
-    def has(self, row: RolloutRow, text: str) -> bool:
-        low, high = self.reward_min, self.reward_max
-        if low is not None or high is not None:
-            reward = row.reward
-            if reward is None or (low is not None and reward < low) or (high is not None and reward > high):
-                return False
-        return (
-            (self.contains is None or self.contains in text)
-            and self.finish_reason in (None, row.finish_reason)
-            and self.version in (None, row.version)
-        )
-
-
-def page(run: RunFiles, wanted: SampleQuery, *, after: int | None, limit: int) -> RolloutPage:
-    """Up to `limit` rows behind the cursor `after`."""
-    begin, skip = (None, 0) if after is None else divmod(after, PLACES)
-    rows, read = list[RolloutRow](), 0
-    for step, path in _files(run):
-        if (begin is not None and step > begin) or wanted.step not in (None, step):
-            continue
-        if read >= READ_BYTES:
-            return RolloutPage(rows=rows, next=step * PLACES)
-        found, size = _rows(run, step, path)
-        read += size
-        for place in range(skip if step == begin else 0, len(found)):
-            row, text = found[place]
-            if wanted.has(row, text):
-                rows.append(row)
-                if len(rows) == limit:
-                    return RolloutPage(rows=rows, next=step * PLACES + place + 1)
-    return RolloutPage(rows=rows, next=None)
-
-
-def group(run: RunFiles, id: str) -> RolloutGroup:
-    """The group of a rollout. Raises RolloutNotFoundError."""
-    match = _ID.fullmatch(id)
-    step, number = (int(match[1]), int(match[2])) if match else (0, 0)
-    lines = dict(_lines(run.directory / ROLLOUTS / f"step_{step:06d}.jsonl")) if match else {}
-    if number not in lines:
-        message = f"there is no rollout {id[:64]!r} in run {run.id}"
-        raise RolloutNotFoundError(message, hint="ids are {step}.{group}.{completion}, as GET .../rollouts gives them")
-    try:
-        return _group(_Line(run, step, number, lines[number]))
-    except _DAMAGE as error:
-        message = f"group {number} of step {step} is damaged: {type(error).__name__}: {error}"
-        raise RolloutNotFoundError(message, hint="look at the file in the run's rollouts/") from error
-
-
-# ---- files ----
-def _files(run: RunFiles) -> list[tuple[int, Path]]:
-    """The newest step first."""
-    named = ((_STEP.fullmatch(path.name), path) for path in (run.directory / ROLLOUTS).glob("step_*.jsonl"))
-    return sorted(((int(match[1]), path) for match, path in named if match), reverse=True)
-
-
-def _lines(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """(number, group) of each line that is JSON; none of a file that is gone."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file):
-                try:
-                    yield number, json.loads(line)
-                except ValueError as error:
-                    log.warning("%s, line %d is left out: %s", path, number + 1, error)
-    except OSError as error:
-        log.warning("%s is left out: %s", path, error)
-
-
-Row = tuple[RolloutRow, str]  # with the whole text
-
-
-def _rows(run: RunFiles, step: int, path: Path) -> tuple[Sequence[Row], int]:
-    """Every completion of a step, and the file's size."""
-    try:
-        stat = path.stat()
-    except OSError:  # a run that goes on from a checkpoint removes what it will write again
-        return (), 0
-    return _parsed(run, step, path, stat.st_mtime_ns, stat.st_size), stat.st_size
-
-
-@lru_cache(maxsize=8)  # pages are asked for one after another
-def _parsed(run: RunFiles, step: int, path: Path, changed: int, size: int) -> tuple[Row, ...]:
-    rows: list[Row] = []
-    for number, raw in _lines(path):
-        try:
-            rows += _Line(run, step, number, raw).rows()
-        except _DAMAGE as error:
-            log.warning("%s, line %d is left out: %s: %s", path, number + 1, type(error).__name__, error)
-    return tuple(rows)
-
-
-# ---- a line of a file ----
-class _Line:
-    """A group as it was recorded."""
-
-    def __init__(self, run: RunFiles, step: int, number: int, raw: Mapping[str, Any]):
-        config = run.config()[0]
-        self.id, self.raw = f"{step}.{number}", raw
-        self.prompt_ids: Sequence[int] = raw["prompt"]["token_ids"]
-        self.tokenizer = _tokenizer(config.get("model"))
-        self.prompt = _prompt(raw["prompt"], self.tokenizer)
-        self._params = _params(config.get("rollout"))
-        modified = (run.directory / ROLLOUTS / f"step_{step:06d}.jsonl").stat().st_mtime
-        self._created = datetime.fromtimestamp(modified, UTC).isoformat(timespec="milliseconds")
-
-    def rows(self) -> list[Row]:
-        texts = [self.text(i) for i in range(len(self.raw["rollouts"]))]
-        fields = [self.fields(i, self.prompt[-PREVIEW:], text[:PREVIEW]) for i, text in enumerate(texts)]
-        return [(RolloutRow(**each), text) for each, text in zip(fields, texts, strict=True)]
-
-    def text(self, i: int) -> str:
-        """What the policy said, turn by turn."""
-        return "\n".join(turn["text"] for turn in self.raw["rollouts"][i]["turns"])
-
-    def fields(self, i: int, prompt: str, text: str) -> dict[str, Any]:
-        """Of a `RolloutRow`."""
-        raw = self.raw["rollouts"][i]
-        turns = raw["turns"]
-        reason = turns[-1]["finish_reason"] if turns else None
-        return {
-            "id": f"{self.id}.{i}",
-            "group": self.id,
-            "prompt": prompt,
-            "text": text,
-            "reward": finite(raw["reward"]),
-            "advantage": finite(raw["advantage"]),
-            "version": str(turns[-1]["version"]) if turns else None,
-            "finish_reason": reason if reason in ("stop", "length") else None,
-            "temperature": self._params.temperature,
-            "reshaped": list(self._params.reshaped),
-            "prompt_tokens": len(self.prompt_ids),
-            "completion_tokens": sum(len(turn["token_ids"]) for turn in turns),
-            "created_at": self._created,
-        }
-
-    def detail(self, i: int) -> RolloutDetail:
-        raw = self.raw["rollouts"][i]
-        shown = completion(raw, self.prompt_ids, self.tokenizer, budget=MOST_TOKENS)
-        return RolloutDetail(
-            **self.fields(i, self.prompt, self.text(i)),
-            rewards=dict(shown.rewards),
-            error=shown.error,
-            token_ids=[id for turn in raw["turns"] for id in turn["token_ids"]],
-            tokens=[piece.text for piece in shown.pieces],
-            logprobs=[piece.logprob for piece in shown.pieces],
-        )
-
-
-def _params(rollout: object) -> SamplingParams:
-    """How a run of this configuration samples, as far as it says."""
-    given = rollout if isinstance(rollout, Mapping) else {}
-    names = ("temperature", "top_p", "top_k", "min_p")
-    return SamplingParams(**{name: given[name] for name in names if isinstance(given.get(name), int | float)})
-
-
-def _group(line: _Line) -> RolloutGroup:
-    return RolloutGroup(
-        group=line.id,
-        prompt=line.prompt,
-        prompt_token_ids=list(line.prompt_ids),
-        rollouts=best_first(map(line.detail, range(len(line.raw["rollouts"])))),
-    )
-
-
-@lru_cache(maxsize=16)
-def _tokenizer(model: str | None) -> Tokenizer | None:
-    return find_tokenizer(model)
-
-
-def _prompt(raw: Mapping[str, Any], tokenizer: Tokenizer | None) -> str:
-    """As the model reads it; without its tokenizer, message by message."""
-    if tokenizer is not None and raw["token_ids"]:
-        return tokenizer.decode(list(raw["token_ids"]), skip_special_tokens=False)
-    told: Callable[[tuple[str, str]], str] = ": ".join
-    return raw["text"] if raw["messages"] is None else "\n\n".join(map(told, messages(raw)))
-
 
 POLL_S = 0.5
 
@@ -585,12 +382,19 @@ async def run_metrics(request: Request, run: str, after: Cursor = None) -> RunMe
 @router.get("/runs/{run}/health", **documented(answer=RunHealth, errors=[RunNotFoundError]))
 async def run_health(request: Request, run: str) -> RunHealth:
     """What is going wrong in a run by its metrics, with the cause and the overrides to try."""
-    return await run_in_threadpool(_judged, _run(request, run))
+    return await run_in_threadpool(judged, _run(request, run))
 
 
-def _judged(run: RunFiles) -> RunHealth:
+def judged(run: RunFiles) -> RunHealth:
+    """The answer of .../health."""
     report = run.health()
     return RunHealth(run=run.id, status=report.status, findings=told(report, lambda found: [*map(str, found.advice)]))
+
+
+@router.get("/runs/{run}/evaluations", **documented(answer=RunEvaluations, errors=[RunNotFoundError]))
+async def run_evaluations(request: Request, run: str) -> RunEvaluations:
+    """How many held-out prompts got better and worse, with those whose reward changed most, before and after."""
+    return await run_in_threadpool(change_of, _run(request, run))
 
 
 @router.get("/diff", **documented(answer=RunDiff, errors=[RunNotFoundError]))
@@ -635,9 +439,9 @@ async def run_rollouts_page(
 
 
 @router.get(
-    "/runs/{run}/rollouts/{id}", **documented(answer=RolloutGroup, errors=[RunNotFoundError, RolloutNotFoundError])
+    "/runs/{run}/rollouts/{id}", **documented(answer=RunRolloutGroup, errors=[RunNotFoundError, RolloutNotFoundError])
 )
-async def run_rollout(request: Request, run: str, id: str) -> RolloutGroup:
+async def run_rollout(request: Request, run: str, id: str) -> RunRolloutGroup:
     """The group of a rollout: every completion of its prompt, token by token, with the parts of its reward."""
     return await run_in_threadpool(group, _run(request, run), id)
 

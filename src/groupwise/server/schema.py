@@ -7,7 +7,7 @@ sampled is trained, against the log-probabilities that sampled it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -411,7 +411,10 @@ class RolloutGroup(Answer):
     rollouts: list[RolloutDetail]
 
 
-def best_first(rollouts: Iterable[RolloutDetail]) -> list[RolloutDetail]:
+Rollout = TypeVar("Rollout", bound=RolloutDetail)
+
+
+def best_first(rollouts: Iterable[Rollout]) -> list[Rollout]:
     """By reward; what has none comes last."""
     return sorted(rollouts, key=lambda each: float("inf") if each.reward is None else -each.reward)
 
@@ -486,3 +489,64 @@ class RunDiff(Answer):
 
     configs: dict[str, dict[str, Any]]
     differs: list[str]
+
+
+class RolloutPart(Answer):
+    """A turn of an episode, or a message between two, which is so many of the episode's `tokens`."""
+
+    role: str
+    """`assistant` for the policy; else who said it, as `user` or `tool NAME`."""
+    tokens: int
+    reward: float | None
+    """The turn's own."""
+    begins_segment: bool
+    """The turn does not go on from the one before, and begins a token sequence of its own."""
+    trained: bool
+
+
+class RunRollout(RolloutDetail):
+    """One completion of a run."""
+
+    gaps: list[float | None] | None
+    """For each of `tokens` the trainer's log-probability minus the sampler's, where the run recorded them."""
+    parts: list[RolloutPart]
+    """Of an episode, who said which of `tokens`; empty for what is no episode."""
+    ended: str | None
+    """Why an episode ended."""
+
+
+class RunRolloutGroup(Answer):
+    """The completions of one prompt, highest reward first."""
+
+    group: str
+    prompt: str
+    prompt_token_ids: list[int]
+    columns: dict[str, str]
+    """The prompt's other columns, as text."""
+    rollouts: list[RunRollout]
+
+
+class RunChange(Answer):
+    """A held-out prompt, answered before and after."""
+
+    prompt: str
+    columns: dict[str, str]
+    before: RunRollout
+    after: RunRollout
+
+
+class RunEvaluations(Answer):
+    """What training changed on the held-out prompts, from the evaluation at step `first` to that at step `last`, which
+    is the last one, or that of the version which the run keeps.
+
+    `mode` is null where there are not two evaluations of the same prompts."""
+
+    run: str
+    mode: str | None
+    first: int | None
+    last: int | None
+    prompts: int
+    better: int
+    worse: int
+    changed: list[RunChange]
+    """Those whose reward changed most: a few that got better, then a few that got worse."""

@@ -1,5 +1,6 @@
 /** Requests to the server that this page came from; errors as the server words them. */
 import { settings } from "../state/settings.svelte";
+import { answered, saved } from "./saved";
 import type { ErrorEnvelope } from "./types";
 
 const ROOT = new URL("../", document.baseURI); // the page is at <root>/ui/
@@ -31,9 +32,10 @@ export function apiUrl(path: string, query: Query = {}): URL {
 export async function request(path: string, init: RequestInit & { query?: Query } = {}): Promise<Response> {
   const headers = new Headers(init.headers);
   if (settings.key) headers.set("authorization", `Bearer ${settings.key}`);
+  const url = apiUrl(path, init.query);
   let response: Response;
   try {
-    response = await fetch(apiUrl(path, init.query), { ...init, headers, credentials: "omit", redirect: "error" });
+    response = saved ? answered(saved, path, url.searchParams) : await fetch(url, { ...init, headers, credentials: "omit", redirect: "error" });
   } catch (error) {
     if (init.signal?.aborted) throw error;
     throw new ApiError("The server does not answer.", 0, "unreachable", "Is it still running?", null);

@@ -1,6 +1,10 @@
 /** Where rollouts come from: a page reads lists and groups, and does not know whether of a server, a job or a run. */
 import { asJson, get, request, segment } from "./http";
-import type { RolloutGroup, RolloutPage, TextCompletion } from "./types";
+import type { RolloutDetail, RolloutGroup, RolloutPage, RunRollout, RunRolloutGroup, TextCompletion } from "./types";
+
+/** A completion as it is shown: that of a run says more. */
+export type ShownRollout = RolloutDetail & Partial<RunRollout>;
+export type ShownGroup = Omit<RolloutGroup, "rollouts"> & Partial<Pick<RunRolloutGroup, "columns">> & { rollouts: ShownRollout[] };
 
 export interface Filter {
   contains: string;
@@ -19,7 +23,7 @@ export interface RolloutSource {
   /** Whether there is a model that can score its completions. */
   scores: boolean;
   page: (filter: Filter, after: number | null, limit: number) => Promise<RolloutPage>;
-  group: (id: string) => Promise<RolloutGroup>;
+  group: (id: string) => Promise<ShownGroup>;
 }
 
 /** What was sampled lately, or what one job was posted. */
@@ -59,7 +63,7 @@ export function runSource(run: string): RolloutSource {
         reward_min: filter.rewardMin,
         reward_max: filter.rewardMax,
       }),
-    group: (id) => get<RolloutGroup>(`v1/runs/${segment(run)}/rollouts/${segment(id)}`),
+    group: (id) => get<RunRolloutGroup>(`v1/runs/${segment(run)}/rollouts/${segment(id)}`),
   };
 }
 

@@ -1,5 +1,6 @@
 /** The one store of what the server is doing, kept current by its stream of events. */
 import { ApiError, get, request } from "../api/http";
+import { saved } from "../api/saved";
 import { events } from "../api/sse";
 import type { AdapterList, ConfigAnswer, DecodeStats, Health, RecentRequest, RunList, RunSummary, TrainStatus } from "../api/types";
 import { settings } from "./settings.svelte";
@@ -7,11 +8,11 @@ import { settings } from "./settings.svelte";
 const RETRY_MS = [500, 1000, 2000, 4000];
 const SPEEDS = 120;
 
-export type Link = "connecting" | "live" | "lost" | "loading" | "locked";
+export type Link = "connecting" | "live" | "lost" | "loading" | "locked" | "saved";
 
 class ServerState {
   link = $state<Link>("connecting");
-  /** Who answers: `groupwise serve`, or `groupwise ui` over runs on disk; null until the first event. */
+  /** Who answers: `groupwise serve`, or `groupwise ui` over runs on disk, or a report; null until the first event. */
   kind = $state<"server" | "runs" | null>(null);
   /** The runs of `groupwise ui`. */
   runs = $state.raw<RunSummary[]>([]);
@@ -43,8 +44,14 @@ class ServerState {
     return this.jobs.find((job) => job.job_id === id) ?? null;
   }
 
-  /** Follow the server for as long as the page is open. */
+  /** Follow the server for as long as the page is open; of a report all is known. */
   async stay(): Promise<void> {
+    if (saved) {
+      this.kind = "runs";
+      this.runs = saved.runs.map((run) => run.detail);
+      this.link = "saved";
+      return;
+    }
     for (let failures = 0; ; failures += 1) {
       try {
         await this.follow(() => (failures = 0));

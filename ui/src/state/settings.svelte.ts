@@ -4,9 +4,26 @@ type Theme = "auto" | "light" | "dark";
 const THEME = "groupwise.theme";
 const KEY = "groupwise.key";
 
+/** What is remembered under a name; null where the browser remembers nothing, as for some files on disk. */
+function remembered(name: string): string | null {
+  try {
+    return sessionStorage.getItem(name) ?? localStorage.getItem(name);
+  } catch {
+    return null;
+  }
+}
+
+function remember(name: string, value: string): void {
+  try {
+    localStorage.setItem(name, value);
+  } catch {
+    return; // until the page is closed
+  }
+}
+
 class Settings {
-  theme = $state<Theme>((localStorage.getItem(THEME) as Theme | null) ?? "auto");
-  key = $state(sessionStorage.getItem(KEY) ?? localStorage.getItem(KEY) ?? "");
+  theme = $state<Theme>((remembered(THEME) as Theme | null) ?? "auto");
+  key = $state(remembered(KEY) ?? "");
   /** The server asked for a key, or for another one. */
   locked = $state(false);
 
@@ -17,7 +34,7 @@ class Settings {
 
   setTheme(theme: Theme): void {
     this.theme = theme;
-    localStorage.setItem(THEME, theme);
+    remember(THEME, theme);
     this.apply();
   }
 

@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.cli.report.charts import charts_of, write_pngs
+from groupwise.cli.report.data import data_of
 from groupwise.cli.report.page import write_page
 from groupwise.errors import ConfigError
 from groupwise.run.record import read_runs
+from groupwise.server.runs import open_runs
 
 PAGE = "report.html"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """The files of one report, and what it says that not everybody looks for."""
+    """The files of one report, and what is not in it."""
 
     page: Path
     pictures: tuple[Path, ...]
@@ -38,15 +40,23 @@ def report(
 ) -> Written:
     """Write the report of `run_dir`, beside those of `compare`, to `out` (`report.html` in the run's directory).
 
-    `png` is a directory for the curves as pictures; `steps` are those whose completions are shown. Raises ConfigError
-    (no run there, a step without rollouts, no matplotlib), DataError (damaged metrics), StorageError.
+    `png` is a directory for the curves as pictures; `steps` are those whose completions are in it, none means as many
+    as fit. Raises ConfigError (no run there, a step without rollouts, no matplotlib), DataError (damaged metrics),
+    StorageError.
     """
-    runs = read_runs([run_dir, *compare])
+    directories = [run_dir, *compare]
+    runs = read_runs(directories)
     available = sorted({step for run in runs for step in run.rollouts})
     if missing := sorted(set(steps) - set(available)):
         held = f"{available[0]} to {available[-1]}" if available else "none"
         raise ConfigError(f"there are no rollouts of step {missing[0]}", hint=f"steps with rollouts: {held}")
     pictures = [] if png is None else write_pngs(charts_of(runs), png)
-    page = write_page(runs, out or run_dir / PAGE, steps=steps)
-    notes = [f"{run.label}: {note}" for run in runs for note in run.notes]
+    data = data_of(list(open_runs(directories).values()), steps=steps)
+    page = write_page(data, out or run_dir / PAGE)
+    notes = [f"{run['detail']['run']}: {note}" for run in data["runs"] for note in _notes(run)]
     return Written(page=page, pictures=tuple(pictures), notes=tuple(notes))
+
+
+def _notes(run: dict[str, Any]) -> list[str]:
+    """What could not be read, and what is left out for its size."""
+    return [*run["detail"]["notes"], *run["left_out"]]

@@ -1,7 +1,6 @@
-"""Which curves the report shows, from one run or several over each other.
+"""The curves of `groupwise report --png`: which there are, of one run or several over each other, drawn by matplotlib.
 
-A chart without data is left out, and so is one whose values never change: `constants` lists those in words instead. A
-metric that no chart here names is drawn as well, under its own name, so that a user's own metrics are there too.
+A picture without data is not made, nor is one whose values never change.
 """
 
 from __future__ import annotations
@@ -9,26 +8,18 @@ from __future__ import annotations
 import fnmatch
 import importlib
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
-from groupwise.algo.metrics import DEFINITIONS
 from groupwise.errors import ConfigError, StorageError
 from groupwise.run.record import Point, RunRecord
-from groupwise.server.rollout_view import number, plain
+from groupwise.server.rollout_view import plain
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The report's own charts: which metrics stand together, under which words. `groupwise.algo.metrics` defines the
-# metrics.
+# Which metrics stand together, under which words. `groupwise.algo.metrics` defines the metrics.
 # ----------------------------------------------------------------------------------------------------------------------
-
-OTHER = "Other metrics"  # the section of those that are named nowhere here
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +32,6 @@ class Spec:
     key: str
     title: str
     note: str
-    section: str
     series: tuple[tuple[str, str], ...]
     spread: str | None = None
     log: bool = False
@@ -55,7 +45,6 @@ SPECS = (
         key="reward",
         title="Reward",
         note="lines: mean over a step's completions, ± the standard deviation inside a group; dots: held-out prompts",
-        section="Learning",
         series=(("reward/mean", "training"), ("eval/*/reward", "held-out, *")),
         spread="reward/std",
         wide=True,
@@ -65,7 +54,6 @@ SPECS = (
         key="held_out",
         title="Held-out reward by column",
         note="",
-        section="Learning",
         series=(("eval/*/*/reward", "*"),),
         marked=("eval/*/*/reward",),
     ),
@@ -73,7 +61,6 @@ SPECS = (
         key="passed",
         title="Solved in k tries",
         note="held-out prompts",
-        section="Learning",
         series=(("eval/*/pass@*", "*"),),
         marked=("eval/*/pass@*",),
     ),
@@ -81,49 +68,42 @@ SPECS = (
         key="rewards",
         title="Each reward",
         note="mean over a step's completions",
-        section="Learning",
         series=(("reward/*/mean", "*"),),
     ),
     Spec(
         key="loudness",
         title="How loud each reward is",
         note="share of the spread inside a group",
-        section="Learning",
         series=(("reward/*/share", "*"),),
     ),
     Spec(
         key="zero_variance",
         title="Groups without signal",
         note="share of groups whose rewards are all equal",
-        section="Learning",
         series=(("reward/frac_zero_std", "share"),),
     ),
     Spec(
         key="kl",
         title="KL from the reference",
         note="nats per token",
-        section="Policy",
         series=(("kl/mean", "measured"), ("loss/kl", "in the loss")),
     ),
     Spec(
         key="entropy",
         title="Entropy",
         note="nats per token",
-        section="Policy",
         series=(("loss/entropy", "entropy"),),
     ),
     Spec(
         key="clip",
         title="Clipped tokens",
         note="share whose gradient the clip cuts",
-        section="Policy",
         series=(("loss/clip_frac_low", "below"), ("loss/clip_frac_high", "above"), ("loss/clip_frac_dual", "dual")),
     ),
     Spec(
         key="ratio",
         title="Importance ratio",
         note="over the tokens of a step",
-        section="Policy",
         series=(("loss/ratio_mean", "mean"), ("loss/ratio_min", "least"), ("loss/ratio_max", "largest")),
         noise=1e-3,
     ),
@@ -131,7 +111,6 @@ SPECS = (
         key="loss",
         title="Policy loss",
         note="its gradient teaches; its value says little",
-        section="Policy",
         series=(("loss/policy", "loss"),),
         noise=1e-5,
     ),
@@ -139,7 +118,6 @@ SPECS = (
         key="length",
         title="Completion length",
         note="tokens",
-        section="Completions",
         series=(
             ("rollout/len_mean", "mean"),
             ("rollout/len_max", "longest"),
@@ -150,7 +128,6 @@ SPECS = (
         key="cut",
         title="Cut or without a reward",
         note="share of completions",
-        section="Completions",
         series=(
             ("rollout/truncated_frac", "cut at the longest"),
             ("rollout/excluded_frac", "no reward"),
@@ -161,21 +138,18 @@ SPECS = (
         key="turns",
         title="Turns and tool calls",
         note="mean of an episode",
-        section="Episodes",
         series=(("rollout/turns_mean", "turns"), ("env/tool_calls", "tool calls")),
     ),
     Spec(
         key="stops",
         title="How episodes end",
         note="share of episodes",
-        section="Episodes",
         series=(("env/stop/*", "*"),),
     ),
     Spec(
         key="trouble",
         title="What goes wrong in episodes",
         note="share of episodes, and of tool calls",
-        section="Episodes",
         series=(
             ("env/failed_frac", "the environment failed"),
             ("env/limit_frac", "ended by a limit"),
@@ -186,7 +160,6 @@ SPECS = (
         key="batch",
         title="Groups in the batch",
         note="",
-        section="Completions",
         series=(
             ("rollout/groups_trained", "all"),
             ("replay/groups", "replayed"),
@@ -197,7 +170,6 @@ SPECS = (
         key="gap",
         title="Sampler and trainer apart",
         note="difference of their log-probabilities, nats",
-        section="Sampler and trainer",
         series=(("mismatch/logprob_diff_mean", "mean"), ("mismatch/logprob_diff_max", "largest")),
         log=True,
     ),
@@ -205,21 +177,18 @@ SPECS = (
         key="staleness",
         title="Staleness",
         note="steps from sampling to training a group",
-        section="Sampler and trainer",
         series=(("rollout/staleness_mean", "mean"), ("rollout/staleness_max", "oldest")),
     ),
     Spec(
         key="weight",
         title="Correction of the gap",
         note="weight of a token",
-        section="Sampler and trainer",
         series=(("mismatch/weight_mean", "mean"), ("mismatch/weight_min", "least"), ("mismatch/weight_max", "largest")),
     ),
     Spec(
         key="corrected",
         title="Corrected tokens",
         note="share of tokens",
-        section="Sampler and trainer",
         series=(
             ("mismatch/masked_frac", "left out"),
             ("mismatch/clipped_frac", "weight clipped"),
@@ -230,28 +199,24 @@ SPECS = (
         key="gradient",
         title="Gradient norm",
         note="before clipping",
-        section="Optimizer and speed",
         series=(("optim/grad_norm", "norm"),),
     ),
     Spec(
         key="rate",
         title="Learning rate",
         note="",
-        section="Optimizer and speed",
         series=(("optim/lr", "rate"),),
     ),
     Spec(
         key="throughput",
         title="Throughput",
         note="completion tokens per second, the whole step",
-        section="Optimizer and speed",
         series=(("perf/tok_s", "tokens per second"),),
     ),
     Spec(
         key="time",
         title="Time of a step",
         note="seconds",
-        section="Optimizer and speed",
         series=(
             ("time/step_s", "step"),
             ("time/rollout_s", "sampling and scoring"),
@@ -268,7 +233,7 @@ _LOG_SPAN = 20.0  # a log axis where the largest value is this many times the sm
 @dataclass(frozen=True, kw_only=True)
 class Curve:
     """One line: what it is and, of several runs, whose. `points` are (step, value), `band` (step, low, high); `colour`
-    and `dash` are indices into the page's palettes; `marked` draws a dot at each point: it is measured there only."""
+    and `dash` are indices into the palettes; `marked` draws a dot at each point: it is measured there only."""
 
     label: str
     run: str = ""
@@ -295,7 +260,6 @@ class Chart:
     key: str
     title: str
     note: str
-    section: str
     curves: tuple[Curve, ...]
     first: int
     last: int
@@ -304,55 +268,22 @@ class Chart:
     wide: bool = False
 
 
-_OTHER_POINTS = 60
-_IN_THE_BAND = ("reward/std", "reward/min", "reward/max")
-
-
 def charts_of(runs: Sequence[RunRecord], *, max_points: int = MAX_POINTS) -> list[Chart]:
-    """Every chart that has something to show, in the order of the page."""
+    """Every chart that has something to show."""
     steps = [line["step"] for run in runs for line in run.lines]
     first, last = min(steps, default=0), max(steps, default=0)
     drawn = (_chart(spec, runs, first=first, last=last, max_points=max_points) for spec in _specs(runs))
     return [chart for chart in drawn if chart is not None]
 
 
-def constants(run: RunRecord) -> list[tuple[str, float]]:
-    """(metric, its value) of what stayed the same over at least two steps, but for rounding."""
-    noise = {metric: spec.noise for spec in SPECS for metric, _ in spec.series}
-    found = []
-    for metric in run.metrics:
-        points = run.points(metric)
-        if len(points) > 1 and _range(points) <= noise.get(metric, 0.0):
-            value = points[-1][1] or 0.0
-            found.append((metric, value if abs(value) > noise.get(metric, 0.0) else 0.0))
-    return found
-
-
 def _specs(runs: Sequence[RunRecord]) -> Iterator[Spec]:
-    """Ours, and one for each metric that none of them names. Of several runs, what was trained on and what was held
-    out are two charts."""
+    """Of several runs, what was trained on and what was held out are two charts."""
     if len(runs) > 1:
         training, held_out = SPECS[0].series
         yield replace(SPECS[0], series=(training,), note="mean over a step's completions, training prompts")
         held = replace(SPECS[0], key="held_out_mean", title="Held-out reward", note="", series=(held_out,))
         yield replace(held, spread=None, wide=False)
     yield from SPECS[1:] if len(runs) > 1 else SPECS
-    named = [metric for spec in SPECS for metric, _ in spec.series]
-    for metric in dict.fromkeys(metric for run in runs for metric in run.metrics):
-        if metric not in _IN_THE_BAND and not any(_matches(metric, pattern) for pattern in named):
-            yield Spec(
-                key=metric.replace("/", "_"),
-                title=metric,
-                note=_definition(metric),
-                section=OTHER,
-                series=((metric, "value"),),
-            )
-
-
-def _definition(metric: str) -> str:
-    """What it is, in the words of `groupwise.algo.metrics`; "" for one of the user's own."""
-    patterns = ((re.sub(r"<\w+>", "*", name), text) for name, text in DEFINITIONS.items())
-    return next((text for pattern, text in patterns if _matches(metric, pattern)), "")
 
 
 def _chart(spec: Spec, runs: Sequence[RunRecord], *, first: int, last: int, max_points: int) -> Chart | None:
@@ -362,7 +293,7 @@ def _chart(spec: Spec, runs: Sequence[RunRecord], *, first: int, last: int, max_
         return None
     if len(values) > len(found) and not any(_range(run.points(metric)) > spec.noise for _, run, metric, *_ in found):
         return None
-    per_point = max(1, math.ceil((last - first + 1) / (_OTHER_POINTS if spec.section == OTHER else max_points)))
+    per_point = max(1, math.ceil((last - first + 1) / max_points))
     labels = list(dict.fromkeys(label for *_, label in found))
     curves = []
     for index, run, metric, pattern, label in found:
@@ -385,7 +316,6 @@ def _chart(spec: Spec, runs: Sequence[RunRecord], *, first: int, last: int, max_
         key=spec.key,
         title=spec.title,
         note=spec.note,
-        section=spec.section,
         curves=tuple(curves),
         first=first,
         last=last,
@@ -483,231 +413,22 @@ def _spread(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A chart as inline SVG that fits any width: positions across are percentages, positions down are pixels.
-#
-# Lines are drawn in an inner picture that is stretched, their width is not. Colours are classes of the page's style
-# sheet, so that light and dark are its business. Over the plot lie columns, one a step; under the pointer a column
-# shows
-# the step's values above the plot, where the last ones stand otherwise. Nothing of this is script.
+# The PNG files, drawn with matplotlib where it is installed (the extra `report`).
 # ----------------------------------------------------------------------------------------------------------------------
 
-PALETTE = 6  # colours, after which they come again
-DASHES = 4
-_STRETCH = 1000  # width of the inner picture
-_ROOM = 0.06  # of the axis, above and below
-
-
-class Scale:
-    """Values -> pixels from the top, and the values to label."""
-
-    def __init__(self, values: Sequence[float], *, height: int, log: bool):
-        self._map: Callable[[float], float] = math.log10 if log else float
-        low, high = self._map(min(values)), self._map(max(values))
-        if log:
-            decades = range(math.floor(low + 1e-9), math.ceil(high - 1e-9) + 1)
-            self.ticks = [10.0**power for power in decades[:: math.ceil(len(decades) / 5)]]
-            low, high = float(decades[0]), float(decades[-1])
-        else:
-            if low > 0 and low < 0.4 * high:
-                low = 0.0
-            if high == low:
-                low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
-            self.ticks = nice_ticks(low, high)
-        room = 0.0 if log else _ROOM * (high - low)
-        self.low, self.high = (low if low == 0 else low - room), high + room
-        self.height = height
-
-    def __call__(self, value: float) -> float:
-        return round(self.height * (self.high - self._map(value)) / (self.high - self.low), 1)
-
-
-def nice_ticks(low: float, high: float, *, about: int = 4) -> list[float]:
-    """Round values within [low, high], a step of 1, 2 or 5 times a power of ten apart.
-
-    >>> nice_ticks(0, 1), nice_ticks(3, 47)
-    ([0.0, 0.2, 0.4, 0.6, 0.8, 1.0], [10.0, 20.0, 30.0, 40.0])
-    """
-    raw = (high - low) / about
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.75)
-    digits = max(0, 2 - math.floor(math.log10(step)))
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [round(index * step, digits) for index in range(first, last + 1)]
-
-
-def step_ticks(first: int, last: int) -> list[int]:
-    """Whole steps to label, the ends' neighbours left out where they would touch."""
-    if first == last:
-        return [first]
-    ticks = sorted({round(tick) for tick in nice_ticks(first, last, about=5) if tick == round(tick)})
-    return ticks if len(ticks) > 1 else [first, last]
-
-
-def draw(chart: Chart, *, height: int = 140) -> Markup:
-    """The `<svg>` element of the chart."""
-    drawn = [value for curve in chart.curves for _, value in curve.finite]
-    drawn += [value for curve in chart.curves for _, *ends in curve.band for value in ends]
-    scale = Scale(drawn, height=height, log=chart.log)
-    parts = [_axes(chart, scale)]
-    lines = Markup("").join(_line(curve, chart, scale) for curve in reversed(chart.curves))
-    parts.append(
-        Markup('<svg viewBox="0 0 {} {}" preserveAspectRatio="none" width="100%" height="{}">{}</svg>').format(
-            _STRETCH, height, height, lines
-        )
-    )
-    parts += [_dots(curve, chart, scale) for curve in chart.curves]
-    parts.append(_columns(chart, height=height))
-    return Markup('<svg class="plot" role="img" aria-label="{}" width="100%" height="{}">{}</svg>').format(
-        describe(chart), height, Markup("").join(parts)
-    )
-
-
-def describe(chart: Chart) -> str:
-    """The chart in words."""
-    texts = []
-    for curve in chart.curves:
-        values = [value for _, value in curve.finite]
-        if values:
-            (first, begin), (last, end) = curve.finite[0], curve.finite[-1]
-            texts.append(
-                f"{plain(curve.name)}: {number(begin)} at step {first}, {number(end)} at step {last}, "
-                f"between {number(min(values))} and {number(max(values))}"
-            )
-    return f"{plain(chart.title)} over steps {chart.first} to {chart.last}. " + ". ".join(texts)
-
-
-def colour(curve: Curve) -> str:
-    """The class of the curve's colour."""
-    return f"c{curve.colour % PALETTE}"
-
-
-def dash(curve: Curve) -> str:
-    """The class of the curve's dashes; runs beyond the palette are told apart by them."""
-    return f"d{(curve.dash + curve.colour // PALETTE) % DASHES}"
-
-
-def _across(step: float, chart: Chart) -> float:
-    """Per cent of the width."""
-    return 50.0 if chart.first == chart.last else 100.0 * (step - chart.first) / (chart.last - chart.first)
-
-
-def _axes(chart: Chart, scale: Scale) -> Markup:
-    grid = Markup("").join(
-        Markup('<line x1="0" x2="100%" y1="{0}" y2="{0}"/><text x="-7" y="{1}">{2}</text>').format(
-            scale(tick), scale(tick) + 3.5, _tick(tick)
-        )
-        for tick in scale.ticks
-    )
-    steps = Markup("").join(
-        Markup('<text x="{:.4g}%" y="{}">{:,}</text>').format(_across(tick, chart), scale.height + 16, tick)
-        for tick in step_ticks(chart.first, chart.last)
-    )
-    return Markup('<g class="y" aria-hidden="true">{}</g><g class="x" aria-hidden="true">{}</g>').format(grid, steps)
-
-
-def _tick(value: float) -> str:
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    mantissa, _, exponent = f"{value:.6g}".partition("e")
-    text = f"{mantissa}e{int(exponent)}" if exponent else mantissa
-    return text.replace("-", "−")
-
-
-def _line(curve: Curve, chart: Chart, scale: Scale) -> Markup:
-    """The curve and the band around it; a value that is not finite interrupts the line."""
-    path, pen_down = [], False
-    for step, value in curve.points:
-        if value is not None:
-            path.append(f"{'L' if pen_down else 'M'}{10 * _across(step, chart):.5g} {scale(value)}")
-        pen_down = value is not None
-    band = Markup("")
-    if len(curve.band) > 1:
-        there = [f"{10 * _across(step, chart):.5g} {scale(high)}" for step, _, high in curve.band]
-        back = [f"{10 * _across(step, chart):.5g} {scale(low)}" for step, low, _ in reversed(curve.band)]
-        band = Markup('<path class="band {}" d="M{}Z"/>').format(colour(curve), "L".join(there + back))
-    return band + Markup('<path class="line {} {}" vector-effect="non-scaling-stroke" d="{}"/>').format(
-        colour(curve), dash(curve), "".join(path)
-    )
-
-
-def _dots(curve: Curve, chart: Chart, scale: Scale) -> Markup:
-    """Dots where the curve is measured now and then, or is one value; a cross where it was not finite."""
-    lost = Markup("").join(
-        Markup('<text class="lost" x="{:.4g}%" y="{}">×</text>').format(_across(step, chart), scale.height - 2)
-        for step, value in curve.points
-        if value is None
-    )
-    if not curve.marked and len(curve.finite) > 1:
-        return lost
-    return lost + Markup("").join(
-        Markup('<circle class="dot {}" cx="{:.4g}%" cy="{}" r="3.5"/>').format(
-            colour(curve), _across(step, chart), scale(value)
-        )
-        for step, value in curve.finite
-    )
-
-
-def _columns(chart: Chart, *, height: int) -> Markup:
-    """The values of each step, shown while the pointer is over its column, and the last ones."""
-    series = [(c, dict(c.points), {step: (low, high) for step, low, high in c.band}) for c in chart.curves]
-    steps = sorted({step for _, points, _ in series for step in points})
-    edges = [_across(chart.first, chart)]
-    edges += [(_across(a, chart) + _across(b, chart)) / 2 for a, b in pairwise(steps)]
-    edges.append(_across(chart.last, chart))
-    if chart.first == chart.last:
-        edges = [0.0, 100.0]
-
-    def readout(step: int) -> Markup:
-        shown = [(curve, _value(points[step], band.get(step))) for curve, points, band in series if step in points]
-        return _readout(f"step {step:,}", shown)
-
-    ends = {curve.points[-1][0] for curve in chart.curves}
-    last = [(curve, _value(curve.points[-1][1], band.get(curve.points[-1][0]))) for curve, _, band in series]
-    now = _readout(f"step {ends.pop():,}" if len(ends) == 1 else "last", last)
-    columns = Markup("").join(
-        Markup('<g class="at"><rect x="{:.4g}%" width="{:.4g}%" height="{}"/>{}</g>').format(
-            left, max(right - left, 0.0), height, readout(step)
-        )
-        for step, (left, right) in zip(steps, pairwise(edges), strict=True)
-    )
-    return Markup('<g class="now" aria-hidden="true">{}</g><g class="steps" aria-hidden="true">{}</g>').format(
-        now, columns
-    )
-
-
-def _readout(title: str, shown: Sequence[tuple[Curve, str]]) -> Markup:
-    """A line of text over the plot's right end, each value in its curve's colour."""
-    values = Markup("").join(
-        Markup('<tspan class="{}" dx="9">{}</tspan>').format(colour(curve), value) for curve, value in shown
-    )
-    return Markup('<text x="100%" y="-9"><tspan>{}</tspan>{}</text>').format(title, values)
-
-
-def _value(value: float | None, band: tuple[float, float] | None) -> str:
-    if value is None:
-        return "not finite"
-    return number(value) if band is None else f"{number(value)} ({number(band[0])} to {number(band[1])})"
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The same curves as PNG files, drawn with matplotlib where it is installed (the extra `report`).
-# ----------------------------------------------------------------------------------------------------------------------
-
-_COLOURS = ("#2563eb", "#d9480f", "#0c8f63", "#8b3fd1", "#a67c00", "#d6336c")  # those of page.css, light
+_COLOURS = ("#2563eb", "#d9480f", "#0c8f63", "#8b3fd1", "#a67c00", "#d6336c")
 _DASHES = ("-", "--", ":", "-.")
 _DPI = 150
 
 
 def write_pngs(charts: Sequence[Chart], directory: Path) -> list[Path]:
-    """A PNG for each of our charts, named by its key; the other metrics' are on the page only.
+    """A PNG for each chart, named by its key; metrics that none of them names are on the page only.
 
     Raises ConfigError without matplotlib, StorageError where a file cannot be written.
     """
     figures = _figures()
     written = []
     for chart in charts:
-        if chart.section == OTHER:
-            continue
         path = directory / f"{chart.key}.png"
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -733,8 +454,7 @@ def _draw(chart: Chart, figures: Any, path: Path) -> None:
     figure = figures.Figure(figsize=(10, 4) if chart.wide else (6, 3.6), layout="constrained")
     axes = figure.add_subplot()
     for curve in chart.curves:
-        colour = _COLOURS[curve.colour % len(_COLOURS)]
-        dash = _DASHES[(curve.dash + curve.colour // len(_COLOURS)) % len(_DASHES)]
+        colour, dash = look(curve)
         if curve.band:
             steps, low, high = zip(*curve.band, strict=True)
             axes.fill_between(steps, low, high, color=colour, alpha=0.13, linewidth=0)
@@ -752,6 +472,12 @@ def _draw(chart: Chart, figures: Any, path: Path) -> None:
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=_DPI)
+
+
+def look(curve: Curve) -> tuple[str, str]:
+    """The curve's colour and dashes; runs beyond the palette are told apart by their dashes."""
+    dash = (curve.dash + curve.colour // len(_COLOURS)) % len(_DASHES)
+    return _COLOURS[curve.colour % len(_COLOURS)], _DASHES[dash]
 
 
 def _literal(text: str) -> str:

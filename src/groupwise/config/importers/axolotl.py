@@ -3,7 +3,7 @@
     rl: grpo | gdpo          datasets, transforms and reward modules beside the file, as there
     trl: {...}               GRPO's arguments, and the asynchronous trainer's
 
-`axolotl_keys` says of every key what becomes of it. Where Axolotl is known to do something else than it documents (keys
+`axolotl.yaml` says of every key what becomes of it. Where Axolotl is known to do something else than it documents (keys
 that it drops, masks that do not mask), what it documents happens here, and it is said.
 """
 
@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from groupwise.config.hub import reading
-from groupwise.config.importers.axolotl_keys import ASYNC_ONLY, ATTENTION, KEYS, NAMES
 from groupwise.config.importers.base import Translation, run_name
 from groupwise.config.importers.chat_templates import why_not
 from groupwise.config.importers.grpo_args import Names, put_algorithm, put_batch, put_rewards, put_sampling, put_vllm
-from groupwise.config.importers.optimizer_args import Length, length_of, put_optimizer, put_parallel
+from groupwise.config.importers.optimizer_args import Length, OptimizerNames, length_of, put_optimizer, put_parallel
+from groupwise.config.importers.tables import keys_of
 from groupwise.config.load import load_object
 from groupwise.config.run import FILES
 from groupwise.config.yaml import Document
@@ -32,6 +32,28 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 ROWS = "groupwise.config.importers.axolotl:rows"
+NAMES = OptimizerNames(
+    learning_rate="learning_rate",
+    optimizer="optimizer",
+    schedule="lr_scheduler",
+    schedule_kwargs="lr_scheduler_kwargs",
+    max_steps="max_steps",
+    epochs="num_epochs",
+    warmup_steps="warmup_steps",
+    warmup_ratio="warmup_ratio",
+)
+ATTENTION = "attention is chosen by the model and the device"
+ASYNC_ONLY = (
+    "trl.vllm_sync_interval",
+    "trl.prefetch_depth",
+    "trl.streaming_partial_batch",
+    "trl.streaming_min_groups",
+    "trl.reward_num_workers",
+    "trl.replay_buffer_size",
+    "trl.reroll_start_fraction",
+    "trl.reroll_max_groups",
+)
+"""What Axolotl drops without a word unless async_prefetch or use_data_producer is set."""
 SIZES = Names(
     micro="micro_batch_size",
     accumulate="gradient_accumulation_steps",
@@ -80,7 +102,7 @@ def _keys(data: Mapping[str, Any]) -> list[Any]:
     defaults = {"trl.vllm_importance_sampling_mode": "token_truncate" if queued else "sequence_mask"}
     if data.get("rl") == "gdpo":
         defaults["trl.multi_objective_aggregation"] = "normalize_then_sum"
-    return [replace(key, default=defaults.get(key.name, key.default)) for key in KEYS]
+    return [replace(key, default=defaults.get(key.name, key.default)) for key in keys_of("axolotl")]
 
 
 def _require(t: Translation) -> None:

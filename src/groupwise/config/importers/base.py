@@ -24,7 +24,7 @@ from groupwise.types import BASE
 # ----------------------------------------------------------------------------------------------------------------------
 # The keys of another system: what may stand there, what it is when nothing does, and what becomes of it here.
 #
-# A table of a system is a sequence of keys. There are four things that can become of one:
+# The tables are YAML files beside this one (`tables.py`). There are four things that can become of a key:
 #
 #     plain     its value is the value of one of our keys
 #     made      the translation makes something of it, often together with others
@@ -163,47 +163,20 @@ def one_of(*words: str) -> Kind:
     return choice
 
 
-# ---- the four ----
+# ---- keys that do not act ----
 
 
-def plain(name: str, kind: Kind, here: str, default: Any = None, *, what: str = "") -> Key:
-    """Copied to `here`; `default` is what it is there if nothing is said, None if it leaves our default alone."""
-    return Key(name=name, fate="plain", kind=kind, here=(here,), default=default, what=what)
-
-
-def made(name: str, kind: Kind, *here: str, default: Any = None, what: str) -> Key:
-    """Made into `here` as `what` says."""
-    return Key(name=name, fate="made", kind=kind, here=here, default=default, what=what)
-
-
-def idle(name: str, what: str, kind: Kind = anything) -> Key:
-    """Accepted without effect, because of `what`."""
-    return Key(name=name, fate="idle", kind=kind, what=what)
+def idle(name: str, because: str) -> Key:
+    """Accepted without effect."""
+    return Key(name=name, fate="idle", kind=anything, what=because)
 
 
 def absent(
-    name: str, what: str, instead: str | None = None, *, off: Iterable[Any] = (False,), kind: Kind = switch
+    name: str, because: str, instead: str | None = None, *, off: Iterable[Any] = (False,), kind: Kind = switch
 ) -> Key:
-    """Not here, because of `what`. `instead` is by default the key's removal; "" says that nothing makes it run."""
+    """Not here. `instead` is by default the key's removal; "" says that nothing makes it run."""
     instead = f"{name}=null" if instead is None else instead
-    return Key(name=name, fate="absent", kind=kind, what=what, off=tuple(off), instead=instead)
-
-
-def all_idle(what: str, *names: str) -> tuple[Key, ...]:
-    """Several that are idle for one reason."""
-    return tuple(idle(name, what) for name in names)
-
-
-def under(prefix: str, keys: Iterable[Key], defaults: Mapping[str, Any]) -> tuple[Key, ...]:
-    """The same keys in a section of another file, some with other defaults there."""
-
-    def moved(key: Key) -> Key:
-        name = f"{prefix}{key.name}"
-        instead = f"{prefix}{key.instead}" if key.instead else ""
-        fields = vars(key) | {"name": name, "instead": instead, "default": defaults.get(key.name, key.default)}
-        return Key(**fields)
-
-    return tuple(moved(key) for key in keys)
+    return Key(name=name, fate="absent", kind=kind, what=because, off=tuple(off), instead=instead)
 
 
 @dataclass(frozen=True, kw_only=True)

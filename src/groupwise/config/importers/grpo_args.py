@@ -1,6 +1,6 @@
 """TRL's GRPO arguments as ours; TRL's files, Axolotl's `trl:` section and aitraining's flags all reduce to them.
 
-The defaults in the table are TRL 1.16.0's; other versions and systems replace some. What the arguments mean there:
+`grpo_args.yaml` is their table. What the arguments mean there:
 
     loss_type            how token losses are averaged, and for cispo, sapo, vespo, luspo the loss itself
     epsilon[_high]       bounds of the ratio, 0.2 for every loss; with cispo `epsilon_high` is the largest ratio itself
@@ -15,72 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise.config.importers.base import (
-    Key,
-    Translation,
-    absent,
-    all_idle,
-    anything,
-    boolean,
-    flag_or_text,
-    idle,
-    integer,
-    made,
-    mapping,
-    number,
-    numbers,
-    one_of,
-    plain,
-)
-from groupwise.config.importers.base import text as string
+from groupwise.config.importers.base import Translation
 
 # ----------------------------------------------------------------------------------------------------------------------
-# How other systems reach and run vLLM, as our `engine` and `vllm`: TRL's arguments, which Axolotl and aitraining have
-# too, and Axolotl's `vllm:` section, which starts the server.
+# vLLM: TRL's arguments (`vllm.yaml`), and Axolotl's section `vllm:`, which starts the server.
 # ----------------------------------------------------------------------------------------------------------------------
-
-_WITH = "with use_vllm"
-_STARTED = "of a server that is started: `groupwise vllm-serve` reads this file"
-
-TRL_VLLM_KEYS = (
-    made("use_vllm", boolean, "engine", default=False, what="true is engine: vllm"),
-    made("vllm_mode", one_of("server", "colocate"), "vllm.mode", default="colocate", what=_WITH),
-    made("vllm_server_base_url", string, "vllm.urls", what="with vllm_mode server"),
-    made("vllm_server_host", string, "vllm.urls", default="0.0.0.0", what="... or its host; 0.0.0.0 is this machine"),
-    made("vllm_server_port", integer, "vllm.urls", default=8000, what="... and port"),
-    made("vllm_server_timeout", number, "vllm.start_timeout_s", default=240.0, what="with vllm_mode server"),
-    made("vllm_gpu_memory_utilization", number, "vllm.gpu_memory_utilization", default=0.3, what=_WITH),
-    made("vllm_max_model_length", integer, "vllm.max_model_len", what=_WITH),
-    made("vllm_tensor_parallel_size", integer, "vllm.tensor_parallel_size", default=1, what=_WITH),
-    made("vllm_enable_sleep_mode", boolean, "vllm.sleep", default=False, what="with vllm_mode colocate"),
-    *all_idle("versions go to the server as files", "vllm_group_port"),
-    *all_idle("vLLM chooses its own", "vllm_model_impl"),
-    absent("vllm_structured_outputs_regex", "the engine samples freely", off=()),
-)
-AITRAINING_VLLM_KEYS = (
-    *(key for key in TRL_VLLM_KEYS if key.name in ("use_vllm", "vllm_mode")),
-    made("vllm_server_url", string, "vllm.urls", what="with vllm_mode server; /v1 behind it is cut off"),
-    *(key for key in TRL_VLLM_KEYS if key.name in ("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size")),
-    *all_idle("a server has the GPUs that it was started on (vllm.gpus)", "vllm_server_gpus"),
-)
-SECTION = {
-    "host": (string, "vllm.host"),
-    "port": (integer, "vllm.port"),
-    "tensor_parallel_size": (integer, "vllm.tensor_parallel_size"),
-    "gpu_memory_utilization": (number, "vllm.gpu_memory_utilization"),
-    "dtype": (one_of("auto", "float32", "bfloat16", "float16"), "vllm.dtype"),
-    "max_model_len": (integer, "vllm.max_model_len"),
-    "enable_prefix_caching": (boolean, "vllm.enable_prefix_caching"),
-    "enforce_eager": (boolean, "vllm.enforce_eager"),
-}
-OURS = {"python": string, "environment": mapping, "log": string, "arguments": anything}
-AXOLOTL_SECTION_KEYS: tuple[Key, ...] = (
-    *(made(f"vllm.{name}", kind, to, what=_STARTED) for name, (kind, to) in SECTION.items()),
-    *(made(f"vllm.{name}", kind, f"vllm.{name}", what="ours; not a key there") for name, kind in OURS.items()),
-    *all_idle("several servers are several vllm.urls", "vllm.data_parallel_size"),
-    *all_idle("the server is vLLM's own", "vllm.serve_module", "vllm.worker_extension_cls", "vllm.device"),
-    *all_idle("thoughts stay in the text", "vllm.enable_reasoning", "vllm.reasoning_parser"),
-)
 
 
 def put_vllm(t: Translation, p: str, *, lora: bool, mode: str | None = None, flag: str | None = None) -> None:
@@ -110,12 +49,9 @@ def put_vllm(t: Translation, p: str, *, lora: bool, mode: str | None = None, fla
         t.put(f"vllm.{name}", t[f"{p}vllm_{name}"], f"{p}vllm_{name}")
     if f"{p}vllm_max_model_length" in t.keys:
         t.put("vllm.max_model_len", t[f"{p}vllm_max_model_length"], f"{p}vllm_max_model_length")
-    for name, (_, to) in SECTION.items():
-        if f"vllm.{name}" in t.keys:
-            t.put(to, t[f"vllm.{name}"], f"vllm.{name}")
-    for name in OURS:
-        if f"vllm.{name}" in t.keys:
-            t.put(f"vllm.{name}", t[f"vllm.{name}"], f"vllm.{name}")
+    for key in t.keys.values():
+        if key.name.startswith("vllm.") and key.fate == "made":
+            t.put(key.here[0], t[key.name], key.name)
 
 
 def _put_place(t: Translation, p: str, mode: str) -> None:
@@ -140,14 +76,12 @@ def _put_place(t: Translation, p: str, mode: str) -> None:
         t.put("vllm.start_timeout_s", float(t[wait]), wait)
 
 
-LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
 CORRECTIONS = {
     "token_truncate": "tis_token",
     "token_mask": "mask_token",
     "sequence_truncate": "tis_sequence",
     "sequence_mask": "mask_sequence",
 }
-VESPO = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
 
 REWARD_MODEL = "groupwise.rewards.classifier:reward_model"
 
@@ -165,131 +99,6 @@ GENERATION_KWARGS = {
     "max_new_tokens": "rollout.max_tokens",
     "stop": "rollout.stop",
 }
-
-_LOSS = "the preset of that name, with TRL's own epsilon"
-
-KEYS = (
-    # groups and sampling
-    plain("num_generations", integer, "rollout.group_size", 8),
-    plain("max_completion_length", integer, "rollout.max_tokens", 512),
-    plain("max_prompt_length", integer, "rollout.max_prompt_tokens", what="of older TRL; longer ones are passed over"),
-    plain("temperature", number, "rollout.temperature", 1.0),
-    absent("top_p", NARROWED, off=NARROWING_OFF["top_p"], kind=number),
-    absent("top_k", NARROWED, off=NARROWING_OFF["top_k"], kind=integer),
-    absent("min_p", NARROWED, off=NARROWING_OFF["min_p"], kind=number),
-    absent("repetition_penalty", "the engine samples from the policy itself", off=(1.0,), kind=number),
-    made(
-        "generation_kwargs",
-        mapping,
-        *dict.fromkeys(GENERATION_KWARGS.values()),
-        what=f"{', '.join(GENERATION_KWARGS)} win over the keys of their own; others are not here, but for "
-        f"{', '.join(NARROWING_OFF)} where they are off",
-    ),
-    absent("chat_template_kwargs", "prompts are rendered with the template's defaults", off=({},)),
-    made("num_generations_eval", integer, "eval.k", what="default: `num_generations`"),
-    made("generation_batch_size", integer, "rollout.prompts_per_step", "train.minibatches", what="see Batches"),
-    plain("num_iterations", integer, "train.passes", 1),
-    # rewards and advantages
-    made("reward_weights", numbers, "rewards", what="one for each of `reward_funcs`; default: 1"),
-    made(
-        "scale_rewards",
-        flag_or_text,
-        "algo.advantage",
-        default=True,
-        what="true and group: group_std; batch: batch_std; false and none: mean",
-    ),
-    plain(
-        "multi_objective_aggregation",
-        one_of("sum_then_normalize", "normalize_then_sum"),
-        "algo.aggregation",
-        "sum_then_normalize",
-    ),
-    # the loss
-    made("loss_type", one_of(*LOSSES), "algo.policy_loss", default="dapo", what=_LOSS),
-    made(
-        "importance_sampling_level",
-        one_of("token", "sequence"),
-        "algo.ratio",
-        default="token",
-        what="sequence is GSPO's ratio, with any loss that has one",
-    ),
-    made("epsilon", number, "algo.clip_low", default=0.2, what="not read by sapo and vespo"),
-    made(
-        "epsilon_high",
-        number,
-        "algo.clip_high",
-        what="default: `epsilon`; with cispo it is the largest ratio, so clip_high is one less",
-    ),
-    made(
-        "delta",
-        number,
-        "algo.dual_clip",
-        "algo.clip_high",
-        what="a second bound on the ratio: dual_clip = max(delta, 1 + epsilon_high), where the advantage is negative; "
-        "where it is positive, clip_high = min(epsilon_high, delta - 1)",
-    ),
-    made("sapo_temperature_pos", number, "algo.sapo_tau_positive", default=1.0, what="read by sapo"),
-    made("sapo_temperature_neg", number, "algo.sapo_tau_negative", default=1.05, what="read by sapo"),
-    *(absent(name, "VESPO's shape is the paper's here", off=(value,), kind=number) for name, value in VESPO.items()),
-    plain("mask_truncated_completions", boolean, "algo.mask_truncated", False),
-    made("entropy_coef", number, "algo.entropy_coeff", default=0.0, what="a mean over tokens there and here"),
-    absent("use_adaptive_entropy", "the weight of the entropy bonus is fixed here", "use_adaptive_entropy=false"),
-    *all_idle(
-        "it belongs to use_adaptive_entropy",
-        "entropy_coef_min",
-        "entropy_coef_max",
-        "entropy_coef_delta",
-        "entropy_target",
-    ),
-    absent("top_entropy_quantile", "the loss is taken over all tokens here", off=(1.0,), kind=number),
-    # KL and the reference
-    made("beta", number, "algo.kl_coeff", "algo.kl", default=0.0, what="0 is without; otherwise k3 in the loss"),
-    made("use_bias_correction_kl", boolean, "algo.kl", default=True, what="k3_unbiased in place of k3"),
-    made(
-        "sync_ref_model",
-        boolean,
-        "algo.reference",
-        default=False,
-        what="refresh if `ref_model_mixup_alpha` is 1, ema if `ref_model_sync_steps` is 1; other mixtures are not here",
-    ),
-    made("ref_model_mixup_alpha", number, "algo.reference_decay", default=0.6, what="1 - alpha, with ema"),
-    made("ref_model_sync_steps", integer, "algo.reference_every", default=512, what="with refresh"),
-    # between the sampler and the trainer
-    made(
-        "vllm_importance_sampling_correction",
-        boolean,
-        "algo.correction",
-        default=True,
-        what="acts with `use_vllm`, and here also where sampling runs ahead of training",
-    ),
-    made(
-        "vllm_importance_sampling_mode",
-        one_of(*CORRECTIONS),
-        "algo.correction",
-        default="sequence_mask",
-        what=", ".join(f"{there}: {here}" for there, here in CORRECTIONS.items()),
-    ),
-    made("vllm_importance_sampling_cap", number, "algo.correction_cap", what="the old name of `..._clip_max`"),
-    made("vllm_importance_sampling_clip_max", number, "algo.correction_cap", default=3.0, what="the largest ratio"),
-    made("vllm_importance_sampling_clip_min", number, "algo.correction_floor", what="the smallest ratio"),
-    plain("off_policy_mask_threshold", number, "algo.opsm_threshold", what="nats per token, not a ratio"),
-    *TRL_VLLM_KEYS,
-    # what is logged, and the rest
-    *all_idle(
-        "every rollout is recorded in the run directory",
-        "log_completions",
-        "num_completions_to_print",
-        "log_unique_prompts",
-        "log_multimodal",
-    ),
-    absent("log_completions_hub_repo", "rollouts stay in the run directory", off=()),
-    absent(
-        "max_tool_calling_iterations",
-        "tools are an environment's: env.environment=MODULE:CLASS adds one, and env.max_turns is its limit",
-        off=(),
-    ),
-    idle("cache_implementation", "the engine has its own cache"),
-)
 
 
 def put_sampling(t: Translation, p: str) -> None:

@@ -15,20 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from groupwise.config.importers.base import (
-    Key,
-    Translation,
-    absent,
-    all_idle,
-    boolean,
-    idle,
-    integer,
-    made,
-    mapping,
-    number,
-    plain,
-    text,
-)
+from groupwise.config.importers.base import Translation, boolean
 from groupwise.errors import GroupwiseError
 
 ADAMW = (
@@ -75,45 +62,6 @@ TRANSFORMERS = OptimizerNames(
     warmup_steps="warmup_steps",
     warmup_ratio="warmup_ratio",
 )
-
-
-def optimizer_keys(
-    names: OptimizerNames, *, optimizer: str, schedule: str, epochs: float, warmup_ratio: float | None = None
-) -> tuple[Key, ...]:
-    """The table's part but for the learning rate; the keywords are the system's defaults."""
-    what = f"{', '.join(ADAMW)} are AdamW; of 8 bits ({', '.join(ADAMW_8BIT)}) too, with float32 moments"
-    return (
-        made(names.optimizer, text, default=optimizer, what=what),
-        absent("optim_args", "AdamW has its betas and weight decay here", off=("",)),
-        absent("optim_target_modules", "every trained parameter has the same optimizer", off=()),
-        made(
-            names.schedule,
-            text,
-            "train.schedule",
-            default=schedule,
-            what=", ".join(f"{there}: {here}" for there, here in SCHEDULES.items()),
-        ),
-        made(
-            names.schedule_kwargs,
-            mapping,
-            "train.final_rate",
-            "train.decay_steps",
-            what="min_lr_rate and min_lr_ratio are final_rate, min_lr is a rate, num_decay_steps are decay_steps",
-        ),
-        made(names.max_steps, integer, "train.steps", what="optimizer steps there, rollout batches here"),
-        made(names.epochs, number, "train.steps", default=epochs, what="without a number of steps; whole batches only"),
-        made(names.warmup_steps, number, "train.warmup_steps", what="below 1 it is a share of the run"),
-        made(names.warmup_ratio, number, "train.warmup_steps", default=warmup_ratio, what="a share of the run"),
-        plain("weight_decay", number, "train.weight_decay", 0.0),
-        made("adam_beta1", number, "train.betas", default=0.9, what="the first of the two"),
-        made("adam_beta2", number, "train.betas", default=0.999, what="the second of the two"),
-        absent("adam_epsilon", "AdamW's epsilon is 1e-8 here", off=(1e-8,), kind=number),
-        made("max_grad_norm", number, "train.max_grad_norm", default=1.0, what="0 does not clip there; here it must"),
-        *all_idle("it only says what is logged when", "logging_steps", "logging_strategy", "logging_first_step"),
-        idle("torch_compile", "nothing is compiled, which changes no result"),
-        *all_idle("it belongs to torch_compile", "torch_compile_backend", "torch_compile_mode"),
-        absent("neftune_noise_alpha", "there is no noise on embeddings", off=()),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,11 +185,10 @@ def _put_schedule(t: Translation, names: OptimizerNames, length: Length, peak: f
 
 _ZERO = re.compile(r"zero[-_]?(?:stage[-_]?)?([0-3])", re.IGNORECASE)
 _PLAIN = ("multi_gpu", "single_gpu", "ddp", "no", "multi_cpu")
-WHOLE = "sequences and layers are whole in every process; train.devices shares the batch, train.parallel the weights"
 FSDP_WORDS = ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "no_shard", "offload", "auto_wrap")
 
 
-def _fsdp(value: Any) -> Any:
+def fsdp(value: Any) -> Any:
     """True or false, or FSDP's words in a list or one text."""
     if isinstance(value, bool):
         return value
@@ -253,26 +200,13 @@ def _fsdp(value: Any) -> Any:
     return words
 
 
-def _settings(value: Any) -> Any:
+def settings(value: Any) -> Any:
     """A mapping, or the path of a file with one."""
     if isinstance(value, Mapping):
         return dict(value)
     if not isinstance(value, str) or not value:
         raise ValueError("a mapping, or the path of a file")
     return value
-
-
-DEEPSPEED = made("deepspeed", _settings, "train.parallel", what="ZeRO 3 is fsdp, 1 and 2 are ddp; offloading as said")
-FSDP: tuple[Key, ...] = (
-    made("fsdp", _fsdp, "train.parallel", "train.cpu_offload", what="fsdp; no_shard is ddp, offload is cpu_offload"),
-    made("fsdp_config", _settings, "train.cpu_offload", what="offload_params; without `fsdp` it asks for fsdp too"),
-)
-SHARDS = made("dp_shard_size", integer, "train.parallel", what="above 1: fsdp")
-ACCELERATE = made("accelerate_config", _settings, "train.parallel", what="a name such as zero3 or fsdp2, or a file")
-WHOLE_KEYS = tuple(
-    absent(name, WHOLE, off=(1,), kind=integer)
-    for name in ("context_parallel_size", "sequence_parallel_degree", "tensor_parallel_size")
-)
 
 
 def put_parallel(t: Translation, folder: Path) -> None:

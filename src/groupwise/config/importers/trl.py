@@ -18,22 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from groupwise.config.importers.base import (
-    Translation,
-    absent,
-    all_idle,
-    anything,
-    boolean,
-    idle,
-    integer,
-    made,
-    number,
-    one_of,
-    plain,
-    run_name,
-    text,
-    texts,
-)
+from groupwise.config.importers.base import Key, Translation, run_name
 from groupwise.config.importers.grpo_args import (
     DEFAULTS_1_8,
     Batch,
@@ -44,19 +29,8 @@ from groupwise.config.importers.grpo_args import (
     put_sampling,
     put_vllm,
 )
-from groupwise.config.importers.grpo_args import KEYS as GRPO_KEYS
-from groupwise.config.importers.optimizer_args import (
-    ACCELERATE,
-    DEEPSPEED,
-    FSDP,
-    TRANSFORMERS,
-    WHOLE,
-    Length,
-    length_of,
-    optimizer_keys,
-    put_optimizer,
-    put_parallel,
-)
+from groupwise.config.importers.optimizer_args import TRANSFORMERS, Length, length_of, put_optimizer, put_parallel
+from groupwise.config.importers.tables import keys_of
 from groupwise.config.run import FILES
 from groupwise.config.yaml import Document
 
@@ -75,181 +49,6 @@ REWARDS = {
 }
 """The script's short names of rewards; those of `trl.rewards` need TRL installed."""
 
-_STRATEGY = one_of("no", "steps", "epoch")
-
-SCRIPT_KEYS = (
-    made("trl_version", anything, what="1.8 has the defaults of that version; not a key there"),
-    made("model_name_or_path", text, "model", what="required"),
-    absent("model_revision", "the newest is loaded; download the revision and give its folder", off=("main",)),
-    made("dtype", text, "dtype", default="float32", what="without an adapter it is float32"),
-    made("use_peft", boolean, "train.lora", default=False, what="without it all parameters are trained"),
-    made("lora_r", integer, "train.lora.rank", default=16, what="as it is"),
-    made("lora_alpha", number, "train.lora.alpha", default=32, what="times sqrt(rank) with use_rslora"),
-    made("lora_dropout", number, "train.lora.dropout", default=0.05, what="0 with disable_dropout"),
-    made("lora_target_modules", anything, "train.lora.targets", what="a list of names, or all-linear"),
-    made("use_rslora", boolean, "train.lora.alpha", default=False, what="alpha x sqrt(rank), which is the same"),
-    absent("use_dora", "DoRA is not here; without it plain LoRA is trained", "use_dora=false"),
-    absent("load_in_4bit", "weights are not quantised", "load_in_4bit=false"),
-    absent("load_in_8bit", "weights are not quantised", "load_in_8bit=false"),
-    *all_idle("weights are not quantised", "bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"),
-    absent("lora_modules_to_save", "only the adapter is trained", off=([],)),
-    absent("lora_target_parameters", "only modules are adapted", off=([],)),
-    idle("lora_task_type", "it is CAUSAL_LM"),
-    idle("attn_implementation", "attention is chosen by the model and the device"),
-    made(
-        "dataset_name",
-        text,
-        "data",
-        "eval",
-        what="a Hugging Face name, a folder or a file of rows",
-    ),
-    made("dataset_config", text, "data.args", what="the dataset's configuration"),
-    made("dataset_train_split", text, "data.split", default="train", what="as it is"),
-    made("dataset_test_split", text, "eval.data.split", default="test", what="where eval_strategy is not no"),
-    absent("dataset_streaming", "all rows are read when the run starts", "dataset_streaming=false"),
-    absent("datasets", "a mixture is not here; give dataset_name, or a function that yields rows", off=()),
-    idle("ignore_bias_buffers", "it concerns several processes"),
-    made("reward_funcs", texts, "rewards", what="dotted paths, reward models, or names of functions in trl.rewards"),
-    made("reward_model_name_or_path", text, "rewards", what="one more of `reward_funcs`"),
-)
-
-ARGUMENT_KEYS = (
-    made("learning_rate", number, "train.learning_rate", default=1e-6, what="as it is"),
-    *optimizer_keys(TRANSFORMERS, optimizer="adamw_torch_fused", schedule="linear", epochs=3.0),
-    made("per_device_train_batch_size", integer, "rollout.prompts_per_step", default=8, what="see Batches"),
-    made("gradient_accumulation_steps", integer, "rollout.prompts_per_step", default=1, what="see Batches"),
-    made("steps_per_generation", integer, "rollout.prompts_per_step", "train.minibatches", what="see Batches"),
-    made("num_processes", integer, "rollout.prompts_per_step", default=1, what="of accelerate; not a key there"),
-    plain("seed", integer, "seed", 42),
-    plain("output_dir", text, "output_dir", what="runs are folders in it"),
-    plain("shuffle_dataset", boolean, "data.shuffle", True),
-    made("disable_dropout", boolean, "train.lora.dropout", default=False, what="true is 0"),
-    made("gradient_checkpointing", boolean, "train.gradient_checkpointing", what="off unless it is asked for"),
-    made("save_strategy", _STRATEGY, "checkpoint.every", what="no is 0"),
-    made("save_steps", number, "checkpoint.every", what="optimizer steps there; below 1 it is a share of the run"),
-    made("save_total_limit", integer, "adapters.keep", what="as it is"),
-    made("eval_strategy", _STRATEGY, "eval", default="no", what="no is without"),
-    made("eval_steps", number, "eval.every", what="optimizer steps there; below 1 it is a share of the run"),
-    made("load_best_model_at_end", boolean, "eval.best", default=False, what="true is sampled: the best mean reward"),
-    absent("metric_for_best_model", "the mean reward is the measure", off=("eval_reward", "reward")),
-    idle("greater_is_better", "a greater reward is"),
-    made("report_to", anything, "tracking", what="wandb, trackio, mlflow, tensorboard"),
-    made("project", text, "tracking", default="huggingface", what="the project of the trackers"),
-    absent("remove_unused_columns", "rewards see every column", "remove_unused_columns=false"),
-    absent("model_init_kwargs", "the model is loaded as it is", off=({},)),
-    absent("trust_remote_code", "no code of a model is run", "trust_remote_code=false"),
-    absent("router_aux_loss_coef", "there is no loss on the router", off=(0.0,)),
-    absent("cast_lm_head_to_fp32", "the head has the model's type", "cast_lm_head_to_fp32=false"),
-    absent("auto_find_batch_size", "micro-batches are cut by train.micro_tokens", "auto_find_batch_size=false"),
-    absent("label_smoothing_factor", "the loss is the policy's", off=(0.0,)),
-    absent("train_sampling_strategy", "shuffle_dataset decides", off=("random",)),
-    absent("fp16", "bfloat16 and float32 are here", "fp16=false"),
-    absent("fp16_full_eval", "bfloat16 and float32 are here", "fp16_full_eval=false"),
-    DEEPSPEED,
-    *FSDP,
-    ACCELERATE,
-    absent("parallelism_config", WHOLE, off=()),
-    absent("push_to_hub", "nothing is uploaded; the adapter in the run directory can be", "push_to_hub=false"),
-    absent(
-        "resume_from_checkpoint",
-        "resume=auto goes on with a run that was not finished",
-        off=(False,),
-        instead="resume_from_checkpoint=null resume=auto",
-    ),
-    *all_idle(
-        "nothing is uploaded",
-        "hub_token",
-        "hub_private_repo",
-        "hub_model_id",
-        "hub_strategy",
-        "hub_always_push",
-        "hub_revision",
-    ),
-    *all_idle(
-        "precision follows the device: bfloat16 on a GPU, float32 on a CPU", "bf16", "bf16_full_eval", "tf32", "use_cpu"
-    ),
-    *all_idle(
-        "it is how activations are recomputed",
-        "gradient_checkpointing_kwargs",
-        "activation_checkpointing",
-        "activation_checkpointing_kwargs",
-    ),
-    *all_idle("the loss is always fused with the LM head", "use_liger_kernel", "liger_kernel_config"),
-    *all_idle("micro-batches are packed without padding", "pad_to_multiple_of", "length_column_name"),
-    *all_idle(
-        "the engine has batching and a cache of its own",
-        "use_transformers_continuous_batching",
-        "transformers_continuous_batching_config",
-        "use_transformers_paged",
-        "use_cache",
-        "torch_empty_cache_steps",
-    ),
-    *all_idle(
-        "it concerns several processes",
-        "ds3_gather_for_generation",
-        "average_tokens_across_devices",
-        "accelerator_config",
-        "local_rank",
-        "ddp_find_unused_parameters",
-        "ddp_bucket_cap_mb",
-        "ddp_broadcast_buffers",
-        "ddp_static_graph",
-        "ddp_backend",
-        "ddp_timeout",
-        "log_on_each_node",
-        "save_on_each_node",
-        "log_level_replica",
-    ),
-    *all_idle(
-        "rows are read when the run starts",
-        "dataloader_drop_last",
-        "dataloader_num_workers",
-        "dataloader_pin_memory",
-        "dataloader_persistent_workers",
-        "dataloader_prefetch_factor",
-        "dataloader_multiprocessing_context",
-        "dataloader_in_order",
-        "ignore_data_skip",
-        "data_seed",
-        "label_names",
-    ),
-    *all_idle(
-        "evaluation is a mean reward over whole groups",
-        "eval_delay",
-        "per_device_eval_batch_size",
-        "prediction_loss_only",
-        "eval_on_start",
-        "eval_do_concat_batches",
-        "eval_use_gather_object",
-        "eval_accumulation_steps",
-        "include_for_metrics",
-        "batch_eval_metrics",
-        "do_train",
-        "do_eval",
-        "do_predict",
-    ),
-    *all_idle(
-        "it only says what is logged or kept",
-        "logging_nan_inf_filter",
-        "include_num_input_tokens_seen",
-        "log_level",
-        "disable_tqdm",
-        "run_name",
-        "trackio_space_id",
-        "trackio_bucket_id",
-        "trackio_static_space_id",
-        "debug",
-        "skip_memory_metrics",
-        "save_only_model",
-        "enable_jit_checkpoint",
-        "restore_callback_states_from_checkpoint",
-    ),
-    idle("full_determinism", "on a CPU in float32 a run is repeated bit for bit anyway"),
-)
-
-KEYS = (*GRPO_KEYS, *SCRIPT_KEYS, *ARGUMENT_KEYS)
-
-"""Fields of a LoraConfig that say nothing of what is trained."""
 MARKS = frozenset(
     {
         "model_name_or_path",
@@ -299,12 +98,12 @@ def translate(document: Document, *, folder: Path, count: Count) -> Translation:
     return t
 
 
-def _keys(data: Mapping[str, Any]) -> list[Any]:
+def _keys(data: Mapping[str, Any]) -> list[Key]:
     """The table with the defaults of the version that is meant."""
-    old = str(data.get("trl_version", "")).startswith("1.8")
-    return (
-        [dataclasses.replace(key, default=DEFAULTS_1_8.get(key.name, key.default)) for key in KEYS] if old else [*KEYS]
-    )
+    keys = keys_of("trl")
+    if not str(data.get("trl_version", "")).startswith("1.8"):
+        return [*keys]
+    return [dataclasses.replace(key, default=DEFAULTS_1_8.get(key.name, key.default)) for key in keys]
 
 
 def _texts(value: str | None) -> list[str]:

@@ -104,6 +104,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/v1/runs/{run}/evaluations": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Run Evaluations
+         * @description How many held-out prompts got better and worse, with those whose reward changed most, before and after.
+         */
+        get: operations["run_evaluations_v1_runs__run__evaluations_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/v1/diff": {
         parameters: {
             query?: never;
@@ -278,91 +298,6 @@ export interface components {
             remedies: string[];
         };
         /**
-         * RolloutDetail
-         * @description One completion with its tokens; `logprobs` are those of its sampler, null where nobody recorded them.
-         */
-        RolloutDetail: {
-            /** Id */
-            id: string;
-            /**
-             * Group
-             * @description The same for the completions of one prompt that were sampled, or posted, together.
-             */
-            group: string;
-            /** Prompt */
-            prompt: string;
-            /** Text */
-            text: string;
-            /**
-             * Reward
-             * @description null: sampled, and not trained on under this id; or it could not be scored.
-             */
-            reward: number | null;
-            /** Advantage */
-            advantage: number | null;
-            /**
-             * Version
-             * @description What sampled it; null where a job was not told.
-             */
-            version: string | null;
-            /** Finish Reason */
-            finish_reason: ("stop" | "length") | null;
-            /** Temperature */
-            temperature: number;
-            /**
-             * Reshaped
-             * @description The sampling parameters by which it was drawn from another distribution than the policy's at this temperature,
-             *     of which the log-probabilities are. None for an on-policy sample; a job is not told.
-             */
-            reshaped: string[];
-            /** Prompt Tokens */
-            prompt_tokens: number;
-            /** Completion Tokens */
-            completion_tokens: number;
-            /** Created At */
-            created_at: string;
-            /**
-             * Rewards
-             * @description The parts of the reward by name, of a run's completion; null: that function failed. A job is posted one reward,
-             *     and has none.
-             */
-            rewards: {
-                [key: string]: number | null;
-            };
-            /**
-             * Error
-             * @description Why a run could not score it.
-             */
-            error: string | null;
-            /** Token Ids */
-            token_ids: number[];
-            /**
-             * Tokens
-             * @description As text. Of a run's episode with what the policy was told between its turns; and whole turns, where the run's
-             *     tokenizer is not on this machine.
-             */
-            tokens: string[];
-            /**
-             * Logprobs
-             * @description One for each of `tokens`; null for what the policy did not write.
-             */
-            logprobs: (number | null)[] | null;
-        };
-        /**
-         * RolloutGroup
-         * @description The completions of one prompt, highest reward first.
-         */
-        RolloutGroup: {
-            /** Group */
-            group: string;
-            /** Prompt */
-            prompt: string;
-            /** Prompt Token Ids */
-            prompt_token_ids: number[];
-            /** Rollouts */
-            rollouts: components["schemas"]["RolloutDetail"][];
-        };
-        /**
          * RolloutPage
          * @description A page of completions. `next` is the cursor of the next page, null at the end; a page may have few rows, or none,
          *     and a next one all the same.
@@ -372,6 +307,31 @@ export interface components {
             rows: components["schemas"]["RolloutRow"][];
             /** Next */
             next: number | null;
+        };
+        /**
+         * RolloutPart
+         * @description A turn of an episode, or a message between two, which is so many of the episode's `tokens`.
+         */
+        RolloutPart: {
+            /**
+             * Role
+             * @description `assistant` for the policy; else who said it, as `user` or `tool NAME`.
+             */
+            role: string;
+            /** Tokens */
+            tokens: number;
+            /**
+             * Reward
+             * @description The turn's own.
+             */
+            reward: number | null;
+            /**
+             * Begins Segment
+             * @description The turn does not go on from the one before, and begins a token sequence of its own.
+             */
+            begins_segment: boolean;
+            /** Trained */
+            trained: boolean;
         };
         /**
          * RolloutRow
@@ -417,6 +377,20 @@ export interface components {
             completion_tokens: number;
             /** Created At */
             created_at: string;
+        };
+        /**
+         * RunChange
+         * @description A held-out prompt, answered before and after.
+         */
+        RunChange: {
+            /** Prompt */
+            prompt: string;
+            /** Columns */
+            columns: {
+                [key: string]: string;
+            };
+            before: components["schemas"]["RunRollout"];
+            after: components["schemas"]["RunRollout"];
         };
         /**
          * RunDetail
@@ -499,6 +473,34 @@ export interface components {
             differs: string[];
         };
         /**
+         * RunEvaluations
+         * @description What training changed on the held-out prompts, from the evaluation at step `first` to that at step `last`, which
+         *     is the last one, or that of the version which the run keeps.
+         *
+         *     `mode` is null where there are not two evaluations of the same prompts.
+         */
+        RunEvaluations: {
+            /** Run */
+            run: string;
+            /** Mode */
+            mode: string | null;
+            /** First */
+            first: number | null;
+            /** Last */
+            last: number | null;
+            /** Prompts */
+            prompts: number;
+            /** Better */
+            better: number;
+            /** Worse */
+            worse: number;
+            /**
+             * Changed
+             * @description Those whose reward changed most: a few that got better, then a few that got worse.
+             */
+            changed: components["schemas"]["RunChange"][];
+        };
+        /**
          * RunHealth
          * @description What a run's metrics say is going wrong; remedies are overrides of its configuration.
          */
@@ -544,6 +546,113 @@ export interface components {
              * @description The file was written anew since `after`, as when a run goes on from a checkpoint: `steps` are all there are.
              */
             anew: boolean;
+        };
+        /**
+         * RunRollout
+         * @description One completion of a run.
+         */
+        RunRollout: {
+            /** Id */
+            id: string;
+            /**
+             * Group
+             * @description The same for the completions of one prompt that were sampled, or posted, together.
+             */
+            group: string;
+            /** Prompt */
+            prompt: string;
+            /** Text */
+            text: string;
+            /**
+             * Reward
+             * @description null: sampled, and not trained on under this id; or it could not be scored.
+             */
+            reward: number | null;
+            /** Advantage */
+            advantage: number | null;
+            /**
+             * Version
+             * @description What sampled it; null where a job was not told.
+             */
+            version: string | null;
+            /** Finish Reason */
+            finish_reason: ("stop" | "length") | null;
+            /** Temperature */
+            temperature: number;
+            /**
+             * Reshaped
+             * @description The sampling parameters by which it was drawn from another distribution than the policy's at this temperature,
+             *     of which the log-probabilities are. None for an on-policy sample; a job is not told.
+             */
+            reshaped: string[];
+            /** Prompt Tokens */
+            prompt_tokens: number;
+            /** Completion Tokens */
+            completion_tokens: number;
+            /** Created At */
+            created_at: string;
+            /**
+             * Rewards
+             * @description The parts of the reward by name, of a run's completion; null: that function failed. A job is posted one reward,
+             *     and has none.
+             */
+            rewards: {
+                [key: string]: number | null;
+            };
+            /**
+             * Error
+             * @description Why a run could not score it.
+             */
+            error: string | null;
+            /** Token Ids */
+            token_ids: number[];
+            /**
+             * Tokens
+             * @description As text. Of a run's episode with what the policy was told between its turns; and whole turns, where the run's
+             *     tokenizer is not on this machine.
+             */
+            tokens: string[];
+            /**
+             * Logprobs
+             * @description One for each of `tokens`; null for what the policy did not write.
+             */
+            logprobs: (number | null)[] | null;
+            /**
+             * Gaps
+             * @description For each of `tokens` the trainer's log-probability minus the sampler's, where the run recorded them.
+             */
+            gaps: (number | null)[] | null;
+            /**
+             * Parts
+             * @description Of an episode, who said which of `tokens`; empty for what is no episode.
+             */
+            parts: components["schemas"]["RolloutPart"][];
+            /**
+             * Ended
+             * @description Why an episode ended.
+             */
+            ended: string | null;
+        };
+        /**
+         * RunRolloutGroup
+         * @description The completions of one prompt, highest reward first.
+         */
+        RunRolloutGroup: {
+            /** Group */
+            group: string;
+            /** Prompt */
+            prompt: string;
+            /** Prompt Token Ids */
+            prompt_token_ids: number[];
+            /**
+             * Columns
+             * @description The prompt's other columns, as text.
+             */
+            columns: {
+                [key: string]: string;
+            };
+            /** Rollouts */
+            rollouts: components["schemas"]["RunRollout"][];
         };
         /**
          * RunSummary
@@ -1028,6 +1137,102 @@ export interface operations {
             };
         };
     };
+    run_evaluations_v1_runs__run__evaluations_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                run: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["RunEvaluations"];
+                };
+            };
+            /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
+            400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `forbidden`: another host name, or another site's page */
+            403: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `run_not_found` */
+            404: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            429: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `internal_error`: a bug; the log has it under the request id */
+            500: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
+            503: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `deadline_exceeded` */
+            504: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "x-should-retry": components["headers"]["ShouldRetry"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+        };
+    };
     diff_v1_diff_get: {
         parameters: {
             query: {
@@ -1252,7 +1457,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["RolloutGroup"];
+                    "application/json": components["schemas"]["RunRolloutGroup"];
                 };
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */

@@ -40,6 +40,15 @@ export function panels(steps: Step[]): Panel[] {
   }).filter((panel) => panel.metrics.length);
 }
 
+const NO_METRICS = new Set(["step", "time", "non_finite"]);
+
+/** Metrics that no panel draws, among them a user's own, as far as they change. */
+export function others(steps: Step[]): Panel[] {
+  const drawn = new Set(panels(steps).flatMap((panel) => panel.metrics));
+  const names = [...new Set(steps.flatMap((step) => Object.keys(step)))].filter((name) => !drawn.has(name) && !NO_METRICS.has(name));
+  return names.sort().map((name) => ({ title: name, metrics: [name] })).filter((panel) => varies(steps, panel));
+}
+
 export function values(steps: Step[], metric: string): (number | null)[] {
   return steps.map((step) => step[metric] ?? null);
 }

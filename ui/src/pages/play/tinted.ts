@@ -41,6 +41,17 @@ export function pushed(text: string, logprob: number | null, advantage: number |
   return { ...said, tint: Math.max(-1, Math.min(1, (advantage ?? 0) / 2)), facts: [`advantage ${number(advantage)}`, ...said.facts] };
 }
 
+/** What the policy did not write, or was not trained on. */
+export function untrained(text: string, logprob: number | null): Token {
+  return { text, tint: 0, facts: logprob === null ? ["not written by the policy, or not recorded"] : ["not trained", ...recorded(text, logprob).facts] };
+}
+
+/** How far the trainer's recorded logprob is from the sampler's: beyond 0.1 nats the tint is full. */
+export function apart(text: string, logprob: number | null, gap: number | null): Token {
+  if (gap === null) return { text, tint: 0, facts: ["the trainer's logprob was not recorded"] };
+  return { text, tint: Math.max(-1, Math.min(1, gap / 0.1)), facts: [`gap ${number(gap)} nats`, ...recorded(text, logprob).facts] };
+}
+
 /** How another version's logprob compares with the sampler's: as a difference, or as the importance ratio. */
 export function changed(text: string, before: number | null, after: number | null, as: "gap" | "ratio"): Token {
   if (before === null || after === null) return { text, tint: 0, facts: ["not known"] };

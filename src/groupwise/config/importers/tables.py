@@ -1,0 +1,118 @@
+"""The tables of other systems' keys: axolotl.yaml, trl.yaml and aitraining.yaml, beside this file.
+
+A table is a list. An entry names a key by what becomes of it; `base.Key` says what the four are:
+
+    - {plain: seed, kind: integer, here: seed, default: 42}
+    - {made: loss_type, one_of: [grpo, dapo], here: algo.policy_loss, default: dapo, what: the preset of that name}
+    - {idle: [bf16, tf32], because: precision follows the device}
+    - {absent: use_dora, because: DoRA is not here, instead: use_dora=false, off: [false]}
+    - {include: grpo_args, under: "trl.", defaults: {beta: 0.04}}
+
+`kind` says which values a key takes, by the name of a function (`KINDS`); `default` is what holds there if nothing is
+said. `off` are values with which what is absent is not asked for, `instead` the override with which the file runs; they
+are [false] and NAME=null unless something else stands there. `include` takes in the keys of another table: those of
+`only` if that is given, with `under` before their names, or called as `names` has it, with other `defaults`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import ruamel.yaml
+
+from groupwise.config.importers import base, optimizer_args
+from groupwise.config.importers.base import Key, Kind
+
+_HERE = Path(__file__).parent
+KINDS: Mapping[str, Kind] = {
+    "integer": base.integer,
+    "number": base.number,
+    "boolean": base.boolean,
+    "text": base.text,
+    "texts": base.texts,
+    "numbers": base.numbers,
+    "mapping": base.mapping,
+    "json_object": base.json_object,
+    "flag_or_text": base.flag_or_text,
+    "anything": base.anything,
+    "fsdp": optimizer_args.fsdp,
+    "settings": optimizer_args.settings,
+}
+
+
+@cache
+def keys_of(system: str) -> tuple[Key, ...]:
+    """The keys of a system, or of a table that others include, in the order of the file."""
+    entries = ruamel.yaml.YAML(typ="safe").load((_HERE / f"{system}.yaml").read_text("utf-8"))
+    return tuple(key for entry in entries for key in _keys(dict(entry)))
+
+
+def _keys(entry: dict[str, Any]) -> Iterator[Key]:
+    """The keys that an entry stands for. Raises ValueError for a word that no entry has."""
+    fate, name = next(iter(entry.items()))
+    del entry[fate]
+    if fate == "include":
+        yield from _included(name, **entry)
+    elif fate == "idle":
+        for each in name if isinstance(name, list) else [name]:
+            yield base.idle(each, entry["because"])
+    elif fate == "absent":
+        yield _absent(name, **entry)
+    elif fate in ("plain", "made"):
+        yield _acting(fate, name, **entry)
+    else:
+        raise ValueError(f"{fate}: {name} is no entry of a table; it must be plain, made, idle, absent or include")
+
+
+def _acting(
+    fate: Any,
+    name: str,
+    *,
+    here: str | Sequence[str] = (),
+    kind: str | None = None,
+    one_of: list[str] | None = None,
+    default: Any = None,
+    what: str = "",
+) -> Key:
+    places = (here,) if isinstance(here, str) else tuple(here)
+    return Key(name=name, fate=fate, kind=_kind(kind, one_of), here=places, default=default, what=what)
+
+
+def _absent(
+    name: str, *, because: str, instead: str | None = None, off: list[Any] | None = None, kind: str | None = None
+) -> Key:
+    return base.absent(
+        name,
+        because,
+        instead,
+        off=(False,) if off is None else off,
+        kind=base.switch if kind is None else KINDS[kind],
+    )
+
+
+def _kind(name: str | None, words: list[str] | None) -> Kind:
+    return base.one_of(*words) if words else KINDS[name or "anything"]
+
+
+def _included(
+    table: str,
+    *,
+    only: list[str] | None = None,
+    under: str = "",
+    names: Mapping[str, str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> Iterator[Key]:
+    """The keys of another table, as the table that takes them in calls them."""
+    keys = [key for key in keys_of(table) if only is None or key.name in only]
+    called, other = names or {}, defaults or {}
+    known = {key.name for key in keys}
+    if wrong := sorted({*called, *other, *(only or ())} - known):
+        raise ValueError(f"{table}.yaml has no key {wrong[0]}")
+    for key in keys:
+        name = under + called.get(key.name, key.name)
+        instead = f"{under}{key.instead}" if key.instead else ""
+        yield replace(key, name=name, instead=instead, default=other.get(key.name, key.default))

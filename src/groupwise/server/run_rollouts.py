@@ -1,0 +1,382 @@
+"""The completions of a run on disk, in the shape in which a server shows its own.
+
+    page         rows out of rollouts/step_*.jsonl, newest step first; the cursor is (step, place in it) in one number
+    group        the completions of one prompt, token by token; ids are {step}.{group}.{completion}
+    steps_of     the steps whose completions were written
+    groups_of    every group of a step, one after the other
+    change_of    held-out prompts out of evaluations/, before training and after it
+
+A step's file is written in one move, so each is whole. A request reads so many bytes at most and then gives a cursor:
+a search through thousands of steps is many short requests.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from groupwise.server.rollout_view import Block, columns, completion, find_tokenizer, finite, messages
+from groupwise.server.schema import (
+    PREVIEW,
+    RolloutNotFoundError,
+    RolloutPage,
+    RolloutPart,
+    RolloutRow,
+    RunChange,
+    RunEvaluations,
+    RunRollout,
+    RunRolloutGroup,
+    best_first,
+)
+from groupwise.store.rundir import EVALUATIONS
+from groupwise.store.tracking import ROLLOUTS
+from groupwise.types import SamplingParams
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from groupwise.server.runs import RunFiles
+
+READ_BYTES = 64 << 20  # files that one page opens, at least one
+MOST_TOKENS = 20_000  # of a completion that is shown
+PLACES = 1 << 32  # completions in a step
+_ID = re.compile(r"(\d{1,12})\.(\d{1,12})(?:\.\d{1,12})?", re.ASCII)
+_STEP = re.compile(r"step_(\d+)\.jsonl")
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError)  # what a damaged line raises
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleQuery:
+    """What is searched for; None is everything."""
+
+    step: int | None = None
+    contains: str | None = None
+    finish_reason: str | None = None
+    version: str | None = None
+    reward_min: float | None = None
+    reward_max: float | None = None
+
+    def has(self, row: RolloutRow, text: str) -> bool:
+        low, high = self.reward_min, self.reward_max
+        if low is not None or high is not None:
+            reward = row.reward
+            if reward is None or (low is not None and reward < low) or (high is not None and reward > high):
+                return False
+        return (
+            (self.contains is None or self.contains in text)
+            and self.finish_reason in (None, row.finish_reason)
+            and self.version in (None, row.version)
+        )
+
+
+def page(run: RunFiles, wanted: SampleQuery, *, after: int | None, limit: int) -> RolloutPage:
+    """Up to `limit` rows behind the cursor `after`."""
+    begin, skip = (None, 0) if after is None else divmod(after, PLACES)
+    rows, read = list[RolloutRow](), 0
+    for step, path in _files(run):
+        if (begin is not None and step > begin) or wanted.step not in (None, step):
+            continue
+        if read >= READ_BYTES:
+            return RolloutPage(rows=rows, next=step * PLACES)
+        found, size = _rows(run, step, path)
+        read += size
+        for place in range(skip if step == begin else 0, len(found)):
+            row, text = found[place]
+            if wanted.has(row, text):
+                rows.append(row)
+                if len(rows) == limit:
+                    return RolloutPage(rows=rows, next=step * PLACES + place + 1)
+    return RolloutPage(rows=rows, next=None)
+
+
+def group(run: RunFiles, id: str) -> RunRolloutGroup:
+    """The group of a rollout. Raises RolloutNotFoundError."""
+    match = _ID.fullmatch(id)
+    step, number = (int(match[1]), int(match[2])) if match else (0, 0)
+    path = _file(run, step)
+    lines = dict(_lines(path)) if match else {}
+    if number not in lines:
+        message = f"there is no rollout {id[:64]!r} in run {run.id}"
+        raise RolloutNotFoundError(message, hint="ids are {step}.{group}.{completion}, as GET .../rollouts gives them")
+    try:
+        return _group(_Line(run, f"{step}.{number}", lines[number], path))
+    except _DAMAGE as error:
+        message = f"group {number} of step {step} is damaged: {type(error).__name__}: {error}"
+        raise RolloutNotFoundError(message, hint="look at the file in the run's rollouts/") from error
+
+
+def steps_of(run: RunFiles) -> list[int]:
+    """The steps whose completions were written, oldest first."""
+    return [step for step, _ in reversed(_files(run))]
+
+
+def groups_of(
+    run: RunFiles, step: int, *, tokens: int = MOST_TOKENS, left_out: Callable[[str], object] = log.warning
+) -> Iterator[RunRolloutGroup]:
+    """Every group of a step as `group` gives it, at most so many tokens of each completion. What is damaged is not
+    among them; `left_out` is told of it."""
+    path = _file(run, step)
+    for number, raw in _lines(path, left_out):
+        try:
+            yield _group(_Line(run, f"{step}.{number}", raw, path), tokens=tokens)
+        except _DAMAGE as error:
+            left_out(_damaged(path, number, error))
+
+
+# ---- files ----
+def _file(run: RunFiles, step: int) -> Path:
+    return run.directory / ROLLOUTS / f"step_{step:06d}.jsonl"
+
+
+def _damaged(path: Path, number: int, error: Exception) -> str:
+    return f"{path}, line {number + 1} is left out: {type(error).__name__}: {error}"
+
+
+def _files(run: RunFiles) -> list[tuple[int, Path]]:
+    """The newest step first."""
+    named = ((_STEP.fullmatch(path.name), path) for path in (run.directory / ROLLOUTS).glob("step_*.jsonl"))
+    return sorted(((int(match[1]), path) for match, path in named if match), reverse=True)
+
+
+def _lines(path: Path, left_out: Callable[[str], object] = log.warning) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """(number, group) of each line that is JSON; none of a file that is gone."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file):
+                try:
+                    yield number, json.loads(line)
+                except ValueError as error:
+                    left_out(_damaged(path, number, error))
+    except OSError as error:
+        left_out(f"{path} is left out: {error}")
+
+
+Row = tuple[RolloutRow, str]  # with the whole text
+
+
+def _rows(run: RunFiles, step: int, path: Path) -> tuple[Sequence[Row], int]:
+    """Every completion of a step, and the file's size."""
+    try:
+        stat = path.stat()
+    except OSError:  # a run that goes on from a checkpoint removes what it will write again
+        return (), 0
+    return _parsed(run, step, path, stat.st_mtime_ns, stat.st_size), stat.st_size
+
+
+@lru_cache(maxsize=8)  # pages are asked for one after another
+def _parsed(run: RunFiles, step: int, path: Path, changed: int, size: int) -> tuple[Row, ...]:
+    rows: list[Row] = []
+    for number, raw in _lines(path):
+        try:
+            rows += _Line(run, f"{step}.{number}", raw, path).rows()
+        except _DAMAGE as error:
+            log.warning(_damaged(path, number, error))
+    return tuple(rows)
+
+
+# ---- a line of a file ----
+class _Line:
+    """A group as it was recorded in the file `path`."""
+
+    def __init__(self, run: RunFiles, id: str, raw: Mapping[str, Any], path: Path):
+        config = run.config()[0]
+        self.id, self.raw = id, raw
+        self.prompt_ids: Sequence[int] = raw["prompt"]["token_ids"]
+        self.tokenizer = _tokenizer(config.get("model"))
+        self.prompt = _prompt(raw["prompt"], self.tokenizer)
+        self._params = _params(config.get("rollout"))
+        self._created = datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat(timespec="milliseconds")
+
+    def rows(self) -> list[Row]:
+        texts = [self.text(i) for i in range(len(self.raw["rollouts"]))]
+        fields = [self.fields(i, self.prompt[-PREVIEW:], text[:PREVIEW]) for i, text in enumerate(texts)]
+        return [(RolloutRow(**each), text) for each, text in zip(fields, texts, strict=True)]
+
+    def text(self, i: int) -> str:
+        """What the policy said, turn by turn."""
+        return "\n".join(turn["text"] for turn in self.raw["rollouts"][i]["turns"])
+
+    def fields(self, i: int, prompt: str, text: str) -> dict[str, Any]:
+        """Of a `RolloutRow`."""
+        raw = self.raw["rollouts"][i]
+        turns = raw["turns"]
+        reason = turns[-1]["finish_reason"] if turns else None
+        return {
+            "id": f"{self.id}.{i}",
+            "group": self.id,
+            "prompt": prompt,
+            "text": text,
+            "reward": finite(raw["reward"]),
+            "advantage": finite(raw["advantage"]),
+            "version": str(turns[-1]["version"]) if turns else None,
+            "finish_reason": reason if reason in ("stop", "length") else None,
+            "temperature": self._params.temperature,
+            "reshaped": list(self._params.reshaped),
+            "prompt_tokens": len(self.prompt_ids),
+            "completion_tokens": sum(len(turn["token_ids"]) for turn in turns),
+            "created_at": self._created,
+        }
+
+    def detail(self, i: int, *, tokens: int = MOST_TOKENS) -> RunRollout:
+        raw = self.raw["rollouts"][i]
+        shown = completion(raw, self.prompt_ids, self.tokenizer, budget=tokens)
+        gaps = [piece.gap for piece in shown.pieces]
+        return RunRollout(
+            **self.fields(i, self.prompt, self.text(i)),
+            rewards=dict(shown.rewards),
+            error=shown.error,
+            token_ids=[id for turn in raw["turns"] for id in turn["token_ids"]],
+            tokens=[piece.text for piece in shown.pieces],
+            logprobs=[piece.logprob for piece in shown.pieces],
+            gaps=None if all(gap is None for gap in gaps) else gaps,
+            parts=[] if shown.stop is None else [_part(block) for block in shown.blocks],
+            ended=None if shown.stop is None else shown.ended,
+        )
+
+
+def _part(block: Block) -> RolloutPart:
+    kinds = {piece.kind for piece in block.pieces}
+    return RolloutPart(
+        role=block.role,
+        tokens=len(block.pieces),
+        reward=block.reward,
+        begins_segment=block.fork,
+        trained=not kinds & {"seen", "given"},
+    )
+
+
+def _params(rollout: object) -> SamplingParams:
+    """How a run of this configuration samples, as far as it says."""
+    given = rollout if isinstance(rollout, Mapping) else {}
+    names = ("temperature", "top_p", "top_k", "min_p")
+    return SamplingParams(**{name: given[name] for name in names if isinstance(given.get(name), int | float)})
+
+
+def _group(line: _Line, *, tokens: int = MOST_TOKENS) -> RunRolloutGroup:
+    return RunRolloutGroup(
+        group=line.id,
+        prompt=line.prompt,
+        prompt_token_ids=list(line.prompt_ids),
+        columns=dict(columns(line.raw["prompt"])),
+        rollouts=best_first(line.detail(i, tokens=tokens) for i in range(len(line.raw["rollouts"]))),
+    )
+
+
+@lru_cache(maxsize=16)
+def _tokenizer(model: str | None) -> Tokenizer | None:
+    return find_tokenizer(model)
+
+
+def _prompt(raw: Mapping[str, Any], tokenizer: Tokenizer | None) -> str:
+    """As the model reads it; without its tokenizer, message by message; "" of a case that failed before it had one."""
+    if tokenizer is not None and raw["token_ids"]:
+        return tokenizer.decode(list(raw["token_ids"]), skip_special_tokens=False)
+    told: Callable[[tuple[str, str]], str] = ": ".join
+    return raw["text"] or "" if raw["messages"] is None else "\n\n".join(map(told, messages(raw)))
+
+
+# ---- held-out prompts ----
+PAIRS = 3  # shown that got better, and as many that got worse
+PAIR_TOKENS = 1000  # of a completion that is shown
+_EVALUATION = re.compile(r"step_(\d+)\.(.+)\.jsonl")
+
+
+def change_of(run: RunFiles) -> RunEvaluations:
+    """The first evaluation beside the last, or beside that of the version which the run keeps (`eval.best`); greedy if
+    that was evaluated.
+
+    Nothing (`mode` is None) where there are not two, or where they cannot be read or are not of the same prompts.
+    """
+    nothing = RunEvaluations(run=run.id, mode=None, first=None, last=None, prompts=0, better=0, worse=0, changed=[])
+    by_mode = _evaluations(run)
+    mode = "greedy" if "greedy" in by_mode else next(iter(by_mode), "")
+    files = by_mode.get(mode, {})
+    if len(files) < 2:
+        return nothing
+    kept = run.kept_step()
+    first, last = min(files), kept if kept in files else max(files)
+    try:
+        prompts, better, worse = _compare(files[first], files[last])
+        pairs = [
+            RunChange(
+                prompt=before.prompt,
+                columns=dict(columns(before.raw["prompt"])),
+                before=before.detail(0, tokens=PAIR_TOKENS),
+                after=after.detail(0, tokens=PAIR_TOKENS),
+            )
+            for old, new in (*better.largest(), *worse.largest())
+            for before, after in [
+                (_Line(run, f"{first}.{mode}", old, files[first]), _Line(run, f"{last}.{mode}", new, files[last]))
+            ]
+        ]
+    except (*_DAMAGE, OSError) as error:
+        log.warning("the evaluations at steps %d and %d are left out: %s: %s", first, last, type(error).__name__, error)
+        return nothing
+    return RunEvaluations(
+        run=run.id,
+        mode=mode,
+        first=first,
+        last=last,
+        prompts=prompts,
+        better=better.count,
+        worse=worse.count,
+        changed=pairs,
+    )
+
+
+def _evaluations(run: RunFiles) -> dict[str, dict[int, Path]]:
+    """The file of each step, by mode."""
+    found: dict[str, dict[int, Path]] = {}
+    for path in sorted((run.directory / EVALUATIONS).glob("step_*.jsonl")):
+        if match := _EVALUATION.fullmatch(path.name):
+            found.setdefault(match[2], {})[int(match[1])] = path
+    return found
+
+
+@dataclass
+class _Changes:
+    """Prompts whose reward changed in one direction: how many, and the few that changed most."""
+
+    count: int = 0
+    kept: list[tuple[float, int, Mapping[str, Any], Mapping[str, Any]]] = field(default_factory=list)
+
+    def add(self, change: float, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+        self.count += 1
+        heapq.heappush(self.kept, (abs(change), -self.count, before, after))
+        if len(self.kept) > PAIRS:
+            heapq.heappop(self.kept)
+
+    def largest(self) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+        return [(before, after) for _, _, before, after in sorted(self.kept, key=lambda each: each[:2], reverse=True)]
+
+
+def _compare(first: Path, last: Path) -> tuple[int, _Changes, _Changes]:
+    """How many prompts there are, and which of them got better and worse. ValueError if they are not the same."""
+    prompts, better, worse = 0, _Changes(), _Changes()
+    for before, after in zip(_evaluated(first), _evaluated(last), strict=True):
+        if before["prompt"]["id"] != after["prompt"]["id"]:
+            raise ValueError("not the same prompts")
+        prompts += 1
+        old, new = (finite(each["rollouts"][0]["reward"]) for each in (before, after))
+        if old is not None and new is not None and old != new:
+            (better if new > old else worse).add(new - old, before, after)
+    return prompts, better, worse
+
+
+def _evaluated(path: Path) -> Iterator[Mapping[str, Any]]:
+    """The groups of an evaluation that have a completion; the head of its file is none."""
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            raw = json.loads(line)
+            if not ("rollouts" not in raw and "success" in raw) and raw["rollouts"]:
+                yield raw
