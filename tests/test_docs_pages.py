@@ -19,8 +19,7 @@ import ruamel.yaml
 import typer
 
 from groupwise.cli.main import app
-from groupwise.config.importers import axolotl_keys
-from groupwise.config.importers import trl as trl_keys
+from groupwise.config.importers.tables import keys_of
 from groupwise.config.run import RunConfig, parse_config
 from groupwise.config.yaml import key_paths
 
@@ -155,7 +154,7 @@ def commands() -> list[str]:
 def run_keys() -> set[str]:
     """Every key that an override may set, those of the other systems' files among them."""
     ours = {".".join(path[:depth]) for path in key_paths(RunConfig) for depth in range(1, len(path) + 1)}
-    return ours | {key.name for key in (*axolotl_keys.KEYS, *trl_keys.KEYS)}
+    return ours | {key.name for key in (*keys_of("axolotl"), *keys_of("trl"))}
 
 
 @pytest.mark.parametrize("line", commands())

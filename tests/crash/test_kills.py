@@ -147,4 +147,6 @@ def test_every_named_point_is_among_the_blows() -> None:
     source = Path(__file__).parents[2] / "src" / "groupwise"
     texts = [path.read_text() for path in source.rglob("*.py") if path.name != "faults.py"]
     named = {piece.split('"')[0] for text in texts for piece in text.split('faults.point("')[1:]}
+    written = {piece.split('"')[0] for text in texts for piece in text.split('new_directory(target, fault="')[1:]}
+    named |= {f"{what}:{when}-rename" for what in written for when in ("before", "after")}
     assert named == {*SUBMITTING, *SWAPPING, *WORKING}

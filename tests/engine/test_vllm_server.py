@@ -31,8 +31,8 @@ time.sleep(600)
 OWNER = """
 import sys, time
 from pathlib import Path
-from groupwise.engine.vllm.server import Launch, ServerProcess
-server = ServerProcess(Launch(argv=tuple(sys.argv[1:]), environment={}, url="", log=Path("/dev/null")))
+from groupwise.engine.vllm.server import ServerLaunch, ServerProcess
+server = ServerProcess(ServerLaunch(argv=tuple(sys.argv[1:]), environment={}, url="", log=Path("/dev/null")))
 print(server.pid, flush=True)
 time.sleep(600)
 """
@@ -128,8 +128,8 @@ def test_nothing_is_left_whoever_is_killed(victim: str, marker: str, tmp_path: P
 KEPT = """
 import sys
 from pathlib import Path
-from groupwise.engine.vllm.server import Launch, keep_up
-launch = Launch(argv=tuple(sys.argv[2:]), environment={}, url="", log=Path(sys.argv[1]))
+from groupwise.engine.vllm.server import ServerLaunch, keep_up
+launch = ServerLaunch(argv=tuple(sys.argv[2:]), environment={}, url="", log=Path(sys.argv[1]))
 keep_up(launch, say=lambda text: print(text.splitlines()[0], flush=True))
 """
 

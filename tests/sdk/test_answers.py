@@ -19,7 +19,7 @@ PAIRS = {
     client.Health: "Health",
     client.Model: "ModelCard",
     client.Usage: "Usage",
-    client.SampledCompletion: "BatchCompletion",
+    client.RolloutCompletion: "BatchCompletion",
     client.ChatMessage: "AnsweredMessage",
     client.ChatChoice: "ChatChoice",
     client.ChatReply: "ChatCompletion",

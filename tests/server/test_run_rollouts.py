@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from groupwise.run.evaluate import Evaluation, save_evaluations
-from groupwise.server.run_rollouts import Wanted, change_of, group, groups_of, page, steps_of
+from groupwise.server.run_rollouts import SampleQuery, change_of, group, groups_of, page, steps_of
 from groupwise.server.runs import RunFiles
 from groupwise.server.schema import RunRollout
 from groupwise.types import Completion, FinishReason, Message, PolicyVersion, Prompt, Rollout, RolloutGroup, Turn
@@ -122,7 +122,7 @@ def test_an_episode_without_turns_says_why(tmp_path: Path) -> None:
     prompt = Prompt(id="p:1", columns={"case": 2})  # it failed before there was one
     run = RunFiles(make_run(tmp_path / "r", rollouts={1: [RolloutGroup(prompt=prompt, rollouts=(failed,))]}), id="r")
     best = shown(run)
-    assert best.prompt == "" and page(run, Wanted(), after=None, limit=9).rows[0].id == best.id
+    assert best.prompt == "" and page(run, SampleQuery(), after=None, limit=9).rows[0].id == best.id
     assert (best.parts, best.tokens, best.ended) == ([], [], "failed after 0 turns")
     assert best.error == "Env.reset raised KeyError: 'city'"
 

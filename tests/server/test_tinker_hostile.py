@@ -255,7 +255,7 @@ def test_a_silent_session_ends(model_dir: Path, tmp_path: Path, monkeypatch: pyt
         wire = Wire(site)
         model = wire.model()
         snapshot(wire, model, 1, 0)
-        wire.tinker.sessions.touch(wire.session).heard -= 3601
+        wire.tinker.sessions.touch(wire.session).last_seen -= 3601
         assert becomes(lambda: wire.post("get_info", model_id=model).status_code != 200)
         assert becomes(lambda: wire.tinker.samplers.of(wire.session) == [] and len(wire.tinker.futures) == 0)
         assert not list((tmp_path / "tinker" / "snapshots").glob("*/v*"))

@@ -345,10 +345,10 @@ def test_a_hanging_tool_holds_up_nobody() -> None:
 def test_a_hanging_tool_does_not_keep_the_process() -> None:
     script = """
 import asyncio, time
-from groupwise.tasks.tools import Tool, ToolBox
+from groupwise.tasks.tools import CallableTool, ToolBox
 def hang() -> None:
     time.sleep(600)
-box = ToolBox([Tool.from_function(hang, time_limit_s=0.1)])
+box = ToolBox([CallableTool.from_function(hang, time_limit_s=0.1)])
 print(asyncio.run(box.call({"id": "a", "function": {"name": "hang", "arguments": {}}}))["content"])
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)

@@ -89,7 +89,7 @@ def blocks_of(text: str) -> list[CodeBlock]:
     """The fenced blocks, in order; the last may never be closed.
 
     >>> blocks_of("so:\\n```python\\nx = 1\\n```\\n")
-    [Block(language='python', code='x = 1\\n', closed=True)]
+    [CodeBlock(language='python', code='x = 1\\n', closed=True)]
     """
     blocks: list[CodeBlock] = []
     fence, language, lines = "", "", []

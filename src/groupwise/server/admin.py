@@ -48,7 +48,7 @@ router = APIRouter(tags=["Server"])
 class ModelNotFoundError(ModelError):
     """No model, adapter or version of this name."""
 
-    exit_code, param = 2, "model"
+    exit_code = 2
 
 
 # ---- health ----
@@ -243,7 +243,9 @@ async def model(request: Request, model: str) -> ModelCard:
     for card in cards:
         if card.id == model:
             return card
-    raise ModelNotFoundError(f"there is no model {model[:64]!r}", hint="GET /v1/models lists what there is")
+    raise ModelNotFoundError(
+        f"there is no model {model[:64]!r}", hint="GET /v1/models lists what there is", field="model"
+    )
 
 
 def _models(server: Server) -> list[ModelCard]:

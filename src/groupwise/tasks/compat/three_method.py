@@ -95,7 +95,7 @@ class LegacyEnv:
 
     def check(self, prompts: Sequence[Prompt], source: str) -> list[Prompt]:
         """Prompts of another source, with the tools. Raises DataError for one that names no case."""
-        return [self._with_tools(_of_a_case(prompt, source)) for prompt in prompts]
+        return [self._with_tools(_of_a_case(_as_text(prompt), source)) for prompt in prompts]
 
     def instance(self) -> Any:
         """An instance for one episode. Raises EnvError where it cannot be copied."""
@@ -130,7 +130,9 @@ class LegacyEnv:
                 held = ", ".join(map(repr, row)) or "no columns"
                 raise DataError(f"{source}: row {number} has no 'prompt'; it has {held}", hint="a text, or messages")
             row = row | {CASE: number} if missing and numbered else row
-            yield self._with_tools(_of_a_case(to_prompt(row, id=f"case:{number}", prompt_key="prompt"), source))
+            yield self._with_tools(
+                _of_a_case(to_prompt(row, id=f"case:{number}", prompt_key="prompt", raw=True), source)
+            )
 
     def _with_tools(self, prompt: Prompt) -> Prompt:
         return prompt if prompt.messages is None or prompt.tools else replace(prompt, tools=self.tools)
@@ -189,6 +191,11 @@ def _rows(value: Any, source: str) -> Iterator[dict[str, Any]]:
         yield dict(row)
     if number < 0:
         raise DataError(f"{source} returned no rows", hint="return at least one prompt")
+
+
+def _as_text(prompt: Prompt) -> Prompt:
+    """A prompt that is a string in its row is one for these environments, which render their prompts themselves."""
+    return prompt if prompt.text is None else replace(prompt, messages=None)
 
 
 def _of_a_case(prompt: Prompt, source: str) -> Prompt:
