@@ -1,4 +1,4 @@
-"""The curves of `groupwise report RUN --png DIRECTORY`: which there are, of one run or several over each other, drawn by matplotlib.
+"""The curves of `groupwise report RUN --png DIRECTORY`, drawn by matplotlib: which there are, of one run or several.
 
 A picture without data is not made, nor is one whose values never change.
 """
