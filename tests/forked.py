@@ -20,7 +20,7 @@ from pathlib import Path
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
-    ["groupwise.run.loop", "groupwise.run.assemble", "groupwise.run.jobs", "groupwise.cli.main"]
+    ["groupwise.run.loop", "groupwise.run.assemble", "groupwise.run.job_queue", "groupwise.cli.main"]
 )
 
 

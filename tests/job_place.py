@@ -22,8 +22,8 @@ import torch
 
 from groupwise.config.job import parse_job_config
 from groupwise.model.load import LoadedModel, load_model
-from groupwise.run.job import Workplace
-from groupwise.run.jobs import Pulse, Worker
+from groupwise.run.job import WorkerContext
+from groupwise.run.job_queue import LeaseHeartbeat, Worker
 from groupwise.store import faults
 from groupwise.store import files as adapter_files
 from groupwise.store.adapters import AdapterStore
@@ -69,10 +69,10 @@ class Place:
     def __init__(self, directory: Path, base: LoadedModel):
         directory.mkdir(exist_ok=True)
         self.ledger, self.store = Ledger(directory / "ledger.db"), AdapterStore(directory / "adapters")
-        self.workplace = Workplace(base=base, ledger=self.ledger, store=self.store, state_dir=directory)
+        self.workplace = WorkerContext(base=base, ledger=self.ledger, store=self.store, state_dir=directory)
         self.directory, self.base = directory, base
-        self.pulse = Pulse(self.ledger)
-        self.worker = Worker(self.workplace, self.pulse, name="worker")
+        self.heartbeat = LeaseHeartbeat(self.ledger)
+        self.worker = Worker(self.workplace, self.heartbeat, name="worker")
 
     def submit(self, payload: dict[str, Any], *, kind: str = "grpo", adapter: str = "math", **config: Any) -> JobRecord:
         parsed = parse_job_config(kind, {**SMALL, **config})

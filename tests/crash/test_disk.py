@@ -15,7 +15,7 @@ import httpx2
 import pytest
 
 from groupwise.errors import RemoteError
-from groupwise.run.jobs import LEASE_S
+from groupwise.run.job_queue import LEASE_S
 from groupwise.sdk.client import Client
 
 from .place import Place, a_place, sha256

@@ -579,7 +579,7 @@ def test_an_interrupted_job_goes_on_to_the_same_bytes(place, kind, steps):
     place.submit(posted, **options)
     lease = place.lease()
     with pytest.raises(Interrupted):
-        run_job(lease, place.workplace, attend=Stop(steps))
+        run_job(lease, place.workplace, raise_if_stopped=Stop(steps))
     place.ledger.release(lease)
     checkpoints = list((place.directory / "checkpoints" / lease.job.id).iterdir()) if steps else []
     assert [path.name for path in checkpoints] == ([f"step-{steps:09d}"] if steps else [])
@@ -596,7 +596,7 @@ def test_a_job_whose_checkpoint_is_damaged_begins_anew(place, damaged):
     place.submit(groups(), **HARD)
     lease = place.lease()
     with pytest.raises(Interrupted):
-        run_job(lease, place.workplace, attend=Stop(3))
+        run_job(lease, place.workplace, raise_if_stopped=Stop(3))
     place.ledger.release(lease)
     (checkpoint,) = (place.directory / "checkpoints" / lease.job.id).iterdir()
     (checkpoint / damaged).write_bytes(b"rubbish")
@@ -611,7 +611,7 @@ def test_the_resumed_parent_is_the_one_it_began_with(place):
     place.submit(groups(logprob=-2.0), iterations=4)
     lease = place.lease()
     with pytest.raises(Interrupted):
-        run_job(lease, place.workplace, attend=Stop(2))
+        run_job(lease, place.workplace, raise_if_stopped=Stop(2))
     place.ledger.release(lease)
     place.store.import_(place.store.path(place.version(first)), "math", info=place.store.info(place.version(first)))
     job = place.do()

@@ -148,17 +148,17 @@ def place(make_base, tmp_path: Path) -> Iterator[Place]:
 
 
 def test_it_waits_for_the_one_before_it(place, monkeypatch):
-    with worker._alone(place.directory, place.pulse):
+    with worker._alone(place.directory, place.heartbeat):
         monkeypatch.setattr(worker, "PREDECESSOR_S", 0.2)
         began = time.monotonic()
-        with pytest.raises(NotReadyError, match="another worker"), worker._alone(place.directory, place.pulse):
+        with pytest.raises(NotReadyError, match="another worker"), worker._alone(place.directory, place.heartbeat):
             pass
         assert time.monotonic() - began >= 0.2
         monkeypatch.setattr(worker, "PREDECESSOR_S", 60)
-        place.pulse.stop()
-        with pytest.raises(NotReadyError), worker._alone(place.directory, place.pulse):  # at once
+        place.heartbeat.stop()
+        with pytest.raises(NotReadyError), worker._alone(place.directory, place.heartbeat):  # at once
             pass
-    with worker._alone(place.directory, place.pulse):
+    with worker._alone(place.directory, place.heartbeat):
         pass
 
 

@@ -23,7 +23,7 @@ from forked import forked
 from groupwise.config.run import LoraSpec
 from groupwise.errors import ModelError
 from groupwise.model.load import LoadedModel, load_model, weights_hash
-from groupwise.run import jobs, worker
+from groupwise.run import job_queue, worker
 from groupwise.store import share as model_ipc
 from groupwise.store.share import CudaIpc, attach_weights, offer_weights
 from groupwise.train.learner import Learner
@@ -160,8 +160,8 @@ class Gpu:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, transport: object):
         self.died_by: list[object] = []
-        monkeypatch.setattr(jobs, "resolve_device", lambda device: torch.device("cuda"))
-        monkeypatch.setattr(jobs, "resolve_dtype", lambda dtype, device: torch.float32)
+        monkeypatch.setattr(job_queue, "resolve_device", lambda device: torch.device("cuda"))
+        monkeypatch.setattr(job_queue, "resolve_dtype", lambda dtype, device: torch.float32)
         monkeypatch.setattr(worker, "_die_with_parent", lambda parent, by: self.died_by.append(by))
         monkeypatch.setattr(model_ipc, "CudaIpc", lambda: transport)
 
@@ -176,11 +176,11 @@ def test_a_worker_on_a_gpu_attaches_and_then_dies_with_its_server_at_once(
 ) -> None:
     gpu, offer = Gpu(monkeypatch, SharedMemory()), tmp_path / "weights.json"
     offer_weights(base, offer, transport=SharedMemory())
-    pulse = jobs.Pulse(None)  # pyright: ignore[reportArgumentType]
-    loaded = worker._load(options(model_dir, offer), pulse, os.getpid())
+    heartbeat = job_queue.LeaseHeartbeat(None)  # pyright: ignore[reportArgumentType]
+    loaded = worker._load(options(model_dir, offer), heartbeat, os.getpid())
     base.model.get_input_embeddings().weight.data.mul_(2.0)
     assert torch.equal(loaded.model.get_input_embeddings().weight, base.model.get_input_embeddings().weight)
-    assert (gpu.died_by, pulse.patience_s) == ([worker.signal.SIGKILL], 0.0)
+    assert (gpu.died_by, heartbeat.patience_s) == ([worker.signal.SIGKILL], 0.0)
 
 
 @pytest.mark.parametrize("offered", [True, False])
@@ -190,15 +190,15 @@ def test_a_worker_that_cannot_attach_says_so_and_loads_a_copy(
     gpu, offer = Gpu(monkeypatch, Broken()), tmp_path / "weights.json"
     if offered:
         offer_weights(base, offer, transport=SharedMemory())
-    pulse = jobs.Pulse(None)  # pyright: ignore[reportArgumentType]
-    loaded = worker._load(options(model_dir, offer), pulse, os.getpid())
-    assert loaded.hash == base.hash and gpu.died_by == [] and pulse.patience_s == jobs.PARENT_GRACE_S
+    heartbeat = job_queue.LeaseHeartbeat(None)  # pyright: ignore[reportArgumentType]
+    loaded = worker._load(options(model_dir, offer), heartbeat, os.getpid())
+    assert loaded.hash == base.hash and gpu.died_by == [] and heartbeat.patience_s == job_queue.PARENT_GRACE_S
     assert "has a copy of its own on the GPU" in caplog.text
 
 
 def test_a_worker_to_which_nothing_is_offered_loads_in_silence(model_dir: Path, monkeypatch, caplog) -> None:
     Gpu(monkeypatch, Broken())
-    worker._load(options(model_dir, None), jobs.Pulse(None), os.getpid())  # pyright: ignore[reportArgumentType]
+    worker._load(options(model_dir, None), job_queue.LeaseHeartbeat(None), os.getpid())  # pyright: ignore[reportArgumentType]
     assert not caplog.text
 
 

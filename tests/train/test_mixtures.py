@@ -16,8 +16,8 @@ from groupwise.config.run import LoraSpec
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import AdapterError, ModelError
 from groupwise.model.load import load_model
-from groupwise.run.job import Workplace
-from groupwise.run.jobs import Pulse, Worker
+from groupwise.run.job import WorkerContext
+from groupwise.run.job_queue import LeaseHeartbeat, Worker
 from groupwise.train.learner import Learner
 from groupwise.types import PolicyVersion, Sample
 from whole_server import whole
@@ -74,10 +74,10 @@ def test_a_job_of_a_server(mixture_dir: Path, tmp_path: Path):
         for _ in range(2):  # the second continues the first
             answer = server.http.post("/v1/train/grpo", json=body)
             assert answer.status_code in (200, 202), answer.text
-            place = Workplace(base=parts.base, ledger=parts.ledger, store=parts.store, state_dir=tmp_path / "state")
+            place = WorkerContext(base=parts.base, ledger=parts.ledger, store=parts.store, state_dir=tmp_path / "state")
             lease = parts.ledger.lease("worker")
             assert lease is not None
-            Worker(place, Pulse(parts.ledger), name="worker").do(lease)
+            Worker(place, LeaseHeartbeat(parts.ledger), name="worker").do(lease)
             job = parts.ledger.job(lease.job.id)
             assert job.error is None, job.error
         assert job.version == "math@2"

@@ -60,7 +60,7 @@ TOKENISED = 64  # prompts with the most characters, of which one has the most to
 def load_of(
     config: RunConfig, base: LoadedModel, learner: Learner, *, longest_prompt: int, reads_reference: bool
 ) -> Load:
-    """What `estimate.memory` must know of a run, whose longest prompt has so many tokens."""
+    """What `model.memory` must know of a run, whose longest prompt has so many tokens."""
     model, weights = base.model, list(base.model.parameters())
     size = ModelSize.of(
         model.config.get_text_config(),

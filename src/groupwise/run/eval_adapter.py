@@ -24,7 +24,7 @@ MODES = ("greedy", "sampled")
 def assess(
     config: RunConfig, *, adapter: str | None = None, modes: Sequence[str] = (), note: Callable[[str], None]
 ) -> tuple[Mapping[str, Evaluation], str]:
-    """Evaluations by mode, and what was evaluated in words. `adapter` is as `locate.find_adapter` takes it.
+    """Evaluations by mode, and what was evaluated in words. `adapter` is as `store.rundir.find_adapter` takes it.
 
     Raises ConfigError for an unknown mode, AdapterNotFoundError or AdapterError, ContextLengthError for a prompt that
     fills the context.

@@ -5,7 +5,7 @@
         events = health.step(step, metrics)      what began, became an error, or ended; and zeros that need a word
         health.standing                          what is wrong now
 
-The same metrics give the same findings, whenever they are read: `examine` (history.py) does it for a run on disk.
+The same metrics give the same findings, whenever they are read: `examine` does it for a run on disk.
 """
 
 from __future__ import annotations

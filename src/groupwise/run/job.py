@@ -1,7 +1,7 @@
 """One job, from its payload to a published version. `worker.py` is the process that does one after another.
 
     parent      the version that is continued, or a fresh adapter
-    task        what each optimizer step trains on (`job_task`)
+    task        what each optimizer step trains on (`run.update`)
     step 1..n   gradient, AdamW, every few steps a checkpoint; metrics into the ledger
     after it    how much less likely what was trained on has become: a policy that a step destroyed shows only here
     publish     into the adapter store, with a canary for whoever loads it; the server then swaps, unless by its metrics
@@ -54,7 +54,7 @@ class JobCancelled(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workplace:
+class WorkerContext:
     """What the jobs of one worker share."""
 
     base: LoadedModel
@@ -67,7 +67,7 @@ class Workplace:
 class _Run:
     """A job at work."""
 
-    place: Workplace
+    place: WorkerContext
     lease: Lease
     config: JobConfig
     task: Task
@@ -87,21 +87,21 @@ class _Run:
         self.place.ledger.progress(self.lease, phase="training", step=self.standing.step, message=message)
 
 
-def run_job(lease: Lease, place: Workplace, *, attend: Callable[[], None]) -> PolicyVersion:
+def run_job(lease: Lease, place: WorkerContext, *, raise_if_stopped: Callable[[], None]) -> PolicyVersion:
     """Do the leased job and record its version in the ledger.
 
-    `attend` is called between any two steps and raises what is to end the job.
+    `raise_if_stopped` is called between any two steps and raises what is to end the job.
 
     Raises:
-        JobCancelled, Interrupted, LeaseLostError: from `attend`; Interrupted after a checkpoint.
+        JobCancelled, Interrupted, LeaseLostError: from `raise_if_stopped`; Interrupted after a checkpoint.
         GroupwiseError: the job cannot be done.
     """
     job, checkpoints = lease.job, Checkpoints(place.state_dir, lease.job.id)
     version = place.store.version_of_job(job.adapter, job.id)
     if version is None:
         run = _open(lease, place)
-        _train(run, attend)
-        attend()
+        _train(run, raise_if_stopped)
+        raise_if_stopped()
         version = _publish(run)
     unhealthy = place.store.unhealthy(version)
     if unhealthy is None:  # else the next job goes on from the version before, whose moments stay
@@ -115,7 +115,7 @@ def run_job(lease: Lease, place: Workplace, *, attend: Callable[[], None]) -> Po
 # --- opening ---
 
 
-def _open(lease: Lease, place: Workplace) -> _Run:
+def _open(lease: Lease, place: WorkerContext) -> _Run:
     job = lease.job
     config = parse_job_config(job.kind, job.config)
     if job.micro_tokens is not None:  # memory ran out before
@@ -126,7 +126,7 @@ def _open(lease: Lease, place: Workplace) -> _Run:
     return _resumed(lease, place, config, task) or _begun(lease, place, config, task)
 
 
-def _resumed(lease: Lease, place: Workplace, config: JobConfig, task: Task) -> _Run | None:
+def _resumed(lease: Lease, place: WorkerContext, config: JobConfig, task: Task) -> _Run | None:
     """The job at its last checkpoint; None without one that can be read."""
     checkpoints = Checkpoints(place.state_dir, lease.job.id)
     if (newest := checkpoints.newest) is None:
@@ -147,7 +147,7 @@ def _resumed(lease: Lease, place: Workplace, config: JobConfig, task: Task) -> _
     return run
 
 
-def _begun(lease: Lease, place: Workplace, config: JobConfig, task: Task) -> _Run:
+def _begun(lease: Lease, place: WorkerContext, config: JobConfig, task: Task) -> _Run:
     """The job before its first step."""
     with _parent(config, place.store, name=lease.job.adapter) as (parent, directory):
         if directory is None:
@@ -216,7 +216,7 @@ def _differs(key: str, given: object, own: object, parent: PolicyVersion) -> Con
 
 
 def _continued(
-    config: JobConfig, lora: LoraSpec, parent: PolicyVersion, directory: Path, place: Workplace
+    config: JobConfig, lora: LoraSpec, parent: PolicyVersion, directory: Path, place: WorkerContext
 ) -> tuple[Learner, bool]:
     """A learner at `parent`, and whether it has the moments of the job that made it."""
     learner = _new_learner(config, lora, place.base)
@@ -252,11 +252,11 @@ def _new_learner(config: JobConfig, lora: LoraSpec, base: LoadedModel) -> Learne
 # --- training ---
 
 
-def _train(run: _Run, attend: Callable[[], None]) -> None:
+def _train(run: _Run, raise_if_stopped: Callable[[], None]) -> None:
     interval, saved = run.config.checkpoint_interval or CHECKPOINT_INTERVAL, run.standing.step
     while run.standing.step < run.task.steps:
         try:
-            attend()
+            raise_if_stopped()
         except Interrupted:
             if run.standing.step > saved:
                 run.save()

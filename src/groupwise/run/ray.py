@@ -39,7 +39,7 @@ R = TypeVar("R")
 
 
 class Run(Protocol[R_co]):
-    """`loop.run`, which is above this file and therefore handed over."""
+    """`loop.run_loop`, which is above this file and therefore handed over."""
 
     def __call__(self, config: RunConfig, *, remote: RemoteBackends, stop: StopRequest) -> R_co: ...
 

@@ -5,7 +5,7 @@
 It loads the model once, then leases, trains, publishes; `jobs` says how a job can end. On SIGTERM it finishes the step,
 saves a checkpoint, gives the job back and exits with 0; before it has taken a job, it exits at once.
 
-The process ends with its parent: the kernel sends SIGTERM, and if that is not enough the thread of `jobs.Pulse` ends
+The process ends with its parent: the kernel sends SIGTERM, and if that is not enough, `job_queue.LeaseHeartbeat` ends
 it; at once, by SIGKILL, where it works in the parent's own memory (`store.share`). The worker of the next server waits
 for one that is in a step: two at a time would move each other's checkpoints. Whether the parent still lives is asked
 before torch is imported, which takes seconds: the worker of a server that died ends during that, too.
@@ -33,7 +33,7 @@ from groupwise.store.ledger import Ledger
 
 if TYPE_CHECKING:  # torch is imported when the parent has been seen alive
     from groupwise.model.load import LoadedModel
-    from groupwise.run.jobs import Pulse
+    from groupwise.run.job_queue import LeaseHeartbeat
 
 POLL_S = 0.2
 PREDECESSOR_S = 15.0  # how long to wait for a worker whose parent died
@@ -71,8 +71,8 @@ def _work(options: argparse.Namespace, parent: int) -> None:
     gc.disable()  # modules are no garbage: looking for some takes a sixth of the time of importing them
     import torch
 
-    from groupwise.run.job import Workplace
-    from groupwise.run.jobs import Pulse, Worker
+    from groupwise.run.job import WorkerContext
+    from groupwise.run.job_queue import LeaseHeartbeat, Worker
     from groupwise.store.share import map_weights
 
     gc.enable()
@@ -80,34 +80,34 @@ def _work(options: argparse.Namespace, parent: int) -> None:
         torch.set_num_threads(options.threads)
     state: Path = options.state
     with closing(Ledger(state / "ledger.db")) as ledger:
-        pulse = Pulse(ledger, parent=parent)
-        if pulse.orphaned:  # for kernels that do not tell
+        heartbeat = LeaseHeartbeat(ledger, parent=parent)
+        if heartbeat.orphaned:  # for kernels that do not tell
             return
-        pulse.start()
+        heartbeat.start()
         store = AdapterStore(state / "adapters")
         for warning in store.warnings:
             log.warning("%s", warning)
-        base = _load(options, pulse, parent)
+        base = _load(options, heartbeat, parent)
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, pulse.stop)
-        with _alone(state, pulse):
+            signal.signal(number, heartbeat.stop)
+        with _alone(state, heartbeat):
             files.sweep(state)  # weights that another worker died writing
             map_weights(base, state)
             gc.freeze()  # what is here now stays; looking through it after each job would take a second
             log.info("%s is ready: %s on %s", options.worker, base.name, base.device)
-            place = Workplace(base=base, ledger=ledger, store=store, state_dir=state)
-            Worker(place, pulse, name=options.worker).serve()
+            place = WorkerContext(base=base, ledger=ledger, store=store, state_dir=state)
+            Worker(place, heartbeat, name=options.worker).serve()
 
 
-def _load(options: argparse.Namespace, pulse: Pulse, parent: int) -> LoadedModel:
+def _load(options: argparse.Namespace, heartbeat: LeaseHeartbeat, parent: int) -> LoadedModel:
     """The base model; over the server's own weights, this process ends with the server at once."""
-    from groupwise.run.jobs import load_base
+    from groupwise.run.job_queue import load_base
 
     base, is_shared = load_base(
         options.model, dtype=options.dtype, device=options.device, weights=options.weights, owner=parent
     )
     if is_shared:
-        pulse.patience_s = 0.0
+        heartbeat.patience_s = 0.0
         _die_with_parent(parent, by=signal.SIGKILL)
     return base
 
@@ -137,7 +137,7 @@ def _die_with_parent(parent: int | None, *, by: signal.Signals = signal.SIGTERM)
 
 
 @contextmanager
-def _alone(state: Path, pulse: Pulse) -> Iterator[None]:
+def _alone(state: Path, heartbeat: LeaseHeartbeat) -> Iterator[None]:
     """Within: no other worker is on `state`. One whose server was killed may still be in its last step.
 
     Raises NotReadyError if it does not end. The kernel gives the lock back, however a process ends.
@@ -146,7 +146,7 @@ def _alone(state: Path, pulse: Pulse) -> Iterator[None]:
     try:
         deadline = time.monotonic() + PREDECESSOR_S
         while not files.try_lock(descriptor):
-            if pulse.stopping or time.monotonic() > deadline:
+            if heartbeat.stopping or time.monotonic() > deadline:
                 raise NotReadyError(
                     f"waited for another worker on {state}, which still runs", hint="end it: see `fuser worker.lock`"
                 )

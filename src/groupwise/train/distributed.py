@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 # ----------------------------------------------------------------------------------------------------------------------
 # A batch of samples shared out over ranks: disjoint, balanced by tokens, groups whole where that is possible.
 #
-# A group (adjacent samples that `algo.batch` packs together) costs the tokens that its pack has: what its samples share
+# A group (adjacent samples that `model.packing` packs together) costs the tokens of its pack: what its samples share
 # counts once. Groups go to the rank that has least so far, the largest first (Graham 1969: at most 4/3 of the best
 # possible longest share). A group larger than an even share is cut first, since all other ranks would wait for its one;
 # each piece has the tokens that it shared with the others once more.

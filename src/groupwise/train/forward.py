@@ -1,6 +1,6 @@
 """The one forward: packed micro-batch -> log-probability (and entropy) of every loss token, with gradients.
 
-Two things make it cheap. The backbone runs each prompt once for its whole group (`algo.attention`). And the LM head
+Two things make it cheap. The backbone runs each prompt once for its whole group (`model.attention`). And the LM head
 runs only at the positions that predict a loss token, in tiles of tokens, fused with the softmax: for hidden state h,
 weight W and temperature T
 

@@ -6,10 +6,10 @@
     forward_backward_custom   any function of the log-probabilities
     optim_step                clip, step AdamW, zero; a non-finite gradient is refused and counted
     step                      one rollout batch: as many of the above as `minibatches` and `passes` ask for
-    begin_step                one rollout batch that arrives in parts (`streamed_step`)
+    begin_step                one rollout batch that arrives in parts (`rollout_batch`)
 
 A batch is cut into micro-batches by a token budget; every loss divides by counts of the whole batch, so the cut changes
-nothing but rounding. A small model's run side by side (`lanes`). Without an adapter (`lora=None`) all parameters train.
+nothing but rounding. A small model's run side by side (`Lanes`). Without an adapter (`lora=None`) all parameters train.
 The reference is `reference.py`'s affair.
 
 Shapes: N loss tokens of a micro-batch.
@@ -187,7 +187,7 @@ def _threads(count: int) -> Iterator[None]:
 __all__ = ["Learner", "Metrics", "OptimizerSpec", "StepResult", "learning_rate_at"]
 
 MAX_REFUSED_STEPS = 5  # in a row
-LANE_BYTES = 1 << 28  # of weights, up to which a model is small: `train.lanes`
+LANE_BYTES = 1 << 28  # of weights, up to which a model is small, and its micro-batches run side by side
 
 TokenLoss = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]  # logprobs_N, entropy_N -> loss, metrics
 Gradients = Sequence[Tensor | None]  # of the parameters, in their order; empty where they are added up already
@@ -223,7 +223,7 @@ class Learner:
         lora: the adapter, or None to train every parameter of `base` itself.
         micro_tokens: token budget of a micro-batch: packed tokens, those that samples share counted once; where the
             model cannot run packed, tokens of padded rows.
-        attention: how it is computed over packed rows, `merged` or `flex` (`algo.layouts`).
+        attention: how it is computed over packed rows, `merged` or `flex` (`model.attention`).
         autocast: run the forward in this type over float32 weights (mixed precision); None: in the weights' own.
         reference: what KLs are measured against.
         seed: of the adapter's random half, of dropout and of the minibatch shuffle.

@@ -6,7 +6,7 @@ learner.safetensors   parameter.<i>                            what is trained, 
 learner.json          counters, and the state of the generator that shuffles minibatches
 
 Where parameters are cut into parts for several processes, a directory `shards` takes the place of the first
-(`sharded_state`).
+(`save_shards`).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def save_state(learner: Learner, directory: Path) -> None:
 
 
 def load_state(learner: Learner, directory: Path) -> None:
-    """Inverse of `save_state`, and of `sharded_state.save_shards`. Raises as `restore`."""
+    """Inverse of `save_state`, and of `save_shards`. Raises as `restore`."""
     if is_sharded(directory):
         from groupwise.train.state import load_shards  # torch.distributed
 

@@ -10,8 +10,8 @@
     killed, crashed    the supervisor, or the end of the lease, has the job leased again; it goes on from its checkpoint
     lease lost         another worker has the job: stop, write nothing
 
-`Worker` does the jobs; `Pulse` is the thread beside it, which renews the lease and ends the process when its parent is
-gone. `worker` is the process that they run in.
+`Worker` does the jobs; `LeaseHeartbeat` is the thread beside it, which renews the lease and ends the process when its
+parent is gone. `worker.py` is the process that they run in.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from groupwise.errors import (
     TryAgainError,
 )
 from groupwise.model.load import LoadedModel, load_model, resolve_device, resolve_dtype
-from groupwise.run.job import JobCancelled, Workplace, run_job
+from groupwise.run.job import JobCancelled, WorkerContext, run_job
 from groupwise.store.checkpoint import Checkpoints
 from groupwise.store.ledger import Ledger
 from groupwise.store.ledger_schema import Lease
@@ -61,7 +61,7 @@ _NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 log = logging.getLogger(__name__)
 
 
-class Pulse:
+class LeaseHeartbeat:
     """A thread that renews the lease of the job at hand and ends the process when its parent is gone."""
 
     def __init__(self, ledger: Ledger, *, parent: int | None = None):
@@ -71,7 +71,7 @@ class Pulse:
         self._lease: Lease | None = None
         self._lost: LeaseLostError | None = None
         self._orphan_since: float | None = None
-        self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -94,7 +94,7 @@ class Pulse:
         """Whether the parent is gone."""
         return self._parent is not None and os.getppid() != self._parent
 
-    def attend(self) -> None:
+    def raise_if_stopped(self) -> None:
         """Raise what is to end the job at hand: LeaseLostError, JobCancelled or Interrupted."""
         lease = self._lease
         assert lease is not None
@@ -136,13 +136,13 @@ class Pulse:
 class Worker:
     """Does the jobs of one ledger."""
 
-    def __init__(self, place: Workplace, pulse: Pulse, *, name: str):
-        self._place, self._pulse, self._name = place, pulse, name
+    def __init__(self, place: WorkerContext, heartbeat: LeaseHeartbeat, *, name: str):
+        self._place, self._heartbeat, self._name = place, heartbeat, name
         self._pauses: Counter[str] = Counter()
 
     def serve(self) -> None:
-        """Lease and do jobs until the pulse is stopped."""
-        while not self._pulse.stopping:
+        """Lease and do jobs until the heartbeat is stopped."""
+        while not self._heartbeat.stopping:
             try:
                 lease = self._place.ledger.lease(self._name, seconds=LEASE_S)
             except (StorageError, TryAgainError):
@@ -159,7 +159,7 @@ class Worker:
         """Do one job and record how it ended."""
         log.info("job %s: attempt %d begins (%s)", lease.job.id, lease.attempt, lease.job.adapter)
         try:
-            with self._pulse.holding(lease):
+            with self._heartbeat.holding(lease):
                 self._do(lease)
         except LeaseLostError as error:
             log.warning("job %s: %s", lease.job.id, error.message)
@@ -173,7 +173,7 @@ class Worker:
         """One run at the job; the lease to go on with if memory ran out and the job's passes can be smaller."""
         ledger = self._place.ledger
         try:
-            version = run_job(lease, self._place, attend=self._pulse.attend)
+            version = run_job(lease, self._place, raise_if_stopped=self._heartbeat.raise_if_stopped)
             log.info("job %s: published %s", lease.job.id, version)
         except LeaseLostError:
             raise
@@ -183,7 +183,7 @@ class Worker:
             Checkpoints(self._place.state_dir, lease.job.id).discard()
         except Interrupted:
             log.info("job %s: given back", lease.job.id)
-            self._record(lambda: ledger.release(lease, orphaned=self._pulse.orphaned))
+            self._record(lambda: ledger.release(lease, orphaned=self._heartbeat.orphaned))
         except LedgerDamagedError:  # no fault of the job's
             raise
         except (StorageError, TryAgainError) as error:
@@ -231,13 +231,13 @@ class Worker:
                 return act()
             except (StorageError, TryAgainError):
                 log.exception("the end of a job cannot be recorded yet")
-                if self._pulse.stopping:  # the lease ends by itself
+                if self._heartbeat.stopping:  # the lease ends by itself
                     return
                 self._rest(PAUSE_S)
 
     def _rest(self, seconds: float) -> None:
         until = time.monotonic() + seconds
-        while not self._pulse.stopping and time.monotonic() < until:
+        while not self._heartbeat.stopping and time.monotonic() < until:
             time.sleep(min(POLL_S, seconds))
 
 

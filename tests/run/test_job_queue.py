@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 from forked import forked
 from groupwise.errors import Interrupted, LeaseLostError, StorageError
-from groupwise.run import jobs
+from groupwise.run import job_queue
 from groupwise.run.job import JobCancelled
-from groupwise.run.jobs import Pulse, describe
+from groupwise.run.job_queue import LeaseHeartbeat, describe
 from groupwise.run.update import GrpoTask
 from groupwise.store import faults
 from groupwise.store.files import WEIGHTS
@@ -147,12 +147,12 @@ def test_a_lease_that_is_lost_between_training_and_the_rename(place, monkeypatch
 def test_sigterm_in_a_job_gives_it_back_and_it_ends_as_if_undisturbed(place, monkeypatch):
     whole = place.do(groups(), adapter="whole", **CRASHING)
     with monkeypatch.context() as patch:
-        place.at_step(patch, 2, place.pulse.stop)
+        place.at_step(patch, 2, place.heartbeat.stop)
         job = place.do(groups(), **CRASHING)
     assert (job.state, job.step) == (JobState.QUEUED, 3)
     place.worker.serve()  # it was asked to stop: takes nothing
     assert place.ledger.job(job.id).attempt == 1
-    place.pulse.stopping = False
+    place.heartbeat.stopping = False
     job = place.do()
     assert place.weights(job) == place.weights(whole)
 
@@ -213,7 +213,7 @@ def test_a_real_limit_of_memory(model_dir, tmp_path):
 
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "PAUSE_S", 0.01)
+    monkeypatch.setattr(job_queue, "PAUSE_S", 0.01)
 
 
 def inject(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
@@ -233,7 +233,7 @@ def test_a_full_disk_gives_the_job_back_and_it_goes_on_later(place, monkeypatch,
 
 
 def test_a_disk_that_stays_full_fails_the_job(place, monkeypatch, short_pauses):
-    monkeypatch.setattr(jobs, "MAX_PAUSES", 2)
+    monkeypatch.setattr(job_queue, "MAX_PAUSES", 2)
     monkeypatch.setattr(place.ledger, "max_attempts", 2)  # which pauses do not use up
     inject(monkeypatch, ",".join(f"checkpoint:before-rename:enospc@{k}" for k in (1, 2, 3)))
     job = place.do(groups())
@@ -254,13 +254,13 @@ def test_an_end_that_cannot_be_recorded_is_recorded_later(place, monkeypatch, sh
     assert place.do(groups(rewards=(1.0,) * 4)).state == JobState.FAILED and not refusals
 
 
-# --- the pulse ---
+# --- the heartbeat ---
 
 
 @pytest.fixture
 def fast_pulse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "BEAT_S", 0.01)
-    monkeypatch.setattr(jobs, "RENEW_S", 0.02)
+    monkeypatch.setattr(job_queue, "BEAT_S", 0.01)
+    monkeypatch.setattr(job_queue, "RENEW_S", 0.02)
 
 
 def until(holds: Callable[[], object], *, seconds: float = WAIT_S) -> None:
@@ -273,32 +273,32 @@ def until(holds: Callable[[], object], *, seconds: float = WAIT_S) -> None:
 def test_the_pulse_renews_the_lease_and_hears_of_its_loss(place, fast_pulse):
     place.submit(groups())
     lease = place.ledger.lease("worker", seconds=1.5)
-    pulse = Pulse(place.ledger)
-    pulse.start()
-    with pulse.holding(lease):
+    heartbeat = LeaseHeartbeat(place.ledger)
+    heartbeat.start()
+    with heartbeat.holding(lease):
         time.sleep(2.0)  # longer than the lease
         assert place.ledger.lease("other") is None
-        pulse.attend()
+        heartbeat.raise_if_stopped()
         place.ledger.expire("worker")
-        until(lambda: pulse._lost)
+        until(lambda: heartbeat._lost)
         with pytest.raises(LeaseLostError):
-            pulse.attend()
+            heartbeat.raise_if_stopped()
     again = place.ledger.lease("worker")
-    with pulse.holding(again):
-        pulse.attend()  # the loss was the other lease's
+    with heartbeat.holding(again):
+        heartbeat.raise_if_stopped()  # the loss was the other lease's
 
 
 def test_what_ends_a_job(place):
     place.submit(groups())
     lease = place.lease()
-    with place.pulse.holding(lease):
-        place.pulse.attend()
-        place.pulse.stop(signal.SIGTERM, None)
+    with place.heartbeat.holding(lease):
+        place.heartbeat.raise_if_stopped()
+        place.heartbeat.stop(signal.SIGTERM, None)
         with pytest.raises(Interrupted):
-            place.pulse.attend()
+            place.heartbeat.raise_if_stopped()
         place.ledger.cancel(lease.job.id)
         with pytest.raises(JobCancelled):
-            place.pulse.attend()
+            place.heartbeat.raise_if_stopped()
 
 
 def test_a_pulse_whose_renewal_fails_goes_on(place, fast_pulse, monkeypatch):
@@ -310,11 +310,11 @@ def test_a_pulse_whose_renewal_fails_goes_on(place, fast_pulse, monkeypatch):
         raise StorageError("no space left on device")
 
     monkeypatch.setattr(place.ledger, "renew", renew)
-    pulse = Pulse(place.ledger)
-    pulse.start()
-    with pulse.holding(place.lease()):
+    heartbeat = LeaseHeartbeat(place.ledger)
+    heartbeat.start()
+    with heartbeat.holding(place.lease()):
         until(lambda: len(calls) > 3)
-        pulse.attend()
+        heartbeat.raise_if_stopped()
 
 
 # --- SIGKILL at every point ---
