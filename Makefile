@@ -8,6 +8,8 @@
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 VENV   := .venv
+# one test process more than there are cores: some tests wait for processes and deadlines
+TESTERS ?= $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')
 BIN    := $(VENV)/bin
 
 .PHONY: demo test lint docs bench vllm ui clean
@@ -16,7 +18,7 @@ demo: $(VENV)/.installed
 	$(BIN)/groupwise run configs/arithmetic.yaml
 
 test: lint docs
-	$(BIN)/pytest -q -n auto --dist loadgroup
+	$(BIN)/pytest -q -n $(TESTERS) --dist loadgroup
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check src tests benchmarks examples docs tools
