@@ -2,8 +2,8 @@
 
     python -m groupwise.run.worker --state DIR --model NAME --dtype D --device D [--threads N] [--worker ID]
 
-It loads the model once, then leases, trains, publishes; `job_queue` says how a job can end. On SIGTERM it finishes the step,
-saves a checkpoint, gives the job back and exits with 0; before it has taken a job, it exits at once.
+It loads the model once, then leases, trains, publishes; `job_queue` says how a job can end. On SIGTERM it finishes the
+step, saves a checkpoint, gives the job back and exits with 0; before it has taken a job, it exits at once.
 
 The process ends with its parent: the kernel sends SIGTERM, and if that is not enough, `job_queue.LeaseHeartbeat` ends
 it; at once, by SIGKILL, where it works in the parent's own memory (`store.share`). The worker of the next server waits
