@@ -36,8 +36,8 @@ from groupwise.errors import ConfigError
 #
 # A batch is cut into micro-batches, and its loss must not depend on the cut. So the totals that a loss divides by are
 # those of the whole batch: they come with the inputs and are never counted from the tokens at hand. A row is a
-# completion
-# or a segment of an episode; a sequence is a completion or a whole episode, whose rows may be in several micro-batches.
+# completion or a segment of an episode; a sequence is a completion or a whole episode, whose rows may be in several
+# micro-batches.
 #
 # Log-probabilities are in nats. Shapes: N loss tokens of the micro-batch, flat; B its rows (completions).
 # ----------------------------------------------------------------------------------------------------------------------

@@ -97,8 +97,7 @@ def _directory(text: str) -> Path:
 #     groupwise run my.yaml engine=vllm vllm.urls=[http://localhost:8000]
 #
 # The server is what the run's own would be (docs/vllm.md): the model, the type and the adapters' rank are the file's.
-# It
-# is started again when it dies, and it goes, with every process of vLLM's, when this command does, however it ends.
+# It is started again when it dies, and it goes, with every process of vLLM's, when this command does, however it ends.
 # ----------------------------------------------------------------------------------------------------------------------
 
 DEFAULT_PORT = 8000  # vLLM's

@@ -350,10 +350,8 @@ class Extend:
 # Keys and values of finished completions, for the requests that go on where they ended.
 #
 # Each turn of a conversation repeats the turns before it. Without this the engine would prefill them anew every turn,
-# and
-# an episode of T turns would cost T^2 / 2. A request that says `cache` leaves its prompt's and its completion's keys
-# and
-# values here, and computes only what of its prompt is not here already, under the same weights.
+# and an episode of T turns would cost T^2 / 2. A request that says `cache` leaves its prompt's and its completion's
+# keys and values here, and computes only what of its prompt is not here already, under the same weights.
 #
 # What begins alike is found as in vLLM's automatic prefix caching (Kwon et al. 2023, arXiv 2309.06180): the tokens are
 # cut into blocks, each block's key is a hash of the tokens up to its end, and a table says who has that block. A hash

@@ -31,9 +31,9 @@ from groupwise.types import Completion, SamplingRequest, TokenSink
 #     ids     ... a b c d e ...  ... a b c        3-gram (a, b, c) ended before d      draft: d e ...
 #
 # An n-gram is noted when its next token comes, so a lookup finds an occurrence before the present one. Those of a
-# prompt
-# are found once for all its completions. A token costs two dictionary entries, a lookup as much, however long the text.
-# Where drafts keep failing they are made more and more rarely: a check costs time whether or not it brings a token.
+# prompt are found once for all its completions. A token costs two dictionary entries, a lookup as much, however long
+# the text. Where drafts keep failing they are made more and more rarely: a check costs time whether or not it brings a
+# token.
 # ----------------------------------------------------------------------------------------------------------------------
 
 SIZES = (3, 2)  # tokens that must be the same; the longer is the better guess

@@ -27,9 +27,8 @@ from groupwise.errors import ConfigError
 # Bytes that a micro-batch's forward and backward pass takes: what autograd keeps, and what is on top at the peak.
 #
 # Counted on the code, and set right by the peaks that benchmarks/memory.py measures (16-bit bases with checkpointing,
-# the
-# tiles of the head). A layer of the lean forward (`backbone`) keeps, for each of S packed tokens, with hidden size H,
-# MLP size F, Q query and V key-value features and rank r (in brackets: where it differs):
+# the tiles of the head). A layer of the lean forward (`backbone`) keeps, for each of S packed tokens, with hidden size
+# H, MLP size F, Q query and V key-value features and rank r (in brackets: where it differs):
 #
 #     norms       2 H                    their inputs    [16 bits: copies in float32; trained: x / rms(x) as well]
 #     projections 4 H + Q + F + 7 r      their inputs    [16 bits, dropout: float32, one for each module, as PEFT has
@@ -50,11 +49,9 @@ from groupwise.errors import ConfigError
 #
 # What forward kept is all there when the last layer's backward begins; the largest of what that adds comes on top:
 # gradients around the gated MLP (H + 4 F a token), or around the scores (as many again, and up to 5 Q + 2 V a cell)
-# less
-# what the MLP has given back, or the tiles of the LM head. With gradient checkpointing forward keeps H a token and
-# layer,
-# and one layer as above is there again in backward. Other architectures are counted as if they were of this kind with
-# transformers' modules, which is up to some tens of per cent off.
+# less what the MLP has given back, or the tiles of the LM head. With gradient checkpointing forward keeps H a token and
+# layer, and one layer as above is there again in backward. Other architectures are counted as if they were of this kind
+# with transformers' modules, which is up to some tens of per cent off.
 # ----------------------------------------------------------------------------------------------------------------------
 
 TILE_BYTES = 4 << 20  # of the LM head's tiles in float32, `train.forward.TILE_VALUES`

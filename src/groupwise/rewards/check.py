@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 #
 # A `ProbePrompt` is a row of a dataset: a prompt, and the answer that is expected. The same forms hold the right and
 # the wrong answer, so that a reward that tells them apart does so in at least one form. Everything else is junk: nobody
-# would call
-# it an answer, and a policy that is paid for it soon writes nothing else.
+# would call it an answer, and a policy that is paid for it soon writes nothing else.
 # ----------------------------------------------------------------------------------------------------------------------
 
 GOLD = ("answer", "solution", "gold", "ground_truth", "target", "label", "reference", "expected")  # usual columns
@@ -149,8 +148,8 @@ def _candidates(row: ProbePrompt) -> str:
 # A reward is called with the probes above: what it gave, and how it behaved. `lint` judges.
 #
 # Every probe is scored alone. Then come groups: new completions twice in a row, a group and the same group turned
-# round,
-# the same completion many times, an answer where none is expected, and at last some of the first probes once more.
+# round, the same completion many times, an answer where none is expected, and at last some of the first probes once
+# more.
 #
 # In a `RewardPool` that runs the function, a deadline ends whatever it is in. Without one it runs here, and nothing
 # does.

@@ -32,10 +32,8 @@ from groupwise.rewards.text import answer_part, gold_text
 #     $42   42%   5 km   90 km/h   3 m^2   5 ft 11 in   1 hour and 30 minutes
 #
 # Digits are ASCII digits. What is not clearly one number is not guessed at: a power (7^2), a date, a denominator of 0,
-# an
-# exponent of more than three digits, more than 100 characters. Units are few and everyday ones, in the tables below;
-# any
-# other word behind a number is no unit. Reading takes time linear in the text.
+# an exponent of more than three digits, more than 100 characters. Units are few and everyday ones, in the tables below;
+# any other word behind a number is no unit. Reading takes time linear in the text.
 # ----------------------------------------------------------------------------------------------------------------------
 
 _LONGEST_NUMBER = 100  # characters

@@ -28,10 +28,8 @@ from groupwise.errors import ConfigError
 #     aggregate(values) op warn        and every condition in `also` holds        and no rule in `unless` stands
 #
 # and it is an error where the same is true of `error`. Values that are not finite count for `not_finite` alone. A
-# metric
-# with `*` stands for all that fit, each judged by itself; `*` in `also` is then the same name, and otherwise every
-# metric
-# that fits must meet the condition, and at least one must be there.
+# metric with `*` stands for all that fit, each judged by itself; `*` in `also` is then the same name, and otherwise
+# every metric that fits must meet the condition, and at least one must be there.
 # ----------------------------------------------------------------------------------------------------------------------
 
 Aggregate = Literal[

@@ -120,8 +120,7 @@ class RayEngines:
 # Reward workers as Ray actors: `scoring.workers` of them, each with a `RewardPool` of one process inside.
 #
 # The pool in an actor keeps the deadline of a call and kills what hangs or crashes, as it does without Ray; that costs
-# a
-# group its reward. An actor that is lost, or its machine, is nobody's fault: its calls are made again elsewhere.
+# a group its reward. An actor that is lost, or its machine, is nobody's fault: its calls are made again elsewhere.
 # ----------------------------------------------------------------------------------------------------------------------
 
 

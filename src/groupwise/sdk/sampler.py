@@ -49,8 +49,7 @@ from groupwise.types import (
 #
 # Single requests that were sent one by one would be admitted as they happen to arrive, and what is computed together
 # decides rounding. Together they are admitted together, in order: a seeded batch on an idle engine draws the same
-# tokens
-# every time, and its prompts are prefilled at once.
+# tokens every time, and its prompts are prefilled at once.
 # ----------------------------------------------------------------------------------------------------------------------
 
 

@@ -89,8 +89,7 @@ class Pending(Generic[T]):
 #     <directory>/state.json                 counters, and what the loop wants back: its step, its cursor
 #
 # A state is written under another name, forced to the disk and renamed, so that one that can be seen is whole. Load
-# only
-# states that you made: torch's metadata is a pickle.
+# only states that you made: torch's metadata is a pickle.
 # ----------------------------------------------------------------------------------------------------------------------
 
 FACTS = "state.json"

@@ -380,8 +380,7 @@ async def recent_requests(request: Request) -> list[dict[str, Any]]:
 #     event: jobs         GET /v1/train/status, then only the jobs that changed
 #
 # It is state, not history: events have no ids, and who comes back begins anew. The steps of a job are in its own
-# stream,
-# /v1/train/events/{job_id}.
+# stream, /v1/train/events/{job_id}.
 # ----------------------------------------------------------------------------------------------------------------------
 
 POLL_S = 0.5

@@ -315,8 +315,7 @@ def _logprob(token: Token, tokenizer: PreTrainedTokenizerBase) -> TokenLogprob:
 # POST /v1/completions: raw prompts (texts or token ids) and what follows them, whole or streamed.
 #
 # The prompt is sampled as it is: special tokens in it count. Choices are ordered by prompt, then by `n`. With `echo`
-# the
-# prompt stands in front of the completion; its log-probabilities and their alternatives come from one forward pass.
+# the prompt stands in front of the completion; its log-probabilities and their alternatives come from one forward pass.
 # ----------------------------------------------------------------------------------------------------------------------
 
 

@@ -523,8 +523,7 @@ def canary_tolerance(base: LoadedModel) -> float:
 #
 # The active version, the one that rollback would go to, and what answers a request stay, however old. What people
 # uploaded or merged stays until they delete it. A version is removed only when it has been free for GRACE_S: a
-# submission
-# that is being read may still name it.
+# submission that is being read may still name it.
 # ----------------------------------------------------------------------------------------------------------------------
 
 EVERY_S = 30.0

@@ -28,9 +28,8 @@ from groupwise.tasks.transcript import visible
 # Which text each token of a completion is, by the run's own tokenizer, if that is on this machine.
 #
 # Only `tokenizer.json` is read, by the `tokenizers` library: from the starter, a local directory, or what Hugging
-# Face's
-# cache holds already. Nothing is downloaded. Characters that several tokens share (the bytes of "好") belong to the
-# last.
+# Face's cache holds already. Nothing is downloaded. Characters that several tokens share (the bytes of "好") belong to
+# the last.
 # ----------------------------------------------------------------------------------------------------------------------
 
 log = logging.getLogger(__name__)

@@ -51,9 +51,8 @@ from groupwise.types import Completion, LiveEngine, PolicyVersion, SamplingParam
 #     tokens_of     a whole completion as the same tokens
 #
 # The engine's thread never waits for anybody: it leaves tokens in a `Generation`'s buffer. A client that reads too
-# slowly
-# fills its own buffer and loses its own request. Whatever ends a request early (the client left, the deadline, a full
-# buffer) cancels its futures, and the engine frees the rows before their next token.
+# slowly fills its own buffer and loses its own request. Whatever ends a request early (the client left, the deadline, a
+# full buffer) cancels its futures, and the engine frees the rows before their next token.
 # ----------------------------------------------------------------------------------------------------------------------
 
 MOST_UNREAD = 8192  # tokens and alternatives that may wait for a slow reader,

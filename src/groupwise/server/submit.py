@@ -60,8 +60,7 @@ if TYPE_CHECKING:
 #     template_options what a request tells the chat template besides
 #
 # Prompts, and completions known only by their text, go through the chat template, once. A completion known by its
-# rollout
-# or its token ids is taken as it was sampled. Every refusal is a RequestError with the field's JSON path.
+# rollout or its token ids is taken as it was sampled. Every refusal is a RequestError with the field's JSON path.
 # ----------------------------------------------------------------------------------------------------------------------
 
 Ids = tuple[int, ...]

@@ -48,8 +48,7 @@ if TYPE_CHECKING:
 # The bodies of the routes in `trainer_routes`. Names and defaults are those of TRL's and Axolotl's clients.
 #
 # They hand vLLM's sampling parameters on, also as `generation_kwargs`, which win over what stands beside them. What
-# this
-# server does not have is refused by name, unless its value changes nothing.
+# this server does not have is refused by name, unless its value changes nothing.
 # ----------------------------------------------------------------------------------------------------------------------
 
 DEFAULT_TOKENS = 16  # theirs

@@ -109,8 +109,7 @@ def read(checkpoint: Path) -> RunState:
 #                                               with which the next job of that name goes on; of the newest N only
 #
 # A checkpoint is a directory that is written under another name, forced to the disk and renamed, so that one that can
-# be
-# seen is whole. At the end of a job it is renamed once more and becomes the moments.
+# be seen is whole. At the end of a job it is renamed once more and becomes the moments.
 #
 #     learner.safetensors, learner.json    `Learner.save`: parameters, moments, counters
 #     start.safetensors                    log-probabilities under the policy that the job started from, if it reads

@@ -43,11 +43,9 @@ if TYPE_CHECKING:
 #     reward/mean -> reward        rollout/truncated_frac -> completions/clipped_ratio        loss/entropy -> entropy
 #
 # The numbers are ours (docs/metrics.md, docs/losses.md); they differ from TRL 1.16's in three places. `reward_std` is
-# the
-# mean of the groups' standard deviations: TRL logs that of the whole batch, which is above 0 even where no group
-# teaches
-# anything. The same is true of `rewards/<name>/std`. `sampling/importance_sampling_ratio/*` is the ratio before it is
-# clipped or masked: after it, its minimum cannot warn of anything.
+# the mean of the groups' standard deviations: TRL logs that of the whole batch, which is above 0 even where no group
+# teaches anything. The same is true of `rewards/<name>/std`. `sampling/importance_sampling_ratio/*` is the ratio before
+# it is clipped or masked: after it, its minimum cannot warn of anything.
 # ----------------------------------------------------------------------------------------------------------------------
 
 # Ours -> TRL's. `*` is the name of a reward function. Of two of ours with the same name there, the first counts.

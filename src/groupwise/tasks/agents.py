@@ -343,8 +343,7 @@ def _as_text(function: dict[str, Any]) -> dict[str, Any]:
 #
 # The limits of the configuration end an episode by refusing the next request: status 403, and the limit as the error's
 # code, which is also the episode's `stop`. What the agent does then is its own affair: it may return a reward for what
-# it
-# has, or raise, which is worth 0.
+# it has, or raise, which is worth 0.
 #
 #     max_turns, max_tool_calls, max_tokens, template     as in `episode`
 #

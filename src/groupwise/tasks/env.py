@@ -330,8 +330,7 @@ async def _awaited(value: Any) -> Any:
 #
 # A method that hangs costs its episode and nothing else: what waits for it gives up after its time, the thread is left
 # behind, and as a daemon it does not keep the process from ending. All calls of one episode are made in the same
-# thread,
-# for user code that minds (a SQLite connection does).
+# thread, for user code that minds (a SQLite connection does).
 # ----------------------------------------------------------------------------------------------------------------------
 
 Job = tuple[Callable[[], Any], asyncio.AbstractEventLoop, "asyncio.Future[Any]"]
@@ -426,8 +425,7 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
 # Each turn's calls are answered by a `tool` message each, in their order. Functions and MCP tools run at once; the
 # environment's own methods one after another, in the episode's thread, so that parallel calls change its state in the
 # order in which they were written. Calls that failed say why, and so do those that could not be read. The episode is
-# done
-# when a message has no call. The numbers `tool_errors` and `tool_<outcome>` are logged (`tools.CallOutcome`).
+# done when a message has no call. The numbers `tool_errors` and `tool_<outcome>` are logged (`tools.CallOutcome`).
 # ----------------------------------------------------------------------------------------------------------------------
 
 FAILURES = tuple(outcome for outcome in CallOutcome if outcome is not CallOutcome.OK)

@@ -45,8 +45,8 @@ from groupwise.types import Message
 # A function's signature and docstring -> the JSON schema of its parameters, and a check of arguments against it.
 #
 # The schema is pydantic's of the type hints, without titles. Descriptions come from the docstring: what stands before
-# its
-# first section describes the function, the section `Args:` (Google's style) or lines `:param x:` describe parameters.
+# its first section describes the function, the section `Args:` (Google's style) or lines `:param x:` describe
+# parameters.
 # ----------------------------------------------------------------------------------------------------------------------
 
 SECTION = re.compile(

@@ -196,9 +196,8 @@ def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 #     cut
 #
 # The hooks that gather are those of modules, so the model runs as transformers wrote it, on the same packed rows (not
-# in
-# `backbone`'s shorter way over bare weights), and the LM head inside the model's own hooks. Every rank must run as many
-# passes as the others: those with fewer micro-batches add passes whose loss is 0 times one token.
+# in `backbone`'s shorter way over bare weights), and the LM head inside the model's own hooks. Every rank must run as
+# many passes as the others: those with fewer micro-batches add passes whose loss is 0 times one token.
 # ----------------------------------------------------------------------------------------------------------------------
 
 NOTHING = Sample(prompt_ids=(0,), completion_ids=(0,), mask=(1,), advantage=0.0)
@@ -331,8 +330,8 @@ def _whole(tensor: Tensor) -> Tensor:
 #     others    `follow`: wait for an order, do it, again, until rank 0 says that it has ended
 #
 # So sampling, rewards, evaluation, the run's files and every decision are rank 0's alone and cannot differ, and the
-# loop
-# does not know how many there are. Verbs are called one at a time; of those that call each other the outermost is sent.
+# loop does not know how many there are. Verbs are called one at a time; of those that call each other the outermost is
+# sent.
 # ----------------------------------------------------------------------------------------------------------------------
 
 _END = "end"

@@ -70,8 +70,7 @@ from groupwise.types import Sample
 #     stream.finish(learning_rate=...)    -> metrics
 #
 # The update is that of `Learner.step` on all of the samples, but for rounding, although the batch's size is known only
-# at
-# the end. A policy loss is a sum over tokens, divided by one number D of the whole batch,
+# at the end. A policy loss is a sum over tokens, divided by one number D of the whole batch,
 #
 #     token_mean                     D = its loss tokens
 #     sequence_mean, sequence_sum    D = its rows            (a row's own length is known with the row)
@@ -80,12 +79,10 @@ from groupwise.types import Sample
 #
 # so the gradient of the sum is accumulated, and divided by D before it is clipped and applied. The entropy bonus is a
 # mean over tokens whatever the reduction; beside one that divides by rows there would be two such numbers, and the sum
-# of
-# two gradients cannot be taken apart again. That combination is refused.
+# of two gradients cannot be taken apart again. That combination is refused.
 #
 # What is a statistic of the whole batch before the loss, such as the advantages of `batch_std`, is the caller's to
-# know.
-# The parameters do not change before `finish`, so the anchor of the first optimizer step holds for all parts.
+# know. The parameters do not change before `finish`, so the anchor of the first optimizer step holds for all parts.
 # ----------------------------------------------------------------------------------------------------------------------
 
 SUMS = (1.0, 1.0)  # totals of a batch of one token and one row: nothing is divided
@@ -134,10 +131,9 @@ class StreamedStep:
 #
 # An operation on a micro-batch of a small model takes a millisecond or less. Shared out over threads, each of the
 # thousands in a pass ends in a barrier, at which the helping threads of OpenMP soon fall asleep wherever the process
-# has
-# more of them than cores, as with an engine beside the trainer. Micro-batches that run beside each other need no
-# barriers
-# (docs/performance.md has what it brings). torch lets go of Python's lock while it computes, so that is none either.
+# has more of them than cores, as with an engine beside the trainer. Micro-batches that run beside each other need no
+# barriers (docs/performance.md has what it brings). torch lets go of Python's lock while it computes, so that is none
+# either.
 # ----------------------------------------------------------------------------------------------------------------------
 
 Item = TypeVar("Item")

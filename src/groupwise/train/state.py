@@ -108,10 +108,8 @@ def read_counters(directory: Path) -> dict[str, Any]:
 #     <checkpoint>/learner.json                             counters, as there
 #
 # Each rank writes its own parts and reads those that its new parts overlap, so that a run goes on with another number
-# of
-# ranks, or with one that is not sharded at all; and from a whole checkpoint each rank takes its parts. The directory
-# must
-# be one that all ranks see (shared storage).
+# of ranks, or with one that is not sharded at all; and from a whole checkpoint each rank takes its parts. The directory
+# must be one that all ranks see (shared storage).
 # ----------------------------------------------------------------------------------------------------------------------
 
 

@@ -309,8 +309,7 @@ def _put_eval(t: Translation, folder: Path, length: Length, per_epoch: int | Non
 #         return row, {"remove_columns": ["question"]}
 #
 # The second value, which may be left out, goes to `datasets.Dataset.map`; `remove_columns` may name columns that are
-# not
-# there, or be "__all__". A function with a parameter `tokenizer` gets the model's.
+# not there, or be "__all__". A function with a parameter `tokenizer` gets the model's.
 # ----------------------------------------------------------------------------------------------------------------------
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow"}

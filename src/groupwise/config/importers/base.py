@@ -370,8 +370,7 @@ class Translation:
 # Objects that are handed over in Python, as names that a configuration can hold.
 #
 # A function at the top level of a module has a name that other processes can use too. Any other object (a lambda, what
-# a
-# function made, an instance, a dataset) is held here, under a name that this process alone understands.
+# a function made, an instance, a dataset) is held here, under a name that this process alone understands.
 # ----------------------------------------------------------------------------------------------------------------------
 
 _held: dict[str, tuple[Any, Callable[..., Any]]] = {}  # name -> what was handed over, the function for it

@@ -233,8 +233,7 @@ def check_metadata(metadata: Metadata) -> dict[str, str] | None:
 #     SampleResponse             completions, and log-probabilities of the prompt
 #
 # A line of the table is `number name type`; `*` is repeated, `{type}` a map from strings. Numbers and types are those
-# of
-# the wire. Arrays are little-endian bytes: tokens int32, log-probabilities float32, offsets and indices int64.
+# of the wire. Arrays are little-endian bytes: tokens int32, log-probabilities float32, offsets and indices int64.
 # ----------------------------------------------------------------------------------------------------------------------
 
 try:

@@ -109,9 +109,8 @@ class Again:
 # What `groupwise env check` says to an environment without a model: replies that policies come up with early on.
 #
 # Each script is a policy: it answers whatever it hears in its own way, turn after turn. Nobody would pay for any of
-# them,
-# so that what an environment gives them is what a policy can have without doing its task. They write tool calls in the
-# format of the model's chat template, with arguments made up from the tool's schema.
+# them, so that what an environment gives them is what a policy can have without doing its task. They write tool calls
+# in the format of the model's chat template, with arguments made up from the tool's schema.
 # ----------------------------------------------------------------------------------------------------------------------
 
 Tools = Sequence[Mapping[str, Any]]

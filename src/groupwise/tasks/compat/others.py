@@ -122,23 +122,20 @@ def _signals_kept() -> Iterator[None]:
 #         instructions: "Guess the word."
 #
 # Each episode has a connection, which is a session of the server, so the server must allow as many as
-# `env.concurrency`.
-# `reset` gets the seed and the case's columns (but its prompt); servers leave out what theirs does not take. The policy
-# is told the case's prompt or the instructions, then each observation: its one text as it is, more fields as JSON, or
-# what `show` (`module:function`) makes of it.
+# `env.concurrency`. `reset` gets the seed and the case's columns (but its prompt); servers leave out what theirs does
+# not take. The policy is told the case's prompt or the instructions, then each observation: its one text as it is, more
+# fields as JSON, or what `show` (`module:function`) makes of it.
 #
 # An action is made of the message's text: a JSON object is taken as the action's fields, any other text as its
 # `text_field`. `action` is called with these fields by name; without it they are the action.
 #
 # A server may have tools (its `MCPEnvironment`): a client that lists them (the package's MCPToolClient and those made
-# of
-# it) has them offered to the policy, and so has any client with `tools: true`. Each call of a message is a step of the
-# server's, one after another; its result or error is the call's answer, and the turn's reward the sum of theirs. A
+# of it) has them offered to the policy, and so has any client with `tools: true`. Each call of a message is a step of
+# the server's, one after another; its result or error is the call's answer, and the turn's reward the sum of theirs. A
 # message without a call ends such an episode, or is an action where `action` is given.
 #
 # The rewards of the steps are the rewards of the turns. Where there is no `data`, `episodes` makes that many cases,
-# which
-# differ by their seed.
+# which differ by their seed.
 # ----------------------------------------------------------------------------------------------------------------------
 
 GENERIC = "openenv.core.generic_client:GenericEnvClient"

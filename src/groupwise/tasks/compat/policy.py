@@ -248,8 +248,7 @@ def call_options_of(options: Mapping[str, Any], *, given: SamplingParams, run: S
 #     otherwise   refused, unless it has the value at which it does nothing (num_beams=1, repetition_penalty=1.0)
 #
 # What is not said is as the run samples, also where transformers would decode greedily: the policy that is trained is
-# the
-# one that samples.
+# the one that samples.
 # ----------------------------------------------------------------------------------------------------------------------
 
 _GIVEN = """

@@ -234,15 +234,14 @@ def _finished(value: Any) -> Any:
 #                                                               model.generate, model.chat: more turns, recorded too
 #
 # The first turns of prompts that are begun together are admitted together, those of a group in one request. Episodes
-# are
-# scored at once, `env.concurrency` of them, each in a thread of its own, and what they ask of the policy meanwhile is
-# decoded in the engine's one batch.
+# are scored at once, `env.concurrency` of them, each in a thread of its own, and what they ask of the policy meanwhile
+# is decoded in the engine's one batch.
 #
 # An episode always ends in a rollout. What `score_episode` raises, or returns that is no number, and an episode that
 # takes longer than `env.timeout_s`, are its `error`, which `env.on_error` prices; None leaves it out of its group. A
 # limit on the policy (`env.max_turns`, `env.max_tokens`, the context) is raised in `score_episode`: one that lets it
-# pass
-# ends the episode, with that as its `stop` and the reward 0. So does the time, if it is over while the policy speaks.
+# pass ends the episode, with that as its `stop` and the reward 0. So does the time, if it is over while the policy
+# speaks.
 # ----------------------------------------------------------------------------------------------------------------------
 
 

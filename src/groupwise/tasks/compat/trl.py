@@ -157,8 +157,7 @@ def _with(messages: list[Message], seen: Any) -> list[Message]:
 #         return {key: [each[key] for each in said] for key in ("prompt_ids", "completion_ids", "logprobs")}
 #
 # It gets all prompts that are begun together, each as many times as it has generations, as the dataset has them: a
-# text,
-# or a list of messages. It returns one entry for each (`rollout_rows`), and asks the policy through `trainer`
+# text, or a list of messages. It returns one entry for each (`rollout_rows`), and asks the policy through `trainer`
 # (`rollout_trainer`). It is called in a thread, one call at a time, as TRL does.
 # ----------------------------------------------------------------------------------------------------------------------
 
@@ -209,9 +208,8 @@ def check_keys(config: EnvConfig) -> None:
 #     prompt 1 2    completion 3 4 9 9 5    env_mask 1 1 0 0 1    ->    saw 1 2, said 3 4; saw 1 2 3 4 9 9, said 5
 #
 # which `segments` joins again. Other names reach reward functions: a list by its entries, anything else as it is. A
-# turn
-# that the engine sampled in just that context has its version and its reason to end. One that it did not (text that was
-# encoded again, ids put behind each other that the policy saw apart) is trained as it was returned, with the
+# turn that the engine sampled in just that context has its version and its reason to end. One that it did not (text
+# that was encoded again, ids put behind each other that the policy saw apart) is trained as it was returned, with the
 # log-probabilities that came with it, and counted: `foreign_tokens`.
 #
 # What is wrong with the whole raises; what is wrong with one entry is that rollout's error.
