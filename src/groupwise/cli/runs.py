@@ -202,13 +202,17 @@ def _server_health(url: str | None, api_key: str | None, *, as_json: bool) -> No
         where = client.url
     if as_json:
         return print_answer(state)
-    rows = [("server", f"{where} is {state.status}"), ("version", state.version), ("up", f"{state.uptime_s:.0f} s")]
+    rows = [
+        ("server", f"{where} is {state.status}"),
+        ("version", state.version),
+        ("up", f"{state.uptime_seconds:.0f} s"),
+    ]
     rows += [("model", f"{state.model} on {state.backend}")] if state.model else []
     rows += [("active", state.active_version)] if state.active_version else []
     if state.training is not None:
         job = state.training.get("active_job")
         running = f"{job['job_id']} {job['progress']:.0%}" if job else "idle"
         rows.append(("training", f"{running}, {state.training.get('queued', 0)} queued"))
-    for check in state.checks:
-        rows.append((check["name"], "ok" if check["pass"] else f"failed: {check.get('detail', '')}"))
+    for check in state.checks or ():
+        rows.append((check.name, "ok" if check.passed else f"failed: {check.detail or ''}"))
     print_table(rows)

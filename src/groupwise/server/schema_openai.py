@@ -33,7 +33,6 @@ from groupwise.config.serve import MOST_MESSAGES
 from groupwise.config.yaml import NullIsAbsent
 from groupwise.server.errors import echo
 from groupwise.server.wire import (
-    Answer,
     AtMost,
     FailFast,
     JsonObject,
@@ -42,7 +41,6 @@ from groupwise.server.wire import (
     Part,
     Strict,
     Unsupported,
-    absent,
     check_finite,
     fault,
 )
@@ -249,7 +247,6 @@ BOOKKEEPING = frozenset(
 Selector = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}(@[0-9]{1,12})?$")]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 TokenIds = Annotated[list[TokenId], FailFast()]
-Finish = Literal["stop", "length", "tool_calls"]
 MaxTokens = Annotated[int, Field(ge=1, le=1 << 20)]
 LogitBias = Annotated[
     dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]],
@@ -532,114 +529,3 @@ def check_tools(tools: Sequence[Tool] | None) -> None:
     names = [tool.function.name for tool in tools or ()]
     if len(set(names)) < len(names):
         raise fault("invalid_value", "two tools have the same name; give each its own", param="tools")
-
-
-class TopLogprob(Answer):
-    """A token that could have been sampled."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class TokenLogprob(TopLogprob):
-    """A sampled token, and the likeliest ones in its place."""
-
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(Answer):
-    content: list[TokenLogprob] | None
-    refusal: None = None
-
-
-class AnsweredFunction(Answer):
-    name: str
-    arguments: str
-    """JSON."""
-
-
-class AnsweredCall(Answer):
-    """A tool call that the model made; in a stream with its `index`."""
-
-    index: int | None = absent()
-    id: str
-    type: Literal["function"] = "function"
-    function: AnsweredFunction
-
-
-class AnsweredMessage(Answer):
-    """What the assistant said; its thoughts apart where there are any."""
-
-    role: Literal["assistant"] = "assistant"
-    content: str | None
-    refusal: None = None
-    reasoning_content: str | None = absent()
-    tool_calls: list[AnsweredCall] | None = absent()
-
-
-class ChatChoice(Answer):
-    index: int
-    message: AnsweredMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: Finish
-    token_ids: list[int] | None = absent()
-
-
-class CachedTokens(Answer):
-    """Of the prompt's tokens, those that were known from other requests and not computed again."""
-
-    cached_tokens: int = 0
-
-
-class Usage(Answer):
-    """Tokens. A prompt counts once, whatever n is; the end-of-turn token counts."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: CachedTokens | None = absent()
-    """Left out where the engine does not say (vLLM)."""
-
-
-class ChatCompletion(Answer):
-    """The answer of POST /v1/chat/completions; `system_fingerprint` is the version that answered."""
-
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    system_fingerprint: str
-    prompt_token_ids: list[int] | None = absent()
-
-
-class ChatDelta(Answer):
-    """What a chunk adds."""
-
-    role: Literal["assistant"] | None = absent()
-    content: str | None = absent()
-    reasoning_content: str | None = absent()
-    tool_calls: list[AnsweredCall] | None = absent()
-
-
-class ChatChunkChoice(Answer):
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: Finish | None = None
-    token_ids: list[int] | None = absent()
-
-
-class ChatCompletionChunk(Answer):
-    """One event of the stream; the last, if asked for, has the usage and no choices."""
-
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    system_fingerprint: str
-    usage: Usage | None = absent()
-    prompt_token_ids: list[int] | None = absent()

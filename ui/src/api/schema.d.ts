@@ -2725,10 +2725,10 @@ export interface components {
             logprobs: (number | null)[] | null;
         };
         /**
-         * RolloutGroup
+         * RolloutGroupDetail
          * @description The completions of one prompt, highest reward first.
          */
-        RolloutGroup: {
+        RolloutGroupDetail: {
             /** Group */
             group: string;
             /** Prompt */
@@ -3922,7 +3922,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["RolloutGroup"];
+                    "application/json": components["schemas"]["RolloutGroupDetail"];
                 };
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
