@@ -265,16 +265,6 @@ def run(
         return outcome_of(box.wait(timeout=limits.wall_s + GRACE_S), limits, level)
 
 
-async def run_python_async(
-    code: str, *, stdin: str = "", limits: Limits = Limits(), require_isolation: bool = False
-) -> ProgramResult:
-    """`run_python` beside other tasks; when it is cancelled the program is ended."""
-    files = {"main.py": code}
-    return await run_async(
-        python("main.py"), files=files, stdin=stdin, limits=limits, require_isolation=require_isolation
-    )
-
-
 async def run_async(
     argv: Sequence[str],
     *,
