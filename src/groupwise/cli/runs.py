@@ -52,7 +52,7 @@ def add_to(app: typer.Typer) -> None:
         name="report",
         epilog=examples(
             "groupwise report arithmetic",
-            "groupwise report runs/my-run --compare runs/my-run-2 --out both.html --png pictures",
+            "groupwise report runs/my-run --compare runs/my-run-2 --out both.html",
         ),
     )(report_)
 
@@ -114,7 +114,6 @@ def report_(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The page.", show_default="report.html in the run's directory")
     ] = None,
-    png: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the curves as PNG files too.")] = None,
     step: Annotated[
         list[int] | None,
         typer.Option(
@@ -133,13 +132,12 @@ def report_(
     from groupwise.cli.report.build import report
 
     run_dir, *others = map(find_run, [run, *(compare or ())])
-    written = report(run_dir, compare=others, out=out, png=png, steps=step or ())
+    written = report(run_dir, compare=others, out=out, steps=step or ())
     if as_json:
         return print_json(written.as_dict())
     for note in written.notes:
         say(note)
-    for path in (written.page, *written.pictures):
-        print_line(str(path))
+    print_line(str(written.page))
 
 
 # ---- a run ----
