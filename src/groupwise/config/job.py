@@ -35,7 +35,7 @@ from groupwise.config.run import (
     Targets,
     Temperature,
 )
-from groupwise.config.yaml import AdapterName, Document, NullIsAbsent, conflict, validate
+from groupwise.config.yaml import AdapterName, Document, NullIsAbsent, Section, conflict, validate
 from groupwise.errors import FieldError
 from groupwise.types import BASE, PolicyVersion
 
@@ -68,8 +68,8 @@ def _default_clip_epsilon(given: Mapping[str, Any]) -> float | None:
     return _CLIP_EPSILON if mine and None in (given.get("clip_low"), given.get("clip_high")) else None
 
 
-class JobConfig(NullIsAbsent, OptimizerConfig):
-    """The options that GRPO and SFT jobs share. null means the same as leaving a field out."""
+class JobTarget(Section):
+    """Which adapter a job makes a version of, and what becomes of it."""
 
     output_name: AdapterName | None = None
     """The adapter to make the next version of; null: the server makes a name up."""
@@ -78,6 +78,11 @@ class JobConfig(NullIsAbsent, OptimizerConfig):
     version of `output_name` where there is one, else a fresh adapter."""
     auto_load: bool = True
     """Make the new version the active one."""
+
+
+class JobConfig(NullIsAbsent, OptimizerConfig, JobTarget):  # the target's fields come first
+    """The options that GRPO and SFT jobs share. null means the same as leaving a field out."""
+
     lora_rank: Rank | None = None
     """Rank of the adapter; null is that of the adapter that is continued, 16 for a fresh one."""
     lora_alpha: Alpha | None = None

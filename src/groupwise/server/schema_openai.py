@@ -301,43 +301,35 @@ _ONE_BY_ONE = "completions are drawn token by token; use n, and choose yourself"
 _THINKING = "use chat_template_kwargs.enable_thinking"
 
 
-def _refused(*names: str, neutral: Sequence[Any] = (), hint: str = "leave it out") -> dict[str, Unsupported]:
-    return dict.fromkeys(names, Unsupported(*neutral, hint=hint))
-
+_ANOTHER_CUT, _LEAVE_OUT, _REPETITION = "use top_p or min_p", "leave it out", "use repetition_penalty"
 
 OTHERS: Mapping[str, Unsupported] = {
-    **_refused("regex", "ebnf", "grammar", "json_schema", "structured_outputs_regex", hint=_FORMAT),
-    **_refused("enable_thinking", "think", "thinking", hint=_THINKING),
-    **_refused("n_predict", "thinking_token_budget", hint="use max_tokens"),
-    **_refused("repeat_penalty", "encoder_repetition_penalty", neutral=(1, 1.0), hint="use repetition_penalty"),
-    **_refused(
-        "no_repeat_ngram_size", "dry_multiplier", "penalty_alpha", neutral=(0, 0.0), hint="use repetition_penalty"
-    ),
-    **_refused("typical_p", "tfs_z", neutral=(1, 1.0), hint="use top_p or min_p"),
-    **_refused(
-        "top_a",
-        "epsilon_cutoff",
-        "eta_cutoff",
-        "xtc_probability",
-        "mirostat",
-        neutral=(0, 0.0),
-        hint="use top_p or min_p",
-    ),
-    **_refused("top_n_sigma", neutral=(-1, -1.0, 0, 0.0), hint="use top_p or min_p"),
-    **_refused("dynatemp_range", neutral=(0, 0.0), hint="use temperature"),
-    **_refused("guidance_scale", neutral=(1, 1.0)),
-    "min_new_tokens": Unsupported(0, hint="use min_tokens"),
-    "num_beams": Unsupported(1, hint=_ONE_BY_ONE),
-    "do_sample": Unsupported(True, hint="temperature: 0 is greedy"),
-    "watermark": Unsupported(False),
-    "stop_regex": Unsupported([], hint="use stop"),
-    "no_stop_trim": Unsupported(False, hint="use include_stop_str_in_output"),
-    "lora_path": Unsupported(hint="use adapter"),
-    "logits_processors": Unsupported([]),
-    "custom_logit_processor": Unsupported(),
-    "options": Unsupported({}, hint="give temperature, top_p and the like beside messages"),
-    "documents": Unsupported([], hint="use chat_template_kwargs.documents, where the template reads it"),
-}  # of vLLM, SGLang, llama.cpp, Ollama, transformers and text-generation-inference
+    name: Unsupported(*neutral, hint=hint)
+    for names, neutral, hint in (
+        ("regex ebnf grammar json_schema structured_outputs_regex", (), _FORMAT),
+        ("enable_thinking think thinking", (), _THINKING),
+        ("n_predict thinking_token_budget", (), "use max_tokens"),
+        ("repeat_penalty encoder_repetition_penalty", (1, 1.0), _REPETITION),
+        ("no_repeat_ngram_size dry_multiplier penalty_alpha", (0, 0.0), _REPETITION),
+        ("typical_p tfs_z", (1, 1.0), _ANOTHER_CUT),
+        ("top_a epsilon_cutoff eta_cutoff xtc_probability mirostat", (0, 0.0), _ANOTHER_CUT),
+        ("top_n_sigma", (-1, -1.0, 0, 0.0), _ANOTHER_CUT),
+        ("dynatemp_range", (0, 0.0), "use temperature"),
+        ("guidance_scale", (1, 1.0), _LEAVE_OUT),
+        ("watermark", (False,), _LEAVE_OUT),
+        ("logits_processors", ([],), _LEAVE_OUT),
+        ("custom_logit_processor", (), _LEAVE_OUT),
+        ("min_new_tokens", (0,), "use min_tokens"),
+        ("num_beams", (1,), _ONE_BY_ONE),
+        ("do_sample", (True,), "temperature: 0 is greedy"),
+        ("stop_regex", ([],), "use stop"),
+        ("no_stop_trim", (False,), "use include_stop_str_in_output"),
+        ("lora_path", (), "use adapter"),
+        ("options", ({},), "give temperature, top_p and the like beside messages"),
+        ("documents", ([],), "use chat_template_kwargs.documents, where the template reads it"),
+    )
+    for name in names.split()
+}  # of vLLM, SGLang, llama.cpp, Ollama, transformers and text-generation-inference: names, what changes nothing, a hint
 
 
 class Sampling(PolicyChoice):
