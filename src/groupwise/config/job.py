@@ -68,7 +68,7 @@ def _default_clip_epsilon(given: Mapping[str, Any]) -> float | None:
     return _CLIP_EPSILON if mine and None in (given.get("clip_low"), given.get("clip_high")) else None
 
 
-class JobTarget(Section):
+class JobAdapterOptions(Section):
     """Which adapter a job makes a version of, and what becomes of it."""
 
     output_name: AdapterName | None = None
@@ -80,7 +80,7 @@ class JobTarget(Section):
     """Make the new version the active one."""
 
 
-class JobConfig(NullIsAbsent, OptimizerConfig, JobTarget):  # the target's fields come first
+class JobConfig(NullIsAbsent, OptimizerConfig, JobAdapterOptions):  # the target's fields come first
     """The options that GRPO and SFT jobs share. null means the same as leaving a field out."""
 
     lora_rank: Rank | None = None
