@@ -140,7 +140,7 @@ def learn(*, rounds: int, text_only: bool, seed: int = 0) -> dict[str, Any]:
                 else:
                     scored.append(group.scored(rewards))
             job = client.train_grpo(scored, **TRAINING)
-            client.wait(job.id, timeout=120)
+            client.wait(job.job_id, timeout=120)
             if number % 5 == 0 or number == rounds:
                 means.append(fresh())
                 console.print(f"  round {number}: mean reward on {FRESH} fresh prompts {means[-1]:.1%}", style="dim")
@@ -202,7 +202,7 @@ def keep_training(url: str, done: list[str], enough: threading.Event) -> None:
         while not enough.is_set():
             posted = [group.scored(values) for group, values in zip(groups, rewards, strict=True)]
             job = client.train_grpo(posted, **TRAINING, iterations=4)
-            done.append(client.wait(job.id, timeout=300).version or "")
+            done.append(client.wait(job.job_id, timeout=300).adapter_version or "")
 
 
 # -- batch -------------------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def main() -> None:
                 [score(text, answer) for text in group.texts] for group, answer in zip(groups, answers, strict=True)
             ]
             mean = sum(map(sum, rewards)) / (options.prompts * options.n)
-            print(f"round {number:2d}  mean reward {mean:.3f}  by {groups[0].completions[0].version}", flush=True)
+            print(f"round {number:2d}  mean reward {mean:.3f}  by {groups[0].completions[0].adapter}", flush=True)
 
             scored = [
                 group.scored(given, text_only=options.text_only)
@@ -63,7 +63,7 @@ def main() -> None:
                     kl_coeff=0,
                     minibatches=4,
                 )
-                for warning in client.wait(job.id, timeout=600).warnings:
+                for warning in client.wait(job.job_id, timeout=600).warnings:
                     print(f"          {warning}", flush=True)
 
 

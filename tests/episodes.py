@@ -9,7 +9,7 @@ from typing import Any
 from groupwise.config.run import EnvConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.tasks.env import EnvFactory, Observation, StepResult
-from groupwise.tasks.episode import Episodes, play_all
+from groupwise.tasks.episode import EpisodeRollouts, play_all
 from groupwise.types import PolicyVersion, Prompt, RolloutGroup, SamplingParams
 
 
@@ -118,7 +118,7 @@ def play(
 ) -> list[RolloutGroup]:
     """Groups of `n` episodes, played to their ends with the base model."""
     prompts = prompts or cases({})
-    episodes = Episodes(engine, tokenizer, factory(made, **args), env or config())
+    episodes = EpisodeRollouts(engine, tokenizer, factory(made, **args), env or config())
     return asyncio.run(
         play_all(
             episodes,

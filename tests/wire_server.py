@@ -78,7 +78,7 @@ class ToyJob:
     def as_json(self) -> dict[str, Any]:
         state = self.state
         done = state == "completed"
-        error = {"code": "training_failed", "message": "the loss is not finite", "hint": "lower the rate"}
+        error = {"code": "training_failed", "message": "the loss is not finite", "hint": "lower the rate", "log": None}
         return {
             "job_id": self.id,
             "kind": self.kind,
@@ -101,6 +101,7 @@ class ToyJob:
             "error": error if state == "failed" else None,
             "config": self.body.get("config", {}),
             "summary": {},
+            "unhealthy": None,
             "warnings": [],
             "a_field_of_tomorrow": True,
         }
@@ -220,7 +221,8 @@ class WireServer:
                 if body.get("logprobs"):
                     completion |= {"logprobs": [-0.5, -0.25]}
                 completions.insert(0, completion)  # in no order that a client may rely on
-        return {"id": "batchcmpl-1", "object": "batch.completion", "model": "toy", "completions": completions}
+        usage = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
+        return {"id": "batchcmpl-1", "created": 1, "model": "toy", "completions": completions, "usage": usage}
 
     def adapters(self) -> dict[str, Any]:
         self.settle()
@@ -325,7 +327,19 @@ def _handler(server: WireServer) -> type[BaseHTTPRequestHandler]:
                 case "GET", "":
                     return {"status": "ok", "version": "1.2.3", "uptime_seconds": 61.0} | self._details()
                 case "GET", "/v1" if last == "models":
-                    return {"object": "list", "data": [{"id": "toy", "object": "model", "root": server.active}]}
+                    return {
+                        "object": "list",
+                        "data": [
+                            {
+                                "id": "toy",
+                                "created": 1,
+                                "owned_by": "toy",
+                                "root": "toy",
+                                "parent": None,
+                                "max_model_len": 64,
+                            }
+                        ],
+                    }
                 case "POST", "/v1/chat":
                     return self._chat(seen.json)
                 case "POST", "/v1/completions":
@@ -357,7 +371,7 @@ def _handler(server: WireServer) -> type[BaseHTTPRequestHandler]:
             common = {"id": "chatcmpl-1", "created": 1, "model": "toy", "system_fingerprint": server.active}
             if not body.get("stream"):
                 choices = [
-                    {"index": i, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+                    {"index": i, "message": {"content": text}, "logprobs": None, "finish_reason": "stop"}
                     for i, text in enumerate(texts)
                 ]
                 usage = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
@@ -420,7 +434,7 @@ def _handler(server: WireServer) -> type[BaseHTTPRequestHandler]:
                 return self._upload(seen)
             if seen.method == "POST" and parts == ["merge"]:
                 body = seen.json
-                return {**body, "status": "merged", "version": f"{body['output_name']}@1", "num_tensors": 4}
+                return {"mode": "", **body, "version": f"{body['output_name']}@1", "num_tensors": 4}
             if seen.method == "POST" and parts == ["rollback"]:
                 server.history.pop()
                 return {"status": "rolled_back", "name": server.active.partition("@")[0], "version": server.active}
@@ -441,6 +455,7 @@ def _handler(server: WireServer) -> type[BaseHTTPRequestHandler]:
                 "created_at": "2026-01-02T03:04:05Z",
                 "step": 4,
                 "size_bytes": 3 << 20,
+                "unhealthy": None,
             }
             entry["surplus"] = server.versions.get(name, 1) > 1
             entry |= {"version": f"{name}@1", "base_model": "toy", "parent": "base", "job_id": None, "metrics": METRICS}

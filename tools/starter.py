@@ -25,7 +25,7 @@ import typer
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
 
 from groupwise.cli.frame import OPTIONS, AsJson, Debug, print_json, print_pairs, say
-from groupwise.config.run import STARTER, STARTER_DIR
+from groupwise.config.run import STARTER, STARTER_DIR, OptimizerConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError, DataError, ModelError
 from groupwise.model.chat import encode_prompt, encode_supervised
@@ -43,7 +43,7 @@ from groupwise.tasks.starter.tasks import (
     supervised_conversations,
 )
 from groupwise.tasks.starter.tokenizer import build_tokenizer, render
-from groupwise.train.learner import Learner, OptimizerSpec, learning_rate_at
+from groupwise.train.learner import Learner, learning_rate_at
 from groupwise.types import Sample, SamplingParams, SamplingRequest
 
 app = typer.Typer(help="The small model in the package: what it can do, and how it is made.", **OPTIONS)
@@ -110,7 +110,7 @@ def teach(
     learner = Learner(
         wrap_model(model, tokenizer, name=STARTER),
         lora=None,
-        optimizer=OptimizerSpec(weight_decay=spec.weight_decay, betas=(0.9, 0.98)),
+        optimizer=OptimizerConfig(weight_decay=spec.weight_decay, betas=(0.9, 0.98)),
         micro_tokens=spec.tokens_per_step * 2,
         autocast=torch.bfloat16,
     )

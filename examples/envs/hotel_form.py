@@ -16,7 +16,7 @@ from hotel_booking import HotelEnv, World, draw_case, wish
 
 from groupwise.model.chat import encode_supervised
 from groupwise.model.load import load_model
-from groupwise.train.learner import Learner, OptimizerSpec
+from groupwise.train.learner import Learner
 
 STEPS, BATCH, RATE = 200, 16, 1e-3
 
@@ -50,7 +50,7 @@ def told(result) -> dict:
 def main(out: Path) -> None:
     base, draw = load_model("starter", dtype="float32"), random.Random(0)
     tools = [dict(tool) for tool in HotelEnv().offer("").tools]
-    learner = Learner(base, lora=None, optimizer=OptimizerSpec())
+    learner = Learner(base, lora=None)
     for step in range(STEPS):
         batch = [
             encode_supervised(shown(step * BATCH + row, draw), base.tokenizer, tools=tools) for row in range(BATCH)

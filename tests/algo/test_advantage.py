@@ -9,9 +9,9 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from groupwise.algo.advantage import (
-    AdvantageSpec,
     advantages,
     differ,
     gdpo_advantages,
@@ -19,11 +19,12 @@ from groupwise.algo.advantage import (
     weighted_rewards,
     with_advantages,
 )
+from groupwise.config.run import AdvantageConfig
 from groupwise.errors import ConfigError
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Turn
 
 KINDS = ("group_std", "mean", "batch_std", "leave_one_out")
-GDPO = AdvantageSpec(aggregation="normalize_then_sum")
+GDPO = AdvantageConfig(aggregation="normalize_then_sum")
 few = settings(max_examples=50)
 rewards = st.lists(st.one_of(st.none(), st.floats(-10, 10)), min_size=1, max_size=8)
 
@@ -46,31 +47,33 @@ def rollout(reward: float | None = None, **named: float | None) -> Rollout:
     ],
 )
 def test_one_success_in_four(kind: str, expected: list[float]):
-    assert advantages([[1.0, 0.0, 0.0, 0.0]], AdvantageSpec(kind=kind))[0] == pytest.approx(expected)
+    assert advantages([[1.0, 0.0, 0.0, 0.0]], AdvantageConfig(advantage=kind))[0] == pytest.approx(expected)
 
 
 def test_the_deviation_is_the_samples_or_with_ddof_0_the_populations():
     """Rewards 1, 0, 0, 0: squares 3/4 in all, so the deviation is sqrt(3/4 / 3) = 1/2, or sqrt(3/4 / 4) = sqrt(3)/4."""
     for ddof, deviation in ((1, 0.5), (0, math.sqrt(3) / 4)):
-        got = advantages([[1.0, 0.0, 0.0, 0.0]], AdvantageSpec(ddof=ddof))[0]
+        got = advantages([[1.0, 0.0, 0.0, 0.0]], AdvantageConfig(advantage_ddof=ddof))[0]
         assert got == pytest.approx([0.75 / (deviation + 1e-4), *[-0.25 / (deviation + 1e-4)] * 3])
-    assert advantages([[1.0, 0.0, 0.0, 0.0]], AdvantageSpec()) == advantages([[1, 0, 0, 0]], AdvantageSpec(ddof=1))
+    assert advantages([[1.0, 0.0, 0.0, 0.0]], AdvantageConfig()) == advantages(
+        [[1, 0, 0, 0]], AdvantageConfig(advantage_ddof=1)
+    )
 
 
 def test_ddof_is_of_the_batch_and_of_every_deviation_of_gdpo():
     rewards = [1.0, 0.0, 10.0, 6.0]
-    got = advantages([rewards[:2], rewards[2:]], AdvantageSpec(kind="batch_std", ddof=0))
+    got = advantages([rewards[:2], rewards[2:]], AdvantageConfig(advantage="batch_std", advantage_ddof=0))
     assert got[1][0] == pytest.approx(2 / (statistics.pstdev(rewards) + 1e-4))
     named = [[{"a": value} for value in rewards[:2]], [{"a": value} for value in rewards[2:]]]
     z = [0.5 / (0.5 + 1e-4), -0.5 / (0.5 + 1e-4), 2 / (2 + 1e-4), -2 / (2 + 1e-4)]  # pstdev of 1, 0 and of 10, 6
-    found = gdpo_advantages(named, AdvantageSpec(aggregation="normalize_then_sum", ddof=0))
+    found = gdpo_advantages(named, AdvantageConfig(aggregation="normalize_then_sum", advantage_ddof=0))
     assert [*found[0], *found[1]] == pytest.approx([value / (statistics.pstdev(z) + 1e-4) for value in z])
 
 
 def test_batch_std_shares_one_scale_over_all_groups():
     groups = [[1.0, 0.0], [10.0, 6.0]]
     scale = statistics.stdev([1.0, 0.0, 10.0, 6.0]) + 1e-4
-    got = advantages(groups, AdvantageSpec(kind="batch_std"))
+    got = advantages(groups, AdvantageConfig(advantage="batch_std"))
     assert got[0] == pytest.approx([0.5 / scale, -0.5 / scale])
     assert got[1] == pytest.approx([2 / scale, -2 / scale])
 
@@ -78,14 +81,14 @@ def test_batch_std_shares_one_scale_over_all_groups():
 @pytest.mark.parametrize(
     ("spec", "alone"),
     [
-        (AdvantageSpec(kind="batch_std"), False),
+        (AdvantageConfig(advantage="batch_std"), False),
         (GDPO, False),
-        (AdvantageSpec(), True),
-        (AdvantageSpec(kind="mean"), True),
+        (AdvantageConfig(), True),
+        (AdvantageConfig(advantage="mean"), True),
     ],
     ids=["batch_std", "gdpo", "group_std", "mean"],
 )
-def test_groups_that_are_left_out_count_in_the_statistics_of_the_batch(spec: AdvantageSpec, alone: bool):
+def test_groups_that_are_left_out_count_in_the_statistics_of_the_batch(spec: AdvantageConfig, alone: bool):
     """Solved and hopeless prompts have equal rewards and are not trained; the batch they are in is the same."""
 
     def of(values: list[float]) -> RolloutGroup:
@@ -96,7 +99,7 @@ def test_groups_that_are_left_out_count_in_the_statistics_of_the_batch(spec: Adv
     whole = with_advantages([*trained, *flat], spec)
     assert with_advantages(trained, spec, beside=flat) == whole[:2]
     assert (with_advantages(trained, spec) == whole[:2]) == alone
-    if spec.kind == "batch_std":
+    if spec.advantage == "batch_std":
         std = statistics.stdev([1, 0, 0, 3, 2, 5, 4, 4, 4, 0, 0])
         assert whole[1].rollouts[0].advantage == pytest.approx(-1.5 / (std + 1e-4))
 
@@ -104,7 +107,7 @@ def test_groups_that_are_left_out_count_in_the_statistics_of_the_batch(spec: Adv
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("huge", [1e200, -1e101, 1e308])
 def test_a_reward_that_no_statistic_can_hold_counts_as_failed(kind: str, huge: float):
-    spec = AdvantageSpec(kind=kind)
+    spec = AdvantageConfig(advantage=kind)
     with_huge = advantages([[1.0, huge, 0.0], [2.0, 4.0]], spec)
     assert [a for a in with_huge[0] if a is not None] == advantages([[1.0, 0.0], [2.0, 4.0]], spec)[0]
     assert with_huge[0][1] is None
@@ -117,7 +120,7 @@ def test_a_reward_that_no_statistic_can_hold_counts_as_failed(kind: str, huge: f
 @given(groups=st.lists(rewards, min_size=1, max_size=4))
 def test_properties_of_every_kind(kind: str, groups: list[list[float | None]]):
     """Advantages of a group sum to 0, keep the order of the rewards, and exist exactly where a comparison does."""
-    for values, result in zip(groups, advantages(groups, AdvantageSpec(kind=kind)), strict=True):
+    for values, result in zip(groups, advantages(groups, AdvantageConfig(advantage=kind)), strict=True):
         scored = [(r, a) for r, a in zip(values, result, strict=True) if r is not None]
         if len(scored) < 2:
             assert result == [None] * len(values)
@@ -133,7 +136,7 @@ def test_properties_of_every_kind(kind: str, groups: list[list[float | None]]):
 @few
 @given(values=st.lists(st.integers(-10, 10), min_size=2, max_size=8), shift=st.floats(-100, 100))
 def test_a_constant_bonus_changes_nothing(kind: str, values: list[int], shift: float):
-    spec = AdvantageSpec(kind=kind)
+    spec = AdvantageConfig(advantage=kind)
     shifted = advantages([[value + shift for value in values]], spec)[0]
     assert shifted == pytest.approx(advantages([values], spec)[0], abs=1e-9)
 
@@ -142,7 +145,7 @@ def test_a_constant_bonus_changes_nothing(kind: str, values: list[int], shift: f
 @pytest.mark.parametrize("failed", [None, float("nan"), float("inf")])
 def test_a_failed_reward_enters_no_statistic(kind: str, failed: float | None):
     """With and without the failed rollouts the others have the same advantages, in this group and in the batch."""
-    spec = AdvantageSpec(kind=kind)
+    spec = AdvantageConfig(advantage=kind)
     with_failed = advantages([[1.0, failed, 0.0, 0.5], [failed, 3.0], [2.0, 4.0]], spec)
     without = advantages([[1.0, 0.0, 0.5], [2.0, 4.0]], spec)
     assert with_failed[0][1] is None
@@ -154,7 +157,7 @@ def test_a_failed_reward_enters_no_statistic(kind: str, failed: float | None):
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_rewards_give_exact_zeros(kind: str):
     """Also when they are equal only to rounding: 5e-17 divided by 1e-4 must not become a gradient."""
-    assert advantages([[0.1 + 0.2, 0.3, 0.3], [1.0, 0.0]], AdvantageSpec(kind=kind))[0] == [0.0, 0.0, 0.0]
+    assert advantages([[0.1 + 0.2, 0.3, 0.3], [1.0, 0.0]], AdvantageConfig(advantage=kind))[0] == [0.0, 0.0, 0.0]
 
 
 def test_differ():
@@ -209,7 +212,7 @@ def test_gdpo_excludes_failed_rollouts():
 
 def test_with_advantages_keeps_everything_else():
     groups = [group(rollout(1.0), rollout(None), rollout(0.0)), group(rollout(1.0))]
-    result = with_advantages(groups, AdvantageSpec(kind="mean"))
+    result = with_advantages(groups, AdvantageConfig(advantage="mean"))
     assert [[r.advantage for r in g.rollouts] for g in result] == [[0.5, None, -0.5], [None]]
     assert [r.reward for r in result[0].rollouts] == [1.0, None, 0.0]
     assert groups[0].rollouts[0].advantage is None
@@ -240,16 +243,16 @@ def test_has_signal():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"kind": "rloo"}, "leave_one_out"),
+        ({"advantage": "rloo"}, "leave_one_out"),
         ({"aggregation": "sum"}, "normalize_then_sum"),
-        ({"eps": 0.0}, "positive"),
-        ({"kind": "mean", "eps": 1e-6}, "no effect"),
-        ({"ddof": 2}, "ddof is 2"),
-        ({"ddof": True}, "ddof is True"),
-        ({"kind": "leave_one_out", "ddof": 0}, "no effect"),
-        ({"kind": "mean", "aggregation": "normalize_then_sum"}, "no effect"),
+        ({"advantage_eps": 0.0}, "greater than 0"),
+        ({"advantage": "mean", "advantage_eps": 1e-6}, "does not act"),
+        ({"advantage_ddof": 2}, "less than or equal to 1"),
+        ({"advantage_ddof": True}, "valid integer"),
+        ({"advantage": "leave_one_out", "advantage_ddof": 0}, "does not act"),
+        ({"advantage": "mean", "aggregation": "normalize_then_sum"}, "does not act"),
     ],
 )
 def test_options_that_cannot_act_are_refused(options: dict, says: str):
-    with pytest.raises(ConfigError, match=says):
-        AdvantageSpec(**options)
+    with pytest.raises(ValidationError, match=says):
+        AdvantageConfig(**options)

@@ -10,9 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from groupwise.algo.advantage import AdvantageSpec, with_advantages
+from groupwise.algo.advantage import with_advantages
 from groupwise.algo.kl import AdaptiveKL, kl_metrics, measured_rows, sequence_kl, with_kl_penalty
 from groupwise.algo.loss import LossInputs, policy_loss, resolve_loss
+from groupwise.config.run import AdvantageConfig
 from groupwise.errors import ConfigError
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Sample, Turn
 
@@ -50,7 +51,7 @@ def test_sequence_kl_is_over_trained_finite_tokens():
 @pytest.mark.parametrize("kind", ["mean", "leave_one_out"])
 def test_the_penalty_is_a_part_of_the_reward(kind: str):
     """r - beta K before the advantages, to rounding, also where a rollout could not be scored."""
-    draw, spec, beta = random.Random(0), AdvantageSpec(kind=kind), 0.3
+    draw, spec, beta = random.Random(0), AdvantageConfig(advantage=kind), 0.3
     rewards = [[draw.random() for _ in range(4)] for _ in range(3)]
     rewards[1][2] = None
     kls = [[draw.gauss(0, 2) for _ in range(4)] for _ in range(3)]
@@ -71,23 +72,23 @@ def test_the_penalty_is_a_part_of_the_reward(kind: str):
 @pytest.mark.parametrize("kind", ["group_std", "batch_std"])
 def test_where_rewards_are_equal_the_penalty_keeps_its_size(kind: str):
     """r - beta K before a division by the group's spread would make advantages of about 1 of it, whatever beta."""
-    spec = AdvantageSpec(kind=kind)
+    spec = AdvantageConfig(advantage=kind)
     groups = with_advantages([group(1.0, 1.0), group(0.0, 1.0)], spec)
     (flat, other) = advantages_of(with_kl_penalty(groups, [0.2, 0.0, 0.0, 0.0], spec, coeff=0.01))
     assert flat == pytest.approx([-0.001, 0.001])
     assert other == advantages_of(groups)[1]
-    shaped = with_advantages([group(1.0 - 0.01 * 0.2, 1.0)], AdvantageSpec())
+    shaped = with_advantages([group(1.0 - 0.01 * 0.2, 1.0)], AdvantageConfig())
     assert abs(advantages_of(shaped)[0][0] or 0.0) > 0.5
 
 
 def test_a_rollouts_kl_is_that_of_all_its_turns():
-    spec = AdvantageSpec(kind="mean")
+    spec = AdvantageConfig(advantage="mean")
     groups = with_advantages([group(0.0, 0.0, turns=2)], spec)
     assert advantages_of(with_kl_penalty(groups, [1.0, 2.0, 0.0, 1.0], spec, coeff=1.0)) == [[-1.0, 1.0]]
 
 
 def test_groups_without_advantages_are_left_alone():
-    spec = AdvantageSpec()
+    spec = AdvantageConfig()
     groups = with_advantages([group(None, 1.0), group(1.0, 0.0)], spec)
     assert advantages_of(with_kl_penalty(groups, [1.0, 1.0], spec, coeff=1.0)) == advantages_of(groups)
     with pytest.raises(ValueError, match="3 KLs for 2 segments"):

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from groupwise.algo.advantage import AdvantageSpec, advantages, with_advantages
+from groupwise.algo.advantage import advantages, with_advantages
 from groupwise.algo.kl import with_kl_penalty
 from groupwise.algo.loss import LossInputs, policy_loss, resolve_loss
 from groupwise.config.loss import LossSpec
+from groupwise.config.run import AdvantageConfig
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Turn
 
 V, T = 3, 2
@@ -62,7 +63,7 @@ def estimate(spec: LossSpec, theta: Tensor, rows: tuple[int, ...], advantage: li
 
 
 def expected_gradient(
-    spec: LossSpec, advantage: AdvantageSpec, theta: Tensor, *, group_size: int, behaviour: Tensor
+    spec: LossSpec, advantage: AdvantageConfig, theta: Tensor, *, group_size: int, behaviour: Tensor
 ) -> Tensor:
     """Over all groups that `behaviour` can sample."""
     total, probability = torch.zeros_like(theta), probabilities(behaviour)
@@ -77,20 +78,20 @@ def expected_gradient(
 def test_reinforce_is_unbiased(kind: str, factor, group_size: int):
     """leave_one_out exactly; the group mean contains the rollout itself, which scales the gradient by (G - 1) / G."""
     theta, spec = parameters(0), resolve_loss("reinforce", reduction="sequence_sum")
-    got = expected_gradient(spec, AdvantageSpec(kind=kind), theta, group_size=group_size, behaviour=theta)
+    got = expected_gradient(spec, AdvantageConfig(advantage=kind), theta, group_size=group_size, behaviour=theta)
     torch.testing.assert_close(got, -factor(group_size) * policy_gradient(theta), **EXACT)
 
 
 @pytest.mark.parametrize("preset", ["grpo", "importance_sampling", "cispo", "dapo", "gspo", "sapo"])
 def test_on_policy_all_ratio_losses_are_reinforce(preset: str):
     theta, spec = parameters(0), resolve_loss(preset, reduction="sequence_sum")
-    got = expected_gradient(spec, AdvantageSpec(kind="leave_one_out"), theta, group_size=2, behaviour=theta)
+    got = expected_gradient(spec, AdvantageConfig(advantage="leave_one_out"), theta, group_size=2, behaviour=theta)
     torch.testing.assert_close(got, -policy_gradient(theta), **EXACT)
 
 
 @pytest.mark.parametrize("preset", ["reinforce", "importance_sampling"])
 def test_off_policy_the_sequence_weight_is_exact_and_the_token_weight_is_not(preset: str):
-    theta, behaviour, spec = parameters(0), parameters(1), AdvantageSpec(kind="leave_one_out")
+    theta, behaviour, spec = parameters(0), parameters(1), AdvantageConfig(advantage="leave_one_out")
 
     def error(correction: str) -> float:
         loss = resolve_loss(preset, reduction="sequence_sum", correction=correction, correction_cap=None)
@@ -160,7 +161,7 @@ def test_k1_differentiated_naively_would_teach_nothing():
 # ---- KL in the reward ----
 
 
-def penalised(rows: tuple[int, ...], rewards: Tensor, kl: Tensor, spec: AdvantageSpec, *, beta: float) -> list[float]:
+def penalised(rows: tuple[int, ...], rewards: Tensor, kl: Tensor, spec: AdvantageConfig, *, beta: float) -> list[float]:
     """The advantages of one sampled group with the KL in its rewards."""
     turn = Turn((0,), Completion(token_ids=(0,), logprobs=(0.0,), text="", finish_reason=FinishReason.STOP))
     rollouts = tuple(Rollout(turns=(turn,), reward=float(rewards[row])) for row in rows)
@@ -173,7 +174,7 @@ def expected_in_reward(
     theta: Tensor, reference: Tensor, rewards: Tensor, *, beta: float, preset: str = "reinforce"
 ) -> Tensor:
     """The expected gradient over all groups of two that the policy can sample; the loss has no KL term."""
-    spec, advantage = resolve_loss(preset, reduction="sequence_sum"), AdvantageSpec(kind="leave_one_out")
+    spec, advantage = resolve_loss(preset, reduction="sequence_sum"), AdvantageConfig(advantage="leave_one_out")
     kl, probability = (token_logprobs(theta) - token_logprobs(reference)).sum(-1), probabilities(theta)
     total = torch.zeros_like(theta)
     for rows in product(range(len(SEQUENCES)), repeat=2):

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupwise.algo.advantage import AdvantageSpec
 from groupwise.algo.metrics import DEFINITIONS, rollout_metrics, sample_metrics, time_metrics
+from groupwise.config.run import AdvantageConfig
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Sample, Turn
 
 DOC = (Path(__file__).parent.parent.parent / "docs" / "metrics.md").read_text(encoding="utf-8")
@@ -101,7 +101,7 @@ def test_the_share_says_who_is_heard():
     assert measured(loud, weights={"big": -0.1, "small": 1.0})["reward/small/share"] == pytest.approx(0.5)
     watched = measured(loud, weights={"big": 0.0, "small": 1.0})
     assert not any(key.endswith("/share") for key in watched)
-    gdpo = AdvantageSpec(aggregation="normalize_then_sum")
+    gdpo = AdvantageConfig(aggregation="normalize_then_sum")
     assert not any(key.endswith("/share") for key in measured(loud, advantage=gdpo))
 
 
@@ -145,7 +145,7 @@ def test_the_commonest_token():
 def test_equal_sums_of_different_rewards_teach_something_where_each_is_normalised():
     groups = [group(rollout(1.0, a=1.0, b=0.0), rollout(1.0, a=0.0, b=1.0))]
     assert measured(*groups)["reward/frac_zero_std"] == 1.0
-    gdpo = AdvantageSpec(aggregation="normalize_then_sum")
+    gdpo = AdvantageConfig(aggregation="normalize_then_sum")
     assert measured(*groups, advantage=gdpo)["reward/frac_zero_std"] == 0.0
 
 

@@ -411,7 +411,7 @@ def test_what_is_never_done_is_told(check):
 
 def test_who_is_paid_is_named(check):
     _, answer = check("Polite")
-    assert [each["policy"] for each in answer["findings"] if each["check"] == "hack"] == ["the same words"]
+    assert [each["probe"] for each in answer["findings"] if each["check"] == "hack"] == ["the same words"]
     _, answer = check("Polite", "--best", "5")
     assert not [each for each in answer["findings"] if each["check"] == "hack"]
 

@@ -51,8 +51,9 @@ def test_list():
 def test_lint_of_one_reward(folder):
     result = run("lint", "mine:in_tag", "--folder", folder)
     assert result.exit_code == 0
-    head, *_ = result.stdout.splitlines()
+    [head] = result.stdout.splitlines()
     assert head.startswith("mine:in_tag: ok (") and "junk gets 0% of the way" in head
+    result = run("lint", "mine:in_tag", "--folder", folder, "--probes")
     table = [
         line.split() for line in result.stdout.splitlines() if line.startswith(("right, <answer>", "wrong, <answer>"))
     ]

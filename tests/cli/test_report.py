@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import re
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from cli_project import cli
-from groupwise.cli.report import charts, data, page
+from groupwise.cli.report import data, page
 from groupwise.cli.report.build import report
-from groupwise.cli.report.charts import charts_of, write_pngs
 from groupwise.config.run import STARTER_DIR, dump_resolved, parse_config
 from groupwise.errors import ConfigError, DataError, StorageError
 from groupwise.run.evaluate import Evaluation, save_evaluations
@@ -512,99 +510,6 @@ def test_the_most_that_a_page_can_hold(tmp_path):
     assert data.MOST_COMPLETION_BYTES + 40 * data.MOST_VALUES + interface < LIMIT
 
 
-# ---- curves as pictures ----
-def test_the_band_is_one_deviation_and_not_beyond_the_extremes(tmp_path):
-    def metrics(step):
-        return {"reward/mean": 0.5 + 0.1 * step, "reward/std": 0.3, "reward/min": 0.0, "reward/max": 1.0}
-
-    [chart] = charts_of([read_run(write_run(tmp_path / "r", evaluated=(), metrics=metrics))])
-    low, high = [[end for _, *ends in chart.curves[0].band for end in ends[i : i + 1]] for i in (0, 1)]
-    assert low == pytest.approx([0.3, 0.4, 0.5, 0.6]) and high == pytest.approx([0.9, 1.0, 1.0, 1.0])
-
-
-def test_rounding_is_no_curve(tmp_path):
-    directory = write_run(tmp_path / "r", metrics=lambda step: {"reward/mean": step, "loss/ratio_mean": 1 + 1e-7 * step,
-                                                                "loss/policy": 1e-8 * step})  # fmt: skip
-    assert {chart.key for chart in charts_of([read_run(directory)])} == {"reward", "held_out"}
-
-
-def test_a_curve_that_is_zero_or_repeats_another_is_left_out_beside_others(tmp_path):
-    def metrics(step):
-        lengths = {"rollout/len_mean": step, "rollout/len_terminated_mean": step, "rollout/len_max": 2.0 * step}
-        return lengths | {"loss/clip_frac_low": 0.0, "loss/clip_frac_high": 0.01 * step}
-
-    plain = read_run(write_run(tmp_path / "r", evaluated=(), metrics=metrics))
-    found = {chart.key: [curve.label for curve in chart.curves] for chart in charts_of([plain])}
-    assert found == {"length": ["mean", "longest"], "clip": ["above"]}
-    other = write_run(tmp_path / "s", evaluated=(), metrics=lambda step: metrics(step) | {"loss/clip_frac_low": 0.02})
-    [clip] = [chart for chart in charts_of([plain, read_run(other)]) if chart.key == "clip"]
-    assert [curve.label for curve in clip.curves] == ["below", "above"] * 2  # it is not 0 in both
-
-
-def test_a_wide_range_of_positive_values_has_a_logarithmic_axis(tmp_path):
-    def metrics(step):
-        return {"mismatch/logprob_diff_mean": 10.0 ** (-step), "mismatch/logprob_diff_max": 1.0}
-
-    [chart] = charts_of([read_run(write_run(tmp_path / "r", evaluated=(), metrics=metrics))])
-    assert chart.log
-
-
-def test_a_long_curve_is_drawn_as_means(tmp_path):
-    directory = write_run(tmp_path / "r", steps=0, evaluated=())
-    with (directory / "metrics.jsonl").open("w") as file:
-        file.writelines(json.dumps({"step": s} | step_metrics(s)) + "\n" for s in range(1, 2001))
-    [curve] = [chart.curves[0] for chart in charts_of([read_run(directory)]) if chart.key == "length"]
-    assert len(curve.points) <= 201 and max(step for step, _ in curve.points) == 2000
-    members = [10.0 + s for s in range(30, 40)]
-    assert curve.points[3] == (39, pytest.approx(sum(members) / 10))
-    assert curve.band[3] == (39, min(members), max(members))
-
-
-def test_several_runs_lie_over_each_other(two):
-    drawn = charts_of(read_runs(two))
-    assert all(len({curve.colour for curve in chart.curves}) == 2 for chart in drawn)
-    assert not any(curve.band for chart in drawn for curve in chart.curves)
-
-
-def test_more_runs_than_colours(tmp_path):
-    runs = read_runs([write_run(tmp_path / f"r{i}", groups=()) for i in range(7)])
-    [reward] = [chart for chart in charts_of(runs) if chart.key == "reward"]
-    assert len({charts.look(curve) for curve in reward.curves}) == 7
-
-
-def test_the_curves_as_png(tmp_path):
-    pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
-    directory = write_run(
-        tmp_path / "r", metrics=lambda step: {"reward/mean": step, "loss/kl": 1 / step, "mine/x": step}
-    )
-    written = report(directory, png=tmp_path / "pictures").pictures
-    assert [path.name for path in written] == ["reward.png", "held_out.png", "kl.png"]
-    from PIL import Image
-
-    for path in written:
-        with Image.open(path) as picture:
-            assert picture.format == "PNG" and picture.width >= 600 and len(set(picture.convert("L").tobytes())) > 20
-
-
-def test_png_of_what_is_hard_to_draw(tmp_path):
-    pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
-    name = "_$x_{$\\frac<\u202e"
-    directory = write_run(
-        tmp_path / "r",
-        metrics=lambda step: {"reward/a/mean": step, f"reward/{name}/mean": math.nan if step < 4 else 1.0},
-    )
-    assert all(path.stat().st_size > 1000 for path in write_pngs(charts_of([read_run(directory)]), tmp_path / "p"))
-
-
-def test_without_matplotlib_the_error_says_what_to_install(run, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match="--png needs matplotlib") as raised:
-        report(run, png=tmp_path / "pictures")
-    assert "pip install 'groupwise[report]'" in str(raised.value.hint)
-    assert not (run / "report.html").exists()
-    assert report(run).page == run / "report.html"
-
-
 # ---- the command ----
 def test_the_command_writes_the_page_and_says_where(run, tmp_path):
     result = cli("report", str(run), "--out", str(tmp_path / "page.html"), "--step", "2")
@@ -616,7 +521,7 @@ def test_the_command_writes_the_page_and_says_where(run, tmp_path):
 def test_the_command_compares_and_prints_json(two, tmp_path):
     result = cli("report", str(two[0]), "--compare", str(two[1]), "--json")
     assert result.exit_code == 0
-    assert json.loads(result.stdout) == {"page": str(two[0] / "report.html"), "pictures": [], "notes": []}
+    assert json.loads(result.stdout) == {"page": str(two[0] / "report.html"), "notes": []}
     assert "toy-2" in (two[0] / "report.html").read_text()
 
 

@@ -128,7 +128,7 @@ def test_another_presets_clipping_and_divergence_can_be_asked_for():
         ({"num_iterations": 3}, "num_iterations", ["did you mean iterations?"]),
         ({"num_train_epochs": 3}, "num_train_epochs", ["did you mean iterations?"]),
         ({"max_steps": 3}, "max_steps", ["did you mean iterations?"]),
-        ({"reward_funcs": 3}, "reward_funcs", ["the keys of the configuration are output_name"]),
+        ({"reward_funcs": 3}, "reward_funcs", ["the keys of the configuration are", "output_name"]),
         ({"learning_rat": 3}, "learning_rat", ["did you mean learning_rate?"]),
         ({"output": "x"}, "output", ["did you mean output_name?"]),
     ],

@@ -47,7 +47,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 def submit(client: Client, key: str, **config: Any) -> str:
     options = {**GRPO, "minibatches": 1, "output_name": "chain", "seed": 3, **config}
-    return client.train_grpo([GROUP], idempotency_key=key, **options).id
+    return client.train_grpo([GROUP], idempotency_key=key, **options).job_id
 
 
 def refused(call: Callable[[], object]) -> RemoteError:
@@ -100,14 +100,14 @@ def serve_through(place: Place, starving: Callable[[], Any], *, seconds: float) 
         workers = place.workers()
         with starving():
             refused(lambda: submit(client, "late"))
-            assert client.chat("What is 2 + 3?", max_tokens=4).version == first.version
+            assert client.chat("What is 2 + 3?", max_tokens=4).system_fingerprint == first.adapter_version
             time.sleep(seconds)
             assert place.workers() == workers
             assert client.status(caught).state in ("queued", "running")
-            assert client.adapters.list().active_version == first.version
+            assert client.adapters.list().active_version == first.adapter_version
             refused(lambda: submit(client, "late"))
         late = submit(client, "late")
-        assert [client.wait(id, timeout=DONE_S).version for id in (caught, late)] == ["chain@2", "chain@3"]
+        assert [client.wait(id, timeout=DONE_S).adapter_version for id in (caught, late)] == ["chain@2", "chain@3"]
         assert client.status(caught).attempt > 1
         assert len(client.jobs()) == 3
     assert place.stop() == 0
@@ -134,7 +134,7 @@ def test_a_server_that_is_killed_on_a_full_disk_says_so_and_starts_once_there_is
     with a_place(tmp_path, state=disk / "state") as place, Client(place.url) as client:
         place.start()
         place.await_ready()
-        version = client.wait(submit(client, "first"), timeout=DONE_S).version
+        version = client.wait(submit(client, "first"), timeout=DONE_S).adapter_version
         open_job = submit(client, "second", iterations=100, checkpoint_interval=1)
         place.until(lambda: client.status(open_job).step >= 1, "the job does not begin")
         with without_room(disk):
@@ -155,7 +155,7 @@ def test_a_server_that_is_killed_on_a_full_disk_says_so_and_starts_once_there_is
         place.start()
         place.await_ready()
         assert client.adapters.list().active_version == version
-        assert client.wait(open_job, timeout=DONE_S).version == "chain@2"
+        assert client.wait(open_job, timeout=DONE_S).adapter_version == "chain@2"
         place.stop()
         assert place.faults_of_state() == left_over(place) == differing(place) == []
 
@@ -165,7 +165,7 @@ def test_a_read_only_directory_is_refused_and_left_as_it_is(tmp_path: Path, disk
     with a_place(tmp_path, state=disk / "state") as place, Client(place.url) as client:
         place.start()
         place.await_ready()
-        version = client.wait(submit(client, "first"), timeout=DONE_S).version
+        version = client.wait(submit(client, "first"), timeout=DONE_S).adapter_version
         assert place.stop() == 0
         before = content(place.state)
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)

@@ -105,7 +105,7 @@ class Traffic(threading.Thread):
     def send(self, key: str) -> str:
         kind, data, config = self.bodies[key]
         post: Callable[..., Any] = self._client.train_grpo if kind == "grpo" else self._client.train_sft
-        id = post(data, idempotency_key=key, timeout=30, **config).id
+        id = post(data, idempotency_key=key, timeout=30, **config).job_id
         if self.jobs.setdefault(key, id) != id:
             self.wrong.append(f"{key} was job {self.jobs[key]} and is job {id}")
         self._tell("accepted", key=key, job=id)
@@ -125,7 +125,7 @@ class Traffic(threading.Thread):
         return "grpo", groups, GRPO | config
 
     def _look(self) -> None:
-        jobs = {job.id: job for job in self._client.jobs(timeout=10)}
+        jobs = {job.job_id: job for job in self._client.jobs(timeout=10)}
         for key, id in list(self.jobs.items()):
             if id not in jobs:
                 self.wrong.append(f"{key}: job {id} was accepted and is lost")
@@ -133,7 +133,7 @@ class Traffic(threading.Thread):
                 self.wrong.append(f"{key}: job {id} is {jobs[id].state}: {jobs[id].error}")
                 self.versions.setdefault(id, "none")
             elif jobs[id].state == "completed":
-                version = str(jobs[id].version)
+                version = str(jobs[id].adapter_version)
                 if self.versions.setdefault(id, version) != version:
                     self.wrong.append(f"{key}: job {id} was {self.versions[id]} and is {version}")
                 self._tell("completed", key=key, job=id, version=version)
@@ -148,7 +148,7 @@ class Traffic(threading.Thread):
 
     def _sample(self) -> None:
         groups = self._client.sample(["What is 2 + 3?"], n=2, max_tokens=4, timeout=20)
-        self._tell("sampled", versions=[each.version for each in groups[0].completions])
+        self._tell("sampled", versions=[each.adapter for each in groups[0].completions])
         self._rollouts = [groups[0], *self._rollouts[:2]]
 
     def _activate(self) -> None:

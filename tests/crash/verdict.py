@@ -81,7 +81,7 @@ def _again(place: Place, traffic: Traffic, key: str) -> str:
     kind, data, config = traffic.bodies[key]
     with Client(place.url) as client:
         post: Any = client.train_grpo if kind == "grpo" else client.train_sft
-        return post(data, idempotency_key=key, **config).id
+        return post(data, idempotency_key=key, **config).job_id
 
 
 def _not_servable(place: Place, versions: dict[str, Path]) -> list[str]:
@@ -90,7 +90,7 @@ def _not_servable(place: Place, versions: dict[str, Path]) -> list[str]:
         return [
             version
             for version in versions
-            if client.sample(["What is 1 + 1?"], n=1, max_tokens=2, adapter=version)[0].completions[0].version
+            if client.sample(["What is 1 + 1?"], n=1, max_tokens=2, adapter=version)[0].completions[0].adapter
             != version
         ]
 

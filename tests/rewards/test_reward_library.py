@@ -13,7 +13,7 @@ from groupwise.config.run import RewardConfig
 from groupwise.rewards.base import RewardFunction, load_rewards
 from groupwise.rewards.check import functions_in
 
-MODULES = ("compat", "ensemble", "format", "length", "math", "text")
+MODULES = ("ensemble", "format", "length", "math", "text")
 OPTIONS: dict[str, dict[str, Any]] = {
     "regex_match": {"pattern": "[0-9]+"},
     "soft_overlong": {"max_length": 20, "buffer": 10},
@@ -24,7 +24,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gated": {"function": "groupwise.rewards.format:think_format", "condition": "groupwise.rewards.text:contains"},
 }
 NEEDS_ANSWER = {"test_cases", "answer"}
-APPLIES_ALWAYS = {"length_penalty", "ideal_length_reward", "min_length_reward", "reasoning_quality_reward"}  # optional
 
 TEXTS = [
     "",
@@ -104,12 +103,12 @@ def test_without_an_expected_answer_there_is_no_verdict(reward, answer):
     scores = called(reward, columns(TEXTS, answer, chat=True))
     needs = any(
         name in NEEDS_ANSWER and each.default is each.empty for name, each in reward.parameters().items()
-    ) or reward.name in ("accuracy_reward", "ensemble", "gated", "cosine_length")
+    ) or reward.name in ("ensemble", "gated", "cosine_length")
     if needs:
         assert scores == [None] * COUNT
     else:
         assert None not in scores
-        assert "answer" not in reward.parameters() or reward.name in APPLIES_ALWAYS
+        assert "answer" not in reward.parameters()
 
 
 @pytest.mark.parametrize("reward", LIBRARY, ids=lambda reward: reward.name)

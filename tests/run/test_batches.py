@@ -12,13 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupwise.algo.advantage import AdvantageSpec, has_signal, with_advantages
+from groupwise.algo.advantage import has_signal, with_advantages
 from groupwise.algo.samples import samples_of
+from groupwise.config.run import AdvantageConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import DataError, RewardError
 from groupwise.run.batches import Batches, Collected, Pace
 from groupwise.run.replay import ReplayBuffer, RerollQueue
-from groupwise.tasks.episode import SingleTurn
+from groupwise.tasks.episode import SingleTurnRollouts
 from groupwise.tasks.prompts import PromptSource
 from groupwise.types import PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams
 
@@ -59,7 +60,7 @@ def batches(
     listed = [p for p in kinds if isinstance(p, Prompt)] or prompts([str(k) for k in kinds])
     arguments = {
         "source": PromptSource(listed, shuffle=False),
-        "play": SingleTurn(engine, engine._base.tokenizer),
+        "play": SingleTurnRollouts(engine, engine._base.tokenizer),
         "score": by_kind,
         "context_length": engine.context_length,
         "params": SamplingParams(max_tokens=6),
@@ -121,7 +122,7 @@ def test_the_budget_makes_a_smaller_batch(engine):
 def test_keep_flat(engine):
     collected = collect(batches(engine, ["flat", "mixed", "flat", "mixed"], keep_flat=True))
     assert numbers(collected.groups) == numbers(collected.sampled) == [0, 1, 2]
-    samples = samples_of(with_advantages(collected.groups, AdvantageSpec()))
+    samples = samples_of(with_advantages(collected.groups, AdvantageConfig()))
     assert len(samples) == 12 and [s.advantage for s in samples[:4]] == [0.0] * 4
 
 
@@ -286,7 +287,7 @@ def test_a_step_waits_for_the_group_that_would_be_too_old_for_the_next(engine):
 
 
 class Delayed:
-    """A `Play` without a policy: a group is there after as many turns of the event loop as its prompt says."""
+    """A `RolloutSource` without a policy: a group is there after as many turns of the event loop as its prompt says."""
 
     def __init__(self):
         self.begun: list[str] = []
@@ -384,7 +385,7 @@ def test_replayed_groups_take_the_place_of_flat_ones(engine):
 
     async def run() -> None:
         await one_step(chosen)
-        first = with_advantages(chosen.collected.groups, AdvantageSpec())
+        first = with_advantages(chosen.collected.groups, AdvantageConfig())
         chosen.trained(first)
         chosen.sync(BASE, step=1)
         await one_step(chosen)

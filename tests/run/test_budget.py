@@ -11,7 +11,7 @@ from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.model.memory import GIB, fitting_tokens, memory
 from groupwise.run import assemble
 from groupwise.run.assemble import device_memory, load_of, longest_prompt, make_plan, open_components
-from groupwise.tasks.episode import SingleTurn
+from groupwise.tasks.episode import SingleTurnRollouts
 from groupwise.train.learner import Learner
 from groupwise.types import Prompt, SamplingParams, SamplingRequest
 
@@ -23,7 +23,7 @@ def demo(*overrides: str) -> RunConfig:
 
 
 def test_the_longest_prompt_is_the_longest_that_is_not_passed_over(tiny, tiny_engine):
-    play = SingleTurn(tiny_engine, tiny.tokenizer)
+    play = SingleTurnRollouts(tiny_engine, tiny.tokenizer)
     texts = ["one", "one two three", "six " * 5, "seven " * 40]
     lengths = [len(play.prepare(Prompt(id=text, text=text)).token_ids) for text in texts]
     prompts = [Prompt(id=text, text=text) for text in texts]

@@ -19,7 +19,7 @@ from groupwise.engine.local import LocalEngine
 from groupwise.errors import ContextLengthError, DataError, RewardError
 from groupwise.rewards.base import RewardFunction, Scorer
 from groupwise.run.evaluate import BestVersion, Evaluation, compare, evaluate, pass_at_k, prepare_all
-from groupwise.tasks.episode import SingleTurn
+from groupwise.tasks.episode import SingleTurnRollouts
 from groupwise.types import FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams
 
 BASE = PolicyVersion.base()
@@ -38,7 +38,7 @@ def gold(completions, gold):
 
 
 def prepared(engine: LocalEngine) -> list[Prompt]:
-    play = SingleTurn(engine, engine._base.tokenizer)
+    play = SingleTurnRollouts(engine, engine._base.tokenizer)
     return prepare_all(PROMPTS, play, context=engine.context_length)
 
 
@@ -48,7 +48,7 @@ GOLD = Scorer([RewardFunction(name="gold", function=gold, args={})])
 def run(engine: LocalEngine, *, score=GOLD, seed: int = 0, k: int = 1, **params):
     return asyncio.run(
         evaluate(
-            SingleTurn(engine, engine._base.tokenizer),
+            SingleTurnRollouts(engine, engine._base.tokenizer),
             prepared(engine),
             score,
             version=BASE,
@@ -263,6 +263,6 @@ def test_a_prompt_that_fills_the_context(make_base):
     with pytest.raises(ContextLengthError, match="context is 64"):
         prepare_all(
             [*PROMPTS, Prompt(id="long", text="=" * 400)],
-            SingleTurn(engine, base.tokenizer),
+            SingleTurnRollouts(engine, base.tokenizer),
             context=base.context_length,
         )

@@ -14,7 +14,7 @@ import pytest
 
 from groupwise.config.run import RunConfig, parse_config
 from groupwise.config.yaml import parse_keys
-from groupwise.run.health import Event, Health, examine
+from groupwise.run.health import Event, HealthMonitor, examine
 from groupwise.run.health_remedies import COMPARE, RUN_KEYS, Aggregate, Condition, KeyNames, Rule, Times, aggregate
 from groupwise.run.health_rules import RULES, TABLE, read_rules
 
@@ -135,7 +135,7 @@ def metrics_at(series: Mapping[str, Value], t: int) -> dict[str, float]:
     return {key: value(t) if callable(value) else value for key, value in series.items()}
 
 
-def feed(health: Health, series: Mapping[str, Value], steps: int, *, first: int = 1, t: int = 0) -> list[Event]:
+def feed(health: HealthMonitor, series: Mapping[str, Value], steps: int, *, first: int = 1, t: int = 0) -> list[Event]:
     """The events of `steps` steps."""
     return [event for i in range(steps) for event in health.step(first + i, metrics_at(series, t + i))]
 
@@ -150,12 +150,12 @@ def test_every_rule_has_a_case():
 
 @pytest.mark.parametrize("id", CASES)
 def test_silent_while_all_is_well(id: str):
-    assert feed(Health(), CASES[id].well, 60) == []
+    assert feed(HealthMonitor(), CASES[id].well, 60) == []
 
 
 @pytest.mark.parametrize("id", CASES)
 def test_it_begins_in_time_and_once_and_goes_away(id: str):
-    case, rule, health = CASES[id], BY_ID[id], Health()
+    case, rule, health = CASES[id], BY_ID[id], HealthMonitor()
     assert kinds(feed(health, case.sick, case.after - 1), id) == []
     began = feed(health, case.sick, 1, first=case.after, t=case.after - 1)
     assert kinds(began, id) == [("began", case.after)]
@@ -173,7 +173,7 @@ def test_it_begins_in_time_and_once_and_goes_away(id: str):
 
 @pytest.mark.parametrize("id", [id for id, case in CASES.items() if case.worse])
 def test_it_becomes_an_error_and_says_so_once(id: str):
-    case, health = CASES[id], Health()
+    case, health = CASES[id], HealthMonitor()
     feed(health, case.sick, case.after)
     events = feed(health, case.worse, 40, first=case.after + 1, t=case.after)
     assert [kind for kind, _ in kinds(events, id)] == ["worse"]
@@ -231,12 +231,12 @@ def test_which_rules_have_an_error_level():
     ],
 )
 def test_what_is_something_else(id: str, series: Mapping[str, Value]):
-    assert kinds(feed(Health(), series, 40), id) == []
+    assert kinds(feed(HealthMonitor(), series, 40), id) == []
 
 
 def test_a_rule_that_explains_another_replaces_it():
     """Rewards rise, then all groups are equal: the task is solved, not stuck."""
-    health = Health()
+    health = HealthMonitor()
     feed(health, {**SOLVED, "reward/frac_zero_std": 0.2, "reward/mean": lambda t: 0.05 * t}, 20)
     feed(health, {**SOLVED, "reward/frac_zero_std": 1.0, "reward/mean": 1.0}, 30, first=21)
     assert [each.id for each in health.standing] == ["group.solved"]
@@ -261,7 +261,7 @@ def test_a_reward_hack_is_named_and_not_taken_for_success():
             "loss/entropy": 0.1,
         }
 
-    health, events = Health(), list[Event]()
+    health, events = HealthMonitor(), list[Event]()
     for t in range(150):
         events += health.step(t + 1, {name: float(value) for name, value in hack(t).items()})
     labels = {event.finding.label for event in events if event.finding is not None}
@@ -284,7 +284,7 @@ def test_a_reward_hack_is_named_and_not_taken_for_success():
 )
 def test_what_fell_apart_is_not_solved(sign: dict[str, float], found: str):
     """Equal rewards after a rise, but no end tokens, no entropy, one token, or far from the reference."""
-    health = Health()
+    health = HealthMonitor()
     events = feed(health, {**SOLVED, **sign, "reward/mean": lambda t: min(0.95, 0.1 * t)}, 30)
     assert kinds(events, found) and not kinds(events, "group.solved")
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.config.run import parse_config
-from groupwise.run.health import Health, examine
+from groupwise.run.health import HealthMonitor, examine
 from groupwise.run.health_remedies import Condition, Remedy, Rule
 from groupwise.run.health_rules import RULES
 from groupwise.store.tracking import Tracking, read_metrics
@@ -30,12 +30,12 @@ HIGH = Rule(
 METRICS = sorted({each.metric.replace("*", "x") for rule in RULES for each in (rule, *rule.also)})
 
 
-def said(health: Health, *values: float | None, metric: str = "m/a") -> list[tuple[int, str]]:
+def said(health: HealthMonitor, *values: float | None, metric: str = "m/a") -> list[tuple[int, str]]:
     return [(event.step, event.kind) for i, value in enumerate(values) for event in health.step(i, {metric: value})]
 
 
 def test_begin_worse_better_and_end():
-    health = Health(rules=[HIGH])
+    health = HealthMonitor(rules=[HIGH])
     assert said(health, 2, 2, 30, 30, 2, 2) == [(1, "began"), (2, "worse")]
     (finding,) = health.standing
     assert (finding.severity, finding.value, finding.began) == ("warn", 2.0, 1)  # better again, without a word
@@ -47,7 +47,7 @@ def test_begin_worse_better_and_end():
 
 
 def test_each_metric_of_a_pattern_is_judged_by_itself():
-    health = Health(rules=[HIGH])
+    health = HealthMonitor(rules=[HIGH])
     said(health, 2, 2, metric="m/a")
     said(health, 2, 20, metric="m/b")
     assert [(each.label, each.severity) for each in health.standing] == [
@@ -58,20 +58,20 @@ def test_each_metric_of_a_pattern_is_judged_by_itself():
 
 
 def test_a_step_without_the_metric_changes_nothing():
-    health = Health(rules=[HIGH])
+    health = HealthMonitor(rules=[HIGH])
     assert said(health, 2) == [] and health.step(1, {"other": 5.0}) == []
     assert said(health, 2) == [(0, "began")]
     assert health.step(2, {}) == [] and health.standing
 
 
 def test_what_is_not_finite_is_no_measurement():
-    health = Health(rules=[HIGH])
+    health = HealthMonitor(rules=[HIGH])
     assert said(health, 2, math.inf, None, math.nan, 2) == []
     assert said(health, 2) == [(0, "began")]
 
 
 def test_an_event_is_json_with_everything_in_it():
-    health = Health(parse_config({"data": {"source": "x.jsonl"}, "rewards": ["a:b"]}), rules=[HIGH])
+    health = HealthMonitor(parse_config({"data": {"source": "x.jsonl"}, "rewards": ["a:b"]}), rules=[HIGH])
     health.step(1, {"m/a": 2.0})
     (event,) = health.step(2, {"m/a": 4.0})
     assert event.text == "warn: too.high (a): a is 3 in 2 steps (it is high); learn slowly: train.learning_rate=1e-06"
@@ -103,14 +103,14 @@ def test_also_with_a_star_is_the_same_name_or_all():
         id="x", metric="m/*", window=1, op=">", warn=0.0, says="{name}", cause="c", remedies=(Remedy(text="t"),),
         also=(Condition(metric="n/*", of="last", window=1, op=">", threshold=0.0),),
     )  # fmt: skip
-    health = Health(rules=[same])
+    health = HealthMonitor(rules=[same])
     health.step(1, {"n/a": 1.0, "n/b": -1.0, "m/a": 1.0, "m/b": 1.0})
     assert [each.name for each in health.standing] == ["a"]
     every = Rule(
         id="x", metric="m", window=1, op=">", warn=0.0, says="s", cause="c", remedies=(Remedy(text="t"),),
         also=(Condition(metric="n/*", of="last", window=1, op=">", threshold=0.0),),
     )  # fmt: skip
-    health = Health(rules=[every])
+    health = HealthMonitor(rules=[every])
     assert health.step(1, {"m": 1.0}) == []  # nothing to look at
     assert health.step(2, {"n/a": 1.0, "n/b": -1.0, "m": 1.0}) == []
     assert [event.kind for event in health.step(3, {"n/a": 1.0, "n/b": 1.0, "m": 1.0})] == ["began"]
@@ -121,7 +121,7 @@ def test_also_with_a_star_is_the_same_name_or_all():
 
 def run(directory: Path, steps: int) -> list[tuple[str, int, str]]:
     """A run that goes wrong, watched as the loop watches it; what was said."""
-    said, health = [], Health()
+    said, health = [], HealthMonitor()
     with Tracking(directory) as tracking:
         for step in range(steps):
             trained = {
@@ -147,7 +147,7 @@ def test_a_run_is_judged_the_same_from_its_file(tmp_path):
     written = [json.loads(line) for line in (tmp_path / "health.jsonl").read_text().splitlines()]
     assert [(each["event"], each["step"], each["text"]) for each in written] == said
     records = read_metrics(tmp_path / "metrics.jsonl")
-    again = [(event.kind, event.step, event.text) for event in Health().replay(records)]
+    again = [(event.kind, event.step, event.text) for event in HealthMonitor().replay(records)]
     assert again == said
     report = examine(records)
     assert [finding.began for finding in report.findings] == [step for kind, step, _ in said if kind == "began"]
@@ -159,7 +159,7 @@ def test_a_run_that_goes_on_knows_what_it_has_said(tmp_path):
     """Replaying the first steps and then watching the others says what watching all would have."""
     said = run(tmp_path, 45)
     records = read_metrics(tmp_path / "metrics.jsonl")
-    health = Health()
+    health = HealthMonitor()
     health.replay(records[:30])
     later = [(event.kind, event.step, event.text) for event in health.replay(records[30:])]
     assert later == [each for each in said if each[1] >= 30] and later
@@ -177,7 +177,7 @@ steps = st.lists(st.dictionaries(st.sampled_from(METRICS), numbers, max_size=8),
 @settings(max_examples=50)
 @given(steps=steps)
 def test_no_numbers_break_it_and_every_text_is_whole(steps):
-    health = Health()
+    health = HealthMonitor()
     events = [event for i, metrics in enumerate(steps) for event in health.step(i, metrics)]
     json.dumps([event.as_dict() for event in events], allow_nan=False)
     stands: set[str] = set()

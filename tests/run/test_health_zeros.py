@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from groupwise.run.health import Health, explain_zeros
+from groupwise.run.health import HealthMonitor, explain_zeros
 
 TRAINED = {
     "rollout/groups": 4.0,
@@ -67,7 +67,7 @@ def test_nothing_to_explain(metrics):
 
 
 def test_each_is_said_once_where_it_first_happens():
-    health = Health()
+    health = HealthMonitor()
     steps = [
         TRAINED,
         TRAINED | {"loss/policy": 0.0},

@@ -22,7 +22,7 @@ from groupwise.run import ray_workers as ray_envs
 from groupwise.run.assemble import RemoteBackends, local_engine, make_plan, open_components
 from groupwise.run.ray_workers import EnvActor, RayEnvs
 from groupwise.tasks.env import Episode, StepResult, load_env
-from groupwise.tasks.episode import Environments, Episodes, play_all
+from groupwise.tasks.episode import Environments, EpisodeRollouts, play_all
 from groupwise.types import PolicyVersion, Prompt, RolloutGroup, SamplingParams
 from processes import becomes
 
@@ -173,7 +173,7 @@ def play(engine: Any, tokenizer: Any, envs: Environments, run: RunConfig, *, num
     assert run.env is not None
     prompts = [Prompt(id=f"case:{n}", columns={"number": n}) for n in range(numbers)]
     params, seeds = SamplingParams(max_tokens=6), list(range(numbers))
-    episodes = Episodes(engine, tokenizer, envs, run.env)
+    episodes = EpisodeRollouts(engine, tokenizer, envs, run.env)
     return asyncio.run(play_all(episodes, prompts, seeds=seeds, n=4, params=params, version=PolicyVersion.base()))
 
 

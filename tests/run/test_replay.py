@@ -11,16 +11,16 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from groupwise.algo.advantage import AdvantageSpec, with_advantages
+from groupwise.algo.advantage import with_advantages
 from groupwise.algo.samples import samples_of
 from groupwise.config.loss import resolve_loss
-from groupwise.config.run import LoraSpec
+from groupwise.config.run import AdvantageConfig, LoraSpec
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import DataError
 from groupwise.model.chat import encode_prompt
 from groupwise.model.load import load_model
 from groupwise.run.replay import ReplayBuffer, RerollQueue, signal
-from groupwise.tasks.episode import SingleTurn, play_all
+from groupwise.tasks.episode import SingleTurnRollouts, play_all
 from groupwise.train.learner import Learner
 from groupwise.types import (
     Completion,
@@ -57,7 +57,7 @@ def group(id: str, rewards: Sequence[float | None], *, version: int = 1, **by_na
         for i, reward in enumerate(rewards)
     )
     plain = RolloutGroup(prompt=Prompt(id=id, text="x", token_ids=(5, 6)), rollouts=rollouts)
-    return with_advantages([plain], AdvantageSpec(kind="mean"))[0]
+    return with_advantages([plain], AdvantageConfig(advantage="mean"))[0]
 
 
 def scored(id: str, size: float, **options) -> RolloutGroup:
@@ -203,7 +203,7 @@ def sampled() -> list[RolloutGroup]:
         params = SamplingParams(max_tokens=48)
         unscored = asyncio.run(
             play_all(
-                SingleTurn(engine, base.tokenizer),
+                SingleTurnRollouts(engine, base.tokenizer),
                 prompts,
                 params=params,
                 n=4,
@@ -220,7 +220,7 @@ def sampled() -> list[RolloutGroup]:
             Rollout(turns=r.turns, reward=reward) for r, reward in zip(each.rollouts, rewards, strict=True)
         )
         groups.append(RolloutGroup(prompt=each.prompt, rollouts=rollouts))
-    return with_advantages(groups, AdvantageSpec())
+    return with_advantages(groups, AdvantageConfig())
 
 
 def test_a_replayed_group_is_the_fresh_group(sampled):

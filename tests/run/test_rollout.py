@@ -9,11 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from groupwise.algo.advantage import AdvantageSpec, with_advantages
+from groupwise.algo.advantage import with_advantages
 from groupwise.algo.samples import samples_of
+from groupwise.config.run import AdvantageConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.model.packing import micro_batches
-from groupwise.tasks.episode import SingleTurn, play_all
+from groupwise.tasks.episode import SingleTurnRollouts, play_all
 from groupwise.types import FinishReason, PolicyVersion, Prompt, RolloutGroup, SamplingParams
 
 
@@ -29,7 +30,7 @@ def scored(engine: LocalEngine, params: SamplingParams, *, unscorable: int = 0) 
     from groupwise.model.chat import encode_prompt
 
     prompts = [encode_prompt(Prompt(id=str(i), text=f"{i}====="), engine._base.tokenizer) for i in range(3)]
-    play = SingleTurn(engine, engine._base.tokenizer)
+    play = SingleTurnRollouts(engine, engine._base.tokenizer)
     sampled = asyncio.run(play_all(play, prompts, params=params, n=4, version=PolicyVersion.base(), seeds=[0, 1, 2]))
     groups = []
     for p, group in enumerate(sampled):
@@ -37,7 +38,7 @@ def scored(engine: LocalEngine, params: SamplingParams, *, unscorable: int = 0) 
         groups.append(
             replace(group, rollouts=tuple(replace(r, reward=x) for r, x in zip(group.rollouts, rewards, strict=True)))
         )
-    return with_advantages(groups, AdvantageSpec(kind="mean"))
+    return with_advantages(groups, AdvantageConfig(advantage="mean"))
 
 
 def test_unscorable_rollouts_are_left_out(engine):

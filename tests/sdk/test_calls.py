@@ -12,8 +12,6 @@ import tarfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from groupwise.sdk import client as client_module
 from groupwise.sdk import transport as client_http
 from groupwise.sdk.client import AsyncClient, Client
 from groupwise.sdk.transport import EventReader, encode, server_url
-from groupwise.sdk.types import Job, SampledGroup, as_json, read
+from groupwise.sdk.types import SampledGroup, TrainStatus, as_json, read
 from wire_server import Fault, WireServer, wire_server
 
 BUSY = Fault(status=429, headers={"retry-after": "0"})
@@ -108,14 +106,14 @@ def test_a_sample_is_groups_in_the_order_of_the_prompts(client, server):
     }
     assert [group.texts for group in groups] == [["5", "6", "6"], ["30", "31", "31"]]
     assert [c.rollout_id for c in groups[1].completions] == ["rollout-1-0", "rollout-1-1", "rollout-1-2"]
-    assert groups[0].completions[0].version == "base" and groups[0].completions[0].usage.total_tokens == 7
+    assert groups[0].completions[0].adapter == "base" and groups[0].completions[0].usage.total_tokens == 7
     assert groups[0].completions[0].token_ids is None
 
 
 def test_token_ids_and_logprobs_come_on_request(client):
     completion = client.sample(SUM, n=1, return_token_ids=True, logprobs=True)[0].completions[0]
-    assert completion.token_ids == (7, 2) and completion.prompt_token_ids == (5, 10)
-    assert completion.logprobs == (-0.5, -0.25)
+    assert completion.token_ids == [7, 2] and completion.prompt_token_ids == [5, 10]
+    assert completion.logprobs == [-0.5, -0.25]
 
 
 def test_scores_name_rollouts_or_send_texts_and_leave_out_what_failed(client):
@@ -129,16 +127,14 @@ def test_scores_name_rollouts_or_send_texts_and_leave_out_what_failed(client):
         {"text": "5", "reward": 1.0},
         {"text": "6", "reward": 0.0},
     ]
-    nameless = replace(group, completions=tuple(replace(c, rollout_id=None) for c in group.completions))
-    assert nameless.scored([1, 0, 0])["completions"][0] == {"text": "5", "reward": 1.0}
     with pytest.raises(RequestError, match="2 rewards for 3 completions"):
         group.scored([1.0, 0.0])
 
 
 def test_a_chat(client, server):
     reply = client.chat(SUM, n=2, temperature=0)
-    assert reply.text == "5" and [choice.message.text for choice in reply.choices] == ["5", "6"]
-    assert reply.version == "base" and reply.usage.completion_tokens == 2
+    assert reply.text == "5" and [choice.message.content for choice in reply.choices] == ["5", "6"]
+    assert reply.system_fingerprint == "base" and reply.usage.completion_tokens == 2
     assert server.seen[0].json["temperature"] == 0 and "stream" not in server.seen[0].json
 
 
@@ -233,11 +229,11 @@ def test_a_job_is_queued_once_however_often_it_was_sent(client, server):
     server.plan("POST", "/v1/train/grpo", Fault(late=True), Fault(status=503), BUSY)
     job = client.train_grpo([{"messages": [], "completions": []}], output_name="math", learning_rate=1e-4)
     sent = server.of("POST", "/v1/train/grpo")
-    assert len(sent) == 4 and list(server.jobs) == [job.id]
+    assert len(sent) == 4 and list(server.jobs) == [job.job_id]
     assert len({each.headers["idempotency-key"] for each in sent}) == 1 and len({each.raw for each in sent}) == 1
     assert sent[0].json["config"] == {"output_name": "math", "learning_rate": 1e-4}
     other = client.train_sft([{"messages": []}], idempotency_key="mine")
-    assert other.id != job.id and server.seen[-1].headers["idempotency-key"] == "mine"
+    assert other.job_id != job.job_id and server.seen[-1].headers["idempotency-key"] == "mine"
     assert len({each.headers["idempotency-key"] for each in server.of("POST", "/v1/train")}) == 2
 
 
@@ -367,18 +363,20 @@ def submit(client: Any, **config: Any) -> Any:
 
 def test_jobs_are_typed(client, server):
     submitted = submit(client, seed=13)
-    assert (submitted.state, submitted.adapter, submitted.position) == ("queued", "math", 1)
-    assert submitted.warnings == ("2 of 3 groups have equal rewards",)
-    job = client.wait(submitted.id, timeout=120)
-    assert isinstance(job, Job) and job == client.status(job.id) == client.jobs()[0]
-    assert (job.state, job.version, job.loss, job.progress) == ("completed", "math@1", -0.25, 1.0)
-    assert job.created_at == datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
-    assert job.metrics["reward/mean"] == 0.5 and client.metrics(job.id)[0]["loss/total"] == -0.25
+    assert (submitted.state, submitted.adapter_name, submitted.position) == ("queued", "math", 1)
+    assert submitted.warnings == ["2 of 3 groups have equal rewards"]
+    job = client.wait(submitted.job_id, timeout=120)
+    assert isinstance(job, TrainStatus) and job == client.status(job.job_id) == client.jobs()[0]
+    assert (job.state, job.adapter_version, job.current_loss, job.progress) == ("completed", "math@1", -0.25, 1.0)
+    assert job.created_at == "2026-01-02T03:04:05Z"
+    assert job.metrics["reward/mean"] == 0.5 and client.metrics(job.job_id)[0]["loss/total"] == -0.25
 
 
 def test_a_round_trip_of_json():
     group = {"messages": [{"role": "user", "content": "a"}], "tools": []}
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
     completion = {"text": "b", "finish_reason": "stop", "prompt_index": 0, "completion_index": 0, "adapter": "math@2"}
+    completion |= {"rollout_id": "rollout-0", "usage": usage}
     dumped = as_json(read(SampledGroup, group | {"completions": [completion]}))
     assert dumped["messages"] == group["messages"]
     assert {key: dumped["completions"][0][key] for key in completion} == completion
@@ -386,7 +384,7 @@ def test_a_round_trip_of_json():
 
 def test_waiting_tells_each_event_once_and_in_order(client, server):
     events: list[Any] = []
-    client.wait(submit(client).id, timeout=120, on_event=events.append)
+    client.wait(submit(client).job_id, timeout=120, on_event=events.append)
     assert [event.seq for event in events] == [1, 2, 3, 4]
     assert [event.message or event.kind for event in events] == ["queued", "running", "metrics", "completed"]
     assert events[2].data["reward/mean"] == 0.5
@@ -399,7 +397,7 @@ def test_waiting_survives_broken_streams_and_a_server_that_restarts(client, serv
     server.plan("GET", "/v1/train/events", Fault(cut=True), Fault(status=503, code="shutting_down"), Fault(keep=7))
     server.plan("GET", "/v1/train/status", *away)
     events: list[Any] = []
-    assert client.wait(job.id, timeout=120, on_event=events.append).state == "completed"
+    assert client.wait(job.job_id, timeout=120, on_event=events.append).state == "completed"
     assert [event.seq for event in events] == [1, 2, 3, 4]
 
 
@@ -411,10 +409,10 @@ def test_waiting_goes_on_where_it_was_when_the_stream_is_silent(client, server, 
     def complete_when_opened_anew() -> None:
         while len(server.of("GET", "/v1/train/events")) < 3:
             time.sleep(0.01)
-        server.jobs[job.id].outcome = "completed"
+        server.jobs[job.job_id].outcome = "completed"
 
     threading.Thread(target=complete_when_opened_anew, daemon=True).start()
-    client.wait(job.id, timeout=30, on_event=events.append)
+    client.wait(job.job_id, timeout=30, on_event=events.append)
     assert [event.seq for event in events] == [1, 2, 3, 4]
     opened = server.of("GET", "/v1/train/events")
     assert "last-event-id" not in opened[0].headers and opened[-1].headers["last-event-id"] == "3"
@@ -425,7 +423,7 @@ def test_waiting_ends_when_the_server_stays_away(client, server, monkeypatch):
     job = submit(client)
     server.plan("GET", "/v1/train", *[Fault(cut=True)] * 99)
     with pytest.raises(RemoteError, match="the connection broke"):
-        client.wait(job.id, timeout=120)
+        client.wait(job.job_id, timeout=120)
 
 
 def test_waiting_ends_at_its_deadline(client, server):
@@ -433,21 +431,21 @@ def test_waiting_ends_at_its_deadline(client, server):
     job = submit(client)
     began = time.monotonic()
     with pytest.raises(DeadlineError, match=r"had not ended after 0\.4 s") as caught:
-        client.wait(job.id, timeout=0.4)
+        client.wait(job.job_id, timeout=0.4)
     assert time.monotonic() - began < 120 and caught.value.exit_code == 75
 
 
 def test_a_job_that_fails_or_is_cancelled_is_an_error_of_its_own(client, server):
     server.next_outcome = "failed"
     with pytest.raises(JobFailedError, match=r"failed: the loss is not finite \(training_failed\)") as caught:
-        client.wait(submit(client).id, timeout=120)
+        client.wait(submit(client).job_id, timeout=120)
     assert caught.value.exit_code == 5 and caught.value.hint == "lower the rate"
     job = submit(client)
-    assert client.cancel(job.id).status == "cancelled"
+    assert client.cancel(job.job_id).status == "cancelled"
     with pytest.raises(JobFailedError, match="was cancelled"):
-        client.wait(job.id, timeout=120)
+        client.wait(job.job_id, timeout=120)
     with pytest.raises(RemoteError, match="is cancelled") as refused:
-        client.cancel(job.id)
+        client.cancel(job.job_id)
     assert refused.value.code == "not_cancellable"
 
 
@@ -462,7 +460,7 @@ def test_the_whole_loop(client, server):
         groups = client.sample([SUM], n=8)
         rewards = [float(text == "5") for text in groups[0].texts]
         assert sum(rewards) / 8 == expected
-        client.wait(client.train_grpo([groups[0].scored(rewards)], output_name="math").id, timeout=120)
+        client.wait(client.train_grpo([groups[0].scored(rewards)], output_name="math").job_id, timeout=120)
     assert server.active == "math@3" and client.health().active_version == "math@3"
 
 
@@ -482,7 +480,7 @@ def test_adapters_go_up_and_come_down(client, server, peft_directory, tmp_path):
     server.plan("POST", "/v1/adapters/upload", BUSY)
     uploaded = client.adapters.upload("mine", peft_directory)
     assert uploaded.version == "mine@1" and uploaded.size_bytes == len(server.archives["mine"])
-    assert uploaded.files == ("adapter_config.json", "adapter_model.safetensors")
+    assert uploaded.files == ["adapter_config.json", "adapter_model.safetensors"]
     target = client.adapters.download("mine", tmp_path / "mine.tar.gz")
     assert target.read_bytes() == server.archives["mine"]
     with tarfile.open(target) as archive:
@@ -505,24 +503,24 @@ def test_a_download_is_whole_or_not_there(client, server, tmp_path):
 
 
 def test_adapters_are_listed_shown_activated_and_merged(client, server):
-    client.wait(submit(client).id, timeout=120)
+    client.wait(submit(client).job_id, timeout=120)
     listed = client.adapters.list()
     assert (listed.active, listed.active_version) == ("math", "math@1")
-    assert [(a.name, a.versions, a.size_bytes) for a in listed.available] == [("math", ("math@1",), 3 << 20)]
+    assert [(a.name, a.versions, a.size_bytes) for a in listed.available] == [("math", ["math@1"], 3 << 20)]
     shown = client.adapters.show("math")
     assert shown.history[0].step == 4 and shown.history[0].metrics["reward/mean"] == 0.5
     assert client.adapters.activate("base").version == "base"
     assert client.adapters.rollback().version == "math@1"
     assert client.adapters.activate("math@1").version == "math@1"
     merged = client.adapters.merge({"math": 0.5, "math@1": 0.5}, "both", mode="ties", density=0.3)
-    assert merged.version == "both@1" and merged.name == "both"
+    assert merged.version == "both@1" and merged.output_name == "both"
     assert server.seen[-1].json == {
         "output_name": "both",
         "mode": "ties",
         "density": 0.3,
         "sources": [{"name": "math", "weight": 0.5}, {"name": "math@1", "weight": 0.5}],
     }
-    assert client.adapters.delete("math").versions == ("math@1",)
+    assert client.adapters.delete("math").versions == ["math@1"]
     with pytest.raises(RemoteError, match=r"there is no adapter '\.\./x'"):
         client.adapters.show("../x")
 
@@ -537,12 +535,12 @@ def test_many_wait_at_once_on_asyncio(server):
         await asyncio.sleep(0)
         seen.append(event.kind)
 
-    async def all_of_them() -> list[Job]:
+    async def all_of_them() -> list[TrainStatus]:
         async with AsyncClient(server.url) as client:
             jobs = [await client.train_grpo([], output_name=f"a{i}") for i in range(12)]
-            return await asyncio.gather(*(client.wait(job.id, timeout=120, on_event=note) for job in jobs))
+            return await asyncio.gather(*(client.wait(job.job_id, timeout=120, on_event=note) for job in jobs))
 
-    assert [job.version for job in asyncio.run(all_of_them())] == [f"a{i}@1" for i in range(12)]
+    assert [job.adapter_version for job in asyncio.run(all_of_them())] == [f"a{i}@1" for i in range(12)]
     assert seen.count("metrics") == 12
 
 
@@ -552,7 +550,7 @@ def test_a_task_that_is_cancelled_stops_waiting(server):
     async def impatient() -> None:
         async with AsyncClient(server.url) as client:
             job = await client.train_grpo([])
-            await asyncio.wait_for(client.wait(job.id), timeout=0.3)
+            await asyncio.wait_for(client.wait(job.job_id), timeout=0.3)
 
     with pytest.raises(TimeoutError):
         asyncio.run(impatient())

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from groupwise.config.job import GrpoJobConfig
 from groupwise.config.serve import ServeConfig
 from groupwise.errors import RequestError
+from groupwise.sdk.types import AnsweredMessage, ChatChoice, ChatCompletion, Usage
 from groupwise.server import bodies
 from groupwise.server.bodies import parse_body
 from groupwise.server.schema import (
@@ -32,10 +33,7 @@ from groupwise.server.schema import (
 from groupwise.server.schema_completions import BatchRequest, CompletionRequest
 from groupwise.server.schema_openai import (
     AdapterShare,
-    AnsweredMessage,
     CalledFunction,
-    ChatChoice,
-    ChatCompletion,
     ChatMessage,
     ChatRequest,
     FunctionSchema,
@@ -43,7 +41,6 @@ from groupwise.server.schema_openai import (
     TextPart,
     Tool,
     ToolCall,
-    Usage,
     as_messages,
 )
 from groupwise.server.trl import ChatsRequest, GenerateRequest

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from groupwise.algo.advantage import AdvantageSpec, advantages, gdpo_advantages
+from groupwise.algo.advantage import advantages, gdpo_advantages
+from groupwise.config.run import AdvantageConfig
 from groupwise.store.job_payload import EncodedCompletion, EncodedGroup, GrpoPayload, dump_payload
 from groupwise.store.ledger import RolloutRecord
 from whole_server import Whole, whole
@@ -103,10 +104,10 @@ def test_what_a_job_was_posted_has_rewards_and_advantages(site: Whole, job: str)
 
 def test_its_advantages_are_those_that_it_is_trained_with(site: Whole) -> None:
     rewards = [[0.0, 1.0], [0.5, 0.5, 0.5], [2.0, 3.0]]
-    gdpo = AdvantageSpec(aggregation="normalize_then_sum")
+    gdpo = AdvantageConfig(aggregation="normalize_then_sum")
     for config, expected in (
-        ({"advantage_ddof": 0}, advantages(rewards, AdvantageSpec(ddof=0))),
-        ({"advantage": "batch_std"}, advantages(rewards, AdvantageSpec(kind="batch_std"))),
+        ({"advantage_ddof": 0}, advantages(rewards, AdvantageConfig(advantage_ddof=0))),
+        ({"advantage": "batch_std"}, advantages(rewards, AdvantageConfig(advantage="batch_std"))),
         (
             {"aggregation": "normalize_then_sum"},
             gdpo_advantages([[{"reward": reward} for reward in group] for group in rewards], gdpo),

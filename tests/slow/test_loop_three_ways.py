@@ -116,9 +116,7 @@ def test_over_http(example: ModuleType, place: Place, tmp_path: Path) -> None:
             rewards, groups = [], []
             for i, (question, answer) in enumerate(asked):
                 said = [client.sample([question], n=1, max_tokens=40, seed=seed)[0] for seed in seeds(number, i)]
-                group = SampledGroup(
-                    messages=said[0].messages, completions=tuple(c for g in said for c in g.completions)
-                )
+                group = SampledGroup(messages=said[0].messages, completions=[c for g in said for c in g.completions])
                 rewards.append([example.score(text, answer) for text in group.texts])
                 groups.append(group.scored(rewards[-1]))
             job = client.train_grpo(
@@ -132,7 +130,7 @@ def test_over_http(example: ModuleType, place: Place, tmp_path: Path) -> None:
                 reduction="sum",
                 advantage_eps=1e-8,
             )
-            trained.append(str(client.wait(job.id).version))
+            trained.append(str(client.wait(job.job_id).adapter_version))
             return rewards
 
         means = loop(example, step)

@@ -15,7 +15,7 @@ pytest.importorskip("trl.experimental.openenv", exc_type=ImportError)
 
 from groupwise.algo.samples import segments_of
 from groupwise.config.run import EnvConfig
-from groupwise.tasks.compat.trl import RolloutFunc, RolloutPlay
+from groupwise.tasks.compat.trl import RolloutFunc, RolloutFuncRollouts
 from groupwise.tasks.episode import play_all
 from groupwise.types import PolicyVersion, Prompt, RolloutGroup, SamplingParams
 
@@ -60,7 +60,7 @@ def test_the_helper_of_trl_asks_the_engine(tmp_path: Path, starter, starter_engi
     (tmp_path / "helped.py").write_text(CODE, encoding="utf-8")
     function, params = RolloutFunc(f"helped:{name}", str(tmp_path)), SamplingParams(max_tokens=16)
     config = EnvConfig(agent="tests:helped")
-    play = RolloutPlay(starter_engine, starter, function, config, run=params, scored=True)
+    play = RolloutFuncRollouts(starter_engine, starter, function, config, run=params, scored=True)
     prompts = [Prompt(id=str(n), messages=({"role": "user", "content": f"What is {n} + 138?"},)) for n in range(40, 44)]
 
     async def played() -> list[RolloutGroup]:

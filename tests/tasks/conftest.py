@@ -11,7 +11,7 @@ import pytest
 from groupwise.config.run import EnvConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.model.load import LoadedModel
-from groupwise.tasks.agents import NEEDED, Agent, AgentPlay
+from groupwise.tasks.agents import NEEDED, Agent, AgentRollouts
 from groupwise.tasks.episode import play_all
 from groupwise.types import PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams, SamplingRequest
 
@@ -39,7 +39,7 @@ def recorder(starter_engine: LocalEngine) -> Recorder:
 @pytest.fixture
 def play_group(recorder: Recorder, starter: LoadedModel) -> Iterator[Callable[..., RolloutGroup]]:
     """`play_group(agent, n=2, takes=..., max_turns=3, ...)`: what `agent` plays; other options are `env`'s."""
-    opened: list[AgentPlay] = []
+    opened: list[AgentRollouts] = []
 
     def run(
         agent: Callable[..., Any],
@@ -55,7 +55,7 @@ def play_group(recorder: Recorder, starter: LoadedModel) -> Iterator[Callable[..
     ) -> RolloutGroup:
         config = EnvConfig(agent="tests:agent", **options)
         made = Agent(name="agent", function=agent, takes=takes)
-        opened.append(AgentPlay(sampler, tokenizer or starter.tokenizer, made, config, scored=scored))
+        opened.append(AgentRollouts(sampler, tokenizer or starter.tokenizer, made, config, scored=scored))
         groups = play_all(
             opened[-1],
             [Prompt(id="case:0", columns=case or {"question": "What is 47 + 138?"})],

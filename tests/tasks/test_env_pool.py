@@ -16,7 +16,7 @@ from groupwise.config.run import EnvConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.tasks.env import load_env
 from groupwise.tasks.env_pool import EnvPool
-from groupwise.tasks.episode import Episodes, play_all
+from groupwise.tasks.episode import EpisodeRollouts, play_all
 from groupwise.types import PolicyVersion, Prompt, Rollout, SamplingParams
 from processes import becomes, descendants
 
@@ -48,7 +48,7 @@ def rollouts(starter_engine: LocalEngine, starter, pool_of) -> Play:
     ):
         config = config_of(name, **options)
         made = load_env(config, folder=HERE) if here else pool or pool_of(config)
-        play = Episodes(starter_engine, starter.tokenizer, made, config)
+        play = EpisodeRollouts(starter_engine, starter.tokenizer, made, config)
         prompts = [Prompt(id=str(at), columns={"number": at, **case}) for at, case in enumerate(cases)]
         params = SamplingParams(max_tokens=24, temperature=0.5)
         options = {"n": n, "params": params, "version": PolicyVersion.base()}

@@ -19,7 +19,7 @@ from groupwise.config.run import EnvConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import AdapterNotFoundError, EnvError
 from groupwise.store.tracking import read_metrics
-from groupwise.tasks.compat.three_method import LegacyEnv, LegacyEpisodes
+from groupwise.tasks.compat.three_method import LegacyEnv, ThreeMethodRollouts
 from groupwise.tasks.env import EnvFactory
 from groupwise.tasks.episode import play_all
 from groupwise.types import PolicyVersion, RolloutGroup, SamplingParams
@@ -61,7 +61,7 @@ def play(tiny, tiny_engine):
         factory = EnvFactory(name=kind.__name__, make_one=kind, args={}, legacy=True)
         env = LegacyEnv(factory, EnvConfig(environment="m:E", **config), tiny.tokenizer, note=lambda text: None)
         note = (lambda text: None) if notes is None else notes.append
-        episodes = LegacyEpisodes(tiny_engine, tiny, env, run=RUN, note=note)
+        episodes = ThreeMethodRollouts(tiny_engine, tiny, env, run=RUN, note=note)
         prompts = [episodes.prepare(prompt) for prompt in env.cases()]
         seeds = [seed + i for i in range(len(prompts))]
         return asyncio.run(play_all(episodes, prompts, seeds=seeds, n=G, params=RUN, version=PolicyVersion.base()))
@@ -131,7 +131,7 @@ def test_in_lockstep_everything_is_the_same_to_the_last_bit_whatever_time_scorin
         env = LegacyEnv(factory, config, tiny.tokenizer, note=lambda text: None)
         engine = LocalEngine(tiny)
         try:
-            episodes = LegacyEpisodes(engine, tiny, env, run=RUN, note=lambda text: None)
+            episodes = ThreeMethodRollouts(engine, tiny, env, run=RUN, note=lambda text: None)
             prompts = [episodes.prepare(prompt) for prompt in env.cases()]
             options = {"n": G, "params": RUN, "version": PolicyVersion.base()}
             groups = asyncio.run(play_all(episodes, prompts, seeds=[1, 2], **options))

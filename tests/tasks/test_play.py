@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from episodes import Bad, Echo, Slow, cases, config, factory, play
-from groupwise.algo.advantage import AdvantageSpec, with_advantages
+from groupwise.algo.advantage import with_advantages
 from groupwise.algo.samples import samples_of
+from groupwise.config.run import AdvantageConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ContextLengthError
 from groupwise.model.chat import encode_prompt
 from groupwise.tasks.env import Observation
-from groupwise.tasks.episode import Episodes, Lockstep, SingleTurn, Slots, play_all, together
+from groupwise.tasks.episode import EpisodeRollouts, Lockstep, SingleTurnRollouts, Slots, play_all, together
 from groupwise.types import PolicyVersion, Prompt, SamplingParams, SamplingRequest
 
 BASE = PolicyVersion.base()
@@ -59,7 +60,7 @@ def test_a_prompt_asked_once_is_an_episode_of_one_turn(engine, starter):
     asked = Prompt(id="x", messages=({"role": "user", "content": "What is 4 + 5?"},))
     [single] = asyncio.run(
         play_all(
-            SingleTurn(engine, starter.tokenizer),
+            SingleTurnRollouts(engine, starter.tokenizer),
             [encode_prompt(asked, starter.tokenizer)],
             seeds=[7],
             n=4,
@@ -233,7 +234,7 @@ def test_failed_episodes_enter_no_statistic(engine, starter):
             return float(len(episode.answer))
 
     groups = play(engine, starter.tokenizer, Sometimes, n=4, params=SamplingParams(max_tokens=24))
-    [group] = with_advantages(groups, AdvantageSpec())
+    [group] = with_advantages(groups, AdvantageConfig())
     failed = [rollout for rollout in group.rollouts if rollout.advantage is None]
     assert len(failed) == 2
     assert all(rollout.turns == () and "ZeroDivisionError" in rollout.error for rollout in failed)
@@ -275,4 +276,4 @@ def test_a_row_of_a_dataset_is_a_case(engine, starter):
 
 def test_preparing_a_case_changes_nothing(engine, starter):
     prompt = cases({"a": 1})[0]
-    assert Episodes(engine, starter.tokenizer, factory(Echo), config()).prepare(prompt) is prompt
+    assert EpisodeRollouts(engine, starter.tokenizer, factory(Echo), config()).prepare(prompt) is prompt

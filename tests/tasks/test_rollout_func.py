@@ -23,7 +23,7 @@ from groupwise.errors import AdapterNotFoundError, ConfigError, DataError, EnvEr
 from groupwise.rewards.base import RewardFunction, score
 from groupwise.store.tracking import read_metrics
 from groupwise.tasks.agents import load_agent
-from groupwise.tasks.compat.trl import RolloutFunc, RolloutPlay
+from groupwise.tasks.compat.trl import RolloutFunc, RolloutFuncRollouts
 from groupwise.tasks.episode import play_all
 from groupwise.types import FinishReason, PolicyVersion, Prompt, RolloutGroup, SamplingParams
 from starter_run import starter_run
@@ -94,7 +94,7 @@ def play(starter, starter_engine) -> Play:
     def played(function, *, prompts=CHATS, n=2, params=PARAMS, version=BASE, note=None, **options):
         config = EnvConfig(agent="tests:given", **options)
         note = note or (lambda message: None)
-        made = RolloutPlay(starter_engine, starter, Given(function), config, run=PARAMS, scored=True, note=note)
+        made = RolloutFuncRollouts(starter_engine, starter, Given(function), config, run=PARAMS, scored=True, note=note)
         prompts, seeds = [made.prepare(prompt) for prompt in prompts], list(range(len(prompts)))
         return asyncio.run(play_all(made, prompts, seeds=seeds, n=n, params=params, version=version))
 
@@ -424,7 +424,7 @@ def test_the_event_loop_goes_on_and_calls_are_made_one_at_a_time(starter, starte
 
     async def both() -> int:
         config = EnvConfig(agent="tests:given")
-        made = RolloutPlay(starter_engine, starter, Given(function), config, run=PARAMS, scored=True)
+        made = RolloutFuncRollouts(starter_engine, starter, Given(function), config, run=PARAMS, scored=True)
         begun = [each for prompt in CHATS for each in made.begin([prompt], seeds=[1], n=2, params=PARAMS, version=BASE)]
         played, ticks = asyncio.gather(*begun), 0
         while not played.done():
@@ -453,7 +453,7 @@ def test_what_the_configuration_refuses(folder, starter, starter_engine):
     with pytest.raises(ConfigError, match=r"env\.max_turns does nothing for a rollout function"):
         load(folder, "my_rollouts:rollout_func", max_turns=3)
     with pytest.raises(ConfigError, match="no rewards for the rollouts of given"):
-        RolloutPlay(starter_engine, starter, Given(single), EnvConfig(agent="a:b"), run=PARAMS, scored=False)
+        RolloutFuncRollouts(starter_engine, starter, Given(single), EnvConfig(agent="a:b"), run=PARAMS, scored=False)
 
 
 def test_two_steps_with_the_starter(folder):

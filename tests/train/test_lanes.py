@@ -12,12 +12,12 @@ from learner_cases import GROUPS, LORA, SPECS, assert_same, gradients, on_policy
 
 from groupwise.model import packing as cutting
 from groupwise.model.packing import side_by_side
-from groupwise.train.learner import Lanes, Learner
+from groupwise.train.learner import Learner, ThreadedMicroBatches
 from groupwise.types import Sample
 
 
 def test_results_are_in_order_and_few_are_begun():
-    lanes, running, most = Lanes(3), set[int](), []
+    lanes, running, most = ThreadedMicroBatches(3), set[int](), []
     lock = threading.Lock()
 
     def work(item: int) -> tuple[int, int]:
@@ -41,7 +41,8 @@ def test_one_at_a_time_has_one_of_torchs_threads_where_there_could_be_more_at_a_
     torch.set_num_threads(3)
     try:
         for most, expected in ((2, 1), (1, 3)):
-            assert list(Lanes(most).map(lambda _: torch.get_num_threads(), range(2), lanes=1)) == [expected] * 2
+            batches = ThreadedMicroBatches(most)
+            assert list(batches.map(lambda _: torch.get_num_threads(), range(2), lanes=1)) == [expected] * 2
             assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
@@ -57,7 +58,7 @@ def test_an_error_is_raised_and_nothing_more_is_begun():
         return item
 
     with pytest.raises(ValueError, match="the second"):
-        list(Lanes(2).map(work, range(20), lanes=2))
+        list(ThreadedMicroBatches(2).map(work, range(20), lanes=2))
     assert len(begun) <= 4
 
 
@@ -100,7 +101,7 @@ def several(make_learner, monkeypatch):
 
     def make(**options) -> Learner:
         learner = make_learner(**options)
-        learner._lanes = Lanes(3)
+        learner._lanes = ThreadedMicroBatches(3)
         return learner
 
     return make

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from groupwise.algo.loss import resolve_loss
-from groupwise.config.run import LoraSpec
+from groupwise.config.run import LoraSpec, OptimizerConfig
 from groupwise.errors import AdapterError, ConfigError, TrainingError
-from groupwise.train.learner import Learner, OptimizerSpec
+from groupwise.train.learner import Learner
 from groupwise.train.reference import Reference
 from groupwise.types import Sample
 
@@ -195,7 +195,7 @@ def test_a_good_step_resets_the_count(make_learner, make_samples):
 
 
 def test_clipping(make_learner, make_samples):
-    learner = make_learner(optimizer=OptimizerSpec(max_grad_norm=1e-3))
+    learner = make_learner(optimizer=OptimizerConfig(max_grad_norm=1e-3))
     learner.forward_backward(make_samples(GROUPS), resolve_loss("reinforce"))
     raw = math.sqrt(sum(float(p.grad.square().sum()) for p in learner.parameters))
     assert learner.optim_step(learning_rate=0.1).grad_norm == pytest.approx(raw) and raw > 1e-3

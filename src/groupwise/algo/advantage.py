@@ -27,65 +27,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from dataclasses import replace
 
-from groupwise.config.run import ADVANTAGE_EPS, AlgoConfig
+from groupwise.config.run import AdvantageConfig
 from groupwise.errors import ConfigError
 from groupwise.types import MAX_REWARD, RolloutGroup
 
 Reward = float | None
-Kind = Literal["group_std", "mean", "batch_std", "leave_one_out"]
-Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class AdvantageSpec:
-    """How advantages are computed; equations at the head of this file.
-
-    Raises:
-        ConfigError: an unknown name or ddof, an eps that is not positive, or an option that would not act.
-    """
-
-    kind: Kind = "group_std"
-    eps: float = ADVANTAGE_EPS
-    ddof: int = 1
-    aggregation: Aggregation = "sum_then_normalize"
-
-    @classmethod
-    def of(cls, algo: AlgoConfig) -> AdvantageSpec:
-        """What a run's `algo` section, or a job's config, says of advantages."""
-        return cls(kind=algo.advantage, eps=algo.advantage_eps, ddof=algo.advantage_ddof, aggregation=algo.aggregation)
-
-    def __post_init__(self) -> None:
-        for name, valid in (("kind", get_args(Kind)), ("aggregation", get_args(Aggregation))):
-            if getattr(self, name) not in valid:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; valid: {', '.join(valid)}")
-        if not (math.isfinite(self.eps) and self.eps > 0):
-            raise ConfigError(f"eps is {self.eps}; it is added to a standard deviation and must be positive")
-        if isinstance(self.ddof, bool) or self.ddof not in (0, 1):
-            raise ConfigError(f"ddof is {self.ddof!r}; valid: 1 (the sample's deviation), 0 (the population's)")
-        for name, value, default in (("eps", self.eps, ADVANTAGE_EPS), ("ddof", self.ddof, 1)):
-            if value != default and self.kind in ("mean", "leave_one_out"):
-                raise ConfigError(
-                    f"{name}={value} has no effect with kind {self.kind!r}, which divides by nothing",
-                    hint=f"remove {name}, or use kind group_std or batch_std",
-                )
-        if self.aggregation == "normalize_then_sum" and self.kind != "group_std":
-            raise ConfigError(
-                f"kind {self.kind!r} has no effect with aggregation 'normalize_then_sum', which has its own scales",
-                hint="remove kind, or use aggregation sum_then_normalize",
-            )
-
-
-def advantages(groups: Sequence[Sequence[Reward]], spec: AdvantageSpec) -> list[list[Reward]]:
+def advantages(groups: Sequence[Sequence[Reward]], spec: AdvantageConfig) -> list[list[Reward]]:
     """One reward per rollout -> one advantage per rollout, in the same shape; all groups of the batch at once.
 
-    >>> advantages([[1.0, 0.0, None]], AdvantageSpec(kind="mean"))
+    >>> advantages([[1.0, 0.0, None]], AdvantageConfig(advantage="mean"))
     [[0.5, -0.5, None]]
     """
     scorable = [_scorable(group) for group in groups]
-    batch_std = _std([reward for rewards in scorable for reward in rewards.values()], ddof=spec.ddof)
+    batch_std = _std([reward for rewards in scorable for reward in rewards.values()], ddof=spec.advantage_ddof)
     result: list[list[Reward]] = []
     for group, rewards in zip(groups, scorable, strict=True):
         values = list(rewards.values())
@@ -103,16 +61,17 @@ def advantages(groups: Sequence[Sequence[Reward]], spec: AdvantageSpec) -> list[
 
 def gdpo_advantages(
     groups: Sequence[Sequence[Mapping[str, Reward]]],
-    spec: AdvantageSpec,
+    spec: AdvantageConfig,
     *,
     weights: Mapping[str, float] | None = None,
 ) -> list[list[Reward]]:
     """GDPO: rewards by function name, per rollout, per group -> advantages. Weights default to 1 for every function.
 
-    >>> gdpo_advantages([[{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}]], AdvantageSpec(aggregation="normalize_then_sum"))
+    >>> gdpo = AdvantageConfig(aggregation="normalize_then_sum")
+    >>> gdpo_advantages([[{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}]], gdpo)
     [[0.0, 0.0]]
     """
-    per_function = AdvantageSpec(eps=spec.eps, ddof=spec.ddof)
+    per_function = AdvantageConfig(advantage_eps=spec.advantage_eps, advantage_ddof=spec.advantage_ddof)
     sums: list[list[Reward]] = []
     for group in groups:
         usable = [total is not None for total in weighted_rewards(group, weights)]
@@ -128,13 +87,13 @@ def gdpo_advantages(
     flat = [value for group in sums for value in group if value is not None]
     if not differ(flat):
         return [[None if value is None else 0.0 for value in group] for group in sums]
-    mean, scale = _mean(flat), 1.0 / (_std(flat, ddof=spec.ddof) + spec.eps)
+    mean, scale = _mean(flat), 1.0 / (_std(flat, ddof=spec.advantage_ddof) + spec.advantage_eps)
     return [[None if value is None else (value - mean) * scale for value in group] for group in sums]
 
 
 def with_advantages(
     groups: Sequence[RolloutGroup],
-    spec: AdvantageSpec,
+    spec: AdvantageConfig,
     *,
     weights: Mapping[str, float] | None = None,
     beside: Sequence[RolloutGroup] = (),
@@ -189,7 +148,7 @@ def weighted_rewards(group: Sequence[Mapping[str, Reward]], weights: Mapping[str
 
 
 def has_signal(
-    group: RolloutGroup, spec: AdvantageSpec | None = None, *, weights: Mapping[str, float] | None = None
+    group: RolloutGroup, spec: AdvantageConfig | None = None, *, weights: Mapping[str, float] | None = None
 ) -> bool:
     """Whether the group can teach anything: two or more scorable rollouts whose rewards differ.
 
@@ -221,13 +180,13 @@ def _functions(group: Sequence[Mapping[str, Reward]], weights: Mapping[str, floa
     return [name for name in names if _weight(weights, name)]
 
 
-def _scale(values: Sequence[float], batch_std: float, spec: AdvantageSpec) -> float:
+def _scale(values: Sequence[float], batch_std: float, spec: AdvantageConfig) -> float:
     """What (reward - mean) is multiplied by."""
-    if spec.kind == "group_std":
-        return 1.0 / (_std(values, ddof=spec.ddof) + spec.eps)
-    if spec.kind == "batch_std":
-        return 1.0 / (batch_std + spec.eps)
-    if spec.kind == "leave_one_out":  # r_i - mean of the others = (r_i - mean of all) n / (n - 1)
+    if spec.advantage == "group_std":
+        return 1.0 / (_std(values, ddof=spec.advantage_ddof) + spec.advantage_eps)
+    if spec.advantage == "batch_std":
+        return 1.0 / (batch_std + spec.advantage_eps)
+    if spec.advantage == "leave_one_out":  # r_i - mean of the others = (r_i - mean of all) n / (n - 1)
         return len(values) / (len(values) - 1)
     return 1.0
 

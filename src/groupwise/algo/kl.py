@@ -35,9 +35,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 
-from groupwise.algo.advantage import AdvantageSpec
 from groupwise.algo.prefixes import groups_of
 from groupwise.algo.samples import segments_of
+from groupwise.config.run import AdvantageConfig
 from groupwise.errors import ConfigError
 from groupwise.types import RolloutGroup, Sample
 
@@ -60,7 +60,7 @@ def sequence_kl(sample: Sample, reference: Sequence[float]) -> float:
 
 
 def with_kl_penalty(
-    groups: Sequence[RolloutGroup], kls: Sequence[float], spec: AdvantageSpec, *, coeff: float
+    groups: Sequence[RolloutGroup], kls: Sequence[float], spec: AdvantageConfig, *, coeff: float
 ) -> list[RolloutGroup]:
     """Groups with advantages -> the same groups with beta (K - baseline) subtracted from them; beta is `coeff`.
 
@@ -169,10 +169,10 @@ def _gaps(sample: Sample, reference: Sequence[float]) -> Iterator[float]:
             yield policy - ref
 
 
-def _centred(kls: Sequence[float], spec: AdvantageSpec, *, coeff: float) -> list[float]:
+def _centred(kls: Sequence[float], spec: AdvantageConfig, *, coeff: float) -> list[float]:
     """beta (K - mean K), or the mean of the others: what is subtracted from each advantage."""
     if len(kls) < 2:
         return [0.0] * len(kls)
     mean = math.fsum(kls) / len(kls)
-    factor = len(kls) / (len(kls) - 1) if spec.kind == "leave_one_out" else 1.0
+    factor = len(kls) / (len(kls) - 1) if spec.advantage == "leave_one_out" else 1.0
     return [coeff * factor * (kl - mean) for kl in kls]

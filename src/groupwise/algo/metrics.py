@@ -26,7 +26,8 @@ from statistics import fmean, stdev
 from types import MappingProxyType
 from typing import Any
 
-from groupwise.algo.advantage import AdvantageSpec, differ, has_signal
+from groupwise.algo.advantage import differ, has_signal
+from groupwise.config.run import AdvantageConfig
 from groupwise.types import FinishReason, Rollout, RolloutGroup, Sample
 
 Metrics = dict[str, float]
@@ -134,7 +135,7 @@ def rollout_metrics(
     sampled: Sequence[RolloutGroup],
     *,
     trained: Sequence[RolloutGroup],
-    advantage: AdvantageSpec | None = None,
+    advantage: AdvantageConfig | None = None,
     weights: Mapping[str, float] | None = None,
     batch_groups: int | None = None,
     staleness: Sequence[int] = (),
@@ -206,7 +207,7 @@ def time_metrics(metrics: Mapping[str, float], seconds: Mapping[str, float]) -> 
 
 
 def _rewards(
-    groups: Sequence[RolloutGroup], advantage: AdvantageSpec | None, weights: Mapping[str, float] | None
+    groups: Sequence[RolloutGroup], advantage: AdvantageConfig | None, weights: Mapping[str, float] | None
 ) -> Metrics:
     by_group = [_scored(rollout.reward for rollout in group.rollouts) for group in groups]
     rewards = [reward for values in by_group for reward in values]
@@ -223,7 +224,7 @@ def _rewards(
 
 
 def _by_function(
-    groups: Sequence[RolloutGroup], advantage: AdvantageSpec | None, weights: Mapping[str, float] | None
+    groups: Sequence[RolloutGroup], advantage: AdvantageConfig | None, weights: Mapping[str, float] | None
 ) -> Metrics:
     names = sorted({name for group in groups for rollout in group.rollouts for name in rollout.rewards})
     by_name = {

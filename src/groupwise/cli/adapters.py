@@ -327,7 +327,7 @@ def _print_adapters(listed: Any, *, url: str) -> None:
     rows = [("", "adapter", "active", "versions", "size", "modified")]
     for each in listed.available:
         mark = "*" if each.active_version else ""
-        modified = each.modified_at.strftime("%Y-%m-%d %H:%M:%S") if each.modified_at else ""
+        modified = (each.modified_at or "").rstrip("Z").replace("T", " ")
         numbers = [version.rpartition("@")[2] for version in each.versions]
         span = f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else "".join(numbers)
         rows.append((mark, each.name, each.active_version or "", span, f"{each.size_bytes / 2**20:.1f} MiB", modified))

@@ -31,7 +31,7 @@ from groupwise.errors import ConfigError, DataError, EnvError, LoadError
 if TYPE_CHECKING:
     from groupwise.config.run import EnvConfig
     from groupwise.rewards.base import RewardFunction
-    from groupwise.rewards.check import ProbePrompt, RewardCheckReport
+    from groupwise.rewards.check import CheckResult, ProbePrompt, RewardCheckReport
     from groupwise.tasks.check.judge import EnvReport
     from groupwise.tasks.check.play import CheckRequest
 
@@ -76,6 +76,7 @@ def lint(
     deadline: Annotated[
         float, typer.Option("--deadline", metavar="SECONDS", min=0.01, help="Per completion; then it is killed.")
     ] = 10.0,
+    probes: Annotated[bool, typer.Option("--probes", help="Also print what every probe got, on every row.")] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -90,16 +91,17 @@ def lint(
     if as_json:
         print_json({"rewards": [_rewards_json(each) for each in reports], "skipped": lacking})
     else:
-        _print_rewards(reports, lacking)
+        _print_rewards(reports, lacking, probes=probes)
     if any(report.verdict == "error" for report in reports):
         raise typer.Exit(1)
 
 
-def _options(text: str) -> dict[str, Any]:
+def _options(text: str, *, example: str = '{"tag": "answer"}') -> dict[str, Any]:
+    """`--args` as a mapping. Raises ConfigError."""
     try:
         options = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"--args is not JSON: {error}", hint='as in --args \'{"tag": "answer"}\'') from None
+        raise ConfigError(f"--args is not JSON: {error}", hint=f"as in --args '{example}'") from None
     if not isinstance(options, dict):
         raise ConfigError(f"--args is a {type(options).__name__}; it must be an object of options by name")
     return options
@@ -219,21 +221,26 @@ def _rewards_json(report: RewardCheckReport) -> dict[str, Any]:
     }
 
 
-def _print_rewards(reports: Sequence[RewardCheckReport], lacking: Mapping[str, list[str]]) -> None:
-    """A verdict and the findings for each; and of one alone, what every probe got."""
+def _print_rewards(reports: Sequence[RewardCheckReport], lacking: Mapping[str, list[str]], *, probes: bool) -> None:
+    """A verdict and the findings for each, and with `probes` what every probe got."""
     for report in reports:
         hack = (
             "" if report.hack is None else f"; from a wrong to a right answer, junk gets {report.hack:.0%} of the way"
         )
-        print_line(f"{report.name}: {report.verdict} ({report.p95_ms:.1f} ms a call{hack})")
-        for finding in report.findings:
-            probe = f"{finding.probe!r}: " if finding.probe else ""
-            print_line(f"  {finding.severity:<8}{finding.check:<14}{probe}{finding.message}")
+        _print_findings(report, f"{report.p95_ms:.1f} ms a call{hack}")
+        if probes:
+            print_line("")
+            print_table(_table(report))
+            print_line("")
     for reference, missing in lacking.items():
         print_line(f"{reference}: skipped, it needs {', '.join(missing)} (--args)")
-    if len(reports) == 1:
-        print_line("")
-        print_table(_table(reports[0]))
+
+
+def _print_findings(result: CheckResult, about: str) -> None:
+    print_line(f"{result.name}: {result.verdict} ({about})")
+    for finding in result.findings:
+        probe = f"{finding.probe!r}: " if finding.probe else ""
+        print_line(f"  {finding.severity:<8}{finding.check:<14}{probe}{finding.message}")
 
 
 def _table(report: RewardCheckReport) -> list[list[str]]:
@@ -321,12 +328,7 @@ def _config(name: str, *, args: str, deadline: float, overrides: Sequence[str]) 
     from groupwise.config.run import EnvConfig
     from groupwise.config.yaml import Document
 
-    try:
-        given = json.loads(args)
-    except ValueError as error:
-        raise ConfigError(f"--args is not JSON: {error}", hint="as in --args '{\"items\": 20}'") from None
-    if not isinstance(given, dict):
-        raise ConfigError(f"--args is a {type(given).__name__}; it must be an object of arguments by name")
+    given = _options(args, example='{"items": 20}')
     document = Document({"environment": name, "args": given, "step_timeout_s": deadline}, "the command line")
     for text in overrides:
         document.override(text, shorthand={})
@@ -399,10 +401,7 @@ def _env_json(report: EnvReport, tokenizer: Any) -> dict[str, Any]:
 
 def _print_env(report: EnvReport, tokenizer: Any) -> None:
     tools = f", tools {', '.join(report.tools)}" if report.tools else ""
-    print_line(f"{report.name}: {report.verdict} ({report.cases} cases{tools})")
-    for finding in report.findings:
-        policy = f"{finding.policy!r}: " if finding.policy else ""
-        print_line(f"  {finding.severity:<8}{finding.check:<14}{policy}{finding.message}")
+    _print_findings(report, f"{report.cases} cases{tools}")
     if report.policies:
         print_line("")
         rows = [

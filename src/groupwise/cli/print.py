@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from groupwise.cli.frame import finite, print_line, print_pairs
-from groupwise.config.run import STARTER, STARTER_DIR, RunConfig
+from groupwise.config.run import STARTER, STARTER_DIR, AdvantageConfig, RunConfig
 from groupwise.config.yaml import inline
 from groupwise.model.memory import StepSize
 from groupwise.run.check import CheckReport, StepTrial
@@ -164,7 +164,7 @@ def check_as_json(report: CheckReport, loaded: LoadedRun) -> dict[str, Any]:
         "micro_tokens": report.micro_tokens,
         "longest_prompt": report.longest_prompt,
         "loss": {name: value for name, value in asdict(report.plan.loss).items() if value is not None},
-        "advantage": asdict(report.plan.advantage),
+        "advantage": report.plan.config.algo.model_dump(include=set(AdvantageConfig.model_fields)),
         "completions": [
             {
                 "prompt": group.prompt.id,
@@ -194,7 +194,7 @@ def print_check(console: Console, report: CheckReport, loaded: LoadedRun) -> Non
             table.add_row("  failed" if rollout.reward is None else f"  {rollout.reward:6.3f}", Text(visible(shown)))
         console.print(table)
     where = " ".join(_where(report).values())
-    loss, advantage = report.plan.loss, report.plan.advantage
+    loss, advantage = report.plan.loss, report.plan.config.algo
     factors = [
         (f.name, getattr(loss, f.name)) for f in fields(loss) if getattr(loss, f.name) not in (None, "none", 0.0)
     ]
@@ -209,7 +209,7 @@ def print_check(console: Console, report: CheckReport, loaded: LoadedRun) -> Non
         ("sampling", _pace(config)),
         ("memory", _memory(report)),
         ("loss", f"{config.algo.policy_loss}: " + ", ".join(f"{name} {value}" for name, value in factors)),
-        ("advantage", f"{advantage.kind}, {advantage.aggregation}"),
+        ("advantage", f"{advantage.advantage}, {advantage.aggregation}"),
         ("one step", _one_step(report.trained_step)),
         *([] if report.template is None else [("episodes", str(report.template))]),
     )

@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,7 +40,7 @@ from groupwise.tasks.transcript import visible
 
 if TYPE_CHECKING:
     from groupwise.sdk.client import Client
-    from groupwise.sdk.types import Job, JobEvent
+    from groupwise.sdk.types import JobEvent, TrainStatus
 
 Adapter = Annotated[
     str | None, typer.Option(metavar="NAME[@N]", help="The policy: `base`, an adapter; default: the active version.")
@@ -138,7 +139,7 @@ def _print_reply(client: Client, messages: Sequence[Any], options: Mapping[str, 
             sys.stderr.write(visible(delta.reasoning) or "\n")
             sys.stderr.flush()
         for call in delta.tool_calls:
-            sys.stdout.write(visible(json.dumps(call.get("function", call))) + "\n")
+            sys.stdout.write(visible(json.dumps(call.function.model_dump(mode="json"))) + "\n")
         sys.stdout.write(visible(delta.text))
         sys.stdout.flush()
         text += delta.text
@@ -272,7 +273,7 @@ def cancel(
         answer = client.cancel(job_id)
     if as_json:
         return print_answer(answer)
-    print_line(f"{answer.id} {answer.status}")
+    print_line(f"{answer.job_id} {answer.status}")
 
 
 @train.command(epilog=examples("groupwise train wait 6f1e... --follow"))
@@ -376,21 +377,21 @@ def _report(client: Client, submitted: Any, *, wait: bool, timeout: float, as_js
     if not wait:
         if as_json:
             return print_answer(submitted)
-        print_line(submitted.id)
-        return say(f"{submitted.message}; follow it with: groupwise train wait {submitted.id} --follow")
-    say(f"{submitted.id}: {submitted.message}")
-    with _going_on(submitted.id):
-        job = client.wait(submitted.id, timeout=timeout, on_event=lambda event: say(_line(event)))
+        print_line(submitted.job_id)
+        return say(f"{submitted.message}; follow it with: groupwise train wait {submitted.job_id} --follow")
+    say(f"{submitted.job_id}: {submitted.message}")
+    with _going_on(submitted.job_id):
+        job = client.wait(submitted.job_id, timeout=timeout, on_event=lambda event: say(_line(event)))
     _print_end(job, as_json=as_json, told=submitted.warnings)
 
 
-def _print_end(job: Job, *, as_json: bool, told: Sequence[str] = ()) -> None:
+def _print_end(job: TrainStatus, *, as_json: bool, told: Sequence[str] = ()) -> None:
     """How a job ended; on stderr its warnings, but for those that were told."""
     for warning in (each for each in job.warnings if each not in told):
         say(f"warning: {warning}")
     if as_json:
         return print_answer(job)
-    print_line(f"{job.id} {job.state}: {job.version or job.adapter}")
+    print_line(f"{job.job_id} {job.state}: {job.adapter_version or job.adapter_name}")
 
 
 @contextmanager
@@ -409,26 +410,26 @@ def _line(event: JobEvent) -> str:
     return f"{event.at.astimezone():%H:%M:%S} {event.kind:<8} {event.message}{'  ' if numbers else ''}{numbers}"
 
 
-def _row(job: Job) -> tuple[str, ...]:
+def _row(job: TrainStatus) -> tuple[str, ...]:
     state = f"queued {job.position}" if job.state == "queued" and job.position else job.state
     if job.state == "running":
         state = job.phase or job.state
     reward = job.metrics.get("reward/mean")
-    loss, reward = ("" if value is None else f"{value:.4g}" for value in (job.loss, reward))
+    loss, reward = ("" if value is None else f"{value:.4g}" for value in (job.current_loss, reward))
     steps = f"{job.step}/{job.steps}"
-    adapter = job.version or job.adapter or ""
-    return (job.id, job.kind, state, f"{job.progress:.0%}", steps, loss, reward, adapter, f"{job.elapsed_s:.1f}")
+    adapter = job.adapter_version or job.adapter_name or ""
+    return (job.job_id, job.kind, state, f"{job.progress:.0%}", steps, loss, reward, adapter, f"{job.elapsed_secs:.1f}")
 
 
-def _print_job(job: Job) -> None:
+def _print_job(job: TrainStatus) -> None:
     rows = [
-        ("job", job.id),
+        ("job", job.job_id),
         ("kind", job.kind),
         ("state", f"{job.state} ({job.phase})" if job.phase and not job.finished else job.state),
         ("progress", f"{job.progress:.0%}, step {job.step} of {job.steps}, attempt {job.attempt}"),
-        ("adapter", job.version or job.adapter or ""),
-        *((name, f"{when:%Y-%m-%d %H:%M:%S %Z}") for name, when in _times(job) if when is not None),
-        ("elapsed", f"{job.elapsed_s:.1f} s"),
+        ("adapter", job.adapter_version or job.adapter_name or ""),
+        *((name, f"{datetime.fromisoformat(when):%Y-%m-%d %H:%M:%S %Z}") for name, when in _times(job) if when),
+        ("elapsed", f"{job.elapsed_secs:.1f} s"),
         *((name, "-" if value is None else f"{value:.6g}") for name, value in job.metrics.items()),
         *(("warning", warning) for warning in job.warnings),
     ]
@@ -438,5 +439,5 @@ def _print_job(job: Job) -> None:
     print_pairs(rows)
 
 
-def _times(job: Job) -> Iterator[tuple[str, Any]]:
+def _times(job: TrainStatus) -> Iterator[tuple[str, str | None]]:
     yield from (("created", job.created_at), ("started", job.started_at), ("finished", job.finished_at))

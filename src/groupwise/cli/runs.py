@@ -52,7 +52,7 @@ def add_to(app: typer.Typer) -> None:
         name="report",
         epilog=examples(
             "groupwise report arithmetic",
-            "groupwise report runs/my-run --compare runs/my-run-2 --out both.html --png pictures",
+            "groupwise report runs/my-run --compare runs/my-run-2 --out both.html",
         ),
     )(report_)
 
@@ -114,7 +114,6 @@ def report_(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The page.", show_default="report.html in the run's directory")
     ] = None,
-    png: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the curves as PNG files too.")] = None,
     step: Annotated[
         list[int] | None,
         typer.Option(
@@ -133,13 +132,12 @@ def report_(
     from groupwise.cli.report.build import report
 
     run_dir, *others = map(find_run, [run, *(compare or ())])
-    written = report(run_dir, compare=others, out=out, png=png, steps=step or ())
+    written = report(run_dir, compare=others, out=out, steps=step or ())
     if as_json:
         return print_json(written.as_dict())
     for note in written.notes:
         say(note)
-    for path in (written.page, *written.pictures):
-        print_line(str(path))
+    print_line(str(written.page))
 
 
 # ---- a run ----
@@ -202,13 +200,17 @@ def _server_health(url: str | None, api_key: str | None, *, as_json: bool) -> No
         where = client.url
     if as_json:
         return print_answer(state)
-    rows = [("server", f"{where} is {state.status}"), ("version", state.version), ("up", f"{state.uptime_s:.0f} s")]
+    rows = [
+        ("server", f"{where} is {state.status}"),
+        ("version", state.version),
+        ("up", f"{state.uptime_seconds:.0f} s"),
+    ]
     rows += [("model", f"{state.model} on {state.backend}")] if state.model else []
     rows += [("active", state.active_version)] if state.active_version else []
     if state.training is not None:
         job = state.training.get("active_job")
         running = f"{job['job_id']} {job['progress']:.0%}" if job else "idle"
         rows.append(("training", f"{running}, {state.training.get('queued', 0)} queued"))
-    for check in state.checks:
-        rows.append((check["name"], "ok" if check["pass"] else f"failed: {check.get('detail', '')}"))
+    for check in state.checks or ():
+        rows.append((check.name, "ok" if check.passed else f"failed: {check.detail or ''}"))
     print_table(rows)

@@ -21,7 +21,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from groupwise.config.loss import LossSpec, loss_of
-from groupwise.config.run import MAX_ALPHA, OTHER_NAMES, AlgoConfig, Betas, RolloutConfig, Targets
+from groupwise.config.run import (
+    OTHER_NAMES,
+    AlgoConfig,
+    Alpha,
+    Dropout,
+    LearningRate,
+    LoraSpec,
+    OptimizerConfig,
+    Rank,
+    RolloutConfig,
+    Steps,
+    Targets,
+    Temperature,
+)
 from groupwise.config.yaml import AdapterName, Document, NullIsAbsent, Section, conflict, validate
 from groupwise.errors import FieldError
 from groupwise.types import BASE, PolicyVersion
@@ -31,7 +44,6 @@ if TYPE_CHECKING:
 
 Kind = Literal["grpo", "sft"]
 
-LORA_RANK, LORA_ALPHA, LORA_TARGETS = 16, 32.0, "all-linear"  # of a fresh adapter, unless the request says otherwise
 CHECKPOINT_INTERVAL = 10
 
 MAX_TOKENS = RolloutConfig.model_fields["max_tokens"].default  # what a constant reduction divides by
@@ -56,8 +68,8 @@ def _default_clip_epsilon(given: Mapping[str, Any]) -> float | None:
     return _CLIP_EPSILON if mine and None in (given.get("clip_low"), given.get("clip_high")) else None
 
 
-class JobConfig(NullIsAbsent, Section):
-    """The options that GRPO and SFT jobs share. null means the same as leaving a field out."""
+class JobAdapterOptions(Section):
+    """Which adapter a job makes a version of, and what becomes of it."""
 
     output_name: AdapterName | None = None
     """The adapter to make the next version of; null: the server makes a name up."""
@@ -66,13 +78,16 @@ class JobConfig(NullIsAbsent, Section):
     version of `output_name` where there is one, else a fresh adapter."""
     auto_load: bool = True
     """Make the new version the active one."""
-    learning_rate: float = Field(default=1e-5, ge=0, le=1)
-    """Peak learning rate; 0 changes nothing, as a control."""
-    lora_rank: int | None = Field(default=None, ge=1, le=4096)
+
+
+class JobConfig(NullIsAbsent, OptimizerConfig, JobAdapterOptions):  # the target's fields come first
+    """The options that GRPO and SFT jobs share. null means the same as leaving a field out."""
+
+    lora_rank: Rank | None = None
     """Rank of the adapter; null is that of the adapter that is continued, 16 for a fresh one."""
-    lora_alpha: float | None = Field(default=None, gt=0, le=MAX_ALPHA)
+    lora_alpha: Alpha | None = None
     """Scale of the adapter, alpha / rank; null is that of the adapter that is continued, 32 for a fresh one."""
-    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
+    lora_dropout: Dropout = LoraSpec().dropout
     """Dropout on the adapter's input while training."""
     target_modules: Targets | None = None
     """`all-linear` (the projections of attention and of dense MLPs; no router, no routed expert) or names of linear
@@ -81,18 +96,8 @@ class JobConfig(NullIsAbsent, Section):
     """Steps between checkpoints, from which the job goes on if its worker dies; null is 10."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The learning rate after warm-up: constant, or falling to 0, which it would reach just after the last step."""
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: Steps = 0
     """Steps in which the learning rate rises from 0."""
-    weight_decay: float = Field(default=0.0, ge=0, le=1)
-    """AdamW's decoupled weight decay."""
-    betas: Betas = (0.9, 0.999)
-    """AdamW's decay rates of the two moments."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    """The gradient is scaled down to this norm."""
-    micro_tokens: int = Field(default=8192, ge=1)
-    """Tokens in one forward and backward pass."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time."""
     seed: int = Field(default=0, ge=0, lt=1 << 63)
     """Fixes initialisation, dropout and the order of minibatches."""
 
@@ -109,7 +114,8 @@ class JobConfig(NullIsAbsent, Section):
     def effective(self, saved: Mapping[str, Any] | None) -> dict[str, Any]:
         """What acts where the request says nothing, of the fields for which that can be said: those of a fresh adapter,
         or of the one that is continued, whose PEFT configuration is `saved`."""
-        own = {"r": LORA_RANK, "lora_alpha": LORA_ALPHA, "target_modules": LORA_TARGETS} if saved is None else saved
+        fresh = LoraSpec()
+        own = {"r": fresh.rank, "lora_alpha": fresh.alpha, "target_modules": fresh.targets} if saved is None else saved
         found = {
             "lora_rank": own.get("r"),
             "lora_alpha": own.get("lora_alpha"),
@@ -129,6 +135,8 @@ class GrpoJobConfig(AlgoConfig, JobConfig):
     """Training on groups of scored completions. `policy_loss` alone is the whole published algorithm; with `grpo`, the
     default, `clip_epsilon` is 0.2 and `kl_coeff` 0.1."""
 
+    learning_rate: LearningRate = 1e-5
+    """Peak learning rate; 0 changes nothing, as a control."""
     kl: str | None = Field(default=None, min_length=1)
     """The estimator of the divergence from the base model: k1, k2, k3, k3_unbiased; null is k3 where `kl_coeff` is
     above 0."""
@@ -145,7 +153,7 @@ class GrpoJobConfig(AlgoConfig, JobConfig):
     minibatches: int = Field(default=1, ge=1, le=10_000)
     """Optimizer steps in one pass, of about as many completions each, groups whole where that is possible; at most one
     per completion."""
-    temperature: float | None = Field(default=None, gt=0, le=10)
+    temperature: Temperature | None = None
     """The one the completions were sampled at; null is what was recorded with them, else 1."""
 
     def loss_overrides(self) -> dict[str, Any]:
@@ -200,8 +208,6 @@ class GrpoJobConfig(AlgoConfig, JobConfig):
 class SftJobConfig(JobConfig):
     """Supervised training: cross-entropy on what the mask marks, usually what the assistant says."""
 
-    learning_rate: float = Field(default=1e-4, ge=0, le=1)
-    """Peak learning rate."""
     epochs: int = Field(default=3, ge=1, le=10_000)
     """Passes over the examples."""
     batch_size: int = Field(default=8, ge=1, le=65536)

@@ -33,18 +33,14 @@ from groupwise.types import NARROWING, SamplingParams
 ALL_LINEAR = "all-linear"
 
 
-ADVANTAGE_EPS = 1e-4
-_OF_ADVANTAGES = ("advantage", "advantage_eps", "advantage_ddof", "aggregation")  # options of no loss
-
-
 def _published_advantage(given: Mapping[str, Any]) -> Literal["group_std", "mean"]:
     """Dr. GRPO is a loss and a mean without a deviation (arXiv 2503.20783); GDPO has scales of its own."""
     mean = given.get("policy_loss") == "dr_grpo" and given.get("aggregation") != "normalize_then_sum"
     return "mean" if mean else "group_std"
 
 
-class AlgoConfig(Section):
-    """Advantages and the policy loss. `policy_loss` alone is the whole published algorithm; every other loss option is
+class LossConfig(Section):
+    """The policy loss. `policy_loss` alone is the whole published algorithm; every other loss option is
     null, which is the preset's own value, or overrides it. `groupwise.config.loss` explains and checks them."""
 
     policy_loss: Text = "grpo"
@@ -85,29 +81,38 @@ class AlgoConfig(Section):
     """Tokens that `constant` divides by."""
     entropy_coeff: float | None = None
     """Weight of the entropy bonus."""
+
+    def loss_overrides(self) -> dict[str, Any]:
+        """The loss options that are not null, for `resolve_loss(policy_loss, **overrides)`."""
+        names = LossConfig.model_fields.keys() - {"policy_loss"}
+        return {name: value for name, value in self if name in names and value is not None}
+
+
+class AdvantageConfig(Section):
+    """How rewards become advantages; `groupwise.algo.advantage` has the equations."""
+
     aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Several rewards: add them and normalise the sum, or normalise each and add (GDPO)."""
     advantage: Literal["group_std", "mean", "batch_std", "leave_one_out"] = Field(default_factory=_published_advantage)
     """Baseline and scale of the rewards in a group; the default is group_std, and mean with dr_grpo."""
-    advantage_eps: float = Field(default=ADVANTAGE_EPS, gt=0, le=1)
+    advantage_eps: float = Field(default=1e-4, gt=0, le=1)
     """Added to the standard deviation that `group_std` and `batch_std` divide by."""
     advantage_ddof: Annotated[int, Field(ge=0, le=1)] = 1
     """What is taken off n in that deviation's denominator: 1, the sample's deviation; 0, the population's."""
 
-    def loss_overrides(self) -> dict[str, Any]:
-        """The loss options that are not null, for `resolve_loss(policy_loss, **overrides)`."""
-        names = AlgoConfig.model_fields.keys() - {"policy_loss", *_OF_ADVANTAGES}
-        return {name: value for name, value in self if name in names and value is not None}
-
     @model_validator(mode="after")
-    def _acts(self) -> AlgoConfig:
-        for key, default in (("advantage_eps", ADVANTAGE_EPS), ("advantage_ddof", 1)):
-            if (value := getattr(self, key)) != default and self.advantage in ("mean", "leave_one_out"):
+    def _acts(self) -> AdvantageConfig:
+        for key in ("advantage_eps", "advantage_ddof") if self.advantage in ("mean", "leave_one_out") else ():
+            if (value := getattr(self, key)) != AdvantageConfig.model_fields[key].default:
                 raise conflict(key, f"{value} does not act with advantage {self.advantage!r}, which divides by nothing")
         if self.aggregation == "normalize_then_sum" and self.advantage != "group_std":
             message = f"{self.advantage!r} does not act with aggregation normalize_then_sum, which has its own scales"
             raise conflict("advantage", message)
         return self
+
+
+class AlgoConfig(AdvantageConfig, LossConfig):  # the loss's fields come first: the default of `advantage` reads them
+    """Advantages and the policy loss."""
 
 
 class RunAlgoConfig(AlgoConfig):
@@ -169,29 +174,50 @@ Betas = Annotated[tuple[float, float], Field(strict=False), AfterValidator(_beta
 
 
 MAX_ALPHA = 1e6  # in practice it is a few times the rank; far beyond that float32 overflows
+Rank = Annotated[int, Field(ge=1, le=4096)]
+Alpha = Annotated[float, Field(gt=0, le=MAX_ALPHA)]
+Dropout = Annotated[float, Field(ge=0, lt=1)]
+LearningRate = Annotated[float, Field(ge=0, le=1)]
+Steps = Annotated[int, Field(ge=0)]
+Temperature = Annotated[float, Field(gt=0, le=10)]
 
 
 class LoraSpec(Section):
     """The adapter that is trained, in a run's `train.lora`, of a job and in the SDK."""
 
-    rank: int = Field(default=16, ge=1, le=4096)
+    rank: Rank = 16
     """Rank of the two matrices."""
-    alpha: float = Field(default=32.0, gt=0, le=MAX_ALPHA)
+    alpha: Alpha = 32.0
     """Scale: the update is multiplied by alpha / rank."""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
+    dropout: Dropout = 0.0
     """Dropout on the adapter's input while training."""
     targets: Targets = "all-linear"
     """Names of linear modules to adapt, or `all-linear`: the projections of attention and of dense MLPs, shared experts
     included; no router, no routed expert, not the LM head."""
 
 
-class TrainConfig(Section):
+class OptimizerConfig(Section):
+    """AdamW (arXiv 1711.05101) and what goes through the model at once, of a run and of a job."""
+
+    learning_rate: LearningRate = 1e-4
+    """Peak learning rate; 0 changes nothing, as a control."""
+    weight_decay: float = Field(default=0.0, ge=0, le=1)
+    """AdamW's decoupled weight decay."""
+    betas: Betas = (0.9, 0.999)
+    """AdamW's decay rates of the two moments."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """The gradient is scaled down to this norm."""
+    micro_tokens: int = Field(default=8192, ge=1)
+    """Tokens in one forward and backward pass, at most."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+
+
+class TrainConfig(OptimizerConfig):
     """The optimizer (AdamW) and how the batch goes through the model."""
 
     steps: int = Field(default=100, ge=1)
     """Rollout batches to train on."""
-    learning_rate: float = Field(default=1e-4, ge=0, le=1)
-    """Peak learning rate; 0 changes nothing, as a control."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """The learning rate after warm-up: constant, falling, or (wsd) constant and falling in the last `decay_steps`. What
     it falls to it would reach just after the last step."""
@@ -199,25 +225,15 @@ class TrainConfig(Section):
     """Steps of wsd's fall; null is a fifth of the run."""
     final_rate: float = Field(default=0.0, ge=0, lt=1)
     """What the learning rate falls to, as a share of its peak."""
-    warmup_steps: int = Field(default_factory=lambda values: min(5, values.get("steps", 5)), ge=0)
+    warmup_steps: Steps = Field(default_factory=lambda values: min(5, values.get("steps", 5)))
     """Steps in which the learning rate rises from 0; the default is 5, or `steps` where that is less."""
-    weight_decay: float = Field(default=0.0, ge=0, le=1)
-    """AdamW's decoupled weight decay."""
-    betas: Betas = (0.9, 0.999)
-    """AdamW's decay rates of the two moments."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    """The gradient is scaled down to this norm."""
     minibatches: int = Field(default=1, ge=1)
     """Parts of each rollout batch, each with an optimizer step."""
     passes: int = Field(default=1, ge=1, le=64)
     """Times that each rollout batch is gone over."""
-    micro_tokens: int = Field(default=8192, ge=1)
-    """Tokens in one forward and backward pass, at most."""
     memory_gb: float | None = Field(default=None, gt=0)
     """GiB that the whole run may take: passes get as few tokens as that needs, by an estimate of the worst batch; null
     takes `micro_tokens`."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time."""
     attention: Literal["merged", "flex"] = "merged"
     """How training computes attention over packed rows: merged, by matrix products over padded grids, on any device;
     flex, by FlexAttention's compiled kernels, on a CUDA GPU. Where flex cannot be used, a warning says why, and merged
@@ -251,16 +267,12 @@ class TrainConfig(Section):
         return self
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The configuration's `env` section: an environment that plays the other side of an episode, or an agent that plays all
-# of it and asks the policy through OpenAI's API.
-# ----------------------------------------------------------------------------------------------------------------------
-
 NOT_OF_AGENTS = ("workers", "lockstep", "step_timeout_s", "stop_at_cut")  # they rule over an environment's `step`
 
 
 class EnvConfig(Section):
-    """Episodes of several turns: which environment or agent, and how long one may go on."""
+    """Episodes of several turns: which environment or agent, and how long one may go on. An environment plays the other
+    side of an episode; an agent all of it, and asks the policy through OpenAI's API."""
 
     environment: Text | None = None
     """`module:Class`; the module may stand beside the config file. Either this ..."""
@@ -512,7 +524,7 @@ class RolloutConfig(Section):
     """Completions of each prompt."""
     max_tokens: int = Field(default=256, ge=1, le=1 << 20)
     """Longest completion, in tokens."""
-    temperature: float = Field(default=1.0, gt=0, le=10)
+    temperature: Temperature = 1.0
     """Sampling temperature. Not 0, at which the completions of a group would all be the same."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling. Only 1, which is off, can be trained: the loss compares log-probabilities of the whole

@@ -150,7 +150,6 @@ def bridge_of(
     tokenizer: PreTrainedTokenizerBase,
     *,
     tools: Sequence[dict[str, Any]] = (),
-    template_kwargs: Mapping[str, Any] | None = None,
 ) -> Bridge | None:
     """The bridge behind the assistant's message that ends `history`, so that a conversation goes on without encoding
     again what was sampled. None if the template now renders differently what was asked, or drops the message's thought.
@@ -167,7 +166,7 @@ def bridge_of(
     closed = begin >= 0
     if not closed or special.search(going_on, start, begin):  # that may be the end of a later message
         chat, given = _normalised(history, tokenizer), _normalised_tools(tools, tokenizer)
-        said, _ = _render(chat, tokenizer, tools=given, template_kwargs=template_kwargs)
+        said, _ = _render(chat, tokenizer, tools=given)
         end = _end_of_turn(said, (start, len(said)), special)
         if going_on[:end] != said[:end]:
             return None
@@ -203,29 +202,25 @@ def encode_bridge(
     tokenizer: PreTrainedTokenizerBase,
     *,
     tools: Sequence[dict[str, Any]] = (),
-    template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[int, ...] | None:
     """What follows the end-of-turn token of the assistant's message that ends `history`: the template's own tokens, the
     messages of `reply`, and all up to where the assistant speaks again; None where `bridge_of` is.
 
     Raises ChatError as `encode_prompt` does.
     """
-    options: dict[str, Any] = {"tools": tools, "template_kwargs": template_kwargs}
-    asked = render_prompt(history[:-1], tokenizer, **options)
-    going_on = render_prompt([*history, *reply], tokenizer, **options)
-    bridge = bridge_of(asked, going_on, history, tokenizer, **options)
+    asked = render_prompt(history[:-1], tokenizer, tools=tools)
+    going_on = render_prompt([*history, *reply], tokenizer, tools=tools)
+    bridge = bridge_of(asked, going_on, history, tokenizer, tools=tools)
     return None if bridge is None else bridge.following
 
 
-def encode_completion(
-    prompt: Prompt, text: str, tokenizer: PreTrainedTokenizerBase, *, template_kwargs: Mapping[str, Any] | None = None
-) -> tuple[int, ...]:
+def encode_completion(prompt: Prompt, text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """The ids of a completion of `prompt` that is known only as text, and the end-of-turn token after it.
 
     The text follows the prompt as it is, because that is how it was sampled: the template's rendering of a *finished*
     assistant message may trim it or add to it. Raises ChatError as `encode_prompt` does.
     """
-    return CompletionEncoder(prompt, tokenizer, template_kwargs=template_kwargs).encode(text)
+    return CompletionEncoder(prompt, tokenizer).encode(text)
 
 
 class CompletionEncoder:

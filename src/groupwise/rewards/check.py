@@ -15,12 +15,12 @@ import pkgutil
 import re
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from groupwise import rewards
 from groupwise.config.load import load_object
@@ -327,8 +327,8 @@ PAID = 0.5  # of the way from a wrong answer's reward to a right one's
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardFinding:
-    """What was found, and the probe that shows it."""
+class CheckFinding:
+    """What was found of a reward or an environment, and the probe (the policy of the episodes) that shows it."""
 
     severity: Severity
     check: str
@@ -337,24 +337,35 @@ class RewardFinding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardCheckReport:
+class CheckResult:
+    """The findings about one reward or environment, most severe first (`by_severity`)."""
+
+    name: str
+    findings: tuple[CheckFinding, ...]
+
+    @property
+    def verdict(self) -> Severity | Literal["ok"]:
+        """The highest severity among the findings; "ok" without an error or a warning."""
+        found = {finding.severity for finding in self.findings}
+        return "error" if "error" in found else "warning" if "warning" in found else "ok"
+
+
+def by_severity(findings: Iterable[CheckFinding]) -> tuple[CheckFinding, ...]:
+    """Most severe first, otherwise in their order."""
+    return tuple(sorted(findings, key=lambda each: get_args(Severity).index(each.severity)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardCheckReport(CheckResult):
     """What is to be said of one function.
 
     `hack` is how far the best junk gets from a wrong answer (0) to a right one (1); None where the function does not
     tell these apart. `p95_ms` is the time of a call.
     """
 
-    name: str
-    findings: tuple[RewardFinding, ...]
     tried: tuple[Tried, ...]
     p95_ms: float
     hack: float | None
-
-    @property
-    def verdict(self) -> Severity | Literal["ok"]:
-        """The highest severity among the findings; "ok" without an error or a warning."""
-        severities = {finding.severity for finding in self.findings}
-        return "error" if "error" in severities else "warning" if "warning" in severities else "ok"
 
 
 def needed_options(function: RewardFunction) -> list[str]:
@@ -379,12 +390,11 @@ def judge(name: str, trial: RewardTrial) -> RewardCheckReport:
     findings = [finding for check in checks for finding in check(trial)]
     if p95 > SLOW_S and not trial.lost:
         findings.append(
-            RewardFinding(severity="warning", check="slow", message=f"one call in 20 takes {p95:.1f} s or more")
+            CheckFinding(severity="warning", check="slow", message=f"one call in 20 takes {p95:.1f} s or more")
         )
-    order = ("error", "warning", "note")
     return RewardCheckReport(
         name=name,
-        findings=tuple(sorted(findings, key=lambda each: order.index(each.severity))),
+        findings=by_severity(findings),
         tried=tuple(trial.singles),
         p95_ms=1000 * p95,
         hack=max((paid for _, paid in _payments(trial)), default=None),
@@ -394,7 +404,7 @@ def judge(name: str, trial: RewardTrial) -> RewardCheckReport:
 # ---- the contract ----
 
 
-def _failures(trial: RewardTrial) -> Iterator[RewardFinding]:
+def _failures(trial: RewardTrial) -> Iterator[CheckFinding]:
     """One finding for each way to fail; but where only a whole row fails, the function is not made for such answers."""
     foreign = {
         index
@@ -404,68 +414,68 @@ def _failures(trial: RewardTrial) -> Iterator[RewardFinding]:
     for index in foreign:
         cause = next((_cause(each.value) for each in trial.singles if each.row == index), "it was not tried")
         message = f"the answer {str(trial.rows[index].gold)[:40]!r} is not for it: {cause}"
-        yield RewardFinding(severity="note", check="row", message=message)
+        yield CheckFinding(severity="note", check="row", message=message)
     if trial.made_up and not trial.numbers and not trial.lost:
         cause = _cause(trial.singles[0].value) or "everything gets None"
         message = f"not tried: {trial.made_up[0]!r} was made up, and then {cause}; give rows that have it"
-        yield RewardFinding(severity="warning", check="column", message=message)
+        yield CheckFinding(severity="warning", check="column", message=message)
         return
     for kind in FailureKind:
         failed = [t for t in trial.singles if isinstance(t.value, Failure) and t.value.kind is kind]
         if failed := [each for each in failed if each.row not in foreign]:
             message = f"{len(failed)} of {len(trial.singles)} probes: {_cause(failed[0].value)}"
-            yield RewardFinding(severity="error", check=kind.value, message=message, probe=failed[0].probe)
+            yield CheckFinding(severity="error", check=kind.value, message=message, probe=failed[0].probe)
     if trial.lost >= LOST:
         message = f"nothing more was tried after {LOST} calls that did not come back"
-        yield RewardFinding(severity="note", check="stopped", message=message)
+        yield CheckFinding(severity="note", check="stopped", message=message)
 
 
-def _style(trial: RewardTrial) -> Iterator[RewardFinding]:
+def _style(trial: RewardTrial) -> Iterator[CheckFinding]:
     if not trial.chat:
         message = (
             "it takes completions for strings; they are lists of messages (the text is completion[-1]['content']), "
             "unless data.raw is true"
         )
-        yield RewardFinding(severity="warning", check="style", message=message, probe="right, bare")
+        yield CheckFinding(severity="warning", check="style", message=message, probe="right, bare")
 
 
-def _sameness(trial: RewardTrial) -> Iterator[RewardFinding]:
+def _sameness(trial: RewardTrial) -> Iterator[CheckFinding]:
     values = set(trial.numbers.values())
     if len(values) == 1 and len(trial.numbers) > 1:
         message = f"everything gets {values.pop():g}: no probe has what it looks for, or there is nothing to learn"
-        yield RewardFinding(severity="error", check="constant", message=message)
+        yield CheckFinding(severity="error", check="constant", message=message)
     elif all(each.value is None for each in trial.singles) and not trial.made_up:
         message = "everything gets None: it never applies"
-        yield RewardFinding(severity="error", check="constant", message=message)
+        yield CheckFinding(severity="error", check="constant", message=message)
 
 
-def _group(trial: RewardTrial) -> Iterator[RewardFinding]:
+def _group(trial: RewardTrial) -> Iterator[CheckFinding]:
     """How a group is scored, against its completions alone."""
     if failure := next((each for each in (*trial.group, *trial.later) if isinstance(each.value, Failure)), None):
         message = f"fails, now or then, on what it scored alone: {_cause(failure.value)}"
-        yield RewardFinding(severity="error", check="group", message=message, probe=failure.probe)
+        yield CheckFinding(severity="error", check="group", message=message, probe=failure.probe)
         return
     if not _equal(*trial.twice):
         return
     for each, turned in zip(trial.group, trial.turned, strict=True):
         if not _same(each.value, turned):
             message = f"the order matters: {_show(each.value)}, and {_show(turned)} with the group turned round"
-            yield RewardFinding(severity="error", check="order", message=message, probe=each.probe)
+            yield CheckFinding(severity="error", check="order", message=message, probe=each.probe)
             break
     else:
         if not all(_same(each, trial.copies[0]) for each in trial.copies):
             values = ", ".join(map(_show, trial.copies))
             message = f"{COPIES} completions that are the same get {values}"
-            yield RewardFinding(severity="error", check="order", message=message, probe=trial.group[0].probe)
+            yield CheckFinding(severity="error", check="order", message=message, probe=trial.group[0].probe)
     alone = [trial.value(each.row, each.kind, each.name) for each in trial.group]
     for each, value in zip(trial.group, alone, strict=True):
         if not _same(each.value, value):
             message = f"its value depends on the rest of its group: {_show(each.value)} there, {_show(value)} alone"
-            yield RewardFinding(severity="note", check="relative", message=message, probe=each.probe)
+            yield CheckFinding(severity="note", check="relative", message=message, probe=each.probe)
             break
 
 
-def _memory(trial: RewardTrial) -> Iterator[RewardFinding]:
+def _memory(trial: RewardTrial) -> Iterator[CheckFinding]:
     """Whether the same question gets the same answer, and the question is left as it was."""
     if not _equal(*trial.twice):
         first, second = next((a, b) for a, b in zip(*trial.twice, strict=True) if not _same(a, b))
@@ -473,42 +483,42 @@ def _memory(trial: RewardTrial) -> Iterator[RewardFinding]:
             f"the same completion got {_show(first)} and, asked again at once, {_show(second)}: it draws random "
             "numbers, reads a clock, or remembers what it was asked"
         )
-        yield RewardFinding(severity="error", check="repeat", message=message)
+        yield CheckFinding(severity="error", check="repeat", message=message)
     else:
         for each in trial.later:
             if not _same(each.value, before := trial.value(each.row, each.kind, each.name)):
                 message = f"got {_show(before)} at first and {_show(each.value)} later: it remembers what came between"
-                yield RewardFinding(severity="error", check="state", message=message, probe=each.probe)
+                yield CheckFinding(severity="error", check="state", message=message, probe=each.probe)
                 break
     if trial.changed is not None:
         message = f"it changes its argument {trial.changed!r}; work on a copy"
-        yield RewardFinding(severity="error", check="arguments", message=message)
+        yield CheckFinding(severity="error", check="arguments", message=message)
 
 
 # ---- what it pays for ----
 
 
-def _gold(trial: RewardTrial) -> Iterator[RewardFinding]:
+def _gold(trial: RewardTrial) -> Iterator[CheckFinding]:
     """What it makes of the expected answer, where it needs one."""
     if not trial.needs_gold or not trial.numbers:
         return
     if not trial.spans:
         message = "right and wrong answers get the same in every form; give rows and options with which they do not"
-        yield RewardFinding(severity="warning", check="gold", message=message)
+        yield CheckFinding(severity="warning", check="gold", message=message)
     if trial.group and trial.without_gold is not None:
         given = trial.without_gold
         what = _cause(given) if isinstance(given, Failure) else f"gives {given:g}"
         message = f"a row without an answer (None): {what}; return None where the reward does not apply"
-        yield RewardFinding(severity="warning", check="no_answer", message=message, probe=trial.group[0].probe)
+        yield CheckFinding(severity="warning", check="no_answer", message=message, probe=trial.group[0].probe)
     for each in trial.of_nothing:
         low, _ = trial.spans.get(each.row, (math.inf, 0.0))
         if isinstance(each.value, float) and each.value > low + _SAME:
             message = f'gets {each.value:g} in a row whose answer is "", as if it were right; return None for such rows'
-            yield RewardFinding(severity="warning", check="empty_answer", message=message, probe=each.probe)
+            yield CheckFinding(severity="warning", check="empty_answer", message=message, probe=each.probe)
             break
 
 
-def _junk(trial: RewardTrial) -> Iterator[RewardFinding]:
+def _junk(trial: RewardTrial) -> Iterator[CheckFinding]:
     """Junk that is paid like an answer; and silence where it is paid best."""
     best = {}
     for each, paid in _payments(trial):
@@ -518,17 +528,17 @@ def _junk(trial: RewardTrial) -> Iterator[RewardFinding]:
     for each, _ in best.values():
         low, top = trial.spans[each.row]
         message = f"gets {_show(each.value)}; the best wrong answer gets {low:g}, the best right one {top:g}"
-        yield RewardFinding(severity="warning", check="junk", message=message, probe=each.probe)
+        yield CheckFinding(severity="warning", check="junk", message=message, probe=each.probe)
     values = set(trial.numbers.values())
     for row in range(len(trial.rows)):
         empty = trial.value(row, "junk", "empty")
         if empty is not None and len(values) > 1 and not trial.spans and empty >= max(values) - _SAME:
             message = f"silence gets {empty:g}, and nothing gets more: good only beside a reward for being right"
-            yield RewardFinding(severity="warning", check="junk", message=message, probe="empty")
+            yield CheckFinding(severity="warning", check="junk", message=message, probe="empty")
             return
 
 
-def _form(trial: RewardTrial) -> Iterator[RewardFinding]:
+def _form(trial: RewardTrial) -> Iterator[CheckFinding]:
     """Tags that are only played with, and words that only sound like reasoning."""
     for row in range(len(trial.rows)):
         without_tags = [value for name in UNTAGGED if (value := trial.value(row, "wrong", name)) is not None]
@@ -538,17 +548,17 @@ def _form(trial: RewardTrial) -> Iterator[RewardFinding]:
                 continue
             if max(without_tags) + _SAME < proper <= value + _SAME:
                 message = f"gets {value:g} for its form, as tags in their order with something inside do"
-                yield RewardFinding(severity="warning", check="tags", message=message, probe=name)
+                yield CheckFinding(severity="warning", check="tags", message=message, probe=name)
         for name, plainly in STUFFED.items():
             value, plain = trial.value(row, "junk", name), trial.value(row, "junk", plainly)
             if value is not None and plain is not None and value > plain + _SAME:
                 message = f"connectors without a thought get {value:g}, other words {plain:g}"
-                yield RewardFinding(severity="warning", check="connectors", message=message, probe=name)
+                yield CheckFinding(severity="warning", check="connectors", message=message, probe=name)
         if without_tags:
             return
 
 
-def _length(trial: RewardTrial) -> Iterator[RewardFinding]:
+def _length(trial: RewardTrial) -> Iterator[CheckFinding]:
     """Words about nothing, more and more of them."""
     for row in range(len(trial.rows)):
         values = [value for name in LENGTHS if (value := trial.value(row, "junk", name)) is not None]
@@ -557,7 +567,7 @@ def _length(trial: RewardTrial) -> Iterator[RewardFinding]:
                 listed = ", ".join(f"{name} get {value:g}" for name, value in zip(LENGTHS, values, strict=True))
                 longest = LENGTHS[values.index(max(values))]
                 message = f"length alone is paid: about nothing, {listed}"
-                yield RewardFinding(severity="warning", check="length", message=message, probe=longest)
+                yield CheckFinding(severity="warning", check="length", message=message, probe=longest)
             return
 
 

@@ -47,18 +47,16 @@ def _is_tagged(text: str, tags: Sequence[str]) -> bool:
     return not rest
 
 
-def tag_progress(
-    completions: Sequence[Any], *, tags: Sequence[str] = ("think", "answer"), outside_cost: float = 0.001
-) -> list[float]:
-    """The share of the `tags` that is there, in [0, 1], less `outside_cost` for each character outside of them.
+def tag_progress(completions: Sequence[Any], *, tags: Sequence[str] = ("think", "answer")) -> list[float]:
+    """The share of the `tags` that is there, in [0, 1], less 0.001 for each character outside of them.
 
     Tags count from the first one on and only in their order. One that is opened, exactly once, counts half; one that
     is closed, exactly once and with something inside, counts whole; behind one that is neither, nothing counts.
     """
-    return [_progress(text_of(completion), tags, outside_cost) for completion in completions]
+    return [_progress(text_of(completion), tags) for completion in completions]
 
 
-def _progress(text: str, tags: Sequence[str], outside_cost: float) -> float:
+def _progress(text: str, tags: Sequence[str]) -> float:
     there, outside, rest = 0.0, 0, text
     for tag in tags:
         opening, closing = f"<{tag}>", f"</{tag}>"
@@ -72,7 +70,7 @@ def _progress(text: str, tags: Sequence[str], outside_cost: float) -> float:
         if not closed or not inside.strip():
             break
     outside += len(rest.strip())
-    return max(0.0, there / len(tags) - outside_cost * outside)
+    return max(0.0, there / len(tags) - 0.001 * outside)
 
 
 def think_format(completions: Sequence[Any], *, tag: str = "think", opened: bool = False) -> list[float]:

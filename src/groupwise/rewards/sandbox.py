@@ -32,7 +32,6 @@ POSIX only. A box costs two starts of Python, about 50 ms. Code in it sees the i
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import itertools
 import json
@@ -263,38 +262,6 @@ def run(
     level = checked_isolation(require_isolation)
     with Box(untrusted(argv, files=files, stdin=stdin, limits=limits, level=level)) as box:
         return outcome_of(box.wait(timeout=limits.wall_s + GRACE_S), limits, level)
-
-
-async def run_python_async(
-    code: str, *, stdin: str = "", limits: Limits = Limits(), require_isolation: bool = False
-) -> ProgramResult:
-    """`run_python` beside other tasks; when it is cancelled the program is ended."""
-    files = {"main.py": code}
-    return await run_async(
-        python("main.py"), files=files, stdin=stdin, limits=limits, require_isolation=require_isolation
-    )
-
-
-async def run_async(
-    argv: Sequence[str],
-    *,
-    files: Mapping[str, str] | None = None,
-    stdin: str = "",
-    limits: Limits = Limits(),
-    require_isolation: bool = False,
-) -> ProgramResult:
-    """`run` beside other tasks; when it is cancelled the program is ended."""
-    level = await asyncio.to_thread(checked_isolation, require_isolation)
-    box = Box(untrusted(argv, files=files, stdin=stdin, limits=limits, level=level))
-    waiting = asyncio.ensure_future(asyncio.to_thread(box.wait, timeout=limits.wall_s + GRACE_S))
-    try:
-        return outcome_of(await asyncio.shield(waiting), limits, level)
-    finally:
-        box.end()
-        if not waiting.done():
-            with suppress(SandboxError):
-                await waiting
-        box.close()
 
 
 def python(script: str) -> tuple[str, ...]:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from groupwise.algo.advantage import AdvantageSpec
 from groupwise.config.loss import LossSpec, loss_of
 from groupwise.config.run import RewardConfig, RunConfig, identity, resolved
 from groupwise.config.yaml import to_yaml
@@ -35,14 +34,14 @@ from groupwise.rewards.pool import RewardPool
 from groupwise.run.batches import Batches, Pace
 from groupwise.run.evaluate import prepare_all
 from groupwise.run.replay import Curriculum, ReplayBuffer, RerollQueue, total_reward
-from groupwise.tasks.agents import Agent, AgentPlay, load_agent
-from groupwise.tasks.compat.three_method import LegacyEnv, LegacyEpisodes
-from groupwise.tasks.compat.trl import RolloutFunc, RolloutPlay
+from groupwise.tasks.agents import Agent, AgentRollouts, load_agent
+from groupwise.tasks.compat.three_method import LegacyEnv, ThreeMethodRollouts
+from groupwise.tasks.compat.trl import RolloutFunc, RolloutFuncRollouts
 from groupwise.tasks.env import EnvFactory, load_env
 from groupwise.tasks.env_pool import EnvPool
-from groupwise.tasks.episode import Environments, Episodes, Play, SingleTurn
+from groupwise.tasks.episode import Environments, EpisodeRollouts, RolloutSource, SingleTurnRollouts
 from groupwise.tasks.prompts import PromptSource, PromptStream, open_prompts
-from groupwise.train.learner import Learner, OptimizerSpec
+from groupwise.train.learner import Learner
 from groupwise.train.reference import ReferenceSpec
 from groupwise.types import Prompt, Sampler
 
@@ -104,7 +103,7 @@ def longest_allowed(config: RunConfig, *, context: int) -> int:
     return min(context - 1, config.rollout.max_prompt_tokens or context)
 
 
-def longest_prompt(config: RunConfig, prompts: Iterable[Prompt], play: Play, *, context: int) -> int:
+def longest_prompt(config: RunConfig, prompts: Iterable[Prompt], play: RolloutSource, *, context: int) -> int:
     """Tokens of the longest prompt that a run trains on. An environment asks when it is played: anything that fits."""
     allowed = longest_allowed(config, context=context)
     if config.env is not None:
@@ -131,7 +130,6 @@ class RunPlan:
     source: PromptSource
     eval_prompts: tuple[Prompt, ...]
     loss: LossSpec
-    advantage: AdvantageSpec
 
     @cached_property
     def config_hash(self) -> str:
@@ -172,7 +170,7 @@ class Components:
 
     base: LoadedModel
     engine: Sampler
-    play: Play
+    play: RolloutSource
     learner: Learner
     batches: Batches
     scorer: Scorer
@@ -232,7 +230,6 @@ def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = N
         source=source,
         eval_prompts=tuple(held_out),
         loss=loss,
-        advantage=AdvantageSpec.of(config.algo),
     )
 
 
@@ -369,7 +366,7 @@ def local_engine(config: RunConfig, base: LoadedModel, *, threads: int | None = 
     )
 
 
-def _fitted(plan: RunPlan, base: LoadedModel, learner: Learner, play: Play) -> Load:
+def _fitted(plan: RunPlan, base: LoadedModel, learner: Learner, play: RolloutSource) -> Load:
     """Give the learner micro-batches that `train.memory_gb` suffices for. Raises ConfigError where none does."""
     prompts = plan.source.all()
     longest = longest_prompt(plan.config, prompts, play, context=base.context_length)
@@ -388,20 +385,20 @@ def open_envs(plan: RunPlan, *, remote: RemoteBackends | None = None) -> Environ
     return EnvPool(config, name=env.name, folder=plan.config.folder) if config.workers else env
 
 
-def open_play(plan: RunPlan, base: LoadedModel, engine: Sampler, envs: Environments | None) -> Play:
+def open_play(plan: RunPlan, base: LoadedModel, engine: Sampler, envs: Environments | None) -> RolloutSource:
     """How the run's prompts become groups; `envs` is what `open_envs` returned, which the play closes."""
     env, config = plan.env, plan.config.env
     if env is None or config is None:
-        return SingleTurn(engine, base.tokenizer)
+        return SingleTurnRollouts(engine, base.tokenizer)
     if isinstance(env, LegacyEnv):
-        return LegacyEpisodes(engine, base, env, run=plan.config.rollout.sampling())
+        return ThreeMethodRollouts(engine, base, env, run=plan.config.rollout.sampling())
     if isinstance(env, Agent) and isinstance(env.function, RolloutFunc):
         run = plan.config.rollout.sampling()
-        return RolloutPlay(engine, base, env.function, config, run=run, scored=bool(plan.rewards))
+        return RolloutFuncRollouts(engine, base, env.function, config, run=run, scored=bool(plan.rewards))
     if isinstance(env, Agent):
-        return AgentPlay(engine, base.tokenizer, env, config, scored=bool(plan.rewards))
+        return AgentRollouts(engine, base.tokenizer, env, config, scored=bool(plan.rewards))
     assert envs is not None
-    return Episodes(engine, base.tokenizer, envs, config)
+    return EpisodeRollouts(engine, base.tokenizer, envs, config)
 
 
 def open_learner(config: RunConfig, base: LoadedModel, *, threads: int, ranks: Ranks | None = None) -> Learner:
@@ -415,11 +412,7 @@ def open_learner(config: RunConfig, base: LoadedModel, *, threads: int, ranks: R
     learner = Learner(
         base,
         lora=train.lora,
-        optimizer=OptimizerSpec(
-            betas=train.betas,
-            weight_decay=train.weight_decay,
-            max_grad_norm=train.max_grad_norm,
-        ),
+        optimizer=train,
         micro_tokens=train.micro_tokens,
         gradient_checkpointing=train.gradient_checkpointing,
         attention=train.attention,
@@ -464,7 +457,7 @@ def _pool(plan: RunPlan, specs: Sequence[RewardConfig], remote: RemoteBackends |
     return pool
 
 
-def _batches(plan: RunPlan, engine: Sampler, play: Play, scorer: Scorer) -> Batches:
+def _batches(plan: RunPlan, engine: Sampler, play: RolloutSource, scorer: Scorer) -> Batches:
     config, rollout = plan.config, plan.config.rollout
     curriculum = None if config.data is None else config.data.curriculum
     source: PromptStream = plan.source
@@ -486,7 +479,7 @@ def _batches(plan: RunPlan, engine: Sampler, play: Play, scorer: Scorer) -> Batc
         group_size=rollout.group_size,
         pace=Pace.of(rollout, steps=config.train.steps),
         seed=config.seed,
-        advantage=plan.advantage,
+        advantage=plan.config.algo,
         weights=plan.reward_weights,
         keep_flat=plan.keep_flat,
         max_prompt_tokens=rollout.max_prompt_tokens,

@@ -32,11 +32,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass, field
 from typing import Any
 
-from groupwise.algo.advantage import AdvantageSpec, has_signal
-from groupwise.config.run import RolloutConfig
+from groupwise.algo.advantage import has_signal
+from groupwise.config.run import AdvantageConfig, RolloutConfig
 from groupwise.errors import DataError, RewardError
 from groupwise.run.replay import ReplayBuffer, RerollQueue
-from groupwise.tasks.episode import Play
+from groupwise.tasks.episode import RolloutSource
 from groupwise.tasks.prompts import Issued, PromptStream
 from groupwise.types import PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams, seed_of
 
@@ -136,14 +136,14 @@ class Batches:
         self,
         *,
         source: PromptStream,
-        play: Play,
+        play: RolloutSource,
         score: Score,
         context_length: int,
         params: SamplingParams,
         group_size: int,
         pace: Pace,
         seed: int = 0,
-        advantage: AdvantageSpec | None = None,
+        advantage: AdvantageConfig | None = None,
         weights: Mapping[str, float] | None = None,
         keep_flat: bool = False,
         max_prompt_tokens: int | None = None,
@@ -152,7 +152,7 @@ class Batches:
     ):
         self._source, self._play, self._score = source, play, score
         self.params, self._group_size, self._pace, self._seed = params, group_size, pace, seed
-        self._advantage, self._weights, self.keep_flat = advantage or AdvantageSpec(), weights, keep_flat
+        self._advantage, self._weights, self.keep_flat = advantage or AdvantageConfig(), weights, keep_flat
         self._longest = min(context_length - 1, max_prompt_tokens or context_length)
         self._replay = ReplayBuffer(0) if replay is None else replay
         self._reroll = RerollQueue(0) if reroll is None else reroll

@@ -119,7 +119,7 @@ def check(config: RunConfig, *, on_phase: Callable[[str], None] = lambda phase: 
 def _try_step(plan: RunPlan, parts: Components, groups: Sequence[RolloutGroup], thread: Executor) -> StepTrial:
     """Train on the groups, publish, load, and sample with what came of it."""
     config, rollout = plan.config, plan.config.rollout
-    weighed = with_advantages(groups, plan.advantage, weights=plan.reward_weights)
+    weighed = with_advantages(groups, plan.config.algo, weights=plan.reward_weights)
     made_up = not any(rollout.advantage for group in weighed for rollout in group.rollouts)
     if made_up:
         weighed = [

@@ -27,7 +27,7 @@ from groupwise.run.batches import Score
 from groupwise.store import files
 from groupwise.store.rollouts import group_from_json, group_to_json
 from groupwise.store.rundir import EVALUATIONS
-from groupwise.tasks.episode import Play, play_all
+from groupwise.tasks.episode import RolloutSource, play_all
 from groupwise.types import FinishReason, PolicyVersion, Prompt, RolloutGroup, SamplingParams
 
 SUCCESS = 1.0  # the reward of a right answer, where nothing else is said
@@ -98,7 +98,7 @@ class Evaluation:
 
 
 async def evaluate(
-    play: Play,
+    play: RolloutSource,
     prompts: Sequence[Prompt],
     score: Score,
     *,
@@ -179,7 +179,7 @@ class BestVersion:
         self.version, self.value, self.waited = version, value, waited
 
 
-def prepare_all(prompts: Sequence[Prompt], play: Play, *, context: int) -> list[Prompt]:
+def prepare_all(prompts: Sequence[Prompt], play: RolloutSource, *, context: int) -> list[Prompt]:
     """Prompts as `play` takes them. Raises ContextLengthError for one that fills the model's context."""
     prepared = [play.prepare(prompt) for prompt in prompts]
     for prompt in prepared:

@@ -1,6 +1,6 @@
 """Watching a run: which rules hold now, since when, and what to say about it.
 
-    health = Health(config)
+    health = HealthMonitor(config)
     for step ...:
         events = health.step(step, metrics)      what began, became an error, or ended; and zeros that need a word
         health.standing                          what is wrong now
@@ -157,7 +157,7 @@ class _Open:
     quiet: int = 0
 
 
-class Health:
+class HealthMonitor:
     """Watches a run's metrics. `config` makes remedies concrete; without it they are words. `keys`: how findings name
     the keys of the configuration."""
 
@@ -340,17 +340,17 @@ class Report:
 
 def examine(records: Iterable[Mapping[str, Any]], *, config: RunConfig | None = None) -> Report:
     """Judge a run by its records, as `read_metrics` gives them: the same as if it had been watched."""
-    return _judged(records, Health(config))
+    return _judged(records, HealthMonitor(config))
 
 
 def examine_job(steps: Iterable[Mapping[str, Any]]) -> Report:
     """Judge a job of the live server by its steps, as `Ledger.metrics` gives them; in the words of a request."""
     records = [{**dict.fromkeys(step.get("non_finite", ())), **step} for step in steps]
     rules = [rule for rule in RULES if rule.id not in _OF_RUNS]
-    return _judged(records, Health(rules=rules, keys=KeyNames(job_name)))
+    return _judged(records, HealthMonitor(rules=rules, keys=KeyNames(job_name)))
 
 
-def _judged(records: Iterable[Mapping[str, Any]], health: Health) -> Report:
+def _judged(records: Iterable[Mapping[str, Any]], health: HealthMonitor) -> Report:
     records = list(records)
     events = health.replay(records)
     ended = [event.finding for event in events if event.kind == "ended" and event.finding is not None]

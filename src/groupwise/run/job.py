@@ -26,7 +26,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from groupwise.algo.metrics import Metrics
-from groupwise.config.job import CHECKPOINT_INTERVAL, LORA_ALPHA, LORA_RANK, LORA_TARGETS, JobConfig, parse_job_config
+from groupwise.config.job import CHECKPOINT_INTERVAL, JobConfig, parse_job_config
 from groupwise.config.run import LoraSpec
 from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, Interrupted, TrainingError
 from groupwise.model.load import LoadedModel
@@ -39,7 +39,7 @@ from groupwise.store.files import Provenance
 from groupwise.store.job_payload import parse_payload
 from groupwise.store.ledger import Ledger
 from groupwise.store.ledger_schema import Lease
-from groupwise.train.learner import Learner, OptimizerSpec, learning_rate_at
+from groupwise.train.learner import Learner, learning_rate_at
 from groupwise.types import BASE, PolicyVersion, Sample
 
 CANARY_TOKENS = 16
@@ -151,12 +151,9 @@ def _begun(lease: Lease, place: WorkerContext, config: JobConfig, task: Task) ->
     """The job before its first step."""
     with _parent(config, place.store, name=lease.job.adapter) as (parent, directory):
         if directory is None:
-            lora = LoraSpec(
-                rank=config.lora_rank or LORA_RANK,
-                alpha=config.lora_alpha or LORA_ALPHA,
-                dropout=config.lora_dropout,
-                targets=config.target_modules or LORA_TARGETS,
-            )
+            asked = {"rank": config.lora_rank, "alpha": config.lora_alpha, "targets": config.target_modules}
+            given = {name: value for name, value in asked.items() if value is not None}
+            lora = LoraSpec(**given, dropout=config.lora_dropout)
             learner = _new_learner(config, lora, place.base)
             message = f"begins with a fresh adapter of rank {lora.rank}"
             acting = config.effective(None)
@@ -238,11 +235,10 @@ def _continued(
 
 
 def _new_learner(config: JobConfig, lora: LoraSpec, base: LoadedModel) -> Learner:
-    optimizer = OptimizerSpec(betas=config.betas, weight_decay=config.weight_decay, max_grad_norm=config.max_grad_norm)
     return Learner(
         base,
         lora=lora,
-        optimizer=optimizer,
+        optimizer=config,
         micro_tokens=config.micro_tokens,
         gradient_checkpointing=config.gradient_checkpointing,
         seed=config.seed,

@@ -35,7 +35,7 @@ from groupwise.rewards.base import RewardFunction
 from groupwise.run.assemble import Components, RemoteBackends, RunPlan, make_plan, open_components
 from groupwise.run.display import Display, open_display
 from groupwise.run.evaluate import BestVersion, Evaluation, evaluate, load_evaluations, save_evaluations
-from groupwise.run.health import Health
+from groupwise.run.health import HealthMonitor
 from groupwise.run.launch import on_all_ranks
 from groupwise.run.policy import Policy
 from groupwise.run.update import PolicyUpdates
@@ -63,7 +63,7 @@ class TrainingRun:
 
     def __init__(self, plan: RunPlan, parts: Components, run_dir: Path, *, tracking: Tracking, display: Display):
         self.plan, self.parts, self.run_dir = plan, parts, run_dir
-        self.tracking, self.display, self.health = tracking, display, Health(plan.config)
+        self.tracking, self.display, self.health = tracking, display, HealthMonitor(plan.config)
         self.updates = PolicyUpdates(plan, parts.learner)
         self.policy = Policy(
             parts.learner,
@@ -161,7 +161,7 @@ class TrainingRun:
         metrics = rollout_metrics(
             collected.sampled,
             trained=groups,
-            advantage=self.plan.advantage,
+            advantage=self.plan.config.algo,
             weights=self.plan.reward_weights,
             batch_groups=config.rollout.prompts_per_step,
             staleness=collected.ages,

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from groupwise.errors import ConfigError, DataError
 from groupwise.store.rundir import METRICS, ROLLOUTS
 from groupwise.store.tracking import read_metrics
-
-Point = tuple[int, float | None]  # None: it was recorded, and was not finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,17 +21,6 @@ class RunRecord:
     label: str
     lines: tuple[Mapping[str, Any], ...]
     rollouts: Mapping[int, Path]
-
-    @cached_property
-    def metrics(self) -> list[str]:
-        """The metrics that were recorded, in the order in which they came."""
-        names = {key: None for line in self.lines for key in line if key not in ("step", "time", "non_finite")}
-        return list(names)
-
-    def points(self, metric: str) -> list[Point]:
-        """(step, value) wherever the metric was recorded."""
-        found = [(line["step"], line[metric]) for line in self.lines if metric in line]
-        return [(step, _finite(value)) for step, value in found]
 
 
 def read_run(directory: Path, *, label: str | None = None) -> RunRecord:
@@ -85,7 +70,3 @@ def _step_files(directory: Path) -> dict[int, Path]:
     """`step_000012.jsonl` of each step."""
     named = ((re.fullmatch(r"step_(\d+)\.jsonl", path.name), path) for path in directory.glob("step_*.jsonl"))
     return dict(sorted((int(match[1]), path) for match, path in named if match))
-
-
-def _finite(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from groupwise.algo.advantage import AdvantageSpec, has_signal, with_advantages
+from groupwise.algo.advantage import has_signal, with_advantages
 from groupwise.algo.kl import AdaptiveKL, kl_metrics, sequence_kl, with_kl_penalty
 from groupwise.algo.metrics import Metrics, rollout_metrics, sample_metrics
 from groupwise.algo.samples import samples_of
@@ -141,7 +141,7 @@ class StepUpdate:
     def _prepare(self, groups: Sequence[RolloutGroup], beside: Sequence[RolloutGroup]) -> _Part:
         """Groups -> the same with advantages, and what the learner gets of them."""
         plan, algo = self._plan, self._plan.config.algo
-        weighed = with_advantages(groups, plan.advantage, weights=plan.reward_weights, beside=beside)
+        weighed = with_advantages(groups, plan.config.algo, weights=plan.reward_weights, beside=beside)
         samples = samples_of(weighed)
         if plan.kl_coeff is None or not samples:
             return _Part(groups=weighed, samples=samples_of(weighed, mask_truncated=algo.mask_truncated))
@@ -149,7 +149,7 @@ class StepUpdate:
         kls = [sequence_kl(sample, row) for sample, row in zip(samples, reference, strict=True)]
         adaptive = self._updates.adaptive_kl
         coeff = plan.kl_coeff if adaptive is None else adaptive.coeff
-        weighed = with_kl_penalty(weighed, kls, plan.advantage, coeff=coeff)
+        weighed = with_kl_penalty(weighed, kls, plan.config.algo, coeff=coeff)
         samples = samples_of(weighed, mask_truncated=algo.mask_truncated)
         return _Part(groups=weighed, samples=samples, kl=kl_metrics(samples, reference))
 
@@ -366,9 +366,8 @@ def make_task(config: GrpoJobConfig | SftJobConfig, payload: GrpoPayload | SftPa
 
 
 def _grpo_task(config: GrpoJobConfig, payload: GrpoPayload) -> GrpoTask:
-    advantage = AdvantageSpec.of(config)
     groups = [_rollouts(i, group) for i, group in enumerate(payload.groups)]
-    differ = [has_signal(group, advantage) for group in groups]
+    differ = [has_signal(group, config) for group in groups]
     if not any(differ):
         raise TrainingError(
             f"none of the {len(groups)} groups has completions whose rewards differ, so there is nothing to learn",
@@ -376,10 +375,10 @@ def _grpo_task(config: GrpoJobConfig, payload: GrpoPayload) -> GrpoTask:
         )
     recorded = any(each.logprobs is not None for group in payload.groups for each in group.completions)
     flat_too = config.trains_flat(recorded=recorded)
-    weighed = with_advantages(groups, advantage)
+    weighed = with_advantages(groups, config)
     kept = [group for group, differs in zip(weighed, differ, strict=True) if differs or flat_too]
     samples = samples_of(kept)
-    measured = rollout_metrics(groups, trained=kept, advantage=advantage)
+    measured = rollout_metrics(groups, trained=kept, advantage=config)
     batch = RolloutBatch.cut(
         samples,
         config.loss(recorded=recorded),

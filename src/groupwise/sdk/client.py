@@ -3,8 +3,8 @@
     client = groupwise.Client("http://127.0.0.1:8420")
     groups = client.sample(["What is 47 + 138?"], n=8, max_tokens=64)
     job = client.train_grpo([g.scored([float("185" in text) for text in g.texts]) for g in groups])
-    job = client.wait(job.id)  # from here on the improved adapter answers
-    print(job.version, client.chat("What is 47 + 138?").text)
+    job = client.wait(job.job_id)  # from here on the improved adapter answers
+    print(job.adapter_version, client.chat("What is 47 + 138?").text)
 
     async with groupwise.AsyncClient() as client:
         async for delta in client.chat_stream("What is 47 + 138?"):
@@ -74,22 +74,26 @@ from groupwise.sdk.transport import (
     server_url,
 )
 from groupwise.sdk.types import (
-    ActiveVersion,
-    Adapter,
+    AdapterDeleted,
+    AdapterDetail,
     AdapterList,
-    Cancelled,
-    ChatDelta,
-    ChatReply,
-    DeletedAdapter,
+    AdapterLoaded,
+    AdapterMerged,
+    AdapterUploaded,
+    BatchAnswer,
+    BatchCompletion,
+    CancelAnswer,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatPiece,
     Health,
-    Job,
     JobEvent,
-    MergedAdapter,
-    Model,
-    RolloutCompletion,
+    JobMetrics,
+    ModelCard,
+    ModelList,
     SampledGroup,
-    SubmittedJob,
-    UploadedAdapter,
+    TrainStatus,
+    TrainSubmitted,
     read,
 )
 from groupwise.types import Message
@@ -108,24 +112,24 @@ class AdapterCalls(Flows):
         return self.ask(AdapterList, "/v1/adapters", timeout=timeout)
 
     @ClientMethod
-    def show(self, name: str, *, timeout: float = ASK_S) -> Flow[Adapter]:
+    def show(self, name: str, *, timeout: float = ASK_S) -> Flow[AdapterDetail]:
         """One adapter, with where each of its versions came from."""
-        return self.ask(Adapter, _path(name), timeout=timeout)
+        return self.ask(AdapterDetail, _path(name), timeout=timeout)
 
     @ClientMethod
-    def activate(self, name: str, *, timeout: float = SUBMIT_S) -> Flow[ActiveVersion]:
+    def activate(self, name: str, *, timeout: float = SUBMIT_S) -> Flow[AdapterLoaded]:
         """Let a version answer from now on: "name@3", "name" for its newest, or "base". It is verified first."""
-        return self.tell(ActiveVersion, f"{_path(name)}/activate", timeout=timeout)
+        return self.tell(AdapterLoaded, f"{_path(name)}/activate", timeout=timeout)
 
     @ClientMethod
-    def rollback(self, *, timeout: float = SUBMIT_S) -> Flow[ActiveVersion]:
+    def rollback(self, *, timeout: float = SUBMIT_S) -> Flow[AdapterLoaded]:
         """Go back to the version that was active before."""
-        return self.tell(ActiveVersion, "/v1/adapters/rollback", timeout=timeout)
+        return self.tell(AdapterLoaded, "/v1/adapters/rollback", timeout=timeout)
 
     @ClientMethod
-    def delete(self, name: str, *, timeout: float = ASK_S) -> Flow[DeletedAdapter]:
+    def delete(self, name: str, *, timeout: float = ASK_S) -> Flow[AdapterDeleted]:
         """Delete an adapter with all its versions, or one version; the active one is refused."""
-        return self.tell(DeletedAdapter, _path(name), timeout=timeout, method="DELETE")
+        return self.tell(AdapterDeleted, _path(name), timeout=timeout, method="DELETE")
 
     @ClientMethod
     def merge(
@@ -136,12 +140,12 @@ class AdapterCalls(Flows):
         mode: str = "weighted_average",
         density: float | None = None,
         timeout: float = MOVE_S,
-    ) -> Flow[MergedAdapter]:
+    ) -> Flow[AdapterMerged]:
         """A new adapter from `sources`, name -> weight. Modes: weighted_average, ties (with `density`), concat."""
         body: dict[str, Any] = {"output_name": output_name, "mode": mode}
         body["sources"] = [{"name": name, "weight": weight} for name, weight in sources.items()]
         body |= {} if density is None else {"density": density}
-        return self.tell(MergedAdapter, "/v1/adapters/merge", body, timeout=timeout)
+        return self.tell(AdapterMerged, "/v1/adapters/merge", body, timeout=timeout)
 
     @ClientMethod
     def upload(
@@ -152,14 +156,14 @@ class AdapterCalls(Flows):
         new_version: bool = False,
         any_base: bool = False,
         timeout: float = MOVE_S,
-    ) -> Flow[UploadedAdapter]:
+    ) -> Flow[AdapterUploaded]:
         """A directory that PEFT saved, or a tar.gz of one, as an adapter; `new_version` adds to one that exists, and
         `any_base` takes one that names another base model than the one that is served."""
         flags = {"new_version": new_version, "any_base": any_base}
         fields = {"name": name} | {field: "true" for field, is_set in flags.items() if is_set}
         with _archive(Path(source), name) as file:
             answer = yield from self.exchange(Send("POST", "/v1/adapters/upload", timeout, form=Form(fields, file)))
-        return read(UploadedAdapter, answer.json())
+        return read(AdapterUploaded, answer.json())
 
     @ClientMethod
     def download(self, name: str, target: Path | str, *, timeout: float = MOVE_S) -> Flow[Path]:
@@ -278,25 +282,25 @@ class _Calls(Flows):
         return self.ask(Health, "/health", timeout=timeout)
 
     @ClientMethod
-    def models(self, *, timeout: float = ASK_S) -> Flow[list[Model]]:
+    def models(self, *, timeout: float = ASK_S) -> Flow[list[ModelCard]]:
         """What `model` and `adapter` may say."""
-        answer = yield from self.exchange(Send("GET", "/v1/models", timeout))
-        return read(list[Model], read(dict[str, Any], answer.json()).get("data"))
+        models = yield from self.ask(ModelList, "/v1/models", timeout=timeout)
+        return models.data
 
     # ---- sampling ----
 
     @ClientMethod
     def chat(
         self, messages: Conversation, *, timeout: float = SAMPLE_S, **options: Unpack[ChatOptions]
-    ) -> Flow[ChatReply]:
+    ) -> Flow[ChatCompletion]:
         """The reply to a conversation; a string is one message of the user."""
         body = {"messages": _conversation(messages), **_known(options, ChatOptions)}
-        return self.tell(ChatReply, "/v1/chat/completions", body, timeout=timeout)
+        return self.tell(ChatCompletion, "/v1/chat/completions", body, timeout=timeout)
 
     @Stream
     def chat_stream(
         self, messages: Conversation, *, timeout: float = SAMPLE_S, **options: Unpack[ChatOptions]
-    ) -> Emits[ChatDelta]:
+    ) -> Emits[ChatPiece]:
         """The reply piece by piece, as it is sampled. Closing the iterator ends the sampling.
 
         Raises:
@@ -333,9 +337,7 @@ class _Calls(Flows):
         conversations = [_conversation(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
         body = {"prompts": conversations, "n": n, **_known(options, SamplingOptions)}
         answer = yield from self.exchange(Send("POST", "/v1/completions/batch", timeout, encode(body)))
-        return _grouped(
-            read(dict[str, Any], answer.json()).get("completions"), conversations, options.get("tools") or ()
-        )
+        return _grouped(read(BatchAnswer, answer.json()).completions, conversations, options.get("tools") or ())
 
     # ---- training ----
 
@@ -347,7 +349,7 @@ class _Calls(Flows):
         timeout: float = SUBMIT_S,
         idempotency_key: str | None = None,
         **config: Any,
-    ) -> Flow[SubmittedJob]:
+    ) -> Flow[TrainSubmitted]:
         """Submit scored groups (`SampledGroup.scored`, or the wire's own form) with the options of `config`.
 
         The job is on the server's disk when this returns. It is sent under a key of its own, so that it is queued once
@@ -364,36 +366,36 @@ class _Calls(Flows):
         timeout: float = SUBMIT_S,
         idempotency_key: str | None = None,
         **config: Any,
-    ) -> Flow[SubmittedJob]:
+    ) -> Flow[TrainSubmitted]:
         """Submit conversations, each {"messages": [...], "tools": [...]?}, to be learnt; else as `train_grpo`."""
         body = {"examples": list(examples), "config": config}
         return self._submit("/v1/train/sft", body, key=idempotency_key, timeout=timeout)
 
-    def _submit(self, path: str, body: Mapping[str, Any], *, key: str | None, timeout: float) -> Flow[SubmittedJob]:
+    def _submit(self, path: str, body: Mapping[str, Any], *, key: str | None, timeout: float) -> Flow[TrainSubmitted]:
         step = Send("POST", path, timeout, encode(body), headers={"idempotency-key": key or uuid4().hex})
         answer = yield from self.exchange(step, repeatable=True)
-        return read(SubmittedJob, answer.json())
+        return read(TrainSubmitted, answer.json())
 
     @ClientMethod
-    def status(self, job_id: str, *, timeout: float = ASK_S) -> Flow[Job]:
+    def status(self, job_id: str, *, timeout: float = ASK_S) -> Flow[TrainStatus]:
         """One job."""
-        return self.ask(Job, _job_path("status", job_id), timeout=timeout)
+        return self.ask(TrainStatus, _job_path("status", job_id), timeout=timeout)
 
     @ClientMethod
-    def jobs(self, *, timeout: float = ASK_S) -> Flow[list[Job]]:
+    def jobs(self, *, timeout: float = ASK_S) -> Flow[list[TrainStatus]]:
         """All jobs: the running one, then those that wait, in order, then those that ended, newest first."""
-        return self.ask(list[Job], "/v1/train/status", timeout=timeout)
+        return self.ask(list[TrainStatus], "/v1/train/status", timeout=timeout)
 
     @ClientMethod
     def metrics(self, job_id: str, *, timeout: float = ASK_S) -> Flow[list[dict[str, Any]]]:
         """What a job measured, step by step."""
-        answer = yield from self.exchange(Send("GET", _job_path("metrics", job_id), timeout))
-        return read(list[dict[str, Any]], read(dict[str, Any], answer.json()).get("steps"))
+        measured = yield from self.ask(JobMetrics, _job_path("metrics", job_id), timeout=timeout)
+        return measured.steps
 
     @ClientMethod
-    def cancel(self, job_id: str, *, timeout: float = ASK_S) -> Flow[Cancelled]:
+    def cancel(self, job_id: str, *, timeout: float = ASK_S) -> Flow[CancelAnswer]:
         """Cancel a job that waits or runs; a running one stops after its step."""
-        return self.tell(Cancelled, _job_path("cancel", job_id), timeout=timeout)
+        return self.tell(CancelAnswer, _job_path("cancel", job_id), timeout=timeout)
 
     @Stream
     def events(self, job_id: str, *, after: int = 0, timeout: float = WAIT_S) -> Emits[JobEvent]:
@@ -407,7 +409,7 @@ class _Calls(Flows):
     @ClientMethod
     def wait(
         self, job_id: str, *, timeout: float = WAIT_S, on_event: Callable[[JobEvent], object] | None = None
-    ) -> Flow[Job]:
+    ) -> Flow[TrainStatus]:
         """The job, once it is completed: what it trained is then served. `on_event` is given what happens meanwhile.
 
         The server may restart meanwhile; it continues the job.
@@ -422,11 +424,11 @@ class _Calls(Flows):
         error = job.error
         said = f": {error.message} ({error.code})" if error else ""
         how = "failed" if job.state == "failed" else f"was {job.state}"
-        raise JobFailedError(f"job {job.id} {how}{said}", hint=error.hint if error else None)
+        raise JobFailedError(f"job {job.job_id} {how}{said}", hint=error.hint if error else None)
 
     def _follow(
         self, job_id: str, *, after: int, timeout: float, to: Callable[[JobEvent], object] | None = None
-    ) -> Flow[Job]:
+    ) -> Flow[TrainStatus]:
         """Emit a job's events until it has ended, whatever happens to the connection meanwhile."""
         now = time.monotonic()
         place, deadline = _EventCursor(seq=after, heard_at=now), now + timeout
@@ -437,7 +439,7 @@ class _Calls(Flows):
                 with suppress(httpx2.RequestError):  # whether the server is there, the next call tells
                     whole = yield from self._listen(job_id, place, deadline=deadline, to=to)
                 seconds = max(1.0, min(ASK_S, deadline - time.monotonic()))
-                job = yield from self.ask(Job, _job_path("status", job_id), timeout=seconds, retries=0)
+                job = yield from self.ask(TrainStatus, _job_path("status", job_id), timeout=seconds, retries=0)
                 place.heard_at = time.monotonic()
                 last_tries += job.finished
                 if job.finished and (whole or last_tries == LAST_TRIES):
@@ -570,21 +572,21 @@ def _known(options: Mapping[str, Any], kind: type) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _deltas(data: str, answer: HttpAnswer) -> Iterator[ChatDelta]:
+def _deltas(data: str, answer: HttpAnswer) -> Iterator[ChatPiece]:
     """What one event of a streamed chat adds."""
-    chunk = read(dict[str, Any], _loads(data, answer))
-    if "error" in chunk:
+    event = _loads(data, answer)
+    if isinstance(event, Mapping) and "error" in event:
         raise refusal(replace(answer, status=500, body=data.encode()))
-    for choice in chunk.get("choices", ()):
-        delta = choice.get("delta", {})
-        yield ChatDelta(
-            index=choice.get("index", 0),
-            text=delta.get("content") or "",
-            reasoning=delta.get("reasoning_content") or "",
-            tool_calls=tuple(delta.get("tool_calls") or ()),
-            finish_reason=choice.get("finish_reason"),
-            logprobs=choice.get("logprobs"),
-            version=chunk.get("system_fingerprint"),
+    chunk = read(ChatCompletionChunk, event)
+    for choice in chunk.choices:
+        yield ChatPiece(
+            index=choice.index,
+            text=choice.delta.content or "",
+            reasoning=choice.delta.reasoning_content or "",
+            tool_calls=choice.delta.tool_calls or [],
+            finish_reason=choice.finish_reason,
+            logprobs=choice.logprobs,
+            version=chunk.system_fingerprint,
         )
 
 
@@ -592,17 +594,18 @@ def _loads(data: str, answer: HttpAnswer) -> Any:
     return replace(answer, body=data.encode()).json()
 
 
-def _grouped(data: Any, conversations: Sequence[list[Message]], tools: Sequence[Any]) -> list[SampledGroup]:
+def _grouped(
+    completions: Sequence[BatchCompletion], conversations: Sequence[list[Message]], tools: Sequence[Any]
+) -> list[SampledGroup]:
     """Completions in any order as one group a conversation."""
-    completions = read(list[RolloutCompletion], data)
-    by_prompt: dict[int, list[RolloutCompletion]] = {index: [] for index in range(len(conversations))}
+    by_prompt: dict[int, list[BatchCompletion]] = {index: [] for index in range(len(conversations))}
     for completion in sorted(completions, key=lambda each: each.completion_index):
         by_prompt.setdefault(completion.prompt_index, []).append(completion)
     if len(by_prompt) > len(conversations):
         message = f"the server answered prompt {max(by_prompt)} of {len(conversations)}"
         raise RemoteError(message, status=200, code="bad_response")
     return [
-        SampledGroup(messages=tuple(messages), completions=tuple(by_prompt[index]), tools=tuple(tools))
+        SampledGroup(messages=[*map(dict, messages)], completions=by_prompt[index], tools=[*map(dict, tools)])
         for index, messages in enumerate(conversations)
     ]
 

@@ -24,7 +24,9 @@ from functools import cached_property
 from numbers import Real
 from typing import Any
 
-from groupwise.algo.advantage import AdvantageSpec, advantages
+from groupwise.algo.advantage import advantages
+from groupwise.config.run import AdvantageConfig
+from groupwise.config.yaml import Document, validate
 from groupwise.errors import DataError
 from groupwise.types import Sample
 
@@ -219,7 +221,8 @@ def compute_advantages(rewards: Sequence[float | None], *, eps: float = 1e-8, dd
     for i, reward in enumerate(rewards):
         if reward is not None and not isinstance(reward, Real):
             raise DataError(f"rewards[{i}] is {reward!r}; it must be a number or None")
-    return advantages([list(rewards)], AdvantageSpec(eps=eps, ddof=ddof))[0]
+    spec = validate(Document({"advantage_eps": eps, "advantage_ddof": ddof}), AdvantageConfig, other_names={})
+    return advantages([list(rewards)], spec)[0]
 
 
 def build_grpo_datums(

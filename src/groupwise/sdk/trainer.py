@@ -48,7 +48,7 @@ from groupwise.run.update import check_ids, learner_thread
 from groupwise.sdk.datums import UNKNOWN, Datum
 from groupwise.sdk.losses import CROSS_ENTROPY, LossFn, built_in, check_inputs, checked_custom, rows_of, weights_of
 from groupwise.store import files
-from groupwise.train.learner import SUMS, Learner, OptimizerSpec, StepResult
+from groupwise.train.learner import SUMS, Learner, OptimStepResult
 from groupwise.train.state import restore, state_of
 from groupwise.types import Sample
 
@@ -268,7 +268,7 @@ class TrainingService:
 
     def _learner(self, lora: LoraSpec | None, seed: int) -> Learner:
         with BUILDING:
-            return Learner(self.base, lora=lora, optimizer=OptimizerSpec(), seed=seed, **self._options)
+            return Learner(self.base, lora=lora, seed=seed, **self._options)
 
 
 class ReferenceClient:
@@ -346,7 +346,7 @@ class TrainingClient:
 
     def optim_step(
         self, adam_params: AdamParams, *, grad_accumulation_normalization: Normalization | None = None
-    ) -> Pending[StepResult]:
+    ) -> Pending[OptimStepResult]:
         """Normalise the accumulated gradient, clip it, apply AdamW, and zero it. A gradient that is not finite changes
         nothing and is counted.
 
@@ -444,7 +444,7 @@ class TrainingClient:
         self._tokens, self._rows, self._calls = self._tokens + tokens, self._rows + rows, self._calls + 1
         self._spec = spec
 
-    def _step(self, adam: AdamParams, normalization: Normalization | None) -> StepResult:
+    def _step(self, adam: AdamParams, normalization: Normalization | None) -> OptimStepResult:
         if not self._calls:
             raise TrainingError("nothing was accumulated since the last step", hint="call forward_backward first")
         divisor = self._divisor(normalization)

@@ -1,11 +1,14 @@
-"""The client's return types, as frozen dataclasses, and their conversion from and to a server's JSON.
+"""What a server answers: one schema, which the server writes (and documents in /openapi.json) and the client reads.
 
-Attributes have the project's words, the wire its own (`Job.id` is "job_id" there). What a newer server says in addition
-is left out; a missing field has its default; a field of the wrong kind is an error that names it.
+Attributes have the names of the JSON's fields. What a newer server says in addition is left out; a field that is
+missing, or of the wrong kind, is an error that names it.
 
     groups = client.sample(["What is 2 + 2?"], n=8)
     groups[0].completions[3].text
-    scored = groups[0].scored([1.0, 0.0, None, ...])    # None: could not be scored; left out, never counted as 0
+    groups[0].scored([1.0, 0.0, None, ...])    # None: could not be scored; left out, never counted as 0
+
+`SampledGroup`, `ChatPiece` and `JobEvent` are made by the client of several answers, or of a stream's events. The
+answers of routes that the client does not call are in `groupwise.server`.
 """
 
 from __future__ import annotations
@@ -13,18 +16,37 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Annotated, Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from groupwise.errors import RemoteError, RequestError
-from groupwise.types import BASE
 
 T = TypeVar("T")
 
+State = Literal["queued", "running", "completed", "failed", "cancelled"]
+Kind = Literal["grpo", "sft"]
+Finish = Literal["stop", "length", "tool_calls"]
 FINISHED = ("completed", "failed", "cancelled")
+
+
+class Answer(BaseModel):
+    """What a server sends. The server makes it strictly by its fields; a client that reads it leaves out what a newer
+    server says in addition. Fields made with `absent()` are left out of the JSON where they are None."""
+
+    model_config = ConfigDict(
+        frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=(), extra="ignore"
+    )
+
+
+def _is_none(value: Any) -> bool:
+    return value is None
+
+
+def absent() -> Any:
+    """The default of an answer's field that is left out when it is None."""
+    return Field(default=None, exclude_if=_is_none)
 
 
 @functools.lru_cache
@@ -49,49 +71,67 @@ def read(kind: type[T], data: Any) -> T:
 
 def as_json(value: Any) -> Any:
     """Inverse of `read`: what the server sent, without what this client does not know."""
-    if isinstance(value, list):
-        return [as_json(item) for item in value]
-    if isinstance(value, dict):
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json", by_alias=True)
+    if isinstance(value, Mapping):
         return {key: as_json(item) for key, item in value.items()}
-    return _adapter(type(value)).dump_python(value, mode="json", by_alias=True)
+    return [as_json(item) for item in value] if isinstance(value, list) else value
 
 
 # ---- sampling ----
 
 
-@dataclass(frozen=True, kw_only=True)
-class Usage:
-    """Tokens."""
+class CachedTokens(Answer):
+    """Of the prompt's tokens, those that were known from other requests and not computed again."""
 
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    total_tokens: int = 0
+    cached_tokens: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class RolloutCompletion:
-    """One rollout. `version` sampled it; ids and logprobs are there if they were asked for."""
+class Usage(Answer):
+    """Tokens. A prompt counts once, whatever n is; the end-of-turn token counts."""
 
-    rollout_id: str | None = None
-    text: str
-    finish_reason: str
-    version: Annotated[str | None, Field(alias="adapter")] = None
-    reasoning: Annotated[str | None, Field(alias="reasoning_content")] = None
-    prompt_token_ids: tuple[int, ...] | None = None
-    token_ids: tuple[int, ...] | None = None
-    logprobs: tuple[float, ...] | None = None
-    usage: Usage = field(default_factory=Usage)
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens | None = absent()
+    """Left out where the engine does not say (vLLM)."""
+
+
+class BatchCompletion(Answer):
+    """One rollout. `text` is the whole reply; `reasoning_content` is its <think> block again, where it has one."""
+
     prompt_index: int
     completion_index: int
+    rollout_id: str
+    """Names this rollout in /v1/train/grpo, so that exactly what was sampled is trained."""
+    adapter: str
+    """The version that sampled it."""
+    text: str
+    finish_reason: Literal["stop", "length"]
+    usage: Usage
+    reasoning_content: str | None = absent()
+    token_ids: list[int] | None = absent()
+    prompt_token_ids: list[int] | None = absent()
+    logprobs: list[float] | None = absent()
 
 
-@dataclass(frozen=True, kw_only=True)
-class SampledGroup:
+class BatchAnswer(Answer):
+    """The answer of POST /v1/completions/batch, by prompt, then by completion."""
+
+    id: str
+    object: Literal["batch.completion"] = "batch.completion"
+    created: int
+    model: str
+    completions: list[BatchCompletion]
+    usage: Usage
+
+
+class SampledGroup(Answer):
     """The completions of one prompt."""
 
-    messages: tuple[Mapping[str, Any], ...]
-    completions: tuple[RolloutCompletion, ...]
-    tools: tuple[Mapping[str, Any], ...] = ()
+    messages: list[dict[str, Any]]
+    completions: list[BatchCompletion]
+    tools: list[dict[str, Any]] = []
 
     @property
     def texts(self) -> list[str]:
@@ -114,143 +154,250 @@ class SampledGroup:
         completions = []
         for completion, reward in zip(self.completions, rewards, strict=True):
             if reward is not None and not math.isnan(reward):
-                named = completion.rollout_id is not None and not text_only
-                what = {"rollout_id": completion.rollout_id} if named else {"text": completion.text}
+                what = {"text": completion.text} if text_only else {"rollout_id": completion.rollout_id}
                 completions.append(what | {"reward": float(reward)})
         group = {"messages": list(self.messages), "completions": completions}
         return group | ({"tools": list(self.tools)} if self.tools else {})
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChatMessage:
-    """What the assistant said."""
-
-    text: Annotated[str | None, Field(alias="content")] = None
-    reasoning: Annotated[str | None, Field(alias="reasoning_content")] = None
-    tool_calls: tuple[dict[str, Any], ...] = ()
-    role: str = "assistant"
+# ---- chat, as OpenAI has it ----
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChatChoice:
-    """One of `n` replies. `logprobs` is as OpenAI has it."""
+class TopLogprob(Answer):
+    """A token that could have been sampled."""
 
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    """A sampled token, and the likeliest ones in its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Answer):
+    content: list[TokenLogprob] | None
+    refusal: None = None
+
+
+class AnsweredFunction(Answer):
+    name: str
+    arguments: str
+    """JSON."""
+
+
+class AnsweredCall(Answer):
+    """A tool call that the model made; in a stream with its `index`."""
+
+    index: int | None = absent()
+    id: str
+    type: Literal["function"] = "function"
+    function: AnsweredFunction
+
+
+class AnsweredMessage(Answer):
+    """What the assistant said; its thoughts apart where there are any."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: None = None
+    reasoning_content: str | None = absent()
+    tool_calls: list[AnsweredCall] | None = absent()
+
+
+class ChatChoice(Answer):
     index: int
-    message: ChatMessage
-    finish_reason: str
-    logprobs: dict[str, Any] | None = None
-    token_ids: tuple[int, ...] | None = None
+    message: AnsweredMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Finish
+    token_ids: list[int] | None = absent()
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChatReply:
-    """The answer to a conversation. `version` is the policy that gave it."""
+class ChatCompletion(Answer):
+    """The answer of POST /v1/chat/completions; `system_fingerprint` is the version that answered."""
 
     id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
     model: str
-    choices: tuple[ChatChoice, ...]
-    usage: Usage = field(default_factory=Usage)
-    version: Annotated[str | None, Field(alias="system_fingerprint")] = None
-    prompt_token_ids: tuple[int, ...] | None = None
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str
+    prompt_token_ids: list[int] | None = absent()
 
     @property
     def text(self) -> str:
         """The first reply's text."""
-        return self.choices[0].message.text or ""
+        return self.choices[0].message.content or ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChatDelta:
-    """What a streamed reply adds. The last one of a choice has its `finish_reason`."""
+class ChatDelta(Answer):
+    """What a chunk adds."""
+
+    role: Literal["assistant"] | None = absent()
+    content: str | None = absent()
+    reasoning_content: str | None = absent()
+    tool_calls: list[AnsweredCall] | None = absent()
+
+
+class ChatChunkChoice(Answer):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Finish | None = None
+    token_ids: list[int] | None = absent()
+
+
+class ChatCompletionChunk(Answer):
+    """One event of the stream; the last, if asked for, has the usage and no choices."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    system_fingerprint: str
+    usage: Usage | None = absent()
+    prompt_token_ids: list[int] | None = absent()
+
+
+class ChatPiece(Answer):
+    """What a piece of a streamed reply adds. The last one of a choice has its `finish_reason`."""
 
     index: int = 0
     text: str = ""
     reasoning: str = ""
-    tool_calls: tuple[dict[str, Any], ...] = ()
-    finish_reason: str | None = None
-    logprobs: dict[str, Any] | None = None
+    tool_calls: list[AnsweredCall] = []
+    finish_reason: Finish | None = None
+    logprobs: ChatLogprobs | None = None
     version: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """Something that `model` may say."""
+class ModelCard(Answer):
+    """Something that `model` may say: the base model, an adapter, or one of its versions."""
 
     id: str
-    root: str | None = None
-    parent: str | None = None
-    max_model_len: int | None = None
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    root: str
+    """The base model, or the version that an adapter's name stands for now."""
+    parent: str | None
+    """What an adapter was trained on."""
+    max_model_len: int
+
+
+class ModelList(Answer):
+    """The answer of GET /v1/models."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
 
 
 # ---- jobs ----
 
 
-@dataclass(frozen=True, kw_only=True)
-class SubmittedJob:
-    """A job that the server has taken: it is on the server's disk."""
+class TrainSubmitted(Answer):
+    """The answer of POST /v1/train/grpo and /v1/train/sft: the job is on the disk."""
 
-    id: Annotated[str, Field(alias="job_id")]
-    state: str
-    message: str = ""
-    adapter: Annotated[str | None, Field(alias="adapter_name")] = None
-    position: int | None = None
-    warnings: tuple[str, ...] = ()
+    job_id: str
+    state: State
+    message: str
+    adapter_name: str
+    position: int | None
+    """1 for the next of the waiting jobs; null if it waits no more."""
+    warnings: list[str]
+    """What is legal and perhaps not meant."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobError:
+class JobError(Answer):
     """Why a job failed."""
 
-    code: str = "error"
+    code: str
     message: str
-    hint: str | None = None
-    log: str | None = None
+    hint: str | None
+    log: str | None = absent()
+    """Of a job that killed its workers: the end of what the last of them said."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """A training job. `state` is queued, running, completed, failed or cancelled; completed means served, unless it was
-    not to be (`auto_load`) or is `unhealthy`: then its version is stored, and `warnings` say how to activate it."""
+class TrainStatus(Answer):
+    """One job. Times are ISO 8601, UTC. `completed` means served, unless it was not to be (`auto_load`) or is
+    `unhealthy`: then its version is stored, and `warnings` say how to activate it."""
 
-    id: Annotated[str, Field(alias="job_id")]
-    kind: str = ""
-    state: str
-    phase: str = ""
-    progress: float = 0.0
-    step: int = 0
-    steps: int = 0
-    loss: Annotated[float | None, Field(alias="current_loss")] = None
-    adapter: Annotated[str | None, Field(alias="adapter_name")] = None
-    version: Annotated[str | None, Field(alias="adapter_version")] = None
-    position: int | None = None
-    metrics: dict[str, float | None] = field(default_factory=dict)
-    created_at: datetime | None = None
-    started_at: datetime | None = None
-    finished_at: datetime | None = None
-    elapsed_s: Annotated[float, Field(alias="elapsed_secs")] = 0.0
-    attempt: int = 0
-    cancel_requested: bool = False
-    error: JobError | None = None
-    config: dict[str, Any] = field(default_factory=dict)
-    summary: dict[str, Any] = field(default_factory=dict)
-    unhealthy: str | None = None
-    warnings: tuple[str, ...] = ()
+    job_id: str
+    kind: Kind
+    state: State
+    phase: str
+    """waiting, loading, training, publishing, swapping or done; a failed job keeps the one it failed in."""
+    progress: float
+    """0 to 1."""
+    step: int
+    steps: int
+    current_loss: float | None
+    """Of the last step; null before the first."""
+    adapter_name: str
+    adapter_version: str | None
+    """What it published."""
+    metrics: dict[str, float]
+    """Of the last step."""
+    created_at: str
+    started_at: str | None
+    finished_at: str | None
+    elapsed_secs: float
+    """From the submission to the end, or to now."""
+    position: int | None
+    attempt: int
+    """How often a worker took it; above 1 after a crash or a restart."""
+    cancel_requested: bool
+    error: JobError | None
+    config: dict[str, Any]
+    """As it acts: rank, scale and targets of the adapter that is continued or begun, where the request names none."""
+    summary: dict[str, Any]
+    """What was submitted, in numbers."""
+    unhealthy: str | None
+    """What was wrong at its end, where that is an error of health: the version is stored and was not made active."""
+    warnings: list[str]
 
     @property
     def finished(self) -> bool:
         return self.state in FINISHED
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cancelled:
-    """`status` is cancelled, or cancelling: the worker stops after its step."""
+class WaitingJob(Answer):
+    """A job in the queue."""
 
-    id: Annotated[str, Field(alias="job_id")]
-    status: str
+    job_id: str
+    job_type: Kind
+    adapter_name: str
+    position: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobEvent:
+class TrainQueue(Answer):
+    """The answer of GET /v1/train/queue."""
+
+    running: TrainStatus | None
+    queued: list[WaitingJob]
+    completed: list[TrainStatus]
+    """All that have ended, however, newest first."""
+
+
+class CancelAnswer(Answer):
+    """`cancelled`, or `cancelling`: the worker stops after its step."""
+
+    job_id: str
+    status: Literal["cancelled", "cancelling"]
+
+
+class JobMetrics(Answer):
+    """The answer of GET /v1/train/metrics/{job_id}: {"step", "time", <metric>: <number>, ...} for each step."""
+
+    job_id: str
+    steps: list[dict[str, Any]]
+
+
+class JobEvent(Answer):
     """Something that happened to a job: `kind` is state, metrics or message. `seq` only grows."""
 
     seq: int
@@ -258,114 +405,129 @@ class JobEvent:
     at: datetime
     level: str = "info"
     message: str = ""
-    data: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = {}
 
 
 # ---- the server ----
 
 
-@dataclass(frozen=True, kw_only=True)
-class Health:
-    """How the server is: `status` is ok, degraded, loading or draining. Without the API key little more is said."""
+class Check(Answer):
+    """Something that should be so, and what is the matter where it is not."""
+
+    name: str
+    passed: bool = Field(validation_alias=AliasChoices("pass", "passed"), serialization_alias="pass")
+    detail: str | None = absent()
+
+
+class Health(Answer):
+    """The answer of /health. Without the API key, where there is one, only the first three say something."""
 
     status: str
-    version: str = ""
-    uptime_s: Annotated[float, Field(alias="uptime_seconds")] = 0.0
-    model: str | None = None
-    backend: str | None = None
-    active: Annotated[str | None, Field(alias="active_adapter")] = None
-    active_version: str | None = None
-    adapters_loaded: int | None = None
-    scheduler: dict[str, Any] | None = None
+    """`ok`, `degraded` (a check fails), `loading` or `draining`."""
+    version: str
+    uptime_seconds: float
+    model: str | None = absent()
+    backend: str | None = absent()
+    """The device."""
+    active_adapter: str | None = None
+    active_version: str | None = absent()
+    adapters_loaded: int | None = absent()
+    """Adapters in the engine: versions that answer without being loaded first."""
+    scheduler: dict[str, int] | None = absent()
+    """Completions being decoded, and waiting for a row."""
     gpu_memory: dict[str, float] | None = None
-    training: dict[str, Any] | None = None
-    checks: tuple[dict[str, Any], ...] = ()
+    training: dict[str, Any] | None = absent()
+    """`active_job` with its progress, and how many are `queued`."""
+    checks: list[Check] | None = absent()
 
 
 # ---- adapters ----
 
 
-@dataclass(frozen=True, kw_only=True)
-class AdapterVersion:
-    """One version, and where it came from. `parent` is the version that its training started from. A `surplus` one is
-    older than what the server keeps, and goes once nothing needs it; an `unhealthy` one becomes active by hand only."""
+class AdapterVersion(Answer):
+    """One version, and where it came from."""
 
     version: str
+    """`name@number`."""
     number: int
-    active: bool = False
-    created_at: datetime | None = None
-    size_bytes: int = 0
-    base_model: str = ""
-    parent: str = ""
-    step: int = 0
-    job_id: str | None = None
-    unhealthy: str | None = None
-    surplus: bool = False
-    metrics: dict[str, float] = field(default_factory=dict)
+    active: bool
+    created_at: str
+    size_bytes: int
+    base_model: str
+    parent: str
+    """The version that its training started from."""
+    step: int
+    job_id: str | None
+    unhealthy: str | None
+    """What was wrong at the end of the job that made it. Such a version becomes active, answers to its adapter's name
+    and is continued only by hand: activated, or named with its number."""
+    surplus: bool
+    """Older than the newest `keep_versions` that jobs made: removed once it is neither active, nor the one active
+    before, nor in use, nor what a job that has not ended begins from."""
+    metrics: dict[str, float]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Adapter:
-    """An adapter; `files`, size and time are those of its newest version. `history` comes with `adapters.show`."""
-
-    name: str
-    has_config: bool = True
-    has_weights: bool = True
-    size_bytes: int = 0
-    modified_at: datetime | None = None
-    files: tuple[str, ...] = ()
-    versions: tuple[str, ...] = ()
-    active_version: str | None = None
-    history: tuple[AdapterVersion, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdapterList:
-    """Every adapter. `active` is a name, None for the base model; `active_version` is "name@number" or "base". Of what
-    jobs make, the newest `keep_versions` of each adapter are kept; None keeps all."""
-
-    active: str | None = None
-    active_version: str = BASE
-    keep_versions: int | None = None
-    available: tuple[Adapter, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ActiveVersion:
-    """What answers from now on."""
-
-    status: str
-    name: str = BASE
-    version: str = BASE
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeletedAdapter:
-    """What is gone."""
+class AdapterSummary(Answer):
+    """An adapter. `files`, sizes and times are those of its newest version."""
 
     name: str
-    versions: tuple[str, ...] = ()
-    status: str = "deleted"
+    has_config: bool
+    has_weights: bool
+    size_bytes: int
+    modified_at: str | None
+    files: list[str]
+    versions: list[str]
+    active_version: str | None
+    """The version of this adapter that is active, if one is."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class UploadedAdapter:
-    """The version that an upload became."""
+class AdapterList(Answer):
+    """The answer of GET /v1/adapters."""
 
+    active: str | None
+    """The active adapter's name; null is the base model."""
+    active_version: str
+    """The active version: `name@number`, or `base`."""
+    keep_versions: int | None
+    """How many versions that jobs made are kept of each adapter; null keeps all."""
+    available: list[AdapterSummary]
+
+
+class AdapterDetail(AdapterSummary):
+    """The answer of GET /v1/adapters/{name}."""
+
+    history: list[AdapterVersion]
+    """Its versions, oldest first."""
+
+
+class AdapterLoaded(Answer):
+    status: Literal["loaded", "activated", "rolled_back"]
     name: str
-    version: str = ""
-    size_bytes: int = 0
-    files: tuple[str, ...] = ()
+    version: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class MergedAdapter:
-    """The version that a merge became."""
+class AdapterUnloaded(Answer):
+    status: Literal["unloaded"] = "unloaded"
 
-    name: Annotated[str, Field(alias="output_name")]
-    version: str = ""
-    mode: str = ""
-    sources: tuple[dict[str, Any], ...] = ()
-    num_tensors: int = 0
-    density: float | None = None
-    status: str = "merged"
+
+class AdapterDeleted(Answer):
+    status: Literal["deleted"] = "deleted"
+    name: str
+    versions: list[str]
+
+
+class AdapterUploaded(Answer):
+    name: str
+    version: str
+    size_bytes: int
+    files: list[str]
+
+
+class AdapterMerged(Answer):
+    status: Literal["merged"] = "merged"
+    output_name: str
+    version: str
+    mode: Literal["weighted_average", "ties", "concat"]
+    sources: list[dict[str, Any]]
+    num_tensors: int
+    density: float | None = absent()

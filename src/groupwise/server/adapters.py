@@ -35,10 +35,7 @@ from groupwise.errors import (
     SwapRefusedError,
 )
 from groupwise.model.load import LoadedModel
-from groupwise.server.bodies import check_content_type, read_body
-from groupwise.server.policies import AdapterInUseError, check_free_name, needing, surplus
-from groupwise.server.schema import (
-    ActivateRequest,
+from groupwise.sdk.types import (
     AdapterDeleted,
     AdapterDetail,
     AdapterList,
@@ -48,9 +45,10 @@ from groupwise.server.schema import (
     AdapterUnloaded,
     AdapterUploaded,
     AdapterVersion,
-    LoadRequest,
-    MergeRequest,
 )
+from groupwise.server.bodies import check_content_type, read_body
+from groupwise.server.policies import AdapterInUseError, check_free_name, needing, surplus
+from groupwise.server.schema import ActivateRequest, LoadRequest, MergeRequest
 from groupwise.server.state import Server, server_of
 from groupwise.server.storage import check_room
 from groupwise.server.webhooks import ACTIVE

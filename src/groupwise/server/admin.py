@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from fastapi import APIRouter, Request, Response
-from pydantic import Field, TypeAdapter
+from pydantic import TypeAdapter
 from starlette.concurrency import run_in_threadpool
 
 from groupwise import __version__
@@ -26,15 +26,15 @@ from groupwise.config.job import GrpoJobConfig, JobConfig, SftJobConfig
 from groupwise.errors import GroupwiseError, JobNotFoundError, ModelError, NotReadyError
 from groupwise.model.load import LoadedModel
 from groupwise.run.assemble import device_memory
+from groupwise.sdk.types import Answer, Check, Health, ModelCard, ModelList
 from groupwise.server import adapters, train
 from groupwise.server.errors import hidden
 from groupwise.server.metrics import Sample
 from groupwise.server.sampling import following, sse
-from groupwise.server.schema_completions import ModelCard, ModelList
 from groupwise.server.state import Server, server_of
 from groupwise.server.storage import room_problem
 from groupwise.server.webhooks import ACTIVE
-from groupwise.server.wire import Answer, absent, documented
+from groupwise.server.wire import documented
 from groupwise.store.ledger import Job, JobState
 from groupwise.types import PolicyVersion
 
@@ -52,36 +52,6 @@ class ModelNotFoundError(ModelError):
 
 
 # ---- health ----
-class Check(Answer):
-    """Something that should be so, and what is the matter where it is not."""
-
-    name: str
-    passed: bool = Field(serialization_alias="pass")
-    detail: str | None = absent()
-
-
-class Health(Answer):
-    """The answer of /health. Without the API key, where there is one, only the first three say something."""
-
-    status: str
-    """`ok`, `degraded` (a check fails), `loading` or `draining`."""
-    version: str
-    uptime_seconds: float
-    model: str | None = absent()
-    backend: str | None = absent()
-    """The device."""
-    active_adapter: str | None = None
-    active_version: str | None = absent()
-    adapters_loaded: int | None = absent()
-    """Adapters in the engine: versions that answer without being loaded first."""
-    scheduler: dict[str, int] | None = absent()
-    """Completions being decoded, and waiting for a row."""
-    gpu_memory: dict[str, float] | None = None
-    training: dict[str, Any] | None = absent()
-    """`active_job` with its progress, and how many are `queued`."""
-    checks: list[Check] | None = absent()
-
-
 @router.get("/health", **documented(answer=Health))
 async def health(request: Request) -> Health:
     """Whether the process lives. The only route without a key."""

@@ -16,8 +16,9 @@ from groupwise.errors import ConfigError, JobNotFoundError
 from groupwise.run.health import Finding, Report, examine_job
 from groupwise.run.health_remedies import KeyNames, Remedy, changed
 from groupwise.run.health_rules import RULES
+from groupwise.sdk.types import Answer
 from groupwise.server.state import Server, server_of
-from groupwise.server.wire import Answer, documented
+from groupwise.server.wire import documented
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Remedies for a job: those of runs (`groupwise.run.health_rules`) in the words of POST /v1/train/grpo and

@@ -21,6 +21,20 @@ from fastapi import APIRouter, Request, Response
 from groupwise.config.serve import ServeConfig
 from groupwise.errors import RequestError
 from groupwise.model.chat import THINK_END, THINK_START, encode_prompt, opens_thought, too_long
+from groupwise.sdk.types import (
+    AnsweredCall,
+    AnsweredFunction,
+    AnsweredMessage,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatDelta,
+    ChatLogprobs,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
 from groupwise.server.bodies import parse_body
 from groupwise.server.reply import Detokenizer, ReplyParser, ReplyPart, plain_text, token_text
 from groupwise.server.sampling import (
@@ -43,23 +57,7 @@ from groupwise.server.schema_completions import (
     Raw,
     TextCompletion,
 )
-from groupwise.server.schema_openai import (
-    AnsweredCall,
-    AnsweredFunction,
-    AnsweredMessage,
-    ChatChoice,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatDelta,
-    ChatLogprobs,
-    ChatMessage,
-    ChatRequest,
-    TokenLogprob,
-    TopLogprob,
-    Usage,
-    as_messages,
-)
+from groupwise.server.schema_openai import ChatMessage, ChatRequest, as_messages
 from groupwise.server.state import server_of
 from groupwise.server.submit import template_options
 from groupwise.server.wire import documented

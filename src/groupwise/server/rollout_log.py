@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.concurrency import run_in_threadpool
 
-from groupwise.algo.advantage import AdvantageSpec, advantages, gdpo_advantages
+from groupwise.algo.advantage import advantages, gdpo_advantages
 from groupwise.config.job import GrpoJobConfig, parse_job_config
 from groupwise.errors import DamagedPayloadError, JobNotFoundError, RequestError
 from groupwise.model.chat import decode, stop_ids
@@ -30,7 +30,7 @@ from groupwise.server.schema import (
     MOST_ROWS,
     PREVIEW,
     RolloutDetail,
-    RolloutGroup,
+    RolloutGroupDetail,
     RolloutNotFoundError,
     RolloutPage,
     RolloutRow,
@@ -76,17 +76,18 @@ async def list_rollouts(
 
 
 @router.get(
-    "/{id}", **documented(answer=RolloutGroup, errors=[RolloutNotFoundError, JobNotFoundError, DamagedPayloadError])
+    "/{id}",
+    **documented(answer=RolloutGroupDetail, errors=[RolloutNotFoundError, JobNotFoundError, DamagedPayloadError]),
 )
-async def show_rollout(request: Request, id: str) -> RolloutGroup:
+async def show_rollout(request: Request, id: str) -> RolloutGroupDetail:
     """The group of a rollout: every completion of its prompt, token by token."""
     return await run_in_threadpool(_group, server_of(request), id)
 
 
-def _group(server: Server, id: str) -> RolloutGroup:
+def _group(server: Server, id: str) -> RolloutGroupDetail:
     rollouts, prompt_ids = _group_of_job(server, id) if "." in id else _group_of_recent(server, id)
     tokenizer = server.base.tokenizer
-    return RolloutGroup(
+    return RolloutGroupDetail(
         group=rollouts[0].group,
         prompt=plain_text(prompt_ids, tokenizer),
         prompt_token_ids=list(prompt_ids),
@@ -215,12 +216,11 @@ def _posted(ledger: Ledger, job_id: str) -> _Posted:
     if not isinstance(config, GrpoJobConfig) or not isinstance(payload, GrpoPayload):
         hint = "only jobs of /v1/train/grpo have groups of completions"
         raise RequestError(f"job {job_id} is of kind {job.kind}, and has no rollouts", hint=hint, field="job")
-    spec = AdvantageSpec.of(config)
     rewards = [[each.reward for each in group.completions] for group in payload.groups]
-    if spec.aggregation == "normalize_then_sum":
-        weighed = gdpo_advantages([[{"reward": reward} for reward in group] for group in rewards], spec)
+    if config.aggregation == "normalize_then_sum":
+        weighed = gdpo_advantages([[{"reward": reward} for reward in group] for group in rewards], config)
     else:
-        weighed = advantages(rewards, spec)
+        weighed = advantages(rewards, config)
     return _Posted(
         job=job,
         groups=payload.groups,

@@ -18,11 +18,12 @@ from fastapi import APIRouter, Request, Response
 from groupwise.config.serve import ServeConfig
 from groupwise.errors import ChatError, ContextLengthError, RequestError, StorageError
 from groupwise.model.chat import encode_prompt, opens_thought
+from groupwise.sdk.types import BatchAnswer, BatchCompletion
 from groupwise.server.bodies import parse_body
 from groupwise.server.openai import said_last
 from groupwise.server.reply import ReplyParser
 from groupwise.server.sampling import SAMPLING_ERRORS, Admission, admit, sendable, usage, while_connected
-from groupwise.server.schema_completions import BatchAnswer, BatchCompletion, BatchRequest
+from groupwise.server.schema_completions import BatchRequest
 from groupwise.server.schema_openai import Conversation, TemplateOptions, Tool, as_messages
 from groupwise.server.state import server_of
 from groupwise.server.submit import template_options

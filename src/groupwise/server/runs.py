@@ -38,6 +38,7 @@ from groupwise.config.yaml import Document
 from groupwise.errors import ConfigError, GroupwiseError, RequestError, StorageError
 from groupwise.run.health import Report, examine
 from groupwise.run.record import leaves
+from groupwise.sdk.types import Answer
 from groupwise.server.bodies import describe
 from groupwise.server.connections import close_overdue, make_server
 from groupwise.server.errors import add_handlers
@@ -62,7 +63,7 @@ from groupwise.server.schema import (
     RunSummary,
 )
 from groupwise.server.ui import Web
-from groupwise.server.wire import Answer, documented
+from groupwise.server.wire import documented
 from groupwise.store.rollouts import plain
 from groupwise.store.rundir import CONFIG
 from groupwise.store.tracking import METRICS

@@ -36,10 +36,11 @@ from groupwise.errors import (
     OverloadedError,
     RequestError,
 )
+from groupwise.sdk.types import CachedTokens, Usage
 from groupwise.server.errors import INTERNAL, Paths, ShuttingDownError, envelope, without_paths
 from groupwise.server.metrics import RequestRecord
 from groupwise.server.reply import TextStream
-from groupwise.server.schema_openai import CachedTokens, Sampling, Usage
+from groupwise.server.schema_openai import Sampling
 from groupwise.server.state import Server, server_of
 from groupwise.types import Completion, LiveEngine, PolicyVersion, SamplingParams, SamplingRequest
 

@@ -14,9 +14,10 @@ from pydantic import Field, model_validator
 from groupwise.config.job import JOB_OTHER_NAMES, MODELS, GrpoJobConfig, SftJobConfig
 from groupwise.config.yaml import Name, NullIsAbsent
 from groupwise.errors import GroupwiseError
+from groupwise.sdk.types import Answer
 from groupwise.server.findings import Findings
 from groupwise.server.schema_openai import MAX_COMPOSED, Conversation, Selector, TemplateOptions, TokenIds, Tools
-from groupwise.server.wire import Answer, FailFast, OwnPart, OwnRequest, absent, fault
+from groupwise.server.wire import FailFast, OwnPart, OwnRequest, fault
 
 RolloutId = Annotated[str, Field(min_length=1, max_length=64)]
 
@@ -107,103 +108,6 @@ class SftRequest(NullIsAbsent, OwnRequest):
 
 
 # ---- what is answered ----
-State = Literal["queued", "running", "completed", "failed", "cancelled"]
-Kind = Literal["grpo", "sft"]
-
-
-class TrainSubmitted(Answer):
-    """The answer of POST /v1/train/grpo and /v1/train/sft: the job is on the disk."""
-
-    job_id: str
-    state: State
-    message: str
-    adapter_name: str
-    position: int | None
-    """1 for the next of the waiting jobs; null if it waits no more."""
-    warnings: list[str]
-    """What is legal and perhaps not meant."""
-
-
-class JobError(Answer):
-    """Why a job failed."""
-
-    code: str
-    message: str
-    hint: str | None
-    log: str | None = absent()
-    """Of a job that killed its workers: the end of what the last of them said."""
-
-
-class TrainStatus(Answer):
-    """One job. Times are ISO 8601, UTC."""
-
-    job_id: str
-    kind: Kind
-    state: State
-    phase: str
-    """waiting, loading, training, publishing, swapping or done; a failed job keeps the one it failed in."""
-    progress: float
-    """0 to 1."""
-    step: int
-    steps: int
-    current_loss: float | None
-    """Of the last step; null before the first."""
-    adapter_name: str
-    adapter_version: str | None
-    """What it published."""
-    metrics: dict[str, float]
-    """Of the last step."""
-    created_at: str
-    started_at: str | None
-    finished_at: str | None
-    elapsed_secs: float
-    """From the submission to the end, or to now."""
-    position: int | None
-    attempt: int
-    """How often a worker took it; above 1 after a crash or a restart."""
-    cancel_requested: bool
-    error: JobError | None
-    config: dict[str, Any]
-    """As it acts: rank, scale and targets of the adapter that is continued or begun, where the request names none."""
-    summary: dict[str, Any]
-    """What was submitted, in numbers."""
-    unhealthy: str | None
-    """What was wrong at its end, where that is an error of health: the version is stored and was not made active."""
-    warnings: list[str]
-
-
-class WaitingJob(Answer):
-    """A job in the queue."""
-
-    job_id: str
-    job_type: Kind
-    adapter_name: str
-    position: int
-
-
-class TrainQueue(Answer):
-    """The answer of GET /v1/train/queue."""
-
-    running: TrainStatus | None
-    queued: list[WaitingJob]
-    completed: list[TrainStatus]
-    """All that have ended, however, newest first."""
-
-
-class CancelAnswer(Answer):
-    """`cancelled`, or `cancelling`: the worker stops after its step."""
-
-    job_id: str
-    status: Literal["cancelled", "cancelling"]
-
-
-class JobMetrics(Answer):
-    """The answer of GET /v1/train/metrics/{job_id}: {"step", "time", <metric>: <number>, ...} for each step."""
-
-    job_id: str
-    steps: list[dict[str, Any]]
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The bodies of /v1/adapters/*.
 # ----------------------------------------------------------------------------------------------------------------------
@@ -249,100 +153,11 @@ class MergeRequest(NullIsAbsent, OwnRequest):
 
 
 # ---- answers ----
-class AdapterVersion(Answer):
-    """One version, and where it came from."""
-
-    version: str
-    """`name@number`."""
-    number: int
-    active: bool
-    created_at: str
-    size_bytes: int
-    base_model: str
-    parent: str
-    """The version that its training started from."""
-    step: int
-    job_id: str | None
-    unhealthy: str | None
-    """What was wrong at the end of the job that made it. Such a version becomes active, answers to its adapter's name
-    and is continued only by hand: activated, or named with its number."""
-    surplus: bool
-    """Older than the newest `keep_versions` that jobs made: removed once it is neither active, nor the one active
-    before, nor in use, nor what a job that has not ended begins from."""
-    metrics: dict[str, float]
-
-
-class AdapterSummary(Answer):
-    """An adapter. `files`, sizes and times are those of its newest version."""
-
-    name: str
-    has_config: bool
-    has_weights: bool
-    size_bytes: int
-    modified_at: str | None
-    files: list[str]
-    versions: list[str]
-    active_version: str | None
-    """The version of this adapter that is active, if one is."""
-
-
-class AdapterList(Answer):
-    """The answer of GET /v1/adapters."""
-
-    active: str | None
-    """The active adapter's name; null is the base model."""
-    active_version: str
-    """The active version: `name@number`, or `base`."""
-    keep_versions: int | None
-    """How many versions that jobs made are kept of each adapter; null keeps all."""
-    available: list[AdapterSummary]
-
-
-class AdapterDetail(AdapterSummary):
-    """The answer of GET /v1/adapters/{name}."""
-
-    history: list[AdapterVersion]
-    """Its versions, oldest first."""
-
-
-class AdapterLoaded(Answer):
-    status: Literal["loaded", "activated", "rolled_back"]
-    name: str
-    version: str
-
-
-class AdapterUnloaded(Answer):
-    status: Literal["unloaded"] = "unloaded"
-
-
-class AdapterDeleted(Answer):
-    status: Literal["deleted"] = "deleted"
-    name: str
-    versions: list[str]
-
-
-class AdapterUploaded(Answer):
-    name: str
-    version: str
-    size_bytes: int
-    files: list[str]
-
-
-class AdapterMerged(Answer):
-    status: Literal["merged"] = "merged"
-    output_name: str
-    version: str
-    mode: Literal["weighted_average", "ties", "concat"]
-    sources: list[dict[str, Any]]
-    num_tensors: int
-    density: float | None = absent()
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The answers of the routes that show completions, of a server and of a run on disk alike, so that one page reads both.
 #
 # RolloutPage     rows, and the cursor of the next page
-# RolloutGroup    the completions of one prompt, token by token, each with its reward and the parts of it
+# RolloutGroupDetail    the completions of one prompt, token by token, each with its reward and the parts of it
 # ----------------------------------------------------------------------------------------------------------------------
 
 MOST_ROWS = 2000
@@ -402,7 +217,7 @@ class RolloutDetail(RolloutRow):
     """One for each of `tokens`; null for what the policy did not write."""
 
 
-class RolloutGroup(Answer):
+class RolloutGroupDetail(Answer):
     """The completions of one prompt, highest reward first."""
 
     group: str

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 from pydantic_core import core_schema
 
+from groupwise.sdk.types import Answer, Usage, absent
 from groupwise.server.schema_openai import (
     BOOKKEEPING,
     MAX_TOKEN_ID,
@@ -17,21 +18,10 @@ from groupwise.server.schema_openai import (
     ShapedSampling,
     StreamOptions,
     TemplateOptions,
-    Usage,
     check_stream,
     check_tools,
 )
-from groupwise.server.wire import (
-    Answer,
-    AtMost,
-    FailFast,
-    OpenRequest,
-    OwnRequest,
-    Unsupported,
-    absent,
-    fault,
-    limits_of,
-)
+from groupwise.server.wire import AtMost, FailFast, OpenRequest, OwnRequest, Unsupported, fault, limits_of
 
 # ---- /v1/completions ----
 _IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID}}
@@ -157,52 +147,4 @@ class BatchRequest(Sampling, OwnRequest):
         return self
 
 
-class BatchCompletion(Answer):
-    """One rollout. `text` is the whole reply; `reasoning_content` is its <think> block again, where it has one."""
-
-    prompt_index: int
-    completion_index: int
-    rollout_id: str
-    """Names this rollout in /v1/train/grpo, so that exactly what was sampled is trained."""
-    adapter: str
-    """The version that sampled it."""
-    text: str
-    finish_reason: Literal["stop", "length"]
-    usage: Usage
-    reasoning_content: str | None = absent()
-    token_ids: list[int] | None = absent()
-    prompt_token_ids: list[int] | None = absent()
-    logprobs: list[float] | None = absent()
-
-
-class BatchAnswer(Answer):
-    """The answer of POST /v1/completions/batch, by prompt, then by completion."""
-
-    id: str
-    object: Literal["batch.completion"] = "batch.completion"
-    created: int
-    model: str
-    completions: list[BatchCompletion]
-    usage: Usage
-
-
 # ---- /v1/models ----
-class ModelCard(Answer):
-    """Something that `model` may say: the base model, an adapter, or one of its versions."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str
-    root: str
-    """The base model, or the version that an adapter's name stands for now."""
-    parent: str | None
-    """What an adapter was trained on."""
-    max_model_len: int
-
-
-class ModelList(Answer):
-    """The answer of GET /v1/models."""
-
-    object: Literal["list"] = "list"
-    data: list[ModelCard]

@@ -33,7 +33,6 @@ from groupwise.config.serve import MOST_MESSAGES
 from groupwise.config.yaml import NullIsAbsent
 from groupwise.server.errors import echo
 from groupwise.server.wire import (
-    Answer,
     AtMost,
     FailFast,
     JsonObject,
@@ -42,7 +41,6 @@ from groupwise.server.wire import (
     Part,
     Strict,
     Unsupported,
-    absent,
     check_finite,
     fault,
 )
@@ -249,7 +247,6 @@ BOOKKEEPING = frozenset(
 Selector = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}(@[0-9]{1,12})?$")]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 TokenIds = Annotated[list[TokenId], FailFast()]
-Finish = Literal["stop", "length", "tool_calls"]
 MaxTokens = Annotated[int, Field(ge=1, le=1 << 20)]
 LogitBias = Annotated[
     dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]],
@@ -304,43 +301,35 @@ _ONE_BY_ONE = "completions are drawn token by token; use n, and choose yourself"
 _THINKING = "use chat_template_kwargs.enable_thinking"
 
 
-def _refused(*names: str, neutral: Sequence[Any] = (), hint: str = "leave it out") -> dict[str, Unsupported]:
-    return dict.fromkeys(names, Unsupported(*neutral, hint=hint))
-
+_ANOTHER_CUT, _LEAVE_OUT, _REPETITION = "use top_p or min_p", "leave it out", "use repetition_penalty"
 
 OTHERS: Mapping[str, Unsupported] = {
-    **_refused("regex", "ebnf", "grammar", "json_schema", "structured_outputs_regex", hint=_FORMAT),
-    **_refused("enable_thinking", "think", "thinking", hint=_THINKING),
-    **_refused("n_predict", "thinking_token_budget", hint="use max_tokens"),
-    **_refused("repeat_penalty", "encoder_repetition_penalty", neutral=(1, 1.0), hint="use repetition_penalty"),
-    **_refused(
-        "no_repeat_ngram_size", "dry_multiplier", "penalty_alpha", neutral=(0, 0.0), hint="use repetition_penalty"
-    ),
-    **_refused("typical_p", "tfs_z", neutral=(1, 1.0), hint="use top_p or min_p"),
-    **_refused(
-        "top_a",
-        "epsilon_cutoff",
-        "eta_cutoff",
-        "xtc_probability",
-        "mirostat",
-        neutral=(0, 0.0),
-        hint="use top_p or min_p",
-    ),
-    **_refused("top_n_sigma", neutral=(-1, -1.0, 0, 0.0), hint="use top_p or min_p"),
-    **_refused("dynatemp_range", neutral=(0, 0.0), hint="use temperature"),
-    **_refused("guidance_scale", neutral=(1, 1.0)),
-    "min_new_tokens": Unsupported(0, hint="use min_tokens"),
-    "num_beams": Unsupported(1, hint=_ONE_BY_ONE),
-    "do_sample": Unsupported(True, hint="temperature: 0 is greedy"),
-    "watermark": Unsupported(False),
-    "stop_regex": Unsupported([], hint="use stop"),
-    "no_stop_trim": Unsupported(False, hint="use include_stop_str_in_output"),
-    "lora_path": Unsupported(hint="use adapter"),
-    "logits_processors": Unsupported([]),
-    "custom_logit_processor": Unsupported(),
-    "options": Unsupported({}, hint="give temperature, top_p and the like beside messages"),
-    "documents": Unsupported([], hint="use chat_template_kwargs.documents, where the template reads it"),
-}  # of vLLM, SGLang, llama.cpp, Ollama, transformers and text-generation-inference
+    name: Unsupported(*neutral, hint=hint)
+    for names, neutral, hint in (
+        ("regex ebnf grammar json_schema structured_outputs_regex", (), _FORMAT),
+        ("enable_thinking think thinking", (), _THINKING),
+        ("n_predict thinking_token_budget", (), "use max_tokens"),
+        ("repeat_penalty encoder_repetition_penalty", (1, 1.0), _REPETITION),
+        ("no_repeat_ngram_size dry_multiplier penalty_alpha", (0, 0.0), _REPETITION),
+        ("typical_p tfs_z", (1, 1.0), _ANOTHER_CUT),
+        ("top_a epsilon_cutoff eta_cutoff xtc_probability mirostat", (0, 0.0), _ANOTHER_CUT),
+        ("top_n_sigma", (-1, -1.0, 0, 0.0), _ANOTHER_CUT),
+        ("dynatemp_range", (0, 0.0), "use temperature"),
+        ("guidance_scale", (1, 1.0), _LEAVE_OUT),
+        ("watermark", (False,), _LEAVE_OUT),
+        ("logits_processors", ([],), _LEAVE_OUT),
+        ("custom_logit_processor", (), _LEAVE_OUT),
+        ("min_new_tokens", (0,), "use min_tokens"),
+        ("num_beams", (1,), _ONE_BY_ONE),
+        ("do_sample", (True,), "temperature: 0 is greedy"),
+        ("stop_regex", ([],), "use stop"),
+        ("no_stop_trim", (False,), "use include_stop_str_in_output"),
+        ("lora_path", (), "use adapter"),
+        ("options", ({},), "give temperature, top_p and the like beside messages"),
+        ("documents", ([],), "use chat_template_kwargs.documents, where the template reads it"),
+    )
+    for name in names.split()
+}  # of vLLM, SGLang, llama.cpp, Ollama, transformers and text-generation-inference: names, what changes nothing, a hint
 
 
 class Sampling(PolicyChoice):
@@ -532,114 +521,3 @@ def check_tools(tools: Sequence[Tool] | None) -> None:
     names = [tool.function.name for tool in tools or ()]
     if len(set(names)) < len(names):
         raise fault("invalid_value", "two tools have the same name; give each its own", param="tools")
-
-
-class TopLogprob(Answer):
-    """A token that could have been sampled."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class TokenLogprob(TopLogprob):
-    """A sampled token, and the likeliest ones in its place."""
-
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(Answer):
-    content: list[TokenLogprob] | None
-    refusal: None = None
-
-
-class AnsweredFunction(Answer):
-    name: str
-    arguments: str
-    """JSON."""
-
-
-class AnsweredCall(Answer):
-    """A tool call that the model made; in a stream with its `index`."""
-
-    index: int | None = absent()
-    id: str
-    type: Literal["function"] = "function"
-    function: AnsweredFunction
-
-
-class AnsweredMessage(Answer):
-    """What the assistant said; its thoughts apart where there are any."""
-
-    role: Literal["assistant"] = "assistant"
-    content: str | None
-    refusal: None = None
-    reasoning_content: str | None = absent()
-    tool_calls: list[AnsweredCall] | None = absent()
-
-
-class ChatChoice(Answer):
-    index: int
-    message: AnsweredMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: Finish
-    token_ids: list[int] | None = absent()
-
-
-class CachedTokens(Answer):
-    """Of the prompt's tokens, those that were known from other requests and not computed again."""
-
-    cached_tokens: int = 0
-
-
-class Usage(Answer):
-    """Tokens. A prompt counts once, whatever n is; the end-of-turn token counts."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: CachedTokens | None = absent()
-    """Left out where the engine does not say (vLLM)."""
-
-
-class ChatCompletion(Answer):
-    """The answer of POST /v1/chat/completions; `system_fingerprint` is the version that answered."""
-
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    system_fingerprint: str
-    prompt_token_ids: list[int] | None = absent()
-
-
-class ChatDelta(Answer):
-    """What a chunk adds."""
-
-    role: Literal["assistant"] | None = absent()
-    content: str | None = absent()
-    reasoning_content: str | None = absent()
-    tool_calls: list[AnsweredCall] | None = absent()
-
-
-class ChatChunkChoice(Answer):
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: Finish | None = None
-    token_ids: list[int] | None = absent()
-
-
-class ChatCompletionChunk(Answer):
-    """One event of the stream; the last, if asked for, has the usage and no choices."""
-
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    system_fingerprint: str
-    usage: Usage | None = absent()
-    prompt_token_ids: list[int] | None = absent()

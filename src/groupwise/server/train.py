@@ -29,22 +29,13 @@ from groupwise.errors import (
     RequestError,
     StorageError,
 )
+from groupwise.sdk.types import CancelAnswer, JobError, JobMetrics, TrainQueue, TrainStatus, TrainSubmitted, WaitingJob
 from groupwise.server.bodies import check_content_type
 from groupwise.server.errors import Paths, hidden
 from groupwise.server.policies import check_free_name
 from groupwise.server.reader import RawBody, receive_body
 from groupwise.server.sampling import following, sse
-from groupwise.server.schema import (
-    CancelAnswer,
-    GrpoRequest,
-    JobError,
-    JobMetrics,
-    SftRequest,
-    TrainQueue,
-    TrainStatus,
-    TrainSubmitted,
-    WaitingJob,
-)
+from groupwise.server.schema import GrpoRequest, SftRequest
 from groupwise.server.state import Server, server_of
 from groupwise.server.storage import check_room
 from groupwise.server.submit import Submission, at_field, read_grpo, read_sft

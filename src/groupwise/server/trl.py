@@ -27,6 +27,7 @@ from pydantic import Field
 
 from groupwise.config.serve import ServeConfig
 from groupwise.errors import AdapterError, AdapterNotFoundError, ConflictError, RequestError, StorageError
+from groupwise.sdk.types import Answer
 from groupwise.server.bodies import parse_body, read_body
 from groupwise.server.openai import encode_raw
 from groupwise.server.policies import AdapterInUseError, check_free_name
@@ -35,7 +36,7 @@ from groupwise.server.sampling import SAMPLING_ERRORS, admit, sendable, while_co
 from groupwise.server.schema_completions import Prompts
 from groupwise.server.schema_openai import Conversation, OfferedTools, Sampling, TemplateOptions
 from groupwise.server.state import Server, server_of
-from groupwise.server.wire import Answer, AtMost, OwnPart, OwnRequest, Unsupported, documented
+from groupwise.server.wire import AtMost, OwnPart, OwnRequest, Unsupported, documented
 from groupwise.store import files
 from groupwise.store.files import Provenance
 from groupwise.types import Completion, PolicyVersion

@@ -24,7 +24,6 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
-    Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     model_validator,
@@ -33,6 +32,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from groupwise.config.serve import ServeConfig
 from groupwise.errors import GroupwiseError, InUseError, StorageDeniedError, StorageError, StorageFullError
+from groupwise.sdk.types import Answer
 
 REF = "#/components/schemas/{model}"
 NEARLY = 0.8  # how similar to ours a name is, of 1, that is a slip
@@ -91,23 +91,6 @@ class OwnPart(Strict):
     """A piece of a body on our own routes."""
 
     model_config = ConfigDict(extra="forbid")
-
-
-class Answer(BaseModel):
-    """What is sent back. Fields of type `Absent[T]` are left out where they are None."""
-
-    model_config = ConfigDict(
-        frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=(), extra="forbid"
-    )
-
-
-def _is_none(value: Any) -> bool:
-    return value is None
-
-
-def absent() -> Any:
-    """The default of an answer's field that is left out when it is None."""
-    return Field(default=None, exclude_if=_is_none)
 
 
 # ---- problems with a code of their own ----

@@ -651,11 +651,11 @@ class AgentEpisode:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Groups of episodes that agents play: a `Play`, as environments have one in `play.Episodes`.
+# Groups of episodes that agents play: a `RolloutSource`, as environments have one in `episode.EpisodeRollouts`.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class AgentPlay:
+class AgentRollouts:
     """Each prompt is a case that the agent plays `n` times. Close it, or let go of it.
 
     Args:
@@ -686,7 +686,7 @@ class AgentPlay:
     def begin(
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int], n: int, params: SamplingParams, version: PolicyVersion
     ) -> list[Awaitable[RolloutGroup]]:
-        """As `Play.begin`."""
+        """As `RolloutSource.begin`."""
         if self._endpoint is None:
             from groupwise.tasks.endpoint import Endpoint  # a web server, for runs that need one
 

@@ -1,4 +1,4 @@
-"""From a prompt to a group of rollouts: single completions (`SingleTurn`) or episodes in an environment (`Episodes`).
+"""From a prompt to a group of rollouts: completions (`SingleTurnRollouts`) or episodes (`EpisodeRollouts`).
 
 The loop, evaluation and everything after them know only that a group comes back. Prompts that are begun together have
 their first turns admitted together; the episodes of a group that see the same first prompt share it.
@@ -300,7 +300,7 @@ class Player:
 T = TypeVar("T")
 
 
-class Play(Protocol):
+class RolloutSource(Protocol):
     """How groups of rollouts are made for prompts; one implementation for each kind of task."""
 
     def prepare(self, prompt: Prompt) -> Prompt:
@@ -318,7 +318,7 @@ class Play(Protocol):
         ...
 
 
-class SingleTurn:
+class SingleTurnRollouts:
     """Single-turn tasks: the completion of the prompt is the whole rollout."""
 
     def __init__(self, sampler: Sampler, tokenizer: PreTrainedTokenizerBase):
@@ -331,7 +331,7 @@ class SingleTurn:
     def begin(
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int], n: int, params: SamplingParams, version: PolicyVersion
     ) -> list[Awaitable[RolloutGroup]]:
-        """As `Play.begin`."""
+        """As `RolloutSource.begin`."""
         requests = [
             SamplingRequest(prompt_ids=prompt.token_ids, params=replace(params, seed=seed), n=n, version=version)
             for prompt, seed in zip(prompts, seeds, strict=True)
@@ -361,7 +361,7 @@ class Environments(Protocol):
     def close(self) -> None: ...
 
 
-class Episodes:
+class EpisodeRollouts:
     """Multi-turn tasks: each prompt is a case of an environment, in which `n` episodes are played."""
 
     def __init__(
@@ -388,7 +388,7 @@ class Episodes:
     def begin(
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int], n: int, params: SamplingParams, version: PolicyVersion
     ) -> list[Awaitable[RolloutGroup]]:
-        """As `Play.begin`."""
+        """As `RolloutSource.begin`."""
         return [
             self._group(prompt, seed=seed, n=n, params=params, version=version)
             for prompt, seed in zip(prompts, seeds, strict=True)
@@ -626,7 +626,7 @@ class Slots:
 
 
 async def play_all(
-    play: Play,
+    play: RolloutSource,
     prompts: Sequence[Prompt],
     *,
     seeds: Sequence[int],

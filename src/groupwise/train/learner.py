@@ -9,8 +9,8 @@
     begin_step                one rollout batch that arrives in parts (`rollout_batch`)
 
 A batch is cut into micro-batches by a token budget; every loss divides by counts of the whole batch, so the cut changes
-nothing but rounding. A small model's run side by side (`Lanes`). Without an adapter (`lora=None`) all parameters train.
-The reference is `reference.py`'s affair.
+nothing but rounding. A small model's run side by side (`ThreadedMicroBatches`). Without an adapter (`lora=None`) all
+parameters train. The reference is `reference.py`'s affair.
 
 Shapes: N loss tokens of a micro-batch.
 """
@@ -37,7 +37,7 @@ from groupwise.algo.kl import kl_metrics, measured_rows
 from groupwise.algo.loss import LossInputs, combined, policy_loss, rescaled
 from groupwise.algo.metrics import Metrics
 from groupwise.config.loss import LossSpec
-from groupwise.config.run import LoraSpec
+from groupwise.config.run import LoraSpec, OptimizerConfig
 from groupwise.errors import ConfigError, ContextLengthError, ModelError, TrainingError
 from groupwise.model.backbone import is_lean
 from groupwise.model.flex import why_not_flex
@@ -140,7 +140,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class Lanes:
+class ThreadedMicroBatches:
     """Up to `most` threads; made when they are first needed, gone with this."""
 
     def __init__(self, most: int):
@@ -180,7 +180,7 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-__all__ = ["Learner", "Metrics", "OptimizerSpec", "StepResult", "learning_rate_at"]
+__all__ = ["Learner", "Metrics", "OptimStepResult", "learning_rate_at"]
 
 MAX_REFUSED_STEPS = 5  # in a row
 LANE_BYTES = 1 << 28  # of weights, up to which a model is small, and its micro-batches run side by side
@@ -190,18 +190,12 @@ Gradients = Sequence[Tensor | None]  # of the parameters, in their order; empty 
 Listener = Callable[[MicroBatch, Tensor], None]  # logprobs_N, without a graph
 
 
-@dataclass(frozen=True, kw_only=True)
-class OptimizerSpec:
-    """AdamW (arXiv 1711.05101)."""
-
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
+ADAM_EPS = 1e-8
+DEFAULTS = OptimizerConfig()
 
 
 @dataclass(frozen=True)
-class StepResult:
+class OptimStepResult:
     """`grad_norm` is before clipping; `applied` is False when the step was refused because it was not finite."""
 
     grad_norm: float
@@ -236,8 +230,8 @@ class Learner:
         base: LoadedModel,
         *,
         lora: LoraSpec | None = LoraSpec(),
-        optimizer: OptimizerSpec = OptimizerSpec(),
-        micro_tokens: int = 8192,
+        optimizer: OptimizerConfig = DEFAULTS,
+        micro_tokens: int = DEFAULTS.micro_tokens,
         gradient_checkpointing: bool = False,
         attention: Literal["merged", "flex"] = "merged",
         autocast: torch.dtype | None = None,
@@ -268,7 +262,7 @@ class Learner:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.strategy.shard(self)
         threads = threads or torch.get_num_threads()
-        self._lanes = Lanes(threads if self._is_small(dropout=bool(lora and lora.dropout)) else 1)
+        self._lanes = ThreadedMicroBatches(threads if self._is_small(dropout=bool(lora and lora.dropout)) else 1)
         self.threads = 1 if self._lanes.most > 1 else threads  # of torch, in the thread that trains
         self._dropout, self._seed = bool(lora and lora.dropout), seed
         self.model.train(gradient_checkpointing or self._dropout)
@@ -277,7 +271,7 @@ class Learner:
             self.parameters,
             lr=0.0,
             betas=optimizer.betas,
-            eps=optimizer.eps,
+            eps=ADAM_EPS,
             weight_decay=optimizer.weight_decay,
             fused=True,
         )
@@ -415,7 +409,7 @@ class Learner:
         return {"loss/custom": float(loss.detach()), **metrics}
 
     @verb
-    def optim_step(self, *, learning_rate: float) -> StepResult:
+    def optim_step(self, *, learning_rate: float) -> OptimStepResult:
         """Clip to `max_grad_norm`, apply AdamW, zero the gradients. A non-finite gradient changes nothing.
 
         Raises:
@@ -438,7 +432,7 @@ class Learner:
                 f"{self._refused_in_a_row} optimizer steps in a row had a non-finite gradient (last norm: {norm})",
                 hint="lower the learning rate, check the rewards for huge values, or train in float32",
             )
-        return StepResult(norm, applied)
+        return OptimStepResult(norm, applied)
 
     @verb
     def zero_grad(self) -> None:

@@ -2086,6 +2086,42 @@ export interface components {
              */
             learning_rate: number | null;
             /**
+             * Weight Decay
+             * @description AdamW's decoupled weight decay.
+             * @default 0
+             */
+            weight_decay: number | null;
+            /**
+             * Betas
+             * @description AdamW's decay rates of the two moments.
+             * @default [
+             *       0.9,
+             *       0.999
+             *     ]
+             */
+            betas: [
+                number,
+                number
+            ] | null;
+            /**
+             * Max Grad Norm
+             * @description The gradient is scaled down to this norm.
+             * @default 1
+             */
+            max_grad_norm: number | null;
+            /**
+             * Micro Tokens
+             * @description Tokens in one forward and backward pass.
+             * @default 8192
+             */
+            micro_tokens: number | null;
+            /**
+             * Gradient Checkpointing
+             * @description Recompute activations in the backward pass: less memory, more time.
+             * @default false
+             */
+            gradient_checkpointing: boolean | null;
+            /**
              * Lora Rank
              * @description Rank of the adapter; null is that of the adapter that is continued, 16 for a fresh one.
              */
@@ -2124,42 +2160,6 @@ export interface components {
              * @default 0
              */
             warmup_steps: number | null;
-            /**
-             * Weight Decay
-             * @description AdamW's decoupled weight decay.
-             * @default 0
-             */
-            weight_decay: number | null;
-            /**
-             * Betas
-             * @description AdamW's decay rates of the two moments.
-             * @default [
-             *       0.9,
-             *       0.999
-             *     ]
-             */
-            betas: [
-                number,
-                number
-            ] | null;
-            /**
-             * Max Grad Norm
-             * @description The gradient is scaled down to this norm.
-             * @default 1
-             */
-            max_grad_norm: number | null;
-            /**
-             * Micro Tokens
-             * @description Tokens in one forward and backward pass.
-             * @default 8192
-             */
-            micro_tokens: number | null;
-            /**
-             * Gradient Checkpointing
-             * @description Recompute activations in the backward pass: less memory, more time.
-             * @default false
-             */
-            gradient_checkpointing: boolean | null;
             /**
              * Seed
              * @description Fixes initialisation, dropout and the order of minibatches.
@@ -2725,10 +2725,10 @@ export interface components {
             logprobs: (number | null)[] | null;
         };
         /**
-         * RolloutGroup
+         * RolloutGroupDetail
          * @description The completions of one prompt, highest reward first.
          */
-        RolloutGroup: {
+        RolloutGroupDetail: {
             /** Group */
             group: string;
             /** Prompt */
@@ -2889,6 +2889,42 @@ export interface components {
              */
             learning_rate: number | null;
             /**
+             * Weight Decay
+             * @description AdamW's decoupled weight decay.
+             * @default 0
+             */
+            weight_decay: number | null;
+            /**
+             * Betas
+             * @description AdamW's decay rates of the two moments.
+             * @default [
+             *       0.9,
+             *       0.999
+             *     ]
+             */
+            betas: [
+                number,
+                number
+            ] | null;
+            /**
+             * Max Grad Norm
+             * @description The gradient is scaled down to this norm.
+             * @default 1
+             */
+            max_grad_norm: number | null;
+            /**
+             * Micro Tokens
+             * @description Tokens in one forward and backward pass.
+             * @default 8192
+             */
+            micro_tokens: number | null;
+            /**
+             * Gradient Checkpointing
+             * @description Recompute activations in the backward pass: less memory, more time.
+             * @default false
+             */
+            gradient_checkpointing: boolean | null;
+            /**
              * Lora Rank
              * @description Rank of the adapter; null is that of the adapter that is continued, 16 for a fresh one.
              */
@@ -2927,42 +2963,6 @@ export interface components {
              * @default 0
              */
             warmup_steps: number | null;
-            /**
-             * Weight Decay
-             * @description AdamW's decoupled weight decay.
-             * @default 0
-             */
-            weight_decay: number | null;
-            /**
-             * Betas
-             * @description AdamW's decay rates of the two moments.
-             * @default [
-             *       0.9,
-             *       0.999
-             *     ]
-             */
-            betas: [
-                number,
-                number
-            ] | null;
-            /**
-             * Max Grad Norm
-             * @description The gradient is scaled down to this norm.
-             * @default 1
-             */
-            max_grad_norm: number | null;
-            /**
-             * Micro Tokens
-             * @description Tokens in one forward and backward pass.
-             * @default 8192
-             */
-            micro_tokens: number | null;
-            /**
-             * Gradient Checkpointing
-             * @description Recompute activations in the backward pass: less memory, more time.
-             * @default false
-             */
-            gradient_checkpointing: boolean | null;
             /**
              * Seed
              * @description Fixes initialisation, dropout and the order of minibatches.
@@ -3922,7 +3922,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["RolloutGroup"];
+                    "application/json": components["schemas"]["RolloutGroupDetail"];
                 };
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */

@@ -2,6 +2,5 @@
 
 data       run directories  -> the answers that `groupwise ui` would give, as far as the file may grow
 page       the built web interface and these answers -> one file that asks nobody for anything
-charts     metrics          -> the curves as PNG, by matplotlib
 build      these, one after the other
 """

@@ -1,4 +1,4 @@
-"""Builds the report's files from run directories."""
+"""Builds the report's file from run directories."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from groupwise.cli.report.charts import charts_of, write_pngs
 from groupwise.cli.report.data import data_of
 from groupwise.cli.report.page import write_page
 from groupwise.errors import ConfigError
@@ -19,15 +18,14 @@ PAGE = "report.html"
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """The files of one report, and what is not in it."""
+    """The file of one report, and what is not in it."""
 
     page: Path
-    pictures: tuple[Path, ...]
     notes: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {"page": str(self.page), "pictures": list(map(str, self.pictures)), "notes": list(self.notes)}
+        return {"page": str(self.page), "notes": list(self.notes)}
 
 
 def report(
@@ -35,13 +33,12 @@ def report(
     *,
     compare: Sequence[Path] = (),
     out: Path | None = None,
-    png: Path | None = None,
     steps: Sequence[int] = (),
 ) -> Written:
     """Write the report of `run_dir`, beside those of `compare`, to `out` (`report.html` in the run's directory).
 
-    `png` is a directory for the curves as pictures; `steps` are those whose completions are in it, none means as many
-    as fit. Raises ConfigError (no run there, a step without rollouts, no matplotlib), DataError (damaged metrics),
+    `steps` are those whose completions are in it, none means as many
+    as fit. Raises ConfigError (no run there, a step without rollouts), DataError (damaged metrics),
     StorageError.
     """
     directories = [run_dir, *compare]
@@ -50,11 +47,10 @@ def report(
     if missing := sorted(set(steps) - set(available)):
         held = f"{available[0]} to {available[-1]}" if available else "none"
         raise ConfigError(f"there are no rollouts of step {missing[0]}", hint=f"steps with rollouts: {held}")
-    pictures = [] if png is None else write_pngs(charts_of(runs), png)
     data = data_of(list(open_runs(directories).values()), steps=steps)
     page = write_page(data, out or run_dir / PAGE)
     notes = [f"{run['detail']['run']}: {note}" for run in data["runs"] for note in _notes(run)]
-    return Written(page=page, pictures=tuple(pictures), notes=tuple(notes))
+    return Written(page=page, notes=tuple(notes))
 
 
 def _notes(run: dict[str, Any]) -> list[str]:

@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
 from groupwise.algo.metrics import DONE, FAILED
 from groupwise.algo.samples import Segment, segments_of
+from groupwise.rewards.check import CheckFinding, CheckResult, by_severity
 from groupwise.tasks.check.play import MODEL, EnvTrial, Played, function_of
 from groupwise.tasks.transcript import visible
 from groupwise.types import Rollout
@@ -30,7 +31,6 @@ from groupwise.types import Rollout
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Severity = Literal["error", "warning", "note"]
 SLOW_S = 1.0  # a call of a method
 PAID = 0.5  # of the best reward
 PAID_AGAIN = 3  # turns of the same words
@@ -41,16 +41,6 @@ _CHECKS: Mapping[str | None, str] = {
     "exception": "exception",
 }  # the kind of an EnvError -> what it fails
 _SAME = 1e-9
-
-
-@dataclass(frozen=True, kw_only=True)
-class EnvFinding:
-    """What was found, and of which policy's episodes."""
-
-    severity: Severity
-    check: str
-    message: str
-    policy: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,22 +69,14 @@ class MethodRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnvReport:
+class EnvReport(CheckResult):
     """What is to be said of an environment; `shown` is the episode to look at."""
 
-    name: str
     cases: int
     tools: tuple[str, ...]
-    findings: tuple[EnvFinding, ...]
     policies: tuple[PolicyRow, ...]
     methods: tuple[MethodRow, ...]
     shown: Played | None
-
-    @property
-    def verdict(self) -> Severity | Literal["ok"]:
-        """The gravest severity; "ok" without an error or a warning."""
-        severities = {finding.severity for finding in self.findings}
-        return "error" if "error" in severities else "warning" if "warning" in severities else "ok"
 
 
 def judge(trial: EnvTrial, *, best: float = 1.0) -> EnvReport:
@@ -102,12 +84,11 @@ def judge(trial: EnvTrial, *, best: float = 1.0) -> EnvReport:
     checks = (_failures, _tools, _sameness, _cases, _stops, _calls, _forks, _slowness)
     findings = [finding for check in checks for finding in check(trial)]
     findings += [*_rewards(trial), *_hacks(trial, best)]
-    order = ("error", "warning", "note")
     return EnvReport(
         name=trial.opened.name,
         cases=len(trial.opened.prompts),
         tools=tuple(str(function_of(tool).get("name")) for tool in trial.tools),
-        findings=tuple(sorted(findings, key=lambda each: order.index(each.severity))),
+        findings=by_severity(findings),
         policies=tuple(_policies(trial)),
         methods=tuple(_methods(trial)),
         shown=_shown(trial),
@@ -116,14 +97,14 @@ def judge(trial: EnvTrial, *, best: float = 1.0) -> EnvReport:
 
 def refused(name: str, message: str) -> EnvReport:
     """The report of an environment that could not be played."""
-    finding = EnvFinding(severity="error", check="cases", message=message)
+    finding = CheckFinding(severity="error", check="cases", message=message)
     return EnvReport(name=name, cases=0, tools=(), findings=(finding,), policies=(), methods=(), shown=None)
 
 
 # ---- the contract ----
 
 
-def _failures(trial: EnvTrial) -> Iterator[EnvFinding]:
+def _failures(trial: EnvTrial) -> Iterator[CheckFinding]:
     """One finding for each error, and how often it came."""
     failed = [(each.rollout.error, each) for each in trial.episodes if each.rollout.error is not None]
     causes: dict[str, list[Played]] = {}
@@ -132,39 +113,39 @@ def _failures(trial: EnvTrial) -> Iterator[EnvFinding]:
     for cause, episodes in causes.items():
         check = _CHECKS.get(episodes[0].rollout.error_kind, "contract")
         message = f"{cause} ({len(episodes)} of {len(trial.episodes)} episodes)"
-        yield EnvFinding(severity="error", check=check, message=message, policy=episodes[0].policy)
+        yield CheckFinding(severity="error", check=check, message=message, probe=episodes[0].policy)
     closing = [called for called in trial.opened.calls if called.method == "close"]  # when the episode has its reward
     if raised := [called for called in closing if called.error is not None]:
         message = f"{trial.opened.name}.close raised {raised[0].error} ({len(raised)} of {len(closing)} times)"
-        yield EnvFinding(severity="error", check="exception", message=message)
+        yield CheckFinding(severity="error", check="exception", message=message)
     if trial.stopped:
         message = f"after {trial.lost} methods that took too long no more was tried"
-        yield EnvFinding(severity="error", check="time", message=message)
+        yield CheckFinding(severity="error", check="time", message=message)
     for note in dict.fromkeys(trial.opened.notes):
-        yield EnvFinding(severity="note", check="told", message=note)
+        yield CheckFinding(severity="note", check="told", message=note)
 
 
-def _tools(trial: EnvTrial) -> Iterator[EnvFinding]:
+def _tools(trial: EnvTrial) -> Iterator[CheckFinding]:
     """Tools as OpenAI's API and the chat templates want them."""
     names = Counter(str(function_of(tool).get("name")) for each in trial.episodes[:1] for tool in each.prompt.tools)
     for name, count in names.items():
         if count > 1:
-            yield EnvFinding(severity="error", check="tool", message=f"{count} tools are named {name!r}")
+            yield CheckFinding(severity="error", check="tool", message=f"{count} tools are named {name!r}")
     for tool in trial.tools:
         function = function_of(tool)
         name, parameters = function.get("name"), function.get("parameters")
         if tool.get("type") != "function" or not isinstance(tool.get("function"), Mapping):
             shown = json.dumps(tool, default=str)[:80]
             message = f'{shown} is not of the form {{"type": "function", "function": {{"name": ...}}}}'
-            yield EnvFinding(severity="error", check="tool", message=message)
+            yield CheckFinding(severity="error", check="tool", message=message)
         elif not isinstance(name, str) or not _NAME.fullmatch(name):
             message = f"the name {name!r} is not of letters, digits, _ and -, at most 64"
-            yield EnvFinding(severity="error", check="tool", message=message)
+            yield CheckFinding(severity="error", check="tool", message=message)
         elif parameters is not None and (why := _no_schema(parameters)):
-            yield EnvFinding(severity="error", check="tool", message=f"the parameters of {name}: {why}")
+            yield CheckFinding(severity="error", check="tool", message=f"the parameters of {name}: {why}")
         elif not function.get("description"):
             message = f"{name} has no description: the policy must guess what it does"
-            yield EnvFinding(severity="warning", check="tool", message=message)
+            yield CheckFinding(severity="warning", check="tool", message=message)
 
 
 def _no_schema(parameters: Any) -> str:
@@ -180,7 +161,7 @@ def _no_schema(parameters: Any) -> str:
     return ""
 
 
-def _sameness(trial: EnvTrial) -> Iterator[EnvFinding]:
+def _sameness(trial: EnvTrial) -> Iterator[CheckFinding]:
     """Episodes that should have been the same."""
     for when, why in (
         ("again", "the same case, seed and replies"),
@@ -192,29 +173,29 @@ def _sameness(trial: EnvTrial) -> Iterator[EnvFinding]:
             also = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
             message = f"{why} {says}: {different[0].what}{also}; draw from the seed, keep state on self"
             check = "determinism" if when == "again" else "shared state"
-            yield EnvFinding(severity="error", check=check, message=message, policy=different[0].policy)
+            yield CheckFinding(severity="error", check=check, message=message, probe=different[0].policy)
     if not trial.differences and trial.other_seed is not None:
-        yield EnvFinding(severity="note", check="seed", message=f"another seed changes {trial.other_seed}")
+        yield CheckFinding(severity="note", check="seed", message=f"another seed changes {trial.other_seed}")
     if trial.changed_case is not None:
         message = f"case {trial.changed_case} was changed while it was played, and other episodes are given it too"
-        yield EnvFinding(severity="error", check="case", message=f"{message}: copy it in reset")
+        yield CheckFinding(severity="error", check="case", message=f"{message}: copy it in reset")
 
 
-def _cases(trial: EnvTrial) -> Iterator[EnvFinding]:
+def _cases(trial: EnvTrial) -> Iterator[CheckFinding]:
     opened = trial.opened
     cases = [json.dumps(_case(prompt), sort_keys=True, default=str) for prompt in opened.prompts]
     if twice := len(cases) - len(set(cases)):
-        yield EnvFinding(severity="note", check="cases", message=f"{twice} of {len(cases)} cases are there twice")
+        yield CheckFinding(severity="note", check="cases", message=f"{twice} of {len(cases)} cases are there twice")
     if opened.held_out is None:
         if opened.steps:
             message = "there is no eval_cases(): give eval.data in a run, or it cannot be evaluated on its own cases"
-            yield EnvFinding(severity="note", check="cases", message=message)
+            yield CheckFinding(severity="note", check="cases", message=message)
         return
     seen = set(cases)
     held = [json.dumps(_case(prompt), sort_keys=True, default=str) for prompt in opened.held_out]
     if both := sum(case in seen for case in held):
         message = f"{both} of {len(held)} held-out cases are also training cases"
-        yield EnvFinding(severity="warning", check="cases", message=message)
+        yield CheckFinding(severity="warning", check="cases", message=message)
 
 
 def _case(prompt: Any) -> Any:
@@ -224,48 +205,48 @@ def _case(prompt: Any) -> Any:
 # ---- what training would make of it ----
 
 
-def _stops(trial: EnvTrial) -> Iterator[EnvFinding]:
+def _stops(trial: EnvTrial) -> Iterator[CheckFinding]:
     """Whether episodes end by themselves."""
     stops = Counter(each.rollout.stop for each in trial.episodes if each.rollout.stop != FAILED)
     if stops and not stops[DONE]:
         ends = ", ".join(f"{count} {stop}" for stop, count in stops.most_common())
         message = f"no episode was ended by the environment ({ends}): is done=True ever returned from step?"
         heard = any(each.policy == MODEL for each in trial.episodes)  # canned replies seldom succeed
-        yield EnvFinding(severity="warning" if heard else "note", check="limits", message=message)
+        yield CheckFinding(severity="warning" if heard else "note", check="limits", message=message)
 
 
-def _calls(trial: EnvTrial) -> Iterator[EnvFinding]:
+def _calls(trial: EnvTrial) -> Iterator[CheckFinding]:
     """Whether the model ever calls a tool, and what becomes of calls that keep the schema."""
     of_model = [each.rollout for each in trial.episodes if each.policy == MODEL and each.rollout.stop != FAILED]
     if trial.tools and of_model and not any(each.info.get("tool_calls", 1.0) for each in of_model):
         message = f"in {len(of_model)} episodes it called no tool: what is never tried is never learned"
-        yield EnvFinding(severity="warning", check="tool", message=message, policy=MODEL)
+        yield CheckFinding(severity="warning", check="tool", message=message, probe=MODEL)
     made_up = [each.rollout.info for each in trial.episodes if each.policy == "each tool once"]
     errors = sum(info.get("tool_errors", 0.0) for info in made_up)
     if errors:
         calls = sum(info.get("tool_calls", 0.0) for info in made_up)
         message = f"{errors:.0f} of {calls:.0f} calls with made-up arguments were answered with an error"
-        yield EnvFinding(severity="note", check="tool", message=message, policy="each tool once")
+        yield CheckFinding(severity="note", check="tool", message=message, probe="each tool once")
 
 
-def _forks(trial: EnvTrial) -> Iterator[EnvFinding]:
+def _forks(trial: EnvTrial) -> Iterator[CheckFinding]:
     forked = [each for each in trial.episodes if each.rollout.info.get("forks")]
     if forked:
         message = (
             f"in {len(forked)} of {len(trial.episodes)} episodes a turn did not go on from the one before (another "
             "conversation, or a chat template that rewrites what was said) and is a trained segment of its own"
         )
-        yield EnvFinding(severity="note", check="forks", message=message, policy=forked[0].policy)
+        yield CheckFinding(severity="note", check="forks", message=message, probe=forked[0].policy)
 
 
-def _slowness(trial: EnvTrial) -> Iterator[EnvFinding]:
+def _slowness(trial: EnvTrial) -> Iterator[CheckFinding]:
     for row in _methods(trial):
         if row.calls > row.hung and row.mean_s > SLOW_S:
             message = f"{row.method} takes {row.mean_s:.1f} s on average, {row.max_s:.1f} s at most"
-            yield EnvFinding(severity="warning", check="slow", message=message)
+            yield CheckFinding(severity="warning", check="slow", message=message)
 
 
-def _rewards(trial: EnvTrial) -> Iterator[EnvFinding]:
+def _rewards(trial: EnvTrial) -> Iterator[CheckFinding]:
     """Whether rewards tell anything apart, and their range."""
     values = [each.rollout.reward for each in trial.episodes if each.rollout.reward is not None]
     if not values:
@@ -273,13 +254,13 @@ def _rewards(trial: EnvTrial) -> Iterator[EnvFinding]:
     low, high = min(values), max(values)
     if high - low <= _SAME and len(values) > 1:
         message = f"all {len(values)} scored episodes are worth {low:g}: nothing that was tried makes a difference"
-        yield EnvFinding(severity="warning", check="constant", message=message)
+        yield CheckFinding(severity="warning", check="constant", message=message)
     if low < 0 or high > 1:
         message = f"rewards from {low:g} to {high:g}; 0 to 1 is usual (--best says what a perfect episode is worth)"
-        yield EnvFinding(severity="note", check="range", message=message)
+        yield CheckFinding(severity="note", check="range", message=message)
 
 
-def _hacks(trial: EnvTrial, best: float) -> Iterator[EnvFinding]:
+def _hacks(trial: EnvTrial, best: float) -> Iterator[CheckFinding]:
     """Canned replies that are paid."""
     rows = {row.policy: row for row in _policies(trial)}
     top = max([best, *(row.high for row in rows.values() if row.policy == MODEL and row.high is not None)])
@@ -287,19 +268,19 @@ def _hacks(trial: EnvTrial, best: float) -> Iterator[EnvFinding]:
     for name, row in canned.items():
         if row.mean is not None and row.mean >= PAID * top - _SAME and row.mean > 0:
             message = f"gets {row.mean:.3g} on average, where the best is {top:g}, without doing anything"
-            yield EnvFinding(severity="warning", check="hack", message=message, policy=name)
+            yield CheckFinding(severity="warning", check="hack", message=message, probe=name)
     heard = [row for name, row in rows.items() if name != "nothing" and set(row.stops) != {"max_tokens"}]
     others = [row.mean for row in heard if row.mean is not None]
     silence = rows["nothing"].mean if "nothing" in rows else None
     if silence is not None and others and silence > max(others) + _SAME:
         message = f"saying nothing gets {silence:.3g}, more than any other policy: whoever tries is punished"
-        yield EnvFinding(severity="warning", check="hack", message=message, policy="nothing")
+        yield CheckFinding(severity="warning", check="hack", message=message, probe="nothing")
     for each in trial.episodes:
         if each.policy in ("the same words", "the same call", "nothing"):
             paid = [turn.reward for turn in each.rollout.turns if turn.reward is not None and turn.reward > 0]
             if len(paid) >= PAID_AGAIN:
                 message = f"is paid in {len(paid)} turns of one episode for saying the same ({paid[-1]:g} at last)"
-                yield EnvFinding(severity="warning", check="hack", message=message, policy=each.policy)
+                yield CheckFinding(severity="warning", check="hack", message=message, probe=each.policy)
                 return
 
 

@@ -28,9 +28,9 @@ from groupwise.config.run import DatasetConfig, EnvConfig
 from groupwise.errors import EnvError
 from groupwise.model.chat import decode, stop_ids
 from groupwise.model.load import LoadedModel, load_model, load_tokenizer
-from groupwise.tasks.compat.three_method import LegacyEnv, LegacyEpisodes
+from groupwise.tasks.compat.three_method import LegacyEnv, ThreeMethodRollouts
 from groupwise.tasks.env import EnvFactory, OwnThread, load_env
-from groupwise.tasks.episode import Episodes, Play, play_all
+from groupwise.tasks.episode import EpisodeRollouts, RolloutSource, play_all
 from groupwise.tasks.prompts import open_prompts
 from groupwise.tasks.tool_calls import ToolCallFormat, format_of
 from groupwise.types import (
@@ -352,10 +352,10 @@ MODEL = "the model"
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """An environment that can be played: what makes a `Play` of it, its cases, and what was called of it so far."""
+    """An environment that can be played: its `RolloutSource`, its cases, and what was called of it so far."""
 
     name: str
-    make_play: Callable[[Sampler], Play]
+    make_play: Callable[[Sampler], RolloutSource]
     prompts: Sequence[Prompt]
     tokenizer: PreTrainedTokenizerBase
     context: int
@@ -607,7 +607,7 @@ def _modern(wanted: CheckRequest, factory: EnvFactory, base: LoadedModel | None,
     longest = tokenizer.model_max_length
     return Opened(
         name=factory.name,
-        make_play=lambda sampler: Episodes(sampler, tokenizer, factory, wanted.env),
+        make_play=lambda sampler: EpisodeRollouts(sampler, tokenizer, factory, wanted.env),
         prompts=prompts,
         held_out=held_out,
         tokenizer=tokenizer,
@@ -638,7 +638,7 @@ def _legacy(wanted: CheckRequest, factory: EnvFactory, base: LoadedModel, say: C
     assert prompts is not None
     return Opened(
         name=factory.name,
-        make_play=lambda sampler: LegacyEpisodes(sampler, base, env, run=wanted.params, note=notes.append),
+        make_play=lambda sampler: ThreeMethodRollouts(sampler, base, env, run=wanted.params, note=notes.append),
         prompts=prompts,
         tokenizer=base.tokenizer,
         context=base.context_length,

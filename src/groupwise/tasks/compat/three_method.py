@@ -254,8 +254,8 @@ class _Mode:
     seed: int
 
 
-class LegacyEpisodes:
-    """Plays prompts in a `LegacyEnv`; a `Play`.
+class ThreeMethodRollouts:
+    """Plays prompts in a `LegacyEnv`; a `RolloutSource`.
 
     Args:
         run: how training samples; what an environment generates otherwise is not trained.
@@ -292,7 +292,7 @@ class LegacyEpisodes:
     def begin(
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int], n: int, params: SamplingParams, version: PolicyVersion
     ) -> list[Awaitable[RolloutGroup]]:
-        """As `Play.begin`."""
+        """As `RolloutSource.begin`."""
         modes = [_Mode(params=params, version=version, seed=seed) for seed in seeds]
         most = min(params.max_tokens, self._config.max_tokens or params.max_tokens)
         requests = [

@@ -571,7 +571,7 @@ class TrlGeneration:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Groups that a rollout function plays, all that are begun together in one call of it: a `Play`.
+# Groups that a rollout function plays, all that are begun together in one call of it: a `RolloutSource`.
 #
 # What it raises, and what it returns that is not as it must be, is the error of all of the call's rollouts, or of the
 # one that it is about; `env.on_error` says what that is worth. A call is given up when `env.timeout_s` have passed in
@@ -590,7 +590,7 @@ class _Batch:
     seed: int
 
 
-class RolloutPlay:
+class RolloutFuncRollouts:
     """Plays prompts with a `RolloutFunc`.
 
     Args:
@@ -629,7 +629,7 @@ class RolloutPlay:
     def begin(
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int], n: int, params: SamplingParams, version: PolicyVersion
     ) -> list[Awaitable[RolloutGroup]]:
-        """As `Play.begin`. Giving up one group gives up all of the call's."""
+        """As `RolloutSource.begin`. Giving up one group gives up all of the call's."""
         batch = _Batch(
             prompts=tuple(prompts), n=n, params=params, version=version, seed=seed_of("rollout_func", *seeds)
         )
