@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from groupwise.config.launch import World, world
 from groupwise.errors import ConfigError, GroupwiseError, RankLostError
+from groupwise.platform import cores
 from groupwise.train.ranks import Ranks, join
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -108,10 +109,10 @@ def check_python() -> DoctorCheck:
 def check_torch() -> DoctorCheck:
     import torch
 
-    threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
-    detail = f"{torch.__version__}, threads: {threads}, cores: {cores}"
-    if threads > cores:
-        return DoctorCheck("torch", "warn", detail, f"more threads than cores is slow: set OMP_NUM_THREADS={cores}")
+    threads, usable = torch.get_num_threads(), cores()
+    detail = f"{torch.__version__}, threads: {threads}, cores: {usable}"
+    if threads > usable:
+        return DoctorCheck("torch", "warn", detail, f"more threads than cores is slow: set OMP_NUM_THREADS={usable}")
     return DoctorCheck("torch", "ok", detail)
 
 

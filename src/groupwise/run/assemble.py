@@ -29,6 +29,7 @@ from groupwise.model.backbone import is_lean
 from groupwise.model.load import LoadedModel, load_model, load_tokenizer, plain_implementation
 from groupwise.model.memory import GIB, Load, ModelSize, fitting_tokens
 from groupwise.model.packing import FLEX
+from groupwise.platform import memory_bytes
 from groupwise.rewards.base import RewardFunction, RewardWorkers, Scorer, check_columns, load_rewards
 from groupwise.rewards.classifier import load_models, reward_model, reward_models
 from groupwise.rewards.pool import RewardPool
@@ -85,7 +86,7 @@ def device_memory(device: torch.device) -> int:
     """Bytes of a device's whole memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return memory_bytes()
 
 
 def _colocated(config: RunConfig, device: torch.device, *, weights: int) -> int:

@@ -27,6 +27,7 @@ from ruamel.yaml.error import YAMLError
 
 from groupwise.config.run import RunConfig, dump_resolved, identity, resolved
 from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, InUseError
+from groupwise.platform import try_lock
 from groupwise.store import checkpoint, files
 from groupwise.store.adapters import AdapterStore
 from groupwise.types import PolicyVersion
@@ -77,7 +78,7 @@ def owned(directory: Path) -> Iterator[None]:
         directory.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        if not files.try_lock(descriptor):
+        if not try_lock(descriptor):
             raise InUseError(f"another process is training in {directory}", hint="wait for it, or end it")
         yield
     finally:
