@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from groupwise.config.loss import loss_of
 from groupwise.config.run import RunConfig, load_config, parse_config
 from groupwise.config.yaml import key_paths
-from groupwise.run.assemble import loss_of
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "groupwise"
