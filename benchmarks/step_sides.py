@@ -148,6 +148,7 @@ def run_groupwise(case: Case, folder: Path) -> dict[str, Any]:
     from groupwise.config.run import parse_config
     from groupwise.run import assemble, loop
     from groupwise.run.loop import StopRequest, TrainingRun
+    from groupwise.run.plan import make_plan
     from groupwise.store.rundir import open_run_dir
     from groupwise.store.tracking import open_trackers
 
@@ -161,7 +162,7 @@ def run_groupwise(case: Case, folder: Path) -> dict[str, Any]:
         return base
 
     assemble.load_model = load_and_say
-    plan = assemble.make_plan(config)
+    plan = make_plan(config)
     with (
         open_run_dir(config) as (run_dir, _),
         assemble.open_components(plan) as parts,

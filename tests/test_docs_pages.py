@@ -28,6 +28,7 @@ SOURCE = ROOT / "src" / "groupwise"
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
     ROOT / "benchmarks/README.md",
     *sorted(ROOT.glob("docs/**/*.md")),
 ]

@@ -21,7 +21,10 @@ from __future__ import annotations
 
 import errno
 import re
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing import Self  # an older Python gets as far as being told so
 
 
 class GroupwiseError(Exception):

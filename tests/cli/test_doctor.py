@@ -18,8 +18,8 @@ from groupwise.cli.doctor import (
     check_torch,
     examine,
 )
+from groupwise.config import hub
 from groupwise.config import run as config
-from groupwise.model import load as model
 from groupwise.rewards import sandbox
 from groupwise.rewards.sandbox import Isolation
 
@@ -36,7 +36,7 @@ def by_name(findings) -> dict[str, DoctorCheck]:
 
 def put_starter(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
     """Have the package's model lie in `directory`."""
-    for module in (config, model):
+    for module in (config, hub):
         monkeypatch.setattr(module, "STARTER_DIR", directory)
 
 
@@ -123,3 +123,28 @@ def test_the_command_as_json(tiny_model, monkeypatch, tmp_path):
     assert result.exit_code == 0
     report = json.loads(result.stdout)
     assert report["ok"] and {"name", "status", "detail", "remedy"} == set(report["checks"][0])
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "gpu", "status", "says"),
+    [
+        (None, False, False, "ok", "for CPUs"),
+        (None, True, False, "warn", "whl/cu130"),
+        ("13.0", False, False, "warn", "whl/cpu"),
+        ("13.0", True, True, "ok", "for CUDA 13.0"),
+    ],
+)
+def test_whether_the_torch_that_was_installed_fits(monkeypatch, cuda, driver, gpu, status, says):
+    monkeypatch.setattr(doctor.torch.version, "cuda", cuda)
+    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/nvidia-smi" if driver else None)
+    monkeypatch.setattr(doctor, "installed_bytes", lambda packages: 5_900_000_000)
+    found = doctor.check_torch_build()
+    assert found.status == status and says in found.detail + found.remedy and "5.9 GB on disk" in found.detail
+
+
+def test_the_size_of_torch_counts_what_cuda_brings(tmp_path):
+    for name, size in (("torch/lib/a.so", 10), ("nvidia/cublas/b.so", 200), ("numpy/c.so", 4000)):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_bytes(bytes(size))
+    assert doctor.installed_bytes(tmp_path) == 210

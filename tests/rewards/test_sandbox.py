@@ -22,7 +22,6 @@ from groupwise.rewards.sandbox import (
     Isolation,
     Limits,
     SandboxError,
-    control_groups,
     isolation,
     run,
     run_python,
@@ -538,46 +537,6 @@ def test_no_filter_for_other_machines():
 
 
 # ---- all of a box together ----
-
-
-def process_in(folder: Path, *, group: str, mounts: str) -> Path:
-    (folder / "process").mkdir()
-    (folder / "process" / "cgroup").write_text(f"4:memory:/old\n0::{group}\n")
-    (folder / "process" / "mountinfo").write_text(mounts.replace("MOUNT", str(folder / "mount")))
-    return folder / "process"
-
-
-def group_at(path: Path, *, has: str = "cpu memory pids", shares: str = "memory pids") -> Path:
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "cgroup.controllers").write_text(f"{has}\n")
-    (path / "cgroup.subtree_control").write_text(f"{shares}\n")
-    return path
-
-
-MOUNTED = "22 1 0:21 / /proc rw - proc proc rw\n35 24 0:30 ROOT MOUNT rw,nosuid shared:9 - cgroup2 cgroup2 rw\n"
-
-
-@pytest.mark.parametrize(("root", "group"), [("/", "/a.slice/b.scope"), ("/docker", "/docker/a.slice/b.scope")])
-def test_where_control_groups_may_be_made(tmp_path, root, group):
-    above = group_at(tmp_path / "mount" / "a.slice")
-    own = group_at(above / "b.scope", shares="")
-    process = process_in(tmp_path, group=group, mounts=MOUNTED.replace("ROOT", root))
-    assert control_groups(process) == [above]  # its own has processes, and prepares nothing
-    group_at(own, shares="cpu memory pids")
-    assert control_groups(process) == [own]
-
-
-def test_where_there_are_no_control_groups(tmp_path):
-    group_at(tmp_path / "mount" / "a", has="hugetlb", shares="")
-    process = process_in(tmp_path, group="/a", mounts=MOUNTED.replace("ROOT", "/"))
-    with pytest.raises(OSError, match="mount/a has not the controllers memory and pids"):
-        control_groups(process)
-    group_at(tmp_path / "mount" / "a", shares="cpu")
-    with pytest.raises(OSError, match=r"mount/a/cgroup\.subtree_control has not memory and pids"):
-        control_groups(process)
-    (process / "mountinfo").write_text("22 1 0:21 / /proc rw - proc proc rw\n")
-    with pytest.raises(OSError, match="version 2 is not mounted"):
-        control_groups(process)
 
 
 @pytest.mark.skipif(sys.platform != "linux" or isolation().group is None, reason="no control group to be had here")

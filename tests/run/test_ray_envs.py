@@ -19,7 +19,8 @@ from groupwise.config.run import RunConfig, parse_config
 from groupwise.engine.worker_group import WorkerLost
 from groupwise.errors import ClusterError, EnvError
 from groupwise.run import ray_workers as ray_envs
-from groupwise.run.assemble import RemoteBackends, local_engine, make_plan, open_components
+from groupwise.run.assemble import RemoteBackends, local_engine, open_components
+from groupwise.run.plan import make_plan
 from groupwise.run.ray_workers import EnvActor, RayEnvs
 from groupwise.tasks.env import Episode, StepResult, load_env
 from groupwise.tasks.episode import Environments, EpisodeRollouts, play_all

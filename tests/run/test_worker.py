@@ -74,6 +74,18 @@ def test_it_works_stops_in_order_and_goes_on(model_dir, tmp_path):
     ledger.close()
 
 
+def test_it_trains_without_what_only_linux_has(model_dir, tmp_path):
+    state = tmp_path / "state"
+    ledger, id = queue(state, steps=1)
+    with forked("bare_platform", *command(state, model_dir)[2:], folder=tmp_path) as process:
+        ended = becomes(lambda: ledger.job(id).state.is_final, within_s=WAIT_S)
+        assert ended and ledger.job(id).state == JobState.COMPLETED, (tmp_path / "stderr").read_text()
+        process.terminate()
+        process.join(WAIT_S)
+        assert process.exitcode == 0
+    ledger.close()
+
+
 @linux
 def test_it_ends_with_its_parent(model_dir, tmp_path):
     state = tmp_path / "state"

@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from groupwise import __version__
 from groupwise.model.load import LoadedModel
+from groupwise.platform import memory_bytes
 from groupwise.server import storage
 from groupwise.types import PolicyVersion
 from whole_server import Whole, whole
@@ -285,7 +286,7 @@ def test_the_configuration_shows_memory_and_what_a_job_trains_with_that_says_not
     shown = site.http.get("/v1/config").json()
     weights = sum(each.nbytes for each in site.server.base.model.parameters()) / 1e9
     assert shown["memory"]["model_gb"] == pytest.approx(weights) and shown["memory"]["free_gb"] is None
-    assert shown["memory"]["total_gb"] == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    assert shown["memory"]["total_gb"] == memory_bytes() / 1e9
     grpo, sft = shown["training"]["grpo"], shown["training"]["sft"]
     assert (grpo["lora_rank"], grpo["target_modules"], grpo["micro_tokens"]) == (16, "all-linear", 8192)
     assert (grpo["kl"], grpo["kl_coeff"], sft["epochs"], sft["learning_rate"]) == ("k3", 0.1, 3, 1e-4)

@@ -10,6 +10,7 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
+from groupwise import platform
 from groupwise.config.serve import ServeConfig
 from groupwise.server import connections
 from groupwise.server.connections import (
@@ -248,8 +249,8 @@ def test_what_is_not_http_gets_the_envelope(port: int, garbage: bytes) -> None:
 
 @pytest.mark.parametrize("files", [256, RESERVED_FILES + LEAST_CONNECTIONS - 1])
 def test_too_few_descriptors_for_a_server_are_said(files: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections.resource, "getrlimit", lambda which: (files, files))
-    monkeypatch.setattr(connections.resource, "setrlimit", lambda which, limits: None)
+    monkeypatch.setattr(platform.resource, "getrlimit", lambda which: (files, files))
+    monkeypatch.setattr(platform.resource, "setrlimit", lambda which, limits: None)
     with pytest.raises(
         StartError, match=rf"may have {files} files open \(ulimit -n\)[\s\S]*allow it 320 or more"
     ) as error:
@@ -260,8 +261,8 @@ def test_too_few_descriptors_for_a_server_are_said(files: int, monkeypatch: pyte
 def test_fewer_connections_than_were_asked_for_are_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(connections.resource, "getrlimit", lambda which: (1024, 1024))
-    monkeypatch.setattr(connections.resource, "setrlimit", lambda which, limits: None)
+    monkeypatch.setattr(platform.resource, "getrlimit", lambda which: (1024, 1024))
+    monkeypatch.setattr(platform.resource, "setrlimit", lambda which, limits: None)
     assert connection_class(ServeConfig()).most == 1024 - RESERVED_FILES
     assert "max_connections is 4096, but with 1024 open files" in caplog.text
     caplog.clear()

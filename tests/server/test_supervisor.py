@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from groupwise import platform
 from groupwise.config.job import GrpoJobConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import NotReadyError, StorageError, SwapRefusedError
 from groupwise.model.load import LoadedModel, load_model
-from groupwise.server import state as memory
 from groupwise.server.policies import Policies
 from groupwise.server.schema import GrpoRequest, ScoredCompletion, ScoredGroup
 from groupwise.server.schema_openai import ChatMessage
@@ -213,7 +213,7 @@ def test_the_kernel_ends_the_worker_first_also_before_it_has_imported_anything(l
         await until(lambda: supervisor.status.pid)
         pid = supervisor.status.pid
         assert pid is not None
-        assert Path(f"/proc/{pid}/oom_score_adj").read_text().strip() == OOM_SCORE
+        assert Path(f"/proc/{pid}/oom_score_adj").read_text().strip() == str(OOM_SCORE)
 
     supervise(ledger, "time.sleep(60)", test, stop_s=0.1)
 
@@ -401,7 +401,7 @@ def test_a_worker_that_the_kernel_ended_for_want_of_memory_goes_on_in_smaller_pa
     processes is not told, so that the machine's count is read."""
     counts = ledger.path.parent / "vmstat"
     counts.write_text("nr_free_pages 12345\noom_kill 7\npgfault 1\n")
-    monkeypatch.setattr(memory, "PROC", counts.parent)
+    monkeypatch.setattr(platform, "PROC", counts.parent)
     id = submit(ledger)
 
     async def test(supervisor: Supervisor) -> None:
@@ -414,45 +414,13 @@ def test_a_worker_that_the_kernel_ended_for_want_of_memory_goes_on_in_smaller_pa
     assert supervisor.last_words(id) == "dying"
 
 
-def test_the_kernels_count_is_read_where_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "PROC", tmp_path)
-    assert memory.oom_kills() == 0
-    for text, count in (("oom_kill 3\n", 3), ("oom_killer 4\n", 0), ("oom_kill many\n", 0), ("", 0)):
-        (tmp_path / "vmstat").write_text(text)
-        assert memory.oom_kills() == count
-
-
-@pytest.mark.parametrize(
-    ("told", "at"),
-    [
-        ("0::/a.slice/b.service", "a.slice/b.service/memory.events.local"),
-        ("0::/", "memory.events.local"),
-        ("0::/../elsewhere", "memory.events"),
-        ("5:cpu,cpuacct:/x\n4:memory:/x/y\n0::/", "memory/x/y/memory.oom_control"),
-        ("9:memory,hugetlb:/docker/ab\n0::/", "memory/memory.oom_control"),
-    ],
-)
-def test_the_count_of_the_workers_own_group_counts_before_the_machines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str, at: str
-) -> None:
-    monkeypatch.setattr(memory, "PROC", tmp_path)
-    monkeypatch.setattr(memory, "GROUPS", tmp_path / "groups")
-    (tmp_path / "self").mkdir()
-    (tmp_path / "self" / "cgroup").write_text(f"{told}\n")
-    (tmp_path / "vmstat").write_text("oom_kill 70\n")
-    assert memory.oom_kills() == 70
-    (tmp_path / "groups" / at).parent.mkdir(parents=True)
-    (tmp_path / "groups" / at).write_text("low 1\noom 2\noom_kill 3\noom_group_kill 4\n")
-    assert memory.oom_kills() == 3
-
-
 def test_nobody_says_of_a_worker_that_was_killed_by_hand_that_memory_ran_out(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though meanwhile the kernel ended somebody else's process: the machine's count rises, its group's does not."""
     state = ledger.path.parent
-    monkeypatch.setattr(memory, "PROC", state)
-    monkeypatch.setattr(memory, "GROUPS", state)
+    monkeypatch.setattr(platform, "PROC", state)
+    monkeypatch.setattr(platform, "CONTROL_GROUPS", state)
     (state / "self").mkdir()
     (state / "self" / "cgroup").write_text("0::/server\n")
     (state / "server").mkdir()

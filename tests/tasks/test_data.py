@@ -94,7 +94,7 @@ def test_a_string_is_a_message_of_the_user():
         ({}, "the columns are none"),
         ({"prompt": "a", "messages": CHAT}, "both 'messages' and 'prompt' are there"),
         ({"prompt": " \n"}, "'prompt' is an empty string"),
-        ({"prompt": 3}, "prompt is a int; it must be a string or a list of messages"),
+        ({"prompt": 3}, "prompt is 3 (int); it must be a string or a list of messages"),
         ({"messages": []}, "messages is an empty list"),
         ({"messages": ["hi"]}, "messages[0] is a str; a message is"),
         ({"messages": [{"role": "human", "content": "x"}]}, "messages[0].role is 'human'; it must be one of system"),

@@ -231,8 +231,9 @@ def test_an_adapter_of_another_scale_is_refused(make_base, tmp_path: Path):
     model, config = an_adapted_model(make_base())
     save_lora(model, config, tmp_path, base_name="tiny")
     other, other_config = an_adapted_model(make_base(), spec=LoraSpec(rank=3, alpha=14.0))
-    with pytest.raises(AdapterError, match=r"alpha 7.0; training is to use 14\.0"):
-        load_lora(other, other_config, tmp_path)
+    with pytest.raises(AdapterError, match=r"alpha 7.0; training is to use 14\.0") as error:
+        load_lora(other, other_config, tmp_path, alpha_field="lora_alpha")
+    assert (error.value.field, error.value.hint) == ("lora_alpha", "set lora_alpha to the adapter's, 7.0")
 
 
 def test_damaged_files(make_base, tmp_path: Path):

@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from groupwise.config.launch import World, world
 from groupwise.errors import ConfigError, GroupwiseError, RankLostError
+from groupwise.platform import cores
 from groupwise.train.ranks import Ranks, join
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -57,11 +58,14 @@ OPTIONAL = {
     "vllm": "for engine: vllm in mode colocate; a server has an environment of its own",
 }
 REMEDIES = {  # of a check that raised; of a package's: install it
+    "torch build": "pip install torch",
     "gpu": "pip install torch",
     "starter": "install the groupwise wheel again: the model is in it",
     "chat template": "install the groupwise wheel again: tokenizer and template are in it",
     "disk": "start from a folder that can be read and written",
 }
+INSTALL = "pip install --force-reinstall torch --index-url"
+CPU_TORCH, CUDA_TORCH = "https://download.pytorch.org/whl/cpu", "https://download.pytorch.org/whl/cu130"
 DISK_WARN_GIB, DISK_FAIL_GIB = 5.0, 0.5
 
 
@@ -84,6 +88,7 @@ def _examine_machine(*, directory: Path) -> Iterator[DoctorCheck]:
     checks: list[tuple[str, Callable[[], DoctorCheck]]] = [
         ("python", check_python),
         ("torch", check_torch),
+        ("torch build", check_torch_build),
         ("gpu", check_gpu),
         *((name, lambda name=name: check_package(name)) for name in REQUIRED),
         ("disk", lambda: check_disk(directory)),
@@ -108,11 +113,39 @@ def check_python() -> DoctorCheck:
 def check_torch() -> DoctorCheck:
     import torch
 
-    threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
-    detail = f"{torch.__version__}, threads: {threads}, cores: {cores}"
-    if threads > cores:
-        return DoctorCheck("torch", "warn", detail, f"more threads than cores is slow: set OMP_NUM_THREADS={cores}")
+    threads, usable = torch.get_num_threads(), cores()
+    detail = f"{torch.__version__}, threads: {threads}, cores: {usable}"
+    if threads > usable:
+        return DoctorCheck("torch", "warn", detail, f"more threads than cores is slow: set OMP_NUM_THREADS={usable}")
     return DoctorCheck("torch", "ok", detail)
+
+
+def check_torch_build() -> DoctorCheck:
+    """Whether the torch that was installed, for CUDA or for CPUs, fits the machine."""
+    import torch
+
+    size = f"{installed_bytes(Path(torch.__file__).parent.parent) / 1e9:.1f} GB on disk"
+    has_driver = shutil.which("nvidia-smi") is not None
+    if torch.version.cuda is None:
+        detail = f"{torch.__version__}, for CPUs, {size}"
+        if has_driver:
+            return DoctorCheck("torch build", "warn", f"{detail}; there is an NVIDIA driver", f"{INSTALL} {CUDA_TORCH}")
+        return DoctorCheck("torch build", "ok", detail)
+    detail = f"{torch.__version__}, for CUDA {torch.version.cuda}, {size}"
+    if not torch.cuda.is_available() and not has_driver:
+        return DoctorCheck(
+            "torch build",
+            "warn",
+            f"{detail}; there is no GPU for it, and one for CPUs takes 0.8 GB",
+            f"{INSTALL} {CPU_TORCH}",
+        )
+    return DoctorCheck("torch build", "ok", detail)
+
+
+def installed_bytes(packages: Path) -> int:
+    """Bytes on disk of torch and of what only its CUDA build brings, in a directory of installed packages."""
+    folders = [packages / name for name in ("torch", "nvidia", "triton")]
+    return sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
 
 
 def check_gpu() -> DoctorCheck:

@@ -6,7 +6,8 @@ import json
 import math
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -41,6 +42,13 @@ def say(text: str) -> None:
 def print_json(value: Any) -> None:
     """One line of strict JSON on stdout."""
     print(json.dumps(value, allow_nan=False))
+
+
+@contextmanager
+def json_alone(as_json: bool) -> Iterator[None]:
+    """Within, with `--json`: what else is printed, such as by a reward function, goes to stderr."""
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        yield
 
 
 def print_line(text: str, *, console: Console | None = None) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import subprocess
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -33,6 +33,7 @@ from groupwise.cli.frame import (
     Debug,
     Set,
     examples,
+    json_alone,
     print_json,
     print_table,
     say,
@@ -45,6 +46,7 @@ from groupwise.errors import ConfigError, GroupwiseError, Interrupted
 if TYPE_CHECKING:
     from groupwise.config.run import RunConfig
     from groupwise.run.config_file import LoadedRun
+    from groupwise.run.plan import RunPlan
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -326,10 +328,16 @@ def run(
     flags name an environment: --rl-env-module, --rl-env-class, --rl-env-config and the others.
     """
     loaded = _load(config, overrides, set_)
+    from groupwise.run.plan import make_plan
+    from groupwise.store.rundir import check_place
+
+    check_place(loaded)
+    plan = _plan(loaded, make_plan)
     from groupwise.cli.print import print_run, run_as_json
     from groupwise.run.loop import run_loop as train
 
-    result = train(loaded)
+    with json_alone(as_json):
+        result = train(loaded, plan=plan)
     if world().leads:
         print_json(run_as_json(loaded, result)) if as_json else print_run(stdout(), loaded, result)
     if result.interrupted:
@@ -357,12 +365,17 @@ def check(
     """Load everything and score a few completions; trains nothing, writes nothing."""
     loaded = _read(config, overrides, set_)
     from groupwise.cli.print import check_as_json, notes_as_json, origins_as_json, print_check, print_origins
-    from groupwise.run.check import check as try_out
 
     if origins:
         print_json(notes_as_json(loaded) | origins_as_json(loaded)) if as_json else print_origins(stdout(), loaded)
     else:
-        report = try_out(loaded.config, on_phase=lambda phase: say(f"{phase} ..."))
+        from groupwise.run.plan import plan_or_all_problems
+
+        plan = _plan(loaded.config, plan_or_all_problems)
+        from groupwise.run.check import check as try_out
+
+        with json_alone(as_json):
+            report = try_out(loaded.config, plan=plan, on_phase=lambda phase: say(f"{phase} ..."))
         print_json(check_as_json(report, loaded)) if as_json else print_check(stdout(), report, loaded)
     try:
         loaded.runnable()
@@ -439,10 +452,19 @@ def eval_(
 ) -> None:
     """The mean reward of the base model or an adapter on CONFIG's evaluation prompts; pass@k where eval.k is more."""
     loaded = _load(config, overrides, set_)
+    from groupwise.run.evaluate import checked_modes
+    from groupwise.run.plan import make_plan
+    from groupwise.store.rundir import find_adapter
+
+    checked_modes(loaded, mode or ())
+    if adapter is not None:
+        find_adapter(adapter)
+    plan = _plan(loaded, make_plan)
     from groupwise.cli.print import evaluation_as_json, print_evaluation
     from groupwise.run.eval_adapter import assess
 
-    result, policy = assess(loaded, adapter=adapter, modes=tuple(mode or ()), note=say)
+    with json_alone(as_json):
+        result, policy = assess(loaded, plan=plan, adapter=adapter, modes=tuple(mode or ()), note=say)
     by = None if loaded.eval is None else loaded.eval.by
     if as_json:
         print_json(evaluation_as_json(result, policy=policy, by=by))
@@ -558,12 +580,19 @@ def _load(path: str, overrides: Sequence[str] | None, more: Sequence[str] | None
     return config
 
 
+def _plan(config: RunConfig, make: Callable[[RunConfig], RunPlan]) -> RunPlan | None:
+    """The run's plan, whose mistakes are found before torch is imported, which takes seconds. None under torchrun,
+    where one process of several makes it."""
+    plan = make(config) if world().size == 1 else None
+    _quiet_libraries()
+    return plan
+
+
 def _read(path: str, overrides: Sequence[str] | None, more: Sequence[str] | None) -> LoadedRun:
     from groupwise.run.config_file import read_words
 
-    loaded = read_words([path, *(overrides or ()), *(more or ())])
-    _quiet_libraries()
-    return loaded
+    warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
+    return read_words([path, *(overrides or ()), *(more or ())])
 
 
 def _quiet_libraries() -> None:

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -19,16 +19,18 @@ from rich.text import Text
 from groupwise.cli.frame import finite, print_line, print_pairs
 from groupwise.config.run import STARTER, STARTER_DIR, AdvantageConfig, RunConfig
 from groupwise.config.yaml import inline
-from groupwise.model.memory import StepSize
-from groupwise.run.check import CheckReport, StepTrial
-from groupwise.run.config_file import LoadedRun
 from groupwise.run.display import before_after_table, said, side_by_side
 from groupwise.run.evaluate import Evaluation, compare
-from groupwise.run.loop import RunResult
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.tracking import METRICS, read_metrics
 from groupwise.tasks.transcript import visible
 from groupwise.types import Prompt
+
+if TYPE_CHECKING:
+    from groupwise.model.memory import StepSize
+    from groupwise.run.check import CheckReport, StepTrial
+    from groupwise.run.config_file import LoadedRun
+    from groupwise.run.loop import RunResult
 
 _TEXT_CHARS = 60  # of a completion in a table
 

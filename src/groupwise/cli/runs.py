@@ -9,6 +9,7 @@ No torch here: a run is judged by its `metrics.jsonl` and `config.yaml`.
 
 from __future__ import annotations
 
+import difflib
 import re
 import shlex
 from collections.abc import Iterator
@@ -71,6 +72,10 @@ def find_run(text: str) -> Path:
     runs = sorted(path.parent for path in RUNS.glob(f"*/{METRICS}"))
     if of_this_name := [path for path in runs if named.fullmatch(path.name)]:
         return of_this_name[-1]
+    names = {path.name: path.name for path in runs} | {path.name.rpartition("-")[0]: path.name for path in runs}
+    similar = difflib.get_close_matches(text, filter(None, names), n=1)
+    if similar:
+        raise DataError(f"there is no run {text!r} under {RUNS.resolve()}", hint=f"did you mean {similar[0]}?")
     known = f"; there are: {', '.join(path.name for path in runs[-5:])}" if runs else ""
     raise DataError(
         f"there is no run {text!r}: no {METRICS} in {text} or {RUNS / text}",

@@ -1,4 +1,5 @@
-"""Reading from Hugging Face's hub without long waits: if it cannot be reached, that is found out once, at the start.
+"""Which model a name means, and reading from Hugging Face's hub without long waits: if it cannot be reached, that is
+found out once, at the start.
 
 Its libraries ask for every file several times, with longer and longer pauses, before they look into their cache or give
 up. Within `reading(name)` the hub is asked once; if nobody answers, they are in their offline mode meanwhile.
@@ -6,6 +7,7 @@ up. Within `reading(name)` the hub is asked once; if nobody answers, they are in
 
 from __future__ import annotations
 
+import difflib
 import functools
 import sys
 import threading
@@ -14,9 +16,90 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from groupwise.config.run import STARTER, STARTER_DIR
+from groupwise.errors import ModelError
+
 ANSWER_S = 10.0  # as huggingface_hub waits for one
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+WEIGHTS = ("*.safetensors", "*.bin")
 _lock = threading.Lock()
 _within = 0
+_NAMES = (
+    "give 'starter', a directory with config.json, tokenizer and safetensors, or a Hugging Face name such as "
+    "Qwen/Qwen3-0.6B"
+)
+
+
+def model_path(name: str) -> str:
+    """What transformers loads for a model's name: the starter's directory, a directory (`~` is the home), or a name on
+    the hub."""
+    return str(STARTER_DIR) if name == STARTER else str(Path(name).expanduser()) if name.startswith("~") else name
+
+
+def check_model(name: str) -> None:
+    """Raise ModelError for a model that cannot be loaded, as far as files and the hub's cache tell: a misspelt name, a
+    directory that is not there or lacks a part, a hub that does not answer. Without torch, and without retries."""
+    path = Path(model_path(name))
+    if name == STARTER:
+        return
+    if path.is_dir():
+        _check_directory(name, path)
+    elif path.exists():
+        raise ModelError(f"model {name!r} cannot be loaded: it is a file", hint=f"name its directory, {path.parent}")
+    elif name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
+        beside = [each.name for each in path.parent.glob("*") if each.is_dir()] if path.parent.is_dir() else []
+        similar = difflib.get_close_matches(path.name, beside, n=1)
+        raise ModelError(
+            f"model {name!r} cannot be loaded: there is no directory {path.absolute()}",
+            hint=f"did you mean {path.parent / similar[0]}?" if similar else _NAMES,
+        )
+    else:
+        _check_name(name)
+
+
+def _check_directory(name: str, path: Path) -> None:
+    there = {each.name for each in path.iterdir()}
+    if "config.json" not in there and "adapter_config.json" in there:
+        raise ModelError(
+            f"model {name!r} cannot be loaded: the directory holds a LoRA adapter, not a model",
+            hint="name the adapter's base in `model`, and the adapter in `adapters.start` or --adapter",
+        )
+    lacks = [
+        what
+        for what, found in (
+            ("config.json", "config.json" in there),
+            (f"tokenizer (none of {', '.join(TOKENIZERS)})", bool(there & {*TOKENIZERS})),
+            (f"weights ({' or '.join(WEIGHTS)})", any(each for kind in WEIGHTS for each in path.glob(kind))),
+        )
+        if not found
+    ]
+    if lacks:
+        raise ModelError(
+            f"model {name!r} cannot be loaded: the directory {path.absolute()} has no {' and no '.join(lacks)}",
+            hint="write model and tokenizer there with save_pretrained, or name another directory",
+        )
+
+
+def _check_name(name: str) -> None:
+    """A name on the hub: spelt as one, and cached or to be had."""
+    if "/" not in name and difflib.get_close_matches(name.lower(), [STARTER], cutoff=0.8):
+        raise ModelError(f"there is no model {name!r}; did you mean {STARTER}?", hint=_NAMES)
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        raise ModelError(f"model {name!r} is no name of a model and no directory", hint=_NAMES) from None
+    if try_to_load_from_cache(name, "config.json"):
+        return
+    away = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} does not answer"
+    if constants.HF_HUB_OFFLINE or not _answers(constants.ENDPOINT):
+        raise ModelError(
+            f"model {name!r} cannot be loaded: there is no directory {Path(name).absolute()}, it is not in the cache "
+            f"{constants.HF_HUB_CACHE}, and {away}",
+            hint=_NAMES,
+        )
 
 
 @contextmanager

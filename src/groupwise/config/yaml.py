@@ -84,7 +84,9 @@ class Document:
         except UnicodeDecodeError as error:
             raise ConfigError(f"{path} is not UTF-8 text (byte {error.start})") from None
         except OSError as error:
-            raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}") from None
+            raise ConfigError(
+                f"cannot read the configuration {path}: {error.strerror or error}", hint=_beside(path)
+            ) from None
         data = _parse(text, source=str(path))
         if data is None:
             raise ConfigError(f"{path} is empty", hint="a run needs at least `data` and `rewards`")
@@ -134,6 +136,16 @@ class Document:
                 break
             node, line = entry
         return f"{self.name}:{line}" if line is not None else self.name
+
+
+def _beside(path: Path) -> str | None:
+    """What a file that cannot be read was probably meant to be."""
+    folder = path if path.is_dir() else path.parent
+    names = sorted(each.name for each in folder.glob("*.y*ml"))
+    if path.is_dir():
+        return f"name a file in it: {', '.join(names[:5])}" if names else "name a YAML file"
+    similar = difflib.get_close_matches(path.name, names, n=1)
+    return f"did you mean {folder / similar[0]}?" if similar and not path.exists() else None
 
 
 def _parse(text: str, *, source: str) -> Any:
@@ -237,7 +249,25 @@ def _explain(details: ErrorDetails, document: Document, model: type[BaseModel], 
     value = repr(details["input"])
     value = value if len(value) <= _ECHO else value[: _ECHO - 3] + "..."
     message = re.sub(r"valid dictionary or instance of \w+", "mapping", message).replace("valid tuple", "list")
-    return f"{place}: {value} is not valid; {re.sub('^[A-Z][a-z]+ should', 'it must', message)}"
+    message = re.sub("^[A-Z][a-z]+ should", "it must", message)
+    return f"{place}: {value} is not valid; {message}{_correction(details, keys, model)}"
+
+
+def _correction(details: ErrorDetails, keys: Keys, model: type[BaseModel]) -> str:
+    """How a value of the wrong kind is written, where it can be guessed."""
+    given, kind, name = details["input"], details["type"], keys[-1] if keys else ""
+    if isinstance(given, str) and kind in ("int_type", "float_type", "bool_type"):
+        value = _parse(given, source=str(name))
+        wanted = {"int_type": int, "float_type": (int, float), "bool_type": bool}[kind]
+        right = isinstance(value, wanted) and (kind == "bool_type") == isinstance(value, bool)
+        return f"; write it without quotes: {name}: {given}" if right else ""
+    if isinstance(given, str | dict) and kind in ("list_type", "tuple_type"):
+        return f"; write {name}: [{given}]" if isinstance(given, str) else "; put `- ` before its first line"
+    if kind in ("model_type", "dict_type", "model_attributes_type"):
+        section = [key for key in keys if isinstance(key, str)]
+        known = [path[len(section)] for path in key_paths(model) if list(path[:-1]) == section]
+        return f" such as {name}: {{{known[0]}: ...}}; its keys are {', '.join(known)}" if known else ""
+    return ""
 
 
 def _suggest(keys: Keys, model: type[BaseModel], other_names: Mapping[str, str]) -> str:

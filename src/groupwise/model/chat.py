@@ -82,10 +82,10 @@ def encode_prompt(
     """
     if prompt.token_ids:
         return prompt
-    if prompt.messages is not None and not is_plain(prompt, tokenizer):
-        _check_messages(prompt.messages, tokenizer, context)
+    if (messages := rendered_messages(prompt, tokenizer)) is not None:
+        _check_messages(messages, tokenizer, context)
         text = render_prompt(
-            prompt.messages, tokenizer, tools=prompt.tools, template_kwargs=template_kwargs, continues=continues
+            messages, tokenizer, tools=prompt.tools, template_kwargs=template_kwargs, continues=continues
         )
         check_text(text, tokenizer, context)
         ids = _encode(text, tokenizer)
@@ -99,9 +99,9 @@ def encode_prompt(
     return replace(prompt, token_ids=tuple(ids))
 
 
-def is_plain(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the model reads the prompt's `text` as it is, and not its messages in a chat template."""
-    return prompt.messages is None or (prompt.text is not None and not tokenizer.chat_template)
+def rendered_messages(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> tuple[Message, ...] | None:
+    """The messages that the chat template renders; None where the model reads the prompt's `text` as it is."""
+    return None if prompt.text is not None and not tokenizer.chat_template else prompt.messages
 
 
 def render_prompt(
@@ -237,10 +237,10 @@ class CompletionEncoder:
         template_kwargs: Mapping[str, Any] | None = None,
     ):
         self._tokenizer = tokenizer
-        if prompt.messages is None or is_plain(prompt, tokenizer):
+        if (messages := rendered_messages(prompt, tokenizer)) is None:
             before, self._end = prompt.text or "", _eos_id(tokenizer)
         else:
-            before = render_prompt(prompt.messages, tokenizer, tools=prompt.tools, template_kwargs=template_kwargs)
+            before = render_prompt(messages, tokenizer, tools=prompt.tools, template_kwargs=template_kwargs)
             self._end = _turn_end_id(tokenizer)
         self._tail = _tail(before, _encode(before, tokenizer), tokenizer)
 

@@ -29,8 +29,8 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from groupwise.config.hub import reading
-from groupwise.config.run import ALL_LINEAR, STARTER, STARTER_DIR
+from groupwise.config.hub import model_path, reading
+from groupwise.config.run import ALL_LINEAR
 from groupwise.errors import FieldError, ModelError
 from groupwise.model.attention import ATTENTION
 from groupwise.model.chat import stop_ids
@@ -123,7 +123,7 @@ def load_model(name: str, *, device: str = "auto", dtype: str = "auto") -> Loade
     Raises:
         ModelError: the model or its tokenizer is not there or cannot be read; says where it was looked for.
     """
-    path = _path(name)
+    path = model_path(name)
     where = resolve_device(device)
     try:
         with reading(path):
@@ -140,18 +140,14 @@ def load_tokenizer(name: str, *, revision: str | None = None) -> PreTrainedToken
     """The tokenizer of a model (of a Hugging Face name at `revision`), without its weights. Raises ModelError as
     `load_model`."""
     try:
-        with reading(path := _path(name)):
+        with reading(path := model_path(name)):
             return AutoTokenizer.from_pretrained(path, revision=revision or "main")
     except _UNREADABLE as error:
         raise _not_loaded("the tokenizer of model", name, error) from error
 
 
-def _path(name: str) -> str:
-    return str(STARTER_DIR) if name == STARTER else name
-
-
 def _not_loaded(what: str, name: str, error: Exception) -> ModelError:
-    path = _path(name)
+    path = model_path(name)
     kind = "directory" if Path(path).exists() else "Hugging Face name (and there is no such directory)"
     return ModelError(
         f"{what} {name!r} cannot be loaded as a {kind}: {error}",

@@ -36,7 +36,6 @@ import builtins
 import json
 import logging
 import math
-import os
 import re
 import secrets
 import symtable
@@ -50,6 +49,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from groupwise.platform import cores
 from groupwise.rewards import code_harness
 from groupwise.rewards.base import text_of
 from groupwise.rewards.code_harness import decode, encode
@@ -199,7 +199,7 @@ def code_execution(
     points = [None] * len(programs) if entry_point is None else entry_point
     entries = [_Entry.of(point, default=entry) for point in points]
     cases_of = [_cases(each, form=form, entry=names) for each, names in zip(test_cases, entries, strict=True)]
-    with ThreadPoolExecutor(parallel or os.cpu_count() or 1) as threads:
+    with ThreadPoolExecutor(parallel or cores()) as threads:
         scores = list(threads.map(lambda program, cases: _score(program, cases, options), programs, cases_of))
     lost = [score for score in scores if isinstance(score, SandboxError)]
     if lost and len(lost) == len(scores):

@@ -51,6 +51,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from groupwise.errors import GroupwiseError
+from groupwise.platform import control_groups, exists
 
 Status = Literal["ok", "error", "timeout", "memory", "output", "killed", "lost"]
 KEEPER = Path(__file__).with_name("sandbox_child.py")
@@ -159,7 +160,7 @@ def isolation() -> Isolation:
 def _grouped(level: Isolation, reasons: list[str]) -> Isolation:
     """The level with a control group, if one can be had."""
     try:
-        candidates = control_groups(Path("/proc/self"))
+        candidates = control_groups()
     except OSError as error:
         candidates, reasons = [], [*reasons, f"no control group: {error}"]
     for parent in candidates:
@@ -182,54 +183,12 @@ def _why_not(level: Isolation) -> str | None:
     return end.get("setup") or f"the interpreter does not start: {end.get('stderr', '').strip()[-200:]}"
 
 
-def control_groups(process: Path) -> list[Path]:
-    """Where a process, given as its directory in /proc, may make control groups that count memory and processes: in its
-    own or in the one above. That has to be prepared (`cgroup.subtree_control`), or delegated to it by systemd, when
-    this prepares it. Raises OSError, with the reason, where there are none.
-    """
-    own = _own_group(process)
-    refused = []
-    for group in (own, own.parent) if (own.parent / "cgroup.controllers").exists() else (own,):
-        wanted = {"memory", "pids"}
-        if not wanted <= {*(group / "cgroup.controllers").read_text().split()}:
-            refused.append(f"{group} has not the controllers memory and pids")
-        elif not wanted <= {*(group / "cgroup.subtree_control").read_text().split()} and not _prepared(group):
-            refused.append(f"{group}/cgroup.subtree_control has not memory and pids")
-        elif not os.access(group, os.W_OK):
-            refused.append(f"{group} cannot be written")
-        else:
-            return [group]
-    raise OSError("; ".join(refused))
-
-
-def _own_group(process: Path) -> Path:
-    """The directory of a process's group in the hierarchy of version 2. Raises OSError where that is not mounted."""
-    lines = (process / "cgroup").read_text().splitlines()
-    inside = next((line.partition("0::")[2] for line in lines if line.startswith("0::")), None)
-    for line in (process / "mountinfo").read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        if inside is not None and after.split()[0] == "cgroup2":
-            root, mounted = before.split()[3:5]
-            if root == "/" or f"{inside}/".startswith(f"{root}/"):
-                return Path(mounted, inside[len(root) if root != "/" else 0 :].strip("/"))
-    raise OSError("cgroup version 2 is not mounted")
-
-
 def _remove_left_groups(parent: Path) -> None:
     """Those of keepers that were killed. One that has processes cannot be removed."""
     for left in parent.glob(f"{GROUP}*"):
-        if not Path("/proc", left.name.removeprefix(GROUP)).exists():
-            with suppress(OSError):
+        with suppress(OSError, ValueError):
+            if not exists(int(left.name.removeprefix(GROUP))):
                 left.rmdir()
-
-
-def _prepared(group: Path) -> bool:
-    """Have children of a group that systemd has delegated to us count what is counted here."""
-    with suppress(OSError):
-        if os.getxattr(group, "user.delegate") == b"1":
-            (group / "cgroup.subtree_control").write_text("+memory +pids")
-            return True
-    return False
 
 
 # ---- running ----

@@ -7,40 +7,37 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import hashlib
 import heapq
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 
-from groupwise.config.loss import LossSpec, loss_of
-from groupwise.config.run import RewardConfig, RunConfig, identity, resolved
-from groupwise.config.yaml import to_yaml
+from groupwise.config.run import RewardConfig, RunConfig
 from groupwise.engine.local import LocalEngine
-from groupwise.errors import ConfigError
 from groupwise.model.backbone import is_lean
-from groupwise.model.load import LoadedModel, load_model, load_tokenizer, plain_implementation
+from groupwise.model.load import LoadedModel, load_model, plain_implementation
 from groupwise.model.memory import GIB, Load, ModelSize, fitting_tokens
 from groupwise.model.packing import FLEX
-from groupwise.rewards.base import RewardFunction, RewardWorkers, Scorer, check_columns, load_rewards
+from groupwise.platform import memory_bytes
+from groupwise.rewards.base import RewardWorkers, Scorer, load_rewards
 from groupwise.rewards.classifier import load_models, reward_model, reward_models
 from groupwise.rewards.pool import RewardPool
 from groupwise.run.batches import Batches, Pace
 from groupwise.run.evaluate import prepare_all
+from groupwise.run.plan import RunPlan
 from groupwise.run.replay import Curriculum, ReplayBuffer, RerollQueue, total_reward
-from groupwise.tasks.agents import Agent, AgentRollouts, load_agent
+from groupwise.tasks.agents import Agent, AgentRollouts
 from groupwise.tasks.compat.three_method import LegacyEnv, ThreeMethodRollouts
 from groupwise.tasks.compat.trl import RolloutFunc, RolloutFuncRollouts
-from groupwise.tasks.env import EnvFactory, load_env
+from groupwise.tasks.env import EnvFactory
 from groupwise.tasks.env_pool import EnvPool
 from groupwise.tasks.episode import Environments, EpisodeRollouts, RolloutSource, SingleTurnRollouts
-from groupwise.tasks.prompts import PromptSource, PromptStream, open_prompts
+from groupwise.tasks.prompts import PromptStream
 from groupwise.train.learner import Learner
 from groupwise.train.reference import ReferenceSpec
 from groupwise.types import Prompt, Sampler
@@ -84,7 +81,7 @@ def device_memory(device: torch.device) -> int:
     """Bytes of a device's whole memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return memory_bytes()
 
 
 def _colocated(config: RunConfig, device: torch.device, *, weights: int) -> int:
@@ -115,53 +112,6 @@ def longest_prompt(config: RunConfig, prompts: Iterable[Prompt], play: RolloutSo
 def _characters(prompt: Prompt) -> int:
     asked: str | Mapping[str, object] | tuple[object, ...] = prompt.text or prompt.messages or ()
     return len(asked if isinstance(asked, str) else json.dumps(asked, default=str))
-
-
-Env = EnvFactory | LegacyEnv | Agent  # what plays episodes
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunPlan:
-    """What can be known without the model: the functions, the prompts, the loss."""
-
-    config: RunConfig
-    rewards: tuple[RewardFunction, ...]
-    env: Env | None
-    source: PromptSource
-    eval_prompts: tuple[Prompt, ...]
-    loss: LossSpec
-
-    @cached_property
-    def config_hash(self) -> str:
-        """Of what makes it this run: the same when it is resumed, wherever and on however many devices."""
-        return hashlib.sha256(to_yaml(identity(resolved(self.config))).encode()).hexdigest()[:16]
-
-    @property
-    def reward_weights(self) -> Mapping[str, float]:
-        return {function.name: function.weight for function in self.rewards}
-
-    @property
-    def keep_flat(self) -> bool:
-        """Whether groups of equal rewards still have a gradient, through another term of the loss."""
-        train = self.config.train
-        stale = self.config.rollout.may_be_stale
-        return self.kl_coeff is not None or self.loss.needs_flat(train.minibatches * train.passes, stale=stale)
-
-    @property
-    def warnings(self) -> list[str]:
-        """What is accepted and biases what is learned."""
-        train = self.config.train
-        return self.loss.off_policy_warnings(train.minibatches * train.passes, stale=self.config.rollout.may_be_stale)
-
-    @property
-    def reads_reference(self) -> bool:
-        """Whether a term of the loss or of the reward reads the reference's log-probabilities."""
-        return self.kl_coeff is not None or self.loss.reads_reference
-
-    @property
-    def kl_coeff(self) -> float | None:
-        """The KL's weight in the reward (`kl_in: reward`); None if it is not there."""
-        return self.config.algo.kl_coeff if self.config.algo.kl_in == "reward" else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,88 +151,6 @@ class RemoteBackends:
     engine: Callable[[RunConfig, LoadedModel], Sampler]
     rewards: Callable[[RunConfig, Sequence[RewardConfig]], RewardWorkers]
     envs: Callable[[RunConfig, EnvFactory], Environments] | None = None
-
-
-def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = None) -> RunPlan:
-    """Load rewards and data and resolve the loss. Raises ConfigError, LoadError or DataError."""
-    functions = tuple(rewards or load_rewards(config.rewards, folder=config.folder))
-    env = _env(config)
-    source = _source(config, env)
-    prompts, held_out = source.all(), _held_out(config, env)
-    if not (isinstance(env, Agent) and isinstance(env.function, RolloutFunc)):  # which adds columns of its own
-        check_columns(functions, [*prompts, *held_out])
-    _check_reroll(config, functions)
-    without_kl = config.algo.model_copy(update={"kl": None, "kl_coeff": None})
-    loss = loss_of(
-        config.algo if config.algo.kl_in == "loss" else without_kl,
-        max_tokens=config.rollout.max_tokens,
-        stale=config.rollout.may_be_stale,
-    )
-    if config.rollout.stream_groups and not loss.streams:
-        raise ConfigError(
-            f"rollout.stream_groups does not go with an entropy bonus and reduction {loss.reduction!r}",
-            hint="set algo.reduction: token_mean, or take the batch whole (rollout.stream_groups: 0)",
-        )
-    return RunPlan(
-        config=config,
-        rewards=functions,
-        env=env,
-        source=source,
-        eval_prompts=tuple(held_out),
-        loss=loss,
-    )
-
-
-def _env(config: RunConfig) -> Env | None:
-    """What plays the episodes, if the configuration names something."""
-    if config.env is None:
-        return None
-    if config.env.agent is not None:
-        return load_agent(config.env, folder=config.folder)
-    env = load_env(config.env, folder=config.folder)  # one of three methods makes its dataset with the tokenizer
-    return LegacyEnv(env, config.env, load_tokenizer(config.model)) if env.legacy else env
-
-
-def _source(config: RunConfig, env: Env | None) -> PromptSource:
-    """The prompts to train on: the configuration's, or the environment's own cases."""
-    if config.data is not None:
-        if isinstance(env, LegacyEnv):
-            raise ConfigError(f"data does not go with {env.name}, whose build_dataset makes the prompts; remove it")
-        return open_prompts(config.data, folder=config.folder, seed=config.seed, cases=_takes_cases(env))
-    assert env is not None
-    if (cases := env.cases()) is None:
-        raise ConfigError(
-            f"there is no data: {env.name} has no method cases", hint="write cases(self), or set data.source"
-        )
-    return PromptSource(cases, seed=config.seed)
-
-
-def _takes_cases(env: Env | None) -> bool:
-    """Whether a row needs no prompt: what the policy is asked, this says."""
-    return env is not None and not (isinstance(env, Agent) and isinstance(env.function, RolloutFunc))
-
-
-def _held_out(config: RunConfig, env: Env | None) -> list[Prompt]:
-    """The prompts to evaluate on."""
-    if config.eval is None:
-        return []
-    if config.eval.data is not None:
-        prompts = open_prompts(config.eval.data, folder=config.folder, cases=_takes_cases(env)).all()
-        return env.check(prompts, config.eval.data.source) if isinstance(env, LegacyEnv) else prompts
-    assert env is not None
-    if (cases := env.cases(held_out=True)) is None:
-        method = "build_eval_dataset(self, tokenizer)" if isinstance(env, LegacyEnv) else "eval_cases(self)"
-        raise ConfigError(
-            f"eval has no data: {env.name} has no method {method.partition('(')[0]}",
-            hint=f"write {method}, set eval.data.source, or remove eval",
-        )
-    return cases
-
-
-def _check_reroll(config: RunConfig, functions: Sequence[RewardFunction]) -> None:
-    names, chosen = [function.name for function in functions], config.rollout.reroll.reward
-    if chosen is not None and chosen not in names:
-        raise ConfigError(f"rollout.reroll.reward {chosen!r} is no reward of this run; it has {', '.join(names)}")
 
 
 def open_components(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,25 +19,22 @@ from tempfile import TemporaryDirectory
 from groupwise.algo.advantage import with_advantages
 from groupwise.algo.samples import samples_of
 from groupwise.config.run import RunConfig
-from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.errors import ConfigError
 from groupwise.model.memory import Memory, StepSize, memory, step_size
-from groupwise.rewards.base import load_rewards, refuse_failed, summarize
+from groupwise.rewards.base import refuse_failed, summarize
 from groupwise.rewards.check import GOLD, answers
 from groupwise.run.assemble import (
     Components,
-    RunPlan,
     device_memory,
     load_of,
     longest_allowed,
-    loss_of,
-    make_plan,
     open_components,
 )
+from groupwise.run.plan import RunPlan, plan_or_all_problems
 from groupwise.run.policy import Policy
 from groupwise.run.update import learner_thread
 from groupwise.store.adapters import AdapterStore
 from groupwise.tasks.episode import play_all
-from groupwise.tasks.prompts import open_prompts
 from groupwise.tasks.transcript import TemplateCheck, template_check
 from groupwise.types import (
     Completion,
@@ -85,17 +82,16 @@ class StepTrial:
     made_up: bool  # all groups had equal rewards, so advantages of 1 and -1 were taken
 
 
-def check(config: RunConfig, *, on_phase: Callable[[str], None] = lambda phase: None) -> CheckReport:
-    """Try out a run.
+def check(
+    config: RunConfig, *, plan: RunPlan | None = None, on_phase: Callable[[str], None] = lambda phase: None
+) -> CheckReport:
+    """Try out a run; `plan` is its plan, if that was made already (`plan_or_all_problems`).
 
     Raises:
         ConfigError: rewards, data and loss have problems (all of them are named), or what `open_components` raises.
         RewardError: no completion could be scored.
     """
-    try:
-        plan = make_plan(config)
-    except GroupwiseError as error:
-        raise _all_problems(config, error) from error
+    plan = plan or plan_or_all_problems(config)
     with open_components(plan, on_phase=on_phase, say=on_phase) as parts:
         on_phase("reading the prompts")
         encoded = [parts.play.prepare(prompt) for prompt in plan.source.all(MEASURED_PROMPTS)]
@@ -186,10 +182,15 @@ async def _try_out(prompts: Sequence[Prompt], plan: RunPlan, parts: Components) 
     return tuple(scored)
 
 
+def _is_given(value: object) -> bool:
+    """Whether a column has an answer; a numpy array, of which equality is one array more, is asked for its length."""
+    return value is not None and (len(value) > 0 if isinstance(value, Sized) else True)
+
+
 async def _try_answers(groups: Sequence[RolloutGroup], parts: Components) -> str | None:
     """Where all completions have one reward: what the dataset's own answer gets, in the forms that answers come in."""
     prompt, rewards = groups[0].prompt, {rollout.reward for group in groups for rollout in group.rollouts}
-    column = next((name for name in GOLD if prompt.columns.get(name) not in (None, "")), None)
+    column = next((name for name in GOLD if _is_given(prompt.columns.get(name))), None)
     if len(rewards) != 1 or column is None:
         return None
     forms, all_have = answers(prompt.columns[column]), rewards.pop() or 0.0
@@ -208,33 +209,6 @@ async def _try_answers(groups: Sequence[RolloutGroup], parts: Components) -> str
         f"{of} gets no more than {all_have:g} in any of {len(forms)} forms ({', '.join(forms)}): the rewards do not "
         f"recognise a right answer; groupwise rewards lint tries one by itself"
     )
-
-
-def _all_problems(config: RunConfig, first: GroupwiseError) -> GroupwiseError:
-    """One error that names what is wrong with each part that can be opened by itself; `first` if there is only that."""
-    attempts: list[Callable[[], object]] = [
-        lambda: load_rewards(config.rewards, folder=config.folder),
-        lambda: config.data and open_prompts(config.data, folder=config.folder, cases=config.env is not None),
-        lambda: (
-            config.eval
-            and config.eval.data
-            and open_prompts(config.eval.data, folder=config.folder, cases=config.env is not None)
-        ),
-        lambda: loss_of(config.algo, max_tokens=config.rollout.max_tokens),
-    ]
-    problems: list[GroupwiseError] = []
-    for attempt in attempts:
-        try:
-            attempt()
-        except GroupwiseError as error:
-            problems.append(error)
-    if len(problems) < 2:
-        return first
-    return ConfigError(f"{len(problems)} problems:" + "".join(f"\n  - {_indented(problem)}" for problem in problems))
-
-
-def _indented(problem: GroupwiseError) -> str:
-    return str(problem).replace("\n", "\n    ")
 
 
 def _report(
@@ -360,5 +334,7 @@ def _of_data(plan: RunPlan, encoded: Sequence[Prompt], *, context: int) -> Itera
 
 
 def _question(prompt: Prompt) -> str:
-    asked = prompt.messages or dict(prompt.columns)  # an environment's case
-    return json.dumps(asked, sort_keys=True, default=str) if prompt.text is None or prompt.messages else prompt.text
+    """What a prompt asks, to be compared with others: its messages or text, or the columns of an environment's case."""
+    if prompt.messages is None and prompt.text is not None:
+        return prompt.text
+    return json.dumps(prompt.messages or dict(prompt.columns), sort_keys=True, default=str)

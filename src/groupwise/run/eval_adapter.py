@@ -10,30 +10,32 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 
 from groupwise.config.run import RunConfig
-from groupwise.errors import ConfigError
 from groupwise.model.load import load_model
 from groupwise.rewards.base import Scorer
-from groupwise.run.assemble import RunPlan, local_engine, make_plan, open_envs, open_play, open_scorer
-from groupwise.run.evaluate import SUCCESS, Evaluation, evaluate, prepare_all
+from groupwise.run.assemble import local_engine, open_envs, open_play, open_scorer
+from groupwise.run.evaluate import SUCCESS, Evaluation, checked_modes, evaluate, prepare_all
+from groupwise.run.plan import RunPlan, make_plan
 from groupwise.store.rundir import Located, find_adapter
 from groupwise.types import PolicyVersion, Prompt
 
-MODES = ("greedy", "sampled")
-
 
 def assess(
-    config: RunConfig, *, adapter: str | None = None, modes: Sequence[str] = (), note: Callable[[str], None]
+    config: RunConfig,
+    *,
+    plan: RunPlan | None = None,
+    adapter: str | None = None,
+    modes: Sequence[str] = (),
+    note: Callable[[str], None],
 ) -> tuple[Mapping[str, Evaluation], str]:
-    """Evaluations by mode, and what was evaluated in words. `adapter` is as `store.rundir.find_adapter` takes it.
+    """Evaluations by mode, and what was evaluated in words. `adapter` is as `store.rundir.find_adapter` takes it;
+    `plan` is that of the configuration, if it was made already.
 
     Raises ConfigError for an unknown mode, AdapterNotFoundError or AdapterError, ContextLengthError for a prompt that
     fills the context.
     """
-    modes = tuple(modes) or (MODES if config.eval is None else config.eval.modes)
-    if unknown := [mode for mode in modes if mode not in MODES]:
-        raise ConfigError(f"--mode {unknown[0]!r} does not exist; valid: {', '.join(MODES)}")
+    modes = checked_modes(config, modes)
     located = None if adapter is None else find_adapter(adapter)
-    plan = make_plan(config)
+    plan = plan or make_plan(config)
     prompts = plan.eval_prompts
     if config.eval is None:
         prompts = tuple(plan.source.all())

@@ -12,6 +12,7 @@ independent. Completions that failed are counted and left out; only if all of a 
 from __future__ import annotations
 
 import asyncio
+import difflib
 import json
 import math
 import statistics
@@ -20,7 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from groupwise.errors import DataError
+from groupwise.config.run import RunConfig
+from groupwise.errors import ConfigError, DataError
 from groupwise.model.chat import check_length
 from groupwise.rewards.base import refuse_failed
 from groupwise.run.batches import Score
@@ -32,6 +34,17 @@ from groupwise.types import FinishReason, PolicyVersion, Prompt, RolloutGroup, S
 
 SUCCESS = 1.0  # the reward of a right answer, where nothing else is said
 _SAME = 1e-9
+MODES = ("greedy", "sampled")
+
+
+def checked_modes(config: RunConfig, modes: Sequence[str]) -> tuple[str, ...]:
+    """The modes that are named, or without any those of `eval`. Raises ConfigError for an unknown one."""
+    modes = tuple(modes) or (MODES if config.eval is None else config.eval.modes)
+    if unknown := [mode for mode in modes if mode not in MODES]:
+        near = difflib.get_close_matches(unknown[0], MODES, n=1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"--mode {unknown[0]!r} does not exist; {meant}valid: {', '.join(MODES)}")
+    return modes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -218,7 +218,7 @@ def _continued(
     """A learner at `parent`, and whether it has the moments of the job that made it."""
     learner = _new_learner(config, lora, place.base)
     try:
-        learner.load_adapter(directory)
+        learner.load_adapter(directory, alpha_field="lora_alpha")
     except AdapterError as error:
         if config.target_modules is None:
             raise
@@ -229,7 +229,7 @@ def _continued(
         learner.load(moments)
     except _DAMAGED:
         learner = _new_learner(config, lora, place.base)
-        learner.load_adapter(directory)
+        learner.load_adapter(directory, alpha_field="lora_alpha")
         return learner, False
     return learner, True
 
@@ -308,7 +308,7 @@ def _logprob_drop(run: _Run) -> float:
     else:
         start = _new_learner(config, run.standing.lora, run.place.base)
         with run.place.store.held(parent) as directory:
-            start.load_adapter(directory)
+            start.load_adapter(directory, alpha_field="lora_alpha")
         before = start.forward(samples, temperature=task.temperature)
     after = run.learner.forward(samples, temperature=task.temperature)
     drops = [

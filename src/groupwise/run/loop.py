@@ -32,11 +32,12 @@ from typing import TYPE_CHECKING, Any
 from groupwise.algo.metrics import Metrics, rollout_metrics, time_metrics
 from groupwise.config.run import RunConfig
 from groupwise.rewards.base import RewardFunction
-from groupwise.run.assemble import Components, RemoteBackends, RunPlan, make_plan, open_components
+from groupwise.run.assemble import Components, RemoteBackends, open_components
 from groupwise.run.display import Display, open_display
 from groupwise.run.evaluate import BestVersion, Evaluation, evaluate, load_evaluations, save_evaluations
 from groupwise.run.health import HealthMonitor
 from groupwise.run.launch import on_all_ranks
+from groupwise.run.plan import RunPlan, make_plan
 from groupwise.run.policy import Policy
 from groupwise.run.update import PolicyUpdates
 from groupwise.store import checkpoint
@@ -308,11 +309,13 @@ def run_loop(
     config: RunConfig,
     *,
     rewards: Sequence[RewardFunction] | None = None,
+    plan: RunPlan | None = None,
     display: Display | None = None,
     remote: RemoteBackends | None = None,
     stop: StopRequest | None = None,
 ) -> RunResult:
-    """Train as `config` says. `rewards` replaces the configured functions, `remote` engine, reward workers and
+    """Train as `config` says. `rewards` replaces the configured functions, `plan` is the run's if it was
+    made already (`plan.make_plan`), `remote` replaces engine, reward workers and
     environments, and `stop` is who else may ask for a clean stop.
 
     Ctrl-C finishes the step, publishes it and returns with `interrupted`; a second one stops at once, and so does one
@@ -321,21 +324,20 @@ def run_loop(
 
     def lead(ranks: Ranks | None) -> RunResult:
         with stop or StopRequest(graceful=False) as asked, display or open_display(config.train.steps) as shown:
-            return _run(config, ranks, rewards=rewards, shown=shown, remote=remote, stop=asked)
+            return _run(plan or make_plan(config, rewards=rewards), ranks, shown=shown, remote=remote, stop=asked)
 
     return on_all_ranks(config, lead)
 
 
 def _run(
-    config: RunConfig,
+    plan: RunPlan,
     ranks: Ranks | None,
     *,
-    rewards: Sequence[RewardFunction] | None,
     shown: Display,
     remote: RemoteBackends | None,
     stop: StopRequest,
 ) -> RunResult:
-    plan = make_plan(config, rewards=rewards)
+    config = plan.config
     resolved = config.model_dump(mode="json")
     with (
         open_run_dir(config) as (run_dir, state),

@@ -28,7 +28,7 @@ from groupwise.config.loss import LossSpec
 from groupwise.errors import ContextLengthError, DataError, TrainingError
 from groupwise.model.load import LoadedModel
 from groupwise.model.packing import count_loss_tokens
-from groupwise.run.assemble import RunPlan
+from groupwise.run.plan import RunPlan
 from groupwise.store.job_payload import EncodedGroup, GrpoPayload, SftPayload
 from groupwise.train.learner import Learner
 from groupwise.train.rollout_batch import RolloutBatch

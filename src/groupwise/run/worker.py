@@ -14,7 +14,6 @@ before torch is imported, which takes seconds: the worker of a server that died 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import logging
 import os
@@ -26,6 +25,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from groupwise import platform
 from groupwise.errors import GroupwiseError, NotReadyError
 from groupwise.store import files
 from groupwise.store.adapters import AdapterStore
@@ -38,8 +38,6 @@ if TYPE_CHECKING:  # torch is imported when the parent has been seen alive
 POLL_S = 0.2
 PREDECESSOR_S = 15.0  # how long to wait for a worker whose parent died
 NICENESS = 10
-
-_PR_SET_PDEATHSIG = 1
 
 log = logging.getLogger(__name__)
 
@@ -131,8 +129,7 @@ def _die_with_parent(parent: int | None, *, by: signal.Signals = signal.SIGTERM)
     None if it is gone already: it died while this process was starting.
     """
     parent = parent or os.getppid()
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
+    platform.die_with_parent(by)
     return parent if os.getppid() == parent else None
 
 
@@ -145,7 +142,7 @@ def _alone(state: Path, heartbeat: LeaseHeartbeat) -> Iterator[None]:
     descriptor = os.open(state / "worker.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         deadline = time.monotonic() + PREDECESSOR_S
-        while not files.try_lock(descriptor):
+        while not platform.try_lock(descriptor):
             if heartbeat.stopping or time.monotonic() > deadline:
                 raise NotReadyError(
                     f"waited for another worker on {state}, which still runs", hint="end it: see `fuser worker.lock`"

@@ -12,13 +12,13 @@ Without a name the largest that this machine holds is taken. No torch here until
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
 from groupwise.errors import ConfigError
+from groupwise.platform import memory_bytes
 
 SLACK = 0.9  # GPUs and machines have a little less memory than their name says
 
@@ -58,7 +58,7 @@ class Machine:
         """The machine this runs on. Loads torch."""
         import torch
 
-        memory = {"cpu": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9}
+        memory = {"cpu": memory_bytes() / 1e9}
         if torch.cuda.is_available():
             memory["cuda"] = torch.cuda.get_device_properties(0).total_memory / 1e9
         return cls(memory)

@@ -29,6 +29,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from groupwise.config.hub import check_model
 from groupwise.errors import GroupwiseError
 from groupwise.server.listen import bind, incoming, own, url_of
 
@@ -131,6 +132,7 @@ def serve(config: ServeConfig, *, repair_ledger: bool = False, announce: Callabl
         ModelError: the model cannot be loaded.
         StorageError: the state directory cannot be written.
     """
+    check_model(config.model)
     listener = bind(config.host, config.port)
     with listener, own(config.state_dir), incoming(config.state_dir):
         if not logging.getLogger().handlers:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import socket
 import time
 from collections.abc import Collection, Iterator
@@ -31,6 +30,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from groupwise.config.serve import ServeConfig
 from groupwise.errors import RequestError
+from groupwise.platform import raise_open_files
 from groupwise.server.errors import envelope
 from groupwise.server.listen import BACKLOG, StartError
 
@@ -217,11 +217,8 @@ def connection_class(config: ServeConfig) -> type[Connection]:
 
     Raises StartError where that leaves room for hardly any connection.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = config.max_connections + RESERVED_FILES
-    if soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    soft = raise_open_files(wanted)
     most = min(config.max_connections, soft - RESERVED_FILES)
     if most < min(LEAST_CONNECTIONS, config.max_connections):
         raise StartError(

@@ -10,20 +10,19 @@ The kernel gives both back when the process ends, however it ends.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import socket
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
 from groupwise.errors import GroupwiseError
+from groupwise.platform import listener_of, try_lock
 
 BACKLOG = 2048
 INCOMING = "incoming"  # in the state directory: files without names
-LISTENING = "0A"  # a socket's state in /proc/net/tcp
 
 
 class StartError(GroupwiseError):
@@ -48,7 +47,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener.setblocking(False)
     except OSError as error:
         listener.close()
-        pid = _listener_of(port)
+        pid = listener_of(port)
         owner = f" by process {pid}" if pid else ""
         reason = f"it is in use{owner}" if error.errno == errno.EADDRINUSE else error.strerror
         raise StartError(
@@ -64,24 +63,6 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _listener_of(port: int) -> int | None:
-    """The process that listens on a port, where this user may see that."""
-    inodes = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with suppress(OSError):
-            for line in Path(table).read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
-                    inodes.add(f"socket:[{fields[9]}]")
-    if not inodes:
-        return None
-    for directory in Path("/proc").glob("[0-9]*/fd"):
-        with suppress(OSError):
-            if any(os.readlink(entry) in inodes for entry in directory.iterdir()):
-                return int(directory.parent.name)
-    return None
-
-
 @contextmanager
 def own(state_dir: Path) -> Iterator[None]:
     """Context manager: this process is the only server on `state_dir`. A second one would hand out the same jobs."""
@@ -95,14 +76,12 @@ def own(state_dir: Path) -> Iterator[None]:
             hint="it must be a directory that the server may write to; choose another with --state-dir",
         ) from None
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(descriptor):
             owner = os.pread(descriptor, 256, 0).decode(errors="replace").strip() or "another process"
             raise StartError(
                 f"the state directory {state_dir} is in use by {owner}",
                 hint="stop that server, or give this one its own --state-dir",
-            ) from None
+            )
         try:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"pid {os.getpid()} since {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}\n".encode(), 0)

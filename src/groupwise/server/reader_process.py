@@ -20,7 +20,6 @@ import gc
 import importlib
 import os
 import pickle
-import resource
 import select
 import signal
 import socket
@@ -29,9 +28,9 @@ import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from groupwise import platform
 from groupwise.config.serve import ServeConfig
 from groupwise.errors import BodyTooLargeError, GroupwiseError
 from groupwise.model.chat import encode_prompt, encode_supervised, least_tokens
@@ -44,14 +43,13 @@ if TYPE_CHECKING:
 ROUTES = ("openai", "rollouts", "train", "trl")  # whose functions read bodies
 ROOM, FACTOR = 256 << 20, 24  # bytes of memory for any body, and for each of its bytes
 LOOK_S = 0.02  # between two looks at the readers' memory
-OOM_SCORE = "1000"  # the first to go when memory runs out
+OOM_SCORE = 1000  # the first to go when memory runs out
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Fork readers until the other end closes."""
     channel = socket.socket(fileno=int((arguments or sys.argv[1:])[0]))
-    with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(OOM_SCORE, encoding="ascii")
+    platform.set_oom_score(OOM_SCORE)
     base, config = pickle.loads(receive_frame(channel))
     _warm_up(base)
     channel.sendall(READY)
@@ -68,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if (reader := os.fork()) == 0:
                 channel.close()
                 _be_a_reader(descriptors, most, base, config)
-            readers[reader] = resident(os.getpid()) + most
+            readers[reader] = platform.resident_bytes(os.getpid()) + most
         for descriptor in descriptors:
             os.close(descriptor)
 
@@ -83,15 +81,8 @@ def _look_at(readers: dict[int, int]) -> None:
     for reader, most in list(readers.items()):
         if os.waitpid(reader, os.WNOHANG)[0] == reader:
             del readers[reader]
-        elif resident(reader) > most:
+        elif platform.resident_bytes(reader) > most:
             os.kill(reader, signal.SIGKILL)
-
-
-def resident(pid: int) -> int:
-    """Bytes of memory that a process has; 0 where the kernel does not say."""
-    with suppress(OSError, ValueError, IndexError):
-        return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
-    return 0
 
 
 def _warm_up(base: TextModel) -> None:
@@ -111,7 +102,7 @@ def _be_a_reader(descriptors: Sequence[int], most: int, base: TextModel, config:
     """Never returns."""
     try:
         conversation, body, answer = descriptors
-        _limit(most, config)
+        platform.limit_process(cpu_s=int(config.request_timeout_s) + 1, more_bytes=2 * most)
         stream = socket.socket(fileno=conversation)
         stream.sendall(GO)
         niceness, *task = pickle.loads(receive_frame(stream))
@@ -123,17 +114,6 @@ def _be_a_reader(descriptors: Sequence[int], most: int, base: TextModel, config:
         stream.sendall(DONE)
     finally:
         os._exit(0)
-
-
-def _limit(most: int, config: ServeConfig) -> None:
-    """So much time of a processor, no core dump, and an end to memory that is asked for at one blow."""
-    limits = {resource.RLIMIT_CORE: 0, resource.RLIMIT_CPU: int(config.request_timeout_s) + 1}
-    with suppress(OSError, ValueError):  # not Linux
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-        limits[resource.RLIMIT_AS] = pages * resource.getpagesize() + 2 * most
-    for which, most in limits.items():
-        with suppress(OSError, ValueError):
-            resource.setrlimit(which, (most, most))
 
 
 def _end_with(stream: socket.socket) -> None:

@@ -36,6 +36,7 @@ from groupwise.config.run import parse_config
 from groupwise.config.serve import ServeConfig
 from groupwise.config.yaml import Document
 from groupwise.errors import ConfigError, GroupwiseError, RequestError, StorageError
+from groupwise.platform import is_locked
 from groupwise.run.health import Report, examine
 from groupwise.run.record import leaves
 from groupwise.sdk.types import Answer
@@ -79,7 +80,7 @@ from groupwise.store.tracking import METRICS
 # ----------------------------------------------------------------------------------------------------------------------
 
 FRESH_S = 60.0  # a run that was written to so lately goes on, wherever the process is that holds its lock
-_LOCKS, _LOCK = Path("/proc/locks"), ".lock"
+_LOCK = ".lock"
 _CURSOR = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 _EVALUATED = re.compile(r"eval/([^/]+)/reward")
 
@@ -260,12 +261,8 @@ class RunFiles:
         return "finished" if whole else "stopped" if step else "empty"
 
     def _is_locked(self) -> bool:
-        """Whether a process of this machine trains in the directory: the kernel's list says so without locking."""
-        try:
-            inode = (self.directory / _LOCK).stat().st_ino
-            return any(f":{inode} " in line for line in _LOCKS.read_text().splitlines() if " FLOCK " in line)
-        except OSError:
-            return False
+        """Whether a process of this machine trains in the directory, as far as the kernel says."""
+        return is_locked(self.directory / _LOCK)
 
     def _touched(self) -> float:
         times = [

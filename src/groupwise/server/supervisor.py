@@ -32,7 +32,7 @@ from typing import Literal, Protocol
 
 from groupwise.config.serve import SECRETS
 from groupwise.errors import GroupwiseError, LedgerDamagedError, StorageError
-from groupwise.server.state import oom_kills
+from groupwise.platform import oom_kills, set_oom_score
 from groupwise.server.webhooks import Webhooks
 from groupwise.store import faults
 from groupwise.store.ledger import Cause, Job, Ledger
@@ -43,7 +43,7 @@ WORKER = "worker"  # the name under which it leases; attempts tell one process f
 TEMPORARY = 75  # the exit code of errors that pass by themselves
 LONGEST_DELAY_S = 60.0
 SWAP_AGAIN_S = 5.0
-OOM_SCORE = "500"  # when memory runs out the kernel is to end the worker, not the server
+OOM_SCORE = 500  # when memory runs out the kernel is to end the worker, not the server
 MAX_LOG_BYTES = 16 << 20
 LAST_LINES, LAST_BYTES = 40, 16 << 10
 
@@ -203,8 +203,7 @@ class Supervisor:
                 env=environment,
                 process_group=0,  # Ctrl-C in the server's terminal is the server's
             )
-        with suppress(OSError):  # now, not by the worker itself: its imports take seconds, and much of the memory
-            Path(f"/proc/{process.pid}/oom_score_adj").write_text(OOM_SCORE, encoding="ascii")
+        set_oom_score(OOM_SCORE, process.pid)  # now: the worker's imports take seconds, and much of the memory
         self._process, self._has_run, kills = process, True, oom_kills()
         self._status = replace(self._status, state="running", pid=process.pid)
         if self._stopping.is_set():  # while it was being started

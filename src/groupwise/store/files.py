@@ -13,7 +13,6 @@ The second half is the file system protocol of the store: one lock, staging dire
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import math
@@ -34,6 +33,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from groupwise.errors import AdapterError, GroupwiseError, InUseError, StorageError
+from groupwise.platform import try_lock, unlock
 from groupwise.store import faults
 from groupwise.store.adapter_config import CONFIG as CONFIG
 from groupwise.store.adapter_config import MAX_NAME, applied_scales, check_config
@@ -418,7 +418,7 @@ def staging(root: Path) -> Iterator[Path]:
         with locked(root):  # sweep() must not see it before it is locked
             path.mkdir()
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try_lock(descriptor)
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
@@ -489,18 +489,9 @@ def try_move(directory: Path, target: Path, *, before: Callable[[], None]) -> bo
         _unlock(descriptor)
 
 
-def try_lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Take the flock of an open file, if nobody has it; `shared`: if nobody has it alone."""
-    try:
-        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def _unlock(descriptor: int) -> None:
     """Release and close. Closing alone would not do: a child forked meanwhile has a copy, which keeps the lock."""
-    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    unlock(descriptor)
     os.close(descriptor)
 
 

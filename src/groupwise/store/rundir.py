@@ -27,6 +27,7 @@ from ruamel.yaml.error import YAMLError
 
 from groupwise.config.run import RunConfig, dump_resolved, identity, resolved
 from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, InUseError
+from groupwise.platform import is_locked, try_lock
 from groupwise.store import checkpoint, files
 from groupwise.store.adapters import AdapterStore
 from groupwise.types import PolicyVersion
@@ -60,6 +61,7 @@ def reserve_run_dir(config: RunConfig) -> Path:
     """
     if config.resume == "auto" and config.run_dir is None and (begun := _unfinished(config)) is not None:
         return begun
+    check_place(config)
     path = config.run_path(now=datetime.now(UTC))
     _check_free(path, config)
     with files.writing(f"making the run directory {path}"):
@@ -67,6 +69,30 @@ def reserve_run_dir(config: RunConfig) -> Path:
             path.mkdir(parents=True, exist_ok=True)
             return path
         return _made(path)
+
+
+def check_place(config: RunConfig) -> None:
+    """Raise ConfigError where the run's directory cannot be made, and InUseError where another process trains in it, as
+    far as that is seen without making or locking anything."""
+    key, value = ("output_dir", config.output_dir) if config.run_dir is None else ("run_dir", config.run_dir)
+    path = Path(value).absolute()
+    there = next(each for each in (path, *path.parents) if each.exists())
+    if not there.is_dir():
+        raise ConfigError(
+            f"{key} {value!r} cannot be a directory: {there} is a file", hint=f"name another: {key}=DIR", field=key
+        )
+    if not os.access(there, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+        raise ConfigError(
+            f"{key} {value!r} cannot be written: user {os.geteuid()} may not write to {there}",
+            hint=f"name another: {key}=DIR, or let this user write there (`ls -ld {there}`)",
+            field=key,
+        )
+    if config.run_dir is not None and is_locked(path / ".lock"):
+        raise _in_use(path)
+
+
+def _in_use(directory: Path) -> InUseError:
+    return InUseError(f"another process is training in {directory}", hint="wait for it, or end it")
 
 
 @contextmanager
@@ -77,8 +103,8 @@ def owned(directory: Path) -> Iterator[None]:
         directory.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        if not files.try_lock(descriptor):
-            raise InUseError(f"another process is training in {directory}", hint="wait for it, or end it")
+        if not try_lock(descriptor):
+            raise _in_use(directory)
         yield
     finally:
         os.close(descriptor)
@@ -225,7 +251,7 @@ def newest_run(root: Path = RUNS) -> Path:
     if not versions:
         raise AdapterNotFoundError(
             f"no run under {root.resolve()} has an adapter",
-            hint="name a run with --run RUN_DIR, or a store with --store DIR",
+            hint="name one by its place: RUN_DIR/NAME@N, or --run RUN_DIR or --store DIR where the command has them",
         )
     return max(versions, key=lambda path: (path.stat().st_mtime_ns, path)).parents[2]
 
@@ -250,7 +276,10 @@ def find_adapter(text: str) -> Located:
             return _in_store(open_store(run=path), None)
         return _directory(path)
     if path.parent == Path("."):
-        return _in_store(open_store(), text)
+        try:
+            return _in_store(open_store(), text)
+        except AdapterNotFoundError as error:
+            raise AdapterNotFoundError(f"there is no adapter {text!r}: {error.message}", hint=error.hint) from None
     if (path.parent / STORE).is_dir():
         return _in_store(open_store(run=path.parent), path.name)
     raise AdapterNotFoundError(

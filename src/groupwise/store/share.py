@@ -30,9 +30,8 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from groupwise.errors import ModelError, StorageError
 from groupwise.model.load import LoadedModel, weights_hash
+from groupwise.platform import mapped_files
 from groupwise.store import files
-
-MAPS = Path("/proc/self/maps")  # of every mapping: address range, permissions, offset, device, inode, file
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +59,7 @@ def map_weights(base: LoadedModel, directory: Path) -> bool:
 
 def is_mapped(model: nn.Module) -> bool:
     """Whether every parameter is a view of a file; False where the system does not say."""
-    try:
-        lines = MAPS.read_text(encoding="utf-8").splitlines()
-    except OSError:
+    if (lines := mapped_files()) is None:
         return False
     of_files = [line.split(maxsplit=5)[0] for line in lines if ".safetensors" in line]
     ranges = [tuple(int(address, 16) for address in each.split("-")) for each in of_files]

@@ -15,6 +15,7 @@ JSONL must succeed (StorageError otherwise): it is the record. A remote tracker 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import logging
 import math
@@ -360,6 +361,17 @@ class MlflowTracker:
 
     def close(self) -> None:
         self._mlflow.end_run()
+
+
+def check_installed(config: TrackingConfig) -> None:
+    """Raise ConfigError for a tracker whose package is not installed; imports none."""
+    for name in ("tensorboard", "wandb", "trackio", "mlflow"):
+        if getattr(config, name) and importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"tracking.{name} is set but the package {name!r} is not installed",
+                hint=f"pip install 'groupwise[{name}]', or leave tracking.{name} out",
+                field=f"tracking.{name}",
+            )
 
 
 def _import(name: str) -> ModuleType:

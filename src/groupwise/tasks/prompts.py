@@ -16,6 +16,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import json
+import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from groupwise.types import Message, Prompt, RolloutGroup
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PROMPT_KEYS = ("messages", "prompt")
+_BUILDER = "one of another kind, or a directory of many, is read by a builder: source: json, args: {data_files: PATH}"
 RESERVED = ("prompts", "completions", "completion_ids")  # what rewards get under these names is not the dataset's
 
 
@@ -216,19 +218,25 @@ def open_prompts(
 
 
 def _file_rows(config: DatasetConfig, folder: Path) -> Iterator[tuple[str, Any]]:
-    path = folder / config.source
+    path = folder / Path(config.source).expanduser()
+    if path.is_dir():
+        raise DataError(f"{path.resolve()} is a directory; data.source names a file in it", hint=_BUILDER)
     if not path.is_file():
         beside = [each.name for each in path.parent.glob("*") if each.suffix in FILES]
         similar = difflib.get_close_matches(path.name, beside, n=1)
         hint = f"did you mean {similar[0]}?" if similar else "a relative path starts at the config file's folder"
         raise DataError(f"there is no file {path.resolve()}", hint=hint)
-    match path.suffix:
-        case ".jsonl":
-            return _lines(path)
-        case ".json":
-            return _json_rows(path)
-        case _:
-            return _table_rows(path)
+    return _opened(path)
+
+
+def _opened(path: Path) -> Iterator[tuple[str, Any]]:
+    """The rows of a file. Raises DataError where this user may not read it."""
+    try:
+        yield from {".jsonl": _lines, ".json": _json_rows}.get(path.suffix, _table_rows)(path)
+    except PermissionError as error:
+        raise DataError(
+            f"cannot read {path}: {error.strerror}", hint=f"let user {os.geteuid()} read it (`ls -l {path}`)"
+        ) from None
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -296,7 +304,13 @@ def _function_rows(config: DatasetConfig, folder: Path) -> Iterator[tuple[str, A
 
 
 def _dataset_rows(config: DatasetConfig, folder: Path) -> Iterator[tuple[str, Any]]:
-    local = folder / config.source
+    local = folder / Path(config.source).expanduser()
+    if local.is_file():
+        raise DataError(
+            f"data.source {config.source!r} is a file that ends with {local.suffix or 'nothing'!r}; files of rows end "
+            f"with {', '.join(FILES)}",
+            hint=_BUILDER,
+        )
     try:
         import datasets  # pandas and pyarrow take a second to import, and most runs read JSON lines
 
@@ -385,7 +399,7 @@ def _find_key(row: Mapping[str, Any], id: str) -> str:
 
 def _messages(value: Any, place: str) -> tuple[Message, ...]:
     if not isinstance(value, Sequence):
-        raise DataError(f"{place} is a {type(value).__name__}; it must be a string or a list of messages")
+        raise DataError(f"{place} is {value!r:.80} ({type(value).__name__}); it must be a string or a list of messages")
     if not value:
         raise DataError(f"{place} is an empty list; a chat prompt needs at least one message")
     messages = tuple(_message(each, f"{place}[{index}]") for index, each in enumerate(value))

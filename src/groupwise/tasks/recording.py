@@ -23,13 +23,9 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from groupwise.config.run import EnvConfig
 from groupwise.errors import AdapterNotFoundError, EnvError
 from groupwise.model.chat import decode, encode_bridge, encode_prompt
-from groupwise.model.load import LoadedModel
 from groupwise.tasks.compat.policy import BlockingPolicy, GenerateOptions, generate_options_of
 from groupwise.types import (
     Completion,
@@ -45,7 +41,11 @@ from groupwise.types import (
 )
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
+
+    from groupwise.model.load import LoadedModel
 
 OFFERED = "generate, chat, device, dtype, config, generation_config, name_or_path, eval, train, to, parameters"
 
@@ -144,6 +144,8 @@ class RecordingPolicy:
         rows = [self._cut(prompt, completion, asked) for prompt, completion in zip(prompts, said, strict=True)]
         self._record(prompts, rows, asked)
         longest = max(len(row.token_ids) for row in rows)
+        import torch  # here and below: this module is imported to read a configuration, which is not to wait for torch
+
         new_BT = torch.full((len(rows), longest), pad or 0, dtype=torch.long)
         for line, row in zip(new_BT, rows, strict=True):
             line[: len(row.token_ids)] = torch.tensor(row.token_ids, dtype=torch.long)
@@ -241,6 +243,8 @@ class RecordingPolicy:
 
     def parameters(self, recurse: bool = True) -> Iterator[Tensor]:
         """One empty tensor, with the weights' device and type; the weights are the trainer's."""
+        import torch
+
         yield torch.empty(0, device=self.device, dtype=self.dtype)
 
     def __getattr__(self, name: str) -> Any:
@@ -361,6 +365,8 @@ class RecordingPolicy:
         """The completion up to where the stopping criteria would have ended it."""
         if not asked.criteria:
             return completion
+        import torch
+
         for count in range(1, len(completion.token_ids) + 1):
             ids = torch.tensor([[*prompt_ids, *completion.token_ids[:count]]], device=self.device)
             if any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in asked.criteria):
@@ -377,6 +383,8 @@ class RecordingPolicy:
 
 def _matrix(ids: Any) -> Tensor:
     """Token ids [rows, tokens]. Raises EnvError."""
+    import torch
+
     try:
         ids_BT = torch.as_tensor(ids)
     except (TypeError, ValueError, RuntimeError):
@@ -392,6 +400,8 @@ def _matrix(ids: Any) -> Tensor:
 
 def _unpadded(ids_BT: Tensor, mask: Any, *, pad: int | None, eos: int | None) -> list[tuple[int, ...]]:
     """The rows without padding: what the mask leaves out; without a mask, padding tokens at the beginning."""
+    import torch
+
     if mask is not None:
         kept_BT = torch.as_tensor(mask).to(ids_BT.device).bool()
         if kept_BT.shape != ids_BT.shape:

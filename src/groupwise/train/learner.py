@@ -544,10 +544,11 @@ class Learner:
         """Inverse of `save`, on a learner made with the same arguments (`load_state`)."""
         self.strategy.load(self, directory)
 
-    def load_adapter(self, directory: Path) -> None:
-        """Start from a saved adapter instead of a fresh one. Raises AdapterError when it does not fit."""
+    def load_adapter(self, directory: Path, *, alpha_field: str = "train.lora.alpha") -> None:
+        """Start from a saved adapter instead of a fresh one. Raises AdapterError when it does not fit; `alpha_field` is
+        the configuration's name of alpha there."""
         assert self.lora is not None, "full-parameter training starts from a model, not from an adapter"
-        load_lora(self.model, self.lora, directory)
+        load_lora(self.model, self.lora, directory, alpha_field=alpha_field)
         self.strategy.after_load_adapter(self)
 
     # -- of several processes -----------------------------------------------------------------------------------------

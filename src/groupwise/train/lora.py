@@ -155,8 +155,11 @@ def save_lora(model: PreTrainedModel, config: LoraConfig, directory: Path, *, ba
     (directory / "adapter_config.json").write_text(text + "\n")
 
 
-def load_lora(model: PreTrainedModel, config: LoraConfig, directory: Path) -> None:
-    """Copy a saved adapter's weights into the adapter inside `model`.
+def load_lora(
+    model: PreTrainedModel, config: LoraConfig, directory: Path, *, alpha_field: str = "train.lora.alpha"
+) -> None:
+    """Copy a saved adapter's weights into the adapter inside `model`. `alpha_field` is what the caller's configuration
+    calls alpha, for the error.
 
     Raises:
         AdapterError: the files cannot be read, or are not of this adapter (other rank, alpha, targets or base model).
@@ -169,7 +172,8 @@ def load_lora(model: PreTrainedModel, config: LoraConfig, directory: Path) -> No
     if saved.get("lora_alpha") != config.lora_alpha or bool(saved.get("use_rslora")) != config.use_rslora:
         raise AdapterError(
             f"the adapter in {directory} has alpha {saved.get('lora_alpha')}; training is to use {config.lora_alpha}",
-            hint="set train.lora.alpha to the adapter's",
+            hint=f"set {alpha_field} to the adapter's, {saved.get('lora_alpha')}",
+            field=alpha_field,
         )
     want = lora_tensors(model)
     wrong = sorted(have.keys() ^ want.keys()) or [n for n in want if have[n].shape != want[n].shape]

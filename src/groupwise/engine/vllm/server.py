@@ -17,11 +17,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from groupwise import platform
 from groupwise.config.engine import VllmConfig
 from groupwise.errors import ConfigError
 from groupwise.rewards.sandbox import Box, SandboxError, trusted
@@ -175,7 +175,8 @@ class ServerProcess:
             how = end.get("setup") or (f"signal {end['signal']}" if end.get("signal") else f"status {end.get('exit')}")
         except SandboxError as error:  # the keeper itself was killed
             how = error.message
-            _kill_session(session)
+            if session is not None:
+                platform.kill_session(session)
         self._why = f"vLLM ended with {how}{self._last_words()}"
         self._ended.set()
 
@@ -217,7 +218,7 @@ def keep_up(launch: ServerLaunch, *, say: Callable[[str], None]) -> None:
 
 def _specification(launch: ServerLaunch) -> dict[str, Any]:
     """For the keeper: a trusted program without limits, whose output goes to the log."""
-    log = f"/proc/{os.getpid()}/fd/2" if launch.log is None else str(launch.log.absolute())
+    log = platform.stderr_path() if launch.log is None else str(launch.log.absolute())
     argv = ["/bin/sh", "-c", 'log=$0; exec "$@" >>"$log" 2>&1', log, *launch.argv]
     return trusted(argv, env=launch.environment, limits={}, output_bytes=LAST_BYTES)
 
@@ -226,16 +227,7 @@ def _session_below(keeper: int) -> int | None:
     """The session that the keeper's program leads, once it is there."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
-        with suppress(OSError):
-            for child in map(int, Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()):
-                if os.getsid(child) == child:
-                    return child
+        if (session := platform.session_below(keeper)) is not None:
+            return session
         time.sleep(0.01)
     return None
-
-
-def _kill_session(session: int | None) -> None:
-    for path in Path("/proc").glob("[0-9]*") if session is not None else ():
-        with suppress(OSError, ValueError):
-            if os.getsid(int(path.name)) == session:
-                os.kill(int(path.name), signal.SIGKILL)

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 from groupwise.config.run import EnvConfig
 from groupwise.errors import ConfigError, DataError, EnvError, GroupwiseError
 from groupwise.model.chat import RENDERING, encode_prompt
-from groupwise.model.load import LoadedModel
 from groupwise.tasks.env import REWARD, EnvFactory, OwnThread, priced, reward_of, told_of
 from groupwise.tasks.episode import Lockstep, Slots, together
 from groupwise.tasks.prompts import to_prompt
@@ -48,6 +47,8 @@ from groupwise.types import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from groupwise.model.load import LoadedModel
 
 CASE = "case_idx"
 SCORED_WITH = ("model", "tokenizer", "completion", CASE)

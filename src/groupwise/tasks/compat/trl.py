@@ -29,7 +29,6 @@ from groupwise.config.load import load_object
 from groupwise.config.run import EnvConfig
 from groupwise.errors import ConfigError, DataError, EnvError, GroupwiseError
 from groupwise.model.chat import encode_prompt, stop_ids
-from groupwise.model.load import LoadedModel
 from groupwise.tasks.compat.policy import PolicyCalls
 from groupwise.tasks.compat.three_method import warn
 from groupwise.tasks.env import Episode, Observation, OwnThread, ToolEnv, load_once, priced, reward_of
@@ -51,6 +50,8 @@ from groupwise.types import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from groupwise.model.load import LoadedModel
 
 NOT_TOOLS = ("reset", "get_reward")
 SELECTS = "environment"  # the column that names one of several factories

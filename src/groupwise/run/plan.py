@@ -1,0 +1,197 @@
+"""What can be known of a run without its model: the reward functions, the prompts, the environment, the loss.
+
+A plan is made before torch is imported and before a model is loaded or downloaded, so that a mistake in the
+configuration, the data or the rewards is told within a second or two.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from groupwise.config.hub import check_model
+from groupwise.config.loss import LossSpec, loss_of
+from groupwise.config.run import RunConfig, identity, resolved
+from groupwise.config.yaml import to_yaml
+from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.rewards.base import RewardFunction, check_columns, load_rewards
+from groupwise.store.tracking import check_installed
+from groupwise.tasks.agents import Agent, load_agent
+from groupwise.tasks.compat.three_method import LegacyEnv
+from groupwise.tasks.compat.trl import RolloutFunc
+from groupwise.tasks.env import EnvFactory, load_env
+from groupwise.tasks.prompts import PromptSource, open_prompts
+from groupwise.types import Prompt
+
+Env = EnvFactory | LegacyEnv | Agent  # what plays episodes
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """What can be known without the model: the functions, the prompts, the loss."""
+
+    config: RunConfig
+    rewards: tuple[RewardFunction, ...]
+    env: Env | None
+    source: PromptSource
+    eval_prompts: tuple[Prompt, ...]
+    loss: LossSpec
+
+    @cached_property
+    def config_hash(self) -> str:
+        """Of what makes it this run: the same when it is resumed, wherever and on however many devices."""
+        return hashlib.sha256(to_yaml(identity(resolved(self.config))).encode()).hexdigest()[:16]
+
+    @property
+    def reward_weights(self) -> Mapping[str, float]:
+        return {function.name: function.weight for function in self.rewards}
+
+    @property
+    def keep_flat(self) -> bool:
+        """Whether groups of equal rewards still have a gradient, through another term of the loss."""
+        train = self.config.train
+        stale = self.config.rollout.may_be_stale
+        return self.kl_coeff is not None or self.loss.needs_flat(train.minibatches * train.passes, stale=stale)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is accepted and biases what is learned."""
+        train = self.config.train
+        return self.loss.off_policy_warnings(train.minibatches * train.passes, stale=self.config.rollout.may_be_stale)
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether a term of the loss or of the reward reads the reference's log-probabilities."""
+        return self.kl_coeff is not None or self.loss.reads_reference
+
+    @property
+    def kl_coeff(self) -> float | None:
+        """The KL's weight in the reward (`kl_in: reward`); None if it is not there."""
+        return self.config.algo.kl_coeff if self.config.algo.kl_in == "reward" else None
+
+
+def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = None) -> RunPlan:
+    """Load rewards and data, resolve the loss, and look for the model. Raises ConfigError, LoadError, DataError or
+    ModelError."""
+    functions = tuple(rewards or load_rewards(config.rewards, folder=config.folder))
+    env = _env(config)
+    source = _source(config, env)
+    prompts, held_out = source.all(), _held_out(config, env)
+    if not (isinstance(env, Agent) and isinstance(env.function, RolloutFunc)):  # which adds columns of its own
+        check_columns(functions, [*prompts, *held_out])
+    _check_reroll(config, functions)
+    without_kl = config.algo.model_copy(update={"kl": None, "kl_coeff": None})
+    loss = loss_of(
+        config.algo if config.algo.kl_in == "loss" else without_kl,
+        max_tokens=config.rollout.max_tokens,
+        stale=config.rollout.may_be_stale,
+    )
+    if config.rollout.stream_groups and not loss.streams:
+        raise ConfigError(
+            f"rollout.stream_groups does not go with an entropy bonus and reduction {loss.reduction!r}",
+            hint="set algo.reduction: token_mean, or take the batch whole (rollout.stream_groups: 0)",
+        )
+    check_installed(config.tracking)
+    check_model(config.model)
+    return RunPlan(
+        config=config,
+        rewards=functions,
+        env=env,
+        source=source,
+        eval_prompts=tuple(held_out),
+        loss=loss,
+    )
+
+
+def _env(config: RunConfig) -> Env | None:
+    """What plays the episodes, if the configuration names something."""
+    if config.env is None:
+        return None
+    if config.env.agent is not None:
+        return load_agent(config.env, folder=config.folder)
+    env = load_env(config.env, folder=config.folder)
+    if not env.legacy:
+        return env
+    from groupwise.model.load import load_tokenizer  # one of three methods makes its dataset with the tokenizer
+
+    return LegacyEnv(env, config.env, load_tokenizer(config.model))
+
+
+def _source(config: RunConfig, env: Env | None) -> PromptSource:
+    """The prompts to train on: the configuration's, or the environment's own cases."""
+    if config.data is not None:
+        if isinstance(env, LegacyEnv):
+            raise ConfigError(f"data does not go with {env.name}, whose build_dataset makes the prompts; remove it")
+        return open_prompts(config.data, folder=config.folder, seed=config.seed, cases=_takes_cases(env))
+    assert env is not None
+    if (cases := env.cases()) is None:
+        raise ConfigError(
+            f"there is no data: {env.name} has no method cases", hint="write cases(self), or set data.source"
+        )
+    return PromptSource(cases, seed=config.seed)
+
+
+def _takes_cases(env: Env | None) -> bool:
+    """Whether a row needs no prompt: what the policy is asked, this says."""
+    return env is not None and not (isinstance(env, Agent) and isinstance(env.function, RolloutFunc))
+
+
+def _held_out(config: RunConfig, env: Env | None) -> list[Prompt]:
+    """The prompts to evaluate on."""
+    if config.eval is None:
+        return []
+    if config.eval.data is not None:
+        prompts = open_prompts(config.eval.data, folder=config.folder, cases=_takes_cases(env)).all()
+        return env.check(prompts, config.eval.data.source) if isinstance(env, LegacyEnv) else prompts
+    assert env is not None
+    if (cases := env.cases(held_out=True)) is None:
+        method = "build_eval_dataset(self, tokenizer)" if isinstance(env, LegacyEnv) else "eval_cases(self)"
+        raise ConfigError(
+            f"eval has no data: {env.name} has no method {method.partition('(')[0]}",
+            hint=f"write {method}, set eval.data.source, or remove eval",
+        )
+    return cases
+
+
+def _check_reroll(config: RunConfig, functions: Sequence[RewardFunction]) -> None:
+    names, chosen = [function.name for function in functions], config.rollout.reroll.reward
+    if chosen is not None and chosen not in names:
+        raise ConfigError(f"rollout.reroll.reward {chosen!r} is no reward of this run; it has {', '.join(names)}")
+
+
+def plan_or_all_problems(config: RunConfig) -> RunPlan:
+    """`make_plan`, whose error names what is wrong with every part and not only the first."""
+    try:
+        return make_plan(config)
+    except GroupwiseError as error:
+        raise _all_problems(config, error) from error
+
+
+def _all_problems(config: RunConfig, first: GroupwiseError) -> GroupwiseError:
+    """One error that names what is wrong with each part that can be opened by itself; `first` if there is only
+    that."""
+    attempts: list[Callable[[], object]] = [
+        lambda: load_rewards(config.rewards, folder=config.folder),
+        lambda: config.data and open_prompts(config.data, folder=config.folder, cases=config.env is not None),
+        lambda: (
+            config.eval
+            and config.eval.data
+            and open_prompts(config.eval.data, folder=config.folder, cases=config.env is not None)
+        ),
+        lambda: loss_of(config.algo, max_tokens=config.rollout.max_tokens),
+    ]
+    problems: list[GroupwiseError] = []
+    for attempt in attempts:
+        try:
+            attempt()
+        except GroupwiseError as error:
+            problems.append(error)
+    if len(problems) < 2:
+        return first
+    return ConfigError(f"{len(problems)} problems:" + "".join(f"\n  - {_indented(problem)}" for problem in problems))
+
+
+def _indented(problem: GroupwiseError) -> str:
+    return str(problem).replace("\n", "\n    ")

@@ -1,0 +1,375 @@
+"""The mistakes of a first hour, as a table: each ends with an exit code and a message that says what is wrong, with the
+value, and what is valid or what to do; without a traceback, and, where it can be known, before torch is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from cli_project import Project, cli
+from groupwise.config.run import STARTER_DIR
+from groupwise.store.rundir import owned
+from light_commands import LightCommands, light_commands
+
+Change = Callable[[Path], object]
+AWAY = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}  # where nobody listens
+SERVER = "http://127.0.0.1:9"
+USAGE, START, SERVER_AWAY = 2, 3, 75
+
+
+def nothing(folder: Path) -> None:
+    pass
+
+
+def text(name: str, content: str | bytes) -> Change:
+    """A file of the project with another content."""
+    data = content.encode() if isinstance(content, str) else content
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def line(old: str, new: str) -> Change:
+    """run.yaml with another line."""
+
+    def change(folder: Path) -> None:
+        before = (folder / "run.yaml").read_text()
+        assert old in before
+        (folder / "run.yaml").write_text(before.replace(old, new))
+
+    return change
+
+
+def model_without(*patterns: str) -> Change:
+    """A directory `m` with the starter, less some of its files."""
+
+    def change(folder: Path) -> None:
+        shutil.copytree(STARTER_DIR, folder / "m")
+        for pattern in patterns:
+            for path in (folder / "m").glob(pattern):
+                path.unlink()
+
+    return change
+
+
+def adapter(folder: Path) -> None:
+    (folder / "m").mkdir()
+    (folder / "m" / "adapter_config.json").write_text("{}")
+
+
+def a_run(folder: Path) -> None:
+    directory = folder / "runs" / "arithmetic-20260101T120000Z"
+    directory.mkdir(parents=True)
+    (directory / "metrics.jsonl").write_text('{"step": 1, "time": "x"}\n')
+
+
+def folder_named(name: str) -> Change:
+    return lambda folder: (folder / name).mkdir()
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """`groupwise WORDS`, after `change`: the exit code, and what the message says, in this order."""
+
+    words: str
+    code: int
+    says: tuple[str, ...]
+    change: Change = nothing
+
+
+RUN = "run run.yaml"
+PROMPTS = "prompts.jsonl"
+MISTAKES = {
+    # names
+    "model": Mistake(f"{RUN} model=startre", START, ("'startre'", "did you mean starter?", "Hugging Face name")),
+    "model, served": Mistake("serve startre --port 0", START, ("'startre'", "did you mean starter?")),
+    "model's directory": Mistake(
+        f"{RUN} model=./mm", START, ("'./mm'", "no directory", "did you mean m?"), model_without()
+    ),
+    "model without network": Mistake(
+        f"{RUN} model=Qwen/Qwen9", START, ("Qwen9", "127.0.0.1:9 does not answer", "give 'starter'")
+    ),
+    "model's spelling": Mistake(f"{RUN} model=a//b", START, ("'a//b'", "give 'starter'")),
+    "run": Mistake("health aritmetic", USAGE, ("'aritmetic'", "did you mean arithmetic?"), a_run),
+    "run, reported": Mistake("report aritmetic", USAGE, ("'aritmetic'", "did you mean arithmetic?"), a_run),
+    "run, shown": Mistake("ui aritmetic", USAGE, ("'aritmetic'", "did you mean arithmetic?"), a_run),
+    "adapter": Mistake("eval run.yaml --adapter toy@9", USAGE, ("'toy@9'", "no run under", "RUN_DIR/NAME@N")),
+    "loss": Mistake(f"{RUN} algo.policy_loss=grop", USAGE, ("'grop'", "did you mean 'grpo'?", "dapo")),
+    "reward": Mistake(f"{RUN} rewards[0]=my_rewards:vowel", USAGE, ("no 'vowel'", "did you mean vowels?")),
+    "reward's module": Mistake(
+        f"{RUN} rewards[0]=my_reward:vowels", USAGE, ("no module 'my_reward'", "did you mean my_rewards?")
+    ),
+    "reward of the library": Mistake(
+        f"{RUN} rewards[0]=groupwise.rewards.text:exact_mach", USAGE, ("no 'exact_mach'", "did you mean exact_match?")
+    ),
+    "reward without module": Mistake(f"{RUN} rewards[0]=vowels", USAGE, ("'vowels'", "write module:function")),
+    "reward's file": Mistake(f"{RUN} rewards[0]=my_rewards.py:vowels", USAGE, ("my_rewards.py", "leave out `.py`")),
+    "command": Mistake("rnu", USAGE, ("'rnu'", "Did you mean 'run'?")),
+    "option": Mistake("serve --prt 3", USAGE, ("--prt", "--port")),
+    "option of run": Mistake(f"{RUN} --stepz 3", USAGE, ("--stepz", "stepz=VALUE")),
+    "key": Mistake(
+        RUN, USAGE, ("train.lerning_rate (run.yaml:13)", "train.learning_rate?"), line("learning_rate", "lerning_rate")
+    ),
+    "key, overridden": Mistake(f"{RUN} algo.clip_lo=0.1", USAGE, ("algo.clip_lo", "did you mean algo.clip_low?")),
+    "mode": Mistake("eval run.yaml --mode gready", USAGE, ("'gready'", "did you mean greedy?", "greedy, sampled")),
+    # types
+    "word for number": Mistake(f"{RUN} train.steps=ten", USAGE, ("train.steps", "'ten'", "valid integer")),
+    "string for number": Mistake(
+        RUN, USAGE, ("train.steps (run.yaml:13)", "'3'", "steps: 3"), line("steps: 3", "steps: '3'")
+    ),
+    "quoted rate": Mistake(
+        RUN, USAGE, ("train.learning_rate", "'2e-5'", "without quotes: learning_rate: 2e-5"), line("0.01", "'2e-5'")
+    ),
+    "string for mapping": Mistake(
+        RUN,
+        USAGE,
+        ("data (run.yaml:4)", "'prompts.jsonl'", "data: {source: ...}"),
+        line("{source: prompts.jsonl}", PROMPTS),
+    ),
+    "list for mapping": Mistake(
+        RUN,
+        USAGE,
+        ("rollout (run.yaml:12)", "[1, 2]", "mapping", "prompts_per_step"),
+        line("{prompts_per_step: 2, group_size: 3, max_tokens: 6}", "[1, 2]"),
+    ),
+    "string for list": Mistake(
+        RUN,
+        USAGE,
+        ("rewards (run.yaml:10)", "'my_rewards:vowels'", "write rewards: [my_rewards:vowels]"),
+        line("[my_rewards:vowels]", "my_rewards:vowels"),
+    ),
+    "mapping for list": Mistake(
+        RUN,
+        USAGE,
+        ("rewards (run.yaml:10)", "must be a list"),
+        line("[my_rewards:vowels]", "{function: my_rewards:vowels}"),
+    ),
+    "small group": Mistake(
+        f"{RUN} rollout.group_size=1", USAGE, ("rollout.group_size", "1 is not valid", "at least 2")
+    ),
+    "negative rate": Mistake(
+        f"{RUN} train.learning_rate=-1", USAGE, ("train.learning_rate", "-1", "greater than or equal to 0")
+    ),
+    "no value": Mistake(f"{RUN} train.steps", USAGE, ("'train.steps'", "write key=value")),
+    # columns and rows
+    "no prompt": Mistake(
+        RUN, USAGE, ("prompts.jsonl:1", "'question'", "data.prompt_key"), text(PROMPTS, '{"question": "2+2?"}\n')
+    ),
+    "no answer": Mistake(
+        f"{RUN} rewards[0]=groupwise.rewards.text:exact_match",
+        USAGE,
+        ("'exact_match' needs 'answer'", "prompts.jsonl:1", "'kind'"),
+        text(PROMPTS, '{"prompt": "2+2?", "kind": "odd"}\n'),
+    ),
+    "number for prompt": Mistake(
+        RUN, USAGE, ("prompts.jsonl:1", "4 (int)", "a string or a list"), text(PROMPTS, '{"prompt": 4}\n')
+    ),
+    "empty prompt": Mistake(RUN, USAGE, ("prompts.jsonl:1", "empty string"), text(PROMPTS, '{"prompt": ""}\n')),
+    "no messages": Mistake(
+        RUN, USAGE, ("prompts.jsonl:1", "empty list", "at least one"), text(PROMPTS, '{"prompt": []}\n')
+    ),
+    "role": Mistake(
+        RUN,
+        USAGE,
+        ("'wizard'", "system, developer, user"),
+        text(PROMPTS, '{"prompt": [{"role": "wizard", "content": "hi"}]}\n'),
+    ),
+    "empty file": Mistake(RUN, USAGE, ("prompts.jsonl has no rows", "at least one"), text(PROMPTS, "")),
+    "bad line": Mistake(
+        RUN,
+        USAGE,
+        ("prompts.jsonl:3", "invalid JSON at column", "one JSON object"),
+        text(PROMPTS, '{"prompt": "a"}\n' * 2 + "{"),
+    ),
+    "row": Mistake(RUN, USAGE, ("prompts.jsonl:1", "a list", "must be an object"), text(PROMPTS, "[1]\n")),
+    "encoding": Mistake(RUN, USAGE, ("prompts.jsonl:1", "not UTF-8"), text(PROMPTS, b'{"prompt": "caf\xe9"}\n')),
+    # paths
+    "data": Mistake(f"{RUN} data.source=promts.jsonl", USAGE, ("promts.jsonl", "did you mean prompts.jsonl?")),
+    "data's directory": Mistake(
+        f"{RUN} data.source=d.jsonl", USAGE, ("d.jsonl is a directory",), folder_named("d.jsonl")
+    ),
+    "data at home": Mistake(f"{RUN} data.source=~/no/such.jsonl", USAGE, (f"{Path.home()}/no/such.jsonl",)),
+    "data's kind": Mistake(
+        f"{RUN} data.source=a.txt", USAGE, ("'a.txt'", ".jsonl, .json, .csv, .parquet"), text("a.txt", "hi")
+    ),
+    "configuration": Mistake("run rn.yaml", USAGE, ("rn.yaml", "No such file", "did you mean run.yaml?")),
+    "configuration's directory": Mistake("run .", USAGE, ("Is a directory", "run.yaml")),
+    "empty configuration": Mistake(RUN, USAGE, ("run.yaml is empty", "`data` and `rewards`"), text("run.yaml", "")),
+    "malformed configuration": Mistake(
+        RUN, USAGE, ("run.yaml, line 2", "quote"), text("run.yaml", "data: {source: x\nrewards: [")
+    ),
+    "no configuration": Mistake("run", USAGE, ("Missing argument", "CONFIG")),
+    "model without tokenizer": Mistake(
+        f"{RUN} model=m",
+        START,
+        ("'m'", "has no tokenizer", "save_pretrained"),
+        model_without("*token*", "vocab*", "merges*"),
+    ),
+    "model without config": Mistake(
+        f"{RUN} model=m", START, ("'m'", "has no config.json"), model_without("config.json")
+    ),
+    "model without weights": Mistake(
+        f"{RUN} model=m", START, ("'m'", "has no weights", "safetensors"), model_without("*.safetensors")
+    ),
+    "adapter for model": Mistake(
+        f"{RUN} model=m", START, ("'m'", "a LoRA adapter, not a model", "adapters.start"), adapter
+    ),
+    "file for model": Mistake(f"{RUN} model={PROMPTS}", START, ("it is a file", "name its directory")),
+    # ports, hosts, keys, disk
+    "port": Mistake("serve --port abc", USAGE, ("--port", "valid integer")),
+    "large port": Mistake("serve --port 70000", USAGE, ("port: 70000", "65535")),
+    "open host": Mistake("serve --host 0.0.0.0", USAGE, ("'0.0.0.0'", "GROUPWISE_API_KEY", "127.0.0.1")),
+    "state directory": Mistake("serve --port 0 --state-dir prompts.jsonl", START, ("prompts.jsonl", "--state-dir")),
+    "no server": Mistake(f"chat hi --url {SERVER}", SERVER_AWAY, (SERVER, "groupwise serve", "--url")),
+    "output": Mistake(f"{RUN} output_dir={PROMPTS}/x", USAGE, ("output_dir", "is a file", "output_dir=DIR")),
+    "tracker": Mistake(f"{RUN} tracking.trackio=x", USAGE, ("'trackio' is not installed", "groupwise[trackio]")),
+}
+
+
+@pytest.fixture(scope="module")
+def groupwise() -> Iterator[LightCommands]:
+    with light_commands() as run:
+        yield run
+
+
+def refused(code: int, stderr: str, expected: int, says: tuple[str, ...]) -> None:
+    """One message, without a traceback, that says all of it in this order. A terminal's frame and line breaks are none
+    of its words."""
+    assert "Traceback" not in stderr and code == expected, stderr
+    said = " ".join(re.sub("[│╭╮╰╯─]", " ", stderr).split())
+    at = 0
+    for each in says:
+        found = said.find(" ".join(each.split()), at)
+        assert found >= 0, f"{each!r} is not said in: {said}"
+        at = found
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_told_before_torch_is_imported(name: str, groupwise: LightCommands, tmp_path: Path) -> None:
+    mistake = MISTAKES[name]
+    Project.make(tmp_path, model="starter")
+    mistake.change(tmp_path)
+    ended = groupwise(*mistake.words.split(), folder=tmp_path, environment={**AWAY, "HF_HOME": str(tmp_path / "hf")})
+    refused(ended.code, ended.stderr, mistake.code, mistake.says)
+    assert not ended.torch and not ended.stdout
+    assert not (tmp_path / "runs").exists() or mistake.change is a_run
+
+
+def test_a_model_that_is_not_there_is_asked_for_once(groupwise: LightCommands, tmp_path: Path) -> None:
+    """The hub's libraries would try five times, with longer and longer pauses."""
+    Project.make(tmp_path, model="starter")
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        endpoint = f"http://127.0.0.1:{hub.getsockname()[1]}"
+        hub.settimeout(0)
+        hub.close()  # refuses from now on
+        away = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf")}
+        ended = groupwise("run", "run.yaml", "model=a/b", folder=tmp_path, environment=away)
+    assert ended.stderr.count("does not answer") == 1 and "retry" not in ended.stderr.lower()
+
+
+@pytest.mark.parametrize("command", [("serve",), ("ui", "arithmetic")], ids=lambda words: words[0])
+def test_a_port_in_use(command: tuple[str, ...], groupwise: LightCommands, tmp_path: Path) -> None:
+    a_run(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        ended = groupwise(*command, "--port", port, folder=tmp_path)
+    refused(ended.code, ended.stderr, START, (f"port {port}", f"process {os.getpid()}", "choose another --port"))
+
+
+def test_a_run_that_another_process_trains(groupwise: LightCommands, tmp_path: Path) -> None:
+    Project.make(tmp_path, model="starter")
+    with owned(tmp_path / "mine"):
+        ended = groupwise("run", "run.yaml", "run_dir=mine", folder=tmp_path)
+    refused(ended.code, ended.stderr, 75, ("another process is training in", "mine", "wait for it, or end it"))
+
+
+# ---- what this user may not do ----
+
+
+@pytest.mark.parametrize(
+    ("words", "closed", "code", "says"),
+    [
+        (RUN, "run.yaml", USAGE, ("run.yaml", "Permission denied")),
+        ("check run.yaml", PROMPTS, USAGE, (f"cannot read {PROMPTS}", "Permission denied", "ls -l")),
+        (f"{RUN} output_dir=closed/runs", "closed", USAGE, ("output_dir", "may not write to", "output_dir=DIR")),
+    ],
+    ids=["configuration", "data", "output"],
+)
+def test_what_this_user_may_not_read_or_write(
+    words: str, closed: str, code: int, says: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Project.make(tmp_path, model="starter")
+    (tmp_path / "closed").mkdir()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / closed).chmod(0o000 if (tmp_path / closed).is_file() else 0o555)
+    ended = without_root(lambda: cli(*words.split()), tmp_path)
+    refused(ended.exit_code, ended.stderr.replace(f"{tmp_path.resolve()}/", "").replace("./", ""), code, says)
+
+
+def without_root(call: Callable[[], object], folder: Path):
+    """`call` as an ordinary user, who may look into `folder`."""
+    if os.geteuid() != 0:
+        return call()
+    opened = [each for each in (folder, *folder.parents) if not each.stat().st_mode & 0o005]
+    modes = {each: each.stat().st_mode for each in opened}
+    for each in opened:
+        each.chmod(modes[each] | 0o055)
+    os.seteuid(65534)
+    try:
+        return call()
+    finally:
+        os.seteuid(0)
+        for each, mode in modes.items():
+            each.chmod(mode)
+
+
+# ---- rewards: they are found out when they are first called ----
+
+REWARDS = """
+def none(completions, **columns):
+    return None
+
+def nones(completions, **columns):
+    return [None] * len(completions)
+
+def prints(completions, **columns):
+    print("I was called")
+    return [float(len(each[0]["content"])) for each in completions]
+
+def takes_text(text):
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("reward", "code", "says"),
+    [
+        ("my_rewards:short_list", 1, ("short_list", "returned 1 values for 4 completions")),
+        ("my_rewards:not_a_number", 1, ("not_a_number", "returned nan")),
+        ("my_rewards:words", 1, ("words", "returned 'good' (str)")),
+        ("my_rewards:raises", 1, ("raises", "RuntimeError: the judge is out")),
+        ("others:none", 1, ("none", "returned a NoneType for 4 completions", "Return one float per completion")),
+        ("others:takes_text", 2, ("others:takes_text", "takes text, but not `completions`", "def reward(completions")),
+    ],
+)
+def test_a_reward_that_answers_wrongly(reward: str, code: int, says: tuple[str, ...], project: Project) -> None:
+    (project.folder / "others.py").write_text(REWARDS)
+    ended = cli("check", project.config, f"rewards[0]={reward}")
+    refused(ended.exit_code, ended.stderr, code, says)
+
+
+def test_a_reward_that_prints_does_not_spoil_the_json(project: Project) -> None:
+    (project.folder / "others.py").write_text(REWARDS)
+    ended = cli("check", project.config, "rewards[0]=others:prints", "--json")
+    assert ended.exit_code == 0 and json.loads(ended.stdout)["completions"]
+    assert "I was called" in ended.stderr
+
+
+def test_there_are_the_mistakes_of_a_first_hour() -> None:
+    assert len(MISTAKES) >= 48

@@ -1,0 +1,246 @@
+"""What the operating system is asked, where it answers and where it does not: another kernel, a container, Windows."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli_project import Project
+from forked import forked
+from groupwise import platform
+from groupwise.errors import GroupwiseError
+from groupwise.platform import UnsupportedPlatformError, control_groups
+
+SOURCE = Path(platform.__file__).parent
+ELSEWHERE = {"platform.py", "rewards/sandbox_child.py"}  # the second is a script that imports nothing of ours
+
+
+def test_only_one_module_asks_the_operating_system() -> None:
+    modules = r"^\s*(?:import|from) (?:fcntl|resource|pwd|grp)\b"
+    asks = re.compile(modules + r"|[\"']/proc|sched_getaffinity|\.prctl\b|/sys/fs/")
+    found = {
+        path.relative_to(SOURCE).as_posix()
+        for path in SOURCE.rglob("*.py")
+        if any(asks.search(line) for line in path.read_text(encoding="utf-8").splitlines())
+    }
+    assert found <= ELSEWHERE
+
+
+# ---- Windows, and an old Python ----
+
+
+def refused(prelude: str, *, python: str = sys.executable) -> str:
+    """What `groupwise --help` says of a platform that `prelude` makes; it has imported nothing that is not ours."""
+    code = (
+        f"import sys; {prelude}\n"
+        "try:\n import groupwise.cli.main\n"
+        "except SystemExit as ended:\n"
+        " assert not {'typer', 'pydantic', 'rich', 'torch'} & set(sys.modules)\n"
+        " sys.exit(ended.code)"
+    )
+    ran = subprocess.run(
+        [python, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(SOURCE.parent)}
+    )
+    assert ran.returncode == 3 and not ran.stdout and "Traceback" not in ran.stderr, ran.stderr
+    return ran.stderr
+
+
+def test_every_command_says_on_windows_that_it_needs_wsl() -> None:
+    hidden = "sys.modules['fcntl'] = sys.modules['resource'] = None; sys.platform = 'win32'"
+    first, *rest = refused(hidden).splitlines()
+    assert first.startswith("error: Groupwise does not run on Windows") and "WSL: `wsl --install`" in first
+    assert len(rest) == 1
+
+
+def test_an_old_python_is_named_with_the_one_that_is_needed() -> None:
+    said = refused("sys.version_info = (3, 10, 4, 'final', 0)")
+    assert "needs Python 3.11 or newer; this is 3.10.4" in said and "python3.11 -m venv" in said
+
+
+def test_what_needs_a_lock_says_the_same_without_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "fcntl", None)
+    for call in (lambda: platform.try_lock(0), lambda: platform.unlock(0), lambda: platform.raise_open_files(9)):
+        with pytest.raises(UnsupportedPlatformError, match="WSL"):
+            call()
+    assert issubclass(UnsupportedPlatformError, GroupwiseError)
+
+
+# ---- macOS: no affinity, no /proc, no prctl, no control groups ----
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.delattr(os, "getxattr", raising=False)
+    monkeypatch.setattr(platform, "PROC", tmp_path / "no-proc")
+    monkeypatch.setattr(platform, "CONTROL_GROUPS", tmp_path / "no-groups")
+    monkeypatch.setattr(platform.ctypes, "CDLL", lambda name: object())
+
+
+def test_what_is_not_told_is_a_default(bare: None, tmp_path: Path) -> None:
+    assert platform.cores() == os.cpu_count()
+    assert platform.memory_bytes() == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert platform.resident_bytes(os.getpid()) == platform.address_space_bytes(os.getpid()) == 0
+    assert platform.mapped_files() is platform.session_below(os.getpid()) is platform.listener_of(80) is None
+    assert platform.oom_kills() == 0 and platform.is_locked(tmp_path) is False
+    assert platform.stderr_path() in (os.devnull,) or Path(platform.stderr_path()).exists()
+    platform.set_oom_score(1000)
+    platform.die_with_parent(signal.SIGTERM)
+    platform.kill_session(1 << 30)
+    with pytest.raises(OSError):
+        control_groups()
+
+
+def test_a_machine_without_any_answer_has_one_core_and_no_known_memory(
+    bare: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    monkeypatch.setattr(os, "sysconf", lambda name: (_ for _ in ()).throw(ValueError(name)))
+    assert (platform.cores(), platform.memory_bytes()) == (1, 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells only on Linux")
+def test_what_linux_tells(tmp_path: Path) -> None:
+    assert platform.cores() <= len(os.sched_getaffinity(0))
+    assert 0 < platform.resident_bytes(os.getpid()) < platform.address_space_bytes(os.getpid())
+    assert platform.mapped_files() and Path(platform.stderr_path()).exists()
+    (tmp_path / "lock").touch()
+    descriptor = os.open(tmp_path / "lock", os.O_RDWR)
+    assert not platform.is_locked(tmp_path / "lock")
+    assert platform.try_lock(descriptor) and platform.is_locked(tmp_path / "lock")
+    other = os.open(tmp_path / "lock", os.O_RDWR)
+    assert not platform.try_lock(other) and not platform.try_lock(other, shared=True)
+    platform.unlock(descriptor)
+    assert platform.try_lock(other)
+    for each in (descriptor, other):
+        os.close(each)
+    assert platform.exists(os.getpid()) and not platform.exists(1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(["--help"], "Exit codes"), (["doctor"], "starter: "), (["check", "run.yaml"], "sampled with")],
+    ids=lambda each: each[0] if isinstance(each, list) else "",
+)
+def test_commands_work_without_what_only_linux_has(
+    arguments: list[str], says: str, project: Project, tmp_path: Path
+) -> None:
+    with forked("bare_platform", "groupwise", *arguments, folder=project.folder) as process:
+        process.join(120)
+        said = [(project.folder / name).read_text() for name in ("stdout", "stderr")]
+        assert process.exitcode == 0, said
+    assert says in said[0] and "Traceback" not in said[1]
+
+
+# ---- a container's limits ----
+
+
+def a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> None:
+    monkeypatch.setattr(platform, "PROC", tmp_path)
+    monkeypatch.setattr(platform, "CONTROL_GROUPS", tmp_path / "groups")
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text("0::/box\n")
+    for name, text in files.items():
+        path = tmp_path / "groups" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"), [("150000 100000", 2), ("100000 100000", 1), ("5000 100000", 1), ("max 100000", 8), ("", 8)]
+)
+def test_a_quota_of_processors_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str, expected: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    a_group(tmp_path, monkeypatch, {"box/cpu.max": quota})
+    assert platform.cores() == expected
+
+
+def test_a_limit_of_memory_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_group(tmp_path, monkeypatch, {"box/memory.max": "1048576\n"})
+    assert platform.memory_bytes() == 1 << 20
+    (tmp_path / "groups" / "box" / "memory.max").write_text("max\n")
+    assert platform.memory_bytes() == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+# ---- memory that ran out ----
+
+
+def test_the_kernels_count_is_read_where_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "PROC", tmp_path)
+    assert platform.oom_kills() == 0
+    for text, count in (("oom_kill 3\n", 3), ("oom_killer 4\n", 0), ("oom_kill many\n", 0), ("", 0)):
+        (tmp_path / "vmstat").write_text(text)
+        assert platform.oom_kills() == count
+
+
+@pytest.mark.parametrize(
+    ("told", "at"),
+    [
+        ("0::/a.slice/b.service", "a.slice/b.service/memory.events.local"),
+        ("0::/", "memory.events.local"),
+        ("0::/../elsewhere", "memory.events"),
+        ("5:cpu,cpuacct:/x\n4:memory:/x/y\n0::/", "memory/x/y/memory.oom_control"),
+        ("9:memory,hugetlb:/docker/ab\n0::/", "memory/memory.oom_control"),
+    ],
+)
+def test_the_count_of_the_workers_own_group_counts_before_the_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str, at: str
+) -> None:
+    monkeypatch.setattr(platform, "PROC", tmp_path)
+    monkeypatch.setattr(platform, "CONTROL_GROUPS", tmp_path / "groups")
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text(f"{told}\n")
+    (tmp_path / "vmstat").write_text("oom_kill 70\n")
+    assert platform.oom_kills() == 70
+    (tmp_path / "groups" / at).parent.mkdir(parents=True)
+    (tmp_path / "groups" / at).write_text("low 1\noom 2\noom_kill 3\noom_group_kill 4\n")
+    assert platform.oom_kills() == 3
+
+
+# ---- where control groups may be made ----
+
+
+def process_in(folder: Path, *, group: str, mounts: str) -> Path:
+    (folder / "process").mkdir()
+    (folder / "process" / "cgroup").write_text(f"4:memory:/old\n0::{group}\n")
+    (folder / "process" / "mountinfo").write_text(mounts.replace("MOUNT", str(folder / "mount")))
+    return folder / "process"
+
+
+def group_at(path: Path, *, has: str = "cpu memory pids", shares: str = "memory pids") -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "cgroup.controllers").write_text(f"{has}\n")
+    (path / "cgroup.subtree_control").write_text(f"{shares}\n")
+    return path
+
+
+MOUNTED = "22 1 0:21 / /proc rw - proc proc rw\n35 24 0:30 ROOT MOUNT rw,nosuid shared:9 - cgroup2 cgroup2 rw\n"
+
+
+@pytest.mark.parametrize(("root", "group"), [("/", "/a.slice/b.scope"), ("/docker", "/docker/a.slice/b.scope")])
+def test_where_control_groups_may_be_made(tmp_path, root, group):
+    above = group_at(tmp_path / "mount" / "a.slice")
+    own = group_at(above / "b.scope", shares="")
+    process = process_in(tmp_path, group=group, mounts=MOUNTED.replace("ROOT", root))
+    assert control_groups(process) == [above]  # its own has processes, and prepares nothing
+    group_at(own, shares="cpu memory pids")
+    assert control_groups(process) == [own]
+
+
+def test_where_there_are_no_control_groups(tmp_path):
+    group_at(tmp_path / "mount" / "a", has="hugetlb", shares="")
+    process = process_in(tmp_path, group="/a", mounts=MOUNTED.replace("ROOT", "/"))
+    with pytest.raises(OSError, match="mount/a has not the controllers memory and pids"):
+        control_groups(process)
+    group_at(tmp_path / "mount" / "a", shares="cpu")
+    with pytest.raises(OSError, match=r"mount/a/cgroup\.subtree_control has not memory and pids"):
+        control_groups(process)
+    (process / "mountinfo").write_text("22 1 0:21 / /proc rw - proc proc rw\n")
+    with pytest.raises(OSError, match="version 2 is not mounted"):
+        control_groups(process)
