@@ -339,6 +339,13 @@ def test_adapters_go_up_and_come_down(server, adapter):
     assert cli("adapters", "upload", "other", "nowhere").exit_code == 2
 
 
+def test_what_a_run_trained_goes_up_by_the_names_that_eval_takes(store, server):
+    """And `--run` takes a run's name, as every command does."""
+    for number, name in enumerate(("local@1", "local", "one", "runs/one/local@1"), start=1):
+        assert cli("adapters", "upload", f"up{number}", name).stdout == f"up{number}@1\n"
+    assert "local@1" in cli("adapters", "list", "--run", "one").stdout
+
+
 # ---- a server, or a store ----
 
 

@@ -38,7 +38,6 @@ from groupwise.cli.frame import (
     say,
     stdout,
 )
-from groupwise.cli.runs import find_run
 from groupwise.config.launch import world
 from groupwise.errors import ConfigError, GroupwiseError, Interrupted
 
@@ -87,6 +86,8 @@ def ui(
 
 def _directory(text: str) -> Path:
     """What is a directory is meant; otherwise a name under runs/."""
+    from groupwise.store.rundir import find_run
+
     return Path(text) if Path(text).is_dir() else find_run(text)
 
 
