@@ -19,6 +19,7 @@ from cli_project import cli
 from groupwise.cli.main import app
 from groupwise.sdk import transport as client_drive
 from groupwise.sdk import transport as client_http
+from groupwise.server.app import Start
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance
 from wire_server import Fault, WireServer, wire_server
@@ -392,7 +393,8 @@ def test_neither_a_server_nor_a_store(tmp_path):
 def test_serve_passes_on_what_it_was_told(monkeypatch):
     served, repairs = [], []
 
-    def serve(config, *, repair_ledger):
+    def serve(config, *, repair_ledger, start, ready):
+        assert (start, ready) == (Start(), None)
         served.append(config)
         repairs.append(repair_ledger)
 

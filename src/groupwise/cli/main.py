@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,10 +20,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from groupwise.cli import adapters as cli_adapters
+from groupwise.cli import chat as cli_chat
 from groupwise.cli import checks as cli_envs
 from groupwise.cli import checks as cli_rewards
 from groupwise.cli import remote as cli_remote
 from groupwise.cli import runs as cli_runs
+from groupwise.cli import serve as cli_serve
 from groupwise.cli.frame import (
     EXIT_CODES,
     OPTIONS,
@@ -35,6 +36,7 @@ from groupwise.cli.frame import (
     examples,
     print_json,
     print_table,
+    quiet_libraries,
     say,
     stdout,
 )
@@ -275,12 +277,14 @@ Overrides = Annotated[
 FLAGS = {"help_option_names": ["-h", "--help"], "ignore_unknown_options": True}  # --rl-env-module and others
 
 app = typer.Typer(epilog=EXIT_CODES, **OPTIONS)
-cli_remote.add_to(app)
+cli_remote.add_to(app, panel="Use")
+cli_chat.add_to(app, panel="Use")
 add_launch(app)
 cli_runs.add_to(app)
 add_ui(app)
 add_profiles(app)
 add_vllm(app)
+cli_serve.add_to(app, panel="Use")
 app.add_typer(cli_adapters.app, name="adapters")
 app.add_typer(cli_rewards.rewards_app, name="rewards")
 app.add_typer(cli_envs.envs_app, name="env")
@@ -452,79 +456,10 @@ def eval_(
         print_evaluation(stdout(), result, policy=policy, by=by)
 
 
-@app.command(
-    epilog=examples(
-        "groupwise serve",
-        "groupwise serve Qwen/Qwen3-0.6B --port 8500 --state-dir /var/lib/groupwise --set max_queued_jobs=8",
-        "groupwise serve Qwen/Qwen3-4B --engine vllm --set vllm.gpus=1",
-    )
-)
-def serve(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="`starter`, a directory, or a Hugging Face name.")
-    ] = "starter",
-    host: Annotated[str | None, typer.Option(help="Where to listen; other than loopback needs an API key.")] = None,
-    port: Annotated[int | None, typer.Option(help="Default: 8420; 0 takes a free one.")] = None,
-    state_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Jobs and adapters; one server each.")] = None,
-    served_model_name: Annotated[str | None, typer.Option(metavar="NAME", help="The model's name in the API.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")] = None,
-    batch_rows: Annotated[int | None, typer.Option(help="Completions decoded at once.")] = None,
-    engine: Annotated[str | None, typer.Option(help="What samples: local, or vllm (docs/vllm.md).")] = None,
-    worker_threads: Annotated[int | None, typer.Option(help="Threads of the training worker.")] = None,
-    webhook_url: Annotated[str | None, typer.Option(metavar="URL", help="Told when a job ends.")] = None,
-    tinker: Annotated[bool | None, typer.Option("--tinker", help="Speak the Tinker API too (docs/tinker.md).")] = None,
-    trainer_routes: Annotated[
-        bool | None, typer.Option("--trainer-routes", help="Be the vLLM server of TRL's and Axolotl's trainers.")
-    ] = None,
-    repair_ledger: Annotated[
-        bool, typer.Option("--repair-ledger", help="First put a damaged ledger together again; its file is kept.")
-    ] = False,
-    api_key: ApiKey = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Any other setting (docs/server.md lists them); may be repeated."
-        ),
-    ] = None,
-    debug: Debug = False,
-) -> None:
-    """Serve a model: sample, score, train and swap adapters over HTTP, until SIGTERM or Ctrl-C."""
-    # threads that wait for each other give up the core: on two cores a server beside its training worker was 50 times
-    # slower while they spun
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from groupwise.config.yaml import Document
-
-    document = Document({"model": model}, "the command line")
-    for text in set_ or ():
-        document.override(text, shorthand={})
-    flags = {
-        "host": host,
-        "port": port,
-        "state_dir": state_dir,
-        "served_model_name": served_model_name,
-        "dtype": dtype,
-        "device": device,
-        "batch_rows": batch_rows,
-        "engine": engine,
-        "worker_threads": worker_threads,
-        "webhook_url": webhook_url,
-        "api_key": api_key,
-        "tinker": tinker,
-        "trainer_routes": trainer_routes,
-    }
-    from groupwise.config.serve import serve_config
-
-    config = serve_config(document.data | {key: value for key, value in flags.items() if value is not None})
-    from groupwise.server.app import serve as serve_until_stopped  # imports nothing heavy before it has the port
-
-    serve_until_stopped(config, repair_ledger=repair_ledger)
-
-
 @app.command()
 def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
     """Look whether everything is here that a run needs; exits with 1 if not."""
-    _quiet_libraries()
+    quiet_libraries()
     from rich.text import Text
 
     from groupwise.cli.doctor import examine
@@ -564,14 +499,5 @@ def _read(path: str, overrides: Sequence[str] | None, more: Sequence[str] | None
     from groupwise.run.config_file import read_words
 
     loaded = read_words([path, *(overrides or ()), *(more or ())])
-    _quiet_libraries()
+    quiet_libraries()
     return loaded
-
-
-def _quiet_libraries() -> None:
-    """Of the libraries only warnings are shown, a line each, and the progress of downloads."""
-    from transformers.utils import logging
-
-    warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
