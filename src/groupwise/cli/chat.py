@@ -37,10 +37,9 @@ if TYPE_CHECKING:
 MAX_TOKENS = 2048  # of a reply, where --max-tokens does not say; less where the context is full before
 
 
-def add_to(app: typer.Typer, *, panel: str) -> None:
+def add_to(app: typer.Typer) -> None:
     """Make the command part of `groupwise`."""
     app.command(
-        rich_help_panel=panel,
         epilog=examples(
             "groupwise chat arithmetic",
             'groupwise chat runs/arithmetic-20260101T120000Z@80 "What is 47 + 138?"',

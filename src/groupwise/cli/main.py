@@ -1,7 +1,8 @@
-"""The command line: `groupwise run | check | eval | import | serve | chat | train | adapters | health | ...`.
+"""The command line: `groupwise demo | init | run | check | chat | serve | ui | report | ...`.
 
-What talks to a server is in `cli_remote`, what reads the directories of runs in `cli_runs` and `cli_ui`, and what is
-done with adapters, here or on a server, in `cli_adapters`.
+`PANELS` is what there is, in the order of a user's day. Commands with a file of their own: `demo`, `init`, `chat`,
+`serve`, `doctor`; what reads the directories of runs is in `runs`, what talks to a server in `remote`, adapters, here
+or on a server, in `adapters`, rewards and environments in `checks`.
 
 Data goes to stdout, progress and messages to stderr; `--json` prints one object instead of text. What a user can cause
 ends with a message that says what to do and with the error's exit code (see `errors`), without a traceback unless
@@ -15,7 +16,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,6 +24,8 @@ from groupwise.cli import adapters as cli_adapters
 from groupwise.cli import chat as cli_chat
 from groupwise.cli import checks as cli_envs
 from groupwise.cli import checks as cli_rewards
+from groupwise.cli import demo as cli_demo
+from groupwise.cli import init as cli_init
 from groupwise.cli import remote as cli_remote
 from groupwise.cli import runs as cli_runs
 from groupwise.cli import serve as cli_serve
@@ -31,6 +34,7 @@ from groupwise.cli.frame import (
     OPTIONS,
     ApiKey,
     AsJson,
+    CommandGroup,
     Debug,
     Set,
     examples,
@@ -109,7 +113,7 @@ DEFAULT_PORT = 8000  # vLLM's
 
 def add_vllm(app: typer.Typer) -> None:
     """Make the command part of `groupwise`."""
-    shown = examples("groupwise vllm-serve configs/arithmetic.yaml", "groupwise vllm-serve my.yaml vllm.port=8001")
+    shown = examples("groupwise vllm-serve my_run.yaml", "groupwise vllm-serve my.yaml vllm.port=8001")
     app.command(name="vllm-serve", epilog=shown)(vllm_serve)
 
 
@@ -151,7 +155,7 @@ def add_launch(app: typer.Typer) -> None:
     app.command(
         context_settings={"help_option_names": ["-h", "--help"], "ignore_unknown_options": True},
         epilog=examples(
-            "groupwise launch configs/arithmetic.yaml train.devices=2",
+            "groupwise launch my_run.yaml train.devices=2",
             "groupwise launch my.yaml train.devices=16 launcher.kind=slurm launcher.nodes=2 --print",
         ),
     )(launch)
@@ -276,15 +280,47 @@ Overrides = Annotated[
 
 FLAGS = {"help_option_names": ["-h", "--help"], "ignore_unknown_options": True}  # --rl-env-module and others
 
-app = typer.Typer(epilog=EXIT_CODES, **OPTIONS)
-cli_remote.add_to(app, panel="Use")
-cli_chat.add_to(app, panel="Use")
+PANELS = {
+    "Begin": ("demo", "init", "run", "check"),
+    "Look at a run, and use it": ("chat", "serve", "ui", "report", "health", "eval"),
+    "Rewards and environments of your own": ("rewards", "env"),
+    "A live server": ("rollouts", "train", "adapters"),
+    "More machines, other systems, this machine": (
+        "launch",
+        "vllm-serve",
+        "import",
+        "doctor",
+        "profiles",
+    ),
+}
+
+
+class Commands(CommandGroup):
+    """All commands, in the panels and the order of `PANELS`."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        panel_of = {name: panel for panel, names in PANELS.items() for name in names}
+        order = {name: at for at, name in enumerate(panel_of)}
+        self.commands = dict(sorted(self.commands.items(), key=lambda item: order.get(item[0], 99)))
+        for name, command in self.commands.items():
+            command.rich_help_panel = panel_of[name]  # pyright: ignore[reportAttributeAccessIssue]
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.commands)
+
+
+app = typer.Typer(epilog=EXIT_CODES, **{**OPTIONS, "cls": Commands})
+cli_demo.add_to(app)
+cli_init.add_to(app)
+cli_remote.add_to(app)
+cli_chat.add_to(app)
 add_launch(app)
 cli_runs.add_to(app)
 add_ui(app)
 add_profiles(app)
 add_vllm(app)
-cli_serve.add_to(app, panel="Use")
+cli_serve.add_to(app)
 app.add_typer(cli_adapters.app, name="adapters")
 app.add_typer(cli_rewards.rewards_app, name="rewards")
 app.add_typer(cli_envs.envs_app, name="env")
@@ -318,8 +354,8 @@ def groupwise(
 @app.command(
     context_settings=FLAGS,
     epilog=examples(
-        "groupwise run configs/arithmetic.yaml",
-        "groupwise run configs/arithmetic.yaml train.steps=20 algo.policy_loss=dapo",
+        "groupwise run my_run.yaml",
+        "groupwise run my_run.yaml train.steps=20 algo.policy_loss=dapo",
         "groupwise run --model Qwen/Qwen3-0.6B --rl-env-module my_envs.hotel --rl-env-class HotelEnv --peft",
     ),
 )
@@ -345,7 +381,7 @@ def run(
 @app.command(
     context_settings=FLAGS,
     epilog=examples(
-        "groupwise check configs/arithmetic.yaml",
+        "groupwise check my_run.yaml",
         "groupwise check my.yaml --json",
         "groupwise check axolotl.yaml --origins",
     ),
@@ -360,7 +396,7 @@ def check(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Load everything and score a few completions; trains nothing, writes nothing."""
+    """Try CONFIG out: load everything, score a few completions, train one step; keeps nothing."""
     loaded = _read(config, overrides, set_)
     from groupwise.cli.print import check_as_json, notes_as_json, origins_as_json, print_check, print_origins
     from groupwise.run.check import check as try_out
@@ -419,8 +455,8 @@ def import_(
     name="eval",
     context_settings=FLAGS,
     epilog=examples(
-        "groupwise eval configs/arithmetic.yaml",
-        "groupwise eval configs/arithmetic.yaml --adapter runs/arithmetic-20260101T120000Z/arithmetic@80",
+        "groupwise eval my_run.yaml",
+        "groupwise eval my_run.yaml --adapter runs/arithmetic-20260101T120000Z/arithmetic@80",
     ),
 )
 def eval_(

@@ -75,10 +75,10 @@ rollouts = typer.Typer(help="Sample completions to be scored.", **OPTIONS)
 train = typer.Typer(help="Train adapters on a server, and follow its jobs.", **OPTIONS)
 
 
-def add_to(app: typer.Typer, *, panel: str) -> None:
+def add_to(app: typer.Typer) -> None:
     """Make these commands part of `groupwise`."""
-    app.add_typer(rollouts, name="rollouts", rich_help_panel=panel)
-    app.add_typer(train, name="train", rich_help_panel=panel)
+    app.add_typer(rollouts, name="rollouts")
+    app.add_typer(train, name="train")
 
 
 # ---- sampling ----

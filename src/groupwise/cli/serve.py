@@ -28,10 +28,9 @@ if TYPE_CHECKING:
     from groupwise.store.rundir import TrainedPolicy
 
 
-def add_to(app: typer.Typer, *, panel: str) -> None:
+def add_to(app: typer.Typer) -> None:
     """Make the command part of `groupwise`."""
     app.command(
-        rich_help_panel=panel,
         epilog=examples(
             "groupwise serve",
             "groupwise serve arithmetic",

@@ -140,7 +140,7 @@ def serve(
     repair_ledger: bool = False,
     start: Start | None = None,
     announce: Callable[[str], None] | None = None,
-    ready: Callable[[str], None] | None = None,
+    ready: Callable[[str], object] | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT. `announce` is told what happens, a line at a time, and `ready` the address of the
     web interface, once all routes answer. `repair_ledger`: first put the ledger together again, if it is damaged.
@@ -178,7 +178,7 @@ class _ServerProcess:
         announce: Callable[[str], None],
         *,
         start: Start,
-        ready: Callable[[str], None] | None,
+        ready: Callable[[str], object] | None,
     ):
         from groupwise import __version__
         from groupwise.server.connections import make_server
