@@ -27,7 +27,7 @@ def place(tmp_path, monkeypatch) -> None:
 def demo(*words: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "groupwise", "demo", *SMALL, *words]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GROUPWISE_")}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment | {"OMP_NUM_THREADS": "1"}, **pipes) as process:
         try:
             yield process
@@ -47,7 +47,7 @@ def until(process: subprocess.Popen[str], text: str) -> str:
 
 
 def test_it_trains_and_serves_the_new_version_beside_the_runs_pages():
-    with demo("--steps", "1", "train.learning_rate=0.1", "--no-open", "--port", "0") as process:
+    with demo("--steps", "1", "train.learning_rate=0.1", "--serve", "--no-open", "--port", "0") as process:
         url = until(process, "ready on").split()[-1]
         (run,) = httpx2.get(f"{url}/run/v1/runs", timeout=120).json()["runs"]
         assert run["name"] == "arithmetic" and run["step"] == 1
@@ -61,12 +61,19 @@ def test_it_trains_and_serves_the_new_version_beside_the_runs_pages():
 
 
 def test_ctrl_c_while_it_trains_saves_and_serves_nothing():
-    with demo("--steps", "500", "eval=null") as process:
+    with demo("--steps", "500", "eval=null", "--serve") as process:
         until(process, "step 1/500")
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)
     assert process.returncode == 130 and "Traceback" not in err and "ready on" not in err
     assert "of 500, as asked; everything is saved" in out
+
+
+def test_where_nobody_could_end_it_nothing_is_served():
+    """`make demo` in a script ends by itself, and says what to type."""
+    with demo("--steps", "1", "train.learning_rate=0.1", "eval=null") as process:
+        _, err = process.communicate(timeout=240)
+    assert process.returncode == 0 and "  groupwise serve runs/arithmetic-" in err and "ready on" not in err
 
 
 def test_a_wrong_override_is_told_and_makes_nothing(tmp_path):

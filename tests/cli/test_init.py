@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shlex
 import threading
 from collections.abc import Iterator
@@ -70,6 +71,13 @@ def test_what_to_type_next_is_there(template):
             assert all(Path("mine", word).exists() for word in words if word.endswith((".py", ".yaml")))
     assert written["files"] == sorted(path.name for path in Path("mine").iterdir())
     assert not any("pyc" in name for name in written["files"])
+
+
+def test_the_readme_shows_the_files_of_the_first_template():
+    readme = (ROOT / "README.md").read_text()
+    for name in ("my_rewards.py", "my_run.yaml"):
+        shown = re.search(rf"```\w+\n# {re.escape(name)}\n(.*?)```", readme, re.DOTALL)
+        assert shown is not None and shown[1] in (TEMPLATES / "arithmetic" / name).read_text()
 
 
 def test_nothing_is_written_over(place):

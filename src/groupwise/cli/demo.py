@@ -10,6 +10,7 @@ is too. The run goes into ./runs, the server's state into ./groupwise-state.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from typing import Annotated
 
@@ -36,7 +37,12 @@ def demo(
         typer.Argument(metavar="KEY=VALUE", help="Overrides, as in `groupwise run`.", show_default=False),
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="The same as train.steps=N; all are 110.")] = None,
-    serve: Annotated[bool, typer.Option(help="Serve what was trained afterwards.")] = True,
+    serve: Annotated[
+        bool | None,
+        typer.Option(
+            "--serve/--no-serve", help="Serve what was trained afterwards.", show_default="serve on a terminal"
+        ),
+    ] = None,
     open_: Annotated[bool, typer.Option("--open/--no-open", help="Open it in a browser.")] = True,
     port: Annotated[int | None, typer.Option(help=f"Default: {PORT}, or a free one if that is taken.")] = None,
     debug: Debug = False,
@@ -55,8 +61,11 @@ def demo(
     print_run(stdout(), config, result, extremes=True)
     if result.interrupted:
         raise typer.Exit(Interrupted.exit_code)
-    if not serve or result.version.is_base:
+    if serve is False or result.version.is_base:
         return
+    if serve is None and not (sys.stdin.isatty() and sys.stderr.isatty()):  # nobody is there to end it
+        say(f"\nThis is no terminal, so nothing is served. To chat with it on http://{HOST}:{PORT}/ui/, type")
+        return say(f"  groupwise serve {shlex.quote(str(result.run_dir))}")
     say("\nServing what was trained; Ctrl-C ends it. `--no-serve` leaves this out.")
     words = ["serve", str(result.run_dir), "--port", str(_free_port() if port is None else port)]
     sys.stdout.flush()
