@@ -219,15 +219,15 @@ class _ServerProcess:
         """Where it answers, what a browser should open, and what answers."""
         assert self._server is not None
         url = url_of(self._listener)
-        self._announce(f"ready on {url}")
-        pages = f"{url}/ui/ in a browser: chat, score, train"
+        pages = f"in a browser: {url}/ui/ to chat, score and train"
         if (run_dir := self._start.run_dir) is not None:
-            pages += f"; {url}/run/ui/ for the curves and completions of {run_dir.name}"
+            pages += f", {url}/run/ui/ for the curves and completions of {run_dir.name}"
         self._announce(pages)
         if self._start.adapter is not None:
             self._announce(f"requests that name no adapter are answered by {self._server.policies.active}")
+        self._announce(f"ready on {url}")  # the last line: scripts wait for it
         if self._ready is not None:
-            self._ready(f"{url}/ui/")
+            self._ready(f"{url}/ui/" if self._start.adapter is None else f"{url}/ui/#/play")
 
     def _catch_signals(self) -> None:
         def stop(number: int) -> None:
