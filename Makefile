@@ -15,7 +15,7 @@ BIN    := $(VENV)/bin
 .PHONY: demo test lint docs bench vllm ui clean
 
 demo: $(VENV)/.installed
-	$(BIN)/groupwise run configs/arithmetic.yaml
+	$(BIN)/groupwise demo
 
 test: lint docs
 	$(BIN)/pytest -q -n $(TESTERS) --dist loadgroup

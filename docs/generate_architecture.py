@@ -9,6 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "groupwise"
 PAGE = ROOT / "docs" / "architecture.md"
+TEMPLATES = SOURCE / "cli" / "templates"  # what `groupwise init` copies: files of users
 BEGIN = "<!-- written by docs/generate_architecture.py -->"
 
 
@@ -18,7 +19,8 @@ def page(text: str) -> str:
 
 
 def _map() -> str:
-    files = sorted(SOURCE.rglob("*.py"), key=lambda path: (path.parent, path.name != "__init__.py", path.name))
+    modules = (path for path in SOURCE.rglob("*.py") if TEMPLATES not in path.parents)
+    files = sorted(modules, key=lambda path: (path.parent, path.name != "__init__.py", path.name))
     parts = []
     for folder, inside in groupby(files, key=lambda path: path.parent):
         paths = list(inside)

@@ -12,7 +12,8 @@ from groupwise.config.yaml import key_paths
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "groupwise"
-MODULES = sorted(SOURCE.rglob("*.py"))
+TEMPLATES = SOURCE / "cli" / "templates"  # files that `groupwise init` writes for users: no modules of ours
+MODULES = sorted(path for path in SOURCE.rglob("*.py") if TEMPLATES not in path.parents)
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONFIGURED = {".".join(path) for path in key_paths(RunConfig)}
 

@@ -1,6 +1,7 @@
 """The commands around a run: help, errors, check, eval, and the adapter store."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -8,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 
 import groupwise
 from cli_project import cli, row, save_model, write_rows
+from groupwise.cli.main import PANELS, app
 from groupwise.model.load import load_model
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance
@@ -50,6 +53,14 @@ def test_help_names_the_commands_and_the_exit_codes():
     text = " ".join(result.stdout.split())
     for word in ("run", "check", "eval", "adapters", "doctor", "75 temporary", "130 interrupted"):
         assert word in text
+
+
+def test_help_is_in_the_order_of_a_users_day():
+    """Every command is in a panel, and what one begins with is in front."""
+    named = [name for names in PANELS.values() for name in names]
+    assert sorted(named) == sorted(typer.main.get_command(app).commands)
+    shown = re.findall(r"^│ ([a-z-]+) {2,}\S", cli("--help").stdout, re.MULTILINE)
+    assert [name for name in shown if name in named] == named
 
 
 @pytest.mark.parametrize("command", ["run", "check", "eval", "doctor", "adapters list", "adapters export"])

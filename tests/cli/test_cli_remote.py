@@ -19,6 +19,7 @@ from cli_project import cli
 from groupwise.cli.main import app
 from groupwise.sdk import transport as client_drive
 from groupwise.sdk import transport as client_http
+from groupwise.server.app import Start
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance
 from wire_server import Fault, WireServer, wire_server
@@ -339,6 +340,13 @@ def test_adapters_go_up_and_come_down(server, adapter):
     assert cli("adapters", "upload", "other", "nowhere").exit_code == 2
 
 
+def test_what_a_run_trained_goes_up_by_the_names_that_eval_takes(store, server):
+    """And `--run` takes a run's name, as every command does."""
+    for number, name in enumerate(("local@1", "local", "one", "runs/one/local@1"), start=1):
+        assert cli("adapters", "upload", f"up{number}", name).stdout == f"up{number}@1\n"
+    assert "local@1" in cli("adapters", "list", "--run", "one").stdout
+
+
 # ---- a server, or a store ----
 
 
@@ -385,7 +393,8 @@ def test_neither_a_server_nor_a_store(tmp_path):
 def test_serve_passes_on_what_it_was_told(monkeypatch):
     served, repairs = [], []
 
-    def serve(config, *, repair_ledger):
+    def serve(config, *, repair_ledger, start, ready):
+        assert (start, ready) == (Start(), None)
         served.append(config)
         repairs.append(repair_ledger)
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -140,8 +141,17 @@ def test_the_closing_page(project):
     assert text.splitlines()[0].split() == ["metric", "before", "after", "change"]
     assert text.count("What is 2") == 2 and "answer: 2" in text  # eval.show completions side by side
     assert "run      my run" in text and "adapter  my run/adapters/toy/v000001  (toy@1)" in text
-    assert "groupwise eval 'my run/config.yaml' --adapter 'my run/adapters/toy/v000001'" in text
-    assert "groupwise adapters list --run 'my run'" in text
+    following = text.split("Next:\n")[1].split("With transformers")[0].splitlines()
+    assert following == [
+        "  groupwise chat 'my run'",
+        "  groupwise ui 'my run'",
+        "  groupwise report 'my run'",
+        "  groupwise serve 'my run'",
+        "  groupwise eval 'my run/config.yaml' --adapter 'my run'",
+    ]
+    for line in (following[0] + " Hello --max-tokens 3", following[2], following[4]):  # each works as it stands
+        pasted = cli(*shlex.split(line)[1:])
+        assert pasted.exit_code == 0, pasted.stderr
     assert "PeftModel.from_pretrained(model, 'my run/adapters/toy/v000001')" in text
 
 

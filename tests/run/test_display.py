@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from groupwise.run.display import (
+    STOPPING,
     LineDisplay,
     LiveDisplay,
     before_after_table,
@@ -240,3 +241,14 @@ def test_an_episode_is_shown_by_what_was_said_and_how_it_ended():
 def test_a_completion_is_shown_as_it_is():
     completion = Completion(token_ids=(1,), logprobs=(0.0,), text="4\n", finish_reason=FinishReason.STOP)
     assert said(Rollout(turns=(Turn((1,), completion),))) == "4\n"
+
+
+def test_that_the_run_stops_stays_on_the_screen(terminal):
+    """Ctrl-C's message is part of every later frame: what a signal handler wrote itself would be drawn over."""
+    stream, drawn = terminal
+    with open_display(5, stream=stream) as display:
+        display.stopping()
+        display.step(1, METRICS)
+        display.step(2, METRICS)
+    last_frame = drawn().rpartition("2/5 steps")[2]
+    assert STOPPING in last_frame

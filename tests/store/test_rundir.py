@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime
@@ -12,13 +13,13 @@ import pytest
 import torch
 
 from groupwise.config.run import RunConfig, load_config, parse_config
-from groupwise.errors import ConfigError, StorageError
+from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, StorageError
 from groupwise.run.evaluate import Evaluation, load_evaluations, save_evaluations
 from groupwise.store import checkpoint, rundir
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.checkpoint import RunState
 from groupwise.store.files import Provenance
-from groupwise.store.rundir import open_run_dir, owned
+from groupwise.store.rundir import find_adapter, find_policy, open_run_dir, owned
 from groupwise.train.learner import Learner
 from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Turn
 
@@ -215,3 +216,83 @@ def test_another_number_of_processes_is_the_same_run(tmp_path: Path, make_base) 
     }
     assert opened(config(tmp_path, **elsewhere))[0] == run_dir
     assert opened(config(tmp_path, train={"learning_rate": 0.5}))[0] != run_dir
+
+
+# ---- what users call a run, an adapter, a trained policy ----
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch, make_base, make_adapter):
+    """Under runs/: two runs `math` (the newer one began in the same second as another), one `code` in a directory of
+    its own name, and one that trained all parameters."""
+    monkeypatch.chdir(tmp_path)
+    adapter = make_adapter(make_base("qwen3"), seed=1)
+
+    def run(folder, name, count):
+        store = AdapterStore(Path("runs", folder, "adapters"))
+        info = Provenance(base_model="starter", base_hash="0" * 64)
+        for _ in range(count):
+            store.publish(name, lambda to: shutil.copytree(adapter, to, dirs_exist_ok=True), info=info)
+        Path("runs", folder, "config.yaml").write_text("model: starter\n")
+        return store
+
+    run("math-20260101T000000Z", "math", 1)
+    finished = run("math-20260102T000000Z-2", "math", 3)
+    finished.activate(PolicyVersion("math", 2))
+    run("math-20260102T000000Z", "math", 1)
+    Path("runs/math-20260103T000000Z").mkdir()  # has only begun
+    run("mine", "code", 2)
+    Path("runs/whole-20260101T000000Z/model").mkdir(parents=True)
+    Path("runs/whole-20260101T000000Z/model/config.json").write_text("{}")
+    return adapter
+
+
+NEWEST = "runs/math-20260102T000000Z-2"
+
+
+@pytest.mark.parametrize(
+    ("text", "version", "run"),
+    [
+        ("math", "math@2", NEWEST),  # the active one of the newest run of this name that has any
+        ("math@3", "math@3", NEWEST),
+        (NEWEST, "math@2", NEWEST),
+        ("math-20260102T000000Z-2@1", "math@1", NEWEST),
+        (f"{NEWEST}/math@3", "math@3", NEWEST),
+        (f"{NEWEST}/adapters/math/v000003", "math@3", NEWEST),
+        ("mine", "code@2", "runs/mine"),  # none is active: the newest
+        ("mine@1", "code@1", "runs/mine"),
+        ("code@1", "code@1", "runs/mine"),  # by the adapter's name
+    ],
+)
+def test_an_adapter_is_found_however_it_is_named(runs, text, version, run):
+    before = snapshot(Path("runs"))
+    policy = find_policy(text)
+    assert policy.adapter is not None and policy.run_dir is not None
+    assert (str(policy.adapter.version), policy.run_dir, policy.model) == (version, Path(run).absolute(), "starter")
+    assert find_adapter(text) == policy.adapter
+    assert snapshot(Path("runs")) == before  # looking changes nothing
+
+
+def snapshot(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_that_trained_all_parameters_is_its_model(runs):
+    policy = find_policy("whole")
+    assert (policy.model, policy.adapter) == ("runs/whole-20260101T000000Z/model", None)
+
+
+def test_a_directory_of_the_same_name_is_not_in_the_way_unless_it_is_an_adapter(runs):
+    Path("math").mkdir()
+    assert str(find_adapter("math").version) == "math@2"
+    shutil.copytree(runs, "math", dirs_exist_ok=True)
+    assert find_adapter("math").directory == Path("math")
+    with pytest.raises(AdapterError, match="does not say which model it was trained on"):
+        find_policy("math")
+
+
+@pytest.mark.parametrize("text", ["maths", "math@9", "runs/none", "base", "", "math@", "../x@1"])
+def test_what_is_no_adapter_is_told_what_there_is(runs, text):
+    with pytest.raises(AdapterNotFoundError) as caught:
+        find_adapter(text)
+    assert "math" in str(caught.value.hint)

@@ -1,7 +1,7 @@
 """`groupwise adapters ...`: the adapters of a server, or of a store on this machine's disk.
 
     --url URL                  that server's (so does GROUPWISE_URL, where no store is named)
-    --run DIR, --store DIR     the store of a run, or any store
+    --run RUN, --store DIR     the store of a run (its directory or name), or any store
     neither                    the server at http://127.0.0.1:8420 if one answers, else the newest run in runs/
 
 A store that a server uses is changed through the server, which verifies a version before it is active. What was meant
@@ -44,7 +44,10 @@ if TYPE_CHECKING:
 
 PROBE_S = 1.0  # a server on this machine answers at once, or is not the one to ask
 
-Run = Annotated[Path | None, typer.Option("--run", metavar="DIR", help="A run's store instead of a server's.")]
+Run = Annotated[
+    str | None,
+    typer.Option("--run", metavar="RUN", help="Those of a run (its directory or name), not a server's."),
+]
 Store = Annotated[Path | None, typer.Option("--store", metavar="DIR", help="A store outside a run.")]
 Named = Annotated[str, typer.Argument(metavar="NAME[@N]", help="A version, or a name for its newest one.")]
 OnServer = Annotated[
@@ -195,10 +198,21 @@ def delete(
     print_line(f"deleted {', '.join(deleted.versions) or deleted.name}")
 
 
-@app.command(epilog=examples("groupwise adapters upload support ./my-peft-adapter"))
+@app.command(
+    epilog=examples(
+        "groupwise adapters upload support ./my-peft-adapter", "groupwise adapters upload sums arithmetic@110"
+    )
+)
 def upload(
     name: Annotated[str, typer.Argument(metavar="NAME", help="What to call it.")],
-    source: Annotated[Path, typer.Argument(metavar="DIR|TAR.GZ", help="As PEFT saves it, or a tar.gz of that.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="ADAPTER",
+            help="A run or RUN@N, a directory as PEFT saves it, or a tar.gz of one.",
+            show_default=False,
+        ),
+    ],
     new_version: Annotated[bool, typer.Option("--new-version", help="Add to an adapter that exists.")] = False,
     any_base: Annotated[bool, typer.Option("--any-base", help="Even if it names another base model.")] = False,
     url: Url = None,
@@ -206,9 +220,14 @@ def upload(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Give a server an adapter that PEFT saved."""
+    """Give a server an adapter: of a run, or one that PEFT saved."""
+    from groupwise.store.rundir import find_adapter
+
+    path = Path(source)
+    if not path.is_file():
+        path = find_adapter(source).directory
     with open_client(url, api_key) as client:
-        uploaded = client.adapters.upload(name, source, new_version=new_version, any_base=any_base)
+        uploaded = client.adapters.upload(name, path, new_version=new_version, any_base=any_base)
     _print_result(uploaded, "version", as_json=as_json)
 
 
@@ -252,7 +271,7 @@ def merge(
 # ---- which of the two ----
 
 
-def _server(url: str | None, api_key: str | None, run: Path | None, store: Path | None) -> Client | None:
+def _server(url: str | None, api_key: str | None, run: str | None, store: Path | None) -> Client | None:
     """The server that is meant; None where it is a store."""
     if run is not None or store is not None:
         if url is not None:
@@ -298,7 +317,7 @@ def _export(client: Client, name: str, directory: Path) -> tuple[str, Path]:
     return version, directory
 
 
-def _open_store(run: Path | None, store: Path | None) -> AdapterStore:
+def _open_store(run: str | None, store: Path | None) -> AdapterStore:
     from groupwise.store.rundir import open_store
 
     try:

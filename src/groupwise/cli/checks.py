@@ -23,6 +23,7 @@ from groupwise.cli.frame import (
     print_json,
     print_line,
     print_table,
+    quiet_libraries,
     say,
     stdout,
 )
@@ -307,7 +308,7 @@ def check(
     episode is shown, the trained tokens in green. Exit code 1 where it has an error; warnings are for you to judge.
     """
     config = _config(name, args=args, deadline=deadline, overrides=set_ or ())
-    _quiet_libraries()
+    quiet_libraries()
     with redirect_stdout(sys.stderr):  # whatever its code prints
         from groupwise.tasks.check.play import CheckRequest
         from groupwise.types import SamplingParams
@@ -338,13 +339,6 @@ def _config(name: str, *, args: str, deadline: float, overrides: Sequence[str]) 
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"])) or name
         raise ConfigError(f"{key}: {first['msg']}", hint=f"the keys are {', '.join(EnvConfig.model_fields)}") from None
-
-
-def _quiet_libraries() -> None:
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
 
 
 def _check(wanted: CheckRequest, *, episodes: int, best: float, seed: int) -> EnvReport:

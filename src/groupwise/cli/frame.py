@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import traceback
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Annotated, Any
@@ -131,6 +132,15 @@ def open_client(url: str | None, api_key: str | None) -> Client:
     from groupwise.sdk.client import Client
 
     return Client(url, api_key=api_key, note=say)
+
+
+def quiet_libraries() -> None:
+    """Of the libraries only warnings are shown, a line each, and the progress of downloads."""
+    from transformers.utils import logging
+
+    warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.", callback=_remember)]

@@ -1,7 +1,8 @@
-"""The command line: `groupwise run | check | eval | import | serve | chat | train | adapters | health | ...`.
+"""The command line: `groupwise demo | init | run | check | chat | serve | ui | report | ...`.
 
-What talks to a server is in `cli_remote`, what reads the directories of runs in `cli_runs` and `cli_ui`, and what is
-done with adapters, here or on a server, in `cli_adapters`.
+`PANELS` is what there is, in the order of a user's day. Commands with a file of their own: `demo`, `init`, `chat`,
+`serve`, `doctor`; what reads the directories of runs is in `runs`, what talks to a server in `remote`, adapters, here
+or on a server, in `adapters`, rewards and environments in `checks`.
 
 Data goes to stdout, progress and messages to stderr; `--json` prints one object instead of text. What a user can cause
 ends with a message that says what to do and with the error's exit code (see `errors`), without a traceback unless
@@ -16,30 +17,35 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from groupwise.cli import adapters as cli_adapters
+from groupwise.cli import chat as cli_chat
 from groupwise.cli import checks as cli_envs
 from groupwise.cli import checks as cli_rewards
+from groupwise.cli import demo as cli_demo
+from groupwise.cli import init as cli_init
 from groupwise.cli import remote as cli_remote
 from groupwise.cli import runs as cli_runs
+from groupwise.cli import serve as cli_serve
 from groupwise.cli.frame import (
     EXIT_CODES,
     OPTIONS,
     ApiKey,
     AsJson,
+    CommandGroup,
     Debug,
     Set,
     examples,
     json_alone,
     print_json,
     print_table,
+    quiet_libraries,
     say,
     stdout,
 )
-from groupwise.cli.runs import find_run
 from groupwise.config.launch import world
 from groupwise.errors import ConfigError, GroupwiseError, Interrupted
 
@@ -89,6 +95,8 @@ def ui(
 
 def _directory(text: str) -> Path:
     """What is a directory is meant; otherwise a name under runs/."""
+    from groupwise.store.rundir import find_run
+
     return Path(text) if Path(text).is_dir() else find_run(text)
 
 
@@ -107,7 +115,7 @@ DEFAULT_PORT = 8000  # vLLM's
 
 def add_vllm(app: typer.Typer) -> None:
     """Make the command part of `groupwise`."""
-    shown = examples("groupwise vllm-serve configs/arithmetic.yaml", "groupwise vllm-serve my.yaml vllm.port=8001")
+    shown = examples("groupwise vllm-serve my_run.yaml", "groupwise vllm-serve my.yaml vllm.port=8001")
     app.command(name="vllm-serve", epilog=shown)(vllm_serve)
 
 
@@ -149,7 +157,7 @@ def add_launch(app: typer.Typer) -> None:
     app.command(
         context_settings={"help_option_names": ["-h", "--help"], "ignore_unknown_options": True},
         epilog=examples(
-            "groupwise launch configs/arithmetic.yaml train.devices=2",
+            "groupwise launch my_run.yaml train.devices=2",
             "groupwise launch my.yaml train.devices=16 launcher.kind=slurm launcher.nodes=2 --print",
         ),
     )(launch)
@@ -274,13 +282,47 @@ Overrides = Annotated[
 
 FLAGS = {"help_option_names": ["-h", "--help"], "ignore_unknown_options": True}  # --rl-env-module and others
 
-app = typer.Typer(epilog=EXIT_CODES, **OPTIONS)
+PANELS = {
+    "Begin": ("demo", "init", "run", "check"),
+    "Look at a run, and use it": ("chat", "serve", "ui", "report", "health", "eval"),
+    "Rewards and environments of your own": ("rewards", "env"),
+    "A live server": ("rollouts", "train", "adapters"),
+    "More machines, other systems, this machine": (
+        "launch",
+        "vllm-serve",
+        "import",
+        "doctor",
+        "profiles",
+    ),
+}
+
+
+class Commands(CommandGroup):
+    """All commands, in the panels and the order of `PANELS`."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        panel_of = {name: panel for panel, names in PANELS.items() for name in names}
+        order = {name: at for at, name in enumerate(panel_of)}
+        self.commands = dict(sorted(self.commands.items(), key=lambda item: order.get(item[0], 99)))
+        for name, command in self.commands.items():
+            command.rich_help_panel = panel_of[name]  # pyright: ignore[reportAttributeAccessIssue]
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.commands)
+
+
+app = typer.Typer(epilog=EXIT_CODES, **{**OPTIONS, "cls": Commands})
+cli_demo.add_to(app)
+cli_init.add_to(app)
 cli_remote.add_to(app)
+cli_chat.add_to(app)
 add_launch(app)
 cli_runs.add_to(app)
 add_ui(app)
 add_profiles(app)
 add_vllm(app)
+cli_serve.add_to(app)
 app.add_typer(cli_adapters.app, name="adapters")
 app.add_typer(cli_rewards.rewards_app, name="rewards")
 app.add_typer(cli_envs.envs_app, name="env")
@@ -314,8 +356,8 @@ def groupwise(
 @app.command(
     context_settings=FLAGS,
     epilog=examples(
-        "groupwise run configs/arithmetic.yaml",
-        "groupwise run configs/arithmetic.yaml train.steps=20 algo.policy_loss=dapo",
+        "groupwise run my_run.yaml",
+        "groupwise run my_run.yaml train.steps=20 algo.policy_loss=dapo",
         "groupwise run --model Qwen/Qwen3-0.6B --rl-env-module my_envs.hotel --rl-env-class HotelEnv --peft",
     ),
 )
@@ -347,7 +389,7 @@ def run(
 @app.command(
     context_settings=FLAGS,
     epilog=examples(
-        "groupwise check configs/arithmetic.yaml",
+        "groupwise check my_run.yaml",
         "groupwise check my.yaml --json",
         "groupwise check axolotl.yaml --origins",
     ),
@@ -362,7 +404,7 @@ def check(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Load everything and score a few completions; trains nothing, writes nothing."""
+    """Try CONFIG out: load everything, score a few completions, train one step; keeps nothing."""
     loaded = _read(config, overrides, set_)
     from groupwise.cli.print import check_as_json, notes_as_json, origins_as_json, print_check, print_origins
 
@@ -426,8 +468,8 @@ def import_(
     name="eval",
     context_settings=FLAGS,
     epilog=examples(
-        "groupwise eval configs/arithmetic.yaml",
-        "groupwise eval configs/arithmetic.yaml --adapter runs/arithmetic-20260101T120000Z/arithmetic@80",
+        "groupwise eval my_run.yaml",
+        "groupwise eval my_run.yaml --adapter runs/arithmetic-20260101T120000Z/arithmetic@80",
     ),
 )
 def eval_(
@@ -472,79 +514,10 @@ def eval_(
         print_evaluation(stdout(), result, policy=policy, by=by)
 
 
-@app.command(
-    epilog=examples(
-        "groupwise serve",
-        "groupwise serve Qwen/Qwen3-0.6B --port 8500 --state-dir /var/lib/groupwise --set max_queued_jobs=8",
-        "groupwise serve Qwen/Qwen3-4B --engine vllm --set vllm.gpus=1",
-    )
-)
-def serve(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="`starter`, a directory, or a Hugging Face name.")
-    ] = "starter",
-    host: Annotated[str | None, typer.Option(help="Where to listen; other than loopback needs an API key.")] = None,
-    port: Annotated[int | None, typer.Option(help="Default: 8420; 0 takes a free one.")] = None,
-    state_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Jobs and adapters; one server each.")] = None,
-    served_model_name: Annotated[str | None, typer.Option(metavar="NAME", help="The model's name in the API.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")] = None,
-    batch_rows: Annotated[int | None, typer.Option(help="Completions decoded at once.")] = None,
-    engine: Annotated[str | None, typer.Option(help="What samples: local, or vllm (docs/vllm.md).")] = None,
-    worker_threads: Annotated[int | None, typer.Option(help="Threads of the training worker.")] = None,
-    webhook_url: Annotated[str | None, typer.Option(metavar="URL", help="Told when a job ends.")] = None,
-    tinker: Annotated[bool | None, typer.Option("--tinker", help="Speak the Tinker API too (docs/tinker.md).")] = None,
-    trainer_routes: Annotated[
-        bool | None, typer.Option("--trainer-routes", help="Be the vLLM server of TRL's and Axolotl's trainers.")
-    ] = None,
-    repair_ledger: Annotated[
-        bool, typer.Option("--repair-ledger", help="First put a damaged ledger together again; its file is kept.")
-    ] = False,
-    api_key: ApiKey = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Any other setting (docs/server.md lists them); may be repeated."
-        ),
-    ] = None,
-    debug: Debug = False,
-) -> None:
-    """Serve a model: sample, score, train and swap adapters over HTTP, until SIGTERM or Ctrl-C."""
-    # threads that wait for each other give up the core: on two cores a server beside its training worker was 50 times
-    # slower while they spun
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from groupwise.config.yaml import Document
-
-    document = Document({"model": model}, "the command line")
-    for text in set_ or ():
-        document.override(text, shorthand={})
-    flags = {
-        "host": host,
-        "port": port,
-        "state_dir": state_dir,
-        "served_model_name": served_model_name,
-        "dtype": dtype,
-        "device": device,
-        "batch_rows": batch_rows,
-        "engine": engine,
-        "worker_threads": worker_threads,
-        "webhook_url": webhook_url,
-        "api_key": api_key,
-        "tinker": tinker,
-        "trainer_routes": trainer_routes,
-    }
-    from groupwise.config.serve import serve_config
-
-    config = serve_config(document.data | {key: value for key, value in flags.items() if value is not None})
-    from groupwise.server.app import serve as serve_until_stopped  # imports nothing heavy before it has the port
-
-    serve_until_stopped(config, repair_ledger=repair_ledger)
-
-
 @app.command()
 def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
     """Look whether everything is here that a run needs; exits with 1 if not."""
-    _quiet_libraries()
+    quiet_libraries()
     from rich.text import Text
 
     from groupwise.cli.doctor import examine
@@ -584,7 +557,7 @@ def _plan(config: RunConfig, make: Callable[[RunConfig], RunPlan]) -> RunPlan | 
     """The run's plan, whose mistakes are found before torch is imported, which takes seconds. None under torchrun,
     where one process of several makes it."""
     plan = make(config) if world().size == 1 else None
-    _quiet_libraries()
+    quiet_libraries()
     return plan
 
 
@@ -593,12 +566,3 @@ def _read(path: str, overrides: Sequence[str] | None, more: Sequence[str] | None
 
     warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
     return read_words([path, *(overrides or ()), *(more or ())])
-
-
-def _quiet_libraries() -> None:
-    """Of the libraries only warnings are shown, a line each, and the progress of downloads."""
-    from transformers.utils import logging
-
-    warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()

@@ -12,7 +12,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
@@ -57,14 +58,17 @@ def run_as_json(config: RunConfig, result: RunResult) -> dict[str, Any]:
     }
 
 
-def print_run(console: Console, config: RunConfig, result: RunResult) -> None:
-    """The closing page of a run: the table, completions side by side, and what to do with the adapter."""
+def print_run(console: Console, config: RunConfig, result: RunResult, *, extremes: bool = False) -> None:
+    """The closing page of a run: the table, completions side by side, with `extremes` the best and the worst after it,
+    and what to do with the adapter."""
     console.print(before_after_table(_rows(config, result)))
     if config.eval is not None:
         for prompt, before, after in changed_first(result.before, result.after)[: config.eval.show]:
             answer = prompt.columns.get("answer")
             console.print()
             console.print(side_by_side(_asked(prompt), before, after, None if answer is None else str(answer)))
+    if extremes:
+        print_extremes(console, result)
     path = adapter_path(config, result)
     console.print()
     if result.interrupted:
@@ -81,15 +85,23 @@ def print_run(console: Console, config: RunConfig, result: RunResult) -> None:
 
 
 def _next_steps(config: RunConfig, result: RunResult, path: Path) -> list[str]:
-    saved = shlex.quote(str(result.run_dir / "config.yaml"))
-    if config.train.lora is None:
-        return ["", "Next:", f"  groupwise eval {saved} {shlex.quote(f'model={path}')}"]
-    base = str(STARTER_DIR) if config.model == STARTER else config.model
-    return [
+    """Commands that can be pasted as they are."""
+    run, saved = shlex.quote(str(result.run_dir)), shlex.quote(str(result.run_dir / "config.yaml"))
+    trained = shlex.quote(f"model={path}") if config.train.lora is None else f"--adapter {run}"
+    lines = [
         "",
         "Next:",
-        f"  groupwise eval {saved} --adapter {shlex.quote(str(path))}",
-        f"  groupwise adapters list --run {shlex.quote(str(result.run_dir))}",
+        f"  groupwise chat {run}",
+        f"  groupwise ui {run}",
+        f"  groupwise report {run}",
+        f"  groupwise serve {run}",
+        f"  groupwise eval {saved} {trained}",
+    ]
+    if config.train.lora is None:
+        return lines
+    base = str(STARTER_DIR) if config.model == STARTER else config.model
+    return [
+        *lines,
         "With transformers and peft:",
         f"  model = AutoModelForCausalLM.from_pretrained({base!r})",
         f"  model = PeftModel.from_pretrained(model, {str(path)!r})",
@@ -103,6 +115,24 @@ def _rows(config: RunConfig, result: RunResult) -> list[tuple[str, float, float]
     lines = read_metrics(result.run_dir / METRICS)
     rewards = [line["reward/mean"] for line in lines if line.get("reward/mean") is not None]
     return [("training reward, first and last step", rewards[0], rewards[-1])] if rewards else []
+
+
+def print_extremes(console: Console, result: RunResult) -> None:
+    """The completions of the trained policy that were rewarded most and least, of those on held-out prompts."""
+    sampled = result.after.get("sampled") or next(iter(result.after.values()), None)
+    scored = [
+        (rollout.reward, group.prompt, rollout)
+        for group in (sampled.groups if sampled is not None else ())
+        for rollout in group.rollouts
+        if rollout.reward is not None
+    ]
+    for label, choose in (("best", max), ("worst", min)):
+        if scored:
+            reward, prompt, rollout = choose(scored, key=lambda each: each[0])
+            lines = [Text(visible(_asked(prompt)), style="bold"), Text(), Text(visible(said(rollout)))]
+            answer = prompt.columns.get("answer")
+            told = f"reward {reward:.3g}" + ("" if answer is None else f", answer: {visible(str(answer))}")
+            console.print(Panel(Group(*lines, Text(), Text(told, style="dim")), title=f"{label} after training"))
 
 
 def changed_first(before: Mapping[str, Evaluation], after: Mapping[str, Evaluation]) -> list[tuple[Prompt, str, str]]:

@@ -1,4 +1,4 @@
-"""The commands that talk to a server: `groupwise chat | rollouts sample | train ...`.
+"""The commands that talk to a server: `groupwise rollouts sample | train ...`.
 
     groupwise serve                                         # in one terminal
     groupwise rollouts sample "What is 47 + 138?" --json > groups.json
@@ -36,7 +36,6 @@ from groupwise.cli.frame import (
     say,
 )
 from groupwise.errors import ConfigError, DataError
-from groupwise.tasks.transcript import visible
 
 if TYPE_CHECKING:
     from groupwise.sdk.client import Client
@@ -79,77 +78,11 @@ train = typer.Typer(help="Train adapters on a server, and follow its jobs.", **O
 
 def add_to(app: typer.Typer) -> None:
     """Make these commands part of `groupwise`."""
-    app.command(epilog=examples('groupwise chat "What is 47 + 138?"', "groupwise chat --adapter math@3"))(chat)
     app.add_typer(rollouts, name="rollouts")
     app.add_typer(train, name="train")
 
 
 # ---- sampling ----
-
-
-def chat(
-    message: Annotated[
-        str | None, typer.Argument(metavar="MESSAGE", help="Default: a conversation, or stdin.", show_default=False)
-    ] = None,
-    system: Annotated[str | None, typer.Option(help="A system message before it.")] = None,
-    adapter: Adapter = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    seed: Seed = None,
-    url: Url = None,
-    api_key: ApiKey = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Ask the active policy, or another one; the reply is printed while it is sampled."""
-    options = {"adapter": adapter, "max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-    messages: list[Any] = [] if system is None else [{"role": "system", "content": system}]
-    with open_client(url, api_key) as client:
-        for said in [message] if message is not None else _typed():
-            messages.append({"role": "user", "content": said})
-            if as_json:
-                reply = client.chat(messages, **options)
-                print_answer(reply)
-                messages.append({"role": "assistant", "content": reply.text})
-            else:
-                messages.append({"role": "assistant", "content": _print_reply(client, messages, options)})
-
-
-def _typed() -> Iterator[str]:
-    """What the user types, message by message; or all of stdin where that is no terminal."""
-    if not sys.stdin.isatty():
-        yield sys.stdin.read()
-        return
-    say("an empty line or Ctrl-D ends")
-    while True:
-        sys.stderr.write("> ")
-        sys.stderr.flush()
-        line = sys.stdin.readline().strip()
-        if not line:
-            return
-        yield line
-
-
-def _print_reply(client: Client, messages: Sequence[Any], options: Mapping[str, Any]) -> str:
-    """Print a reply as it comes; thoughts and the version go to stderr."""
-    text, version, finish, thinking = "", None, None, False
-    for delta in client.chat_stream(messages, **options):
-        if delta.reasoning or (thinking and (delta.text or delta.tool_calls)):
-            thinking = bool(delta.reasoning)
-            sys.stderr.write(visible(delta.reasoning) or "\n")
-            sys.stderr.flush()
-        for call in delta.tool_calls:
-            sys.stdout.write(visible(json.dumps(call.function.model_dump(mode="json"))) + "\n")
-        sys.stdout.write(visible(delta.text))
-        sys.stdout.flush()
-        text += delta.text
-        version, finish = delta.version or version, delta.finish_reason or finish
-    sys.stdout.write("\n")
-    if finish == "length":
-        say(f"({version}: cut at its longest; --max-tokens asks for more)")
-    elif version:
-        say(f"({version})")
-    return text
 
 
 @rollouts.command(

@@ -9,8 +9,6 @@ No torch here: a run is judged by its `metrics.jsonl` and `config.yaml`.
 
 from __future__ import annotations
 
-import difflib
-import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +29,7 @@ from groupwise.cli.frame import (
     print_table,
     say,
 )
-from groupwise.errors import ConfigError, DataError
+from groupwise.errors import ConfigError
 
 if TYPE_CHECKING:
     from groupwise.config.run import RunConfig
@@ -58,31 +56,6 @@ def add_to(app: typer.Typer) -> None:
     )(report_)
 
 
-def find_run(text: str) -> Path:
-    """The directory of the run that is meant: a path, a directory under runs/, or the newest run of a name there.
-
-    Raises DataError if there is none.
-    """
-    from groupwise.store.rundir import RUNS
-
-    for path in (Path(text), RUNS / text):
-        if (path / METRICS).is_file():
-            return path
-    named = re.compile(rf"{re.escape(text)}-\d{{8}}T\d{{6}}Z")
-    runs = sorted(path.parent for path in RUNS.glob(f"*/{METRICS}"))
-    if of_this_name := [path for path in runs if named.fullmatch(path.name)]:
-        return of_this_name[-1]
-    names = {path.name: path.name for path in runs} | {path.name.rpartition("-")[0]: path.name for path in runs}
-    similar = difflib.get_close_matches(text, filter(None, names), n=1)
-    if similar:
-        raise DataError(f"there is no run {text!r} under {RUNS.resolve()}", hint=f"did you mean {similar[0]}?")
-    known = f"; there are: {', '.join(path.name for path in runs[-5:])}" if runs else ""
-    raise DataError(
-        f"there is no run {text!r}: no {METRICS} in {text} or {RUNS / text}",
-        hint=f"name a run's directory, or a run under {RUNS.resolve()}{known}",
-    )
-
-
 def health(
     run: Run = None, url: Url = None, api_key: ApiKey = None, as_json: AsJson = False, debug: Debug = False
 ) -> None:
@@ -97,10 +70,11 @@ def health(
             f"a run on disk has no server, and both RUN ({run!r}) and a server are given",
             hint="leave RUN out for the server's health, or --url and --api-key for the run's",
         )
-    run_dir = find_run(run)
     from groupwise.run.health import examine
+    from groupwise.store.rundir import find_run
     from groupwise.store.tracking import read_metrics
 
+    run_dir = find_run(run)
     config = _config(run_dir)
     report = examine(read_metrics(run_dir / METRICS), config=config)
     if as_json:
@@ -135,6 +109,7 @@ def report_(
 
     It holds curves, evaluations, findings, completions and configuration, and loads nothing."""
     from groupwise.cli.report.build import report
+    from groupwise.store.rundir import find_run
 
     run_dir, *others = map(find_run, [run, *(compare or ())])
     written = report(run_dir, compare=others, out=out, steps=step or ())

@@ -6,6 +6,7 @@ it is not interpreted and control characters are made visible, so that a complet
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,6 +40,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _SPARKLINE_STEPS = 40
 _ETA_STEPS = 20
 _MESSAGES, _MESSAGE_CHARS = 10, 400  # shown of an episode
+STOPPING = "stopping after this step; Ctrl-C once more stops at once"
 
 
 class Display(Protocol):
@@ -58,6 +60,11 @@ class Display(Protocol):
 
     def health(self, events: Iterable[Event], standing: Sequence[Finding]) -> None:
         """Say what changed in the run's health, and show what is wrong now."""
+        ...
+
+    def stopping(self) -> None:
+        """Say, and go on saying, that the run ends after the step that it is in. Called from a signal handler: it must
+        neither print through a buffer nor take a lock."""
         ...
 
     def close(self) -> None:
@@ -132,6 +139,9 @@ class LineDisplay:
         for event in events:
             self.note(f"step {event.step}: {event.text}")
 
+    def stopping(self) -> None:
+        os.write(2, f"\n{STOPPING}\n".encode())
+
     def close(self) -> None:
         pass
 
@@ -148,6 +158,7 @@ class LiveDisplay:
     def __init__(self, total_steps: int, *, console: Console):
         self._progress = _Progress(total_steps)
         self._standing: Sequence[Finding] = ()
+        self._stopping = False
         self._console = console
         self._spinner = Spinner("dots" if not console.options.ascii_only else "line", text="starting")
         # What a reward function prints should appear above the bar, but a stdout that is a pipe is not ours to take.
@@ -176,6 +187,9 @@ class LiveDisplay:
             self.note(f"step {event.step}: {event.text}")
         self._live.refresh()
 
+    def stopping(self) -> None:
+        self._stopping = True  # drawn with the next frame, and with all that follow
+
     def close(self) -> None:
         self._live.stop()
 
@@ -197,7 +211,12 @@ class LiveDisplay:
         )
         if not self._console.options.ascii_only:
             line.append(f"  {sparkline(progress.rewards)}", style="green")
-        return Group(top, line, findings_line(self._standing)) if self._standing else Group(top, line)
+        lines: list[RenderableType] = [top, line]
+        if self._standing:
+            lines.append(findings_line(self._standing))
+        if self._stopping:
+            lines.append(Text(STOPPING, style="bold yellow"))
+        return Group(*lines)
 
 
 def sparkline(values: Iterable[float]) -> str:

@@ -23,7 +23,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -33,7 +33,7 @@ from groupwise.algo.metrics import Metrics, rollout_metrics, time_metrics
 from groupwise.config.run import RunConfig
 from groupwise.rewards.base import RewardFunction
 from groupwise.run.assemble import Components, RemoteBackends, open_components
-from groupwise.run.display import Display, open_display
+from groupwise.run.display import STOPPING, Display, open_display
 from groupwise.run.evaluate import BestVersion, Evaluation, evaluate, load_evaluations, save_evaluations
 from groupwise.run.health import HealthMonitor
 from groupwise.run.launch import on_all_ranks
@@ -269,10 +269,11 @@ class TrainingRun:
 
 class StopRequest:
     """Within: SIGINT and SIGTERM set `requested`; a second one raises KeyboardInterrupt, and so does the first while
-    not `graceful`, when nothing has been begun that could be finished. For the main thread only."""
+    not `graceful`, when nothing has been begun that could be finished. For the main thread only. `announce` is called
+    in the signal handler when a clean stop was asked for."""
 
-    def __init__(self, *, graceful: bool = True) -> None:
-        self.requested, self.graceful = False, graceful
+    def __init__(self, *, graceful: bool = True, announce: Callable[[], None] | None = None) -> None:
+        self.requested, self.graceful, self.announce = False, graceful, announce
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -289,7 +290,10 @@ class StopRequest:
         if self.requested or not self.graceful:
             raise KeyboardInterrupt
         self.requested = True
-        os.write(2, b"\nstopping after this step; once more stops at once\n")  # print may not be called in a handler
+        if self.announce is not None:
+            self.announce()
+        else:
+            os.write(2, f"\n{STOPPING}\n".encode())  # print may not be called in a handler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,6 +328,7 @@ def run_loop(
 
     def lead(ranks: Ranks | None) -> RunResult:
         with stop or StopRequest(graceful=False) as asked, display or open_display(config.train.steps) as shown:
+            asked.announce = shown.stopping
             return _run(plan or make_plan(config, rewards=rewards), ranks, shown=shown, remote=remote, stop=asked)
 
     return on_all_ranks(config, lead)

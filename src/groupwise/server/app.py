@@ -26,7 +26,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupwise.config.hub import check_model
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from groupwise.server.state import Server
     from groupwise.store.adapters import AdapterStore
     from groupwise.store.ledger import Ledger
+    from groupwise.store.rundir import Located
 
 HOUSEKEEPING_S = 3600.0
 READER_AFTER_S = 5.0
@@ -122,14 +125,32 @@ def _loading_app(config: ServeConfig, gate: Gate, recorder: Recorder) -> ASGIApp
 
 
 # ---- the process ----
-def serve(config: ServeConfig, *, repair_ledger: bool = False, announce: Callable[[str], None] | None = None) -> None:
-    """Serve until SIGTERM or SIGINT. `announce` is told what happens, a line at a time. `repair_ledger`: first put the
-    ledger together again, if it is damaged.
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What a server begins with: an `adapter`, copied into its store and made active (`always` even if the store had it
+    already and another one was active), and a run whose pages it shows under /run."""
+
+    adapter: Located | None = None
+    always: bool = False
+    run_dir: Path | None = None
+
+
+def serve(
+    config: ServeConfig,
+    *,
+    repair_ledger: bool = False,
+    start: Start | None = None,
+    announce: Callable[[str], None] | None = None,
+    ready: Callable[[str], object] | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT. `announce` is told what happens, a line at a time, and `ready` the address of the
+    web interface, once all routes answer. `repair_ledger`: first put the ledger together again, if it is damaged.
 
     Raises:
         StartError: the port or the state directory is taken (exit code 3); before anything is loaded.
         LedgerDamagedError: the ledger is damaged (exit code 3), and was left as it is.
         ModelError: the model cannot be loaded.
+        AdapterError: the adapter of `start` is of another model, or cannot be used.
         StorageError: the state directory cannot be written.
     """
     check_model(config.model)
@@ -141,7 +162,8 @@ def serve(config: ServeConfig, *, repair_ledger: bool = False, announce: Callabl
         announce = announce or _say
         state = _open_state(config, announce, repair=repair_ledger)
         sys.setswitchinterval(SWITCH_S)
-        asyncio.run(_ServerProcess(config, listener, announce).run(*state))
+        process = _ServerProcess(config, listener, announce, start=start or Start(), ready=ready)
+        asyncio.run(process.run(*state))
 
 
 def _say(line: str) -> None:
@@ -151,13 +173,22 @@ def _say(line: str) -> None:
 class _ServerProcess:
     """One server process."""
 
-    def __init__(self, config: ServeConfig, listener: socket.socket, announce: Callable[[str], None]):
+    def __init__(
+        self,
+        config: ServeConfig,
+        listener: socket.socket,
+        announce: Callable[[str], None],
+        *,
+        start: Start,
+        ready: Callable[[str], object] | None,
+    ):
         from groupwise import __version__
         from groupwise.server.connections import make_server
         from groupwise.server.guard import Gate
         from groupwise.server.metrics import Recorder
 
         self._config, self._listener, self._announce = config, listener, announce
+        self._start, self._ready = start, ready
         self._gate = Gate()
         self._recorder = Recorder(model_name=config.served_name, version=__version__)
         self._front = _Front(_loading_app(config, self._gate, self._recorder))
@@ -178,13 +209,27 @@ class _ServerProcess:
             gc.freeze()  # what is here now stays; looking through it again and again would make requests wait
             later = (_keep_house(ledger, self._config), self._keep_versions(), self._have_reader())
             tasks += [asyncio.create_task(each) for each in later]
-            self._announce(f"ready on {url_of(self._listener)}")
+            self._say_ready()
             await _first(asyncio.create_task(self._stop.wait()), tasks[0])
             await self._drain()
         finally:
             await self._end(tasks, ledger)
             gc.unfreeze()
         self._announce("stopped")
+
+    def _say_ready(self) -> None:
+        """Where it answers, what a browser should open, and what answers."""
+        assert self._server is not None
+        url = url_of(self._listener)
+        pages = f"in a browser: {url}/ui/ to chat, score and train"
+        if (run_dir := self._start.run_dir) is not None:
+            pages += f", {url}/run/ui/ for the curves and completions of {run_dir.name}"
+        self._announce(pages)
+        if self._start.adapter is not None:
+            self._announce(f"requests that name no adapter are answered by {self._server.policies.active}")
+        self._announce(f"ready on {url}")  # the last line: scripts wait for it
+        if self._ready is not None:
+            self._ready(f"{url}/ui/" if self._start.adapter is None else f"{url}/ui/#/play")
 
     def _catch_signals(self) -> None:
         def stop(number: int) -> None:
@@ -198,7 +243,7 @@ class _ServerProcess:
 
     async def _begin(self, ledger: Ledger, store: AdapterStore) -> None:
         """Load, activate, start the worker; then all routes answer."""
-        load = partial(_load, self._config, ledger, store, self._recorder)
+        load = partial(_load, self._config, ledger, store, self._recorder, self._start)
         self._server = server = await _in_daemon(load)
         await server.policies.start()
         for warning in (*store.warnings, *server.policies.warnings):
@@ -207,8 +252,14 @@ class _ServerProcess:
         app = await asyncio.to_thread(build_app, server, gate=self._gate)
         await asyncio.to_thread(app.openapi)
         await server.supervisor.start()
-        self._front.app = app
+        self._front.app = app if self._start.run_dir is None else await asyncio.to_thread(self._with_run, app)
         self._gate.phase = "ready"
+
+    def _with_run(self, app: ASGIApp) -> ASGIApp:
+        from groupwise.server.runs import WithRun
+
+        assert self._start.run_dir is not None
+        return WithRun(app, self._start.run_dir, self._config, gate=self._gate)
 
     async def _sweep(self) -> None:
         from groupwise.server.connections import close_overdue
@@ -280,12 +331,15 @@ def _open_state(config: ServeConfig, announce: Callable[[str], None], *, repair:
     return Ledger(path, rollout_bytes=config.rollout_bytes), store
 
 
-def _load(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder: Recorder) -> Server:
+def _load(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder: Recorder, start: Start) -> Server:
     gc.disable()  # modules are no garbage: looking for some takes a sixth of the time of importing them
-    from groupwise.server.assemble import assemble
+    from groupwise.server.assemble import assemble, begin_with
 
     gc.enable()
-    return assemble(config, ledger, store, recorder)
+    server = assemble(config, ledger, store, recorder)
+    if start.adapter is not None:
+        begin_with(server, start.adapter, always=start.always)
+    return server
 
 
 # ---- small pieces of a process's life ----

@@ -11,13 +11,16 @@ from groupwise.engine.local import LocalEngine
 from groupwise.model.load import LoadedModel, load_model
 from groupwise.server.admin import gauges
 from groupwise.server.metrics import Recorder
-from groupwise.server.policies import Policies
+from groupwise.server.policies import Policies, check_free_name
 from groupwise.server.reader import Reader, TextModel
 from groupwise.server.state import Server
 from groupwise.server.supervisor import Supervisor, worker_command
 from groupwise.server.webhooks import Webhooks
+from groupwise.store import files
 from groupwise.store.adapters import AdapterStore
+from groupwise.store.files import Provenance
 from groupwise.store.ledger import Ledger
+from groupwise.store.rundir import Located
 from groupwise.store.share import FILE, map_weights, offer_weights
 from groupwise.types import LiveEngine, PolicyVersion
 
@@ -92,6 +95,27 @@ def assemble(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder:
     )
     recorder.watch(lambda: gauges(server))
     return server
+
+
+def begin_with(server: Server, adapter: Located, *, always: bool) -> PolicyVersion:
+    """Copy an adapter into the server's store and make it active, before the policies start. Returns its version here.
+
+    One that the store has already is made active only if `always`: else what was active when the server ended, such as
+    a version that a job made of it, stays so.
+
+    Raises AdapterError if it is of another base model, cannot be used, or has the name of the served model.
+    """
+    base, version = server.base, adapter.version
+    adapter.check_base(base.hash)
+    check_free_name(version.name, served_name=server.config.served_name)
+    with adapter.held():
+        info = Provenance(base_model=base.name, base_hash=base.hash)
+        if (adapter.directory / files.SIDECAR).exists():
+            info = files.read_info(adapter.directory, version=version)
+        here, new = server.store.adopt(adapter.directory, version, info=info)
+    if new or always:
+        server.store.activate(here)
+    return here
 
 
 def open_engine(config: ServeConfig, base: LoadedModel) -> LiveEngine:

@@ -30,6 +30,8 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, FastAPI, Header, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
+from starlette.responses import RedirectResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from groupwise import __version__
 from groupwise.config.run import parse_config
@@ -63,7 +65,7 @@ from groupwise.server.schema import (
     RunState,
     RunSummary,
 )
-from groupwise.server.ui import Web
+from groupwise.server.ui import SAFETY, Web
 from groupwise.server.wire import documented
 from groupwise.store.rollouts import plain
 from groupwise.store.rundir import CONFIG
@@ -331,6 +333,7 @@ def _meant(directory: Path) -> str:
 # ----------------------------------------------------------------------------------------------------------------------
 
 POLL_S = 0.5
+RUN_PREFIX = "/run"  # where a live server has the pages of its run
 
 router = APIRouter(prefix="/v1", tags=["runs"])
 Cursor = Annotated[str | None, Query(max_length=64, description="The `next` of an answer before.")]
@@ -511,6 +514,7 @@ def _json(data: Any) -> str:
 # `groupwise ui`: the web interface over runs on disk. No model, no training, nothing that writes.
 #
 # build_run_app    runs -> a FastAPI application, guarded and documented as the live server's is
+# WithRun          ... of one run, under /run of a live server
 # serve_runs       ... on a port, until SIGTERM or Ctrl-C
 # ----------------------------------------------------------------------------------------------------------------------
 
@@ -545,6 +549,23 @@ def build_run_app(runs: Mapping[str, RunFiles], config: ServeConfig, *, gate: Ga
     app.add_middleware(Guard, config=config, gate=gate or Gate("ready"), recorder=Recorder(model_name="runs"))
     app.add_middleware(Web)
     return app
+
+
+class WithRun:
+    """ASGI application: a live server, and under /run what `groupwise ui` shows of the run that it serves."""
+
+    def __init__(self, app: ASGIApp, run_dir: Path, config: ServeConfig, *, gate: Gate):
+        self._app, self._run_app = app, build_run_app(open_runs([run_dir]), config, gate=gate)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if scope["type"] == "http" and path == RUN_PREFIX:
+            answer = RedirectResponse(f"{RUN_PREFIX.lstrip('/')}/ui/", status_code=308, headers=SAFETY)
+            return await answer(scope, receive, send)
+        if scope["type"] == "http" and path.startswith(f"{RUN_PREFIX}/"):
+            scope = {**scope, "path": path.removeprefix(RUN_PREFIX)}
+            return await self._run_app(scope, receive, send)
+        await self._app(scope, receive, send)
 
 
 def serve_runs(runs: Mapping[str, RunFiles], config: ServeConfig, *, announce: Callable[[str], None]) -> None:

@@ -182,8 +182,10 @@ class AdapterStore:
         *,
         info: Provenance,
         admit: Callable[[], PolicyVersion | None] | None = None,
+        number: int | None = None,
     ) -> PolicyVersion:
-        """Make the next version of `name` from what `write(directory)` saves there, in PEFT's layout.
+        """Make the next version of `name` from what `write(directory)` saves there, in PEFT's layout. `number` asks for
+        that one instead, where no version has it, or had it.
 
         `admit` is called last, when only the rename is missing, and nobody else publishes meanwhile: it raises if the
         version must not be published any more, or returns the one to take instead.
@@ -198,7 +200,7 @@ class AdapterStore:
             files.seal(staging, provenance=info)
             with files.locked(self.root):
                 instead = None if admit is None else admit()
-                return self._admit(staging, name=name) if instead is None else instead
+                return self._admit(staging, name=name, number=number) if instead is None else instead
 
     def version_of_job(self, name: str, job: str) -> PolicyVersion | None:
         """The version of `name` that this job published. May be called while publishing."""
@@ -219,6 +221,21 @@ class AdapterStore:
                 hint=f"save it as {files.WEIGHTS} (PEFT: safe_serialization=True)",
             )
         return self.publish(name, lambda directory: _copy_adapter(source, directory), info=info)
+
+    def adopt(self, source: Path, version: PolicyVersion, *, info: Provenance) -> tuple[PolicyVersion, bool]:
+        """A copy of another store's version, under its name and, where that is free, its number. Returns what it is
+        called here, and whether it is new: one with the same weights that is here already is taken. Raises as
+        `import_`."""
+        digest = files.sha256(source / files.WEIGHTS)
+        for here in reversed(self.versions(version.name)):
+            with suppress(AdapterError):
+                if self.info(here).files[files.WEIGHTS][1] == digest:
+                    return here, False
+
+        def write(directory: Path) -> None:
+            _copy_adapter(source, directory)
+
+        return self.publish(version.name, write, info=info, number=version.number), True
 
     def export(self, version: PolicyVersion, dest: Path | str) -> Path:
         """Copy a version to `dest` as a plain PEFT directory; `dest` must be empty or not exist."""
@@ -424,10 +441,11 @@ class AdapterStore:
         shown = ", ".join((BASE, *newest[:20])) + (f" and {len(newest) - 20} more" if len(newest) > 20 else "")
         return AdapterNotFoundError(f"there is no adapter {text[:80]!r}", hint=f"there are (newest versions): {shown}")
 
-    def _admit(self, staging: Path, *, name: str) -> PolicyVersion:
-        """Give a sealed staging directory the next number. The lock is held."""
-        existing = [version.number for version in self.versions(name)]
-        number = 1 + max([self._read_state().retired.get(name, 0), *existing])
+    def _admit(self, staging: Path, *, name: str, number: int | None) -> PolicyVersion:
+        """Give a sealed staging directory `number` if that is free, else the next one. The lock is held."""
+        existing, retired = [version.number for version in self.versions(name)], self._read_state().retired.get(name, 0)
+        if number is None or number <= retired or number in existing:
+            number = 1 + max([retired, *existing])
         version = PolicyVersion(name, number)
         directory, target = self.root / name, self._directory(version)
         directory.mkdir(exist_ok=True)

@@ -1,0 +1,84 @@
+"""`groupwise demo`: the starter model learns arithmetic, and what was trained can be talked to in a browser.
+
+    groupwise demo                     # about two minutes on two CPU cores; nothing is downloaded
+    groupwise demo --steps 20          # shorter; overrides such as rollout.group_size=16 work as in `groupwise run`
+
+The configuration is `templates/demo/arithmetic.yaml` of the package, which `configs/arithmetic.yaml` of the repository
+is too. The run goes into ./runs, the server's state into ./groupwise-state.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from typing import Annotated
+
+import typer
+
+from groupwise.cli.frame import Debug, examples, quiet_libraries, say, stdout
+from groupwise.cli.init import TEMPLATES
+from groupwise.errors import Interrupted
+
+CONFIG = TEMPLATES / "demo" / "arithmetic.yaml"
+HOST, PORT = "127.0.0.1", 8420
+
+
+def add_to(app: typer.Typer) -> None:
+    """Make the command part of `groupwise`."""
+    app.command(epilog=examples("groupwise demo", "groupwise demo --steps 20 --no-serve", "groupwise demo seed=1"))(
+        demo
+    )
+
+
+def demo(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Overrides, as in `groupwise run`.", show_default=False),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="The same as train.steps=N; all are 110.")] = None,
+    serve: Annotated[
+        bool | None,
+        typer.Option(
+            "--serve/--no-serve", help="Serve what was trained afterwards.", show_default="serve on a terminal"
+        ),
+    ] = None,
+    open_: Annotated[bool, typer.Option("--open/--no-open", help="Open it in a browser.")] = True,
+    port: Annotated[int | None, typer.Option(help=f"Default: {PORT}, or a free one if that is taken.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Train the model in the package on arithmetic, show before and after, and chat with it in a browser."""
+    from groupwise.run.config_file import read_words
+
+    given = [f"train.steps={steps}"] if steps is not None else []
+    config = read_words([str(CONFIG), *(overrides or ()), *given]).runnable()
+    quiet_libraries()
+    from groupwise.cli.print import print_run
+    from groupwise.run.loop import run_loop
+
+    say(f"The starter, a model of 1.8M parameters, learns sums: {config.train.steps} steps. Ctrl-C ends it cleanly.")
+    result = run_loop(config)
+    print_run(stdout(), config, result, extremes=True)
+    if result.interrupted:
+        raise typer.Exit(Interrupted.exit_code)
+    if serve is False or result.version.is_base:
+        return
+    if serve is None and not (sys.stdin.isatty() and sys.stderr.isatty()):  # nobody is there to end it
+        say(f"\nThis is no terminal, so nothing is served. To chat with it on http://{HOST}:{PORT}/ui/, type")
+        return say(f"  groupwise serve {shlex.quote(str(result.run_dir))}")
+    say("\nServing what was trained; Ctrl-C ends it. `--no-serve` leaves this out.")
+    words = ["serve", str(result.run_dir), "--port", str(_free_port() if port is None else port)]
+    sys.stdout.flush()
+    # a process without the run's memory and threads; signals and the exit code are its own
+    os.execv(sys.executable, [sys.executable, "-m", "groupwise", *words, *(["--open"] if open_ else [])])
+
+
+def _free_port() -> int:
+    """The usual port, or 0 (any that is free) where somebody has it."""
+    from groupwise.server.listen import StartError, bind
+
+    try:
+        bind(HOST, PORT).close()
+    except StartError:
+        return 0
+    return PORT

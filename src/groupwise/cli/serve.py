@@ -1,0 +1,165 @@
+"""`groupwise serve [MODEL|RUN]`: a model, or what a run trained, over HTTP and in a browser.
+
+    groupwise serve                                # the starter
+    groupwise serve arithmetic                     # what the newest run of this name trained, and the run's pages
+    groupwise serve runs/arithmetic-1@80           # version 80 of a run
+    groupwise serve Qwen/Qwen3-0.6B --adapter DIR  # a model and an adapter in PEFT's layout
+
+A run is only read: its adapter is copied into the server's state directory, where jobs add to it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from groupwise.cli.frame import ApiKey, Debug, examples
+from groupwise.errors import AdapterNotFoundError, ModelError
+
+STATE = Path("groupwise-state", "runs")  # of servers of runs: a directory each
+
+if TYPE_CHECKING:
+    from groupwise.server.app import Start
+    from groupwise.store.rundir import TrainedPolicy
+
+
+def add_to(app: typer.Typer) -> None:
+    """Make the command part of `groupwise`."""
+    app.command(
+        epilog=examples(
+            "groupwise serve",
+            "groupwise serve arithmetic",
+            "groupwise serve runs/arithmetic-20260101T120000Z@80 --port 8500",
+            "groupwise serve Qwen/Qwen3-0.6B --state-dir /var/lib/groupwise --set max_queued_jobs=8",
+            "groupwise serve Qwen/Qwen3-4B --engine vllm --set vllm.gpus=1",
+        ),
+    )(serve)
+
+
+def serve(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL|RUN",
+            help="`starter`, a model's directory or Hugging Face name; or a run (its directory, its name, RUN@N): its "
+            "model with its newest adapter.",
+        ),
+    ] = "starter",
+    adapter: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADAPTER",
+            help="Begin with this adapter active: a run, RUN@N, or a PEFT directory.",
+            show_default=False,
+        ),
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Where to listen; other than loopback needs an API key.")] = None,
+    port: Annotated[int | None, typer.Option(help="Default: 8420; 0 takes a free one.")] = None,
+    state_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Jobs and adapters; one server each.")] = None,
+    served_model_name: Annotated[str | None, typer.Option(metavar="NAME", help="The model's name in the API.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")] = None,
+    batch_rows: Annotated[int | None, typer.Option(help="Completions decoded at once.")] = None,
+    engine: Annotated[str | None, typer.Option(help="What samples: local, or vllm (docs/vllm.md).")] = None,
+    worker_threads: Annotated[int | None, typer.Option(help="Threads of the training worker.")] = None,
+    webhook_url: Annotated[str | None, typer.Option(metavar="URL", help="Told when a job ends.")] = None,
+    tinker: Annotated[bool | None, typer.Option("--tinker", help="Speak the Tinker API too (docs/tinker.md).")] = None,
+    trainer_routes: Annotated[
+        bool | None, typer.Option("--trainer-routes", help="Be the vLLM server of TRL's and Axolotl's trainers.")
+    ] = None,
+    repair_ledger: Annotated[
+        bool, typer.Option("--repair-ledger", help="First put a damaged ledger together again; its file is kept.")
+    ] = False,
+    open_: Annotated[bool, typer.Option("--open", help="Open the web interface in a browser when it answers.")] = False,
+    api_key: ApiKey = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Any other setting (docs/server.md lists them); may be repeated."
+        ),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Serve a model, or what a run trained, over HTTP and in a browser: chat, score, train, swap adapters."""
+    # threads that wait for each other give up the core: on two cores a server beside its training worker was 50 times
+    # slower while they spun
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from groupwise.config.yaml import Document
+
+    policy = served_run(model) if adapter is None else None
+    start = start_of(model, adapter, policy)
+    document = Document({"model": model if policy is None else policy.model}, "the command line")
+    for text in set_ or ():
+        document.override(text, shorthand={})
+    if policy is not None and policy.run_dir is not None:
+        state_dir = state_dir or STATE / policy.run_dir.name
+        if policy.adapter is None:  # the model's directory is called `model`
+            served_model_name = served_model_name or re.sub(r"[^\w.:-]", "-", policy.run_dir.name)[:128]
+    flags = {
+        "host": host,
+        "port": port,
+        "state_dir": state_dir,
+        "served_model_name": served_model_name,
+        "dtype": dtype,
+        "device": device,
+        "batch_rows": batch_rows,
+        "engine": engine,
+        "worker_threads": worker_threads,
+        "webhook_url": webhook_url,
+        "api_key": api_key,
+        "tinker": tinker,
+        "trainer_routes": trainer_routes,
+    }
+    from groupwise.config.serve import serve_config
+
+    config = serve_config(document.data | {key: value for key, value in flags.items() if value is not None})
+    from groupwise.server.app import serve as serve_until_stopped  # imports nothing heavy before it has the port
+
+    try:
+        serve_until_stopped(config, repair_ledger=repair_ledger, start=start, ready=open_in_browser if open_ else None)
+    except ModelError as error:
+        if policy is None and not Path(model).exists():
+            error.hint = f"{error.hint or 'name a model'}; nor is there a run {model!r}"
+        raise
+
+
+def served_run(text: str) -> TrainedPolicy | None:
+    """The run or version that `text` names; None where it names a model."""
+    from groupwise.store.rundir import find_policy
+
+    path = Path(text)
+    if text == "starter" or ((path / "config.json").is_file() and not (path / "adapter_config.json").exists()):
+        return None
+    try:
+        return find_policy(text)
+    except AdapterNotFoundError:
+        if "@" in text or (path / "config.yaml").is_file():  # no model is called so
+            raise
+        return None
+
+
+def start_of(model: str, adapter: str | None, policy: TrainedPolicy | None) -> Start:
+    """The adapter that is active first. One that is named by its version stays chosen when the server begins again."""
+    from groupwise.server.app import Start
+    from groupwise.store.rundir import find_adapter
+
+    if adapter is not None:
+        return Start(adapter=find_adapter(adapter), always=True)
+    if policy is None:
+        return Start()
+    return Start(adapter=policy.adapter, always="@" in model or policy.run_dir is None, run_dir=policy.run_dir)
+
+
+def open_in_browser(url: str) -> bool:
+    """Open a page where there is a desktop to open it on; returns whether it was tried."""
+    import webbrowser
+
+    has_desktop = sys.platform == "darwin" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
+    if not (sys.stderr.isatty() and has_desktop):
+        return False
+    return webbrowser.open(url)

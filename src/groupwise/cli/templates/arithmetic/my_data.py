@@ -1,0 +1,13 @@
+"""Writes prompts.jsonl and held_out.jsonl: a question and its answer a line. Any file of this form will do."""
+
+import json
+import random
+
+pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+random.Random(0).shuffle(pairs)
+for name, part in (("prompts.jsonl", pairs[:2000]), ("held_out.jsonl", pairs[2000:2128])):
+    with open(name, "w") as file:
+        for a, b in part:
+            question = f"What is {a} + {b}? Reply with just the number."
+            row = {"prompt": question, "answer": str(a + b)}
+            print(json.dumps(row), file=file)
