@@ -417,7 +417,12 @@ def _row(job: Job) -> tuple[str, ...]:
     loss, reward = ("" if value is None else f"{value:.4g}" for value in (job.loss, reward))
     steps = f"{job.step}/{job.steps}"
     adapter = job.version or job.adapter or ""
-    return (job.id, job.kind, state, f"{job.progress:.0%}", steps, loss, reward, adapter, f"{job.elapsed_s:.1f}")
+    return (job.id, job.kind, state, f"{job.progress:.0%}", steps, loss, reward, adapter, _seconds(job.duration_s))
+
+
+def _seconds(duration: float | None) -> str:
+    """Of a job that never ran none, however long it waited."""
+    return "" if duration is None else f"{duration:.1f}"
 
 
 def _print_job(job: Job) -> None:
@@ -429,6 +434,7 @@ def _print_job(job: Job) -> None:
         ("adapter", job.version or job.adapter or ""),
         *((name, f"{when:%Y-%m-%d %H:%M:%S %Z}") for name, when in _times(job) if when is not None),
         ("elapsed", f"{job.elapsed_s:.1f} s"),
+        ("duration", f"{job.duration_s:.1f} s" if job.duration_s is not None else "never ran"),
         *((name, "-" if value is None else f"{value:.6g}") for name, value in job.metrics.items()),
         *(("warning", warning) for warning in job.warnings),
     ]

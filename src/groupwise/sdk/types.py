@@ -228,6 +228,9 @@ class Job:
     started_at: datetime | None = None
     finished_at: datetime | None = None
     elapsed_s: Annotated[float, Field(alias="elapsed_secs")] = 0.0
+    """From the submission to the end, or to now."""
+    duration_s: Annotated[float | None, Field(alias="duration_secs")] = None
+    """From the start to the end, or to now; None for a job that never ran."""
     attempt: int = 0
     cancel_requested: bool = False
     error: JobError | None = None
