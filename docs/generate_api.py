@@ -24,7 +24,7 @@ from groupwise.server.state import Server
 
 TARGET = Path(__file__).parent / "api.md"
 TITLES = {"OpenAI": "Completions", "rollouts": "Rollouts", "training": "Training", "adapters": "Adapters"}
-TITLES |= {"Server": "The server itself"}
+TITLES |= {"metrics": "Metrics", "Server": "The server itself"}
 
 INTRODUCTION = """# API reference
 

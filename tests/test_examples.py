@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from cli_project import cli
+from groupwise import Client
 from wire_server import Fault, WireServer, wire_server
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -93,6 +94,10 @@ def test_live_loop_on_the_real_server(live):
     ran = live_loop("--rounds", "2", *given, url=live.url)
     assert ran.returncode == 0, ran.stderr
     assert [match[2] for match in ROUND.finditer(ran.stdout)] == ["base", "looped@1"]
+    jobs = [job for job in Client(live.url).jobs() if job.adapter == "looped"]
+    printed = sorted(match[1] for match in ROUND.finditer(ran.stdout))
+    assert sorted(f"{job.summary['reward_mean']:.3f}" for job in jobs) == printed  # no group is missing
+    assert [job.summary["groups"] for job in jobs] == [12, 12]
     again = live_loop("--rounds", "1", *given, "--text-only", url=live.url)
     assert again.returncode == 0 and "by looped@2" in again.stdout, again.stderr
 

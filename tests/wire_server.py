@@ -95,6 +95,7 @@ class ToyJob:
             "started_at": None if state == "queued" else "2026-01-02T03:04:06Z",
             "finished_at": "2026-01-02T03:04:07Z" if done else None,
             "elapsed_secs": 2.0,
+            "duration_secs": None if state == "queued" else 1.0,
             "position": 1 if state == "queued" else None,
             "attempt": 1,
             "cancel_requested": self.cancelled,

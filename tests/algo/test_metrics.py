@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupwise.algo.metrics import DEFINITIONS, rollout_metrics, sample_metrics, time_metrics
+from groupwise.algo.metrics import definitions, rollout_metrics, sample_metrics, time_metrics
 from groupwise.config.run import AdvantageConfig
+from groupwise.run.health_rules import RULES
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Sample, Turn
 
-DOC = (Path(__file__).parent.parent.parent / "docs" / "metrics.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parent.parent.parent / "docs"
 STOP, CUT = FinishReason.STOP, FinishReason.LENGTH
 
 
@@ -294,7 +295,7 @@ def test_every_metric_is_finite_defined_and_does_not_depend_on_the_order_of_grou
 
 
 def defined(metric: str) -> bool:
-    return any(re.fullmatch(re.sub(r"<\w+>", r"[^/]+", name), metric) for name in DEFINITIONS)
+    return any(each.fits(metric) for each in definitions())
 
 
 # ---- training and time ----
@@ -321,6 +322,18 @@ def test_times_and_throughput():
 # ---- the document ----
 
 
-def test_the_document_is_the_definitions():
-    rows = dict(re.findall(r"^\| `([^`]+)` \| (.+) \|$", DOC.split("## Under TRL's names")[0], re.MULTILINE))
-    assert rows == dict(DEFINITIONS)
+def test_the_document_is_the_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
+    import generate_metrics
+
+    text = (DOCS / "metrics.md").read_text(encoding="utf-8")
+    assert generate_metrics.page(text) == text, "run: python docs/generate_metrics.py"
+    shown = re.findall(r"^\| `([^`]+)` \| [^|]+ \|", text.split("## Under TRL's names")[0], re.MULTILINE)
+    assert sorted(shown) == sorted(each.metric for each in definitions())
+
+
+def test_every_metric_that_health_judges_has_a_good_range() -> None:
+    """A finding says that a number is outside of its range, so the table says which range that is."""
+    judged = {rule.metric: re.compile(rule.metric.replace("*", "[^/]*")) for rule in RULES}
+    rows = {name: [each for each in definitions() if like.fullmatch(each.metric)] for name, like in judged.items()}
+    assert [name for name, found in rows.items() if not any(each.good for each in found)] == []

@@ -224,7 +224,7 @@ def test_status_is_a_table_and_a_page(server):
     job = trained(server)
     header, row = (line.split() for line in cli("train", "status").stdout.splitlines())
     assert header == ["job", "kind", "state", "done", "step", "loss", "reward", "adapter", "seconds"]
-    assert row == [job, "grpo", "completed", "100%", "1/1", "-0.25", "0.5", "math@1", "2.0"]
+    assert row == [job, "grpo", "completed", "100%", "1/1", "-0.25", "0.5", "math@1", "1.0"]
     page = cli("train", "status", job).stdout
     assert "math@1" in page and "2026-01-02 03:04:07 UTC" in page and "reward/mean" in page
     assert json.loads(cli("train", "status", job, "--json").stdout)["adapter_version"] == "math@1"

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.server.findings import router
+from groupwise.algo.metrics import definitions
+from groupwise.server.findings import definitions_router, router
 from groupwise.store.ledger import Ledger
 from serving import served
 
@@ -54,3 +55,19 @@ def test_remedies_are_the_jobs_own(tmp_path: Path) -> None:
     assert "learn more slowly: config.learning_rate=3e-06" in findings["grad.explode"]["remedies"]
     assert "config.learning_rate is 0" in findings["lr.zero"]["cause"]
     assert not any("train." in remedy for each in findings.values() for remedy in each["remedies"])
+
+
+def test_the_table_of_metrics_is_served_with_the_rules_that_judge_each(tmp_path: Path) -> None:
+    import httpx2
+
+    Ledger(tmp_path / "ledger.db").close()
+    with served(tmp_path, [definitions_router]) as server:
+        rows = {row["metric"]: row for row in httpx2.get(f"{server.url}/v1/metrics/definitions").json()["definitions"]}
+    assert list(rows) == [each.metric for each in definitions()]
+    cut = rows["rollout/truncated_frac"]
+    assert cut["good"] == "near 0" and "rollout.max_tokens" in cut["otherwise"]
+    rules = {rule["id"]: rule for rule in cut["rules"]}
+    assert rules["len.clipped"]["holds"] == "mean of 10 steps: warn > 0.3, error > 0.8"
+    assert rules["len.clipped"]["remedies"]
+    assert [rule["id"] for rule in rows["reward/<name>/noise"]["rules"]] == ["reward.noise"]
+    assert rows["rollout/count"]["rules"] == [] and rows["rollout/count"]["good"] == ""

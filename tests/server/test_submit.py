@@ -196,22 +196,39 @@ def test_tools_and_template_options_reach_the_prompt(grpo: Grpo) -> None:
 
 
 def test_groups_with_equal_rewards_beside_others_are_a_warning(grpo: Grpo) -> None:
-    submission = grpo(group(GOOD, BAD), group(GOOD, GOOD), group(GOOD, BAD), config={"minibatches": 3})
+    submission = grpo(group(GOOD, BAD), group(GOOD, GOOD), group(BAD, BAD), config={"minibatches": 3})
     (warning,) = submission.warnings
     assert warning == (
-        "1 of 3 groups have equal rewards; only terms that read no reward (a KL, say) train them: groups[1]"
+        "2 of 3 groups have equal rewards; only terms that read no reward (a KL, say) train them: groups[1], groups[2]"
     )
     assert submission.steps == 3
+    some = grpo(group(GOOD, BAD), group(GOOD, GOOD), group(GOOD, BAD), config={"minibatches": 3})
+    assert some.warnings == [] and some.summary["groups_equal"] == 1  # which is so in every round
     (warning,) = grpo(group(GOOD, BAD), config={"minibatches": 3}).warnings
     assert warning == "config.minibatches is 3; steps a pass: 2, one per completion that is trained"
 
 
 def test_without_another_term_groups_with_equal_rewards_are_left_out(grpo: Grpo) -> None:
-    groups = [group(GOOD, BAD), group(GOOD, GOOD), group(GOOD, BAD)]
+    groups = [group(GOOD, BAD), group(GOOD, GOOD), group(GOOD, BAD), group(GOOD, GOOD), group(GOOD, GOOD)]
     submission = grpo(*groups, config={"minibatches": 5, "kl_coeff": 0})
     first, second = submission.warnings
-    assert first == "1 of 3 groups have equal rewards; they teach nothing and are left out: groups[1]"
+    assert first == (
+        "3 of 5 groups have equal rewards; they teach nothing and are left out: groups[1], groups[3], groups[4]"
+    )
     assert submission.steps == 4 and "minibatches is 5; steps a pass: 4" in second
+
+
+def test_the_mean_reward_is_of_all_groups_that_were_posted(grpo: Grpo) -> None:
+    """Also of those that are not trained, so that it is what the policy gets: a loop need not drop any."""
+    groups = [group(GOOD, BAD), group(GOOD, GOOD), group(GOOD, GOOD), group(GOOD, BAD)]
+    summary = grpo(*groups, config={"kl_coeff": 0}).summary
+    rewards = [completion["reward"] for each in groups for completion in each["completions"]]
+    assert summary["reward_mean"] == pytest.approx(sum(rewards) / len(rewards))
+    assert (summary["groups"], summary["groups_equal"]) == (4, 2)
+    good, bad = rewards[:2]
+    half = abs(good - bad) / 2  # two groups lie this far below the two others
+    assert summary["reward_stderr"] == pytest.approx(half / math.sqrt(3) / math.sqrt(4))
+    assert "reward_stderr" not in grpo(group(GOOD, BAD)).summary
 
 
 @pytest.mark.parametrize(

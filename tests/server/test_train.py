@@ -236,9 +236,9 @@ def test_low_disk_space_is_said_before_anything_is_stored(make_site: Callable[..
 
 def test_warnings_come_with_the_answer_and_stay_with_the_job(site: Site) -> None:
     flat = {"messages": CHAT["messages"][:1], "completions": [{"text": "4", "reward": 1}, {"text": "4 ", "reward": 1}]}
-    answer = site.submit(groups=[*SEED_PAGE["groups"], flat])
+    answer = site.submit(groups=[*SEED_PAGE["groups"], flat, flat])
     (warning,) = answer["warnings"]
-    assert "groups[1]" in warning
+    assert "groups[1], groups[2]" in warning
     assert site.get(f"status/{answer['job_id']}")["warnings"] == [warning]
 
 
@@ -296,6 +296,7 @@ def test_a_status_has_what_kiln_has_and_more(site: Site) -> None:
         None,
     )
     assert (waiting["kind"], waiting["steps"], waiting["started_at"], waiting["position"]) == ("grpo", 2, None, 1)
+    assert waiting["duration_secs"] is None
     run(site)
     job = site.ledger.complete(id)
     done = site.get(f"status/{id}")
@@ -305,6 +306,8 @@ def test_a_status_has_what_kiln_has_and_more(site: Site) -> None:
     assert done["config"]["iterations"] == 2 and done["summary"]["completions"] == 4
     assert job.finished_at is not None
     assert done["elapsed_secs"] == pytest.approx(job.finished_at - job.created_at, abs=1e-3)
+    assert job.started_at is not None
+    assert done["duration_secs"] == pytest.approx(job.finished_at - job.started_at, abs=1e-3)
     times = [done["created_at"], done["started_at"], done["finished_at"]]
     assert times == sorted(times) and all(text.endswith("Z") and "T" in text for text in times)
 
@@ -471,7 +474,7 @@ def test_long_histories_come_whole(site: Site, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_silent_stream_pings(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "PING_S", 0.05)
+    monkeypatch.setattr(events, "HEARTBEAT_S", 0.05)
     monkeypatch.setattr(train, "EVENTS_POLL_S", 0.02)
     id = site.submit()["job_id"]
     with site.http.stream("GET", f"/v1/train/events/{id}") as response:

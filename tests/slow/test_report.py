@@ -72,13 +72,21 @@ def opened(browser: Any, place: Path, request: pytest.FixtureRequest) -> Iterato
 def test_a_run_is_shown(opened: Any) -> None:
     expect(opened.get_by_role("heading", level=1)).to_have_text("one")
     expect(opened.get_by_role("img", name="Reward. mean: 1.2")).to_be_visible()
-    assert opened.locator("canvas").count() >= 3 and opened.evaluate(
+    assert opened.locator("canvas").count() >= 2 and opened.evaluate(
         "[...document.querySelector('canvas').getContext('2d').getImageData(0, 0, 300, 150).data].some(Boolean)"
     )
     expect(opened.get_by_role("row", name=re.compile("^greedy"))).to_contain_text("+0.5")
     expect(opened.get_by_text("of 1 prompts 1 got better, 0 worse")).to_be_visible()
     expect(opened.get_by_role("row", name=re.compile("^train.learning_rate"))).to_be_visible()
     expect(opened.get_by_role("heading", name="Health")).to_be_visible()
+    expect(opened.get_by_role("region", name="Outcome")).to_contain_text(
+        re.compile("0.25.*step 4.*0.75.*step 12", re.DOTALL)
+    )
+    opened.get_by_role("button", name="What is Held-out reward, greedy?").click()
+    expect(opened.get_by_role("dialog", name="What Held-out reward, greedy is")).to_contain_text(
+        "Mean reward on the held-out"
+    )
+    opened.keyboard.press("Escape")
     opened.get_by_text("1 other metric").click()
     expect(opened.get_by_role("img", name="mine/metric. mine/metric: 12")).to_be_visible()
     names = opened.get_by_role("navigation", name="Pages").get_by_role("listitem").all_inner_texts()

@@ -8,7 +8,9 @@ Runs on disk are in test_ui_runs.py, what the pages compute in ui/test/ (`npm te
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from whole_server import whole
 
 from .chromium import CHROMIUM, expect, launched, serious, watched
 from .marked import archive, save_marked
+from .place import pid_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")]
 
@@ -159,13 +162,68 @@ def test_a_job_is_followed_and_cancelled(page: Any, place: Place) -> None:
     go(page, place, "jobs")
     job = submit(place, "long", iterations=2000, auto_load=False)
     row = page.get_by_role("row", name=re.compile(job[:8]))
-    expect(row.get_by_text("running")).to_be_visible(timeout=30_000)
+    expect(row.get_by_text("running")).to_be_visible(timeout=JOB_S)
     row.get_by_role("link").click()
     expect(page.get_by_role("img", name=re.compile("^Loss"))).to_be_visible(timeout=30_000)
     page.get_by_role("button", name="Cancel").click()
-    expect(page.get_by_text("cancelled").first).to_be_visible(timeout=30_000)
+    asked = page.get_by_role("dialog", name="Cancel the job of long?")
+    expect(asked).to_contain_text("what it has trained is lost")
+    asked.get_by_role("button", name="Keep").click()
+    assert api(place, f"/v1/train/status/{job}")["cancel_requested"] is False
+    page.get_by_role("button", name="Cancel").click()
+    asked.get_by_role("button", name="Cancel the job").click()
+    expect(page.get_by_text("cancelled").first).to_be_visible(timeout=JOB_S)
     assert await_end(place, job) == "cancelled"
     expect(page.get_by_role("button", name="Run again")).to_be_visible()
+
+
+def test_a_job_that_never_ran_has_no_duration(page: Any, place: Place) -> None:
+    first = submit(place, "ahead", iterations=2000, auto_load=False)
+    place.until(lambda: api(place, f"/v1/train/status/{first}")["started_at"], f"job {first} does not start")
+    waits = submit(place, "behind")
+    go(page, place, "jobs")
+    heads = page.get_by_role("columnheader").all_inner_texts()
+    row = page.get_by_role("row", name=re.compile(waits[:8]))
+    row.get_by_role("button", name="Cancel the job of behind").click()
+    page.get_by_role("dialog").get_by_role("button", name="Cancel the job").click()
+    expect(row.get_by_text("cancelled")).to_be_visible()
+    cells = dict(zip(heads, row.get_by_role("cell").all_inner_texts(), strict=True))
+    assert cells["Started"] == cells["Duration"] == "–" and cells["Queued"] != "–"
+    httpx2.post(f"{place.url}/v1/train/cancel/{first}")
+    await_end(place, first)
+    ran = dict(
+        zip(
+            heads,
+            page.get_by_role("row", name=re.compile(first[:8])).get_by_role("cell").all_inner_texts(),
+            strict=True,
+        )
+    )
+    assert ran["Started"] != "–" and ran["Duration"] != "–"
+
+
+def test_learning_says_what_it_is_of(page: Any, place: Place) -> None:
+    """Every group that was posted, those of equal rewards too; and a job's after is the next round."""
+    jobs = []
+    for better in (0, 4):
+        ids = [sample(place, SUM, 8) for _ in range(3)]
+        rewards = [[0.0] * (4 - better) + [1.0] * (4 + better), [0.0, 1.0] * 4, [1.0] * 8]
+        groups = [
+            {"completions": [{"rollout_id": id, "reward": reward} for id, reward in zip(*each, strict=True)]}
+            for each in zip(ids, rewards, strict=True)
+        ]
+        body = {"groups": groups, "config": {"output_name": "rounds", "learning_rate": 1e-4, "kl_coeff": 0}}
+        jobs.append(httpx2.post(place.url + "/v1/train/grpo", json=body, timeout=60).json()["job_id"])
+        assert await_end(place, jobs[-1]) == "completed"
+    go(page, place, "now")
+    expect(page.get_by_role("img", name=re.compile(r"^Mean reward of rounds. reward: 0.833"))).to_be_visible()
+    expect(
+        page.get_by_text(re.compile(r"every reward that was posted, groups of equal rewards included \(3 of 6\)"))
+    ).to_be_visible()
+    go(page, place, f"jobs/{jobs[0]}")
+    outcome = page.get_by_role("region", name="Outcome")
+    expect(outcome).to_contain_text(
+        re.compile("0.667.*posted with this job.*0.833.*posted in the next round", re.DOTALL)
+    )
 
 
 def test_jobs_are_compared(page: Any, place: Place) -> None:
@@ -178,7 +236,7 @@ def test_jobs_are_compared(page: Any, place: Place) -> None:
     differing = page.get_by_role("row", name=re.compile("^iterations"))
     expect(differing).to_contain_text("2")
     expect(differing).to_contain_text("3")
-    expect(page.get_by_role("img", name=re.compile("kl[.]"))).to_be_visible()
+    expect(page.get_by_role("img", name=re.compile("^kl.mean[.]"))).to_be_visible()
 
 
 # ---- rollouts ----
@@ -346,6 +404,21 @@ def test_it_comes_back_when_the_server_does(page: Any, place: Place) -> None:
     place.await_ready()
     expect(page.get_by_text("live", exact=True)).to_be_visible(timeout=20_000)
     expect(page.get_by_text("No connection to the server")).to_have_count(0)
+
+
+def test_a_server_that_stands_still_is_seen_to_within_ten_seconds(page: Any, place: Place) -> None:
+    go(page, place, "now")
+    expect(page.get_by_text("live", exact=True)).to_be_visible()
+    page.wait_for_timeout(9_000)  # nothing happens, and signs of life come all the same
+    expect(page.get_by_text("live", exact=True)).to_be_visible()
+    os.kill(pid_of(place), signal.SIGSTOP)
+    try:
+        expect(page.get_by_text(re.compile(r"No word from the server\sfor [0-9]+ s"))).to_be_visible(timeout=10_000)
+        assert page.get_by_text("stale", exact=True).count() == 2 and page.get_by_text("ok", exact=True).count() == 0
+    finally:
+        os.kill(pid_of(place), signal.SIGCONT)
+    expect(page.get_by_text("live", exact=True)).to_be_visible(timeout=20_000)
+    expect(page.get_by_text("No word from the server")).to_have_count(0)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -5,10 +5,12 @@ pytest -m slow tests/slow/test_ui_runs.py     half a minute; needs Chromium and 
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import pytest
 
 from groupwise.config.serve import ServeConfig
 from groupwise.server.runs import build_run_app, open_runs
+from groupwise.store.tracking import Tracking
 from run_place import group, make_run, scored, write_line
 from serving import running
 
@@ -38,11 +41,33 @@ STEPS = {
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("runs")
     for seed in (0, 1):
-        curve = {"reward/mean": 0.2 + 0.2 * seed, "reward/exact/mean": 0.5, "reward/brief/mean": 0.1}
-        make_run(place / f"slow-s{seed}", seed=seed, metrics=curve, rollouts=STEPS)
+        run = make_run(place / f"slow-s{seed}", steps=0, seed=seed)
+        with Tracking(run) as tracking:
+            for step in (1, 2, 3):
+                curve = {
+                    "reward/mean": step / 15 + 0.2 * seed,
+                    "reward/exact/mean": step / 6,
+                    "reward/brief/mean": 0.3 / step,
+                }
+                flat = {
+                    "loss/clip_frac_low": 0.0,
+                    "kl/mean": step / 10,
+                    "loss/kl": step / 10,
+                    "loss/policy": step * 1e-9,
+                }
+                tracking.log(
+                    step, {**curve, **flat, "rollout/truncated_frac": step / 3, "optim/grad_norm": 10.0**-step}
+                )
+            for step, groups in STEPS.items():
+                tracking.rollouts(step, groups)
+    measured = make_run(place / "measured", steps=0)
+    for step, reward in ((0, 0.25), (3, 0.75)):
+        write_line(measured, step, {"eval/greedy/reward": reward, "eval/greedy/reward_stderr": 0.02})
+    make_run(place / "once", steps=1, planned=1, metrics={"reward/mean": 0.5, "mismatch/logprob_diff_mean": 0.25})
     make_run(place / "fast", train={"steps": 3, "learning_rate": 1e-3})
-    sick = {"reward/frac_zero_std": 1.0, "reward/mean": 0.5}
-    make_run(place / "sick", steps=12, planned=12, metrics=sick)
+    sick = make_run(place / "sick", steps=0, planned=12)
+    for step in range(1, 13):
+        write_line(sick, step, {"reward/frac_zero_std": 1.0, "reward/mean": 0.5, "loss/entropy": 1 / step})
     make_run(place / "empty", steps=0)
     make_run(place / "going", steps=1, planned=9)
     return place
@@ -92,6 +117,128 @@ def test_runs_are_listed_and_one_is_opened(page: Any, url: str) -> None:
 def test_each_reward_function_has_a_curve(page: Any, url: str) -> None:
     go(page, url, "runs/slow-s0")
     expect(page.get_by_role("img", name=re.compile("^Rewards by function. brief: 0.1; exact: 0.5"))).to_be_visible()
+
+
+def test_the_reward_before_and_after_comes_first(page: Any, url: str) -> None:
+    go(page, url, "runs/measured")
+    outcome = page.get_by_role("region", name="Outcome")
+    expect(outcome).to_contain_text(re.compile("Held-out reward, greedy.*0.25.*step 0.*0.75.*step 3", re.DOTALL))
+    expect(outcome).to_contain_text("+0.5 ± 0.028 change, beyond two standard errors")
+    first = page.locator("main section").first
+    expect(first).to_have_attribute("aria-label", "Outcome")
+    go(page, url, "runs/slow-s0")  # which has no evaluation
+    expect(page.get_by_role("region", name="Outcome")).to_contain_text(
+        re.compile("Training reward.*step 1.*step 3", re.DOTALL)
+    )
+
+
+def test_what_is_flat_or_a_twin_is_said_in_a_line(page: Any, url: str) -> None:
+    go(page, url, "runs/slow-s0")
+    expect(page.get_by_role("img", name="KL to the reference. measured: 0.3")).to_be_visible()
+    said = page.get_by_role("listitem")
+    expect(said.filter(has_text="KL to the reference, in the loss")).to_contain_text(
+        "the same as KL to the reference, measured"
+    )
+    expect(said.filter(has_text="Share clipped")).to_contain_text(re.compile("0\\s+throughout"))
+    expect(said.filter(has_text=re.compile("^Loss"))).to_contain_text("rounding")
+    assert page.get_by_role("img", name=re.compile("^(Loss|Share clipped)")).count() == 0
+    go(page, url, "runs/once")  # numbers with their names, each on its own ground
+    expect(page.get_by_text("Gap between sampler and trainer")).to_be_visible()
+    assert page.locator("main canvas").count() == 0
+    boxes = [each.bounding_box() for each in page.locator("main dl").all()]
+    assert len(boxes) > 5 and not any(overlap(a, b) for i, a in enumerate(boxes) for b in boxes[:i])
+
+
+def overlap(a: dict[str, float], b: dict[str, float]) -> bool:
+    apart = a["x"] + a["width"] <= b["x"] or b["x"] + b["width"] <= a["x"]
+    return not (apart or a["y"] + a["height"] <= b["y"] or b["y"] + b["height"] <= a["y"])
+
+
+def test_a_metric_is_explained_by_keyboard_and_by_touch(browser: Any, page: Any, url: str) -> None:
+    go(page, url, "runs/slow-s0")
+    name = "What is Share cut at their longest?"
+    button = page.get_by_role("button", name=name)
+    words = page.get_by_role("dialog", name="What Share cut at their longest is")
+    button.focus()
+    page.keyboard.press("Enter")
+    expect(words).to_contain_text("near 0")
+    expect(words).to_contain_text("raise rollout.max_tokens")
+    expect(words).to_contain_text("len.clipped speaks up at the mean of 10 steps: warn > 0.3")
+    page.keyboard.press("Escape")
+    expect(words).to_be_hidden()
+    expect(button).to_be_focused()
+    assert page.locator("main [title]").count() == 0
+    phone = browser.new_context(viewport={"width": 390, "height": 800}, has_touch=True, is_mobile=True)
+    small = phone.new_page()
+    go(small, url, "runs/slow-s0")
+    small.get_by_role("button", name=name).tap()
+    card = small.get_by_role("dialog", name="What Share cut at their longest is")
+    expect(card).to_contain_text("near 0")
+    box = card.bounding_box()
+    assert box["x"] >= 0 and box["x"] + box["width"] <= 390 and box["y"] >= 0
+    small.touchscreen.tap(5, 5)
+    expect(card).to_be_hidden()
+    phone.close()
+
+
+def test_charts_share_a_cursor_a_scale_and_a_smoothing(page: Any, url: str) -> None:
+    go(page, url, "runs/sick")
+    expect(page.get_by_role("slider", name="Smoothing")).to_be_visible()
+    page.get_by_role("slider", name="Smoothing").fill("0.9")
+    expect(page.get_by_text("0.90", exact=True)).to_be_visible()
+    page.reload()
+    expect(page.get_by_text("0.90", exact=True)).to_be_visible()
+    page.get_by_role("slider", name="Smoothing").fill("0")
+    go(page, url, "runs/slow-s0")
+    page.get_by_role("button", name="log scale of Gradient norm").click()
+    expect(page.get_by_role("button", name="log scale of Gradient norm")).to_have_attribute("aria-pressed", "true")
+    assert page.get_by_role("button", name=re.compile("^log scale of Rew")).count() == 0
+    charts = page.locator("main .u-over")
+    charts.first.hover()
+    expect(page.get_by_text("at step 2")).to_have_count(charts.count())
+
+
+def test_keys_of_the_configuration_are_cut_at_dots_only(page: Any, url: str) -> None:
+    page.set_viewport_size({"width": 390, "height": 800})
+    go(page, url, "runs/fast")
+    key = (
+        page.get_by_role("row", name=re.compile("^rollout.prefix_cache_mib|^train.gradient_checkpointing"))
+        .locator("td")
+        .first
+    )
+    lines = key.evaluate(
+        """cell => { const range = document.createRange(), lines = {};
+        for (const node of cell.childNodes) for (let i = 0; i < (node.length ?? 0); i++) {
+          range.setStart(node, i); range.setEnd(node, i + 1);
+          const top = Math.round(range.getBoundingClientRect().top); lines[top] = (lines[top] ?? "") + node.data[i]; }
+        return Object.values(lines) }"""
+    )
+    assert all(line.endswith(".") for line in lines[:-1]) and "".join(lines).count(".") == 1
+
+
+def test_back_stays_in_the_interface(browser: Any, url: str) -> None:
+    context = browser.new_context(viewport={"width": 390, "height": 800})
+    page = context.new_page()
+    go(page, url, "")
+    page.get_by_role("link", name="fast").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("fast")
+    page.get_by_role("navigation", name="Pages").get_by_role("link", name="Rollouts").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Rollouts")
+    page.go_back()
+    expect(page.get_by_role("heading", level=1)).to_have_text("fast")
+    page.go_back()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Runs")
+    context.close()
+
+
+def test_a_run_that_says_nothing_is_not_taken_for_one_that_goes_on(page: Any, url: str, place: Path) -> None:
+    write_line(place / "going", 2, {"reward/mean": 0.5, "time/step_s": 1.0})
+    os.utime(place / "going" / "config.yaml", (1, 1))
+    with (place / "going" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as a run that is stopped holds it
+        os.utime(place / "going" / "metrics.jsonl", (time.time() - 600, time.time() - 600))
+        go(page, url, "runs/going")
+        expect(page.get_by_text("has written nothing for 10 min")).to_be_visible()
 
 
 def test_seeds_are_a_band_beside_other_curves(page: Any, url: str) -> None:

@@ -86,8 +86,10 @@ test("training and evaluation of a step are one record, and a step that is run a
 
 test("metrics that no panel draws have a panel of their own, as far as they change", async () => {
   const { others } = await load("pages/jobs/curves.ts");
-  const steps = [1, 2].map((step) => ({ step, time: `t${step}`, "reward/mean": step, "mine/speed": step, "mine/same": 3, "eval/greedy/add/reward": step }));
-  assert.deepEqual(others(steps).map((panel) => panel.metrics), [["eval/greedy/add/reward"], ["mine/speed"]]);
+  const steps = [1, 2].map((step) => ({ step, time: `t${step}`, "reward/mean": step, "mine/speed": 1 / step, "mine/same": 3, "mine/twin": step, "eval/greedy/add/reward": step - 1 }));
+  const { drawn, said } = others(steps);
+  assert.deepEqual(drawn.map((panel) => panel.metrics), [["eval/greedy/add/reward"], ["mine/speed"]]);
+  assert.deepEqual(said.map((each) => [each.metric, each.value, each.why]), [["mine/same", "3", "throughout"], ["mine/twin", "", "the same as reward/mean"]]);
 });
 
 test("evaluations are a row a mode and column, with the error of the last", async () => {
@@ -108,11 +110,12 @@ test("a report answers as `groupwise ui` would", async () => {
     detail: { run: "a~b", config: { seed: 1, x: 2 } }, steps: [{ step: 1 }], health: { status: "ok" }, evaluations: { mode: null }, left_out: [],
     groups: [group("2.0", rollout("2.0.1", 1, "yes"), rollout("2.0.0", 0, "no")), group("1.0", rollout("1.0.0", null, "yes"))],
   };
-  const report = { written: "", runs: [one, { ...one, detail: { run: "c", config: { seed: 2, x: 2 } } }] };
+  const report = { written: "", definitions: [{ metric: "reward/mean" }], runs: [one, { ...one, detail: { run: "c", config: { seed: 2, x: 2 } } }] };
   const ask = (path, query = "") => answered(report, path, new URLSearchParams(query));
   const ids = async (query) => (await ask("v1/runs/a~b/rollouts", query).json()).rows.map((row) => row.id);
   assert.deepEqual((await ask("v1/runs").json()).runs.length, 2);
   assert.deepEqual(await ask("v1/runs/a~b").json(), one.detail);
+  assert.deepEqual((await ask("v1/metrics/definitions").json()).definitions, [{ metric: "reward/mean" }]);
   assert.deepEqual((await ask("v1/diff?run=a~b&run=c", "run=a~b&run=c").json()).differs, ["seed"]);
   assert.deepEqual((await ask("v1/runs/a~b/metrics").json()).steps, [{ step: 1 }]);
   assert.deepEqual((await ask("v1/runs/a~b/metrics", "after=end").json()).steps, []);
@@ -129,4 +132,131 @@ test("a report answers as `groupwise ui` would", async () => {
     assert.equal(answer.status, 404);
     assert.ok((await answer.json()).error.hint.includes("groupwise ui"));
   }
+});
+
+const alike = (values, metric = "reward/mean") => values.map((value, i) => ({ step: i + 1, [metric]: value }));
+
+test("an axis has labels that differ, however near its ticks are", async () => {
+  const { tickLabels } = await load("parts/curve.ts");
+  assert.deepEqual(tickLabels([0.999, 0.9995, 1]), ["0.9990", "0.9995", "1.0000"]);
+  assert.deepEqual(tickLabels([0, 0.5, 1]), ["0", "0.5", "1.0"]);
+  assert.deepEqual(tickLabels([0, 2000, 4000]), ["0", "2,000", "4,000"]);
+  assert.deepEqual(tickLabels([1e-7, null, 3e-7]), ["1e-7", "", "3e-7"]);
+  for (const from of [0, 0.99999, 12345, 1e-5, 2e6, -3]) {
+    for (const gap of [1e-6, 1e-3, 0.25, 7]) {
+      const ticks = Array.from({ length: 6 }, (_, i) => from + i * gap * Math.max(1, Math.abs(from) * 1e-3));
+      assert.equal(new Set(tickLabels(ticks)).size, 6, `${ticks}: ${tickLabels(ticks)}`);
+    }
+  }
+});
+
+test("smoothing keeps a constant, follows a step, and invents nothing where there is no value", async () => {
+  const { smoothed } = await load("parts/curve.ts");
+  const near = (found, wanted) => found.forEach((value, i) => assert.ok(value === wanted[i] || Math.abs(value - wanted[i]) < 1e-12, `${found}`));
+  near(smoothed(Array(12).fill(3), 0.9), Array(12).fill(3));
+  const found = smoothed([0, null, 1, ...Array(8).fill(1)], 0.5);
+  near(found.slice(0, 3), [0, null, 0.5 / 0.75]); // (0.25*0 + 0.5*1) over (0.25 + 0.5)
+  assert.ok(found[10] > 0.99 && found[10] < 1);
+  const sparse = [0, null, 1]; // a handful of evaluations stays as it is
+  assert.equal(smoothed(sparse, 0.5), sparse);
+  const raw = [1, 2];
+  assert.equal(smoothed(raw, 0), raw);
+});
+
+test("a logarithmic axis is offered where it shows more", async () => {
+  const { suitsLog } = await load("parts/curve.ts");
+  assert.deepEqual([[1, 100], [1, 99], [0, 1000], [null, 5], [1e-6, null, 1e-3]].map((values) => suitsLog([values])), [true, false, false, false, true]);
+});
+
+test("flat and twin curves are said, not drawn", async () => {
+  const { arranged } = await load("pages/jobs/curves.ts");
+  const steps = [1, 2, 3].map((step) => ({
+    step, "reward/mean": step / 4, "reward/exact/mean": step / 4, "loss/clip_frac_low": 0, "loss/clip_frac_high": 0, "loss/policy": step * 1e-8,
+    "kl/mean": step / 10, "loss/kl": (step / 10) * (1 + 1e-9), "loss/ratio_mean": 1 - step * 1e-7, "optim/lr": 1e-5 * step,
+  }));
+  const { drawn, said } = arranged([steps]);
+  assert.deepEqual(drawn.map((panel) => [panel.title, panel.metrics]), [
+    ["Reward", ["reward/mean"]], ["KL to the reference", ["kl/mean"]], ["Learning rate", ["optim/lr"]],
+  ]);
+  const by = Object.fromEntries(said.map((each) => [each.metric, `${each.value} ${each.why}`.trim()]));
+  assert.deepEqual(by, {
+    "reward/exact/mean": "the same as Reward", "loss/clip_frac_low": "0 throughout", "loss/clip_frac_high": "0 throughout",
+    "loss/policy": "3.0e-8 at most: rounding", "loss/kl": "the same as KL to the reference, measured", "loss/ratio_mean": "1 throughout",
+  });
+  const other = steps.map((step) => ({ ...step, "loss/clip_frac_low": 0.5, "loss/kl": 1 / step.step }));
+  const both = arranged([steps, other]); // what is flat in each, but at another height, and twins in one of them, are drawn
+  assert.ok(both.drawn.some((panel) => panel.metrics.includes("loss/clip_frac_low")) && both.drawn.some((panel) => panel.metrics.includes("loss/kl")));
+});
+
+test("a job of one step has numbers and no curves", async () => {
+  const { arranged } = await load("pages/jobs/curves.ts");
+  const { drawn, said } = arranged([alike([0.5])]);
+  assert.deepEqual([drawn, said], [[], [{ title: "Reward", metric: "reward/mean", value: "0.5", why: "measured once" }]]);
+});
+
+test("what a run came to is its evaluations, then its first and last steps", async () => {
+  const { changeOf, outcomes } = await load("state/outcome.ts");
+  const steps = [{ step: 0, "eval/greedy/reward": 0.5, "eval/greedy/reward_stderr": 0.03 }, ...alike([0, 0, 0.2, 0.4, 1, 1, 0.8, 1])];
+  steps.push({ step: 8, "eval/greedy/reward": 0.75, "eval/greedy/reward_stderr": 0.04 });
+  const [held, trained, ...more] = outcomes(steps);
+  assert.deepEqual([held.title, held.before, held.after, more], [
+    "Held-out reward, greedy", { value: 0.5, spread: 0.03, what: "step 0" }, { value: 0.75, spread: 0.04, what: "step 8" }, [],
+  ]);
+  const change = changeOf(held);
+  assert.ok(Math.abs(change.spread - 0.05) < 1e-12 && change.value === 0.25 && change.says.includes("beyond"));
+  assert.deepEqual([trained.before.what, trained.after.what, trained.before.value, trained.after.value], ["steps 1 to 2", "steps 7 to 8", 0, 0.9]);
+  assert.ok(changeOf({ ...held, after: { ...held.after, value: 0.55 } }).says.includes("chance"));
+  assert.equal(outcomes(alike([0.5]))[0].after, null);
+  assert.equal(changeOf(outcomes(alike([0.5]))[0]), null);
+  assert.deepEqual(outcomes([]), []);
+});
+
+const job = (id, reward, more = {}) => ({
+  job_id: id, adapter_name: "sums", kind: "grpo", state: "completed", created_at: `2026-01-0${id}T00:00:00Z`, started_at: null, finished_at: null, metrics: {},
+  summary: { reward_mean: reward, groups: 4 }, ...more,
+});
+
+test("a job's after is what the next round was posted", async () => {
+  const { outcomeOf } = await load("pages/jobs/rounds.ts");
+  const jobs = [job("1", 0.25), job("2", 0.5, { state: "failed" }), job("3", 0.75, { summary: { reward_mean: 0.75, reward_stderr: 0.1 } })];
+  assert.deepEqual([outcomeOf(jobs[0], jobs).before.value, outcomeOf(jobs[0], jobs).after.value, outcomeOf(jobs[0], jobs).after.spread], [0.25, 0.75, 0.1]);
+  assert.equal(outcomeOf(jobs[1], jobs).after, null); // it made no version
+  assert.equal(outcomeOf(jobs[2], jobs).after, null);
+  assert.ok(outcomeOf(jobs[2], jobs).note.includes("next round"));
+});
+
+test("the words under the learning curve say what it leaves out", async () => {
+  const { meaning, rounds } = await load("pages/jobs/rounds.ts");
+  const all = rounds([job("1", 0.5, { summary: { reward_mean: 0.5, groups: 4, groups_equal: 1 } }), job("2", 0.6)], "sums");
+  assert.match(meaning(all), /every reward that was posted.*\(1 of 8\)/);
+  assert.match(meaning(rounds([job("1", 0.5), job("2", 0.6)], "sums")), /post every group/);
+});
+
+test("a job that never ran has no duration", async () => {
+  const { lasted } = await load("pages/jobs/rounds.ts");
+  const now = Date.parse("2026-01-01T00:10:00Z");
+  assert.equal(lasted(job("1", 0, { state: "cancelled", finished_at: "2026-01-01T00:06:00Z" }), now), "–");
+  assert.equal(lasted(job("1", 0, { started_at: "2026-01-01T00:05:00Z", finished_at: "2026-01-01T00:05:30Z" }), now), "30 s");
+  assert.equal(lasted(job("1", 0, { started_at: "2026-01-01T00:09:00Z" }), now), "60 s");
+});
+
+test("a metric finds its row in the table", async () => {
+  globalThis.document ??= { baseURI: "http://x/ui/", getElementById: () => null };
+  const { fits } = await load("state/definitions.svelte.ts");
+  assert.ok(fits("eval/<mode>/reward", "eval/greedy/reward") && !fits("eval/<mode>/reward", "eval/greedy/add/reward"));
+  assert.ok(fits("eval/<mode>/pass@<k>", "eval/sampled/pass@8") && !fits("kl/mean", "kl/mean2"));
+});
+
+test("a stream is heard at every sign of life, and a silent one fails", async () => {
+  const { events } = await load("api/sse.ts");
+  const bytes = (text) => new TextEncoder().encode(text);
+  let control;
+  const response = new Response(new ReadableStream({ start: (given) => void (control = given) }));
+  let heard = 0;
+  const stream = events(response, { heard: () => (heard += 1), silentMs: 200 });
+  control.enqueue(bytes(": ping\n\n"));
+  control.enqueue(bytes("event: jobs\ndata: []\n\n"));
+  assert.deepEqual((await stream.next()).value, { event: "jobs", id: "", data: "[]" });
+  assert.equal(heard, 2);
+  await assert.rejects(stream.next(), /nothing came for 200 ms/);
 });

@@ -5,10 +5,10 @@
     sample_metrics    of what the learner was given                     train/*
     time_metrics      of how long its parts took                        time/*, perf/*
 
-`DEFINITIONS` says what each of them means, and those of the optimizer, the evaluation and what comes back, which other
-modules count; docs/metrics.md shows it as a table. What a loss reports (loss/*, kl/*, mismatch/*) is defined in
-docs/losses.md. The functions are pure and know nothing of how the groups came about, so a metric means the same in
-every mode: one step after the other, in windows, with sampling ahead of training.
+The table metrics.yaml beside this file says what each of them means, what is good and what to do otherwise, and the
+same of the optimizer, the loss and the evaluation, which other modules count. The functions are pure and know nothing
+of how the groups came about, so a metric means the same in every mode: one step after the other, in windows, with
+sampling ahead of training.
 
 Three rules hold for all of them. A metric of nothing is left out, never 0: where no completion could be scored there
 is no mean reward. A reward that failed is in no statistic but the counts of failures. Lengths and tokens are those that
@@ -19,12 +19,17 @@ turns is one completion here, as long as all that the policy said in it.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from itertools import chain
+from pathlib import Path
 from statistics import fmean, stdev
-from types import MappingProxyType
 from typing import Any
+
+import ruamel.yaml
 
 from groupwise.algo.advantage import differ, has_signal
 from groupwise.config.run import AdvantageConfig
@@ -34,101 +39,38 @@ Metrics = dict[str, float]
 DONE, FAILED = "done", "error"  # how an episode ends; otherwise a limit ended it
 STOPS = (DONE, "max_turns", "max_tokens", "max_tool_calls", "template", "context", "timeout", FAILED)
 
-_ROLLOUTS = {
-    "reward/mean": "Mean reward (the weighted sum of the functions) of the completions that could be scored.",
-    "reward/std": "Mean over groups of the standard deviation inside the group (n - 1 in its denominator). 0 means "
-    "that no group teaches anything, however much rewards differ between prompts.",
-    "reward/min": "Smallest reward of the step.",
-    "reward/max": "Largest reward of the step.",
-    "reward/frac_zero_std": "Share of the groups that teach nothing: fewer than two completions could be scored, or "
-    "all their rewards are equal (with `normalize_then_sum`: equal in every function that has a weight).",
-    "reward/frac_best": "Share of the completions that could be scored whose reward is the largest of the step.",
-    "reward/<name>/mean": "Mean value of one reward function, without its weight, where it gave one.",
-    "reward/<name>/std": "Mean over groups of that value's standard deviation inside the group.",
-    "reward/<name>/share": "How loud a function is where it has something to say: its share of the weighted standard "
-    "deviations of all functions, mean over the groups in which its values differ. Only with several weighted "
-    "functions that are summed before they are normalised.",
-    "reward/<name>/part": "What a function brings to the mean reward: its mean value times its weight. Only with "
-    "several weighted functions.",
-    "reward/<name>/noise": "Of the completions that are the same, token by token, as others of their group: the share "
-    "to which the function did not give the value that it gave to those. Only where there are such completions.",
-    "reward/<name>/failed": "Completions on which this function failed.",
-    "reward/<name>/failed/<kind>": "The same by what went wrong.",
-    "reward/<name>/log/<metric>": "What the function reported itself, mean over the step.",
-    "rollout/count": "Completions sampled.",
-    "rollout/groups": "Groups sampled, trained on or not.",
-    "rollout/groups_trained": "Groups in the batch, replayed ones included.",
-    "rollout/batch_fill": "Groups in the batch as a share of `rollout.prompts_per_step`.",
-    "rollout/tokens": "Completion tokens sampled.",
-    "rollout/total_tokens": "Prompt and completion tokens of all completions; a group's prompt counts once for each. "
-    "Of an episode what its segments hold: what a turn only repeats of the one before counts once.",
-    "rollout/len_mean": "Mean length of the completions, in tokens; of an episode, of all of its turns together.",
-    "rollout/len_min": "Shortest completion.",
-    "rollout/len_max": "Longest completion.",
-    "rollout/len_terminated_mean": "Mean length of those that ended by themselves.",
-    "rollout/len_terminated_min": "Shortest of those.",
-    "rollout/len_terminated_max": "Longest of those.",
-    "rollout/truncated_frac": "Share of the completions that were cut at `rollout.max_tokens` or a full context; an "
-    "episode is, if one of its turns was, or if there was no room for another.",
-    "rollout/top_token_frac": "Share that one token, the commonest, has of all that was said; the token that ends a "
-    "completion counts only where it is all of it.",
-    "rollout/error_frac": "Share of the completions with an error: a reward function failed on them, or their "
-    "environment did (`env.on_error: exclude`).",
-    "rollout/excluded_frac": "Share of the completions without a reward: those that failed and those to which no "
-    "function applies. They enter no statistic and no loss.",
-    "rollout/staleness_mean": "Steps between the version that sampled a group and the step that trains it, mean over "
-    "the fresh groups of the batch. 0 is on-policy.",
-    "rollout/staleness_max": "The same of the oldest.",
-    "replay/groups": "Groups of the batch that were trained before.",
-    "replay/size": "Groups kept to be trained again.",
-    "replay/age_mean": "Mean number of steps since those were first trained.",
-    "reroll/groups": "Prompts tried again in this step, on which all completions had failed before.",
-    "reroll/size": "Prompts that wait to be tried again.",
-    "curriculum/seen": "Share of the prompts that were drawn at least once.",
-    "curriculum/passed_over": "Prompts that the curriculum passed over, since the run began.",
-    "data/too_long": "Prompts passed over: longer than `rollout.max_prompt_tokens`, or than the context.",
-    "data/too_long_frac": "The same as a share of the prompts drawn.",
-}
-_EPISODES = {
-    "rollout/turns_mean": "Mean number of turns of the policy in an episode.",
-    "env/<name>": "What the environment reported under that name (`info`), added up over an episode; mean over the "
-    "episodes that reported it.",
-    "env/tool_calls": "Mean number of tool calls in an episode.",
-    "env/tools": "Mean number of tools that an episode was offered.",
-    "env/tool_error_frac": "Share of the tool calls, those that could not be read included, that were answered with an "
-    "error. Only where the environment counts `tool_errors`, as a `ToolEnv` does.",
-    "env/forks": "Mean number of turns in an episode that did not see all of the turn before as it was said, so that "
-    "they began another trained segment.",
-    "env/failed_frac": "Share of the episodes in which the environment failed: it raised, hung or broke the contract.",
-    "env/limit_frac": "Share of the episodes that a limit ended, not the environment.",
-    "env/stop/<reason>": "Share of the episodes that ended for this reason: `done`, `error`, or a limit.",
-}
-_TRAINING = {
-    "train/samples": "Completions that were trained on; of an episode, its segments.",
-    "train/tokens": "Tokens that carry a loss.",
-    "train/advantage_abs_mean": "Mean absolute advantage of those completions.",
-    "optim/grad_norm": "Norm of the gradient before clipping.",
-    "optim/refused": "Share of the step's optimizer steps that were refused because the gradient was not finite.",
-    "optim/lr": "Learning rate.",
-    "final/logprob_drop": "Of a job of the live server, after its last step: by how many nats a token what it was "
-    "trained on is less likely than under the policy that it started from. Measured on some 8,192 tokens of it.",
-    "eval/<mode>/reward": "Mean reward on the held-out prompts.",
-    "eval/<mode>/<value>/reward": "The same for the prompts with one value of the column `eval.by`.",
-    "eval/<mode>/reward_stderr": "Standard error of `eval/<mode>/reward`, over prompts.",
-    "eval/<mode>/failed": "Completions that could not be scored.",
-    "eval/<mode>/avg@<k>": "With `eval.k` completions of each prompt: the mean over prompts of their mean reward.",
-    "eval/<mode>/pass@<k>": "The chance that one of k completions succeeds (`eval.success`), mean over prompts.",
-}
-_TIMES = {
-    "time/rollout_s": "Seconds until the step's groups were sampled and scored.",
-    "time/train_s": "Seconds in forward, backward and the optimizer.",
-    "time/sync_s": "Seconds until the new version was published, loaded and active.",
-    "time/step_s": "Seconds of the whole step.",
-    "perf/tok_s": "Completion tokens sampled per second of the whole step.",
-    "perf/sample_tok_s": "Completion tokens sampled per second of `time/rollout_s`.",
-    "perf/train_tok_s": "Trained tokens per second of `time/train_s`.",
-}
-DEFINITIONS: Mapping[str, str] = MappingProxyType(_ROLLOUTS | _EPISODES | _TRAINING | _TIMES)
+TABLE = Path(__file__).with_suffix(".yaml")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Definition:
+    """A row of the table metrics.yaml. `<name>`, `<mode>` and the like in `metric` stand for any one part of a name."""
+
+    metric: str
+    section: str
+    means: str
+    good: str = ""  # the range or the course to expect; empty where it is a plain count
+    otherwise: str = ""  # what to do where it is not; empty where the health rules say it
+
+    def fits(self, metric: str) -> bool:
+        """Whether it defines this metric.
+
+        >>> Definition(metric="eval/<mode>/reward", section="training", means="").fits("eval/greedy/reward")
+        True
+        """
+        pattern = "[^/]+".join(map(re.escape, re.split(r"<\w+>", self.metric)))
+        return re.fullmatch(pattern, metric) is not None
+
+
+@cache
+def definitions() -> tuple[Definition, ...]:
+    """What every metric means, in the order of the table, which docs/metrics.md and the web interface show."""
+    table = ruamel.yaml.YAML(typ="safe").load(TABLE.read_text("utf-8"))
+    return tuple(
+        Definition(metric=metric, section=section, **words)
+        for section, rows in table.items()
+        for metric, words in rows.items()
+    )
 
 
 def rollout_metrics(
@@ -143,7 +85,7 @@ def rollout_metrics(
     rerolled: int = 0,
     too_long: int = 0,
 ) -> Metrics:
-    """What a step's rollouts were like; the words are in `DEFINITIONS`.
+    """What a step's rollouts were like; the words are in metrics.yaml.
 
     Args:
         sampled: the groups drawn for this step, also those that are not trained on; without replayed ones.

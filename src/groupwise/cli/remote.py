@@ -351,7 +351,22 @@ def _row(job: TrainStatus) -> tuple[str, ...]:
     loss, reward = ("" if value is None else f"{value:.4g}" for value in (job.current_loss, reward))
     steps = f"{job.step}/{job.steps}"
     adapter = job.adapter_version or job.adapter_name or ""
-    return (job.job_id, job.kind, state, f"{job.progress:.0%}", steps, loss, reward, adapter, f"{job.elapsed_secs:.1f}")
+    return (
+        job.job_id,
+        job.kind,
+        state,
+        f"{job.progress:.0%}",
+        steps,
+        loss,
+        reward,
+        adapter,
+        _seconds(job.duration_secs),
+    )
+
+
+def _seconds(duration: float | None) -> str:
+    """Of a job that never ran none, however long it waited."""
+    return "" if duration is None else f"{duration:.1f}"
 
 
 def _print_job(job: TrainStatus) -> None:
@@ -363,6 +378,7 @@ def _print_job(job: TrainStatus) -> None:
         ("adapter", job.adapter_version or job.adapter_name or ""),
         *((name, f"{datetime.fromisoformat(when):%Y-%m-%d %H:%M:%S %Z}") for name, when in _times(job) if when),
         ("elapsed", f"{job.elapsed_secs:.1f} s"),
+        ("duration", f"{job.duration_secs:.1f} s" if job.duration_secs is not None else "never ran"),
         *((name, "-" if value is None else f"{value:.6g}") for name, value in job.metrics.items()),
         *(("warning", warning) for warning in job.warnings),
     ]

@@ -347,6 +347,8 @@ class TrainStatus(Answer):
     finished_at: str | None
     elapsed_secs: float
     """From the submission to the end, or to now."""
+    duration_secs: float | None
+    """From the start to the end, or to now, without the time in the queue; null for a job that never ran."""
     position: int | None
     attempt: int
     """How often a worker took it; above 1 after a crash or a restart."""

@@ -355,7 +355,7 @@ async def recent_requests(request: Request) -> list[dict[str, Any]]:
 
 POLL_S = 0.5
 NEWEST = 32  # jobs looked at besides those that have not ended: one may begin and end between two looks
-ALWAYS_NEW = ("uptime_seconds", "elapsed_secs")  # fields that say nothing when they change
+ALWAYS_NEW = ("uptime_seconds", "elapsed_secs", "duration_secs")  # fields that say nothing when they change
 JSON: TypeAdapter[Any] = TypeAdapter(Any)
 
 Told = dict[str, Any]  # the last data of each event, without ALWAYS_NEW

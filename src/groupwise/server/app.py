@@ -72,6 +72,7 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
     app.state.server = server
     for module in (openai, rollouts, rollout_log, train, findings, adapters, admin):
         app.include_router(module.router)
+    app.include_router(findings.definitions_router)
     config = server.config
     if config.trainer_routes:
         from groupwise.server import trl as trainer_routes

@@ -6,6 +6,7 @@ GET /v1/runs/{run}/health             what is going wrong in it
 GET /v1/runs/{run}/evaluations        what it changed on the held-out prompts
 GET /v1/runs/{run}/rollouts[/{id}]    its completions, in pages; and the group of one
 GET /v1/diff                          where configurations differ
+GET /v1/metrics/definitions           what each metric means (groupwise.server.findings)
 GET /v1/events, /v1/events/{run}      the list whenever it changes; a run's metrics while it goes on
 """
 
@@ -45,7 +46,7 @@ from groupwise.sdk.types import Answer
 from groupwise.server.bodies import describe
 from groupwise.server.connections import close_overdue, make_server
 from groupwise.server.errors import add_handlers
-from groupwise.server.findings import told
+from groupwise.server.findings import definitions_router, told
 from groupwise.server.guard import Gate, Guard
 from groupwise.server.listen import bind, url_of
 from groupwise.server.metrics import Recorder
@@ -543,6 +544,7 @@ def build_run_app(runs: Mapping[str, RunFiles], config: ServeConfig, *, gate: Ga
         return RunsHealth(status="ok", version=__version__, uptime_seconds=time.time() - began)
 
     app.include_router(router)
+    app.include_router(definitions_router)
     add_handlers(app)
     describe(app, config)
     app.openapi()["info"]["description"] = ABOUT

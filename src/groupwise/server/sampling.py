@@ -254,6 +254,7 @@ def sendable(logprob: float) -> float:
 # ----------------------------------------------------------------------------------------------------------------------
 
 PING_S = 15.0  # the longest silence of a stream; proxies cut connections that say nothing for a minute or less
+HEARTBEAT_S = 3.0  # the same of a stream that is followed: longer silence means that the server stands still
 STALL_S = 60.0  # how long one write may wait for a client that reads nothing at all
 CUT_S = 1.0  # the same when the server ends
 
@@ -314,8 +315,8 @@ def failure(error: GroupwiseError, *, without: Paths | None = None) -> bytes:
 
 
 def following(events: AsyncGenerator[bytes, None]) -> Response:
-    """The answer as server-sent events without a last one. An empty event is a look that found nothing: where PING_S
-    passed without another, it becomes a ping."""
+    """The answer as server-sent events without a last one. An empty event is a look that found nothing: where
+    HEARTBEAT_S passed without another, it becomes a ping."""
     return StreamingResponse(_with_pings(events), media_type="text/event-stream", headers=HEADERS)
 
 
@@ -323,7 +324,7 @@ async def _with_pings(events: AsyncGenerator[bytes, None]) -> AsyncIterator[byte
     quiet_since = time.monotonic()
     async with aclosing(events):
         async for event in events:
-            if event or time.monotonic() - quiet_since >= PING_S:
+            if event or time.monotonic() - quiet_since >= HEARTBEAT_S:
                 quiet_since = time.monotonic()
                 yield event or PING
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -326,10 +327,12 @@ def prepare_grpo(
         config=config.model_dump(mode="json") | {"output_name": name, "temperature": temperature},
         summary={
             "groups": len(groups),
+            "groups_equal": len(flat),  # those whose rewards are all equal
             "completions": len(rewards),
             **tokens,
             "rollouts": len(records),
             "reward_mean": math.fsum(rewards) / len(rewards),
+            **_reward_stderr(groups),
             "warnings": [
                 *_passed_over(config, store, start),
                 *_warnings(config, groups, flat=flat, trained=trained, recorded=recorded, records=records, start=start),
@@ -439,6 +442,12 @@ def _check_completion(completion: ScoredCompletion, at: str, *, has_messages: bo
             hint="give the group's messages; only rollout_id, or token_ids with prompt_token_ids, can do without",
             field=f"{group}.messages",
         )
+
+
+def _reward_stderr(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """The standard error of the mean reward over groups, whose completions are not independent of each other."""
+    means = [fmean(completion.reward for completion in group.completions) for group in groups]
+    return {"reward_stderr": stdev(means) / math.sqrt(len(means))} if len(means) > 1 else {}
 
 
 def _no_signal(groups: Sequence[ScoredGroup]) -> RequestError:
@@ -588,7 +597,7 @@ def _warnings(
     records: Mapping[str, RolloutRecord],
     start: PolicyVersion | None,
 ) -> Iterator[str]:
-    if flat:
+    if 2 * len(flat) > len(groups):  # some are equal in every round; most of them say that the prompts do not fit
         shown = ", ".join(f"groups[{i}]" for i in flat[:SHOWN]) + (", ..." if len(flat) > SHOWN else "")
         kept = config.trains_flat(recorded=recorded)
         what = (

@@ -212,7 +212,8 @@ def _status(server: Server, job: Job) -> TrainStatus:
         created_at=str(utc(job.created_at)),
         started_at=utc(job.started_at),
         finished_at=utc(job.finished_at),
-        elapsed_secs=max(0.0, (job.finished_at or time.time()) - job.created_at),
+        elapsed_secs=_seconds(job.created_at, job),
+        duration_secs=None if job.started_at is None else _seconds(job.started_at, job),
         position=job.position,
         attempt=job.attempt,
         cancel_requested=job.cancel_requested,
@@ -222,6 +223,11 @@ def _status(server: Server, job: Job) -> TrainStatus:
         unhealthy=job.unhealthy,
         warnings=hidden(warnings_of(job), server.paths),
     )
+
+
+def _seconds(since: float, job: Job) -> float:
+    """From then to the end of the job, or to now."""
+    return max(0.0, (job.finished_at or time.time()) - since)
 
 
 def _kind(job: Job) -> Literal["grpo", "sft"]:

@@ -2,7 +2,7 @@
  * The data of a report: `groupwise report` writes this page into one file, with its runs in an element of it. Requests are
  * then answered from there, as `groupwise ui` would answer them, so that no page needs to know.
  */
-import type { RolloutRow, RunDetail, RunDiff, RunEvaluations, RunHealth, RunMetrics, RunRollout, RunRolloutGroup } from "./types";
+import type { MetricDefinition, RolloutRow, RunDetail, RunDiff, RunEvaluations, RunHealth, RunMetrics, RunRollout, RunRolloutGroup } from "./types";
 
 /** A run in a report. `groups` are newest step first; the token ids and prompts of their completions are left out. */
 export interface SavedRun {
@@ -17,6 +17,8 @@ export interface SavedRun {
 
 export interface Saved {
   written: string;
+  /** The table of metrics. */
+  definitions: MetricDefinition[];
   runs: SavedRun[];
 }
 
@@ -36,6 +38,7 @@ export function answered(from: Saved, path: string, query: URLSearchParams): Res
   const [, place, id = "", part = "", rollout = ""] = (path.split("?")[0] ?? "").split("/").map(decodeURIComponent);
   const run = from.runs.find((each) => each.detail.run === id);
   if (place === "runs" && !id) return json({ runs: from.runs.map((each) => each.detail) });
+  if (place === "metrics") return json({ definitions: from.definitions });
   if (place === "diff") return json(diff(from, query.getAll("run")));
   if (!run) return missing("run_not_found", `there is no run ${id} in this report`);
   if (place === "events") return query.get("after") === END ? new Response(null, { status: 204 }) : streamed(metrics(run, null));

@@ -708,6 +708,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/v1/metrics/definitions": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Metric Definitions
+         * @description What each metric means, what is good, and what to do where it is not.
+         */
+        get: operations["metric_definitions_v1_metrics_definitions_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
 }
 export type webhooks = Record<string, never>;
 export interface components {
@@ -2532,6 +2552,53 @@ export interface components {
             weight: number;
         };
         /**
+         * MetricDefinition
+         * @description A metric. `<name>`, `<mode>` and the like in its name stand for any one part of it.
+         */
+        MetricDefinition: {
+            /** Metric */
+            metric: string;
+            /** Section */
+            section: string;
+            /** Means */
+            means: string;
+            /**
+             * Good
+             * @description The range or the course to expect; empty where it is a plain count.
+             */
+            good: string;
+            /**
+             * Otherwise
+             * @description What to do where it is not; empty where only the rules say it.
+             */
+            otherwise: string;
+            /** Rules */
+            rules: components["schemas"]["MetricRule"][];
+        };
+        /**
+         * MetricDefinitions
+         * @description The answer of GET /v1/metrics/definitions, in the order of docs/metrics.md.
+         */
+        MetricDefinitions: {
+            /** Definitions */
+            definitions: components["schemas"]["MetricDefinition"][];
+        };
+        /**
+         * MetricRule
+         * @description A health rule about a metric.
+         */
+        MetricRule: {
+            /** Id */
+            id: string;
+            /**
+             * Holds
+             * @description When it holds, as "mean of 10: warn > 0.3, error > 0.8".
+             */
+            holds: string;
+            /** Remedies */
+            remedies: string[];
+        };
+        /**
          * ModelCard
          * @description Something that `model` may say: the base model, an adapter, or one of its versions.
          */
@@ -3192,6 +3259,11 @@ export interface components {
              * @description From the submission to the end, or to now.
              */
             elapsed_secs: number;
+            /**
+             * Duration Secs
+             * @description From the start to the end, or to now, without the time in the queue; null for a job that never ran.
+             */
+            duration_secs: number | null;
             /** Position */
             position: number | null;
             /**
@@ -7345,6 +7417,100 @@ export interface operations {
                 content: {
                     "application/json": unknown;
                     "text/event-stream": unknown;
+                };
+            };
+            /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
+            400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `forbidden`: another host name, or another site's page */
+            403: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            429: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `internal_error`: a bug; the log has it under the request id */
+            500: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
+            503: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `deadline_exceeded` */
+            504: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "x-should-retry": components["headers"]["ShouldRetry"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+        };
+    };
+    metric_definitions_v1_metrics_definitions_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["MetricDefinitions"];
                 };
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */

@@ -1,6 +1,6 @@
 /** A job or a run as it happens: its steps and what was said of it, from its stream of events. */
 import { get, request, segment } from "../api/http";
-import { events } from "../api/sse";
+import { DEAD_MS, events } from "../api/sse";
 import type { RunMetrics, TrainStatus } from "../api/types";
 import { server } from "./server.svelte";
 import { merged, type Step } from "./steps";
@@ -59,7 +59,7 @@ export class JobFeed extends Feed {
     const path = `v1/train/events/${segment(this.id)}`;
     const response = await request(path, { query: { after: this.last }, signal: this.stop.signal });
     if (response.status === 204) return true;
-    for await (const { id, data } of events(response)) {
+    for await (const { id, data } of events(response, { silentMs: DEAD_MS })) {
       this.last = id;
       this.hear(JSON.parse(data) as Told);
     }
@@ -84,7 +84,7 @@ export class RunFeed extends Feed {
     const path = `v1/events/${segment(this.id)}`;
     const response = await request(path, { query: { after: this.last }, signal: this.stop.signal });
     if (response.status === 204) return true;
-    for await (const { id, data } of events(response)) {
+    for await (const { id, data } of events(response, { silentMs: DEAD_MS })) {
       this.last = id;
       const found = JSON.parse(data) as RunMetrics;
       this.steps = merged(found.anew ? [] : this.steps, found.steps as Step[]);

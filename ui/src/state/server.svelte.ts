@@ -1,17 +1,25 @@
 /** The one store of what the server is doing, kept current by its stream of events. */
 import { ApiError, get, request } from "../api/http";
 import { saved } from "../api/saved";
-import { events } from "../api/sse";
+import { DEAD_MS, events } from "../api/sse";
 import type { AdapterList, ConfigAnswer, DecodeStats, Health, RecentRequest, RunList, RunSummary, TrainStatus } from "../api/types";
 import { settings } from "./settings.svelte";
 
 const RETRY_MS = [500, 1000, 2000, 4000];
 const SPEEDS = 120;
+const STALE_S = 7; // the server says something every 3 s
 
-export type Link = "connecting" | "live" | "lost" | "loading" | "locked" | "saved";
+type Connection = "connecting" | "live" | "lost" | "loading" | "locked" | "saved";
+export type Link = Connection | "stale";
 
 class ServerState {
-  link = $state<Link>("connecting");
+  private connection = $state<Connection>("connecting");
+  private heardAt = $state(Date.now());
+  /** The time, to the second. */
+  now = $state(Date.now());
+  /** For how many seconds the server has said nothing, not even that it lives. */
+  silence = $derived(Math.max(0, Math.round((this.now - this.heardAt) / 1000)));
+  link = $derived<Link>(this.silence >= STALE_S && ["connecting", "live"].includes(this.connection) ? "stale" : this.connection);
   /** Who answers: `groupwise serve`, or `groupwise ui` over runs on disk, or a report; null until the first event. */
   kind = $state<"server" | "runs" | null>(null);
   /** The runs of `groupwise ui`. */
@@ -49,15 +57,16 @@ class ServerState {
     if (saved) {
       this.kind = "runs";
       this.runs = saved.runs.map((run) => run.detail);
-      this.link = "saved";
+      this.connection = "saved";
       return;
     }
+    setInterval(() => (this.now = Date.now()), 1000);
     for (let failures = 0; ; failures += 1) {
       try {
         await this.follow(() => (failures = 0));
-        this.link = "lost";
+        this.connection = "lost";
       } catch (error) {
-        this.link = linkAfter(error);
+        if (this.link !== "stale" || error instanceof ApiError) this.connection = linkAfter(error);
       }
       await this.pause(RETRY_MS[Math.min(failures, RETRY_MS.length - 1)] ?? 1000);
     }
@@ -71,15 +80,20 @@ class ServerState {
   private async follow(came: () => void): Promise<void> {
     const response = await request("v1/events");
     let first = true;
-    for await (const { event, data } of events(response)) {
+    this.heard();
+    for await (const { event, data } of events(response, { heard: () => this.heard(), silentMs: DEAD_MS })) {
       came();
-      this.link = "live";
       this.meet(event === "runs" ? "runs" : "server");
       if (event === "jobs") {
         this.merge(JSON.parse(data) as TrainStatus[], first);
         first = false;
       } else this.hear(event, JSON.parse(data));
     }
+  }
+
+  private heard(): void {
+    this.heardAt = Date.now();
+    this.connection = "live";
   }
 
   private meet(kind: "server" | "runs"): void {
@@ -115,7 +129,7 @@ class ServerState {
   }
 }
 
-function linkAfter(error: unknown): Link {
+function linkAfter(error: unknown): Connection {
   if (error instanceof ApiError && error.status === 401) return "locked";
   return error instanceof ApiError && error.code === "not_ready" ? "loading" : "lost";
 }

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from groupwise.server.findings import defined_metrics
 from groupwise.server.rollout_view import plain
 from groupwise.server.run_rollouts import change_of, groups_of, steps_of
 from groupwise.server.runs import RunFiles, judged
@@ -33,7 +34,8 @@ def data_of(runs: Sequence[RunFiles], *, steps: Sequence[int] = ()) -> dict[str,
     """The report's data, as JSON has it. `steps` are those whose completions are in it; none means those that fit."""
     share = len(runs)
     saved = [_run(run, steps, room=MOST_COMPLETION_BYTES // share, values=MOST_VALUES // share) for run in runs]
-    return {"written": datetime.now(UTC).isoformat(timespec="seconds"), "runs": saved}
+    definitions = defined_metrics().model_dump(mode="json")["definitions"]
+    return {"written": datetime.now(UTC).isoformat(timespec="seconds"), "definitions": definitions, "runs": saved}
 
 
 def _run(run: RunFiles, steps: Sequence[int], *, room: int, values: int) -> dict[str, Any]:

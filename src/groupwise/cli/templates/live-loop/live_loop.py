@@ -50,14 +50,13 @@ def main() -> None:
             mean = sum(map(sum, rewards)) / (options.prompts * options.n)
             print(f"round {number:2d}  mean reward {mean:.3f}  by {groups[0].completions[0].adapter}", flush=True)
 
-            scored = [
-                group.scored(given, text_only=options.text_only)
-                for group, given in zip(groups, rewards, strict=True)
-                if len(set(given)) > 1  # equal rewards say nothing
-            ]
-            if scored:
+            if any(len(set(given)) > 1 for given in rewards):  # otherwise there is nothing to learn from
+                scored = [
+                    group.scored(given, text_only=options.text_only)
+                    for group, given in zip(groups, rewards, strict=True)
+                ]
                 job = client.train_grpo(
-                    scored,
+                    scored,  # every group: the server leaves out what teaches nothing, and counts it in the mean reward
                     output_name=options.output_name,
                     learning_rate=options.learning_rate,
                     kl_coeff=0,
