@@ -130,3 +130,68 @@ test("a report answers as `groupwise ui` would", async () => {
     assert.ok((await answer.json()).error.hint.includes("groupwise ui"));
   }
 });
+
+test("an answer scores what stands behind the working, by its last number, as it is, or as a part", async () => {
+  const { checked } = await load("pages/teach/scoring.ts");
+  const cases = [
+    ["<think>7+8=15</think>\n185", "185", "number", 1], ["It is 1,850.", "1850", "number", 1], ["185 or 186", "185", "number", 0],
+    ["no idea", "185", "number", 0], ["185", "", "number", null], [" 1, 2 ", "1, 2", "exact", 1], ["It is 1, 2", "1, 2", "exact", 0],
+    ["It is PARIS.", "Paris", "contains", 1], ["<think>Paris?</think> Rome", "Paris", "contains", 0],
+  ];
+  for (const [text, answer, check, score] of cases) assert.equal(checked(text, answer, check, null), score, `${check}: ${text}`);
+  assert.equal(checked("abc", "", "pattern", /b/u), 1);
+  assert.equal(checked("abc", "abc", "pattern", null), null);
+});
+
+test("pairs: everything is compared often enough and no two twice; shares of comparisons are the scores", async () => {
+  const { nextPair, won } = await load("pages/teach/scoring.ts");
+  const votes = [];
+  const places = [0, 1, 2, 3, 5];
+  for (let pair = nextPair(votes, places, 3); pair; pair = nextPair(votes, places, 3)) {
+    votes.push({ a: pair[0], b: pair[1], winner: Math.max(...pair) });
+    assert.ok(votes.length <= 10, "no pair comes twice");
+  }
+  const times = places.map((i) => votes.filter((vote) => vote.a === i || vote.b === i).length);
+  assert.ok(times.every((each) => each >= 3), String(times));
+  const shares = won(votes, 6);
+  assert.deepEqual([shares[0], shares[4], shares[5]], [0, null, 1]);
+  assert.deepEqual(won([{ a: 0, b: 1, winner: null }], 2), [0.5, 0.5]);
+  assert.equal(nextPair([], [2], 3), null);
+});
+
+test("held-out prompts are spread evenly, are so many as was asked for, and never all", async () => {
+  const { heldOut } = await load("pages/teach/scoring.ts");
+  for (const count of [1, 2, 3, 8, 16, 33]) {
+    for (const share of [0, 0.25, 0.5, 1]) {
+      const held = heldOut(count, share);
+      assert.equal(held.filter(Boolean).length, Math.min(count - 1, Math.round(count * share)));
+      assert.equal(held.length, count);
+    }
+  }
+  assert.deepEqual(heldOut(4, 0.5), [false, true, false, true]);
+});
+
+test("pasted lines are prompts with answers", async () => {
+  const { parsed } = await load("pages/teach/scoring.ts");
+  assert.deepEqual(parsed("2 + 3 => 5\n\n  Say hi \na => b => c"), [{ text: "2 + 3", answer: "5" }, { text: "Say hi", answer: "" }, { text: "a => b", answer: "c" }]);
+});
+
+test("the examples' answers are right by their own check, and every lesson has prompts to hold out", async () => {
+  const { EXAMPLES } = await load("pages/teach/examples.ts");
+  const { checked } = await load("pages/teach/scoring.ts");
+  for (const task of EXAMPLES) {
+    assert.ok(task.prompts.length >= 8);
+    for (const { text, answer } of task.prompts) if (answer) assert.equal(checked(answer, answer, task.check, null), 1, text);
+  }
+});
+
+test("the palette finds by words, by letters in order, and nothing else", async () => {
+  const { matching } = await load("parts/commands.ts");
+  const commands = [{ kind: "Go to", name: "Rollouts" }, { kind: "Version", name: "taught@12" }, { kind: "Activate", name: "taught@12" }, { kind: "Job", name: "other, a1b2c3" }];
+  const names = (typed) => matching(commands, typed, 9).map((each) => `${each.kind} ${each.name}`);
+  assert.equal(names("").length, 4);
+  assert.deepEqual(names("act taught"), ["Activate taught@12"]);
+  assert.deepEqual(names("rlt"), ["Go to Rollouts"]);
+  assert.deepEqual(names("b2c"), ["Job other, a1b2c3"]);
+  assert.deepEqual(names("zzz"), []);
+});

@@ -1,4 +1,4 @@
-/** One prompt, several completions of it, streamed token by token. */
+/** A conversation, several completions of it, streamed token by token. */
 import { ApiError, asJson, request } from "./http";
 import { events } from "./sse";
 import type { ErrorEnvelope, TokenLogprob } from "./types";
@@ -9,10 +9,14 @@ export interface Said {
   finish: string | null;
 }
 
+export interface Message {
+  role: string;
+  content: string;
+}
+
 export interface Asked {
   model: string;
-  prompt: string;
-  system: string;
+  messages: Message[];
   n: number;
   temperature: number;
   maxTokens: number;
@@ -36,7 +40,7 @@ interface Chunk {
   }[];
 }
 
-export function messages(asked: { prompt: string; system: string }): { role: string; content: string }[] {
+export function messages(asked: { prompt: string; system: string }): Message[] {
   const turn = { role: "user", content: asked.prompt };
   return asked.system ? [{ role: "system", content: asked.system }, turn] : [turn];
 }
@@ -48,7 +52,7 @@ export async function stream(
   options: { signal: AbortSignal; version?: (version: string) => void },
 ): Promise<void> {
   const body = {
-    messages: messages(asked),
+    messages: asked.messages,
     model: asked.model || null,
     n: asked.n,
     temperature: asked.temperature,
