@@ -103,7 +103,7 @@ test("evaluations are a row a mode and column, with the error of the last", asyn
 test("a report answers as `groupwise ui` would", async () => {
   const { answered } = await load("api/saved.ts");
   const rollout = (id, reward, text) => ({ id, group: id.slice(0, 3), prompt: "", text, reward, finish_reason: "stop", version: "toy@1", tokens: [text], token_ids: [], logprobs: [-1] });
-  const group = (id, ...rollouts) => ({ group: id, prompt: "p".repeat(500), rollouts });
+  const group = (id, ...rollouts) => ({ group: id, prompt: "p".repeat(500), columns: { skill: id === "1.0" ? "sub" : "add" }, rollouts });
   const one = {
     detail: { run: "a~b", config: { seed: 1, x: 2 } }, steps: [{ step: 1 }], health: { status: "ok" }, evaluations: { mode: null }, left_out: [],
     groups: [group("2.0", rollout("2.0.1", 1, "yes"), rollout("2.0.0", 0, "no")), group("1.0", rollout("1.0.0", null, "yes"))],
@@ -122,6 +122,13 @@ test("a report answers as `groupwise ui` would", async () => {
   assert.deepEqual(await ids("step=2&contains=ye"), ["2.0.1"]);
   assert.deepEqual(await ids("reward_min=0&reward_max=0.5"), ["2.0.0"]);
   assert.deepEqual(await ids("finish_reason=length"), []);
+  assert.deepEqual(await ids("contains=YES"), ["2.0.1", "1.0.0"]);
+  assert.deepEqual((await ids("contains=PPP")).length, 3);
+  assert.deepEqual(await ids("sort=best"), ["2.0.1", "2.0.0", "1.0.0"]);
+  assert.deepEqual(await ids("tag=skill=sub"), ["1.0.0"]);
+  const facets = await ask("v1/runs/a~b/rollouts/facets").json();
+  assert.deepEqual([facets.counted, facets.steps, facets.versions], [3, [2, 1], [{ value: "toy@1", count: 3 }]]);
+  assert.deepEqual(facets.tags.skill, [{ value: "add", count: 2 }, { value: "sub", count: 1 }]);
   assert.equal((await ask("v1/runs/a~b/rollouts").json()).rows[0].prompt.length, 400);
   assert.equal((await ask("v1/runs/a~b/rollouts/2.0.1").json()).group, "2.0");
   for (const path of ["v1/runs/none", "v1/runs/c/rollouts/9.9.9", "v1/runs/c/checkpoints"]) {

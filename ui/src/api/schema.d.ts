@@ -91,6 +91,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/v1/rollouts/facets": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Count Rollouts
+         * @description Which versions sampled what is kept, and how it ended: what to filter the list by.
+         */
+        get: operations["count_rollouts_v1_rollouts_facets_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/v1/rollouts/{id}": {
         parameters: {
             query?: never;
@@ -2038,6 +2058,16 @@ export interface components {
             error: components["schemas"]["ErrorBody"];
         };
         /**
+         * FacetCount
+         * @description How many completions have a value.
+         */
+        FacetCount: {
+            /** Value */
+            value: string;
+            /** Count */
+            count: number;
+        };
+        /**
          * FunctionSchema
          * @description What a tool is called, does, and takes (JSON Schema).
          */
@@ -2725,6 +2755,33 @@ export interface components {
             logprobs: (number | null)[] | null;
         };
         /**
+         * RolloutFacets
+         * @description What completions can be filtered by, and how many have it; values with the most completions come first.
+         */
+        RolloutFacets: {
+            /**
+             * Counted
+             * @description Completions that were looked at: the newest ones, as far as one request reads.
+             */
+            counted: number;
+            /** Versions */
+            versions: components["schemas"]["FacetCount"][];
+            /** Finish Reasons */
+            finish_reasons: components["schemas"]["FacetCount"][];
+            /**
+             * Steps
+             * @description Of a run, newest first: every step that has completions.
+             */
+            steps: number[];
+            /**
+             * Tags
+             * @description Of a run: the prompts' other columns that have few values, by name.
+             */
+            tags: {
+                [key: string]: components["schemas"]["FacetCount"][];
+            };
+        };
+        /**
          * RolloutGroup
          * @description The completions of one prompt, highest reward first.
          */
@@ -2748,6 +2805,11 @@ export interface components {
             rows: components["schemas"]["RolloutRow"][];
             /** Next */
             next: number | null;
+            /**
+             * Newest
+             * @description Of what was sampled here, newest first, and not of a job: send it as `since` to get only what came later.
+             */
+            newest?: number | null;
         };
         /**
          * RolloutRow
@@ -3346,16 +3408,6 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `invalid_api_key` */
-            401: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -3489,16 +3541,6 @@ export interface operations {
             };
             /** @description `invalid_value`, `invalid_messages`, `context_length_exceeded`, `invalid_adapter`, `batch_too_large`, `limit_exceeded`, `unsupported_parameter`; `invalid_json`, or `invalid_value` (`param` says where) */
             400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `invalid_api_key` */
-            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -3647,16 +3689,6 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `invalid_api_key` */
-            401: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -3782,16 +3814,23 @@ export interface operations {
                 job?: string | null;
                 /** @description The `next` of the page before. */
                 after?: number | null;
+                /** @description The `newest` of a page: only what came later. */
+                since?: number | null;
                 limit?: number;
-                /** @description Text of the completion. */
+                /** @description Text of the prompt or the completion; case does not count. */
                 contains?: string | null;
-                /** @description length: cut. */
+                /** @description length: cut. Refused with `job`, which is not told. */
                 finish_reason?: ("stop" | "length") | null;
+                /** @description What sampled it. Refused with `job`, which is not told. */
                 version?: string | null;
-                /** @description Of a job's completions. */
+                /** @description Of a job's completions; refused without `job`. */
                 reward_min?: number | null;
-                /** @description Of a job's completions. */
+                /** @description Of a job's completions; refused without `job`. */
                 reward_max?: number | null;
+                /** @description A rollout's id: only completions of the same prompt. */
+                like?: string | null;
+                /** @description Default: newest first; a job's as posted. best and worst, by reward, need a job. */
+                sort?: ("newest" | "oldest" | "best" | "worst" | "longest" | "shortest") | null;
             };
             header?: never;
             path?: never;
@@ -3819,16 +3858,6 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `invalid_api_key` */
-            401: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -3839,7 +3868,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `job_not_found` */
+            /** @description `job_not_found`, `rollout_not_found` */
             404: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -3851,6 +3880,90 @@ export interface operations {
             };
             /** @description `payload_damaged` */
             410: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            429: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `internal_error`: a bug; the log has it under the request id */
+            500: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
+            503: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `deadline_exceeded` */
+            504: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "x-should-retry": components["headers"]["ShouldRetry"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+        };
+    };
+    count_rollouts_v1_rollouts_facets_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["RolloutFacets"];
+                };
+            };
+            /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
+            400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `forbidden`: another host name, or another site's page */
+            403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -3927,16 +4040,6 @@ export interface operations {
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `invalid_api_key` */
-            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -4047,16 +4150,6 @@ export interface operations {
             };
             /** @description `invalid_value`, `invalid_messages`, `context_length_exceeded`, `unsupported_content`, `adapter_not_found`, `invalid_adapter`, `no_signal`, `rollout_not_found`, `limit_exceeded`; `invalid_json`, or `invalid_value` (`param` says where) */
             400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `invalid_api_key` */
-            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -4209,16 +4302,6 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `invalid_api_key` */
-            401: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -4357,16 +4440,6 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `invalid_api_key` */
-            401: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -4445,16 +4518,6 @@ export interface operations {
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `invalid_api_key` */
-            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -4557,16 +4620,6 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `invalid_api_key` */
-            401: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -4645,16 +4698,6 @@ export interface operations {
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `invalid_api_key` */
-            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -4774,16 +4817,6 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `invalid_api_key` */
-            401: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -4872,16 +4905,6 @@ export interface operations {
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `invalid_api_key` */
-            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -4997,16 +5020,6 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `invalid_api_key` */
-            401: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -5114,16 +5127,6 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `invalid_api_key` */
-            401: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -5218,16 +5221,6 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `invalid_api_key` */
-            401: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -5306,16 +5299,6 @@ export interface operations {
             };
             /** @description `invalid_adapter`; `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `invalid_api_key` */
-            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -5412,16 +5395,6 @@ export interface operations {
             };
             /** @description `invalid_adapter`; `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `invalid_api_key` */
-            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -5531,16 +5504,6 @@ export interface operations {
             };
             /** @description `invalid_adapter`; `invalid_json`, or `invalid_value` (`param` says where) */
             400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `invalid_api_key` */
-            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -5707,16 +5670,6 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `invalid_api_key` */
-            401: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -5810,16 +5763,6 @@ export interface operations {
             };
             /** @description `invalid_adapter`; `invalid_json`, or `invalid_value` (`param` says where) */
             400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `invalid_api_key` */
-            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -5986,16 +5929,6 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `invalid_api_key` */
-            401: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -6136,16 +6069,6 @@ export interface operations {
             };
             /** @description `invalid_adapter`; `invalid_json`, or `invalid_value` (`param` says where) */
             400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `invalid_api_key` */
-            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -6295,16 +6218,6 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `invalid_api_key` */
-            401: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -6395,16 +6308,6 @@ export interface operations {
             };
             /** @description `invalid_adapter`; `invalid_json`, or `invalid_value` (`param` says where) */
             400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `invalid_api_key` */
-            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -6592,16 +6495,6 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `invalid_api_key` */
-            401: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -6678,16 +6571,6 @@ export interface operations {
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `invalid_api_key` */
-            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -6780,16 +6663,6 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `invalid_api_key` */
-            401: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -6866,16 +6739,6 @@ export interface operations {
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `invalid_api_key` */
-            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -6962,16 +6825,6 @@ export interface operations {
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `invalid_api_key` */
-            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -7074,16 +6927,6 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `invalid_api_key` */
-            401: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -7160,16 +7003,6 @@ export interface operations {
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `invalid_api_key` */
-            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -7262,16 +7095,6 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `invalid_api_key` */
-            401: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -7349,16 +7172,6 @@ export interface operations {
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `invalid_api_key` */
-            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
