@@ -4,6 +4,8 @@ import { events } from "./sse";
 import type { ErrorEnvelope, TokenLogprob } from "./types";
 
 export interface Said {
+  /** What it wrote in <think> before its answer. */
+  thought: string;
   text: string;
   tokens: TokenLogprob[];
   finish: string | null;
@@ -75,7 +77,8 @@ export async function stream(
     for (const choice of chunk.choices ?? []) {
       const one = said[choice.index];
       if (!one) continue;
-      one.text += (choice.delta.reasoning_content ?? "") + (choice.delta.content ?? "");
+      one.thought += choice.delta.reasoning_content ?? "";
+      one.text += choice.delta.content ?? "";
       if (choice.delta.tool_calls) one.text += JSON.stringify(choice.delta.tool_calls);
       one.tokens.push(...(choice.logprobs?.content ?? []));
       one.finish = choice.finish_reason ?? one.finish;

@@ -22,7 +22,7 @@ export class Column {
   async ask(question: Question): Promise<void> {
     this.cancel();
     const stop = (this.stop = new AbortController());
-    this.said = Array.from({ length: question.n }, () => ({ text: "", tokens: [], finish: null }));
+    this.said = Array.from({ length: question.n }, () => ({ thought: "", text: "", tokens: [], finish: null }));
     this.error = null;
     this.answeredBy = "";
     this.busy = true;

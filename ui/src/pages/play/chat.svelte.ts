@@ -7,6 +7,8 @@ const STORED = "groupwise.chat";
 export interface Turn {
   role: "user" | "assistant";
   content: string;
+  /** What it wrote in <think> before; it is not sent back. */
+  thought?: string;
   /** Which version answered; "" for what a person wrote. */
   version: string;
   /** Why it ended: "stop", "length", or "stopped" by hand; null while it is written, or of a person. */
@@ -50,9 +52,11 @@ export class Thread {
     const messages = chat.system.trim() ? [{ role: "system", content: chat.system }, ...history] : history;
     this.turns.push({ role: "assistant", content: "", version: this.version, finish: null });
     const turn = this.turns.at(-1);
-    const said = $state<Said[]>([{ text: "", tokens: [], finish: null }]);
+    const said = $state<Said[]>([{ thought: "", text: "", tokens: [], finish: null }]);
     const show = (): void => {
-      if (turn && said[0]) turn.content = said[0].text;
+      if (!turn || !said[0]) return;
+      turn.content = said[0].text;
+      turn.thought = said[0].thought;
     };
     this.error = null;
     this.busy = true;
