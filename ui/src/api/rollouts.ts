@@ -61,16 +61,15 @@ export function liveSource(job: string | null): RolloutSource {
 
 /** What a run on disk sampled. */
 export function runSource(run: string): RolloutSource {
-  const path = `v1/runs/${segment(run)}/rollouts`;
   return {
     rewarded: true,
     filters: ["reward", "step", "version", "finish", "tag"],
     sorts: [["oldest", "oldest"], ...REWARDS, ...LENGTHS],
     scores: false,
-    facets: () => get<RolloutFacets>(`${path}/facets`),
+    facets: () => get<RolloutFacets>(`v1/runs/${segment(run)}/rollouts/facets`),
     since: null,
     page: (filter, after, limit) =>
-      get<RolloutPage>(path, {
+      get<RolloutPage>(`v1/runs/${segment(run)}/rollouts`, {
         after,
         limit,
         step: filter.step,
@@ -83,7 +82,7 @@ export function runSource(run: string): RolloutSource {
         like: filter.like,
         sort: filter.sort,
       }),
-    group: (id) => get<RunRolloutGroup>(`${path}/${segment(id)}`),
+    group: (id) => get<RunRolloutGroup>(`v1/runs/${segment(run)}/rollouts/${segment(id)}`),
   };
 }
 
