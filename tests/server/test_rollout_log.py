@@ -8,6 +8,7 @@ import pytest
 
 from groupwise.algo.advantage import advantages, gdpo_advantages
 from groupwise.config.run import AdvantageConfig
+from groupwise.server import rollout_log
 from groupwise.store.job_payload import EncodedCompletion, EncodedGroup, GrpoPayload, dump_payload
 from groupwise.store.ledger import RolloutRecord
 from whole_server import Whole, whole
@@ -78,6 +79,85 @@ def test_rollouts_are_found_by_text_end_and_version(site: Whole, sampled: list[d
     cut = [each["rollout_id"] for each in reversed(sampled) if each["finish_reason"] == "length"]
     assert [row["id"] for row in listed(site, finish_reason="length")["rows"]] == cut
     assert len(listed(site, version="base")["rows"]) == 6 and listed(site, version="other@1")["rows"] == []
+
+
+def test_text_is_searched_in_prompts_and_completions_whatever_its_case(
+    site: Whole, sampled: list[dict[str, Any]]
+) -> None:
+    assert [row["id"] for row in listed(site, contains="hELLo?")["rows"]] == [
+        each["rollout_id"] for each in reversed(sampled[:3])
+    ]
+    said = next(each["text"] for each in sampled if each["text"].swapcase() != each["text"])
+    assert said in [row["text"] for row in listed(site, contains=said.swapcase())["rows"]]
+    assert listed(site, contains="100%_of nothing")["rows"] == []
+
+
+def test_a_search_looks_at_so_many_rows_and_goes_on_behind_them(
+    site: Whole, sampled: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout_log, "SCAN_ROWS", 2)
+    for sort in ("newest", "oldest", "longest"):
+        found, pages, after = list[str](), 0, {}
+        while True:
+            page = listed(site, contains="hello?", sort=sort, **after)
+            found, pages = found + [row["id"] for row in page["rows"]], pages + 1
+            if page["next"] is None:
+                break
+            after = {"after": page["next"]}
+        assert sorted(found) == sorted(each["rollout_id"] for each in sampled[:3]) and pages > 2
+
+
+def test_rollouts_are_sorted_by_time_and_length(site: Whole, sampled: list[dict[str, Any]]) -> None:
+    ids = [each["rollout_id"] for each in sampled]
+    assert [row["id"] for row in listed(site, sort="oldest")["rows"]] == ids
+    first = listed(site, sort="longest", limit=4)
+    rows = first["rows"] + listed(site, sort="longest", limit=4, after=first["next"])["rows"]
+    lengths = [row["completion_tokens"] for row in rows]
+    assert lengths == sorted(lengths, reverse=True) and sorted(row["id"] for row in rows) == sorted(ids)
+
+
+def test_only_what_came_later_is_told_to_one_who_follows(site: Whole, sampled: list[dict[str, Any]]) -> None:
+    newest = listed(site)["newest"]
+    assert listed(site, since=newest)["rows"] == []
+    body = {"prompts": [[HELLO]], "n": 1, "max_tokens": 2, "seed": 5}
+    one = site.http.post("/v1/completions/batch", json=body).json()["completions"][0]["rollout_id"]
+    page = listed(site, since=newest)
+    assert [row["id"] for row in page["rows"]] == [one] and page["newest"] > newest
+    assert listed(site, like=one)["rows"][0]["id"] == one
+    alike = [row["id"] for row in listed(site, like=sampled[0]["rollout_id"])["rows"]]
+    assert alike == [one, *(each["rollout_id"] for each in reversed(sampled[:3]))]
+    with site.server.ledger._db.transaction("removing it again") as db:
+        db.execute("DELETE FROM rollout WHERE id = ?", (one,))
+
+
+def test_facets_count_what_can_be_filtered_by(site: Whole, sampled: list[dict[str, Any]]) -> None:
+    found = site.http.get("/v1/rollouts/facets").json()
+    assert found["counted"] == 6 and found["versions"] == [{"value": "base", "count": 6}]
+    ends = {each["value"]: each["count"] for each in found["finish_reasons"]}
+    assert ends == {reason: sum(each["finish_reason"] == reason for each in sampled) for reason in ends}
+
+
+def test_a_jobs_completions_are_sorted_by_reward(site: Whole, job: str) -> None:
+    rewards = [row["reward"] for row in listed(site, job=job, sort="best")["rows"]]
+    assert rewards == [3.0, 2.0, 1.0, 0.5, 0.5, 0.5, 0.0]
+    pages = [listed(site, job=job, sort="worst", limit=4), listed(site, job=job, sort="worst", limit=4, after=4)]
+    assert [row["reward"] for page in pages for row in page["rows"]] == rewards[::-1]
+    assert len(listed(site, job=job, like=f"{job}.1.2")["rows"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        ({"reward_min": 0}, "reward_min"),
+        ({"sort": "best"}, "sort"),
+        ({"job": "", "version": "base"}, "version"),
+        ({"job": "", "finish_reason": "stop"}, "finish_reason"),
+        ({"since": 1, "sort": "longest"}, "since"),
+    ],
+)
+def test_a_filter_that_would_not_act_is_refused(site: Whole, job: str, query: dict[str, Any], field: str) -> None:
+    answer = site.http.get("/v1/rollouts", params={**query, **({"job": job} if "job" in query else {})})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == field and answer.json()["error"]["hint"]
 
 
 def test_a_rollout_brings_its_group_token_by_token(site: Whole, sampled: list[dict[str, Any]]) -> None:

@@ -9,10 +9,22 @@ from typing import Any
 
 import pytest
 
+from groupwise.errors import RequestError
 from groupwise.run.evaluate import Evaluation, save_evaluations
-from groupwise.server.run_rollouts import SampleQuery, change_of, group, groups_of, page, steps_of
+from groupwise.server import run_rollouts
+from groupwise.server.run_rollouts import (
+    SampleQuery,
+    change_of,
+    facets,
+    group,
+    groups_of,
+    page,
+    prompt_id,
+    sorted_page,
+    steps_of,
+)
 from groupwise.server.runs import RunFiles
-from groupwise.server.schema import RunRollout
+from groupwise.server.schema import RolloutNotFoundError, RunRollout, Sort
 from groupwise.types import Completion, FinishReason, Message, PolicyVersion, Prompt, Rollout, RolloutGroup, Turn
 from run_place import ASKED, END, TOKENIZER, make_run, scored, turn, write_line
 from run_place import group as group_of
@@ -36,6 +48,52 @@ def episode(*turns: Turn, messages: list[Message] | None = None, stop: str = "do
 def after(before: Turn, *told: int, text: str, **options: Any) -> Turn:
     """A turn that goes on from another."""
     return replace(turn(text, prompt=[*before.prompt_ids, *before.completion.token_ids, *told]), **options)
+
+
+# ---- lists ----
+def test_completions_are_found_by_prompt_tag_and_likeness_and_sorted(tmp_path: Path) -> None:
+    def tagged(skill: str, *rollouts: Rollout) -> RolloutGroup:
+        made = group_of(*rollouts, id=f"p:{skill}")
+        return replace(made, prompt=replace(made.prompt, columns={"skill": skill}))
+
+    two = {
+        step: [
+            tagged("add", scored("Four", 1.0), scored("five!", step / 4)),
+            tagged("sub", scored("9", 0.5), scored("8", 0.25)),
+        ]
+        for step in (1, 2)
+    }
+    run = RunFiles(make_run(tmp_path / "r", rollouts=two), id="r")
+
+    def ids(sort: Sort = "newest", **query: Any) -> list[str]:
+        wanted = SampleQuery(**query)
+        if sort == "newest":
+            return [row.id for row in page(run, wanted, after=None, limit=99).rows]
+        first = sorted_page(run, wanted, sort, after=None, limit=3)
+        rest = [] if first.next is None else sorted_page(run, wanted, sort, after=first.next, limit=99).rows
+        return [row.id for row in (*first.rows, *rest)]
+
+    assert ids(contains="FOUR") == ["2.0.0", "1.0.0"] and len(ids(contains="USER")) == 8
+    assert ids(prompt_id=prompt_id(run, "1.1.0")) == ["2.1.0", "2.1.1", "1.1.0", "1.1.1"]
+    assert ids("best") == ["2.0.0", "1.0.0", "2.0.1", "2.1.0", "1.1.0", "2.1.1", "1.0.1", "1.1.1"]
+    assert ids("worst", step=1) == ["1.0.1", "1.1.1", "1.1.0", "1.0.0"] and ids("oldest")[:2] == ["1.0.0", "1.0.1"]
+    lengths = {row.id: row.completion_tokens for row in page(run, SampleQuery(), after=None, limit=99).rows}
+    assert [lengths[id] for id in ids("longest")] == sorted(lengths.values(), reverse=True)
+    found = facets(run)
+    assert found.counted == 8 and found.steps == [2, 1]
+    assert [(each.value, each.count) for each in found.tags["skill"]] == [("add", 4), ("sub", 4)]
+    assert ids(tag=("skill", "sub")) == ["2.1.0", "2.1.1", "1.1.0", "1.1.1"]
+    with pytest.raises(RolloutNotFoundError):
+        prompt_id(run, "9.9.9")
+
+
+def test_sorting_more_than_a_page_reads_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunFiles(make_run(tmp_path / "r", rollouts={step: [group_of(scored("a", 1.0))] for step in (1, 2)}), id="r")
+    monkeypatch.setattr(run_rollouts, "READ_BYTES", 10)
+    with pytest.raises(RequestError, match="sort=best") as refused:
+        sorted_page(run, SampleQuery(), "best", after=None, limit=9)
+    assert refused.value.hint and "step" in refused.value.hint
+    assert len(sorted_page(run, SampleQuery(step=1), "best", after=None, limit=9).rows) == 1
 
 
 # ---- tokens ----

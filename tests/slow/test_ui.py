@@ -31,7 +31,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="the
 
 HOSTILE = "<img src=x onerror='window.hit=1'><script>window.hit=1</script>{{7*7}}\u202e"
 SUM = "What is 47 + 38? Think step by step."
-PAGES = {"now": "starter", "jobs": "Jobs", "rollouts": "Rollouts", "play": "Playground", "adapters": "Adapters"}
+PAGES = {
+    "now": "starter",
+    "jobs": "Jobs",
+    "rollouts": "Rollouts",
+    "teach": "Teach",
+    "play": "Playground",
+    "adapters": "Adapters",
+}
 JOB_S = 60_000
 RATE = 3e-3
 
@@ -111,45 +118,121 @@ def test_each_page_shows_what_it_is_for(page: Any, place: Place, name: str) -> N
 
 
 # ---- teaching ----
-def test_a_lesson_from_the_first_sample_to_a_changed_answer(page: Any, place: Place) -> None:
-    go(page, place, "play/teach")
-    page.get_by_label("Prompt").fill(SUM)
-    page.get_by_role("button", name="Sample").click()
-    cards = page.locator("[data-card]")
-    expect(cards).to_have_count(8)
-    train = page.get_by_role("button", name="Train", exact=True)
-    expect(train).to_be_disabled()
-    cards.first.focus()
-    for key in "5050jj50":  # two are passed over
-        page.keyboard.press(key)
-    expect(page.get_by_text("6 of 8 completions scored")).to_be_visible()
+def button(page: Any, name: str) -> Any:
+    return page.get_by_role("button", name=name, exact=True)
+
+
+def test_the_default_lesson_makes_more_of_what_was_not_taught_right(page: Any, place: Place) -> None:
+    """Three rounds of the first example, nothing changed but the name, and a reload with the scores unsent."""
+    go(page, place, "teach")
+    page.get_by_role("button", name=re.compile("^Sums")).click()
+    button(page, "Sample").click()
+    train = button(page, "Train")
+    expect(train).to_be_enabled(timeout=JOB_S)
     page.get_by_label("Adapter").fill("lesson")
-    page.get_by_label("Passes").fill("8")
-    train.click()
+    page.locator("[data-card]").first.focus()
+    page.keyboard.press("x")
+    expect(page.get_by_text("63 of 64 completions scored")).to_be_visible()
+    page.reload()
+    expect(page.get_by_text("63 of 64 completions scored")).to_be_visible()
+    expect(page.get_by_label("Adapter")).to_have_value("lesson")
     result = page.get_by_role("region", name="Before and after")
-    expect(result).to_be_visible(timeout=JOB_S)
-    expect(result.get_by_role("heading", name=re.compile("After: lesson@1"))).to_be_visible()
-    assert api(place, "/v1/adapters")["active_version"] == "lesson@1"
-    sides = [result.get_by_label(side, exact=True) for side in ("Before", "After")]
-    before, after = (side.locator("pre").all_inner_texts() for side in sides)
-    assert len(before) == len(after) == 8 and before != after
-    page.get_by_role("button", name="Score these").click()
-    expect(cards).to_have_count(8)
-    page.get_by_role("button", name="By pattern").click()
+    for round_ in range(3):
+        expect(train).to_be_enabled(timeout=JOB_S)
+        train.click()
+        expect(result).to_be_visible(timeout=JOB_S)
+        assert api(place, "/v1/adapters")["active_version"] == f"lesson@{round_ + 1}"
+        if round_ < 2:
+            page.get_by_role("button", name=f"Next round, from lesson@{round_ + 1}").click()
+    rows = page.get_by_role("region", name="Rounds").locator("tbody tr").all()
+    cells = [row.locator("td").all_inner_texts() for row in rows]
+    assert [each[1:3] for each in cells] == [["base", "lesson@1"], ["lesson@1", "lesson@2"], ["lesson@2", "lesson@3"]]
+    shares = [float(part) for part in re.findall(r"[0-9.]+", " ".join(each[4] for each in cells))]
+    assert shares[-1] >= shares[0] + 15  # percent of 64 completions of prompts that were not trained on
+    assert max(float(each[5]) for each in cells) < 0.5  # KL from the base model, nats a token
+    button(page, "New lesson").click()
+    assert api(place, "/v1/adapters/lesson")["history"][1]["parent"] == "lesson@1"
+
+
+def test_another_versions_completions_are_not_trained_on(page: Any, place: Place) -> None:
+    go(page, place, "teach")
+    page.get_by_label("Prompt 1", exact=True).fill(SUM)
+    page.get_by_label("Start from").select_option("lesson@1")
+    button(page, "Sample").click()
+    cards = page.locator("[data-card]")
+    expect(cards).to_have_count(8, timeout=20_000)
+    button(page, "Thumbs").click()
+    cards.first.focus()
+    for key in "ynyn":
+        page.keyboard.press(key)
+    expect(page.get_by_text("4 of 8 completions scored")).to_be_visible()
+    expect(button(page, "Train")).to_be_enabled()
+    page.get_by_label("Start from").select_option("base")
+    expect(page.get_by_text("sampled by lesson@1, and training starts from base")).to_be_visible()
+    expect(button(page, "Train")).to_be_disabled()
+    button(page, "Start from lesson@1").click()
+    expect(button(page, "Train")).to_be_enabled()
+
+
+def test_the_better_of_two_and_a_pattern_score_too(page: Any, place: Place) -> None:
+    go(page, place, "teach")
+    page.get_by_label("Prompt 1", exact=True).fill(SUM)
+    page.get_by_label("Start from").select_option("base")
+    button(page, "Sample").click()
+    expect(page.locator("[data-card]")).to_have_count(8, timeout=20_000)
+    button(page, "A or B").click()
+    page.get_by_role("group", name="Which is better?").focus()
+    for key in ("a", "b", "=", "a"):
+        page.keyboard.press(key)
+    made = page.get_by_role("status").filter(has_text=re.compile("^[0-9]+ compared$"))
+    assert int(made.inner_text().split()[0]) >= 4
+    expect(page.get_by_text(re.compile("^0 of 8"))).to_have_count(0)
+    button(page, "Answer").click()
+    page.get_by_label("Right is").select_option("pattern")
     page.get_by_label("Regular expression").fill("85(")
     expect(page.get_by_text("Invalid regular expression")).to_be_visible()
-    page.get_by_label("Regular expression").fill(r"[0-9]")
+    page.get_by_label("Regular expression").fill("[0-9]")
     expect(page.get_by_text("8 of 8 completions scored")).to_be_visible()
 
 
-def test_several_versions_answer_beside_each_other(page: Any, place: Place) -> None:
+# ---- talking ----
+def test_a_chat_keeps_its_history_is_edited_answered_again_and_compared(page: Any, place: Place) -> None:
+    asked: list[Any] = []
+    page.on("request", lambda r: asked.append(r.post_data_json) if r.url.endswith("/chat/completions") else None)
     go(page, place, "play")
+    first = page.get_by_role("region", name="Chat 1")
+    first.get_by_label("Version 1").select_option("lesson@1")
+    message = page.get_by_label("Message", exact=True)
+    for turn, text in enumerate(("What is 2 + 3?", "And 4 + 4?")):
+        message.fill(text)
+        message.press("Enter")
+        expect(first.get_by_role("button", name="Answer again")).to_be_visible(timeout=20_000)
+        assert [each["role"] for each in asked[-1]["messages"]] == ["user", "assistant"] * turn + ["user"]
+    expect(first.get_by_role("listitem").get_by_text("lesson@1", exact=True)).to_have_count(2)
+    first.get_by_role("button", name="Answer again").click()
+    expect(first.get_by_role("button", name="Answer again")).to_be_visible(timeout=20_000)
+    assert len(asked[-1]["messages"]) == 3 and asked[-1]["messages"][2]["content"] == "And 4 + 4?"
+    first.get_by_role("button", name="Edit").first.click()
+    first.get_by_label("Edit message").fill("What is 1 + 1?")
+    first.get_by_role("button", name="Send again").click()
+    expect(first.get_by_role("button", name="Answer again")).to_be_visible(timeout=20_000)
+    assert [each["content"] for each in asked[-1]["messages"]] == ["What is 1 + 1?"]
+    page.get_by_role("button", name="Compare with another").click()
+    message.fill("Hello?")
+    message.press("Enter")
+    expect(page.get_by_role("button", name="Answer again")).to_have_count(2, timeout=20_000)
+    page.reload()
+    expect(first.get_by_text("Hello?")).to_be_visible()
+
+
+def test_several_versions_answer_beside_each_other(page: Any, place: Place) -> None:
+    go(page, place, "play/compare")
     page.get_by_label("Prompt").fill(SUM)
     page.get_by_label("Samples").fill("2")
     page.get_by_role("button", name="Ask", exact=True).click()
     columns = page.get_by_role("region", name=re.compile("Column"))
     expect(columns).to_have_count(2)
-    for column, version in zip(columns.all(), ("base", "lesson@1"), strict=True):
+    for column, version in zip(columns.all(), ("base", "lesson@3"), strict=True):
         expect(column.get_by_text(f"answered by {version}")).to_be_visible(timeout=20_000)
         expect(column.locator("article")).to_have_count(2)
     columns.first.locator("pre[role=group]").first.focus()
@@ -272,6 +355,61 @@ def test_a_long_list_is_only_drawn_where_it_is_seen(page: Any, place: Place) -> 
     assert drawn.count() < 60
 
 
+def test_rollouts_are_narrowed_and_one_prompt_is_followed_across_versions(page: Any, place: Place) -> None:
+    for version in ("base", "lesson@1"):
+        sample(place, SUM, 2, adapter=version, seed=9)
+    go(page, place, "rollouts")
+    rows = page.get_by_role("listbox", name="Rollouts").get_by_role("option")
+    page.get_by_label("Contains").fill("WHAT IS 47 + 38")
+    expect(rows.first).to_be_visible()
+    page.get_by_label("Sampled by").select_option("lesson@1")
+    expect(page).to_have_url(re.compile("version=lesson"))
+    page.get_by_label("Order").select_option("longest")
+    rows.first.click()
+    button(page, "This prompt everywhere").click()
+    shown = page.get_by_role("button", name=re.compile(r"^(base|lesson@1): [0-9]"))
+    expect(shown).to_have_count(2)
+    go(page, place, "rollouts")
+    expect(rows.first).to_be_visible()
+    sample(place, "Only just now?", 1)
+    expect(rows.filter(has_text="Only just now?")).to_be_visible(timeout=10_000)
+
+
+def test_back_on_a_phone_closes_what_was_opened(browser: Any, place: Place) -> None:
+    context = browser.new_context(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    page = context.new_page()
+    go(page, place, "rollouts")
+    rows = page.get_by_role("listbox", name="Rollouts").get_by_role("option")
+    rows.first.tap()
+    expect(page.get_by_role("region", name="Group")).to_be_visible()
+    page.go_back()
+    expect(page.get_by_role("region", name="Group")).to_have_count(0)
+    expect(rows.first).to_be_visible()
+    page.get_by_role("navigation", name="Pages").get_by_role("link", name="Adapters").tap()
+    page.get_by_role("button", name=re.compile("^lesson@1")).tap()
+    expect(page.get_by_role("region", name="Version lesson@1")).to_be_in_viewport()
+    page.go_back()
+    expect(page.get_by_role("button", name=re.compile("^lesson@1"))).to_be_visible()
+    page.go_back()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Rollouts")
+    context.close()
+
+
+def test_the_palette_goes_anywhere_by_typing_and_says_the_keys(page: Any, place: Place) -> None:
+    go(page, place, "now")
+    page.keyboard.press("Control+k")
+    page.get_by_role("combobox", name="Command").fill("vers lesson@2")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("region", name="Version lesson@2")).to_be_visible()
+    page.keyboard.press("g")
+    page.keyboard.press("t")
+    expect(page.get_by_role("heading", level=1)).to_have_text("Teach")
+    page.keyboard.press("?")
+    expect(page.get_by_role("dialog").get_by_role("heading", name="Keys")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_have_count(0)
+
+
 # ---- adapters ----
 def test_upload_activate_roll_back_and_delete(page: Any, place: Place, tmp_path: Path) -> None:
     made = save_marked(load_model("starter"), "Q", tmp_path / "made", prompts=["2 + 3 = ?"], tokens=8)
@@ -338,22 +476,22 @@ def test_what_changed_is_marked_word_by_word(page: Any, place: Place) -> None:
     prompts = [SUM, "What is 12 + 7? Think step by step."]
     body = {"prompts": [[{"role": "user", "content": each}] for each in prompts], "n": 1, "temperature": 0}
     said = {}
-    for version in ("base", "lesson@1"):
+    for version in ("base", "lesson@3"):
         asked = {**body, "max_tokens": 96, "adapter": version}
         answer = httpx2.post(place.url + "/v1/completions/batch", json=asked, timeout=60).json()
         said[version] = [each["text"] for each in answer["completions"]]
-    go(page, place, "adapters?version=lesson@1")
+    go(page, place, "adapters?version=lesson@3")
     page.get_by_label("Prompts, one a line").fill("\n".join(prompts))
     page.get_by_role("combobox", name=re.compile("^From")).select_option("base")
-    page.get_by_role("combobox", name=re.compile("^To")).select_option("lesson@1")
+    page.get_by_role("combobox", name=re.compile("^To")).select_option("lesson@3")
     page.get_by_role("button", name="Compare").click()
     shown = page.locator("article:has(pre)")
     expect(shown).to_have_count(2, timeout=30_000)
     for i, article in enumerate(shown.all()):
-        for version, other in (("base", "ins"), ("lesson@1", "del")):
+        for version, other in (("base", "ins"), ("lesson@3", "del")):
             kept = "pre => [...pre.childNodes].filter(n => n.nodeName !== %r).map(n => n.textContent).join('')"
             assert article.locator("pre").evaluate(kept % other.upper()) == said[version][i]
-    assert said["base"] != said["lesson@1"] and page.locator("article ins").count() > 0
+    assert said["base"] != said["lesson@3"] and page.locator("article ins").count() > 0
     assert page.locator("article", has_text="· the same").count() == sum(map(str.__eq__, *said.values()))
 
 
@@ -386,10 +524,15 @@ def test_hostile_text_stays_text(page: Any, place: Place) -> None:
     expect(page.get_by_text("onerror=").first).to_be_visible()
     page.get_by_role("listbox").get_by_role("option").first.click()
     expect(page.get_by_role("region", name="Group").get_by_role("listitem")).to_have_count(2)
-    go(page, place, "play/teach")
-    page.get_by_label("Prompt").fill(HOSTILE)
-    page.get_by_role("button", name="Sample").click()
-    expect(page.get_by_role("button", name="Remove group")).to_be_visible()
+    go(page, place, "teach")
+    page.get_by_label("Prompt 1", exact=True).fill(HOSTILE)
+    button(page, "Sample").click()
+    button(page, "Thumbs").click()
+    expect(page.get_by_role("button", name="Remove group")).to_be_visible(timeout=20_000)
+    go(page, place, "play")
+    page.get_by_label("Message", exact=True).fill(HOSTILE)
+    page.get_by_label("Message", exact=True).press("Enter")
+    expect(page.get_by_role("region", name="Chat 1").get_by_text("onerror=")).to_be_visible()
     go(page, place, "<img src=x onerror=window.hit=1>")
     expect(page.get_by_text("There is no page")).to_be_visible()
     assert page.locator("img:not([src='./favicon.svg'])").count() == 0 and page.evaluate("window.hit") is None
@@ -425,5 +568,12 @@ def test_a_server_that_stands_still_is_seen_to_within_ten_seconds(page: Any, pla
 @pytest.mark.parametrize("width", [390, 1280])
 def test_axe_finds_nothing_serious(browser: Any, place: Place, scheme: str, width: int) -> None:
     job = api(place, "/v1/train/status")[0]["job_id"]
-    pages = [*PAGES, "play/teach", f"jobs/{job}", f"rollouts?job={job}&id={job}.0.0", "adapters?version=lesson@1"]
+    pages = [
+        *PAGES,
+        "play/compare",
+        "adapters?by=name",
+        f"jobs/{job}",
+        f"rollouts?job={job}&id={job}.0.0",
+        "adapters?version=lesson@1",
+    ]
     assert serious(browser, place.url, pages, scheme=scheme, width=width) == []

@@ -105,7 +105,7 @@ test("evaluations are a row a mode and column, with the error of the last", asyn
 test("a report answers as `groupwise ui` would", async () => {
   const { answered } = await load("api/saved.ts");
   const rollout = (id, reward, text) => ({ id, group: id.slice(0, 3), prompt: "", text, reward, finish_reason: "stop", version: "toy@1", tokens: [text], token_ids: [], logprobs: [-1] });
-  const group = (id, ...rollouts) => ({ group: id, prompt: "p".repeat(500), rollouts });
+  const group = (id, ...rollouts) => ({ group: id, prompt: "p".repeat(500), columns: { skill: id === "1.0" ? "sub" : "add" }, rollouts });
   const one = {
     detail: { run: "a~b", config: { seed: 1, x: 2 } }, steps: [{ step: 1 }], health: { status: "ok" }, evaluations: { mode: null }, left_out: [],
     groups: [group("2.0", rollout("2.0.1", 1, "yes"), rollout("2.0.0", 0, "no")), group("1.0", rollout("1.0.0", null, "yes"))],
@@ -125,6 +125,13 @@ test("a report answers as `groupwise ui` would", async () => {
   assert.deepEqual(await ids("step=2&contains=ye"), ["2.0.1"]);
   assert.deepEqual(await ids("reward_min=0&reward_max=0.5"), ["2.0.0"]);
   assert.deepEqual(await ids("finish_reason=length"), []);
+  assert.deepEqual(await ids("contains=YES"), ["2.0.1", "1.0.0"]);
+  assert.deepEqual((await ids("contains=PPP")).length, 3);
+  assert.deepEqual(await ids("sort=best"), ["2.0.1", "2.0.0", "1.0.0"]);
+  assert.deepEqual(await ids("tag=skill=sub"), ["1.0.0"]);
+  const facets = await ask("v1/runs/a~b/rollouts/facets").json();
+  assert.deepEqual([facets.counted, facets.steps, facets.versions], [3, [2, 1], [{ value: "toy@1", count: 3 }]]);
+  assert.deepEqual(facets.tags.skill, [{ value: "add", count: 2 }, { value: "sub", count: 1 }]);
   assert.equal((await ask("v1/runs/a~b/rollouts").json()).rows[0].prompt.length, 400);
   assert.equal((await ask("v1/runs/a~b/rollouts/2.0.1").json()).group, "2.0");
   for (const path of ["v1/runs/none", "v1/runs/c/rollouts/9.9.9", "v1/runs/c/checkpoints"]) {
@@ -259,4 +266,69 @@ test("a stream is heard at every sign of life, and a silent one fails", async ()
   assert.deepEqual((await stream.next()).value, { event: "jobs", id: "", data: "[]" });
   assert.equal(heard, 2);
   await assert.rejects(stream.next(), /nothing came for 200 ms/);
+});
+
+test("an answer scores what stands behind the working, by its last number, as it is, or as a part", async () => {
+  const { checked } = await load("pages/teach/scoring.ts");
+  const cases = [
+    ["<think>7+8=15</think>\n185", "185", "number", 1], ["It is 1,850.", "1850", "number", 1], ["185 or 186", "185", "number", 0],
+    ["no idea", "185", "number", 0], ["185", "", "number", null], [" 1, 2 ", "1, 2", "exact", 1], ["It is 1, 2", "1, 2", "exact", 0],
+    ["It is PARIS.", "Paris", "contains", 1], ["<think>Paris?</think> Rome", "Paris", "contains", 0],
+  ];
+  for (const [text, answer, check, score] of cases) assert.equal(checked(text, answer, check, null), score, `${check}: ${text}`);
+  assert.equal(checked("abc", "", "pattern", /b/u), 1);
+  assert.equal(checked("abc", "abc", "pattern", null), null);
+});
+
+test("pairs: everything is compared often enough and no two twice; shares of comparisons are the scores", async () => {
+  const { nextPair, won } = await load("pages/teach/scoring.ts");
+  const votes = [];
+  const places = [0, 1, 2, 3, 5];
+  for (let pair = nextPair(votes, places, 3); pair; pair = nextPair(votes, places, 3)) {
+    votes.push({ a: pair[0], b: pair[1], winner: Math.max(...pair) });
+    assert.ok(votes.length <= 10, "no pair comes twice");
+  }
+  const times = places.map((i) => votes.filter((vote) => vote.a === i || vote.b === i).length);
+  assert.ok(times.every((each) => each >= 3), String(times));
+  const shares = won(votes, 6);
+  assert.deepEqual([shares[0], shares[4], shares[5]], [0, null, 1]);
+  assert.deepEqual(won([{ a: 0, b: 1, winner: null }], 2), [0.5, 0.5]);
+  assert.equal(nextPair([], [2], 3), null);
+});
+
+test("held-out prompts are spread evenly, are so many as was asked for, and never all", async () => {
+  const { heldOut } = await load("pages/teach/scoring.ts");
+  for (const count of [1, 2, 3, 8, 16, 33]) {
+    for (const share of [0, 0.25, 0.5, 1]) {
+      const held = heldOut(count, share);
+      assert.equal(held.filter(Boolean).length, Math.min(count - 1, Math.round(count * share)));
+      assert.equal(held.length, count);
+    }
+  }
+  assert.deepEqual(heldOut(4, 0.5), [false, true, false, true]);
+});
+
+test("pasted lines are prompts with answers", async () => {
+  const { parsed } = await load("pages/teach/scoring.ts");
+  assert.deepEqual(parsed("2 + 3 => 5\n\n  Say hi \na => b => c"), [{ text: "2 + 3", answer: "5" }, { text: "Say hi", answer: "" }, { text: "a => b", answer: "c" }]);
+});
+
+test("the examples' answers are right by their own check, and every lesson has prompts to hold out", async () => {
+  const { EXAMPLES } = await load("pages/teach/examples.ts");
+  const { checked } = await load("pages/teach/scoring.ts");
+  for (const task of EXAMPLES) {
+    assert.ok(task.prompts.length >= 8);
+    for (const { text, answer } of task.prompts) if (answer) assert.equal(checked(answer, answer, task.check, null), 1, text);
+  }
+});
+
+test("the palette finds by words, by letters in order, and nothing else", async () => {
+  const { matching } = await load("parts/commands.ts");
+  const commands = [{ kind: "Go to", name: "Rollouts" }, { kind: "Version", name: "taught@12" }, { kind: "Activate", name: "taught@12" }, { kind: "Job", name: "other, a1b2c3" }];
+  const names = (typed) => matching(commands, typed, 9).map((each) => `${each.kind} ${each.name}`);
+  assert.equal(names("").length, 4);
+  assert.deepEqual(names("act taught"), ["Activate taught@12"]);
+  assert.deepEqual(names("rlt"), ["Go to Rollouts"]);
+  assert.deepEqual(names("b2c"), ["Job other, a1b2c3"]);
+  assert.deepEqual(names("zzz"), []);
 });

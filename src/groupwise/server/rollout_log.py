@@ -3,16 +3,19 @@
     recent   completions that /v1/completions/batch kept, newest first; nobody knows their rewards
     a job    the completions it was posted, by group, with reward and advantage; ids are {job_id}.{group}.{completion}
 
-Pages go by a cursor, so that a hundred thousand rows are read as they are scrolled to. The ledger's file is read
-through a connection that cannot write and that nobody else waits for.
+Pages go by a cursor, so that a hundred thousand rows are read as they are scrolled to. A search for text looks in
+prompts and completions, at SCAN_ROWS rows a page at most: a page may then have few rows, and a next one all the same.
+The ledger's file is read through a connection that cannot write and that nobody else waits for.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import math
 import sqlite3
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -29,11 +32,14 @@ from groupwise.server.sampling import sendable
 from groupwise.server.schema import (
     MOST_ROWS,
     PREVIEW,
+    FacetCount,
     RolloutDetail,
+    RolloutFacets,
     RolloutGroupDetail,
     RolloutNotFoundError,
     RolloutPage,
     RolloutRow,
+    Sort,
     best_first,
 )
 from groupwise.server.state import Server, server_of
@@ -46,6 +52,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MOST_IN_GROUP = 1024
+SCAN_ROWS = 20_000  # that one page of a search for text looks at
+COUNT_ROWS = 200_000  # that facets are counted in
 
 _COLUMNS = (
     "seq, id, prompt_ids, completion_ids, logprobs, version, temperature, finish_reason, text, reshaped, created_at"
@@ -55,24 +63,105 @@ router = APIRouter(prefix="/v1/rollouts", tags=["rollouts"])
 
 
 # ---- routes ----
-@router.get("", **documented(answer=RolloutPage, errors=[JobNotFoundError, DamagedPayloadError, RequestError]))
+JobFilter = Annotated[str | None, Query(description="The completions that this job trained on.")]
+OfJob = Annotated[float | None, Query(description="Of a job's completions; refused without `job`.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    """What is searched for; None is everything. `like` is the prompt, as token ids, that all of it answers."""
+
+    contains: str | None = None
+    finish_reason: str | None = None
+    version: str | None = None
+    rewards: tuple[float, float] = (-math.inf, math.inf)
+    like: str | None = None
+    sort: Sort = "newest"
+
+
+@router.get(
+    "",
+    **documented(
+        answer=RolloutPage, errors=[JobNotFoundError, DamagedPayloadError, RolloutNotFoundError, RequestError]
+    ),
+)
 async def list_rollouts(
     request: Request,
-    job: Annotated[str | None, Query(description="The completions that this job trained on.")] = None,
+    job: JobFilter = None,
     after: Annotated[int | None, Query(ge=0, le=2**62, description="The `next` of the page before.")] = None,
+    since: Annotated[
+        int | None, Query(ge=0, le=2**62, description="The `newest` of a page: only what came later.")
+    ] = None,
     limit: Annotated[int, Query(ge=1, le=MOST_ROWS)] = 200,
-    contains: Annotated[str | None, Query(max_length=500, description="Text of the completion.")] = None,
-    finish_reason: Annotated[Literal["stop", "length"] | None, Query(description="length: cut.")] = None,
-    version: Annotated[str | None, Query(max_length=100)] = None,
-    reward_min: Annotated[float | None, Query(description="Of a job's completions.")] = None,
-    reward_max: Annotated[float | None, Query(description="Of a job's completions.")] = None,
+    contains: Annotated[
+        str | None, Query(max_length=500, description="Text of the prompt or the completion; case does not count.")
+    ] = None,
+    finish_reason: Annotated[
+        Literal["stop", "length"] | None, Query(description="length: cut. Refused with `job`, which is not told.")
+    ] = None,
+    version: Annotated[
+        str | None, Query(max_length=100, description="What sampled it. Refused with `job`, which is not told.")
+    ] = None,
+    reward_min: OfJob = None,
+    reward_max: OfJob = None,
+    like: Annotated[
+        str | None, Query(max_length=100, description="A rollout's id: only completions of the same prompt.")
+    ] = None,
+    sort: Annotated[
+        Sort | None,
+        Query(description="Default: newest first; a job's as posted. best and worst, by reward, need a job."),
+    ] = None,
 ) -> RolloutPage:
     """Completions that were sampled for training, newest first; or those that a job was posted, by group."""
     server = server_of(request)
+    _check_filters(
+        job,
+        for_a_job={
+            "reward_min": reward_min,
+            "reward_max": reward_max,
+            "sort": sort if sort in ("best", "worst") else None,
+        },
+        for_recent={
+            "version": version,
+            "finish_reason": finish_reason,
+            "since": since,
+            "sort": sort if sort in ("newest", "oldest") else None,
+        },
+    )
+    if since is not None and (sort not in (None, "newest") or after is not None):
+        raise RequestError(
+            "since goes with newest first, and without after", hint="leave sort and after out", field="since"
+        )
+    wanted = _Wanted(
+        contains=None if contains is None else contains.casefold(),
+        finish_reason=finish_reason,
+        version=version,
+        rewards=(-math.inf if reward_min is None else reward_min, math.inf if reward_max is None else reward_max),
+        like=like,
+        sort=sort or "newest",
+    )
     if job is None:
-        return await run_in_threadpool(_recent, server, after, limit, contains, finish_reason, version)
-    rewards = (float("-inf") if reward_min is None else reward_min, float("inf") if reward_max is None else reward_max)
-    return await run_in_threadpool(_of_job, server, job, after, limit, contains, rewards)
+        return await run_in_threadpool(_recent, server, wanted, after, since, limit)
+    return await run_in_threadpool(_of_job, server, job, wanted, after, limit)
+
+
+def _check_filters(job: str | None, *, for_a_job: dict[str, Any], for_recent: dict[str, Any]) -> None:
+    """Raise RequestError for what would not act."""
+    wrong = for_a_job if job is None else for_recent
+    given = next((name for name, value in wrong.items() if value is not None), None)
+    if given is None:
+        return
+    if job is None:
+        message = f"{given}={wrong[given]} asks for rewards, which only a job's completions have"
+        raise RequestError(message, hint="give job as well, or leave it out", field=given)
+    message = f"{given}={wrong[given]} does not act on what a job was posted, which has no time or sampler of its own"
+    raise RequestError(message, hint="leave it out, or leave job out", field=given)
+
+
+@router.get("/facets", **documented(answer=RolloutFacets))
+async def count_rollouts(request: Request) -> RolloutFacets:
+    """Which versions sampled what is kept, and how it ended: what to filter the list by."""
+    return await run_in_threadpool(_facets, server_of(request))
 
 
 @router.get(
@@ -96,21 +185,87 @@ def _group(server: Server, id: str) -> RolloutGroupDetail:
 
 
 # ---- sampled lately ----
-def _recent(
-    server: Server, after: int | None, limit: int, contains: str | None, finish_reason: str | None, version: str | None
-) -> RolloutPage:
-    wanted = {"seq < ?": after, "instr(text, ?) > 0": contains, "finish_reason = ?": finish_reason}
-    wanted |= {"version = ?": version}
-    given = {test: value for test, value in wanted.items() if value is not None}
-    where = f"WHERE {' AND '.join(given)}" if given else ""
+_ORDERS: dict[Sort, str] = {
+    "newest": "seq DESC",
+    "oldest": "seq",
+    "longest": "length(completion_ids) DESC, seq DESC",
+    "shortest": "length(completion_ids), seq DESC",
+}
+
+
+def _recent(server: Server, wanted: _Wanted, after: int | None, since: int | None, limit: int) -> RolloutPage:
+    """The cursor is the last row's number where rows go by time, else how many rows are behind."""
+    by_time, forward = wanted.sort in ("newest", "oldest"), wanted.sort == "oldest"
+    tests: dict[str, Any] = {"finish_reason = ?": wanted.finish_reason, "version = ?": wanted.version, "seq > ?": since}
+    if by_time:
+        tests["seq > ?" if forward else "seq < ?"] = after
+    tests = {test: value for test, value in tests.items() if value is not None}
+    skip = 0 if by_time or after is None else after
     with server.ledger.reader("reading the rollouts") as db:
-        query = f"SELECT {_COLUMNS} FROM rollout {where} ORDER BY seq DESC LIMIT ?"
-        found = db.execute(query, (*given.values(), limit)).fetchall()
+        if wanted.like is not None:
+            tests["prompt_ids = ?"] = _prompt_of(db, wanted.like)
+        where = f"WHERE {' AND '.join(tests)}" if tests else ""
+        newest = db.execute("SELECT coalesce(max(seq), 0) FROM rollout").fetchone()[0]
+        order = f"ORDER BY {_ORDERS[wanted.sort]}"
+        chosen = f"SELECT seq AS place FROM rollout {where} {order} LIMIT ? OFFSET ?"  # numbers alone are sorted fast
+        query = f"SELECT {_COLUMNS} FROM ({chosen}) JOIN rollout ON seq = place {order}"
+        looked = limit if wanted.contains is None else SCAN_ROWS
+        found, last, seen = list[sqlite3.Row](), None, 0
+        for row in db.execute(query, (*tests.values(), looked, skip)):
+            last, seen = row["seq"], seen + 1
+            if wanted.contains is None or _mentions(row, wanted.contains, server.base.tokenizer):
+                found.append(row)
+                if len(found) == limit:
+                    break
+    more = len(found) == limit or seen == looked
     prompts = {
         blob: plain_text(array("i", blob), server.base.tokenizer) for blob in {row["prompt_ids"] for row in found}
     }
     rows = [RolloutRow(**_row(row, prompts[row["prompt_ids"]][-PREVIEW:], row["text"][:PREVIEW])) for row in found]
-    return RolloutPage(rows=rows, next=found[-1]["seq"] if len(found) == limit else None)
+    following = None if not more else last if by_time else skip + seen
+    return RolloutPage(rows=rows, next=following, newest=newest if wanted.sort == "newest" and after is None else None)
+
+
+def _prompt_of(db: sqlite3.Connection, id: str) -> bytes:
+    """The prompt of a rollout, as the ledger has it. Raises RolloutNotFoundError."""
+    one = db.execute("SELECT prompt_ids FROM rollout WHERE id = ?", (id,)).fetchone()
+    if one is None:
+        raise RolloutNotFoundError(f"there is no rollout {id[:64]!r}", hint="rollouts are kept for 7 days")
+    return one["prompt_ids"]
+
+
+def _mentions(row: sqlite3.Row, wanted: str, tokenizer: PreTrainedTokenizerBase) -> bool:
+    return wanted in row["text"].casefold() or wanted in _searched(row["prompt_ids"], tokenizer)
+
+
+@lru_cache(maxsize=20_000)  # the completions of a group share their prompt, and groups often theirs
+def _searched(prompt_ids: bytes, tokenizer: PreTrainedTokenizerBase) -> str:
+    return plain_text(array("i", prompt_ids), tokenizer).casefold()
+
+
+def _facets(server: Server) -> RolloutFacets:
+    """Counted in the newest rows."""
+    newest = "SELECT version, finish_reason FROM rollout ORDER BY seq DESC LIMIT ?"
+    query = f"SELECT version, finish_reason, count(*) AS n FROM ({newest}) GROUP BY version, finish_reason"
+    with server.ledger.reader("counting the rollouts") as db:
+        rows = db.execute(query, (COUNT_ROWS,)).fetchall()
+    return RolloutFacets(
+        counted=sum(row["n"] for row in rows),
+        versions=most_first((row["version"], row["n"]) for row in rows),
+        finish_reasons=most_first((row["finish_reason"], row["n"]) for row in rows),
+        steps=[],
+        tags={},
+    )
+
+
+def most_first(counts: Iterable[tuple[str, int]]) -> list[FacetCount]:
+    """Sums by value, the largest first."""
+    total: dict[str, int] = {}
+    for value, count in counts:
+        total[value] = total.get(value, 0) + count
+    return [
+        FacetCount(value=value, count=total[value]) for value in sorted(total, key=lambda each: (-total[each], each))
+    ]
 
 
 def _row(row: sqlite3.Row, prompt: str, text: str) -> dict[str, Any]:
@@ -230,32 +385,46 @@ def _posted(ledger: Ledger, job_id: str) -> _Posted:
     )
 
 
-def _of_job(
-    server: Server, job_id: str, after: int | None, limit: int, contains: str | None, rewards: tuple[float, float]
-) -> RolloutPage:
+def _of_job(server: Server, job_id: str, wanted: _Wanted, after: int | None, limit: int) -> RolloutPage:
+    """The cursor is how many completions, in their order, are behind."""
     posted, tokenizer, rows = _posted(server.ledger, job_id), server.base.tokenizer, list[RolloutRow]()
-    prompts: dict[int, str] = {}
-    for number, place in enumerate(posted.places[after or 0 :], start=(after or 0) + 1):
-        if not rewards[0] <= posted.reward(place) <= rewards[1]:
+    alike = None if wanted.like is None else posted.groups[_place_in(posted, wanted.like)].prompt_ids
+    places, begin = _sorted(server.ledger, job_id, wanted.sort), after or 0
+    for number, place in enumerate(itertools.islice(places, begin, None), start=begin + 1):
+        group = posted.groups[place[0]]
+        if not wanted.rewards[0] <= posted.reward(place) <= wanted.rewards[1]:
             continue
-        text = posted.text(place, tokenizer)
-        if contains is not None and contains not in text:
+        if alike is not None and group.prompt_ids != alike:
             continue
-        if place[0] not in prompts:
-            prompts[place[0]] = plain_text(posted.groups[place[0]].prompt_ids, tokenizer)[-PREVIEW:]
-        rows.append(RolloutRow(**posted.row(place, prompts[place[0]], text[:PREVIEW])))
-        if len(rows) == limit:
-            return RolloutPage(rows=rows, next=number if number < len(posted.places) else None)
+        prompt_ids, text = array("i", group.prompt_ids).tobytes(), posted.text(place, tokenizer)
+        mentions = wanted.contains is None or wanted.contains in text.casefold()
+        if mentions or (wanted.contains or "") in _searched(prompt_ids, tokenizer):
+            prompt = plain_text(group.prompt_ids, tokenizer)[-PREVIEW:]
+            rows.append(RolloutRow(**posted.row(place, prompt, text[:PREVIEW])))
+        if len(rows) == limit or number - begin == SCAN_ROWS:
+            return RolloutPage(rows=rows, next=number if number < len(places) else None)
     return RolloutPage(rows=rows, next=None)
 
 
+@lru_cache(maxsize=4)
+def _sorted(ledger: Ledger, job_id: str, sort: Sort) -> Sequence[tuple[int, int]]:
+    """A job's completions in order; as they were posted where it is not by reward or length."""
+    posted = _posted(ledger, job_id)
+    if sort in ("best", "worst"):
+        return sorted(posted.places, key=posted.reward, reverse=sort == "best")
+    if sort in ("longest", "shortest"):
+
+        def length(place: tuple[int, int]) -> int:
+            return len(posted.groups[place[0]].completions[place[1]].ids)
+
+        return sorted(posted.places, key=length, reverse=sort == "longest")
+    return posted.places
+
+
 def _group_of_job(server: Server, id: str) -> tuple[list[RolloutDetail], Sequence[int]]:
-    job_id, _, place = id.partition(".")
-    posted, tokenizer, number = _posted(server.ledger, job_id), server.base.tokenizer, place.partition(".")[0]
-    if not (number.isascii() and number.isdigit() and int(number[:9]) < len(posted.groups)):
-        message = f"there is no rollout {id[:64]!r}: job {job_id} has {len(posted.groups)} groups, from 0 on"
-        raise RolloutNotFoundError(message, hint="ids are {job_id}.{group}.{completion}")
-    i = int(number[:9])
+    job_id = id.partition(".")[0]
+    posted, tokenizer = _posted(server.ledger, job_id), server.base.tokenizer
+    i = _place_in(posted, id)
     group = posted.groups[i]
     prompt = plain_text(group.prompt_ids, tokenizer)
     return [
@@ -265,3 +434,13 @@ def _group_of_job(server: Server, id: str) -> tuple[list[RolloutDetail], Sequenc
         )
         for j, each in enumerate(group.completions)
     ], group.prompt_ids
+
+
+def _place_in(posted: _Posted, id: str) -> int:
+    """The group that an id names. Raises RolloutNotFoundError."""
+    job_id, _, place = id.partition(".")
+    number = place.partition(".")[0]
+    if not (job_id == posted.job.id and number.isascii() and number.isdigit() and int(number[:9]) < len(posted.groups)):
+        message = f"there is no rollout {id[:64]!r}: job {posted.job.id} has {len(posted.groups)} groups, from 0 on"
+        raise RolloutNotFoundError(message, hint="ids are {job_id}.{group}.{completion}")
+    return int(number[:9])

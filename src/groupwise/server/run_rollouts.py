@@ -1,6 +1,8 @@
 """The completions of a run on disk, in the shape in which a server shows its own.
 
     page         rows out of rollouts/step_*.jsonl, newest step first; the cursor is (step, place in it) in one number
+    sorted_page  the same by reward or length, where the files are no more than one page reads
+    facets       steps, versions, ends and tags that the rows can be filtered by
     group        the completions of one prompt, token by token; ids are {step}.{group}.{completion}
     steps_of     the steps whose completions were written
     groups_of    every group of a step, one after the other
@@ -15,17 +17,22 @@ from __future__ import annotations
 import heapq
 import json
 import logging
+import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from groupwise.errors import RequestError
 from groupwise.server.rollout_view import Block, columns, completion, find_tokenizer, finite, messages
 from groupwise.server.schema import (
     PREVIEW,
+    FacetCount,
+    RolloutFacets,
     RolloutNotFoundError,
     RolloutPage,
     RolloutPart,
@@ -34,6 +41,7 @@ from groupwise.server.schema import (
     RunEvaluations,
     RunRollout,
     RunRolloutGroup,
+    Sort,
     best_first,
 )
 from groupwise.store.rundir import EVALUATIONS
@@ -46,6 +54,7 @@ if TYPE_CHECKING:
     from groupwise.server.runs import RunFiles
 
 READ_BYTES = 64 << 20  # files that one page opens, at least one
+MOST_TAGS = 50  # values of a column that is a tag
 MOST_TOKENS = 20_000  # of a completion that is shown
 PLACES = 1 << 32  # completions in a step
 _ID = re.compile(r"(\d{1,12})\.(\d{1,12})(?:\.\d{1,12})?", re.ASCII)
@@ -65,15 +74,21 @@ class SampleQuery:
     version: str | None = None
     reward_min: float | None = None
     reward_max: float | None = None
+    tag: tuple[str, str] | None = None
+    """A column of the prompt, and its value as text."""
+    prompt_id: str | None = None
 
-    def has(self, row: RolloutRow, text: str) -> bool:
+    def has(self, sampled: Row) -> bool:
+        row, wanted = sampled.row, self.contains and self.contains.casefold()
         low, high = self.reward_min, self.reward_max
         if low is not None or high is not None:
             reward = row.reward
             if reward is None or (low is not None and reward < low) or (high is not None and reward > high):
                 return False
         return (
-            (self.contains is None or self.contains in text)
+            (not wanted or wanted in sampled.text.casefold() or wanted in sampled.prompt.casefold())
+            and (self.tag is None or sampled.tags.get(self.tag[0]) == self.tag[1])
+            and self.prompt_id in (None, sampled.prompt_id)
             and self.finish_reason in (None, row.finish_reason)
             and self.version in (None, row.version)
         )
@@ -91,12 +106,79 @@ def page(run: RunFiles, wanted: SampleQuery, *, after: int | None, limit: int) -
         found, size = _rows(run, step, path)
         read += size
         for place in range(skip if step == begin else 0, len(found)):
-            row, text = found[place]
-            if wanted.has(row, text):
-                rows.append(row)
+            if wanted.has(found[place]):
+                rows.append(found[place].row)
                 if len(rows) == limit:
                     return RolloutPage(rows=rows, next=step * PLACES + place + 1)
     return RolloutPage(rows=rows, next=None)
+
+
+def sorted_page(run: RunFiles, wanted: SampleQuery, sort: Sort, *, after: int | None, limit: int) -> RolloutPage:
+    """`page` in another order than newest first; the cursor is how many rows are behind. Raises RequestError where the
+    files are more than one page reads."""
+    places = tuple((step, path) for step, path in _files(run) if wanted.step in (None, step))
+    stats = tuple(_stat(path) for _, path in places)
+    size = sum(size for _, size in stats)
+    if size > READ_BYTES and len(places) > 1:
+        message = f"sort={sort} would read {size >> 20} MiB of completions, and reads at most {READ_BYTES >> 20} MiB"
+        raise RequestError(message, hint="give a step, or leave sort out: newest first", field="sort")
+    found = _in_order(run, wanted, sort, places, stats)
+    begin = after or 0
+    following = begin + limit
+    return RolloutPage(rows=list(found[begin:following]), next=following if following < len(found) else None)
+
+
+@lru_cache(maxsize=2)  # pages are asked for one after another
+def _in_order(
+    run: RunFiles,
+    wanted: SampleQuery,
+    sort: Sort,
+    places: tuple[tuple[int, Path], ...],
+    stats: tuple[tuple[int, int], ...],
+) -> Sequence[RolloutRow]:
+    rows = [each.row for step, path in places for each in _rows(run, step, path)[0] if wanted.has(each)]
+    if sort in ("best", "worst"):
+        sign = -1 if sort == "best" else 1
+        return sorted(rows, key=lambda row: math.inf if row.reward is None else sign * row.reward)
+    if sort in ("longest", "shortest"):
+        return sorted(rows, key=lambda row: row.completion_tokens, reverse=sort == "longest")
+    return sorted(rows, key=lambda row: int(row.id.partition(".")[0]))  # the oldest step first
+
+
+def facets(run: RunFiles) -> RolloutFacets:
+    """What the completions can be filtered by, counted in the newest files, as far as one page reads."""
+    versions, reasons, tags = Counter[str](), Counter[str](), dict[str, Counter[str]]()
+    counted = read = 0
+    places = _files(run)
+    for step, path in places:
+        if read >= READ_BYTES:
+            break
+        rows, size = _rows(run, step, path)
+        read, counted = read + size, counted + len(rows)
+        for each in rows:
+            versions[each.row.version or ""] += 1
+            reasons[each.row.finish_reason or ""] += 1
+            for name, value in each.tags.items():
+                tags.setdefault(name, Counter())[value] += 1
+    few = {name: values for name, values in sorted(tags.items()) if len(values) <= MOST_TAGS and len(values) < counted}
+    return RolloutFacets(
+        counted=counted,
+        versions=_counts(versions),
+        finish_reasons=_counts(reasons),
+        steps=[step for step, _ in places],
+        tags={name: _counts(values) for name, values in few.items()},
+    )
+
+
+def _counts(values: Counter[str]) -> list[FacetCount]:
+    return [FacetCount(value=value, count=count) for value, count in values.most_common() if value]
+
+
+def prompt_id(run: RunFiles, id: str) -> str:
+    """The id of the prompt of a rollout, the same at every step. Raises RolloutNotFoundError."""
+    found = group(run, id)  # which says what is wrong with the id
+    step, number = map(int, found.group.split("."))
+    return str(dict(_lines(_file(run, step)))[number]["prompt"]["id"])
 
 
 def group(run: RunFiles, id: str) -> RunRolloutGroup:
@@ -161,16 +243,30 @@ def _lines(path: Path, left_out: Callable[[str], object] = log.warning) -> Itera
         left_out(f"{path} is left out: {error}")
 
 
-Row = tuple[RolloutRow, str]  # with the whole text
+class Row(NamedTuple):
+    """A completion in a list, with what it is searched by."""
+
+    row: RolloutRow
+    text: str
+    prompt: str
+    tags: Mapping[str, str]
+    prompt_id: str
 
 
 def _rows(run: RunFiles, step: int, path: Path) -> tuple[Sequence[Row], int]:
     """Every completion of a step, and the file's size."""
+    changed, size = _stat(path)
+    return (_parsed(run, step, path, changed, size), size) if size else ((), 0)
+
+
+def _stat(path: Path) -> tuple[int, int]:
+    """When a file was changed, and its size; 0 of one that is gone, as a run that goes on from a checkpoint removes
+    what it will write again."""
     try:
         stat = path.stat()
-    except OSError:  # a run that goes on from a checkpoint removes what it will write again
-        return (), 0
-    return _parsed(run, step, path, stat.st_mtime_ns, stat.st_size), stat.st_size
+    except OSError:
+        return 0, 0
+    return stat.st_mtime_ns, stat.st_size
 
 
 @lru_cache(maxsize=8)  # pages are asked for one after another
@@ -200,7 +296,11 @@ class _Line:
     def rows(self) -> list[Row]:
         texts = [self.text(i) for i in range(len(self.raw["rollouts"]))]
         fields = [self.fields(i, self.prompt[-PREVIEW:], text[:PREVIEW]) for i, text in enumerate(texts)]
-        return [(RolloutRow(**each), text) for each, text in zip(fields, texts, strict=True)]
+        tags, prompt_id = dict(columns(self.raw["prompt"])), str(self.raw["prompt"]["id"])
+        return [
+            Row(RolloutRow(**each), text, self.prompt, tags, prompt_id)
+            for each, text in zip(fields, texts, strict=True)
+        ]
 
     def text(self, i: int) -> str:
         """What the policy said, turn by turn."""

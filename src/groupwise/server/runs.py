@@ -50,10 +50,11 @@ from groupwise.server.findings import definitions_router, told
 from groupwise.server.guard import Gate, Guard
 from groupwise.server.listen import bind, url_of
 from groupwise.server.metrics import Recorder
-from groupwise.server.run_rollouts import SampleQuery, change_of, group, page
+from groupwise.server.run_rollouts import SampleQuery, change_of, facets, group, page, prompt_id, sorted_page
 from groupwise.server.sampling import following, sse
 from groupwise.server.schema import (
     MOST_ROWS,
+    RolloutFacets,
     RolloutNotFoundError,
     RolloutPage,
     RunDetail,
@@ -65,6 +66,7 @@ from groupwise.server.schema import (
     RunRolloutGroup,
     RunState,
     RunSummary,
+    Sort,
 )
 from groupwise.server.ui import SAFETY, Web
 from groupwise.server.wire import documented
@@ -414,20 +416,37 @@ def _differ(runs: list[RunFiles]) -> RunDiff:
 
 
 # ---- completions ----
-@router.get("/runs/{run}/rollouts", **documented(answer=RolloutPage, errors=[RunNotFoundError, RequestError]))
+@router.get(
+    "/runs/{run}/rollouts",
+    **documented(answer=RolloutPage, errors=[RunNotFoundError, RolloutNotFoundError, RequestError]),
+)
 async def run_rollouts_page(
     request: Request,
     run: str,
     after: Annotated[int | None, Query(ge=0, le=2**62, description="The `next` of the page before.")] = None,
     limit: Annotated[int, Query(ge=1, le=MOST_ROWS)] = 200,
     step: Annotated[int | None, Query(ge=0, le=10**9, description="Of this step alone.")] = None,
-    contains: Annotated[str | None, Query(max_length=500, description="Text of the completion.")] = None,
+    contains: Annotated[
+        str | None, Query(max_length=500, description="Text of the prompt or the completion; case does not count.")
+    ] = None,
     finish_reason: Annotated[Literal["stop", "length"] | None, Query(description="length: cut.")] = None,
     version: Annotated[str | None, Query(max_length=100)] = None,
     reward_min: float | None = None,
     reward_max: float | None = None,
+    tag: Annotated[
+        str | None, Query(max_length=500, pattern="^[^=]+=", description="name=value: a column of the prompt, as text.")
+    ] = None,
+    like: Annotated[
+        str | None,
+        Query(max_length=100, description="A rollout's id: only completions of the same prompt, at any step."),
+    ] = None,
+    sort: Annotated[
+        Sort, Query(description="Other than newest reads all of it, which is refused of a large run without a step.")
+    ] = "newest",
 ) -> RolloutPage:
     """The completions that a run sampled, the newest step first."""
+    found = _run(request, run)
+    name, _, value = (tag or "").partition("=")
     wanted = SampleQuery(
         step=step,
         contains=contains,
@@ -435,9 +454,18 @@ async def run_rollouts_page(
         version=version,
         reward_min=reward_min,
         reward_max=reward_max,
+        tag=None if tag is None else (name, value),
+        prompt_id=None if like is None else await run_in_threadpool(prompt_id, found, like),
     )
-    found = _run(request, run)
-    return await run_in_threadpool(page, found, wanted, after=after, limit=limit)
+    if sort == "newest":
+        return await run_in_threadpool(page, found, wanted, after=after, limit=limit)
+    return await run_in_threadpool(sorted_page, found, wanted, sort, after=after, limit=limit)
+
+
+@router.get("/runs/{run}/rollouts/facets", **documented(answer=RolloutFacets, errors=[RunNotFoundError]))
+async def count_run_rollouts(request: Request, run: str) -> RolloutFacets:
+    """The steps, versions, ends and tags that a run's completions can be filtered by."""
+    return await run_in_threadpool(facets, _run(request, run))
 
 
 @router.get(

@@ -199,6 +199,31 @@ class RolloutPage(Answer):
 
     rows: list[RolloutRow]
     next: int | None
+    newest: int | None = absent()
+    """Of what was sampled here, newest first, and not of a job: send it as `since` to get only what came later."""
+
+
+class FacetCount(Answer):
+    """How many completions have a value."""
+
+    value: str
+    count: int
+
+
+class RolloutFacets(Answer):
+    """What completions can be filtered by, and how many have it; values with the most completions come first."""
+
+    counted: int
+    """Completions that were looked at: the newest ones, as far as one request reads."""
+    versions: list[FacetCount]
+    finish_reasons: list[FacetCount]
+    steps: list[int]
+    """Of a run, newest first: every step that has completions."""
+    tags: dict[str, list[FacetCount]]
+    """Of a run: the prompts' other columns that have few values, by name."""
+
+
+Sort = Literal["newest", "oldest", "best", "worst", "longest", "shortest"]
 
 
 class RolloutDetail(RolloutRow):

@@ -1,18 +1,24 @@
-/** One prompt, several completions of it, streamed token by token. */
+/** A conversation, several completions of it, streamed token by token. */
 import { ApiError, asJson, request } from "./http";
 import { events } from "./sse";
 import type { ErrorEnvelope, TokenLogprob } from "./types";
 
 export interface Said {
+  /** What it wrote in <think> before its answer. */
+  thought: string;
   text: string;
   tokens: TokenLogprob[];
   finish: string | null;
 }
 
+export interface Message {
+  role: string;
+  content: string;
+}
+
 export interface Asked {
   model: string;
-  prompt: string;
-  system: string;
+  messages: Message[];
   n: number;
   temperature: number;
   maxTokens: number;
@@ -36,7 +42,7 @@ interface Chunk {
   }[];
 }
 
-export function messages(asked: { prompt: string; system: string }): { role: string; content: string }[] {
+export function messages(asked: { prompt: string; system: string }): Message[] {
   const turn = { role: "user", content: asked.prompt };
   return asked.system ? [{ role: "system", content: asked.system }, turn] : [turn];
 }
@@ -48,7 +54,7 @@ export async function stream(
   options: { signal: AbortSignal; version?: (version: string) => void },
 ): Promise<void> {
   const body = {
-    messages: messages(asked),
+    messages: asked.messages,
     model: asked.model || null,
     n: asked.n,
     temperature: asked.temperature,
@@ -71,7 +77,8 @@ export async function stream(
     for (const choice of chunk.choices ?? []) {
       const one = said[choice.index];
       if (!one) continue;
-      one.text += (choice.delta.reasoning_content ?? "") + (choice.delta.content ?? "");
+      one.thought += choice.delta.reasoning_content ?? "";
+      one.text += choice.delta.content ?? "";
       if (choice.delta.tool_calls) one.text += JSON.stringify(choice.delta.tool_calls);
       one.tokens.push(...(choice.logprobs?.content ?? []));
       one.finish = choice.finish_reason ?? one.finish;

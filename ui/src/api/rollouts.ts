@@ -1,6 +1,6 @@
 /** Where rollouts come from: a page reads lists and groups, and does not know whether of a server, a job or a run. */
 import { asJson, get, request, segment } from "./http";
-import type { RolloutDetail, RolloutGroup, RolloutPage, RunRollout, RunRolloutGroup, TextCompletion } from "./types";
+import type { RolloutDetail, RolloutFacets, RolloutGroup, RolloutPage, RunRollout, RunRolloutGroup, TextCompletion } from "./types";
 
 /** A completion as it is shown: that of a run says more. */
 export type ShownRollout = RolloutDetail & Partial<RunRollout>;
@@ -8,41 +8,53 @@ export type ShownGroup = Omit<RolloutGroup, "rollouts"> & Partial<Pick<RunRollou
 
 export interface Filter {
   contains: string;
-  truncated: boolean;
+  finish: string;
   version: string;
   step: string;
   rewardMin: string;
   rewardMax: string;
+  /** name=value, a column of the prompt. */
+  tag: string;
+  /** The id of a rollout of the same prompt. */
+  like: string;
+  sort: string;
 }
 
 export interface RolloutSource {
   /** Whether its completions have rewards. */
   rewarded: boolean;
   /** What may be filtered by, besides the text. */
-  filters: ("reward" | "version" | "cut" | "step")[];
+  filters: ("reward" | "version" | "finish" | "step" | "tag")[];
+  /** Orders besides the usual one, with their names. */
+  sorts: [string, string][];
+  /** What there is to filter by; null where nothing is counted. */
+  facets: (() => Promise<RolloutFacets>) | null;
+  /** What came after a page whose `newest` this is; null where rows do not come one by one. */
+  since: ((filter: Filter, newest: number) => Promise<RolloutPage>) | null;
   /** Whether there is a model that can score its completions. */
   scores: boolean;
   page: (filter: Filter, after: number | null, limit: number) => Promise<RolloutPage>;
   group: (id: string) => Promise<ShownGroup>;
 }
 
+const LENGTHS: [string, string][] = [["longest", "longest"], ["shortest", "shortest"]];
+const REWARDS: [string, string][] = [["best", "highest reward"], ["worst", "lowest reward"]];
+
 /** What was sampled lately, or what one job was posted. */
 export function liveSource(job: string | null): RolloutSource {
+  const asked = (filter: Filter): Record<string, string | null> => {
+    const common = { job, contains: filter.contains, like: filter.like, sort: filter.sort };
+    if (job) return { ...common, reward_min: filter.rewardMin, reward_max: filter.rewardMax };
+    return { ...common, finish_reason: filter.finish, version: filter.version };
+  };
   return {
     rewarded: job !== null,
-    filters: job === null ? ["version", "cut"] : ["reward"],
+    filters: job === null ? ["version", "finish"] : ["reward"],
+    sorts: job === null ? [["oldest", "oldest"], ...LENGTHS] : [...REWARDS, ...LENGTHS],
     scores: true,
-    page: (filter, after, limit) =>
-      get<RolloutPage>("v1/rollouts", {
-        job,
-        after,
-        limit,
-        contains: filter.contains,
-        finish_reason: !job && filter.truncated ? "length" : null,
-        version: job ? null : filter.version,
-        reward_min: job ? filter.rewardMin : null,
-        reward_max: job ? filter.rewardMax : null,
-      }),
+    facets: job === null ? () => get<RolloutFacets>("v1/rollouts/facets") : null,
+    since: job === null ? (filter, newest) => get<RolloutPage>("v1/rollouts", { ...asked(filter), sort: null, since: newest, limit: 2000 }) : null,
+    page: (filter, after, limit) => get<RolloutPage>("v1/rollouts", { ...asked(filter), after, limit }),
     group: (id) => get<RolloutGroup>(`v1/rollouts/${segment(id)}`),
   };
 }
@@ -51,17 +63,24 @@ export function liveSource(job: string | null): RolloutSource {
 export function runSource(run: string): RolloutSource {
   return {
     rewarded: true,
-    filters: ["reward", "step", "cut"],
+    filters: ["reward", "step", "version", "finish", "tag"],
+    sorts: [["oldest", "oldest"], ...REWARDS, ...LENGTHS],
     scores: false,
+    facets: () => get<RolloutFacets>(`v1/runs/${segment(run)}/rollouts/facets`),
+    since: null,
     page: (filter, after, limit) =>
       get<RolloutPage>(`v1/runs/${segment(run)}/rollouts`, {
         after,
         limit,
         step: filter.step,
         contains: filter.contains,
-        finish_reason: filter.truncated ? "length" : null,
+        finish_reason: filter.finish,
+        version: filter.version,
         reward_min: filter.rewardMin,
         reward_max: filter.rewardMax,
+        tag: filter.tag,
+        like: filter.like,
+        sort: filter.sort,
       }),
     group: (id) => get<RunRolloutGroup>(`v1/runs/${segment(run)}/rollouts/${segment(id)}`),
   };

@@ -2,7 +2,7 @@
  * The data of a report: `groupwise report` writes this page into one file, with its runs in an element of it. Requests are
  * then answered from there, as `groupwise ui` would answer them, so that no page needs to know.
  */
-import type { MetricDefinition, RolloutRow, RunDetail, RunDiff, RunEvaluations, RunHealth, RunMetrics, RunRollout, RunRolloutGroup } from "./types";
+import type { FacetCount, MetricDefinition, RolloutFacets, RolloutRow, RunDetail, RunDiff, RunEvaluations, RunHealth, RunMetrics, RunRollout, RunRolloutGroup } from "./types";
 
 /** A run in a report. `groups` are newest step first; the token ids and prompts of their completions are left out. */
 export interface SavedRun {
@@ -48,6 +48,7 @@ export function answered(from: Saved, path: string, query: URLSearchParams): Res
   if (part === "evaluations") return json(run.evaluations);
   if (part !== "rollouts") return missing("not_found", `a report has no ${path}`);
   if (!rollout) return json({ rows: rows(run, query), next: null });
+  if (rollout === "facets") return json(facets(run));
   const group = run.groups.find((each) => each.group === rollout.split(".").slice(0, 2).join("."));
   return group ? json(group) : missing("rollout_not_found", `rollout ${rollout} is not in this report`);
 }
@@ -63,17 +64,53 @@ function diff(from: Saved, ids: string[]): RunDiff {
   return { configs, differs: [...keys].filter((key) => values(key).size > 1) };
 }
 
-/** The completions that a search finds, each group's in the order in which they were sampled. */
+const ORDERS: Record<string, (a: RolloutRow, b: RolloutRow) => number> = {
+  oldest: (a, b) => Number(a.id.split(".")[0]) - Number(b.id.split(".")[0]),
+  best: (a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity) || 0,
+  worst: (a, b) => (a.reward ?? Infinity) - (b.reward ?? Infinity) || 0,
+  longest: (a, b) => b.completion_tokens - a.completion_tokens,
+  shortest: (a, b) => a.completion_tokens - b.completion_tokens,
+};
+
+/** The completions that a search finds, each group's in the order in which they were sampled unless another is asked for. */
 export function rows(run: SavedRun, query: URLSearchParams): RolloutRow[] {
   const found: RolloutRow[] = [];
+  const like = run.groups.find((each) => each.group === query.get("like")?.split(".").slice(0, 2).join("."));
+  const wanted = (query.get("contains") ?? "").toLowerCase();
+  const [tag, value] = (query.get("tag") ?? "").split(/=(.*)/s);
   for (const group of run.groups) {
+    if (query.has("like") && group.prompt !== like?.prompt) continue;
+    if (tag && group.columns[tag] !== value) continue;
+    const isAsked = group.prompt.toLowerCase().includes(wanted);
     const sampled = group.rollouts.toSorted((a, b) => place(a) - place(b));
     for (const { tokens: _, token_ids: __, logprobs: ___, ...rollout } of sampled) {
-      if (!has(rollout, query)) continue;
+      if (!has(rollout, query) || !(isAsked || rollout.text.toLowerCase().includes(wanted))) continue;
       found.push({ ...rollout, prompt: group.prompt.slice(-PREVIEW), text: rollout.text.slice(0, PREVIEW) });
     }
   }
-  return found;
+  const order = ORDERS[query.get("sort") ?? ""];
+  return order ? found.sort(order) : found;
+}
+
+const MOST_TAGS = 50;
+
+function facets(run: SavedRun): RolloutFacets {
+  const all = run.groups.flatMap((group) => group.rollouts.map((rollout) => ({ group, rollout })));
+  const names = [...new Set(run.groups.flatMap((group) => Object.keys(group.columns ?? {})))].sort();
+  const tags = names.map((name) => [name, counts(all.map(({ group }) => group.columns[name]))] as const);
+  return {
+    counted: all.length,
+    versions: counts(all.map(({ rollout }) => rollout.version)),
+    finish_reasons: counts(all.map(({ rollout }) => rollout.finish_reason)),
+    steps: [...new Set(run.groups.map((group) => Number(group.group.split(".")[0])))].sort((a, b) => b - a),
+    tags: Object.fromEntries(tags.filter(([, values]) => values.length <= MOST_TAGS && values.length < all.length)),
+  };
+}
+
+function counts(values: (string | null | undefined)[]): FacetCount[] {
+  const found = new Map<string, number>();
+  for (const value of values) if (value) found.set(value, (found.get(value) ?? 0) + 1);
+  return [...found].map(([value, count]) => ({ value, count })).sort((a, b) => b.count - a.count);
 }
 
 const place = (rollout: RunRollout): number => Number(rollout.id.split(".")[2]);
@@ -83,10 +120,7 @@ function has(row: RolloutRow, query: URLSearchParams): boolean {
   if (least !== null && !(row.reward !== null && row.reward >= Number(least))) return false;
   if (most !== null && !(row.reward !== null && row.reward <= Number(most))) return false;
   const same = (name: string, value: string | null): boolean => !query.has(name) || query.get(name) === value;
-  return (
-    row.text.includes(query.get("contains") ?? "") && same("finish_reason", row.finish_reason) &&
-    same("version", row.version) && same("step", row.id.split(".")[0] ?? null)
-  );
+  return same("finish_reason", row.finish_reason) && same("version", row.version) && same("step", row.id.split(".")[0] ?? null);
 }
 
 function json(data: unknown, status = 200): Response {

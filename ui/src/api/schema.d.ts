@@ -91,6 +91,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/v1/rollouts/facets": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Count Rollouts
+         * @description Which versions sampled what is kept, and how it ended: what to filter the list by.
+         */
+        get: operations["count_rollouts_v1_rollouts_facets_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/v1/rollouts/{id}": {
         parameters: {
             query?: never;
@@ -700,26 +720,6 @@ export interface paths {
          *     those that changed. Who comes back is told everything again.
          */
         get: operations["live_v1_events_get"];
-        put?: never;
-        post?: never;
-        delete?: never;
-        options?: never;
-        head?: never;
-        patch?: never;
-        trace?: never;
-    };
-    "/v1/metrics/definitions": {
-        parameters: {
-            query?: never;
-            header?: never;
-            path?: never;
-            cookie?: never;
-        };
-        /**
-         * Metric Definitions
-         * @description What each metric means, what is good, and what to do where it is not.
-         */
-        get: operations["metric_definitions_v1_metrics_definitions_get"];
         put?: never;
         post?: never;
         delete?: never;
@@ -2058,6 +2058,16 @@ export interface components {
             error: components["schemas"]["ErrorBody"];
         };
         /**
+         * FacetCount
+         * @description How many completions have a value.
+         */
+        FacetCount: {
+            /** Value */
+            value: string;
+            /** Count */
+            count: number;
+        };
+        /**
          * FunctionSchema
          * @description What a tool is called, does, and takes (JSON Schema).
          */
@@ -2106,42 +2116,6 @@ export interface components {
              */
             learning_rate: number | null;
             /**
-             * Weight Decay
-             * @description AdamW's decoupled weight decay.
-             * @default 0
-             */
-            weight_decay: number | null;
-            /**
-             * Betas
-             * @description AdamW's decay rates of the two moments.
-             * @default [
-             *       0.9,
-             *       0.999
-             *     ]
-             */
-            betas: [
-                number,
-                number
-            ] | null;
-            /**
-             * Max Grad Norm
-             * @description The gradient is scaled down to this norm.
-             * @default 1
-             */
-            max_grad_norm: number | null;
-            /**
-             * Micro Tokens
-             * @description Tokens in one forward and backward pass.
-             * @default 8192
-             */
-            micro_tokens: number | null;
-            /**
-             * Gradient Checkpointing
-             * @description Recompute activations in the backward pass: less memory, more time.
-             * @default false
-             */
-            gradient_checkpointing: boolean | null;
-            /**
              * Lora Rank
              * @description Rank of the adapter; null is that of the adapter that is continued, 16 for a fresh one.
              */
@@ -2180,6 +2154,42 @@ export interface components {
              * @default 0
              */
             warmup_steps: number | null;
+            /**
+             * Weight Decay
+             * @description AdamW's decoupled weight decay.
+             * @default 0
+             */
+            weight_decay: number | null;
+            /**
+             * Betas
+             * @description AdamW's decay rates of the two moments.
+             * @default [
+             *       0.9,
+             *       0.999
+             *     ]
+             */
+            betas: [
+                number,
+                number
+            ] | null;
+            /**
+             * Max Grad Norm
+             * @description The gradient is scaled down to this norm.
+             * @default 1
+             */
+            max_grad_norm: number | null;
+            /**
+             * Micro Tokens
+             * @description Tokens in one forward and backward pass.
+             * @default 8192
+             */
+            micro_tokens: number | null;
+            /**
+             * Gradient Checkpointing
+             * @description Recompute activations in the backward pass: less memory, more time.
+             * @default false
+             */
+            gradient_checkpointing: boolean | null;
             /**
              * Seed
              * @description Fixes initialisation, dropout and the order of minibatches.
@@ -2552,53 +2562,6 @@ export interface components {
             weight: number;
         };
         /**
-         * MetricDefinition
-         * @description A metric. `<name>`, `<mode>` and the like in its name stand for any one part of it.
-         */
-        MetricDefinition: {
-            /** Metric */
-            metric: string;
-            /** Section */
-            section: string;
-            /** Means */
-            means: string;
-            /**
-             * Good
-             * @description The range or the course to expect; empty where it is a plain count.
-             */
-            good: string;
-            /**
-             * Otherwise
-             * @description What to do where it is not; empty where only the rules say it.
-             */
-            otherwise: string;
-            /** Rules */
-            rules: components["schemas"]["MetricRule"][];
-        };
-        /**
-         * MetricDefinitions
-         * @description The answer of GET /v1/metrics/definitions, in the order of docs/metrics.md.
-         */
-        MetricDefinitions: {
-            /** Definitions */
-            definitions: components["schemas"]["MetricDefinition"][];
-        };
-        /**
-         * MetricRule
-         * @description A health rule about a metric.
-         */
-        MetricRule: {
-            /** Id */
-            id: string;
-            /**
-             * Holds
-             * @description When it holds, as "mean of 10: warn > 0.3, error > 0.8".
-             */
-            holds: string;
-            /** Remedies */
-            remedies: string[];
-        };
-        /**
          * ModelCard
          * @description Something that `model` may say: the base model, an adapter, or one of its versions.
          */
@@ -2792,10 +2755,37 @@ export interface components {
             logprobs: (number | null)[] | null;
         };
         /**
-         * RolloutGroupDetail
+         * RolloutFacets
+         * @description What completions can be filtered by, and how many have it; values with the most completions come first.
+         */
+        RolloutFacets: {
+            /**
+             * Counted
+             * @description Completions that were looked at: the newest ones, as far as one request reads.
+             */
+            counted: number;
+            /** Versions */
+            versions: components["schemas"]["FacetCount"][];
+            /** Finish Reasons */
+            finish_reasons: components["schemas"]["FacetCount"][];
+            /**
+             * Steps
+             * @description Of a run, newest first: every step that has completions.
+             */
+            steps: number[];
+            /**
+             * Tags
+             * @description Of a run: the prompts' other columns that have few values, by name.
+             */
+            tags: {
+                [key: string]: components["schemas"]["FacetCount"][];
+            };
+        };
+        /**
+         * RolloutGroup
          * @description The completions of one prompt, highest reward first.
          */
-        RolloutGroupDetail: {
+        RolloutGroup: {
             /** Group */
             group: string;
             /** Prompt */
@@ -2815,6 +2805,11 @@ export interface components {
             rows: components["schemas"]["RolloutRow"][];
             /** Next */
             next: number | null;
+            /**
+             * Newest
+             * @description Of what was sampled here, newest first, and not of a job: send it as `since` to get only what came later.
+             */
+            newest?: number | null;
         };
         /**
          * RolloutRow
@@ -2956,42 +2951,6 @@ export interface components {
              */
             learning_rate: number | null;
             /**
-             * Weight Decay
-             * @description AdamW's decoupled weight decay.
-             * @default 0
-             */
-            weight_decay: number | null;
-            /**
-             * Betas
-             * @description AdamW's decay rates of the two moments.
-             * @default [
-             *       0.9,
-             *       0.999
-             *     ]
-             */
-            betas: [
-                number,
-                number
-            ] | null;
-            /**
-             * Max Grad Norm
-             * @description The gradient is scaled down to this norm.
-             * @default 1
-             */
-            max_grad_norm: number | null;
-            /**
-             * Micro Tokens
-             * @description Tokens in one forward and backward pass.
-             * @default 8192
-             */
-            micro_tokens: number | null;
-            /**
-             * Gradient Checkpointing
-             * @description Recompute activations in the backward pass: less memory, more time.
-             * @default false
-             */
-            gradient_checkpointing: boolean | null;
-            /**
              * Lora Rank
              * @description Rank of the adapter; null is that of the adapter that is continued, 16 for a fresh one.
              */
@@ -3030,6 +2989,42 @@ export interface components {
              * @default 0
              */
             warmup_steps: number | null;
+            /**
+             * Weight Decay
+             * @description AdamW's decoupled weight decay.
+             * @default 0
+             */
+            weight_decay: number | null;
+            /**
+             * Betas
+             * @description AdamW's decay rates of the two moments.
+             * @default [
+             *       0.9,
+             *       0.999
+             *     ]
+             */
+            betas: [
+                number,
+                number
+            ] | null;
+            /**
+             * Max Grad Norm
+             * @description The gradient is scaled down to this norm.
+             * @default 1
+             */
+            max_grad_norm: number | null;
+            /**
+             * Micro Tokens
+             * @description Tokens in one forward and backward pass.
+             * @default 8192
+             */
+            micro_tokens: number | null;
+            /**
+             * Gradient Checkpointing
+             * @description Recompute activations in the backward pass: less memory, more time.
+             * @default false
+             */
+            gradient_checkpointing: boolean | null;
             /**
              * Seed
              * @description Fixes initialisation, dropout and the order of minibatches.
@@ -3259,11 +3254,6 @@ export interface components {
              * @description From the submission to the end, or to now.
              */
             elapsed_secs: number;
-            /**
-             * Duration Secs
-             * @description From the start to the end, or to now, without the time in the queue; null for a job that never ran.
-             */
-            duration_secs: number | null;
             /** Position */
             position: number | null;
             /**
@@ -3418,16 +3408,6 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `invalid_api_key` */
-            401: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -3561,16 +3541,6 @@ export interface operations {
             };
             /** @description `invalid_value`, `invalid_messages`, `context_length_exceeded`, `invalid_adapter`, `batch_too_large`, `limit_exceeded`, `unsupported_parameter`; `invalid_json`, or `invalid_value` (`param` says where) */
             400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `invalid_api_key` */
-            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -3719,16 +3689,6 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `invalid_api_key` */
-            401: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -3854,16 +3814,23 @@ export interface operations {
                 job?: string | null;
                 /** @description The `next` of the page before. */
                 after?: number | null;
+                /** @description The `newest` of a page: only what came later. */
+                since?: number | null;
                 limit?: number;
-                /** @description Text of the completion. */
+                /** @description Text of the prompt or the completion; case does not count. */
                 contains?: string | null;
-                /** @description length: cut. */
+                /** @description length: cut. Refused with `job`, which is not told. */
                 finish_reason?: ("stop" | "length") | null;
+                /** @description What sampled it. Refused with `job`, which is not told. */
                 version?: string | null;
-                /** @description Of a job's completions. */
+                /** @description Of a job's completions; refused without `job`. */
                 reward_min?: number | null;
-                /** @description Of a job's completions. */
+                /** @description Of a job's completions; refused without `job`. */
                 reward_max?: number | null;
+                /** @description A rollout's id: only completions of the same prompt. */
+                like?: string | null;
+                /** @description Default: newest first; a job's as posted. best and worst, by reward, need a job. */
+                sort?: ("newest" | "oldest" | "best" | "worst" | "longest" | "shortest") | null;
             };
             header?: never;
             path?: never;
@@ -3891,16 +3858,6 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `invalid_api_key` */
-            401: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -3911,7 +3868,7 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `job_not_found` */
+            /** @description `job_not_found`, `rollout_not_found` */
             404: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -3923,6 +3880,90 @@ export interface operations {
             };
             /** @description `payload_damaged` */
             410: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            429: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `internal_error`: a bug; the log has it under the request id */
+            500: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
+            503: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `deadline_exceeded` */
+            504: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "x-should-retry": components["headers"]["ShouldRetry"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+        };
+    };
+    count_rollouts_v1_rollouts_facets_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["RolloutFacets"];
+                };
+            };
+            /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
+            400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `forbidden`: another host name, or another site's page */
+            403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -3994,21 +4035,11 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["RolloutGroupDetail"];
+                    "application/json": components["schemas"]["RolloutGroup"];
                 };
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `invalid_api_key` */
-            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -4119,16 +4150,6 @@ export interface operations {
             };
             /** @description `invalid_value`, `invalid_messages`, `context_length_exceeded`, `unsupported_content`, `adapter_not_found`, `invalid_adapter`, `no_signal`, `rollout_not_found`, `limit_exceeded`; `invalid_json`, or `invalid_value` (`param` says where) */
             400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `invalid_api_key` */
-            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -4281,16 +4302,6 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `invalid_api_key` */
-            401: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -4429,16 +4440,6 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `invalid_api_key` */
-            401: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -4517,16 +4518,6 @@ export interface operations {
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `invalid_api_key` */
-            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -4629,16 +4620,6 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `invalid_api_key` */
-            401: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -4717,16 +4698,6 @@ export interface operations {
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `invalid_api_key` */
-            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -4846,16 +4817,6 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `invalid_api_key` */
-            401: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -4944,16 +4905,6 @@ export interface operations {
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `invalid_api_key` */
-            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -5069,16 +5020,6 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `invalid_api_key` */
-            401: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -5186,16 +5127,6 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `invalid_api_key` */
-            401: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -5290,16 +5221,6 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `invalid_api_key` */
-            401: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -5378,16 +5299,6 @@ export interface operations {
             };
             /** @description `invalid_adapter`; `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `invalid_api_key` */
-            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -5484,16 +5395,6 @@ export interface operations {
             };
             /** @description `invalid_adapter`; `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `invalid_api_key` */
-            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -5603,16 +5504,6 @@ export interface operations {
             };
             /** @description `invalid_adapter`; `invalid_json`, or `invalid_value` (`param` says where) */
             400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `invalid_api_key` */
-            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -5779,16 +5670,6 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `invalid_api_key` */
-            401: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -5882,16 +5763,6 @@ export interface operations {
             };
             /** @description `invalid_adapter`; `invalid_json`, or `invalid_value` (`param` says where) */
             400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `invalid_api_key` */
-            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -6058,16 +5929,6 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `invalid_api_key` */
-            401: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -6208,16 +6069,6 @@ export interface operations {
             };
             /** @description `invalid_adapter`; `invalid_json`, or `invalid_value` (`param` says where) */
             400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `invalid_api_key` */
-            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -6367,16 +6218,6 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `invalid_api_key` */
-            401: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -6467,16 +6308,6 @@ export interface operations {
             };
             /** @description `invalid_adapter`; `invalid_json`, or `invalid_value` (`param` says where) */
             400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `invalid_api_key` */
-            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -6664,16 +6495,6 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `invalid_api_key` */
-            401: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -6750,16 +6571,6 @@ export interface operations {
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `invalid_api_key` */
-            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -6852,16 +6663,6 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `invalid_api_key` */
-            401: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -6938,16 +6739,6 @@ export interface operations {
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `invalid_api_key` */
-            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -7034,16 +6825,6 @@ export interface operations {
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `invalid_api_key` */
-            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -7146,16 +6927,6 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `invalid_api_key` */
-            401: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -7232,16 +7003,6 @@ export interface operations {
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `invalid_api_key` */
-            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -7334,16 +7095,6 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
-            /** @description `invalid_api_key` */
-            401: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -7421,110 +7172,6 @@ export interface operations {
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `invalid_api_key` */
-            401: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `forbidden`: another host name, or another site's page */
-            403: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
-            429: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    "retry-after": components["headers"]["RetryAfter"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `internal_error`: a bug; the log has it under the request id */
-            500: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
-            503: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    "retry-after": components["headers"]["RetryAfter"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `deadline_exceeded` */
-            504: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    "x-should-retry": components["headers"]["ShouldRetry"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-        };
-    };
-    metric_definitions_v1_metrics_definitions_get: {
-        parameters: {
-            query?: never;
-            header?: never;
-            path?: never;
-            cookie?: never;
-        };
-        requestBody?: never;
-        responses: {
-            /** @description Successful Response */
-            200: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["MetricDefinitions"];
-                };
-            };
-            /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
-            400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `invalid_api_key` */
-            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;

@@ -164,6 +164,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/v1/runs/{run}/rollouts/facets": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Count Run Rollouts
+         * @description The steps, versions, ends and tags that a run's completions can be filtered by.
+         */
+        get: operations["count_run_rollouts_v1_runs__run__rollouts_facets_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/v1/runs/{run}/rollouts/{id}": {
         parameters: {
             query?: never;
@@ -227,26 +247,6 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
-    "/v1/metrics/definitions": {
-        parameters: {
-            query?: never;
-            header?: never;
-            path?: never;
-            cookie?: never;
-        };
-        /**
-         * Metric Definitions
-         * @description What each metric means, what is good, and what to do where it is not.
-         */
-        get: operations["metric_definitions_v1_metrics_definitions_get"];
-        put?: never;
-        post?: never;
-        delete?: never;
-        options?: never;
-        head?: never;
-        patch?: never;
-        trace?: never;
-    };
 }
 export type webhooks = Record<string, never>;
 export interface components {
@@ -284,6 +284,16 @@ export interface components {
             error: components["schemas"]["ErrorBody"];
         };
         /**
+         * FacetCount
+         * @description How many completions have a value.
+         */
+        FacetCount: {
+            /** Value */
+            value: string;
+            /** Count */
+            count: number;
+        };
+        /**
          * JobFinding
          * @description Something that looks wrong in the metrics of a job or a run.
          */
@@ -318,51 +328,31 @@ export interface components {
             remedies: string[];
         };
         /**
-         * MetricDefinition
-         * @description A metric. `<name>`, `<mode>` and the like in its name stand for any one part of it.
+         * RolloutFacets
+         * @description What completions can be filtered by, and how many have it; values with the most completions come first.
          */
-        MetricDefinition: {
-            /** Metric */
-            metric: string;
-            /** Section */
-            section: string;
-            /** Means */
-            means: string;
+        RolloutFacets: {
             /**
-             * Good
-             * @description The range or the course to expect; empty where it is a plain count.
+             * Counted
+             * @description Completions that were looked at: the newest ones, as far as one request reads.
              */
-            good: string;
+            counted: number;
+            /** Versions */
+            versions: components["schemas"]["FacetCount"][];
+            /** Finish Reasons */
+            finish_reasons: components["schemas"]["FacetCount"][];
             /**
-             * Otherwise
-             * @description What to do where it is not; empty where only the rules say it.
+             * Steps
+             * @description Of a run, newest first: every step that has completions.
              */
-            otherwise: string;
-            /** Rules */
-            rules: components["schemas"]["MetricRule"][];
-        };
-        /**
-         * MetricDefinitions
-         * @description The answer of GET /v1/metrics/definitions, in the order of docs/metrics.md.
-         */
-        MetricDefinitions: {
-            /** Definitions */
-            definitions: components["schemas"]["MetricDefinition"][];
-        };
-        /**
-         * MetricRule
-         * @description A health rule about a metric.
-         */
-        MetricRule: {
-            /** Id */
-            id: string;
+            steps: number[];
             /**
-             * Holds
-             * @description When it holds, as "mean of 10: warn > 0.3, error > 0.8".
+             * Tags
+             * @description Of a run: the prompts' other columns that have few values, by name.
              */
-            holds: string;
-            /** Remedies */
-            remedies: string[];
+            tags: {
+                [key: string]: components["schemas"]["FacetCount"][];
+            };
         };
         /**
          * RolloutPage
@@ -374,6 +364,11 @@ export interface components {
             rows: components["schemas"]["RolloutRow"][];
             /** Next */
             next: number | null;
+            /**
+             * Newest
+             * @description Of what was sampled here, newest first, and not of a job: send it as `since` to get only what came later.
+             */
+            newest?: number | null;
         };
         /**
          * RolloutPart
@@ -1404,13 +1399,19 @@ export interface operations {
                 limit?: number;
                 /** @description Of this step alone. */
                 step?: number | null;
-                /** @description Text of the completion. */
+                /** @description Text of the prompt or the completion; case does not count. */
                 contains?: string | null;
                 /** @description length: cut. */
                 finish_reason?: ("stop" | "length") | null;
                 version?: string | null;
                 reward_min?: number | null;
                 reward_max?: number | null;
+                /** @description name=value: a column of the prompt, as text. */
+                tag?: string | null;
+                /** @description A rollout's id: only completions of the same prompt, at any step. */
+                like?: string | null;
+                /** @description Other than newest reads all of it, which is refused of a large run without a step. */
+                sort?: "newest" | "oldest" | "best" | "worst" | "longest" | "shortest";
             };
             header?: never;
             path: {
@@ -1431,6 +1432,102 @@ export interface operations {
                 };
             };
             /** @description `invalid_value`; `invalid_value`: a parameter or a field is wrong; `param` says which */
+            400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `forbidden`: another host name, or another site's page */
+            403: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `run_not_found`, `rollout_not_found` */
+            404: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            429: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `internal_error`: a bug; the log has it under the request id */
+            500: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
+            503: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `deadline_exceeded` */
+            504: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "x-should-retry": components["headers"]["ShouldRetry"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+        };
+    };
+    count_run_rollouts_v1_runs__run__rollouts_facets_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                run: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["RolloutFacets"];
+                };
+            };
+            /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
@@ -1745,90 +1842,6 @@ export interface operations {
             };
             /** @description `run_not_found` */
             404: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `overloaded`: too many requests at once; see `retry-after` */
-            429: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    "retry-after": components["headers"]["RetryAfter"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `internal_error`: a bug; the log has it under the request id */
-            500: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
-            503: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    "retry-after": components["headers"]["RetryAfter"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `deadline_exceeded` */
-            504: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    "x-should-retry": components["headers"]["ShouldRetry"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-        };
-    };
-    metric_definitions_v1_metrics_definitions_get: {
-        parameters: {
-            query?: never;
-            header?: never;
-            path?: never;
-            cookie?: never;
-        };
-        requestBody?: never;
-        responses: {
-            /** @description Successful Response */
-            200: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["MetricDefinitions"];
-                };
-            };
-            /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
-            400: {
-                headers: {
-                    "x-request-id": components["headers"]["RequestId"];
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["ErrorEnvelope"];
-                };
-            };
-            /** @description `forbidden`: another host name, or another site's page */
-            403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;

@@ -1,6 +1,6 @@
 /** What the playground asks, and who: kept while one looks at other pages. */
-import type { Said } from "../../api/chat";
-import { stream } from "../../api/chat";
+import type { Message, Said } from "../../api/chat";
+import { messages, stream } from "../../api/chat";
 
 export class Column {
   version = $state("");
@@ -22,7 +22,7 @@ export class Column {
   async ask(question: Question): Promise<void> {
     this.cancel();
     const stop = (this.stop = new AbortController());
-    this.said = Array.from({ length: question.n }, () => ({ text: "", tokens: [], finish: null }));
+    this.said = Array.from({ length: question.n }, () => ({ thought: "", text: "", tokens: [], finish: null }));
     this.error = null;
     this.answeredBy = "";
     this.busy = true;
@@ -47,9 +47,9 @@ export class Question {
   maxTokens = $state(128);
   seed = $state<number | null>(7);
 
-  plain(): { prompt: string; system: string; n: number; temperature: number; maxTokens: number; seed: number | null } {
-    const { prompt, system, n, temperature, maxTokens, seed } = this;
-    return { prompt, system, n, temperature, maxTokens, seed };
+  plain(): { messages: Message[]; n: number; temperature: number; maxTokens: number; seed: number | null } {
+    const { n, temperature, maxTokens, seed } = this;
+    return { messages: messages(this), n, temperature, maxTokens, seed };
   }
 }
 
