@@ -178,7 +178,8 @@ def _copies(store: _Store, line: int, length: int) -> Layers:
 
 def _put_back(store: _Store, line: int, layers: Layers, length: int) -> None:
     for layer, pair in layers.items():
-        for x, kept_KnD in zip(store.layers[layer], pair, strict=True):
+        there = store.of(layer, pair[0].transpose(0, 1))
+        for x, kept_KnD in zip(there, pair, strict=True):
             x[line, :, :length] = kept_KnD[:, :length]
 
 
