@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -501,6 +502,36 @@ def test_an_error_inside_reaches_the_caller_and_the_engine_goes_on(open_engine, 
 # ---- threads ----
 
 
+@pytest.fixture
+def many_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes are used even where the work does not pay for them."""
+    monkeypatch.setattr("groupwise.engine.local.LANE_FLOPS", 1)
+    monkeypatch.setattr("groupwise.engine.local.LANE_ROWS", 1)
+
+
+def test_lanes_are_used_as_far_as_the_work_pays(make_base, monkeypatch: pytest.MonkeyPatch):
+    """By the rows that are asked for and what a token costs, never more rows together than there are."""
+    base = make_base()
+    monkeypatch.setattr("groupwise.engine.local.LANE_ROWS", 2)
+    with closing(LocalEngine(base, max_rows=8, lanes=3)) as engine:
+        used, most = [], []
+        monkeypatch.setattr("groupwise.engine.local.LANE_FLOPS", 2 * engine._flops)
+        engine._model.get_input_embeddings().register_forward_hook(lambda *_: most.append(engine.stats()["running"]))
+        for asked in ([request()], [request(n=4)], [request(n=4), request(n=2)], [request(p, n=3) for p in range(9)]):
+            engine.generate(asked)
+            used.append(engine._used)
+        assert used == [1, 2, 3, 3] and max(most) == 8 and engine._budget.free == 8
+
+
+@pytest.mark.usefixtures("many_lanes")
+def test_a_lane_that_is_refused_gets_rows_when_others_are_done(open_engine):
+    one, two = open_engine(max_rows=4), open_engine(max_rows=4, lanes=2)
+    asked = [request(p, n=4, seed=p, max_tokens=3 + p) for p in range(6)]
+    assert ids_of(two.generate(asked)) == ids_of(one.generate(asked))
+    assert two._budget.free == 4
+
+
+@pytest.mark.usefixtures("many_lanes")
 def test_lanes_side_by_side(open_engine, make_base, make_adapter):
     """What two lanes make together is what one makes, and the same again; a lane that fails fails alone."""
     one, two = open_engine(max_rows=12), open_engine(max_rows=12, lanes=2)
@@ -513,7 +544,7 @@ def test_lanes_side_by_side(open_engine, make_base, make_adapter):
     assert sum(sampled_logprobs(together), ()) == pytest.approx(
         sum(sampled_logprobs(one.generate(asked)), ()), abs=1e-9
     )
-    assert [lane.load for lane in two._lanes] == [0, 0] and two.stats()["running"] == 0
+    assert two._used == 2 and [lane.load for lane in two._lanes] == [0, 0]
     scored = two.score((1, 2, 3), (4, 5), FIRST)
     assert scored == pytest.approx(one.score((1, 2, 3), (4, 5), FIRST), abs=1e-9)
     decoder = two._lanes[1].decoder
@@ -526,6 +557,7 @@ def test_lanes_side_by_side(open_engine, make_base, make_adapter):
     assert ids_of(two.generate(asked)) == ids_of(together)
 
 
+@pytest.mark.usefixtures("many_lanes")
 def test_conversations_go_on_in_any_lane(open_engine):
     """Each turn may come to another lane; what is kept of the last is found there."""
     one, two = open_engine(max_rows=8), open_engine(max_rows=8, lanes=2)

@@ -12,6 +12,7 @@ Shapes: B rows, S tokens, V vocabulary.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -35,10 +36,11 @@ Queue = deque[PendingRequest]
 
 class EngineModel:
     """What all decoders of an engine use: a module tree of the engine's own over the base model's weights, the LM head,
-    and the adapters (`bank`), as hooks where the model runs as transformers wrote it (`hooked`)."""
+    the rows that there are, and the adapters (`bank`), as hooks where the model runs as transformers wrote it
+    (`hooked`)."""
 
-    def __init__(self, base: LoadedModel, model: PreTrainedModel, *, hooked: bool):
-        self.base, self.model, self.device = base, model, base.device
+    def __init__(self, base: LoadedModel, model: PreTrainedModel, budget: RowBudget, *, hooked: bool):
+        self.base, self.model, self.device, self.budget = base, model, base.device, budget
         self.head, self.bank = Head.of(model), AdapterBank(model, hooked=hooked)
         self.eos_ids = base.eos_ids
         self.eos = torch.tensor(self.eos_ids, dtype=torch.long, device=base.device)
@@ -53,9 +55,10 @@ class Decoder(Protocol):
         """Rows in use."""
         ...
 
-    def admit(self, urgent: Queue, waiting: Queue) -> None:
+    def admit(self, urgent: Queue, waiting: Queue) -> bool:
         """Give requests the free rows, in order, `urgent` ones first, and run their prompts. `PendingRequest.started`
-        counts the completions that have rows; requests all of whose have leave their queue."""
+        counts the completions that have rows; requests all of whose have leave their queue. Returns whether any got
+        rows."""
         ...
 
     def decode(self) -> None:
@@ -83,11 +86,26 @@ class Decoder(Protocol):
         ...
 
 
-def rows_for(job: PendingRequest, *, free: int, kept: int, max_rows: int) -> int:
-    """How many rows a request gets now, of `free`, where `kept` are not for it: all that it misses, or at least an
-    eighth of all rows, so that a prompt is not run again for every row that falls free; else 0."""
-    missing, most = job.request.n - job.started, max_rows - kept
-    return min(missing, free - kept) if free - kept >= min(missing, max(1, most // 8)) else 0
+class RowBudget:
+    """The rows that the decoders of an engine share: `most`, of which `reserved` are for interactive requests only."""
+
+    def __init__(self, most: int, reserved: int):
+        self.most, self.reserved, self.free, self._lock = most, reserved, most, threading.Lock()
+
+    def take(self, job: PendingRequest, *, urgent: bool) -> int:
+        """How many rows a request gets now: all that it misses, or at least an eighth of all, so that a prompt is not
+        run again for every row that falls free; else 0."""
+        with self._lock:
+            kept = 0 if urgent else self.reserved
+            missing, free = job.request.n - job.started, self.free - kept
+            taken = min(missing, free) if free >= min(missing, max(1, (self.most - kept) // 8)) else 0
+            self.free -= taken
+            return taken
+
+    def give(self, rows: int) -> None:
+        """Rows that are free again."""
+        with self._lock:
+            self.free += rows
 
 
 class DecodedRows(ABC):

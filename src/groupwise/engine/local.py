@@ -4,12 +4,13 @@
 
 Requests wait in order, interactive ones first, and each is given rows as soon as enough are free. A `Decoder` does the
 rest: that of the packed forward (`packed`) or, for models that it cannot run, one that runs any model by its own
-forward (`plain`). A small model on a CPU has several decoders side by side, its *lanes*: each in a thread of its own
-with one of torch's, so that no operation waits for another thread, as most would on a machine that does anything else.
+forward (`plain`). On a CPU there are several decoders, *lanes*, each in a thread of its own with its share of torch's,
+and as many are used as the work at hand pays for: an operation that is shared out among threads ends when the last of
+them has been given a core, and a step is hundreds of operations (docs/performance.md has what it brings).
 
 A lane's thread owns its decoder; `submit` hands requests to the lane with the fewest completions to make, and returns
-futures. Requests submitted together to an idle engine are admitted in the same lanes, together and in order, so a
-seeded batch is reproducible bit for bit. Cancelling a future frees its rows before the next token.
+futures. Requests submitted together to an idle engine come to the same lanes, and are admitted together and in order,
+so a seeded batch is reproducible bit for bit. Cancelling a future frees its rows before the next token.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 
 import torch
 
-from groupwise.engine.decoder import Decoder, EngineModel, Queue
+from groupwise.engine.decoder import Decoder, EngineModel, Queue, RowBudget
 from groupwise.engine.kv_cache import PrefixCache
 from groupwise.engine.multi_lora import AdapterWeights, add_adapters, read_adapter
 from groupwise.engine.packed import PackedDecoder
@@ -41,18 +42,20 @@ from groupwise.types import Completion, PolicyVersion, SamplingRequest, TokenSin
 
 SCORED_AT_ONCE = 512  # positions: their logits, [positions, vocabulary], exist at the same time
 CACHED_BYTES = 32 << 20  # of weights: a model that is small, on a CPU
-LANE_ROWS = 16  # of each lane, at least
+LANE_FLOPS, LANE_ROWS = 4e8, 4  # of a step of a lane, at least
 
 
 @dataclass(eq=False)
 class Lane:
-    """A decoder, its thread, and what it is to do. `load` counts completions that were submitted and are not done."""
+    """A decoder and what it is to do. `load` counts completions that were submitted and are not done; `refused` is how
+    many rows were free when it got none, if it has none now."""
 
     decoder: Decoder
     urgent: Queue = field(default_factory=deque)
     waiting: Queue = field(default_factory=deque)
     calls: deque[tuple[Callable[[], Any], Future[Any]]] = field(default_factory=deque)
     load: int = 0
+    refused: int | None = None
 
 
 class LocalEngine:
@@ -65,8 +68,8 @@ class LocalEngine:
         prefix_cache_mb: MiB of keys and values kept after requests that asked for it (`SamplingRequest.cache`).
         draft_tokens: most tokens of a row that are guessed and checked in one step (`lookup`); 0 guesses none.
         compile: compile the dense parts of decode steps (`compiled`). A warning says where that cannot be.
-        threads: of torch. None: as many as torch has here.
-        lanes: decoders side by side. None: as many as threads for a small model on a CPU, else one.
+        threads: of torch, for all lanes together. None: as many as torch has here.
+        lanes: at most so many decoders side by side. None: as many as threads, on a CPU in packed rows.
 
     Warns where the model can run by its own forward only (`packed_check.why_not_packed`): without drafts, compiled
     steps and conversations that are kept.
@@ -96,37 +99,36 @@ class LocalEngine:
         self.max_rows, self.reserved_rows = max_rows, reserved_rows
         why = why_not_packed(self._model)
         self.packed = why is None
-        self._shared = EngineModel(base, self._model, hooked=not self.packed)
+        self._budget = RowBudget(max_rows, reserved_rows)
+        self._shared = EngineModel(base, self._model, self._budget, hooked=not self.packed)
         self._adapters: dict[PolicyVersion, AdapterWeights | None] = {}  # None: the base weights
         self._past = PrefixCache(prefix_cache_mb << 20)
         embedding: Any = self._model.get_input_embeddings()
         self._vocabulary = int(embedding.weight.shape[0])
-        threads = threads or torch.get_num_threads()
+        self._threads = threads or torch.get_num_threads()
         weights = [weight for weight in self._model.parameters() if weight.ndim == 2]
-        size = sum(weight.numel() * weight.itemsize for weight in weights)
-        small = size <= CACHED_BYTES and base.device.type == "cpu"
-        count = lanes or (max(1, min(threads, max_rows // LANE_ROWS)) if small and self.packed else 1)
-        self._threads = threads if count == 1 else 1  # of torch, in each lane
-        cached = why is None or self._check_plain(
-            why, unused=[name for name, value in (("draft_tokens", draft_tokens), ("compile", compile)) if value]
+        self._flops = 2 * sum(weight.numel() for weight in weights)  # of a token
+        small = (
+            base.device.type == "cpu" and sum(weight.numel() * weight.itemsize for weight in weights) <= CACHED_BYTES
         )
+        unused = [name for name, value in (("draft_tokens", draft_tokens), ("compile", compile)) if value]
+        cached = why is None or self._check_plain(why, unused=unused)
 
-        def decoder(lane: int) -> Decoder:
-            rows, reserved = (n // count + (lane < n % count) for n in (max_rows, reserved_rows))
+        def decoder() -> Decoder:
             if not self.packed:
-                return PlainDecoder(self._shared, max_rows=rows, reserved_rows=min(reserved, rows - 1), cached=cached)
+                return PlainDecoder(self._shared, cached=cached)
             return PackedDecoder(
                 self._shared,
-                max_rows=rows,
-                reserved_rows=min(reserved, rows - 1),
                 past=self._past,
                 draft_tokens=draft_tokens,
                 compile=compile,
-                threads=self._threads,
-                small=small and count == 1,
+                threads=lambda: max(1, self._threads // self._used),
+                small=small,
             )
 
-        self._lanes = [Lane(decoder(lane)) for lane in range(count)]
+        several = self.packed and base.device.type == "cpu" and not compile
+        self._used = 1  # lanes that requests are handed to now
+        self._lanes = [Lane(decoder()) for _ in range(min(lanes or self._threads, max_rows) if several else 1)]
         self._wakeup = threading.Condition()
         self._closing = False
         self._workers: list[threading.Thread] = []
@@ -198,9 +200,12 @@ class LocalEngine:
         jobs = [self._job(request, on_token) for request in requests]
         with self._wakeup:
             self._start()
+            load = min(self.max_rows, sum(lane.load for lane in self._lanes) + sum(job.request.n for job in jobs))
+            pays = int(min(load // LANE_ROWS, load * self._flops // LANE_FLOPS))
+            self._used = max(1, min(len(self._lanes), pays))
             for job in jobs:
-                lane = min(self._lanes, key=lambda lane: lane.load)
-                lane.load += job.request.n
+                lane = min(self._lanes[: self._used], key=lambda lane: lane.load)
+                lane.load, lane.refused = lane.load + job.request.n, None
                 job.future.add_done_callback(lambda _, lane=lane, n=job.request.n: self._unload_lane(lane, n))
                 (lane.urgent if job.request.interactive else lane.waiting).append(job)
             self._wakeup.notify_all()
@@ -350,24 +355,31 @@ class LocalEngine:
 
     @torch.inference_mode()
     def _work(self, lane: Lane) -> None:
-        torch.set_num_threads(self._threads)  # a new thread has as many as whoever set them last
+        torch.set_num_threads(max(1, self._threads // self._used))  # a new thread has as many as whoever set them last
         decoder = lane.decoder
         while True:
             with self._wakeup:
-                self._wakeup.wait_for(
-                    lambda: self._closing or lane.calls or lane.urgent or lane.waiting or decoder.active
-                )
+                self._wakeup.wait_for(lambda: self._closing or lane.calls or self._has_work(lane))
                 if self._closing:
                     return self._fail(lane, GroupwiseError("the engine was closed"))
             while lane.calls:
                 _answer(*lane.calls.popleft())
+            free = self._budget.free
             try:
                 self._drop_cancelled(lane)
-                decoder.admit(lane.urgent, lane.waiting)
+                got = decoder.admit(lane.urgent, lane.waiting)
+                lane.refused = None if got or decoder.active else free
                 if decoder.active:
                     decoder.decode()
             except Exception as error:  # the boundary of the thread: whoever waits must hear of it
                 self._fail(lane, error)
+            if self._budget.free > free and len(self._lanes) > 1:
+                with self._wakeup:
+                    self._wakeup.notify_all()  # who was refused
+
+    def _has_work(self, lane: Lane) -> bool:
+        """Whether a lane has rows, or requests that may get some now."""
+        return lane.decoder.active > 0 or (bool(lane.urgent or lane.waiting) and self._budget.free != lane.refused)
 
     def _drop_cancelled(self, lane: Lane) -> None:
         """Forget requests whose future was cancelled: whoever asked has gone away."""

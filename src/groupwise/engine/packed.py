@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from groupwise.engine.compiled import Compiled
-from groupwise.engine.decoder import PREFILL_TOKENS, DecodedRows, EngineModel, Queue, rows_for
+from groupwise.engine.decoder import PREFILL_TOKENS, DecodedRows, EngineModel, Queue
 from groupwise.engine.kv_cache import (
     Apart,
     Extend,
@@ -121,12 +121,10 @@ class PackedDecoder(DecodedRows):
     """Decodes in packed rows.
 
     Args:
-        max_rows: completions decoded at once. Memory: 2 x layers x K x D values per row and token.
-        reserved_rows: how many of them only interactive requests may use.
         past: where conversations are kept that may go on.
         draft_tokens: most tokens of a row that are guessed and checked in one step; 0 guesses none.
         compile: compile the dense parts of decode steps.
-        threads: of torch, in the calling thread.
+        threads: of torch, in the calling thread: how many there are now.
         small: whether a forward of few tokens runs on one of them.
     """
 
@@ -134,23 +132,21 @@ class PackedDecoder(DecodedRows):
         self,
         shared: EngineModel,
         *,
-        max_rows: int,
-        reserved_rows: int,
         past: PrefixCache,
         draft_tokens: int,
         compile: bool,
-        threads: int,
+        threads: Callable[[], int],
         small: bool,
     ):
-        super().__init__(shared, max_rows)
-        self.max_rows, self.reserved_rows, self.past = max_rows, reserved_rows, past
+        super().__init__(shared, shared.budget.most)
+        self.past = past
         self._backbone = Backbone(shared.model, shared.bank.project)
-        self.cache, self.lookup = KeyValueCache(max_rows), Lookup(draft_tokens, shared.device)
+        self.cache, self.lookup = KeyValueCache(shared.budget.most), Lookup(draft_tokens, shared.device)
         self._since_sorted = 0  # decode steps
         self._grid: Grid | None = None  # None: rows have come or gone since it was made
         self._threads, self._small = threads, small
         self._flops = 2 * sum(weight.numel() for weight in shared.model.parameters() if weight.ndim == 2)  # of a token
-        self.steps = Compiled(self._backbone, shared.bank, threads, small) if compile else self._backbone
+        self.steps = Compiled(self._backbone, shared.bank, threads(), small) if compile else self._backbone
         self._admitted: list[Admitted] = []  # in the midst of being given rows
 
     def stats(self) -> dict[str, int]:
@@ -164,17 +160,14 @@ class PackedDecoder(DecodedRows):
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
-    def admit(self, urgent: Queue, waiting: Queue) -> None:
-        """Give waiting completions the free rows, in order, and prefill their prompts."""
+    def admit(self, urgent: Queue, waiting: Queue) -> bool:
+        """Give waiting completions the free rows, in order, and prefill their prompts; whether there were any."""
         self._admitted = []
-        free, computed, longest = self.max_rows - self.rows.active, 0, 0  # rows; prompts in this forward
+        budget, computed, longest = self.shared.budget, 0, 0  # prompts in this forward
         slots, new = dict[PromptKey, int](), set[PromptKey]()  # of prompts that are there; prompts that are not yet
-        for queue, kept in ((urgent, 0), (waiting, self.reserved_rows)):
-            while queue:
+        for queue in (urgent, waiting):
+            while queue and (n := budget.take(queue[0], urgent=queue is urgent)):
                 job = queue[0]
-                n = rows_for(job, free=free, kept=kept, max_rows=self.max_rows)
-                if not n:
-                    break
                 past = known_of(job, self.past)
                 slots = slots or self.cache.whole()
                 there = job.prompt in slots or job.prompt in new
@@ -183,10 +176,10 @@ class PackedDecoder(DecodedRows):
                 if past or not there:
                     longest = max(longest, len(job.request.prompt_ids) - (past[1] if past else 0))
                     if self._admitted and (computed + 1) * longest > PREFILL_TOKENS:
+                        budget.give(n)
                         break
                     computed += 1
                     new |= set() if past else {job.prompt}
-                free -= n
                 self._admitted.append(admitted(job, n, past))
                 if n < job.request.n - job.started:
                     break  # its next completions follow when these rows are taken
@@ -195,7 +188,8 @@ class PackedDecoder(DecodedRows):
             self._prefill(anew, slots)
         for going in together([each for each in self._admitted if isinstance(each, GoingOn)]):
             self._extend(going)
-        self._admitted = []
+        got, self._admitted = bool(self._admitted), []
+        return got
 
     def _prefill(self, anew: Sequence[Admitted], slots: dict[PromptKey, int]) -> None:
         """Run the prompts that are in none of the slots yet, and sample the first token of every completion."""
@@ -321,9 +315,8 @@ class PackedDecoder(DecodedRows):
         """Last hidden states [S, hidden] of one packed row, each token under its owner's adapter."""
         device = self.shared.device
         token_S, position_S = (torch.as_tensor(x, dtype=torch.long, device=device) for x in (token_S, position_S))
-        if self._small:
-            alone = len(owners) * self._flops < ONE_THREAD_FLOPS
-            torch.set_num_threads(1 if alone else self._threads)  # of this thread of Python's
+        alone = self._small and len(owners) * self._flops < ONE_THREAD_FLOPS
+        torch.set_num_threads(1 if alone else self._threads())  # of this thread of Python's
         self.shared.bank.select(owners)
         return (run or self._backbone)(token_S, position_S, layout)
 
@@ -338,6 +331,7 @@ class PackedDecoder(DecodedRows):
         if not finished:
             return
         rows = self.rows
+        self.shared.budget.give(len(finished))
         left = {row.slot for i, row in enumerate(rows.owners) if i not in finished}
         moved = rows.remove(finished)
         if moved is not None:
@@ -356,8 +350,10 @@ class PackedDecoder(DecodedRows):
 
     def clear(self) -> list[PendingRequest]:
         """Free everything after a failure. Returns the requests that had rows, or were being given some."""
+        begun = [each for each in self._admitted if not any(row.job is each.job for row in self.rows.owners)]
+        self.shared.budget.give(self.rows.active + sum(each.n for each in begun))
         taken = [each.job for each in self._admitted] + [row.job for row in self.rows.owners]
         self.cache.clear()
-        self.rows = Rows(self.max_rows, self.shared.device)
+        self.rows = Rows(self.rows.most, self.shared.device)
         self._grid, self._admitted = None, []
         return taken

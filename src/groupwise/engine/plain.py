@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.engine.decoder import PREFILL_TOKENS, DecodedRows, EngineModel, Queue, rows_for
+from groupwise.engine.decoder import PREFILL_TOKENS, DecodedRows, EngineModel, Queue
 from groupwise.engine.multi_lora import AdapterWeights
 from groupwise.engine.rows import PendingRequest
 from groupwise.model.backbone import decoder_of
@@ -31,15 +31,13 @@ class PlainDecoder:
     """Decodes in batches of equally long rows.
 
     Args:
-        max_rows: completions decoded at once, of all batches together.
-        reserved_rows: how many of them only interactive requests may use.
         cached: whether the model's own cache is used.
     """
 
-    def __init__(self, shared: EngineModel, *, max_rows: int, reserved_rows: int, cached: bool):
-        self.shared, self.max_rows, self.reserved_rows, self.cached = shared, max_rows, reserved_rows, cached
+    def __init__(self, shared: EngineModel, *, cached: bool):
+        self.shared, self.cached = shared, cached
         self._batches: list[PlainBatch] = []
-        self._begun: list[PendingRequest] = []  # in the midst of being given rows
+        self._begun: list[tuple[PendingRequest, int]] = []  # in the midst of being given rows
 
     @property
     def active(self) -> int:
@@ -50,24 +48,23 @@ class PlainDecoder:
         """Nothing of its own."""
         return {}
 
-    def admit(self, urgent: Queue, waiting: Queue) -> None:
-        """Give requests the free rows, in order; those that fit together are batches."""
-        free, taken = self.max_rows - self.active, list[tuple[PendingRequest, int]]()
-        for queue, kept in ((urgent, 0), (waiting, self.reserved_rows)):
-            while queue and (n := rows_for(queue[0], free=free, kept=kept, max_rows=self.max_rows)):
+    def admit(self, urgent: Queue, waiting: Queue) -> bool:
+        """Give requests the free rows, in order; those that fit together are batches. Whether any got rows."""
+        for queue in (urgent, waiting):
+            while queue and (n := self.shared.budget.take(queue[0], urgent=queue is urgent)):
                 job = queue[0]
-                taken.append((job, n))
-                free -= n
+                self._begun.append((job, n))
                 if n < job.request.n - job.started:
                     break  # its next completions follow when these rows are taken
                 queue.popleft()
-        self._begun = [job for job, _ in taken]
-        for alike in _alike(taken):
+        batches = list(_alike(self._begun))
+        for alike in batches:
             batch = PlainBatch(self.shared, alike, cached=self.cached)
             self._batches.append(batch)
+            self._begun = [each for each in self._begun if each not in alike]
             batch.begin(alike)
-        self._begun = []
         self._drop_empty()
+        return bool(batches)
 
     def decode(self) -> None:
         """One token of every row."""
@@ -92,7 +89,8 @@ class PlainDecoder:
 
     def clear(self) -> list[PendingRequest]:
         """Free everything after a failure. Returns the requests that had rows, or were being given some."""
-        taken = self._begun + [row.job for batch in self._batches for row in batch.rows.owners]
+        taken = [job for job, _ in self._begun] + [row.job for batch in self._batches for row in batch.rows.owners]
+        self.shared.budget.give(self.active + sum(n for _, n in self._begun))
         self._batches, self._begun = [], []
         return taken
 
@@ -152,6 +150,7 @@ class PlainBatch(DecodedRows):
         """Take finished rows out of the cache."""
         if not finished:
             return
+        self.shared.budget.give(len(finished))
         kept = torch.arange(self.rows.active, device=self.shared.device)
         moved = self.rows.remove(finished)
         if moved is not None:
