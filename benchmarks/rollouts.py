@@ -37,6 +37,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +105,12 @@ def by_requests(engine: LocalEngine, work: Work, seed: int) -> list[Row]:
 
 def by_groups(engine: LocalEngine, work: Work, seed: int) -> list[Row]:
     """Groups whose rows end each at its own length: the limit of a row is set when it begins."""
-    rows, limits = engine._rows, {}
-    add = rows.add
+    limits: dict[int, list[int]] = {}
+    every = [lane.decoder.rows for lane in engine._lanes]
 
-    def add_with_limits(job: Any, n: int, **where: Any) -> None:
+    def add_with_limits(rows: Any, job: Any, n: int, **where: Any) -> None:
         first, started = rows.active, job.started
-        add(job, n, **where)
+        type(rows).add(rows, job, n, **where)
         rows.limit[first : first + n] = torch.tensor(limits[job.seed][started : started + n])
 
     requests = []
@@ -117,11 +118,13 @@ def by_groups(engine: LocalEngine, work: Work, seed: int) -> list[Row]:
         lengths = list(work.lengths[p * work.group : (p + 1) * work.group])
         limits[seed + p] = lengths
         requests.append(_request(work, prompt, max(lengths), work.group, seed + p))
-    rows.add = add_with_limits
+    for rows in every:
+        rows.add = partial(add_with_limits, rows)
     try:
         return [_row(completion) for completions in engine.generate(requests) for completion in completions]
     finally:
-        rows.add = add
+        for rows in every:
+            del rows.add
 
 
 def _numbered(work: Work) -> list[tuple[int, tuple[int, ...]]]:

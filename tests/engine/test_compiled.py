@@ -85,9 +85,9 @@ def test_the_same_tokens_from_one_compilation(engines, make_base, make_adapter):
     assert_same(compiled.generate(alone), plain.generate(alone))
     both = [*asked(FIRST), *asked(BASE)]  # several policies in a batch: uncompiled
     assert_same(compiled.generate(both), plain.generate(both))
-    assert compiled._steps.why_not is None
+    assert compiled._lanes[0].decoder.steps.why_not is None
     assert counters["stats"]["unique_graphs"] == 3 and not counters["graph_break"]
-    assert len(compiled._steps._seen) == 1
+    assert len(compiled._lanes[0].decoder.steps._seen) == 1
 
 
 # ---- what stands in its way ----
@@ -106,7 +106,7 @@ def test_a_compiler_that_raises_costs_no_row(engines, monkeypatch):
     with pytest.warns(UserWarning, match="RuntimeError: no compiler here; decoding goes on uncompiled"):
         groups = compiled.generate(asked())
     assert_same(groups, plain.generate(asked()))
-    assert compiled._steps.why_not == "RuntimeError: no compiler here"
+    assert compiled._lanes[0].decoder.steps.why_not == "RuntimeError: no compiler here"
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it is said once
         assert_same(compiled.generate(asked()), groups)
@@ -189,9 +189,9 @@ def test_the_configuration_asks_for_it(make_base):
     base = make_base("gemma3", dtype=torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert local_engine(parse_config(keys), base)._steps.__class__ is Backbone
+        assert local_engine(parse_config(keys), base)._lanes[0].decoder.steps.__class__ is Backbone
     with pytest.warns(UserWarning, match=r"rollout\.compile cannot be used"):
         engine = local_engine(parse_config(keys | {"rollout": {"compile": True}}), base)
-    assert isinstance(engine._steps, Compiled)
+    assert isinstance(engine._lanes[0].decoder.steps, Compiled)
     with pytest.raises(ConfigError, match=r"rollout\.compile: .*is the local engine's"):
         parse_config(keys | {"engine": "vllm", "rollout": {"compile": True}})

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,7 @@ import pytest
 import torch
 
 from groupwise.config.run import LoraSpec
-from groupwise.engine import local
-from groupwise.engine import local as admission
+from groupwise.engine import packed
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.sampling import sample_tokens
 from groupwise.errors import (
@@ -39,6 +39,7 @@ def open_engine(make_base) -> Iterator:
     opened: list[LocalEngine] = []
 
     def make(architecture: str = "qwen3", *, dtype=torch.float64, context: int = 64, **options) -> LocalEngine:
+        options = {"lanes": 1} | options
         opened.append(LocalEngine(make_base(architecture, dtype=dtype, context=context), **options))
         return opened[-1]
 
@@ -185,7 +186,7 @@ def test_the_prompt_is_prefilled_once_for_its_group(open_engine, monkeypatch: py
     engine.generate([request(tuple(range(20)), n=8, max_tokens=4)])
     assert seen == [20, 8, 8, 8]
     seen.clear()
-    monkeypatch.setattr(local, "PREFILL_TOKENS", 40)  # with padding: a prompt of 20 and one of 3 are 40
+    monkeypatch.setattr(packed, "PREFILL_TOKENS", 40)  # with padding: a prompt of 20 and one of 3 are 40
     engine.generate(
         [request(tuple(range(20)), max_tokens=1), request((1, 2, 3), max_tokens=1), request((4,), max_tokens=1)]
     )
@@ -261,7 +262,7 @@ def test_eos_stop_ids_and_ignore_eos(open_engine, make_base):
     first = free.token_ids.index(end)
     text = decode(free.token_ids[:first], base.tokenizer)
     (stopped,) = engine.generate([request(max_tokens=12, stop_ids=(end,))])[0]
-    engine._eos = torch.tensor([end])
+    engine._shared.eos = torch.tensor([end])
     (ended,) = engine.generate([request(max_tokens=12, ignore_eos=False)])[0]
     (ignored,) = engine.generate([request(max_tokens=12)])[0]
     assert ignored == free and free.finish_reason is FinishReason.LENGTH
@@ -415,7 +416,7 @@ def test_requests_that_cannot_be_served(open_engine, asked, error, message: str)
     engine = open_engine()
     with pytest.raises(error, match=message):
         engine.generate([request(), asked])
-    assert not engine._waiting and len(engine.generate([request()])[0]) == 1
+    assert not engine.stats()["waiting"] and len(engine.generate([request()])[0]) == 1
 
 
 def configure(directory, **options):
@@ -490,7 +491,7 @@ def test_an_error_inside_reaches_the_caller_and_the_engine_goes_on(open_engine, 
         return sample_tokens(*args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(local, "sample_tokens", breaks)
+        patch.setattr("groupwise.engine.decoder.sample_tokens", breaks)
         futures = engine.submit([request(n=3), request()])
         for future in futures:
             with pytest.raises(ArithmeticError, match="step 3"):
@@ -499,6 +500,81 @@ def test_an_error_inside_reaches_the_caller_and_the_engine_goes_on(open_engine, 
 
 
 # ---- threads ----
+
+
+@pytest.fixture
+def many_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes are used even where the work does not pay for them."""
+    monkeypatch.setattr("groupwise.engine.local.LANE_FLOPS", 1)
+    monkeypatch.setattr("groupwise.engine.local.LANE_ROWS", 1)
+
+
+def test_lanes_are_used_as_far_as_the_work_pays(make_base, monkeypatch: pytest.MonkeyPatch):
+    """By the rows that are asked for and what a token costs, never more rows together than there are."""
+    base = make_base()
+    monkeypatch.setattr("groupwise.engine.local.LANE_ROWS", 2)
+    with closing(LocalEngine(base, max_rows=8, lanes=3)) as engine:
+        used, most = [], []
+        monkeypatch.setattr("groupwise.engine.local.LANE_FLOPS", 2 * engine._flops)
+        engine._model.get_input_embeddings().register_forward_hook(lambda *_: most.append(engine.stats()["running"]))
+        for asked in ([request()], [request(n=4)], [request(n=4), request(n=2)], [request(p, n=3) for p in range(9)]):
+            engine.generate(asked)
+            used.append(engine._used)
+        assert used == [1, 2, 3, 3] and max(most) == 8 and engine._budget.free == 8
+
+
+@pytest.mark.usefixtures("many_lanes")
+def test_a_lane_that_is_refused_gets_rows_when_others_are_done(open_engine):
+    one, two = open_engine(max_rows=4), open_engine(max_rows=4, lanes=2)
+    asked = [request(p, n=4, seed=p, max_tokens=3 + p) for p in range(6)]
+    assert ids_of(two.generate(asked)) == ids_of(one.generate(asked))
+    assert two._budget.free == 4
+
+
+@pytest.mark.usefixtures("many_lanes")
+def test_lanes_side_by_side(open_engine, make_base, make_adapter):
+    """What two lanes make together is what one makes, and the same again; a lane that fails fails alone."""
+    one, two = open_engine(max_rows=12), open_engine(max_rows=12, lanes=2)
+    for engine in (one, two):
+        engine.load(FIRST, make_adapter(make_base(), seed=1))
+    versions = (BASE, FIRST)
+    asked = [request(p, n=1 + p % 4, seed=p, version=versions[p % 2], max_tokens=4 + p) for p in range(10)]
+    together = two.generate(asked)
+    assert ids_of(together) == ids_of(one.generate(asked)) == ids_of(two.generate(asked))
+    assert sum(sampled_logprobs(together), ()) == pytest.approx(
+        sum(sampled_logprobs(one.generate(asked)), ()), abs=1e-9
+    )
+    assert two._used == 2 and [lane.load for lane in two._lanes] == [0, 0]
+    scored = two.score((1, 2, 3), (4, 5), FIRST)
+    assert scored == pytest.approx(one.score((1, 2, 3), (4, 5), FIRST), abs=1e-9)
+    decoder = two._lanes[1].decoder
+    kept, decoder.decode = decoder.decode, lambda: 1 / 0
+    fine, failed = two.submit([request(n=2), request(n=2)])
+    with pytest.raises(ZeroDivisionError):
+        failed.result(timeout=60)
+    assert ids_of([fine.result(timeout=60)]) == ids_of(one.generate([request(n=2)]))
+    decoder.decode = kept
+    assert ids_of(two.generate(asked)) == ids_of(together)
+
+
+@pytest.mark.usefixtures("many_lanes")
+def test_conversations_go_on_in_any_lane(open_engine):
+    """Each turn may come to another lane; what is kept of the last is found there."""
+    one, two = open_engine(max_rows=8), open_engine(max_rows=8, lanes=2)
+    prompt = tuple(range(20))
+    for turn in range(3):
+        asked = [replace(request(prompt, seed=turn + s, max_tokens=5), cache=True) for s in range(3 if turn else 1)]
+        ours, theirs = two.generate(asked), one.generate(asked)
+        assert ids_of(ours) == ids_of(theirs)
+        assert sum(sampled_logprobs(ours), ()) == pytest.approx(sum(sampled_logprobs(theirs), ()), abs=1e-9)
+        assert turn == 0 or all(group[0].cached_tokens >= 16 for group in ours)  # in blocks
+        prompt = (*prompt, *ours[0][0].token_ids, 7, 8, 9)
+
+
+@pytest.mark.parametrize(("options", "message"), [({"lanes": 0}, "lanes is 0"), ({"lanes": 5, "max_rows": 4}, "is 4")])
+def test_lanes_that_cannot_be(make_base, options, message):
+    with pytest.raises(ConfigError, match=message):
+        LocalEngine(make_base(), **options)
 
 
 def test_async_sampling_from_several_tasks(open_engine):
@@ -581,7 +657,7 @@ def test_cancelling_frees_the_rows(open_engine, when: str):
     proceed.set()
     assert third.result(timeout=120) == expected[0]
     assert len(other.result(timeout=120)) == 2
-    assert engine.stats()["running"] == 0 and not engine._cache.lengths
+    assert engine.stats()["running"] == 0 and not engine._lanes[0].decoder.cache.lengths
 
 
 def test_a_timeout_in_a_task_cancels_its_request(open_engine):
@@ -601,9 +677,9 @@ def test_a_timeout_in_a_task_cancels_its_request(open_engine):
 
 def test_a_model_that_cannot_be_packed(make_base, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("groupwise.model.attention._hidden", lambda gap, window: gap < -1)
-    with pytest.raises(ModelError, match="cannot run in the local engine") as caught:
-        LocalEngine(make_base())
-    assert "packed forward" in caught.value.message
+    with pytest.warns(UserWarning, match="packed forward .* by its own forward and cache .* compile has no effect"):
+        engine = LocalEngine(make_base(), compile=True)
+    assert not engine.packed
 
 
 # ---- what a server needs besides ----
@@ -728,9 +804,10 @@ def test_the_next_turn_computes_only_what_is_new(open_engine, make_base, make_ad
     for cache in (False, True):
         engine = open_engine(architecture, context=256)
         engine.load(FIRST, directory)
-        forward, sizes = engine._forward, []
+        decoder = engine._lanes[0].decoder
+        forward, sizes = decoder._forward, []
         monkeypatch.setattr(
-            engine, "_forward", lambda ids, *rest, f=forward, n=sizes: (n.append(len(ids)), f(ids, *rest))[1]
+            decoder, "_forward", lambda ids, *rest, f=forward, n=sizes: (n.append(len(ids)), f(ids, *rest))[1]
         )
         heard[cache] = [*converse(engine, cache=cache), *converse(engine, cache=cache, version=FIRST)]
         computed[cache] = sum(sizes)
@@ -741,19 +818,18 @@ def test_the_next_turn_computes_only_what_is_new(open_engine, make_base, make_ad
     assert computed[True] < 0.6 * computed[False]
 
 
-@pytest.mark.parametrize(("new_at_once", "most_held"), [(7, admission.MOST_HELD), (admission.EXTEND_TOKENS, 10)])
+@pytest.mark.parametrize(("new_at_once", "most_held"), [(7, packed.MOST_HELD), (packed.EXTEND_TOKENS, 10)])
 def test_many_rows_of_uneven_lengths(open_engine, monkeypatch, architecture: str, new_at_once: int, most_held: int):
     """Read in parts, put in order between, run in pieces of a few tokens, folded into openings: nothing of it shows."""
     sorted_rows = []
-    monkeypatch.setattr(local, "SORT_EVERY", 1)
-    monkeypatch.setattr(local, "MOST_BEYOND", 1.0)
-    monkeypatch.setattr(admission, "EXTEND_TOKENS", new_at_once)
-    monkeypatch.setattr(admission, "MOST_HELD", most_held)
+    monkeypatch.setattr(packed, "SORT_EVERY", 1)
+    monkeypatch.setattr(packed, "MOST_BEYOND", 1.0)
+    monkeypatch.setattr(packed, "EXTEND_TOKENS", new_at_once)
+    monkeypatch.setattr(packed, "MOST_HELD", most_held)
     engine = open_engine(architecture, context=256, max_rows=48)
-    sort = engine._cache.sort
-    monkeypatch.setattr(
-        engine._cache, "sort", lambda order, length: (sorted_rows.append(len(order)), sort(order, length))
-    )
+    cache = engine._lanes[0].decoder.cache
+    sort = cache.sort
+    monkeypatch.setattr(cache, "sort", lambda order, length: (sorted_rows.append(len(order)), sort(order, length)))
     mine = converse(engine, cache=True, count=48, turns=3)
     plain = converse(open_engine(architecture, context=256), cache=False, count=48, turns=3)
     assert ids_of(mine) == ids_of(plain)
@@ -783,17 +859,18 @@ def test_an_error_between_new_prompts_and_conversations_reaches_both(open_engine
     opening = replace(request(tuple(range(1, 40))), cache=True)
     said = engine.generate([opening])[0][0].token_ids
     again = replace(request((*opening.prompt_ids, *said, 7)), cache=True)
-    prefill = engine._prefill
+    decoder = engine._lanes[0].decoder
+    prefill = decoder._prefill
 
     def broken(*admitted):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(engine, "_prefill", broken)
+    monkeypatch.setattr(decoder, "_prefill", broken)
     futures = engine.submit([again, request(5)])
     for future in futures:
         with pytest.raises(MemoryError):
             future.result(timeout=120)
-    monkeypatch.setattr(engine, "_prefill", prefill)
+    monkeypatch.setattr(decoder, "_prefill", prefill)
     assert len(engine.generate([again, request(5)])) == 2
 
 

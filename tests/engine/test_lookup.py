@@ -33,7 +33,7 @@ def open_pair(make_base) -> Iterator[OpenPair]:
 
     def make(architecture: str = "qwen3", *, draft_tokens: int = 4, context: int = 128, **options):
         base = make_base(architecture, context=context)
-        opened.extend(LocalEngine(base, draft_tokens=most, **options) for most in (0, draft_tokens))
+        opened.extend(LocalEngine(base, draft_tokens=most, lanes=1, **options) for most in (0, draft_tokens))
         return opened[-2], opened[-1]
 
     yield make
@@ -192,7 +192,7 @@ def test_ends_within_a_draft(open_pair: OpenPair, foresee, which: int):
     ]
     token, cut = whole.token_ids[length - 1], spoken[length - 1]
     for engine in (plain, drafting):
-        engine._eos, engine._eos_ids = torch.tensor([token]), (token,)
+        engine._shared.eos, engine._shared.eos_ids = torch.tensor([token]), (token,)
     asked = [
         request((1, 2, 3), max_tokens=length),
         request((1, 2, 3), stop_ids=(token,)),
@@ -208,7 +208,7 @@ def test_ends_within_a_draft(open_pair: OpenPair, foresee, which: int):
     for each, group in zip(asked, expected, strict=True):
         assert_same(drafting.generate([each]), [group])
     assert_same(drafting.generate(asked), expected)
-    assert counts(drafting)[1] > 0 and drafting._cache.lengths == []
+    assert counts(drafting)[1] > 0 and drafting._lanes[0].decoder.cache.lengths == []
 
 
 def test_a_full_context(open_pair: OpenPair):
@@ -262,7 +262,7 @@ def test_cancelled_among_drafts(open_pair: OpenPair, foresee):
     futures: list = []
 
     def heard(index: int, token: int, logprob: float, top: tuple) -> None:
-        if len(futures) == 2 and drafting._rows.owners[0].history.said > 10:
+        if len(futures) == 2 and drafting._lanes[0].decoder.rows.owners[0].history.said > 10:
             futures[0].cancel()
 
     futures += drafting.submit(asked, on_token=heard)
@@ -278,8 +278,9 @@ def test_a_step_has_a_limit(open_pair: OpenPair, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(lookup, "MOST_RUN_CPU", 12)
     _, drafting = open_pair(draft_tokens=8)
     sizes: list[int] = []
-    forward = drafting._forward
-    monkeypatch.setattr(drafting, "_forward", lambda ids, *rest: (sizes.append(len(ids)), forward(ids, *rest))[1])
+    decoder = drafting._lanes[0].decoder
+    forward = decoder._forward
+    monkeypatch.setattr(decoder, "_forward", lambda ids, *rest: (sizes.append(len(ids)), forward(ids, *rest))[1])
     for rows, most in ((1, 9), (3, 12), (4, 12), (6, 12), (7, 7), (12, 12)):
         sizes.clear()
         drafting.generate([request(n=rows, temperature=0.0, max_tokens=30)])

@@ -19,6 +19,7 @@ D head size, L longest prompt, T most new tokens of a row, M most tokens that a 
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -177,7 +178,8 @@ def _copies(store: _Store, line: int, length: int) -> Layers:
 
 def _put_back(store: _Store, line: int, layers: Layers, length: int) -> None:
     for layer, pair in layers.items():
-        for x, kept_KnD in zip(store.layers[layer], pair, strict=True):
+        there = store.of(layer, pair[0].transpose(0, 1))
+        for x, kept_KnD in zip(there, pair, strict=True):
             x[line, :, :length] = kept_KnD[:, :length]
 
 
@@ -386,10 +388,11 @@ class Kept:
 
 
 class PrefixCache:
-    """An LRU cache of conversations (`Kept`), of at most `most_bytes`, looked up by their longest common prefix."""
+    """An LRU cache of conversations (`Kept`), of at most `most_bytes`, looked up by their longest common prefix.
+    Several threads may use it."""
 
     def __init__(self, most_bytes: int):
-        self.most_bytes, self.bytes = most_bytes, 0
+        self.most_bytes, self.bytes, self._lock = most_bytes, 0, threading.Lock()
         self._sharing: Counter[Opening] = Counter()  # how many have each opening
         self._kept: OrderedDict[int, Kept] = OrderedDict()  # by id, oldest first
         self._table: dict[int, Kept] = {}
@@ -399,35 +402,39 @@ class PrefixCache:
 
     def find(self, owner: object, ids: Sequence[int]) -> tuple[Kept, int] | None:
         """The cached conversation with the longest common prefix with `ids[:-1]`, and that length; None without one."""
-        found = self._proposed(owner, _blocks(owner, ids))
-        if found is None:
-            return None
-        self._kept.move_to_end(id(found))
+        with self._lock:
+            found = self._proposed(owner, _blocks(owner, ids))
+            if found is None:
+                return None
+            self._kept.move_to_end(id(found))
         return found, common_prefix(found.ids, ids[:-1])
 
     def add(self, kept: Kept) -> None:
         """Add a conversation; it replaces one that is a prefix of it."""
         kept.blocks = list(_blocks(kept.owner, kept.ids))
-        before = self._proposed(kept.owner, kept.blocks)
-        if before is not None and before.ids == kept.ids[: len(before.ids)]:
-            self._drop(before)
-        self._kept[id(kept)] = kept
-        self._table.update(dict.fromkeys(kept.blocks, kept))
-        self.bytes += _bytes(kept.own) + (0 if kept.opening in self._sharing else _bytes(kept.opening.layers))
-        self._sharing[kept.opening] += 1
-        while self.bytes > self.most_bytes:
-            self._drop(next(iter(self._kept.values())))
+        with self._lock:
+            before = self._proposed(kept.owner, kept.blocks)
+            if before is not None and before.ids == kept.ids[: len(before.ids)]:
+                self._drop(before)
+            self._kept[id(kept)] = kept
+            self._table.update(dict.fromkeys(kept.blocks, kept))
+            self.bytes += _bytes(kept.own) + (0 if kept.opening in self._sharing else _bytes(kept.opening.layers))
+            self._sharing[kept.opening] += 1
+            while self.bytes > self.most_bytes:
+                self._drop(next(iter(self._kept.values())))
 
     def forget(self, owner: object) -> None:
         """Drop all conversations computed with the weights `owner`, which have changed or are gone."""
-        for kept in [kept for kept in self._kept.values() if kept.owner is owner]:
-            self._drop(kept)
+        with self._lock:
+            for kept in [kept for kept in self._kept.values() if kept.owner is owner]:
+                self._drop(kept)
 
     def clear(self) -> None:
-        self._kept.clear()
-        self._table.clear()
-        self._sharing.clear()
-        self.bytes = 0
+        with self._lock:
+            self._kept.clear()
+            self._table.clear()
+            self._sharing.clear()
+            self.bytes = 0
 
     def _proposed(self, owner: object, blocks: Iterable[int]) -> Kept | None:
         """Who has the last of the blocks that anyone has."""

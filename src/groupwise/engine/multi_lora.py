@@ -10,6 +10,7 @@ as many policies as fit in `MERGED_BYTES`. The base weights themselves are never
 from __future__ import annotations
 
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -72,23 +73,31 @@ def add_adapters(parts: Sequence[tuple[AdapterWeights, float]]) -> AdapterWeight
     return AdapterWeights(pairs)
 
 
+class _Selection(threading.local):
+    """The adapters of a thread's next forwards."""
+
+    batch: Sequence[tuple[AdapterWeights, Tensor | None]] = ()  # and their rows; None: all
+    alone: Products | None = None
+    sole: Sequence[AdapterWeights | None] = ()  # whose the batch is where it is one policy's
+
+
 class AdapterBank:
     """Applies the adapters of the current batch to a model's linear modules: as `project` where the model runs through
-    the lean backbone, by forward hooks where it runs as transformers wrote it."""
+    the lean backbone, by forward hooks where it runs as transformers wrote it (`hooked`). Each thread has its own
+    batch."""
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, *, hooked: bool = False):
         head = model.get_output_embeddings()  # applied without being called, so a hook would not hear of it
         self._modules = {name: module for name, module in model.named_modules() if module is not head}
         self._names = {id(module): name for name, module in self._modules.items()}
-        self._lean, self._hooked = is_lean(model), set[str]()
-        self._batch: list[tuple[AdapterWeights, Tensor | None]] = []
+        self._lean, self._hooked = is_lean(model) and not hooked, set[str]()
+        self._now = _Selection()  # of the calling thread
+        self._lock = threading.Lock()  # of what threads share and make when it is first needed
         linear = [module.weight for module in self._modules.values() if type(module) is nn.Linear]
         size = sum(weight.numel() * weight.itemsize for weight in linear)
         exact = all(weight.dtype in (torch.float32, torch.float64) for weight in linear)
         self._most_merged = MERGED_BYTES // max(size, 1) if self._lean and exact else 0
         self._merged: OrderedDict[int, tuple[AdapterWeights | None, Products]] = OrderedDict()  # by id, oldest first
-        self._alone: Products | None = None
-        self._sole: Sequence[AdapterWeights | None] = ()  # whose the batch is where it is one policy's
         self._unmerged: Products | None = None
 
     def prepare(self, weights: AdapterWeights) -> None:
@@ -108,49 +117,53 @@ class AdapterBank:
 
     def forget(self, weights: AdapterWeights | None) -> None:
         """Drop merged weights of an adapter that is unloaded, or of base weights that have changed."""
-        self._merged.pop(id(weights), None)
+        with self._lock:
+            self._merged.pop(id(weights), None)
         self._unmerged = None
 
     def select(self, owners: Sequence[AdapterWeights | None]) -> None:
-        """Set the adapters of the next forwards: one for each token of the packed row, None where it is the base."""
-        distinct = {id(weights): weights for weights in owners}
-        self._batch, self._alone, self._sole = [], None, owners[:1] if len(distinct) == 1 else ()
-        if self._sole and self._most_merged:
-            self._alone = self._products(owners[0])
+        """Set the adapters of the calling thread's next forwards: one for each token of the packed row, None where it
+        is the base."""
+        distinct, now = {id(weights): weights for weights in owners}, self._now
+        now.batch, now.alone, now.sole = [], None, owners[:1] if len(distinct) == 1 else ()
+        if now.sole and self._most_merged:
+            now.alone = self._products(owners[0])
             return
         for key, weights in distinct.items():
             if weights is not None:
                 rows = [i for i, owner in enumerate(owners) if id(owner) == key] if len(distinct) > 1 else None
                 device = next(iter(weights.pairs.values()))[0].device if weights.pairs else None
-                self._batch.append((weights, None if rows is None else torch.tensor(rows, device=device)))
+                now.batch.append((weights, None if rows is None else torch.tensor(rows, device=device)))
 
     def project(self, modules: Sequence[nn.Module], x: Tensor) -> Tensor:
         """`backbone.Project`: one product for all of `modules` when one policy has the whole batch, else the base's
         products and each adapter's on its own rows."""
-        if self._alone is not None:
-            return self._alone.project(modules, x)
+        if self._now.alone is not None:
+            return self._now.alone.project(modules, x)
         outputs = [self._adapted(self._names[id(module)], x, module(x)) for module in modules]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
     def alone(self) -> Products | None:
         """The products of the one policy that has the whole batch, merged or not; None if several share the batch."""
-        if self._alone is not None or not self._sole:
-            return self._alone
-        if self._unmerged is None or self._unmerged.weights is not self._sole[0]:
-            self._unmerged = Products(self._names, self._sole[0], merged=False)
+        now = self._now
+        if now.alone is not None or not now.sole:
+            return now.alone
+        if self._unmerged is None or self._unmerged.weights is not now.sole[0]:
+            self._unmerged = Products(self._names, now.sole[0], merged=False)
         return self._unmerged
 
     def _products(self, weights: AdapterWeights | None) -> Products:
         """The merged weights of a policy, made when it first has a batch to itself and kept while there is room."""
-        if id(weights) not in self._merged:
-            while len(self._merged) >= self._most_merged:
-                self._merged.popitem(last=False)
-            self._merged[id(weights)] = weights, Products(self._names, weights)
-        self._merged.move_to_end(id(weights))
-        return self._merged[id(weights)][1]
+        with self._lock:
+            if id(weights) not in self._merged:
+                while len(self._merged) >= self._most_merged:
+                    self._merged.popitem(last=False)
+                self._merged[id(weights)] = weights, Products(self._names, weights)
+            self._merged.move_to_end(id(weights))
+            return self._merged[id(weights)][1]
 
     def _adapted(self, name: str, x: Tensor, output: Tensor) -> Tensor:
-        for weights, rows in self._batch:
+        for weights, rows in self._now.batch:
             pair = weights.pairs.get(name)
             if pair is None:
                 continue
@@ -197,6 +210,7 @@ class Products:
         self.weights, self._names, self._merged = weights, names, merged
         self._pairs = {} if weights is None else weights.pairs
         self._made: dict[int, tuple[Product, ...]] = {}  # by the first module's id
+        self._lock = threading.Lock()
 
     def project(self, modules: Sequence[nn.Module], x: Tensor) -> Tensor:
         """`backbone.Project`."""
@@ -206,8 +220,11 @@ class Products:
         """The products of modules that share an input; the same tensors each time."""
         made = self._made.get(id(modules[0]))
         if made is None:
-            made = (self._merge(modules),) if self._merged else tuple(self._apart(module) for module in modules)
-            self._made[id(modules[0])] = made
+            with self._lock:  # threads that decode side by side need it at the same time
+                if id(modules[0]) not in self._made:
+                    apart = tuple(self._apart(module) for module in modules) if not self._merged else None
+                    self._made[id(modules[0])] = apart or (self._merge(modules),)
+            made = self._made[id(modules[0])]
         return made
 
     def _apart(self, module: Any) -> Product:

@@ -1,6 +1,7 @@
 """Checks whether a model may run packed, by comparing the packed forward with the model's own before its first use.
 
     why_not_packed(model)     None, or the reason in words
+    why_not_cached(model)     likewise for the model's own cache, which decodes what cannot run packed
 
 Two comparisons. The model itself, on a few short rows: its weights, its type, its device. And where its configuration
 names lengths at which its attention changes (a sliding window, a chunk, a scale that grows with the position), a small
@@ -127,6 +128,48 @@ def packed_forward_gap(
             plain_NV = plain.log_softmax(-1)
             gaps.append((plain_NV.exp() * (plain_NV - packed_SV[start : start + n]).abs()).sum(-1))
             start += n
+    gap = float(torch.cat(gaps).mean())
+    return gap if math.isfinite(gap) else math.inf
+
+
+def why_not_cached(model: PreTrainedModel) -> str | None:
+    """Why this model, made by `model.load.share_weights`, cannot decode with its own cache, two rows of one prompt at
+    once; None if it can. Tried on the model and, where lengths matter, on `small_twin` beyond them."""
+    try:
+        gaps = [cached_forward_gap(model)]
+        if list(_lengths(model.config.get_text_config())):
+            gaps.append(cached_forward_gap(small_twin(model)))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of a model's code, or of a cache that is not as transformers' are
+        return f"its cache fails: {_said(error)}"
+    gap, tolerance = max(gaps), packed_tolerance(model)
+    return None if gap <= tolerance else f"its cache changes log-probabilities by {gap:.3g} nats"
+
+
+@torch.no_grad()
+def cached_forward_gap(model: PreTrainedModel) -> float:
+    """The mean difference in log-probability between decoding with the model's own cache and its forward of the whole
+    row: a prompt that is run once, then two rows of it, of which one is left after half of the tokens."""
+    vocabulary, opening, end = int(model.config.get_text_config().vocab_size), 9, 24
+    ids_2T = torch.tensor(
+        [[(37 * (i + (50 * row if i >= opening else 0)) + 11) % vocabulary for i in range(end)] for row in range(2)],
+        device=model.device,
+    )
+    own, head, gaps = decoder_of(model), Head.of(model), list[Tensor]()
+    with plain_attention(model):
+        hidden_2TH = own(input_ids=ids_2T, use_cache=False).last_hidden_state
+        out = own(input_ids=ids_2T[:1, :opening], use_cache=True)
+        cache, rows = out.past_key_values, [0, 0]
+        for at in range(opening, end):
+            if at in (opening, (opening + end) // 2):
+                chosen, rows = (rows, [0, 1]) if at == opening else ([1], [1])
+                cache.reorder_cache(torch.tensor(chosen, device=model.device))
+            out = own(input_ids=ids_2T[rows, at : at + 1], past_key_values=cache, use_cache=True)
+            whole_BV, step_BV = (
+                head.logits(x).log_softmax(-1) for x in (hidden_2TH[rows, at], out.last_hidden_state[:, -1])
+            )
+            gaps.append((whole_BV.exp() * (whole_BV - step_BV).abs()).sum(-1).mean()[None])
     gap = float(torch.cat(gaps).mean())
     return gap if math.isfinite(gap) else math.inf
 

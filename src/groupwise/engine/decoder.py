@@ -1,0 +1,213 @@
+"""What decoders share: the model, the rows that they decode, the next token of each, and what becomes of finished ones.
+
+    PackedDecoder    all its rows in one packed forward over its own cache, prompts shared (`packed`)
+    PlainDecoder     any model that transformers can run, by its own forward and cache (`plain`)
+
+A decoder belongs to one thread. `admit` gives waiting requests rows and runs their prompts, `decode` is one step of all
+rows: hidden states, logits, a token and its log-probability for each row (`advance`), and the completions of those that
+are finished.
+
+Shapes: B rows, S tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from groupwise.engine.multi_lora import AdapterBank, AdapterWeights
+from groupwise.engine.rows import PendingRequest, Row, Rows
+from groupwise.engine.sampling import reshape, sample_tokens, scaled_logprobs, uniforms
+from groupwise.model.chat import closing_ids, decode, stopped_text
+from groupwise.model.load import Head, LoadedModel
+from groupwise.types import Completion, FinishReason
+
+PREFILL_TOKENS = 8192  # prompt tokens prefilled in one forward, counting the padding to the longest of them
+
+Queue = deque[PendingRequest]
+
+
+class EngineModel:
+    """What all decoders of an engine use: a module tree of the engine's own over the base model's weights, the LM head,
+    the rows that there are, and the adapters (`bank`), as hooks where the model runs as transformers wrote it
+    (`hooked`)."""
+
+    def __init__(self, base: LoadedModel, model: PreTrainedModel, budget: RowBudget, *, hooked: bool):
+        self.base, self.model, self.device, self.budget = base, model, base.device, budget
+        self.head, self.bank = Head.of(model), AdapterBank(model, hooked=hooked)
+        self.eos_ids = base.eos_ids
+        self.eos = torch.tensor(self.eos_ids, dtype=torch.long, device=base.device)
+        self.ends = closing_ids(base.tokenizer)
+
+
+class Decoder(Protocol):
+    """What an engine's thread works with."""
+
+    @property
+    def active(self) -> int:
+        """Rows in use."""
+        ...
+
+    def admit(self, urgent: Queue, waiting: Queue) -> bool:
+        """Give requests the free rows, in order, `urgent` ones first, and run their prompts. `PendingRequest.started`
+        counts the completions that have rows; requests all of whose have leave their queue. Returns whether any got
+        rows."""
+        ...
+
+    def decode(self) -> None:
+        """One step of all rows; there is at least one."""
+        ...
+
+    def drop_cancelled(self) -> None:
+        """Free the rows of requests whose future was cancelled."""
+        ...
+
+    def hidden(self, ids: Sequence[int], weights: AdapterWeights | None) -> Tensor:
+        """The last hidden states [S, hidden] of one row of tokens."""
+        ...
+
+    def forget(self, weights: AdapterWeights | None) -> None:
+        """Drop what was made from weights that are unloaded, or from base weights that have changed (None)."""
+        ...
+
+    def clear(self) -> list[PendingRequest]:
+        """Free everything after a failure. Returns the requests that had rows, or were being given some."""
+        ...
+
+    def stats(self) -> dict[str, int]:
+        """Counts of the decoder's own."""
+        ...
+
+
+class RowBudget:
+    """The rows that the decoders of an engine share: `most`, of which `reserved` are for interactive requests only."""
+
+    def __init__(self, most: int, reserved: int):
+        self.most, self.reserved, self.free, self._lock = most, reserved, most, threading.Lock()
+
+    def take(self, job: PendingRequest, *, urgent: bool) -> int:
+        """How many rows a request gets now: all that it misses, or at least an eighth of all, so that a prompt is not
+        run again for every row that falls free; else 0."""
+        with self._lock:
+            kept = 0 if urgent else self.reserved
+            missing, free = job.request.n - job.started, self.free - kept
+            taken = min(missing, free) if free >= min(missing, max(1, (self.most - kept) // 8)) else 0
+            self.free -= taken
+            return taken
+
+    def give(self, rows: int) -> None:
+        """Rows that are free again."""
+        with self._lock:
+            self.free += rows
+
+
+class DecodedRows(ABC):
+    """Some rows that are decoded together: their state, and what happens with every token."""
+
+    def __init__(self, shared: EngineModel, max_rows: int):
+        self.shared, self.rows = shared, Rows(max_rows, shared.device)
+
+    @property
+    def active(self) -> int:
+        """Rows in use."""
+        return self.rows.active
+
+    def drop_cancelled(self) -> None:
+        """Free the rows of requests whose future was cancelled: whoever asked has gone away."""
+        self.free({i for i, row in enumerate(self.rows.owners) if row.job.future.cancelled()})
+
+    def advance(self, at: slice, logits_BV: Tensor) -> None:
+        """Sample the next token of the rows `at`, record it, and retire the rows it finishes."""
+        rows = self.rows
+        count_B = rows.count[at]
+        token_B, logprob_B = self.draw(at, count_B, logits_BV)
+        row_B = torch.arange(at.start, at.stop, device=count_B.device)
+        rows.token[at] = token_B
+        rows.tokens[row_B, count_B] = token_B
+        rows.logprobs[row_B, count_B] = logprob_B.double()
+        rows.count[at] += 1
+        stopped_B = rows.watch_eos[at] & (token_B[:, None] == self.shared.eos).any(-1)
+        finished_B = stopped_B | (rows.count[at] >= rows.limit[at])
+        extra: dict[int, str] = {}
+        for i in (row for row in rows.watched if at.start <= row < at.stop):
+            b = i - at.start
+            text = self.watch(i, int(rows.count[i]), float(logprob_B[b]), logits_BV[b])
+            if text is not None:
+                extra[i] = text
+        if extra or bool(finished_B.any()):
+            reasons = dict.fromkeys(row_B[finished_B].tolist(), FinishReason.LENGTH)
+            reasons |= dict.fromkeys(row_B[stopped_B].tolist(), FinishReason.STOP)
+            self.retire(reasons | dict.fromkeys(extra, FinishReason.STOP), extra)
+
+    def draw(self, at: slice | Tensor, place_S: Tensor, logits_SV: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens in these places of the completions in the rows `at`, and their log-probabilities."""
+        seed_S = self.rows.seed[at if isinstance(at, slice) else at.cpu().numpy()]
+        uniform_S = torch.from_numpy(uniforms(seed_S, place_S.cpu().numpy())).to(place_S.device)
+        drawn_SV = self._reshaped(at, place_S, logits_SV) if self.rows.reshaped else None
+        return sample_tokens(logits_SV, self.rows.params(at), uniform_S, drawn_BV=drawn_SV)
+
+    def _reshaped(self, at: slice | Tensor, place_S: Tensor, logits_SV: Tensor) -> Tensor:
+        """The logits that are drawn from, where some of the rows change theirs."""
+        rows, drawn_SV = self.rows, logits_SV.clone()
+        owners = range(at.start, at.stop) if isinstance(at, slice) else at.tolist()
+        for s, (i, place) in enumerate(zip(owners, place_S.tolist(), strict=True)):
+            if i in rows.reshaped:
+                job = rows.owners[i].job
+                params, prompt_P = job.request.params, job.prompt_words.to(logits_SV.device)
+                ends = (*(() if params.ignore_eos else self.shared.eos_ids), *params.stop_ids)
+                said_T = rows.tokens[i, :place]  # with drafts among them where nothing depends on what was said
+                drawn_SV[s] = reshape(logits_SV[s], params, prompt_P=prompt_P, said_T=said_T, ends=ends)
+        return drawn_SV
+
+    def watch(self, i: int, count: int, logprob: float, logits_V: Tensor) -> str | None:
+        """Tell the stream of a row's latest token, the `count`-th, and keep its alternatives; the text before a stop of
+        its own, where one ends it."""
+        row, tokens = self.rows.owners[i], self.rows.tokens[i, :count]
+        params, token = row.job.request.params, int(tokens[-1])
+        top: tuple[tuple[int, float], ...] = ()
+        if params.top_logprobs:
+            best = scaled_logprobs(logits_V[None], self.rows.temperature[i : i + 1])[0].topk(params.top_logprobs)
+            top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+            row.alternatives.append(top)
+        if row.job.on_token is not None:
+            row.job.on_token(row.index, token, logprob, top)
+        if not params.stop and token not in params.stop_ids:
+            return None
+        return stopped_text(tokens.tolist(), params, self.shared.base.tokenizer, ends=self.shared.ends)
+
+    def retire(self, reasons: dict[int, FinishReason], cut: dict[int, str]) -> None:
+        """Make the completions of finished rows, whose text is `cut` or else all of it, and free the rows."""
+        rows = self.rows
+        for i, reason in reasons.items():
+            row, count, text = rows.owners[i], int(rows.count[i]), cut.get(i)
+            job, ids = row.job, tuple(rows.tokens[i, :count].tolist())
+            job.done[row.index] = Completion(
+                token_ids=ids,
+                logprobs=tuple(rows.logprobs[i, :count].tolist()),
+                text=decode(ids, self.shared.base.tokenizer, ends=self.shared.ends) if text is None else text,
+                finish_reason=reason,
+                version=job.request.version,
+                top_logprobs=tuple(row.alternatives),
+                cached_tokens=job.cached,
+            )
+            if job.request.cache:
+                self.keep(i, row, (*job.request.prompt_ids, *ids[:-1]))  # the last was never seen by the model
+            if len(job.done) == job.request.n:
+                job.settle([job.done[j] for j in range(job.request.n)])
+        self.free(reasons)
+
+    def keep(self, i: int, row: Row, ids: tuple[int, ...]) -> None:
+        """Keep what was computed for the tokens `ids` of the `i`-th row, for the request that goes on from there; here
+        nothing is kept."""
+        return None
+
+    @abstractmethod
+    def free(self, finished: Collection[int]) -> None:
+        """Give up rows, and whatever only they needed."""

@@ -1,0 +1,359 @@
+"""The decoder of the packed forward: one token of each row, or one prompt after another, in one packed row of tokens.
+
+    admit     prompts are prefilled ONCE, for all completions of theirs, and their keys and values shared (`kv_cache`)
+    decode    one forward of a token per row (`rows`), or of several where drafts are checked (`lookup`), one fused
+              sampling step (`sampling`), and bookkeeping in tensors
+
+Python runs per *finished* row, and per row and token only for drafts and where a request has stop strings, a stream or
+alternatives to report. The next turn of a conversation goes on from the keys and values of the last (`PrefixCache`).
+
+Shapes: B active rows, S packed tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from groupwise.engine.compiled import Compiled
+from groupwise.engine.decoder import PREFILL_TOKENS, DecodedRows, EngineModel, Queue
+from groupwise.engine.kv_cache import (
+    Apart,
+    Extend,
+    Grid,
+    Kept,
+    KeyValueCache,
+    Prefill,
+    Prefilled,
+    PrefixCache,
+    PromptKey,
+    parts_of,
+)
+from groupwise.engine.lookup import Lookup
+from groupwise.engine.multi_lora import AdapterWeights
+from groupwise.engine.rows import PendingRequest, Row, Rows
+from groupwise.model.attention import Layout, SharedPrompts
+from groupwise.model.backbone import Backbone
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Requests that are being given rows, and what of their prompts need not be computed: it was kept of earlier turns.
+# ----------------------------------------------------------------------------------------------------------------------
+
+EXTEND_TOKENS = 512  # of a conversation that goes on, in one forward; of several 4 times as many, padding included
+MOST_HELD = 512  # tokens that a row holds of a conversation; or as many as its opening has, where that is more
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """A request that gets `n` rows, with nothing of its prompt cached."""
+
+    job: PendingRequest
+    n: int
+
+
+@dataclass(frozen=True)
+class GoingOn(Admitted):
+    """A request that gets a row and whose first `known` prompt tokens are cached in `past`."""
+
+    past: Kept
+    known: int
+
+    @property
+    def shared(self) -> int:
+        """How many of the known tokens are in the opening shared with other conversations."""
+        return min(self.known, self.past.shared)
+
+    @property
+    def new(self) -> int:
+        """Prompt tokens that are still to be computed."""
+        return len(self.job.request.prompt_ids) - self.known
+
+    def piece(self, start: int, size: int) -> range:
+        """The positions of up to `size` new tokens from the `start`-th on."""
+        end = len(self.job.request.prompt_ids)
+        return range(min(self.known + start, end), min(self.known + start + size, end))
+
+
+def admitted(job: PendingRequest, n: int, past: tuple[Kept, int] | None) -> Admitted:
+    """Combine a request with what `known_of` found in the cache; too long a private part becomes an opening of its
+    own."""
+    if past is None:
+        return Admitted(job, n)
+    kept, known = past
+    if kept.own and len(job.request.prompt_ids) - kept.shared > max(MOST_HELD, kept.shared):
+        kept = kept.folded()
+    return GoingOn(job, n, kept, known)
+
+
+def known_of(job: PendingRequest, cache: PrefixCache) -> tuple[Kept, int] | None:
+    """The cached conversation that the prompt continues, and how many tokens are known; None without one."""
+    request = job.request
+    return cache.find(job.weights, request.prompt_ids) if request.cache and request.n == 1 else None
+
+
+def together(going: Sequence[GoingOn]) -> Iterator[list[GoingOn]]:
+    """Batches of requests for one forward each, sorted by new tokens so that there is little padding."""
+    batch: list[GoingOn] = []
+    for each in sorted(going, key=lambda each: each.new):
+        if batch and (len(batch) + 1) * min(each.new, EXTEND_TOKENS) > 4 * EXTEND_TOKENS:
+            yield batch
+            batch = []
+        batch.append(each)
+    if batch:
+        yield batch
+
+
+def pieces_of(going: Sequence[GoingOn]) -> Iterator[list[range]]:
+    """For each forward of a batch, the positions of each request that it computes: EXTEND_TOKENS at most."""
+    for start in range(0, max(each.new for each in going), EXTEND_TOKENS):
+        yield [each.piece(start, EXTEND_TOKENS) for each in going]
+
+
+SORT_EVERY, MOST_BEYOND = 16, 1.5  # decode steps; tokens read per token there is, beyond which rows are sorted
+ONE_THREAD_FLOPS = 1 << 30  # of a forward of a small model, below which it is over before a second thread has woken up
+
+
+class PackedDecoder(DecodedRows):
+    """Decodes in packed rows.
+
+    Args:
+        past: where conversations are kept that may go on.
+        draft_tokens: most tokens of a row that are guessed and checked in one step; 0 guesses none.
+        compile: compile the dense parts of decode steps.
+        threads: of torch, in the calling thread: how many there are now.
+        small: whether a forward of few tokens runs on one of them.
+    """
+
+    def __init__(
+        self,
+        shared: EngineModel,
+        *,
+        past: PrefixCache,
+        draft_tokens: int,
+        compile: bool,
+        threads: Callable[[], int],
+        small: bool,
+    ):
+        super().__init__(shared, shared.budget.most)
+        self.past = past
+        self._backbone = Backbone(shared.model, shared.bank.project)
+        self.cache, self.lookup = KeyValueCache(shared.budget.most), Lookup(draft_tokens, shared.device)
+        self._since_sorted = 0  # decode steps
+        self._grid: Grid | None = None  # None: rows have come or gone since it was made
+        self._threads, self._small = threads, small
+        self._flops = 2 * sum(weight.numel() for weight in shared.model.parameters() if weight.ndim == 2)  # of a token
+        self.steps = Compiled(self._backbone, shared.bank, threads(), small) if compile else self._backbone
+        self._admitted: list[Admitted] = []  # in the midst of being given rows
+
+    def stats(self) -> dict[str, int]:
+        """With drafts, how many tokens were drafted and accepted so far."""
+        return self.lookup.stats()
+
+    def hidden(self, ids: Sequence[int], weights: AdapterWeights | None) -> Tensor:
+        """The last hidden states [S, hidden] of one row of tokens."""
+        layout = SharedPrompts([len(ids)], device=self.shared.device)
+        return self._forward(ids, range(len(ids)), layout, [weights] * len(ids))
+
+    # -- admission ----------------------------------------------------------------------------------------------------
+
+    def admit(self, urgent: Queue, waiting: Queue) -> bool:
+        """Give waiting completions the free rows, in order, and prefill their prompts; whether there were any."""
+        self._admitted = []
+        budget, computed, longest = self.shared.budget, 0, 0  # prompts in this forward
+        slots, new = dict[PromptKey, int](), set[PromptKey]()  # of prompts that are there; prompts that are not yet
+        for queue in (urgent, waiting):
+            while queue and (n := budget.take(queue[0], urgent=queue is urgent)):
+                job = queue[0]
+                past = known_of(job, self.past)
+                slots = slots or self.cache.whole()
+                there = job.prompt in slots or job.prompt in new
+                if not job.started:
+                    job.cached = past[1] if past else len(job.request.prompt_ids) if there else 0
+                if past or not there:
+                    longest = max(longest, len(job.request.prompt_ids) - (past[1] if past else 0))
+                    if self._admitted and (computed + 1) * longest > PREFILL_TOKENS:
+                        budget.give(n)
+                        break
+                    computed += 1
+                    new |= set() if past else {job.prompt}
+                self._admitted.append(admitted(job, n, past))
+                if n < job.request.n - job.started:
+                    break  # its next completions follow when these rows are taken
+                queue.popleft()
+        if anew := [each for each in self._admitted if not isinstance(each, GoingOn)]:
+            self._prefill(anew, slots)
+        for going in together([each for each in self._admitted if isinstance(each, GoingOn)]):
+            self._extend(going)
+        got, self._admitted = bool(self._admitted), []
+        return got
+
+    def _prefill(self, anew: Sequence[Admitted], slots: dict[PromptKey, int]) -> None:
+        """Run the prompts that are in none of the slots yet, and sample the first token of every completion."""
+        rows, cache, first = self.rows, self.cache, self.rows.active
+        jobs = [job for key, job in {each.job.prompt: each.job for each in anew}.items() if key not in slots]
+        new = cache.add_prompts([len(job.request.prompt_ids) for job in jobs])
+        slots = slots | dict(zip((job.prompt for job in jobs), new, strict=True))
+        for each in anew:
+            rows.add(each.job, each.n, slot=slots[each.job.prompt], shared=len(each.job.request.prompt_ids))
+        self._grid = None
+        cache.rows.reserve(rows.active, 1)
+        rows.reserve(max(each.job.max_tokens for each in anew))
+        if jobs:
+            self._run_prompts(jobs, new)
+        at = slice(first, rows.active)
+        used = {row.slot: cache.prefilled[row.slot] for row in rows.owners[at]}
+        hidden_PH = torch.stack([there.hidden_H for there in used.values() if there is not None])
+        place = {slot: p for p, slot in enumerate(used)}
+        per_row = torch.tensor([place[row.slot] for row in rows.owners[at]], device=hidden_PH.device)
+        self.advance(at, self.shared.head.logits(hidden_PH)[per_row])
+
+    def _run_prompts(self, jobs: Sequence[PendingRequest], slots: range) -> None:
+        """Fill the slots, and note whose prompts are there and what predicts their next tokens."""
+        prompts = [job.request.prompt_ids for job in jobs]
+        owners = [job.weights for job in jobs for _ in job.request.prompt_ids]
+        positions = [position for prompt in prompts for position in range(len(prompt))]
+        layout = Prefill(self.cache, slots, self.shared.device)
+        hidden_SH = self._forward(list(chain(*prompts)), positions, layout, owners)
+        last = torch.tensor([len(prompt) for prompt in prompts], device=hidden_SH.device).cumsum(0) - 1
+        for slot, job, hidden_H in zip(slots, jobs, hidden_SH[last], strict=True):
+            self.cache.prefilled[slot] = Prefilled(job.weights, job.prompt[1], hidden_H)
+
+    def _extend(self, going: Sequence[GoingOn]) -> None:
+        """Give conversations back what was kept of them, run what is new and sample its next tokens."""
+        rows, cache, first = self.rows, self.cache, self.rows.active
+        for each in going:
+            rows.add(each.job, 1, slot=cache.slot_of(each.past.opening), shared=each.shared)
+        self._grid = None
+        rows.reserve(max(each.job.max_tokens for each in going))
+        at = slice(first, rows.active)
+        cache.rows.reserve(rows.active, int(rows.held[at].max()))
+        for row, each in enumerate(going, first):
+            cache.hold(row, each.past.own, each.known - each.shared)
+        grid = Apart(*self._places(at), self.shared.device)
+        last: list[Tensor] = [torch.empty(0)] * len(going)
+        for pieces in pieces_of(going):
+            held = [piece.start - each.shared for each, piece in zip(going, pieces, strict=True)]
+            layout = Extend(cache, grid, at, torch.tensor(held, device=self.shared.device), [len(p) for p in pieces])
+            ids = [each.job.request.prompt_ids[i] for each, piece in zip(going, pieces, strict=True) for i in piece]
+            owners = [each.job.weights for each, piece in zip(going, pieces, strict=True) for _ in piece]
+            hidden_SH = self._forward(ids, list(chain(*pieces)), layout, owners)
+            for b, mine in enumerate(hidden_SH.split([len(piece) for piece in pieces])):
+                last[b] = mine[-1] if len(mine) else last[b]
+        self.advance(at, self.shared.head.logits(torch.stack(last)))
+
+    def _sort(self) -> None:
+        """Put the rows in order of their lengths where, as they stand, much would be read beyond the end of many."""
+        if self._since_sorted < SORT_EVERY:
+            return
+        rows = self.rows
+        lengths_B = (rows.held + rows.count)[: rows.active]
+        read = sum(longest * (part.stop - part.start) for part, longest in parts_of(lengths_B.tolist()))
+        if read > MOST_BEYOND * int(lengths_B.sum()):
+            order = lengths_B.argsort(stable=True)
+            self.cache.sort(order, int(lengths_B.max()))
+            rows.sort(order)
+            self._since_sorted = 0
+
+    def _places(self, at: slice) -> tuple[list[int], list[int], list[int]]:
+        """The slots of rows, how much of them each has, and the lengths of all slots."""
+        owners = self.rows.owners[at]
+        return [row.slot for row in owners], [row.shared for row in owners], self.cache.lengths
+
+    # -- decoding -----------------------------------------------------------------------------------------------------
+
+    def decode(self) -> None:
+        """One step of all rows."""
+        rows, every = self.rows, slice(0, self.rows.active)
+        self._since_sorted += 1
+        if self._grid is None:
+            self._sort()
+            self._grid = Grid(*self._places(every), self.shared.device)
+        # the token sampled last has not been seen by the model yet: it goes in at `position`, which then moves on
+        held_B = rows.held[every] + rows.count[every] - 1
+        drafts = self.lookup.drafts(rows)
+        if drafts is not None:
+            layout = Extend(self.cache, self._grid, every, held_B, [1 + len(draft) for draft in drafts])
+            return self._check_drafts(drafts, layout)
+        layout = Extend(self.cache, self._grid, every, held_B)
+        hidden_BH = self._forward(rows.token[every], rows.position[every], layout, rows.weights, self.steps)
+        rows.position[every] += 1
+        self.advance(every, self.shared.head.logits(hidden_BH))
+
+    def _check_drafts(self, drafts: Sequence[Sequence[int]], layout: Extend) -> None:
+        """Run each row's last token and its draft, draw a token after each, record those that stand, retire rows."""
+        rows, row_S, t_S = self.rows, layout.row_S, layout.t_S
+        ids = [token for row, draft in zip(rows.owners, drafts, strict=True) for token in (row.history.ids[-1], *draft)]
+        owners = [weights for weights, draft in zip(rows.weights, drafts, strict=True) for _ in range(1 + len(draft))]
+        logits_SV = self.shared.head.logits(self._forward(ids, rows.position[row_S] + t_S, layout, owners))
+        place_S = rows.count[row_S] + t_S
+        token_S, logprob_S = self.draw(row_S, place_S, logits_SV)
+        rows.tokens[row_S, place_S], rows.logprobs[row_S, place_S] = token_S, logprob_S.double()
+
+        def watch(i: int, count: int, s: int) -> str | None:
+            return self.watch(i, count, float(logprob_S[s]), logits_SV[s])
+
+        lengths, reasons, cut = self.lookup.settle(rows, drafts, token_S.tolist(), self.shared.eos_ids, watch)
+        every = slice(0, rows.active)
+        length_B = torch.tensor(lengths, device=row_S.device)
+        rows.count[every] += length_B
+        rows.position[every] += length_B
+        rows.token[every] = rows.tokens[torch.arange(rows.active, device=row_S.device), rows.count[every] - 1]
+        self.retire(reasons, cut)
+
+    def _forward(
+        self,
+        token_S: Tensor | Sequence[int],
+        position_S: Tensor | Sequence[int],
+        layout: Layout,
+        owners: Sequence[AdapterWeights | None],
+        run: Callable[[Tensor, Tensor, Layout], Tensor] | None = None,
+    ) -> Tensor:
+        """Last hidden states [S, hidden] of one packed row, each token under its owner's adapter."""
+        device = self.shared.device
+        token_S, position_S = (torch.as_tensor(x, dtype=torch.long, device=device) for x in (token_S, position_S))
+        alone = self._small and len(owners) * self._flops < ONE_THREAD_FLOPS
+        torch.set_num_threads(1 if alone else self._threads())  # of this thread of Python's
+        self.shared.bank.select(owners)
+        return (run or self._backbone)(token_S, position_S, layout)
+
+    def keep(self, i: int, row: Row, ids: tuple[int, ...]) -> None:
+        """Keep the keys and values of a finished row in `past`."""
+        if self.past.most_bytes:
+            own = self.cache.held(i, len(ids) - row.shared)
+            self.past.add(Kept(row.job.weights, ids, self.cache.opening(row.slot), row.shared, own))
+
+    def free(self, finished: Collection[int]) -> None:
+        """Give up rows, and the slots of prompts that have no row left."""
+        if not finished:
+            return
+        rows = self.rows
+        self.shared.budget.give(len(finished))
+        left = {row.slot for i, row in enumerate(rows.owners) if i not in finished}
+        moved = rows.remove(finished)
+        if moved is not None:
+            source, target = moved
+            self.cache.rows.move(source, target, int((rows.held + rows.count)[source].max()))
+        for slot in sorted(set(range(len(self.cache.lengths))) - left, reverse=True):
+            replaced = self.cache.drop_prompt(slot)
+            for row in rows.owners:
+                if replaced is not None and row.slot == replaced:
+                    row.slot = slot
+        self._grid = None
+
+    def forget(self, weights: AdapterWeights | None) -> None:
+        """Stop sharing prompts that were computed with weights that are unloaded, or that have changed."""
+        self.cache.forget(weights)
+
+    def clear(self) -> list[PendingRequest]:
+        """Free everything after a failure. Returns the requests that had rows, or were being given some."""
+        begun = [each for each in self._admitted if not any(row.job is each.job for row in self.rows.owners)]
+        self.shared.budget.give(self.rows.active + sum(each.n for each in begun))
+        taken = [each.job for each in self._admitted] + [row.job for row in self.rows.owners]
+        self.cache.clear()
+        self.rows = Rows(self.rows.most, self.shared.device)
+        self._grid, self._admitted = None, []
+        return taken

@@ -1,0 +1,181 @@
+"""The plain decoder: models that cannot run packed, sampled by their own forward under the same contract."""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from groupwise.engine.local import LocalEngine
+from groupwise.engine.plain import PlainDecoder
+from groupwise.errors import ModelError
+from groupwise.model.packed_check import cached_forward_gap, why_not_cached
+from groupwise.train.learner import Learner
+from groupwise.types import Completion, FinishReason, PolicyVersion, Sample, SamplingParams, SamplingRequest
+
+BASE, FIRST, SECOND = PolicyVersion.base(), PolicyVersion("first", 1), PolicyVersion("second", 3)
+UNPACKED = {  # families and what of them cannot run packed
+    "qwen3_next": {},
+    "qwen3_5_text": {},
+    "gpt_oss": {},
+    "lfm2": {},
+    "llama4_text": {},
+    "mamba": {},
+    "falcon_h1": {},
+    "granitemoehybrid": {},
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*packed rows.*:UserWarning")
+
+
+@pytest.fixture
+def open_engine(make_base, monkeypatch: pytest.MonkeyPatch) -> Iterator:
+    """`open_engine("qwen3")`: an engine that takes the model to be one that cannot run packed."""
+    opened: list[LocalEngine] = []
+
+    def make(architecture: str = "qwen3", *, packed: bool = False, cached: bool = True, **options) -> LocalEngine:
+        with monkeypatch.context() as patch:
+            if not packed:
+                patch.setattr("groupwise.engine.local.why_not_packed", lambda model: "this test says so")
+            if not cached:
+                patch.setattr("groupwise.engine.local.why_not_cached", lambda model: "this test says so")
+            opened.append(LocalEngine(make_base(architecture, dtype=torch.float64), **{"lanes": 1} | options))
+        return opened[-1]
+
+    yield make
+    for engine in opened:
+        engine.close()
+
+
+def request(prompt: int = 0, *, n: int = 1, version: PolicyVersion = BASE, interactive: bool = False, **params):
+    ids = tuple((7 * i + prompt) % 250 for i in range(3 + prompt % 5))
+    params = {"max_tokens": 8, "seed": 5, "ignore_eos": True} | params
+    return SamplingRequest(
+        prompt_ids=ids, n=n, version=version, params=SamplingParams(**params), interactive=interactive
+    )
+
+
+def told(groups: list[list[Completion]]) -> list:
+    return [[(c.token_ids, c.finish_reason, c.text) for c in group] for group in groups]
+
+
+def logprobs(groups: list[list[Completion]]) -> list[float]:
+    return [x for group in groups for c in group for x in c.logprobs]
+
+
+@pytest.mark.parametrize("family", UNPACKED)
+def test_families_that_cannot_be_packed_are_sampled_and_trained_alike(make_base, tmp_path, family: str) -> None:
+    """Behaviour log-probabilities are the trainer's, of the base and of an adapter, on prompts of several lengths."""
+    base = make_base(family, dtype=torch.float32, **UNPACKED[family])
+    engine = LocalEngine(base, max_rows=32)
+    try:
+        assert not engine.packed
+        learner, draw = Learner(base), torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in learner.parameters:
+                parameter.normal_(std=0.1, generator=draw)
+        learner.save_adapter(tmp_path)
+        engine.load(FIRST, tmp_path)
+        asked = [request(p, n=3, version=FIRST, max_tokens=6 + p) for p in range(4)]
+        groups = engine.generate(asked)
+        samples = [
+            Sample(prompt_ids=each.prompt_ids, completion_ids=c.token_ids, mask=(1,) * len(c.token_ids))
+            for each, group in zip(asked, groups, strict=True)
+            for c in group
+        ]
+        mine = [c.logprobs for group in groups for c in group]
+        for ours, theirs in zip(mine, learner.forward(samples), strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-4)
+        scored = [engine.score(s.prompt_ids, s.completion_ids, FIRST) for s in samples]
+        for ours, theirs in zip(mine, scored, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-4)
+        assert mine != [
+            c.logprobs for group in engine.generate([replace(r, version=BASE) for r in asked]) for c in group
+        ]
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_the_same_as_packed(open_engine, make_base, make_adapter, cached: bool) -> None:
+    """Tokens, log-probabilities, reasons, versions and texts; several policies, lengths, temperatures and stops."""
+    plain, packed = open_engine(max_rows=16, cached=cached), open_engine(max_rows=16, packed=True)
+    for version, seed in ((FIRST, 1), (SECOND, 2)):
+        directory = make_adapter(make_base(), seed=seed, rank=1 + seed)
+        plain.load(version, directory)
+        packed.load(version, directory)
+    asked = [
+        *(request(p, n=1 + p % 3, version=(BASE, FIRST, SECOND)[p % 3], temperature=0.8, seed=p) for p in range(9)),
+        request(4, n=2, temperature=0.0, max_tokens=20),
+        request(6, n=12, temperature=1.5, max_tokens=30, ignore_eos=False),
+        request(7, n=4, max_tokens=30, stop_ids=(7, 11, 200), top_logprobs=2),
+        request(8, n=2, repetition_penalty=1.3, max_tokens=12),
+    ]
+    ours, theirs = plain.generate(asked), packed.generate(asked)
+    assert told(ours) == told(theirs)
+    assert logprobs(ours) == pytest.approx(logprobs(theirs), abs=1e-9)
+    assert FinishReason.STOP in {c.finish_reason for group in ours for c in group}
+    assert [[c.version for c in group] for group in ours] == [[each.version] * each.n for each in asked]
+    assert plain.stats()["running"] == plain.stats()["waiting"] == 0
+
+
+def test_a_prompt_is_run_once_for_its_group_and_requests_of_one_length_together(open_engine) -> None:
+    engine, seen = open_engine(max_rows=16), []
+    engine._model.get_input_embeddings().register_forward_hook(
+        lambda module, args, _: seen.append(tuple(args[0].shape))
+    )
+    engine.generate([request(0, n=4, max_tokens=3), request(5, n=2, max_tokens=3), request(0, n=2, max_tokens=3)])
+    assert seen == [(2, 3), (8, 1), (8, 1)]  # two prompts of three tokens; then all rows, token by token
+
+
+def test_rows_come_and_go(open_engine) -> None:
+    """Few rows and many requests of uneven lengths get what they get alone; a cancelled one frees its rows."""
+    engine = open_engine(max_rows=5)
+    asked = [request(p, n=1 + p % 4, max_tokens=3 + 4 * (p % 3), seed=p) for p in range(12)]
+    assert told(engine.generate(asked)) == [told(engine.generate([each]))[0] for each in asked]
+    first, second = engine.submit([request(1, n=5, max_tokens=40), request(2, n=1)])
+    first.cancel()
+    assert len(second.result(timeout=60)) == 1 and first.cancelled()
+    heard = []
+    engine.submit([request(3, n=2)], on_token=lambda row, token, *_: heard.append((row, token)))[0].result(timeout=60)
+    assert len(heard) == 16
+
+
+def test_an_error_inside_reaches_the_caller_and_the_engine_goes_on(open_engine, monkeypatch) -> None:
+    engine = open_engine(max_rows=4)
+    expected = told(engine.generate([request(n=2)]))
+    with monkeypatch.context() as patch:
+        patch.setattr(PlainDecoder, "decode", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.generate([request(n=2)])
+    assert told(asyncio.run(engine.sample([request(n=2)]))) == expected
+
+
+def test_a_cache_that_is_wrong_is_found_out_and_not_used(make_base, monkeypatch) -> None:
+    base = make_base("gpt_oss", dtype=torch.float64)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = LocalEngine(base, max_rows=4)
+    assert "by its own forward and cache instead" in str(caught[-1].message)
+    expected = engine.generate([request(n=2, max_tokens=6)])
+    engine.close()
+    from transformers import DynamicCache
+
+    kept = DynamicCache.reorder_cache
+    monkeypatch.setattr(DynamicCache, "reorder_cache", lambda self, rows: kept(self, rows.flip(0) * 0))
+    assert cached_forward_gap(engine._model) > 1e-3 and "its cache changes" in str(why_not_cached(engine._model))
+    with pytest.warns(UserWarning, match=r"by a forward of the whole row a token \(its cache changes .* nats\)"):
+        engine = LocalEngine(base, max_rows=4)
+    assert told(engine.generate([request(n=2, max_tokens=6)])) == told(expected)
+    engine.close()
+
+
+def test_a_head_that_is_not_the_models_is_refused(make_base, monkeypatch) -> None:
+    base = make_base("gpt_oss", dtype=torch.float64)
+    monkeypatch.setattr("groupwise.engine.local.head_gap", lambda model: 0.5)
+    with pytest.raises(ModelError, match=r"differ by 0\.5 nats"):
+        LocalEngine(base)
