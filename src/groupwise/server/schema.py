@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from groupwise.config.job import JOB_OTHER_NAMES, MODELS, GrpoJobConfig, SftJobConfig
 from groupwise.config.yaml import Name, NullIsAbsent
 from groupwise.errors import GroupwiseError
-from groupwise.sdk.types import Answer
+from groupwise.sdk.types import Answer, absent
 from groupwise.server.findings import Findings
 from groupwise.server.schema_openai import MAX_COMPOSED, Conversation, Selector, TemplateOptions, TokenIds, Tools
 from groupwise.server.wire import FailFast, OwnPart, OwnRequest, fault
