@@ -83,8 +83,9 @@ def sampling(name: str, options: Namespace, console: Console) -> dict[str, dict[
                 for side in list(sides) if repeat % 2 == 0 else list(reversed(sides)):
                     with hogs(count):
                         seconds, _ = seconds_of(sides[side], work, 1 + repeat)
-                    rates[side][count].append(sum(work.lengths) / seconds)
-                    console.print(f"  {name}, {count} hogs, {side}: {rates[side][count][-1]:,.0f} tokens/s", style="dim")
+                    rate = sum(work.lengths) / seconds
+                    rates[side][count].append(rate)
+                    console.print(f"  {name}, {count} hogs, {side}: {rate:,.0f} tokens/s", style="dim")
     finally:
         engine.close()
     return rates

@@ -272,6 +272,7 @@ class LocalEngine:
             self._shared.bank.prepare(weights)
             self._adapters[version] = weights
 
+    @property
     def unavailable_reason(self) -> None:
         """Always None: the engine is in this process."""
         return None

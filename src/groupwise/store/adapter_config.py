@@ -124,8 +124,9 @@ def _check_targets(config: Mapping[str, Any]) -> None:
     for name in [patterns] if isinstance(patterns, str) else patterns:
         if len(name) > MAX_NAME or not _NAME.fullmatch(name):
             _refuse("layers_pattern", f"has {name[:80]!r}; it must be a name, as 'layers'")
-    if isinstance(targets, str) and (layers is not None or patterns):
-        _refuse("layers_to_transform", "is set, and target_modules is an expression; PEFT takes only one of the two")
+    narrowed = [key for key in ("layers_to_transform", "layers_pattern") if config.get(key) is not None]  # [] too
+    if isinstance(targets, str) and narrowed:
+        _refuse(narrowed[0], "is set, and target_modules is an expression; PEFT takes only one of the two")
     if patterns and layers is None:
         _refuse("layers_pattern", "is set without layers_to_transform; PEFT takes it only with that")
 

@@ -728,6 +728,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/v1/metrics/definitions": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Metric Definitions
+         * @description What each metric means, what is good, and what to do where it is not.
+         */
+        get: operations["metric_definitions_v1_metrics_definitions_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
 }
 export type webhooks = Record<string, never>;
 export interface components {
@@ -2116,6 +2136,42 @@ export interface components {
              */
             learning_rate: number | null;
             /**
+             * Weight Decay
+             * @description AdamW's decoupled weight decay.
+             * @default 0
+             */
+            weight_decay: number | null;
+            /**
+             * Betas
+             * @description AdamW's decay rates of the two moments.
+             * @default [
+             *       0.9,
+             *       0.999
+             *     ]
+             */
+            betas: [
+                number,
+                number
+            ] | null;
+            /**
+             * Max Grad Norm
+             * @description The gradient is scaled down to this norm.
+             * @default 1
+             */
+            max_grad_norm: number | null;
+            /**
+             * Micro Tokens
+             * @description Tokens in one forward and backward pass, at most.
+             * @default 8192
+             */
+            micro_tokens: number | null;
+            /**
+             * Gradient Checkpointing
+             * @description Recompute activations in the backward pass: less memory, more time.
+             * @default false
+             */
+            gradient_checkpointing: boolean | null;
+            /**
              * Lora Rank
              * @description Rank of the adapter; null is that of the adapter that is continued, 16 for a fresh one.
              */
@@ -2154,42 +2210,6 @@ export interface components {
              * @default 0
              */
             warmup_steps: number | null;
-            /**
-             * Weight Decay
-             * @description AdamW's decoupled weight decay.
-             * @default 0
-             */
-            weight_decay: number | null;
-            /**
-             * Betas
-             * @description AdamW's decay rates of the two moments.
-             * @default [
-             *       0.9,
-             *       0.999
-             *     ]
-             */
-            betas: [
-                number,
-                number
-            ] | null;
-            /**
-             * Max Grad Norm
-             * @description The gradient is scaled down to this norm.
-             * @default 1
-             */
-            max_grad_norm: number | null;
-            /**
-             * Micro Tokens
-             * @description Tokens in one forward and backward pass.
-             * @default 8192
-             */
-            micro_tokens: number | null;
-            /**
-             * Gradient Checkpointing
-             * @description Recompute activations in the backward pass: less memory, more time.
-             * @default false
-             */
-            gradient_checkpointing: boolean | null;
             /**
              * Seed
              * @description Fixes initialisation, dropout and the order of minibatches.
@@ -2353,9 +2373,6 @@ export interface components {
              * @default {
              *       "auto_load": true,
              *       "learning_rate": 0.00001,
-             *       "lora_dropout": 0,
-             *       "schedule": "constant",
-             *       "warmup_steps": 0,
              *       "weight_decay": 0,
              *       "betas": [
              *         0.9,
@@ -2364,6 +2381,9 @@ export interface components {
              *       "max_grad_norm": 1,
              *       "micro_tokens": 8192,
              *       "gradient_checkpointing": false,
+             *       "lora_dropout": 0,
+             *       "schedule": "constant",
+             *       "warmup_steps": 0,
              *       "seed": 0,
              *       "policy_loss": "grpo",
              *       "kl_coeff": 0.1,
@@ -2560,6 +2580,53 @@ export interface components {
             name: string;
             /** Weight */
             weight: number;
+        };
+        /**
+         * MetricDefinition
+         * @description A metric. `<name>`, `<mode>` and the like in its name stand for any one part of it.
+         */
+        MetricDefinition: {
+            /** Metric */
+            metric: string;
+            /** Section */
+            section: string;
+            /** Means */
+            means: string;
+            /**
+             * Good
+             * @description The range or the course to expect; empty where it is a plain count.
+             */
+            good: string;
+            /**
+             * Otherwise
+             * @description What to do where it is not; empty where only the rules say it.
+             */
+            otherwise: string;
+            /** Rules */
+            rules: components["schemas"]["MetricRule"][];
+        };
+        /**
+         * MetricDefinitions
+         * @description The answer of GET /v1/metrics/definitions, in the order of docs/metrics.md.
+         */
+        MetricDefinitions: {
+            /** Definitions */
+            definitions: components["schemas"]["MetricDefinition"][];
+        };
+        /**
+         * MetricRule
+         * @description A health rule about a metric.
+         */
+        MetricRule: {
+            /** Id */
+            id: string;
+            /**
+             * Holds
+             * @description When it holds, as "mean of 10: warn > 0.3, error > 0.8".
+             */
+            holds: string;
+            /** Remedies */
+            remedies: string[];
         };
         /**
          * ModelCard
@@ -2782,10 +2849,10 @@ export interface components {
             };
         };
         /**
-         * RolloutGroup
+         * RolloutGroupDetail
          * @description The completions of one prompt, highest reward first.
          */
-        RolloutGroup: {
+        RolloutGroupDetail: {
             /** Group */
             group: string;
             /** Prompt */
@@ -2946,10 +3013,46 @@ export interface components {
             auto_load: boolean | null;
             /**
              * Learning Rate
-             * @description Peak learning rate.
+             * @description Peak learning rate; 0 changes nothing, as a control.
              * @default 0.0001
              */
             learning_rate: number | null;
+            /**
+             * Weight Decay
+             * @description AdamW's decoupled weight decay.
+             * @default 0
+             */
+            weight_decay: number | null;
+            /**
+             * Betas
+             * @description AdamW's decay rates of the two moments.
+             * @default [
+             *       0.9,
+             *       0.999
+             *     ]
+             */
+            betas: [
+                number,
+                number
+            ] | null;
+            /**
+             * Max Grad Norm
+             * @description The gradient is scaled down to this norm.
+             * @default 1
+             */
+            max_grad_norm: number | null;
+            /**
+             * Micro Tokens
+             * @description Tokens in one forward and backward pass, at most.
+             * @default 8192
+             */
+            micro_tokens: number | null;
+            /**
+             * Gradient Checkpointing
+             * @description Recompute activations in the backward pass: less memory, more time.
+             * @default false
+             */
+            gradient_checkpointing: boolean | null;
             /**
              * Lora Rank
              * @description Rank of the adapter; null is that of the adapter that is continued, 16 for a fresh one.
@@ -2990,42 +3093,6 @@ export interface components {
              */
             warmup_steps: number | null;
             /**
-             * Weight Decay
-             * @description AdamW's decoupled weight decay.
-             * @default 0
-             */
-            weight_decay: number | null;
-            /**
-             * Betas
-             * @description AdamW's decay rates of the two moments.
-             * @default [
-             *       0.9,
-             *       0.999
-             *     ]
-             */
-            betas: [
-                number,
-                number
-            ] | null;
-            /**
-             * Max Grad Norm
-             * @description The gradient is scaled down to this norm.
-             * @default 1
-             */
-            max_grad_norm: number | null;
-            /**
-             * Micro Tokens
-             * @description Tokens in one forward and backward pass.
-             * @default 8192
-             */
-            micro_tokens: number | null;
-            /**
-             * Gradient Checkpointing
-             * @description Recompute activations in the backward pass: less memory, more time.
-             * @default false
-             */
-            gradient_checkpointing: boolean | null;
-            /**
              * Seed
              * @description Fixes initialisation, dropout and the order of minibatches.
              * @default 0
@@ -3055,9 +3122,6 @@ export interface components {
              * @default {
              *       "auto_load": true,
              *       "learning_rate": 0.0001,
-             *       "lora_dropout": 0,
-             *       "schedule": "constant",
-             *       "warmup_steps": 0,
              *       "weight_decay": 0,
              *       "betas": [
              *         0.9,
@@ -3066,6 +3130,9 @@ export interface components {
              *       "max_grad_norm": 1,
              *       "micro_tokens": 8192,
              *       "gradient_checkpointing": false,
+             *       "lora_dropout": 0,
+             *       "schedule": "constant",
+             *       "warmup_steps": 0,
              *       "seed": 0,
              *       "epochs": 3,
              *       "batch_size": 8
@@ -3195,7 +3262,8 @@ export interface components {
         };
         /**
          * TrainStatus
-         * @description One job. Times are ISO 8601, UTC.
+         * @description One job. Times are ISO 8601, UTC. `completed` means served, unless it was not to be (`auto_load`) or is
+         *     `unhealthy`: then its version is stored, and `warnings` say how to activate it.
          */
         TrainStatus: {
             /** Job Id */
@@ -3254,6 +3322,11 @@ export interface components {
              * @description From the submission to the end, or to now.
              */
             elapsed_secs: number;
+            /**
+             * Duration Secs
+             * @description From the start to the end, or to now, without the time in the queue; null for a job that never ran.
+             */
+            duration_secs: number | null;
             /** Position */
             position: number | null;
             /**
@@ -4035,7 +4108,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["RolloutGroup"];
+                    "application/json": components["schemas"]["RolloutGroupDetail"];
                 };
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
@@ -7168,6 +7241,90 @@ export interface operations {
                 content: {
                     "application/json": unknown;
                     "text/event-stream": unknown;
+                };
+            };
+            /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
+            400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `forbidden`: another host name, or another site's page */
+            403: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            429: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `internal_error`: a bug; the log has it under the request id */
+            500: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
+            503: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `deadline_exceeded` */
+            504: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "x-should-retry": components["headers"]["ShouldRetry"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+        };
+    };
+    metric_definitions_v1_metrics_definitions_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["MetricDefinitions"];
                 };
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */

@@ -247,6 +247,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/v1/metrics/definitions": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Metric Definitions
+         * @description What each metric means, what is good, and what to do where it is not.
+         */
+        get: operations["metric_definitions_v1_metrics_definitions_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
 }
 export type webhooks = Record<string, never>;
 export interface components {
@@ -324,6 +344,53 @@ export interface components {
             says: string;
             /** Cause */
             cause: string;
+            /** Remedies */
+            remedies: string[];
+        };
+        /**
+         * MetricDefinition
+         * @description A metric. `<name>`, `<mode>` and the like in its name stand for any one part of it.
+         */
+        MetricDefinition: {
+            /** Metric */
+            metric: string;
+            /** Section */
+            section: string;
+            /** Means */
+            means: string;
+            /**
+             * Good
+             * @description The range or the course to expect; empty where it is a plain count.
+             */
+            good: string;
+            /**
+             * Otherwise
+             * @description What to do where it is not; empty where only the rules say it.
+             */
+            otherwise: string;
+            /** Rules */
+            rules: components["schemas"]["MetricRule"][];
+        };
+        /**
+         * MetricDefinitions
+         * @description The answer of GET /v1/metrics/definitions, in the order of docs/metrics.md.
+         */
+        MetricDefinitions: {
+            /** Definitions */
+            definitions: components["schemas"]["MetricDefinition"][];
+        };
+        /**
+         * MetricRule
+         * @description A health rule about a metric.
+         */
+        MetricRule: {
+            /** Id */
+            id: string;
+            /**
+             * Holds
+             * @description When it holds, as "mean of 10: warn > 0.3, error > 0.8".
+             */
+            holds: string;
             /** Remedies */
             remedies: string[];
         };
@@ -1842,6 +1909,90 @@ export interface operations {
             };
             /** @description `run_not_found` */
             404: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            429: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `internal_error`: a bug; the log has it under the request id */
+            500: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
+            503: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `deadline_exceeded` */
+            504: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "x-should-retry": components["headers"]["ShouldRetry"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+        };
+    };
+    metric_definitions_v1_metrics_definitions_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["MetricDefinitions"];
+                };
+            };
+            /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
+            400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `forbidden`: another host name, or another site's page */
+            403: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
