@@ -30,6 +30,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "SECURITY.md",
     ROOT / "benchmarks/README.md",
+    ROOT / "skills/groupwise/SKILL.md",
     *sorted(ROOT.glob("docs/**/*.md")),
 ]
 SHELL = ("", "bash", "console")
