@@ -166,9 +166,9 @@ def test_every_command_is_one(line: str) -> None:
     words = words[words.index("groupwise") + 1 :]
     command: click.Command = typer.main.get_command(app)
     name = words[0] if words else ""
-    while hasattr(command, "commands") and words and words[0] not in ("--help", "..."):
+    while hasattr(command, "commands") and words and words[0] not in ("--help", "--version", "..."):
         command = command.commands[words.pop(0)]  # pyright: ignore[reportAttributeAccessIssue]
-    if not words or "--help" in words or words == ["..."]:
+    if not words or {"--help", "--version"} & {*words} or words == ["..."]:
         return
     command.make_context("groupwise", [*words])
     if name in OF_RUNS:

@@ -94,7 +94,7 @@ def test_live_loop_on_the_real_server(live):
     ran = live_loop("--rounds", "2", *given, url=live.url)
     assert ran.returncode == 0, ran.stderr
     assert [match[2] for match in ROUND.finditer(ran.stdout)] == ["base", "looped@1"]
-    jobs = [job for job in Client(live.url).jobs() if job.adapter == "looped"]
+    jobs = [job for job in Client(live.url).jobs() if job.adapter_name == "looped"]
     printed = sorted(match[1] for match in ROUND.finditer(ran.stdout))
     assert sorted(f"{job.summary['reward_mean']:.3f}" for job in jobs) == printed  # no group is missing
     assert [job.summary["groups"] for job in jobs] == [12, 12]

@@ -99,7 +99,7 @@ MISTAKES = {
     "run": Mistake("health aritmetic", USAGE, ("'aritmetic'", "did you mean arithmetic?"), a_run),
     "run, reported": Mistake("report aritmetic", USAGE, ("'aritmetic'", "did you mean arithmetic?"), a_run),
     "run, shown": Mistake("ui aritmetic", USAGE, ("'aritmetic'", "did you mean arithmetic?"), a_run),
-    "adapter": Mistake("eval run.yaml --adapter toy@9", USAGE, ("'toy@9'", "no run under", "RUN_DIR/NAME@N")),
+    "adapter": Mistake("eval run.yaml --adapter toy@9", USAGE, ("no run and no adapter 'toy@9'", "RUN@N")),
     "loss": Mistake(f"{RUN} algo.policy_loss=grop", USAGE, ("'grop'", "did you mean 'grpo'?", "dapo")),
     "reward": Mistake(f"{RUN} rewards[0]=my_rewards:vowel", USAGE, ("no 'vowel'", "did you mean vowels?")),
     "reward's module": Mistake(

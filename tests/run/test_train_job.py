@@ -378,9 +378,9 @@ def test_a_parent_stays_while_the_job_reads_it(place, monkeypatch):
     first, second = place.do(groups()), place.do(groups(), learning_rate=0.02)
     load, removed = Learner.load_adapter, []
 
-    def load_adapter(self, directory):
+    def load_adapter(self, directory, **how):
         removed.extend(AdapterStore(place.store.root).prune("math", keep=1))
-        load(self, directory)
+        load(self, directory, **how)
 
     monkeypatch.setattr(Learner, "load_adapter", load_adapter)
     third = place.do(groups(), base_adapter=str(place.version(first)), adapter="math")

@@ -85,8 +85,8 @@ def adapted_by_peft(model, options: dict) -> dict[str, tuple[int, float]] | None
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(options=OPTIONS, saved=st.sets(NAMES, min_size=1, max_size=2), data=st.data())
 def test_a_scale_is_pefts_or_the_adapter_is_refused(make_base, options, saved, data):
-    """`saved`: the modules whose tensors are in the file, of the rank that PEFT expects, or of another. A weight that is
-    named twice and has no tensors there is PEFT's to refuse: it changes nothing of what is served."""
+    """`saved`: the modules whose tensors are in the file, of the rank that PEFT expects, or of another. A weight
+    that is named twice and has no tensors there is PEFT's to refuse: it changes nothing of what is served."""
     model = copy.deepcopy(make_base().model)
     linear = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear and name != "lm_head"]
     files = [name for name in linear if any(name == each or name.endswith(f".{each}") for each in saved)]

@@ -3,6 +3,7 @@ PEFT, with the log-probabilities of learner and engine."""
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from cli_project import Project, cli, save_model
 from groupwise.config.run import LoraSpec
 from groupwise.engine.local import LocalEngine
-from groupwise.errors import AdapterError, ModelError
+from groupwise.errors import AdapterError
 from groupwise.model.load import load_model
 from groupwise.run.job import WorkerContext
 from groupwise.run.job_queue import LeaseHeartbeat, Worker
@@ -87,18 +88,22 @@ def test_a_job_of_a_server(mixture_dir: Path, tmp_path: Path):
         assert (reply.status_code, reply.json().get("model")) == (200, "math@2"), reply.text
 
 
-@pytest.mark.filterwarnings("ignore:.*cannot be trained in packed rows:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*in packed rows.*:UserWarning")
 @pytest.mark.parametrize("family", ["qwen3_next", "gpt_oss"])
-def test_what_the_engine_cannot_run_is_refused_before_anything_starts(
-    make_base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
-):
+def test_what_cannot_run_packed_is_served_and_trained(make_base, tmp_path: Path, monkeypatch, family: str):
+    """A server answers with it, and a run ends with adapters that PEFT loads; sampler and trainer agree."""
     model = save_model(make_base(family, dtype=torch.float32, context=256), tmp_path / "model")
-    with pytest.raises(ModelError, match="cannot run in the local engine"), whole(tmp_path / "state", model):
-        pass
+    with whole(tmp_path / "state", model) as server:
+        body = {"model": "base", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+        reply = server.http.post("/v1/chat/completions", json=body)
+        assert reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] > 0, reply.text
     monkeypatch.chdir(tmp_path)
-    result = cli("run", Project.make(tmp_path, model=model).config, "run_dir=out")
-    assert result.exit_code == ModelError.exit_code and "cannot run in the local engine" in result.output
-    assert not list(tmp_path.glob("out/adapters/*/v*"))
+    result = cli("run", Project.make(tmp_path, model=model).config, "run_dir=out", "train.steps=2")
+    assert result.exit_code == 0, result.output
+    steps = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
+    assert all(abs(step["mismatch/kl"]) < 1e-4 for step in steps if "mismatch/kl" in step)
+    (adapter,) = tmp_path.glob("out/adapters/*/v000002")
+    peft.PeftModel.from_pretrained(make_base(family, dtype=torch.float32, context=256).model, str(adapter))
 
 
 @pytest.mark.filterwarnings("ignore:The following .* keys did not match:RuntimeWarning")

@@ -11,6 +11,7 @@ runs/<name>-<time>/
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import json
 import os
@@ -273,6 +274,9 @@ def find_run(text: str) -> Path:
     if (run := _run_with((METRICS,), text)) is not None:
         return run
     runs = sorted(path.parent for path in RUNS.glob(f"*/{METRICS}"))
+    names = [word for path in runs for word in (path.name, path.name.rpartition("-")[0]) if word]
+    if similar := difflib.get_close_matches(text, names, n=1):
+        raise DataError(f"there is no run {text!r} under {RUNS.resolve()}", hint=f"did you mean {similar[0]}?")
     known = f"; there are: {', '.join(path.name for path in runs[-5:])}" if runs else ""
     raise DataError(
         f"there is no run {text!r}: no {METRICS} in {text} or {RUNS / text}",
