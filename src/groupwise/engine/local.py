@@ -46,7 +46,7 @@ LANE_FLOPS, LANE_ROWS = 4e8, 4  # of a step of a lane, at least
 
 
 @dataclass(eq=False)
-class Lane:
+class DecoderLane:
     """A decoder and what it is to do. `load` counts completions that were submitted and are not done; `refused` is how
     many rows were free when it got none, if it has none now."""
 
@@ -128,7 +128,7 @@ class LocalEngine:
 
         several = self.packed and base.device.type == "cpu" and not compile
         self._used = 1  # lanes that requests are handed to now
-        self._lanes = [Lane(decoder()) for _ in range(min(lanes or self._threads, max_rows) if several else 1)]
+        self._lanes = [DecoderLane(decoder()) for _ in range(min(lanes or self._threads, max_rows) if several else 1)]
         self._wakeup = threading.Condition()
         self._closing = False
         self._workers: list[threading.Thread] = []
@@ -211,7 +211,7 @@ class LocalEngine:
             self._wakeup.notify_all()
         return [job.future for job in jobs]
 
-    def _unload_lane(self, lane: Lane, n: int) -> None:
+    def _unload_lane(self, lane: DecoderLane, n: int) -> None:
         with self._wakeup:
             lane.load -= n
 
@@ -346,7 +346,7 @@ class LocalEngine:
             for worker in self._workers:
                 worker.start()
 
-    def _call_soon(self, function: Callable[[], Any], lane: Lane) -> Future[Any]:
+    def _call_soon(self, function: Callable[[], Any], lane: DecoderLane) -> Future[Any]:
         """Run `function` in the lane's thread, between two steps and before what is submitted later."""
         future: Future[Any] = Future()
         with self._wakeup:
@@ -355,7 +355,7 @@ class LocalEngine:
         return future
 
     @torch.inference_mode()
-    def _work(self, lane: Lane) -> None:
+    def _work(self, lane: DecoderLane) -> None:
         torch.set_num_threads(max(1, self._threads // self._used))  # a new thread has as many as whoever set them last
         decoder = lane.decoder
         while True:
@@ -378,18 +378,18 @@ class LocalEngine:
                 with self._wakeup:
                     self._wakeup.notify_all()  # who was refused
 
-    def _has_work(self, lane: Lane) -> bool:
+    def _has_work(self, lane: DecoderLane) -> bool:
         """Whether a lane has rows, or requests that may get some now."""
         return lane.decoder.active > 0 or (bool(lane.urgent or lane.waiting) and self._budget.free != lane.refused)
 
-    def _drop_cancelled(self, lane: Lane) -> None:
+    def _drop_cancelled(self, lane: DecoderLane) -> None:
         """Forget requests whose future was cancelled: whoever asked has gone away."""
         for queue in (lane.urgent, lane.waiting):
             while queue and queue[0].future.cancelled():
                 queue.popleft()
         lane.decoder.drop_cancelled()
 
-    def _fail(self, lane: Lane, error: Exception) -> None:
+    def _fail(self, lane: DecoderLane, error: Exception) -> None:
         """Fail every request of the lane, waiting or in flight."""
         with self._wakeup:
             taken = lane.decoder.clear()

@@ -78,7 +78,7 @@ class SampleQuery:
     """A column of the prompt, and its value as text."""
     prompt_id: str | None = None
 
-    def has(self, sampled: Row) -> bool:
+    def has(self, sampled: FoundRow) -> bool:
         row, wanted = sampled.row, self.contains and self.contains.casefold()
         low, high = self.reward_min, self.reward_max
         if low is not None or high is not None:
@@ -243,7 +243,7 @@ def _lines(path: Path, left_out: Callable[[str], object] = log.warning) -> Itera
         left_out(f"{path} is left out: {error}")
 
 
-class Row(NamedTuple):
+class FoundRow(NamedTuple):
     """A completion in a list, with what it is searched by."""
 
     row: RolloutRow
@@ -253,7 +253,7 @@ class Row(NamedTuple):
     prompt_id: str
 
 
-def _rows(run: RunFiles, step: int, path: Path) -> tuple[Sequence[Row], int]:
+def _rows(run: RunFiles, step: int, path: Path) -> tuple[Sequence[FoundRow], int]:
     """Every completion of a step, and the file's size."""
     changed, size = _stat(path)
     return (_parsed(run, step, path, changed, size), size) if size else ((), 0)
@@ -270,8 +270,8 @@ def _stat(path: Path) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=8)  # pages are asked for one after another
-def _parsed(run: RunFiles, step: int, path: Path, changed: int, size: int) -> tuple[Row, ...]:
-    rows: list[Row] = []
+def _parsed(run: RunFiles, step: int, path: Path, changed: int, size: int) -> tuple[FoundRow, ...]:
+    rows: list[FoundRow] = []
     for number, raw in _lines(path):
         try:
             rows += _Line(run, f"{step}.{number}", raw, path).rows()
@@ -293,12 +293,12 @@ class _Line:
         self._params = _params(config.get("rollout"))
         self._created = datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat(timespec="milliseconds")
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[FoundRow]:
         texts = [self.text(i) for i in range(len(self.raw["rollouts"]))]
         fields = [self.fields(i, self.prompt[-PREVIEW:], text[:PREVIEW]) for i, text in enumerate(texts)]
         tags, prompt_id = dict(columns(self.raw["prompt"])), str(self.raw["prompt"]["id"])
         return [
-            Row(RolloutRow(**each), text, self.prompt, tags, prompt_id)
+            FoundRow(RolloutRow(**each), text, self.prompt, tags, prompt_id)
             for each, text in zip(fields, texts, strict=True)
         ]
 
