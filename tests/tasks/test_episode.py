@@ -245,5 +245,6 @@ def test_the_same_thread_for_all_calls(rollouts):
 
 def test_replays_equal(rollouts):
     """Rollouts of episodes are values: they compare by what they hold."""
+    rollouts(Echo, n=1)  # whose conversation the engine keeps, so that both of the next go on from it
     one, other = rollouts(Echo, n=1), rollouts(Echo, n=1)
     assert one == other and replace(one[0], stop="x") != other[0]
