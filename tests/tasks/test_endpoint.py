@@ -119,7 +119,8 @@ def test_logprobs_are_those_that_are_trained(ask, starter):
     assert all(bytes(each.bytes).decode() == each.token for each in told)
     plain, rollout = ask()
     assert plain.choices[0].logprobs is None
-    assert rollout.turns[0].completion.logprobs == said.logprobs  # recorded all the same
+    # recorded all the same; its prompt is in the cache now, so rounding may differ
+    assert rollout.turns[0].completion.logprobs == pytest.approx(said.logprobs, abs=1e-5)
 
 
 def test_tool_calls_are_openais_streamed_or_not(ask):

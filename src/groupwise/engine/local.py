@@ -374,9 +374,9 @@ class LocalEngine:
                     decoder.decode()
             except Exception as error:  # the boundary of the thread: whoever waits must hear of it
                 self._fail(lane, error)
-            if self._budget.free > free and len(self._lanes) > 1:
+            if any(other.refused is not None for other in self._lanes):
                 with self._wakeup:
-                    self._wakeup.notify_all()  # who was refused
+                    self._wakeup.notify_all()  # rows may have been given back, even within this turn
 
     def _has_work(self, lane: DecoderLane) -> bool:
         """Whether a lane has rows, or requests that may get some now."""
