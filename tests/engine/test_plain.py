@@ -176,6 +176,6 @@ def test_a_cache_that_is_wrong_is_found_out_and_not_used(make_base, monkeypatch)
 
 def test_a_head_that_is_not_the_models_is_refused(make_base, monkeypatch) -> None:
     base = make_base("gpt_oss", dtype=torch.float64)
-    monkeypatch.setattr("groupwise.engine.local.head_gap", lambda model: 0.5)
+    monkeypatch.setattr("groupwise.model.packed_check.head_gap", lambda model: 0.5)
     with pytest.raises(ModelError, match=r"differ by 0\.5 nats"):
         LocalEngine(base)

@@ -30,6 +30,7 @@ from groupwise.model.load import Head, LoadedModel
 from groupwise.types import Completion, FinishReason
 
 PREFILL_TOKENS = 8192  # prompt tokens prefilled in one forward, counting the padding to the longest of them
+CACHED_BYTES = 32 << 20  # of weights: a model that is small, on a CPU
 
 Queue = deque[PendingRequest]
 
@@ -45,6 +46,10 @@ class EngineModel:
         self.eos_ids = base.eos_ids
         self.eos = torch.tensor(self.eos_ids, dtype=torch.long, device=base.device)
         self.ends = closing_ids(base.tokenizer)
+        products = [weight for weight in model.parameters() if weight.ndim == 2]
+        size = sum(weight.numel() * weight.itemsize for weight in products)
+        self.flops = 2 * sum(weight.numel() for weight in products)  # of a token
+        self.small = base.device.type == "cpu" and size <= CACHED_BYTES
 
 
 class Decoder(Protocol):

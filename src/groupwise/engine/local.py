@@ -36,12 +36,11 @@ from groupwise.engine.plain import PlainDecoder
 from groupwise.engine.rows import PendingRequest
 from groupwise.engine.sampling import scaled_logprobs
 from groupwise.errors import AdapterNotFoundError, ConfigError, ContextLengthError, GroupwiseError, ModelError
-from groupwise.model.load import LoadedModel, plain_implementation, share_weights
-from groupwise.model.packed_check import head_gap, packed_tolerance, why_not_cached, why_not_packed
+from groupwise.model.load import LoadedModel, share_weights
+from groupwise.model.packed_check import turn_plain, why_not_cached, why_not_packed
 from groupwise.types import Completion, PolicyVersion, SamplingRequest, TokenSink
 
 SCORED_AT_ONCE = 512  # positions: their logits, [positions, vocabulary], exist at the same time
-CACHED_BYTES = 32 << 20  # of weights: a model that is small, on a CPU
 LANE_FLOPS, LANE_ROWS = 4e8, 4  # of a step of a lane, at least
 
 
@@ -106,11 +105,6 @@ class LocalEngine:
         embedding: Any = self._model.get_input_embeddings()
         self._vocabulary = int(embedding.weight.shape[0])
         self._threads = threads or torch.get_num_threads()
-        weights = [weight for weight in self._model.parameters() if weight.ndim == 2]
-        self._flops = 2 * sum(weight.numel() for weight in weights)  # of a token
-        small = (
-            base.device.type == "cpu" and sum(weight.numel() * weight.itemsize for weight in weights) <= CACHED_BYTES
-        )
         unused = [name for name, value in (("draft_tokens", draft_tokens), ("compile", compile)) if value]
         cached = why is None or self._check_plain(why, unused=unused)
 
@@ -123,7 +117,6 @@ class LocalEngine:
                 draft_tokens=draft_tokens,
                 compile=compile,
                 threads=lambda: max(1, self._threads // self._used),
-                small=small,
             )
 
         several = self.packed and base.device.type == "cpu" and not compile
@@ -137,13 +130,7 @@ class LocalEngine:
         """Say that the model runs by its own forward, and which options are not used then; whether by its own cache,
         too."""
         model, name = self._model, type(self._model).__name__
-        model.set_attn_implementation(plain_implementation(model))
-        if (gap := head_gap(model)) > packed_tolerance(model):
-            raise ModelError(
-                f"{name} cannot be sampled here: its logits differ by {gap:.3g} nats from those of its LM head on its "
-                "last hidden states",
-                hint="use another model: this one does something between the two that is not known here",
-            )
+        turn_plain(model)
         uncached = why_not_cached(model)
         how = "its own forward and cache" if uncached is None else f"a forward of the whole row a token ({uncached})"
         warnings.warn(
@@ -201,7 +188,7 @@ class LocalEngine:
         with self._wakeup:
             self._start()
             load = min(self.max_rows, sum(lane.load for lane in self._lanes) + sum(job.request.n for job in jobs))
-            pays = int(min(load // LANE_ROWS, load * self._flops // LANE_FLOPS))
+            pays = int(min(load // LANE_ROWS, load * self._shared.flops // LANE_FLOPS))
             self._used = max(1, min(len(self._lanes), pays))
             for job in jobs:
                 lane = min(self._lanes[: self._used], key=lambda lane: lane.load)

@@ -125,7 +125,6 @@ class PackedDecoder(DecodedRows):
         draft_tokens: most tokens of a row that are guessed and checked in one step; 0 guesses none.
         compile: compile the dense parts of decode steps.
         threads: of torch, in the calling thread: how many there are now.
-        small: whether a forward of few tokens runs on one of them.
     """
 
     def __init__(
@@ -136,7 +135,6 @@ class PackedDecoder(DecodedRows):
         draft_tokens: int,
         compile: bool,
         threads: Callable[[], int],
-        small: bool,
     ):
         super().__init__(shared, shared.budget.most)
         self.past = past
@@ -144,9 +142,8 @@ class PackedDecoder(DecodedRows):
         self.cache, self.lookup = KeyValueCache(shared.budget.most), Lookup(draft_tokens, shared.device)
         self._since_sorted = 0  # decode steps
         self._grid: Grid | None = None  # None: rows have come or gone since it was made
-        self._threads, self._small = threads, small
-        self._flops = 2 * sum(weight.numel() for weight in shared.model.parameters() if weight.ndim == 2)  # of a token
-        self.steps = Compiled(self._backbone, shared.bank, threads(), small) if compile else self._backbone
+        self._threads = threads
+        self.steps = Compiled(self._backbone, shared.bank, threads(), shared.small) if compile else self._backbone
         self._admitted: list[Admitted] = []  # in the midst of being given rows
 
     def stats(self) -> dict[str, int]:
@@ -315,7 +312,7 @@ class PackedDecoder(DecodedRows):
         """Last hidden states [S, hidden] of one packed row, each token under its owner's adapter."""
         device = self.shared.device
         token_S, position_S = (torch.as_tensor(x, dtype=torch.long, device=device) for x in (token_S, position_S))
-        alone = self._small and len(owners) * self._flops < ONE_THREAD_FLOPS
+        alone = self.shared.small and len(owners) * self.shared.flops < ONE_THREAD_FLOPS
         torch.set_num_threads(1 if alone else self._threads())  # of this thread of Python's
         self.shared.bank.select(owners)
         return (run or self._backbone)(token_S, position_S, layout)

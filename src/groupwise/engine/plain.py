@@ -133,9 +133,8 @@ class PlainBatch(DecodedRows):
         prompts_PT = torch.tensor([list(ids) for ids in places], device=self.shared.device)
         row_B = torch.tensor(row_prompt, device=self.shared.device)
         hidden_PH = self._run(prompts_PT)
+        self._ids_BT = prompts_PT
         self._select(row_B)
-        if not self._cached:
-            self._ids_BT = prompts_PT[row_B]
         self.advance(slice(0, self.rows.active), self.shared.head.logits(hidden_PH)[row_B])
 
     def decode(self) -> None:
@@ -170,7 +169,7 @@ class PlainBatch(DecodedRows):
     def _select(self, row_B: Tensor) -> None:
         """Make the cache that of these of its rows, in this order; a row may be there more than once, or not at all."""
         if not self._cached:
-            self._ids_BT = self._ids_BT[row_B] if len(self._ids_BT) else self._ids_BT
+            self._ids_BT = self._ids_BT[row_B]
         elif len(row_B):
             self._cache.reorder_cache(row_B)
         else:

@@ -2,6 +2,7 @@
 
     why_not_packed(model)     None, or the reason in words
     why_not_cached(model)     likewise for the model's own cache, which decodes what cannot run packed
+    turn_plain(model)         what cannot run packed, to the model's own attention
 
 Two comparisons. The model itself, on a few short rows: its weights, its type, its device. And where its configuration
 names lengths at which its attention changes (a sliding window, a chunk, a scale that grows with the position), a small
@@ -22,9 +23,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from groupwise.errors import ModelError
 from groupwise.model.attention import Layout, SharedPrompts
 from groupwise.model.backbone import Backbone, decoder_of
-from groupwise.model.load import Head, longest_row, plain_attention, share_weights
+from groupwise.model.load import Head, longest_row, plain_attention, plain_implementation, share_weights
 
 Lines = Sequence[tuple[int, int]]  # of completions: whose prompt, and how many tokens
 
@@ -172,6 +174,21 @@ def cached_forward_gap(model: PreTrainedModel) -> float:
             gaps.append((whole_BV.exp() * (whole_BV - step_BV).abs()).sum(-1).mean()[None])
     gap = float(torch.cat(gaps).mean())
     return gap if math.isfinite(gap) else math.inf
+
+
+def turn_plain(model: PreTrainedModel) -> None:
+    """Have a model that cannot run packed run its own attention.
+
+    Raises:
+        ModelError: its logits are not those of its LM head on its last hidden states, which is all that is used of it.
+    """
+    model.set_attn_implementation(plain_implementation(model))
+    if (gap := head_gap(model)) > packed_tolerance(model):
+        raise ModelError(
+            f"{type(model).__name__} can be neither trained nor sampled: its logits differ by {gap:.3g} nats from "
+            "those of its LM head on its last hidden states",
+            hint="use another model: this one does something between the two that is not known here",
+        )
 
 
 @torch.no_grad()

@@ -38,11 +38,11 @@ from groupwise.algo.loss import LossInputs, combined, policy_loss, rescaled
 from groupwise.algo.metrics import Metrics
 from groupwise.config.loss import LossSpec
 from groupwise.config.run import LoraSpec, OptimizerConfig
-from groupwise.errors import ConfigError, ContextLengthError, ModelError, TrainingError
+from groupwise.errors import ConfigError, ContextLengthError, TrainingError
 from groupwise.model.backbone import is_lean
 from groupwise.model.flex import why_not_flex
-from groupwise.model.load import LoadedModel, longest_row, plain_implementation, share_weights
-from groupwise.model.packed_check import head_gap, packed_tolerance, why_not_packed
+from groupwise.model.load import LoadedModel, longest_row, share_weights
+from groupwise.model.packed_check import turn_plain, why_not_packed
 from groupwise.model.packing import (
     FLEX,
     MERGED,
@@ -583,13 +583,7 @@ class Learner:
             "which is correct and several times slower",
             stacklevel=3,
         )
-        self.model.set_attn_implementation(plain_implementation(self.model))
-        if (gap := head_gap(self.model)) > packed_tolerance(self.model):
-            raise ModelError(
-                f"{type(self.model).__name__} cannot be trained: its logits differ by {gap:.3g} nats from those of its "
-                "LM head on its last hidden states",
-                hint="use another model: this one does something between the two that is not known here",
-            )
+        turn_plain(self.model)
         return False
 
     def _try_flex(self, *, checkpointing: bool) -> Layouts:
