@@ -90,14 +90,14 @@ def test_with_curl_an_error_is_shown_and_ends_it(server):
 @pytest.mark.xdist_group("live server")
 def test_live_loop_on_the_real_server(live):
     assert cli("adapters", "activate", "base", "--url", live.url).exit_code == 0
-    given = ("--prompts", "12", "--n", "4", "--output-name", "looped")
+    given = ("--prompts", "4", "--n", "4", "--output-name", "looped")
     ran = live_loop("--rounds", "2", *given, url=live.url)
     assert ran.returncode == 0, ran.stderr
     assert [match[2] for match in ROUND.finditer(ran.stdout)] == ["base", "looped@1"]
     jobs = [job for job in Client(live.url).jobs() if job.adapter_name == "looped"]
     printed = sorted(match[1] for match in ROUND.finditer(ran.stdout))
     assert sorted(f"{job.summary['reward_mean']:.3f}" for job in jobs) == printed  # no group is missing
-    assert [job.summary["groups"] for job in jobs] == [12, 12]
+    assert [job.summary["groups"] for job in jobs] == [4, 4]
     again = live_loop("--rounds", "1", *given, "--text-only", url=live.url)
     assert again.returncode == 0 and "by looped@2" in again.stdout, again.stderr
 
@@ -105,7 +105,7 @@ def test_live_loop_on_the_real_server(live):
 @needs_curl
 @pytest.mark.xdist_group("live server")
 def test_the_same_with_curl_on_the_real_server(live):
-    ran = run("bash", str(EXAMPLES / "live_loop.sh"), url=live.url, ROUNDS="1", PROMPTS="12", OUTPUT_NAME="shell")
+    ran = run("bash", str(EXAMPLES / "live_loop.sh"), url=live.url, ROUNDS="1", PROMPTS="4", OUTPUT_NAME="shell")
     assert ran.returncode == 0, ran.stderr
     assert '"active_version": "shell@1"' in ran.stdout
 
