@@ -17,7 +17,9 @@ BIN    := $(VENV)/bin
 demo: $(VENV)/.installed
 	$(BIN)/groupwise demo
 
+# compiled first: the tests start hundreds of processes, which would each compile what they import
 test: lint docs
+	$(BIN)/python -m compileall -q src
 	$(BIN)/pytest -q -n $(TESTERS) --dist loadgroup
 
 lint: $(VENV)/.installed-dev
