@@ -90,7 +90,7 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(config.cors_origins),
-            allow_methods=["GET", "POST", "DELETE"],
+            allow_methods=["GET", "POST", "PUT", "DELETE"],
             allow_headers=headers,
             expose_headers=["x-request-id", "retry-after", "x-adapter-version"],
         )

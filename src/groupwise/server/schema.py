@@ -18,6 +18,7 @@ from groupwise.sdk.types import Answer, absent
 from groupwise.server.findings import Findings
 from groupwise.server.schema_openai import MAX_COMPOSED, Conversation, Selector, TemplateOptions, TokenIds, Tools
 from groupwise.server.wire import FailFast, OwnPart, OwnRequest, fault
+from groupwise.store.adapters import MAX_NOTE
 
 RolloutId = Annotated[str, Field(min_length=1, max_length=64)]
 
@@ -126,6 +127,15 @@ class ActivateRequest(OwnRequest):
 
     version: Annotated[int, Field(ge=1, le=10**12)] | None = None
     """The version's number; null is the newest."""
+
+
+class NoteRequest(OwnRequest):
+    """The body of PUT /v1/adapters/{name}/notes."""
+
+    elsewhere: ClassVar = dict.fromkeys(("notes", "text"), "note")
+
+    note: Annotated[str, Field(max_length=MAX_NOTE)] | None
+    """One line of text; null or an empty one removes what is there."""
 
 
 class MergeSource(OwnPart):
