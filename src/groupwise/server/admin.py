@@ -265,6 +265,8 @@ class ConfigAnswer(Answer):
     config: dict[str, Any]
     memory: MemoryShown
     training: TrainingShown
+    run: str | None
+    """The run that `groupwise serve RUN` was given; its curves and completions are at /run/ui/."""
 
 
 @router.get("/v1/config", **documented(answer=ConfigAnswer))
@@ -280,6 +282,7 @@ async def config(request: Request) -> ConfigAnswer:
         config=server.config.public(),
         memory=_memory(server.base),
         training=TrainingShown(grpo=_acting(GrpoJobConfig()), sft=_acting(SftJobConfig())),
+        run=getattr(request.app.state, "run", None),
     )
 
 

@@ -303,6 +303,9 @@ class RunList(Answer):
     """The runs, as they were named on the command line."""
 
     runs: list[RunSummary]
+    served: str | None
+    """Of `groupwise serve RUN`: the version of the run that the server began with, or `base`; its web interface is at
+    /ui/ of the same address. null: no model is served here."""
 
 
 class RunDetail(RunSummary):
