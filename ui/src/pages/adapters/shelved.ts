@@ -47,9 +47,13 @@ export type Shelved =
 
 /** Rows: the name that was added to last comes first, under it its newest versions. `open` and `whole` are names. */
 export function shelved(versions: AdapterVersion[], open: (name: string) => boolean, whole: (name: string) => boolean): Shelved[] {
-  const groups = [...Map.groupBy(versions, (each) => nameOf(each.version))];
+  const groups = new Map<string, AdapterVersion[]>();
+  for (const each of versions) {
+    const name = nameOf(each.version);
+    groups.set(name, [...(groups.get(name) ?? []), each]);
+  }
   const when = ([, group]: [string, AdapterVersion[]]): string => group.at(-1)?.created_at ?? "";
-  return groups.sort((a, b) => when(b).localeCompare(when(a))).flatMap(([name, group]) => {
+  return [...groups].sort((a, b) => when(b).localeCompare(when(a))).flatMap(([name, group]) => {
     const newest = group.at(-1);
     if (!newest) return [];
     const head: Shelved = { kind: "name", id: `name ${name}`, name, count: group.length, newest, open: open(name) };
