@@ -124,6 +124,7 @@ class WireServer:
         self.seen: list[Seen] = []
         self.jobs: dict[str, ToyJob] = {}
         self.versions: dict[str, int] = {}
+        self.notes: dict[str, str] = {}
         self.history: list[str] = ["base"]
         self.archives: dict[str, bytes] = {}
         self.next_outcome = "completed"
@@ -247,6 +248,7 @@ class WireServer:
             "files": ["adapter_config.json", "adapter_model.safetensors"],
             "versions": [f"{name}@{number}" for number in numbers],
             "active_version": self.active if self.active.partition("@")[0] == name else None,
+            "notes": {version: note for version, note in self.notes.items() if version.partition("@")[0] == name},
         }
 
 
@@ -265,7 +267,7 @@ def _handler(server: WireServer) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             self._serve()
 
-        do_POST = do_DELETE = do_GET
+        do_POST = do_PUT = do_DELETE = do_GET
 
         def _serve(self) -> None:
             raw = self.rfile.read(int(self.headers.get("content-length") or 0))
@@ -446,6 +448,10 @@ def _handler(server: WireServer) -> type[BaseHTTPRequestHandler]:
                 version = "base" if name == "base" else f"{name}@{number or server.versions[name]}"
                 server.history.append(version)
                 return {"status": "activated", "name": name, "version": version}
+            if seen.method == "PUT" and parts[1:] == ["notes"]:
+                version = f"{name}@{number or server.versions[name]}"
+                server.notes[version] = seen.json["note"] or ""
+                return {"version": version, "note": server.notes[version] or None}
             if seen.method == "GET" and parts[1:] == ["download"]:
                 return self._send(200, server.archives[name], {"content-type": "application/gzip"})
             if seen.method == "DELETE":
@@ -457,6 +463,7 @@ def _handler(server: WireServer) -> type[BaseHTTPRequestHandler]:
                 "step": 4,
                 "size_bytes": 3 << 20,
                 "unhealthy": None,
+                "note": server.notes.get(f"{name}@1"),
             }
             entry["surplus"] = server.versions.get(name, 1) > 1
             entry |= {"version": f"{name}@1", "base_model": "toy", "parent": "base", "job_id": None, "metrics": METRICS}

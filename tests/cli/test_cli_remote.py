@@ -320,6 +320,25 @@ def test_adapters_of_a_server(server):
     assert cli("adapters", "show", "nope").exit_code == 2
 
 
+def test_notes_of_adapters_are_printed(server, store):
+    trained(server)
+    assert cli("adapters", "note", "math@1", "good at sums").stdout == "math@1\n"
+    header, row = cli("adapters", "list").stdout.splitlines()
+    assert header.endswith("note") and row.endswith("good at sums")
+    assert cli("adapters", "show", "math").stdout.splitlines()[-1].endswith("good at sums")
+    assert cli("adapters", "note", "nope", "x").exit_code == 2
+    here = ("--run", "runs/one")
+    assert (
+        json.loads(cli("adapters", "note", "local", "weak at carries", "--json", *here).stdout)["version"] == "local@1"
+    )
+    assert cli("adapters", "list", *here).stdout.rstrip().endswith("weak at carries")
+    assert "note           weak at carries" in cli("adapters", "show", "local", *here).stdout
+    refused = cli("adapters", "note", "local", "x" * 501, *here)
+    assert refused.exit_code != 0 and "the limit is 500" in refused.stderr
+    cli("adapters", "note", "local", "", *here)
+    assert json.loads(cli("adapters", "list", "--json", *here).stdout)["versions"][0]["note"] is None
+
+
 @pytest.fixture(scope="module")
 def adapter(make_base, make_adapter) -> Path:
     return make_adapter(make_base("qwen3"), seed=1)

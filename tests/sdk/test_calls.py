@@ -509,6 +509,9 @@ def test_adapters_are_listed_shown_activated_and_merged(client, server):
     assert [(a.name, a.versions, a.size_bytes) for a in listed.available] == [("math", ["math@1"], 3 << 20)]
     shown = client.adapters.show("math")
     assert shown.history[0].step == 4 and shown.history[0].metrics["reward/mean"] == 0.5
+    assert client.adapters.note("math@1", "good at sums").note == "good at sums"
+    assert client.adapters.show("math").history[0].note == client.adapters.list().available[0].notes["math@1"]
+    assert client.adapters.note("math@1", None).note is None
     assert client.adapters.activate("base").version == "base"
     assert client.adapters.rollback().version == "math@1"
     assert client.adapters.activate("math@1").version == "math@1"

@@ -428,6 +428,7 @@ def test_list(api: Api, published):
         "files": [CONFIG, WEIGHTS],
         "versions": ["math@1", "math@2"],
         "active_version": "math@1",
+        "notes": {},
     }
     made = datetime.strptime(math["modified_at"], "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC)
     assert abs((datetime.now(UTC) - made).total_seconds()) < 600
@@ -456,6 +457,38 @@ def test_what_is_older_than_the_versions_that_are_kept_is_marked(api: Api, direc
     assert api.json("GET", "")["keep_versions"] == 10
     assert [each["version"] for each in api.json("GET", "/math")["history"] if each["surplus"]] == ["math@1"]
     assert [each["surplus"] for each in api.json("GET", "/math@1")["history"]] == [True]
+
+
+def test_a_note_is_written_beside_a_version(api: Api, published):
+    assert api.json("PUT", "/math@1/notes", json={"note": " good at sums "}) == {
+        "version": "math@1",
+        "note": "good at sums",
+    }
+    assert api.json("PUT", "/math/notes", json={"note": "weak at carries"})["version"] == "math@2"
+    assert [each["note"] for each in api.json("GET", "/math")["history"]] == ["good at sums", "weak at carries"]
+    listed = api.json("GET", "")["available"]
+    assert [each["notes"] for each in listed] == [{"math@1": "good at sums", "math@2": "weak at carries"}, {}]
+    assert api.json("PUT", "/math@1/notes", json={"note": None}) == {"version": "math@1", "note": None}
+    assert [each["note"] for each in api.json("GET", "/math")["history"]] == [None, "weak at carries"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "said"),
+    [
+        ("/math@1", {"note": "x" * 501}, 400, "500"),
+        ("/math@1", {"note": "two\nlines"}, 400, "one line of text"),
+        ("/math@1", {"note": 1}, 400, "note"),
+        ("/math@1", {}, 400, "note"),
+        ("/math@1", {"notes": "x"}, 400, "note"),
+        ("/math@9", {"note": "x"}, 404, "math@9"),
+        ("/nope", {"note": "x"}, 404, "nope"),
+        ("/base", {"note": "x"}, 400, "base"),
+    ],
+)
+def test_a_note_that_cannot_be_kept_is_refused(api: Api, published, path: str, body: dict, status: int, said: str):
+    api.json("PUT", "/math@1/notes", json={"note": "before"})
+    assert said in json.dumps(api.json("PUT", f"{path}/notes", json=body, status=status))
+    assert api.store.notes() == {PolicyVersion("math", 1): "before"}
 
 
 def test_a_damaged_version_is_left_out(api: Api, published):
@@ -653,6 +686,7 @@ def test_the_document_says_what_the_routes_do(api: Api):
         ("get", "/v1/adapters"),
         ("get", "/v1/adapters/{name}"),
         ("delete", "/v1/adapters/{name}"),
+        ("put", "/v1/adapters/{name}/notes"),
         ("get", "/v1/adapters/{name}/download"),
         ("post", "/v1/adapters/{name}/activate"),
         *(("post", f"/v1/adapters/{verb}") for verb in ("load", "unload", "rollback", "upload", "merge")),

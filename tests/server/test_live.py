@@ -94,6 +94,8 @@ def test_adapters_and_requests_are_told_when_there_are_new_ones(
         assert next_of(stream, "adapters")["available"][0]["versions"] == [version]
         assert httpx2.post(f"{url}/v1/adapters/math/activate", timeout=120).status_code == 200
         assert next_of(stream, "adapters")["active_version"] == version
+        assert httpx2.put(f"{url}/v1/adapters/math/notes", json={"note": "sums"}, timeout=60).status_code == 200
+        assert next_of(stream, "adapters")["available"][0]["notes"] == {version: "sums"}
         assert httpx2.post(f"{url}/v1/chat/completions", json=CHAT, timeout=120).status_code == 200
         assert next_of(stream, "requests")[0]["prompt_preview"] == "What is 2+2?"
 

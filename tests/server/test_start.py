@@ -62,14 +62,17 @@ def test_an_adapter_of_another_model_is_refused(server, adapters):
 def test_the_run_has_its_pages_beside_the_servers(server, tmp_path):
     run = make_run(tmp_path / "runs" / "toy-1")
     before = sorted((path, path.stat().st_mtime_ns) for path in Path(run).rglob("*"))
-    app = WithRun(server.app, Path(run), serve_config({"api_key": "k"}), gate=Gate("ready"))
+    assert server.http.get("/v1/config").json()["run"] is None
+    served = PolicyVersion("toy", 7)
+    app = WithRun(server.app, Path(run), serve_config({"api_key": "k"}), gate=Gate("ready"), served=served)
     http = TestClient(app, base_url="http://127.0.0.1:8420", follow_redirects=False)
     assert http.get("/run").headers["location"] == "run/ui/"
     assert http.get("/run/", headers={"accept": "text/html"}).headers["location"] == "ui/"
     assert "text/html" in http.get("/run/ui/").headers["content-type"]
     assert http.get("/run/v1/runs").status_code == 401
-    listed = http.get("/run/v1/runs", headers={"authorization": "Bearer k"}).json()["runs"]
-    assert [each["run"] for each in listed] == ["toy-1"]
+    told = http.get("/run/v1/runs", headers={"authorization": "Bearer k"}).json()
+    assert [each["run"] for each in told["runs"]] == ["toy-1"] == [http.get("/v1/config").json()["run"]]
+    assert told["served"] == "toy@7"
     assert http.get("/v1/adapters").json()["available"] == []  # the server's own routes are where they were
     assert http.get("/", headers={"accept": "text/html,*/*;q=0.8"}).headers["location"] == "ui/"
     assert http.get("/", headers={"accept": "*/*"}).json()["error"]["code"] == "route_not_found"

@@ -558,6 +558,19 @@ def test_a_waiting_job_is_cancelled_at_once_and_a_running_one_is_asked_to_stop(
 # ---- the document ----
 
 
+def test_jobs_that_have_ended_are_listed_in_pages(site: Site) -> None:
+    ids = [site.submit()["job_id"] for _ in range(6)]
+    for id in ids[:5]:
+        site.ledger.cancel(id)
+    listed = lambda query: [each["job_id"] for each in site.get(f"status{query}")]  # noqa: E731
+    assert listed("") == [ids[5], *reversed(ids[:5])]
+    assert listed("?limit=2") == [ids[5], ids[4], ids[3]]  # one waits, and is always there
+    assert listed(f"?limit=2&before={ids[3]}") == [ids[2], ids[1]]
+    assert listed(f"?limit=2&before={ids[1]}") == [ids[0]] and listed(f"?before={ids[0]}") == []
+    assert site.error(site.http.get("/v1/train/status?before=nothing"), 404)["code"] == "job_not_found"
+    assert site.error(site.http.get("/v1/train/status?limit=1025"), 400)["param"] == "limit"
+
+
 def test_the_routes_are_in_the_openapi_document(site: Site) -> None:
     document = site.http.get("/openapi.json").json()
     routes = {(path, method) for path, methods in document["paths"].items() for method in methods}

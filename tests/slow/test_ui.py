@@ -248,13 +248,15 @@ def test_a_job_is_followed_and_cancelled(page: Any, place: Place) -> None:
     expect(row.get_by_text("running")).to_be_visible(timeout=JOB_S)
     row.get_by_role("link").click()
     expect(page.get_by_role("img", name=re.compile("^Loss"))).to_be_visible(timeout=30_000)
-    page.get_by_role("button", name="Cancel").click()
-    asked = page.get_by_role("dialog", name="Cancel the job of long?")
-    expect(asked).to_contain_text("what it has trained is lost")
-    asked.get_by_role("button", name="Keep").click()
+    page.get_by_role("button", name="Cancel the job of long").click()
+    expect(page.get_by_text(re.compile("What it has trained, .* will be lost"))).to_be_visible()
+    page.get_by_role("link", name="Jobs", exact=True).first.click()  # it can be taken back on every page
+    button(page, "Undo").click()
+    page.wait_for_timeout(6_000)  # longer than the click would have waited
     assert api(place, f"/v1/train/status/{job}")["cancel_requested"] is False
-    page.get_by_role("button", name="Cancel").click()
-    asked.get_by_role("button", name="Cancel the job").click()
+    row.get_by_role("button", name="Cancel the job of long").click()
+    expect(row.get_by_role("button", name="Cancel the job of long")).to_be_disabled()
+    row.get_by_role("link").click()
     expect(page.get_by_text("cancelled").first).to_be_visible(timeout=JOB_S)
     assert await_end(place, job) == "cancelled"
     expect(page.get_by_role("button", name="Run again")).to_be_visible()
@@ -268,8 +270,8 @@ def test_a_job_that_never_ran_has_no_duration(page: Any, place: Place) -> None:
     heads = page.get_by_role("columnheader").all_inner_texts()
     row = page.get_by_role("row", name=re.compile(waits[:8]))
     row.get_by_role("button", name="Cancel the job of behind").click()
-    page.get_by_role("dialog").get_by_role("button", name="Cancel the job").click()
-    expect(row.get_by_text("cancelled")).to_be_visible()
+    page.reload()  # whoever leaves does not take it back
+    expect(row.get_by_text("cancelled")).to_be_visible(timeout=10_000)
     cells = dict(zip(heads, row.get_by_role("cell").all_inner_texts(), strict=True))
     assert cells["Started"] == cells["Duration"] == "–" and cells["Queued"] != "–"
     httpx2.post(f"{place.url}/v1/train/cancel/{first}")
@@ -438,6 +440,23 @@ def test_upload_activate_roll_back_and_delete(page: Any, place: Place, tmp_path:
     assert "mine" not in [each["name"] for each in api(place, "/v1/adapters")["available"]]
 
 
+def test_a_note_is_kept_and_found(page: Any, place: Place) -> None:
+    go(page, place, "adapters?version=lesson@2")
+    version = page.get_by_role("region", name="Version lesson@2")
+    version.get_by_label("Note").fill("good at sums, weak at carries")
+    version.get_by_role("button", name="Keep note").click()
+    row = page.get_by_role("button", name=re.compile("^lesson@2.*weak at carries"))
+    expect(row).to_be_visible()
+    expect(version.get_by_role("button", name="Keep note")).to_be_disabled()
+    page.reload()
+    expect(version.get_by_label("Note")).to_have_value("good at sums, weak at carries")
+    page.get_by_label("Search versions").fill("carries reward>0")
+    rows = page.get_by_role("group", name="Versions, a list").get_by_role("button", name=re.compile("@"))
+    expect(rows).to_have_count(1)
+    expect(page.get_by_text(re.compile("^1 of [0-9]+ versions"))).to_be_visible()
+    assert api(place, "/v1/adapters/lesson@2")["history"][0]["note"] == "good at sums, weak at carries"
+
+
 def test_a_version_is_downloaded(page: Any, place: Place, tmp_path: Path) -> None:
     go(page, place, "adapters?version=lesson@1")
     with page.expect_download() as saved:
@@ -516,6 +535,7 @@ def test_a_key_is_typed_in_once(browser: Any, model_dir: Path, tmp_path: Path) -
 # ---- what must not happen ----
 def test_hostile_text_stays_text(page: Any, place: Place) -> None:
     sample(place, HOSTILE, 2)
+    httpx2.put(f"{place.url}/v1/adapters/lesson@1/notes", json={"note": HOSTILE}, timeout=30)
     chat = {"messages": [{"role": "user", "content": HOSTILE}], "max_tokens": 4}
     httpx2.post(place.url + "/v1/chat/completions", json=chat, timeout=30)
     go(page, place, "now")
@@ -529,6 +549,8 @@ def test_hostile_text_stays_text(page: Any, place: Place) -> None:
     button(page, "Sample").click()
     button(page, "Thumbs").click()
     expect(page.get_by_role("button", name="Remove group")).to_be_visible(timeout=20_000)
+    go(page, place, "adapters?version=lesson@1")
+    expect(page.get_by_label("Note")).to_have_value(HOSTILE)
     go(page, place, "play")
     page.get_by_label("Message", exact=True).fill(HOSTILE)
     page.get_by_label("Message", exact=True).press("Enter")

@@ -104,6 +104,7 @@ def test_runs_are_listed_and_one_is_opened(page: Any, url: str) -> None:
     assert [name.strip().split("\n")[0].split(",")[0] for name in names] == [
         "Runs",
         "Rollouts",
+        "Teach",
         "Playground",
         "Adapters",
     ]
@@ -286,11 +287,11 @@ def test_completions_show_the_parts_of_their_reward(page: Any, url: str) -> None
 
 
 def test_what_needs_a_model_says_what_to_type(page: Any, url: str, place: Path) -> None:
-    for where, title in (("play", "Playground"), ("adapters", "Adapters")):
+    for where, title in (("teach", "Teach"), ("play", "Playground"), ("adapters", "Adapters")):
         go(page, url, where)
         expect(page.get_by_role("heading", level=1)).to_have_text(title)
         page.get_by_label("Run").select_option("fast")
-        expect(page.get_by_text("groupwise serve starter")).to_be_visible()
+        expect(page.get_by_text(f"groupwise serve {place / 'fast'}")).to_be_visible()
 
 
 def test_nothing_yet_and_nothing_there(page: Any, url: str) -> None:

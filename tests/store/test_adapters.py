@@ -53,6 +53,60 @@ def store(tmp_path) -> AdapterStore:
     return AdapterStore(tmp_path / "adapters")
 
 
+# --- notes ---
+
+
+def test_a_note_is_kept_beside_a_version_and_changes_none_of_its_bytes(store):
+    first, second = publish(store), publish(store)
+    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in store.path(first).iterdir()}
+    assert (
+        store.write_note(first, "  good at sums, weak at carries: 7×8 → ½ ") == "good at sums, weak at carries: 7×8 → ½"
+    )
+    other = AdapterStore(store.root)  # another process
+    assert other.notes() == {first: "good at sums, weak at carries: 7×8 → ½"} and not other.warnings
+    other.write_note(second, "worse")
+    assert store.notes()[second] == "worse"  # what another process wrote is seen
+    assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in store.path(first).iterdir()} == before
+    assert store.write_note(second, " ") is None and store.write_note(first, None) is None
+    assert other.notes() == {}
+
+
+@pytest.mark.parametrize("text", ["a\nb", "a\tb", "\x1b[31mred", "a\u2028b", "\ud800", "x" * 501])
+def test_a_note_is_one_line_of_bounded_length(store, text):
+    version = publish(store)
+    store.write_note(version, "before")
+    with pytest.raises(AdapterError, match=r"one line of text|501 characters; the limit is 500"):
+        store.write_note(version, text)
+    with pytest.raises(AdapterNotFoundError):
+        store.write_note(PolicyVersion("math", 9), "of nothing")
+    assert store.notes() == {version: "before"}
+
+
+def test_a_note_goes_with_its_version(store):
+    versions = [publish(store) for _ in range(5)]
+    for version in versions:
+        store.write_note(version, f"of {version}")
+    store.delete(versions[0])
+    store.prune("math", keep=3)
+    store.rewind("math", 4)
+    assert set(store.notes()) == set(versions[2:4])
+    (store.path(versions[3]) / WEIGHTS).write_bytes(b"damaged")
+    assert "is damaged" in AdapterStore(store.root).warnings[0]
+    assert set(store.notes()) == {versions[2]}
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"no version": "x"}', "[" * 100_000])
+def test_unreadable_notes_are_set_aside_and_nothing_else_is_lost(store, text):
+    version = publish(store)
+    (store.root / ".notes.json").write_text(text)
+    with pytest.raises(AdapterError, match=r"\.notes\.json cannot be read"):
+        store.notes()
+    again = AdapterStore(store.root)
+    assert "it is in quarantine, and versions have no notes" in again.warnings[0]
+    assert again.notes() == {} and again.versions("math") == (version,)
+    assert [path.read_text() for path in (store.root / ".quarantine").iterdir()] == [text]
+
+
 # --- publishing ---
 
 

@@ -181,6 +181,11 @@ def test_jobs_by_state_and_limit(book):
     assert [job.id for job in book.jobs(states={JobState.RUNNING, JobState.COMPLETED})] == [running.id, done.id]
     assert book.jobs(states=[]) == []
     assert [job.id for job in book.jobs(limit=1)] == [waiting.id]
+    assert [job.id for job in book.jobs(before=waiting.id)] == [running.id, done.id]
+    assert [job.id for job in book.jobs(before=waiting.id, limit=1)] == [running.id]
+    assert book.jobs(states=[JobState.QUEUED], before=waiting.id) == book.jobs(before=done.id) == []
+    with pytest.raises(JobNotFoundError):
+        book.jobs(before="0" * 32)
 
 
 def test_what_has_ended_is_listed_in_the_order_in_which_it_did(book, clock):

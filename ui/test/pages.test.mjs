@@ -332,3 +332,32 @@ test("the palette finds by words, by letters in order, and nothing else", async 
   assert.deepEqual(names("b2c"), ["Job other, a1b2c3"]);
   assert.deepEqual(names("zzz"), []);
 });
+
+const version = (id, reward, extra = {}) => ({
+  version: id, number: Number(id.split("@")[1]), parent: "base", job_id: null, note: null, base_model: "starter", metrics: { "reward/mean": reward, "kl/mean": 0.05 },
+  created_at: `2026-01-0${id.split("@")[1]}T00:00:00Z`, ...extra,
+});
+
+test("versions are found by name, note, base model and reward", async () => {
+  const { found } = await load("pages/adapters/shelved.ts");
+  const all = [version("sums@1", 0.25), version("sums@2", 0.75, { note: "Weak at CARRIES" }), version("tone@3", 0.5, { base_model: "qwen", parent: "sums@2" })];
+  const names = (typed) => found(all, typed).map((each) => each.version);
+  assert.deepEqual(names(" "), ["sums@1", "sums@2", "tone@3"]);
+  assert.deepEqual(names("carries weak"), ["sums@2"]);
+  assert.deepEqual(names("qwen"), ["tone@3"]);
+  assert.deepEqual(names("0.75"), ["sums@2"]);
+  assert.deepEqual(names("reward>=0.5"), ["sums@2", "tone@3"]);
+  assert.deepEqual(names("reward>0.5 kl/mean<0.1"), ["sums@2"]);
+  assert.deepEqual(names("reward=0.25"), ["sums@1"]);
+  assert.deepEqual(names("entropy>0"), []);
+});
+
+test("of each name the newest few are listed, until all are asked for", async () => {
+  const { shelved } = await load("pages/adapters/shelved.ts");
+  const all = [...Array.from({ length: 9 }, (_, i) => version(`sums@${i + 1}`, 0)), version("tone@1", 0)];
+  const rows = (open, whole) => shelved(all, (name) => open.includes(name), (name) => whole.includes(name)).map((row) => row.id);
+  assert.deepEqual(rows([], []), ["name sums", "name tone"]);
+  assert.deepEqual(rows(["sums"], []), ["name sums", "sums@9", "sums@8", "sums@7", "sums@6", "sums@5", "more sums", "name tone"]);
+  assert.equal(rows(["sums"], ["sums"]).length, 11);
+  assert.deepEqual(rows(["tone"], []), ["name sums", "name tone", "tone@1"]);
+});

@@ -75,15 +75,15 @@ def list_adapters(
             listed = client.adapters.list()
         return print_answer(listed) if as_json else _print_adapters(listed, url=client.url)
     opened = _open_store(run, store)
-    infos, active = opened.list(), opened.active
+    infos, active, notes = opened.list(), opened.active, opened.notes()
     if as_json:
-        versions = [_info_as_json(info) for info in infos]
+        versions = [_info_as_json(info, notes.get(info.version)) for info in infos]
         return print_json({"store": str(opened.root), "active": str(active), "versions": versions})
-    rows = [("", "version", "step", "parent", "reward", "created")]
+    rows = [("", "version", "step", "parent", "reward", "created", "note" if notes else "")]
     for info in infos:
-        mark = "*" if info.version == active else ""
+        mark, note = "*" if info.version == active else "", notes.get(info.version, "")
         reward = _reward(info.metrics)
-        rows.append((mark, str(info.version), str(info.step), str(info.parent), reward, info.created))
+        rows.append((mark, str(info.version), str(info.step), str(info.parent), reward, info.created, note))
     print_pairs(rows)
     say(f"* is active: {active}; store {opened.root}")
 
@@ -108,14 +108,42 @@ def show(
         opened = _open_store(run, store)
         version = opened.resolve(name)
         path = opened.path(version)
-        described = _info_as_json(opened.info(version)) | {"path": str(path), "active": version == opened.active}
+        described = _info_as_json(opened.info(version), opened.notes().get(version))
+        described |= {"path": str(path), "active": version == opened.active}
     if as_json:
         return print_json(described)
     for key, value in described.items():
         if key == "history":
-            print_table([("", "version", "step", "parent", "reward", "created", ""), *map(_history_row, value)])
+            print_table([("", "version", "step", "parent", "reward", "created", "", "note"), *map(_history_row, value)])
+        elif key == "notes" or (key == "note" and value is None):
+            continue  # of a server they stand behind each version
         else:
             print_line(f"{key:<14} {json.dumps(value) if isinstance(value, dict | list) else value}")
+
+
+@app.command(epilog=examples('groupwise adapters note arithmetic@110 "good at sums, weak at carries"'))
+def note(
+    name: Named,
+    text: Annotated[
+        str, typer.Argument(metavar="TEXT", help="One line; an empty one removes the note.", show_default=False)
+    ],
+    url: OnServer = None,
+    run: Run = None,
+    store: Store = None,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Keep a line of text about a version, which `list` and `show` print and the web interface searches."""
+    if client := _server(url, api_key, run, store):
+        with client:
+            return _print_result(client.adapters.note(name, text), "version", as_json=as_json)
+    opened = _open_store(run, store)
+    version = opened.resolve(name)
+    kept = opened.write_note(version, text)
+    if as_json:
+        return print_json({"version": str(version), "note": kept})
+    print(version)
 
 
 @app.command()
@@ -343,13 +371,15 @@ def _print_result(value: Any, what: str, *, as_json: bool) -> None:
 
 
 def _print_adapters(listed: Any, *, url: str) -> None:
-    rows = [("", "adapter", "active", "versions", "size", "modified")]
+    noted = any(each.notes for each in listed.available)
+    rows = [("", "adapter", "active", "versions", "size", "modified", "note" if noted else "")]
     for each in listed.available:
         mark = "*" if each.active_version else ""
         modified = (each.modified_at or "").rstrip("Z").replace("T", " ")
         numbers = [version.rpartition("@")[2] for version in each.versions]
         span = f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else "".join(numbers)
-        rows.append((mark, each.name, each.active_version or "", span, f"{each.size_bytes / 2**20:.1f} MiB", modified))
+        size, note = f"{each.size_bytes / 2**20:.1f} MiB", each.notes.get(each.versions[-1], "")
+        rows.append((mark, each.name, each.active_version or "", span, size, modified, note))
     if listed.available:
         print_table(rows)
     if not listed.available:
@@ -367,7 +397,8 @@ def _history_row(version: Mapping[str, Any]) -> tuple[str, ...]:
     mark = "*" if version["active"] else ""
     texts = (str(version[key]) for key in ("version", "step", "parent"))
     fate = "not kept" if version["surplus"] else ""
-    return (mark, *texts, _reward(version["metrics"]), str(version["created_at"]), fate)
+    reward, made, note = _reward(version["metrics"]), str(version["created_at"]), version["note"] or ""
+    return (mark, *texts, reward, made, fate, note)
 
 
 def _weight(text: str) -> tuple[str, float]:
@@ -378,12 +409,13 @@ def _weight(text: str) -> tuple[str, float]:
         raise ConfigError(f"{text!r} is not NAME=WEIGHT", hint="write math=0.7 code@3=0.3") from None
 
 
-def _info_as_json(info: Any) -> dict[str, Any]:
+def _info_as_json(info: Any, note: str | None) -> dict[str, Any]:
     return {
         "version": str(info.version),
         "created": info.created,
         "step": info.step,
         "parent": str(info.parent),
+        "note": note,
         "base_model": info.base_model,
         "base_hash": info.base_hash,
         "config_hash": info.config_hash,

@@ -79,6 +79,7 @@ from groupwise.sdk.types import (
     AdapterList,
     AdapterLoaded,
     AdapterMerged,
+    AdapterNoted,
     AdapterUploaded,
     BatchAnswer,
     BatchCompletion,
@@ -99,7 +100,7 @@ from groupwise.sdk.types import (
 from groupwise.types import Message
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The calls of `client.adapters`: list, show, activate, roll back, delete, merge, upload, download.
+# The calls of `client.adapters`: list, show, note, activate, roll back, delete, merge, upload, download.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -115,6 +116,11 @@ class AdapterCalls(Flows):
     def show(self, name: str, *, timeout: float = ASK_S) -> Flow[AdapterDetail]:
         """One adapter, with where each of its versions came from."""
         return self.ask(AdapterDetail, _path(name), timeout=timeout)
+
+    @ClientMethod
+    def note(self, name: str, text: str | None, *, timeout: float = ASK_S) -> Flow[AdapterNoted]:
+        """Keep one line of text about a version, in place of the one before; None removes it."""
+        return self.tell(AdapterNoted, f"{_path(name)}/notes", {"note": text}, timeout=timeout, method="PUT")
 
     @ClientMethod
     def activate(self, name: str, *, timeout: float = SUBMIT_S) -> Flow[AdapterLoaded]:

@@ -466,6 +466,8 @@ class AdapterVersion(Answer):
     surplus: bool
     """Older than the newest `keep_versions` that jobs made: removed once it is neither active, nor the one active
     before, nor in use, nor what a job that has not ended begins from."""
+    note: str | None
+    """What somebody wrote about it: PUT /v1/adapters/{name}/notes."""
     metrics: dict[str, float]
 
 
@@ -481,6 +483,8 @@ class AdapterSummary(Answer):
     versions: list[str]
     active_version: str | None
     """The version of this adapter that is active, if one is."""
+    notes: dict[str, str]
+    """What somebody wrote about its versions, by version; those without a note are not in it."""
 
 
 class AdapterList(Answer):
@@ -506,6 +510,12 @@ class AdapterLoaded(Answer):
     status: Literal["loaded", "activated", "rolled_back"]
     name: str
     version: str
+
+
+class AdapterNoted(Answer):
+    version: str
+    note: str | None
+    """As it is kept; null: there is none."""
 
 
 class AdapterUnloaded(Answer):

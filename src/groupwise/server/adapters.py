@@ -1,4 +1,4 @@
-"""/v1/adapters: list, show, activate, roll back, delete, upload, download and merge adapters.
+"""/v1/adapters: list, show, note, activate, roll back, delete, upload, download and merge adapters.
 
 A path's `{name}` is "name", which stands for all its versions or for the one that it would be served by, or "name@3".
 `load` and `unload` are older words for activating a version and the base model. An uploaded or merged adapter becomes a
@@ -11,7 +11,7 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
@@ -41,6 +41,7 @@ from groupwise.sdk.types import (
     AdapterList,
     AdapterLoaded,
     AdapterMerged,
+    AdapterNoted,
     AdapterSummary,
     AdapterUnloaded,
     AdapterUploaded,
@@ -48,7 +49,7 @@ from groupwise.sdk.types import (
 )
 from groupwise.server.bodies import check_content_type, read_body
 from groupwise.server.policies import AdapterInUseError, check_free_name, needing, surplus
-from groupwise.server.schema import ActivateRequest, LoadRequest, MergeRequest
+from groupwise.server.schema import ActivateRequest, LoadRequest, MergeRequest, NoteRequest
 from groupwise.server.state import Server, server_of
 from groupwise.server.storage import check_room
 from groupwise.server.webhooks import ACTIVE
@@ -94,6 +95,7 @@ def list_adapters(request: Request) -> AdapterList:
     """Every adapter, its versions, and which one is active."""
     server = server_of(request)
     active = server.policies.active
+    notes = server.store.notes()
     by_name: dict[str, list[AdapterInfo]] = {}
     for info in server.store.list():
         by_name.setdefault(info.version.name, []).append(info)
@@ -101,7 +103,7 @@ def list_adapters(request: Request) -> AdapterList:
         active=None if active.is_base else active.name,
         active_version=str(active),
         keep_versions=server.config.keep_versions,
-        available=[AdapterSummary(**_summary(infos, active)) for infos in by_name.values()],
+        available=[AdapterSummary(**_summary(infos, active, notes)) for infos in by_name.values()],
     )
 
 
@@ -118,11 +120,12 @@ def show_adapter(name: str, request: Request) -> AdapterDetail:
     if not infos:
         raise AdapterNotFoundError(f"there is no undamaged version of {name!r}")
     old = surplus(every, keep=server.config.keep_versions)
-    history = [_history(info, active, surplus=info.version in old) for info in infos]
-    return AdapterDetail(**_summary(infos, active), history=history)
+    notes = server.store.notes()
+    history = [_history(info, active, notes.get(info.version), surplus=info.version in old) for info in infos]
+    return AdapterDetail(**_summary(infos, active, notes), history=history)
 
 
-def _summary(infos: Sequence[AdapterInfo], active: PolicyVersion) -> dict[str, Any]:
+def _summary(infos: Sequence[AdapterInfo], active: PolicyVersion, notes: Mapping[PolicyVersion, str]) -> dict[str, Any]:
     newest = infos[-1]
     return {
         "name": newest.version.name,
@@ -133,10 +136,11 @@ def _summary(infos: Sequence[AdapterInfo], active: PolicyVersion) -> dict[str, A
         "files": sorted(newest.files),
         "versions": [str(info.version) for info in infos],
         "active_version": str(active) if active.name == newest.version.name else None,
+        "notes": {str(info.version): notes[info.version] for info in infos if info.version in notes},
     }
 
 
-def _history(info: AdapterInfo, active: PolicyVersion, *, surplus: bool) -> AdapterVersion:
+def _history(info: AdapterInfo, active: PolicyVersion, note: str | None, *, surplus: bool) -> AdapterVersion:
     return AdapterVersion(
         version=str(info.version),
         number=info.version.number,
@@ -149,6 +153,7 @@ def _history(info: AdapterInfo, active: PolicyVersion, *, surplus: bool) -> Adap
         job_id=info.job,
         unhealthy=info.unhealthy,
         surplus=surplus,
+        note=note,
         metrics={key: value for key, value in info.metrics.items() if math.isfinite(value)},
     )
 
@@ -163,6 +168,23 @@ def _versions(server: Server, text: str) -> tuple[PolicyVersion, ...]:
     files.check_name(name)
     versions = () if at else server.store.versions(name)
     return versions or (server.policies.resolve(adapter=text),)
+
+
+# ---- what is written about them ----
+
+
+@router.put(
+    "/{name}/notes",
+    **documented(NoteRequest, AdapterNoted, errors=[AdapterError, AdapterNotFoundError, StorageError]),
+)
+async def write_note(name: str, request: Request) -> AdapterNoted:
+    """Keep one line of text about a version, in place of the one before; "name" alone is its newest. The files of
+    the version do not change."""
+    server, body = server_of(request), await read_body(request, NoteRequest)
+    files.check_name(name.partition("@")[0])
+    version = server.store.newest(name) or server.policies.resolve(adapter=name)
+    note = await asyncio.to_thread(server.store.write_note, version, body.note)
+    return AdapterNoted(version=str(version), note=note)
 
 
 # ---- which one answers ----

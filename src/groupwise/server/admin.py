@@ -265,6 +265,8 @@ class ConfigAnswer(Answer):
     config: dict[str, Any]
     memory: MemoryShown
     training: TrainingShown
+    run: str | None
+    """The run that `groupwise serve RUN` was given; its curves and completions are at /run/ui/."""
 
 
 @router.get("/v1/config", **documented(answer=ConfigAnswer))
@@ -280,6 +282,7 @@ async def config(request: Request) -> ConfigAnswer:
         config=server.config.public(),
         memory=_memory(server.base),
         training=TrainingShown(grpo=_acting(GrpoJobConfig()), sft=_acting(SftJobConfig())),
+        run=getattr(request.app.state, "run", None),
     )
 
 
@@ -402,7 +405,7 @@ def _steady(data: Any) -> Any:
 
 
 class _Shelf:
-    """The adapters, read from the disk only when there are other versions or another one is active."""
+    """The adapters, read from the disk only when there are other versions or notes, or another one is active."""
 
     def __init__(self, request: Request):
         self._request, self._server = request, server_of(request)
@@ -412,7 +415,7 @@ class _Shelf:
         return await run_in_threadpool(self._read)
 
     def _read(self) -> adapters.AdapterList | None:
-        seen = (self._server.policies.active, _versions(self._server))
+        seen = (self._server.policies.active, _versions(self._server), self._server.store.notes())
         if seen == self._seen:
             return None
         found = adapters.list_adapters(self._request)

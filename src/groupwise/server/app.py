@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from groupwise.store.adapters import AdapterStore
     from groupwise.store.ledger import Ledger
     from groupwise.store.rundir import Located
+    from groupwise.types import PolicyVersion
 
 HOUSEKEEPING_S = 3600.0
 READER_AFTER_S = 5.0
@@ -90,7 +91,7 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(config.cors_origins),
-            allow_methods=["GET", "POST", "DELETE"],
+            allow_methods=["GET", "POST", "PUT", "DELETE"],
             allow_headers=headers,
             expose_headers=["x-request-id", "retry-after", "x-adapter-version"],
         )
@@ -196,6 +197,7 @@ class _ServerProcess:
         self._uvicorn = make_server(self._front, config)
         self._stop = asyncio.Event()
         self._server: Server | None = None
+        self._served: PolicyVersion | None = None  # what the adapter of `start` is called here
 
     async def run(self, ledger: Ledger, store: AdapterStore) -> None:
         self._catch_signals()
@@ -244,8 +246,13 @@ class _ServerProcess:
 
     async def _begin(self, ledger: Ledger, store: AdapterStore) -> None:
         """Load, activate, start the worker; then all routes answer."""
-        load = partial(_load, self._config, ledger, store, self._recorder, self._start)
+        load = partial(_load, self._config, ledger, store, self._recorder)
         self._server = server = await _in_daemon(load)
+        if self._start.adapter is not None:
+            from groupwise.server.assemble import begin_with
+
+            always = self._start.always
+            self._served = await asyncio.to_thread(begin_with, server, self._start.adapter, always=always)
         await server.policies.start()
         for warning in (*store.warnings, *server.policies.warnings):
             log.warning("%s", warning)
@@ -256,11 +263,11 @@ class _ServerProcess:
         self._front.app = app if self._start.run_dir is None else await asyncio.to_thread(self._with_run, app)
         self._gate.phase = "ready"
 
-    def _with_run(self, app: ASGIApp) -> ASGIApp:
+    def _with_run(self, app: FastAPI) -> ASGIApp:
         from groupwise.server.runs import WithRun
 
         assert self._start.run_dir is not None
-        return WithRun(app, self._start.run_dir, self._config, gate=self._gate)
+        return WithRun(app, self._start.run_dir, self._config, gate=self._gate, served=self._served)
 
     async def _sweep(self) -> None:
         from groupwise.server.connections import close_overdue
@@ -332,15 +339,12 @@ def _open_state(config: ServeConfig, announce: Callable[[str], None], *, repair:
     return Ledger(path, rollout_bytes=config.rollout_bytes), store
 
 
-def _load(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder: Recorder, start: Start) -> Server:
+def _load(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder: Recorder) -> Server:
     gc.disable()  # modules are no garbage: looking for some takes a sixth of the time of importing them
-    from groupwise.server.assemble import assemble, begin_with
+    from groupwise.server.assemble import assemble
 
     gc.enable()
-    server = assemble(config, ledger, store, recorder)
-    if start.adapter is not None:
-        begin_with(server, start.adapter, always=start.always)
-    return server
+    return assemble(config, ledger, store, recorder)
 
 
 # ---- small pieces of a process's life ----

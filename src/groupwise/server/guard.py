@@ -147,7 +147,7 @@ class Guard:
                 limit = self._limit(scope["path"])
                 taking = self._taking(scope, held, size=_declared(headers, most=limit[0]))
                 body = _BodyGuard(receive, limit, self._config, taking)
-                if scope["method"] != "POST" or not _brings_body(headers):
+                if scope["method"] not in ("POST", "PUT") or not _brings_body(headers):
                     await body.take_place()
                 run = self._watch if scope["path"].startswith(WATCHED) else self._run
                 await run(scope, headers, body, answer)

@@ -32,7 +32,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, FastAPI, Header, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import RedirectResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from groupwise import __version__
 from groupwise.config.run import parse_config
@@ -73,6 +73,7 @@ from groupwise.server.wire import documented
 from groupwise.store.rollouts import plain
 from groupwise.store.rundir import CONFIG
 from groupwise.store.tracking import METRICS
+from groupwise.types import PolicyVersion
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The directory of a run, read while somebody else may be writing it: its metrics as they grow, its state, its config.
@@ -363,11 +364,11 @@ def _run(request: Request, id: str) -> RunFiles:
 @router.get("/runs", **documented(answer=RunList))
 async def list_runs(request: Request) -> RunList:
     """Every run that was opened, as it is now."""
-    return await run_in_threadpool(_listed, _runs(request))
+    return await run_in_threadpool(_listed, _runs(request), request.app.state.served)
 
 
-def _listed(runs: Mapping[str, RunFiles]) -> RunList:
-    return RunList(runs=[run.summary() for run in runs.values()])
+def _listed(runs: Mapping[str, RunFiles], served: str | None) -> RunList:
+    return RunList(runs=[run.summary() for run in runs.values()], served=served)
 
 
 @router.get("/runs/{run}", **documented(answer=RunDetail, errors=[RunNotFoundError]))
@@ -481,7 +482,7 @@ async def run_rollout(request: Request, run: str, id: str) -> RunRolloutGroup:
 async def live(request: Request) -> Response:
     """The list of runs as server-sent events, at once and whenever it is another one: the `event` is `runs`, and its
     data the answer of /v1/runs."""
-    return following(_follow_all(_runs(request)))
+    return following(_follow_all(_runs(request), request.app.state.served))
 
 
 _FOLLOWED = documented(errors=[RunNotFoundError, RequestError], streams=True)
@@ -524,10 +525,10 @@ async def _follow(run: RunFiles, after: str | None) -> AsyncGenerator[bytes, Non
         await asyncio.sleep(POLL_S)
 
 
-async def _follow_all(runs: Mapping[str, RunFiles]) -> AsyncGenerator[bytes, None]:
+async def _follow_all(runs: Mapping[str, RunFiles], served: str | None) -> AsyncGenerator[bytes, None]:
     before = ""
     while True:
-        now = (await run_in_threadpool(_listed, runs)).model_dump_json()
+        now = (await run_in_threadpool(_listed, runs, served)).model_dump_json()
         if now != before:
             before = now
             yield sse(now, event="runs")
@@ -560,11 +561,14 @@ class RunsHealth(Answer):
     uptime_seconds: float
 
 
-def build_run_app(runs: Mapping[str, RunFiles], config: ServeConfig, *, gate: Gate | None = None) -> FastAPI:
-    """Every route over these runs, behind the guard. Of `config` the address, the key and the limits count."""
+def build_run_app(
+    runs: Mapping[str, RunFiles], config: ServeConfig, *, gate: Gate | None = None, served: str | None = None
+) -> FastAPI:
+    """Every route over these runs, behind the guard. Of `config` the address, the key and the limits count. `served` is
+    the version that the live server beside it answers with."""
     began = time.time()
     app = FastAPI(title="Groupwise", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.state.runs = runs
+    app.state.runs, app.state.served = runs, served
 
     @app.get("/health", tags=["Server"], **documented(answer=RunsHealth))
     async def health() -> RunsHealth:
@@ -582,10 +586,17 @@ def build_run_app(runs: Mapping[str, RunFiles], config: ServeConfig, *, gate: Ga
 
 
 class WithRun:
-    """ASGI application: a live server, and under /run what `groupwise ui` shows of the run that it serves."""
+    """ASGI application: a live server, and under /run what `groupwise ui` shows of the run that it serves.
 
-    def __init__(self, app: ASGIApp, run_dir: Path, config: ServeConfig, *, gate: Gate):
-        self._app, self._run_app = app, build_run_app(open_runs([run_dir]), config, gate=gate)
+    Args:
+        served: what the run's adapter is called in the server's store; None if it has published none.
+    """
+
+    def __init__(self, app: FastAPI, run_dir: Path, config: ServeConfig, *, gate: Gate, served: PolicyVersion | None):
+        runs = open_runs([run_dir])
+        answers = str(PolicyVersion.base() if served is None else served)
+        self._app, self._run_app = app, build_run_app(runs, config, gate=gate, served=answers)
+        (app.state.run,) = runs  # its pages and the server's lead to each other
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")

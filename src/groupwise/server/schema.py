@@ -18,6 +18,7 @@ from groupwise.sdk.types import Answer, absent
 from groupwise.server.findings import Findings
 from groupwise.server.schema_openai import MAX_COMPOSED, Conversation, Selector, TemplateOptions, TokenIds, Tools
 from groupwise.server.wire import FailFast, OwnPart, OwnRequest, fault
+from groupwise.store.adapters import MAX_NOTE
 
 RolloutId = Annotated[str, Field(min_length=1, max_length=64)]
 
@@ -126,6 +127,15 @@ class ActivateRequest(OwnRequest):
 
     version: Annotated[int, Field(ge=1, le=10**12)] | None = None
     """The version's number; null is the newest."""
+
+
+class NoteRequest(OwnRequest):
+    """The body of PUT /v1/adapters/{name}/notes."""
+
+    elsewhere: ClassVar = dict.fromkeys(("notes", "text"), "note")
+
+    note: Annotated[str, Field(max_length=MAX_NOTE)] | None
+    """One line of text; null or an empty one removes what is there."""
 
 
 class MergeSource(OwnPart):
@@ -293,6 +303,9 @@ class RunList(Answer):
     """The runs, as they were named on the command line."""
 
     runs: list[RunSummary]
+    served: str | None
+    """Of `groupwise serve RUN`: the version of the run that the server began with, or `base`; its web interface is at
+    /ui/ of the same address. null: no model is served here."""
 
 
 class RunDetail(RunSummary):

@@ -45,6 +45,7 @@ from groupwise.store.ledger import Event, Job, JobState
 
 EVENTS_POLL_S = 0.25
 PAGE = 500  # events read at once
+MOST_JOBS = 1024  # that have ended, in one answer
 LOSSES = ("loss/total", "loss/policy", "loss/cross_entropy")  # what a step reports; the first that is there
 
 router = APIRouter(prefix="/v1/train", tags=["training"])
@@ -146,11 +147,23 @@ def _queued(job: Job) -> str:
 
 
 # ---- looking ----
-@router.get("/status", **documented(answer=list[TrainStatus]))
-async def status_of_all(request: Request) -> list[TrainStatus]:
-    """Every job: the running one, those that wait by their turn, those that have ended, newest first."""
+@router.get("/status", **documented(answer=list[TrainStatus], errors=[JobNotFoundError]))
+async def status_of_all(
+    request: Request,
+    before: Annotated[
+        str | None, Query(max_length=64, description="A job's id: only jobs that have ended and came before it.")
+    ] = None,
+    limit: Annotated[int, Query(ge=1, le=MOST_JOBS, description="Jobs that have ended, at most.")] = MOST_JOBS,
+) -> list[TrainStatus]:
+    """The jobs: the running one, those that wait by their turn, those that have ended, newest first. Where as many have
+    ended as `limit` says there may be more: `before` with the last one's id asks for them."""
     server = server_of(request)
-    return await run_in_threadpool(lambda: [_status(server, job) for job in _ordered(server)])
+
+    def read() -> list[TrainStatus]:
+        ended = None if before is None else server.ledger.jobs(states=ENDED, before=before, limit=limit)
+        return [_status(server, job) for job in (_ordered(server, limit) if ended is None else ended)]
+
+    return await run_in_threadpool(read)
 
 
 @router.get("/status/{job_id}", **documented(answer=TrainStatus, errors=[JobNotFoundError]))
@@ -173,9 +186,9 @@ async def metrics(request: Request, job_id: str) -> JobMetrics:
     return JobMetrics(job_id=job_id, steps=[{**step, "time": utc(step["time"])} for step in steps])
 
 
-def _ordered(server: Server) -> list[Job]:
+def _ordered(server: Server, limit: int = MOST_JOBS) -> list[Job]:
     """A job whose version is being swapped in runs too; it comes behind the one that trains."""
-    active, ended = server.ledger.jobs(states=ACTIVE), server.ledger.jobs(states=ENDED)
+    active, ended = server.ledger.jobs(states=ACTIVE), server.ledger.jobs(states=ENDED, limit=limit)
     known = {job.id for job in ended}  # one that ended between the two reads is in both
     turn = sorted(active, key=lambda job: (job.position or 0, job.version is not None, job.created_at))
     return [*(job for job in turn if job.id not in known), *ended]

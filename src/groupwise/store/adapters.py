@@ -3,6 +3,7 @@
     <root>/math/v000012/     version math@12, never changed once it has this name
     <root>/.state.json       the activations, oldest first (the last is active), and the numbers that must not come back
     <root>/.staging-*/       versions being written; their writer holds an flock on the directory
+    <root>/.notes.json       what users wrote about versions: beside them, so that a note changes no byte of a version
     <root>/.quarantine/      what was found damaged, each with the reason
     <root>/.lock             flock: held for short moments by whoever gives out a number, moves or removes a version
 
@@ -17,6 +18,7 @@ import json
 import os
 import re
 import shutil
+import unicodedata
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -29,6 +31,7 @@ from groupwise.store.files import AdapterInfo, Provenance
 from groupwise.types import BASE, PolicyVersion
 
 MAX_ACTIVATIONS = 256  # how far back rollback can go
+MAX_NOTE = 500  # characters
 
 _VERSION = re.compile(r"v([0-9]{6,12})")
 
@@ -60,6 +63,7 @@ class AdapterStore:
         self.warnings: list[str] = []
         self._verified: set[PolicyVersion] = set()
         self._health: dict[PolicyVersion, str | None] = {}  # what `unhealthy` has read
+        self._notes: tuple[object, Mapping[PolicyVersion, str]] = None, {}  # what `notes` has read, of which file
         with files.writing(f"opening the adapter store {self.root}"):
             self.root.mkdir(parents=True, exist_ok=True)
             self.recover()
@@ -137,6 +141,20 @@ class AdapterStore:
             except AdapterError:
                 return None
         return self._health[version]
+
+    def notes(self) -> Mapping[PolicyVersion, str]:
+        """What users wrote about versions; a version without a note is not in it. Raises AdapterError if `.notes.json`
+        cannot be read."""
+        try:
+            with files.writing(f"reading {self._notes_path}"):
+                found = self._notes_path.stat() if self._notes_path.exists() else None
+                stamp = found and (found.st_ino, found.st_mtime_ns, found.st_size)
+                if stamp != self._notes[0]:
+                    raw = json.loads(self._notes_path.read_bytes()) if found else {}
+                    self._notes = stamp, {PolicyVersion.parse(key): str(note) for key, note in raw.items()}
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise AdapterError(f"{self._notes_path} cannot be read: {error}", hint="open the store again") from error
+        return self._notes[1]
 
     def newest(self, name: str) -> PolicyVersion | None:
         """The version that an adapter's name stands for: the newest that is not unhealthy, or the active one where that
@@ -287,6 +305,27 @@ class AdapterStore:
             self._settle_active()
             return self.active
 
+    # --- notes ---
+
+    def write_note(self, version: PolicyVersion, text: str | None) -> str | None:
+        """Keep one line of text about a version, in place of the one before; None or blanks remove it. Returns what is
+        kept. The version's own files stay as they are, and the note goes when the version goes.
+
+        Raises AdapterNotFoundError, or AdapterError if the text is too long or more than a line."""
+        note = _checked_note(text)
+        with files.writing(f"writing the note of {version}"), files.locked(self.root):
+            self._require(version)
+            self._keep_note(version, note)
+        return note
+
+    def _keep_note(self, version: PolicyVersion, note: str | None) -> None:
+        """The lock is held."""
+        notes = self.notes()
+        if notes.get(version) != note:
+            kept = {**notes, version: note} if note else {each: notes[each] for each in notes if each != version}
+            raw = {str(each): text for each, text in kept.items()}
+            files.replace(self._notes_path, json.dumps(raw, indent=2, ensure_ascii=False) + "\n")
+
     # --- removing ---
 
     def delete(self, version: PolicyVersion) -> None:
@@ -334,6 +373,7 @@ class AdapterStore:
         with files.writing(f"recovering the adapter store {self.root}"), files.locked(self.root):
             files.sweep(self.root)
             self._check_state()
+            self._check_notes()
             for name in self.names():
                 for version in self.versions(name):
                     if damage := files.find_damage(self._directory(version), version=version, hashes=False):
@@ -344,10 +384,20 @@ class AdapterStore:
         try:
             self._read_state()
         except AdapterError as error:
-            quarantine = self.root / ".quarantine"
-            quarantine.mkdir(exist_ok=True)
-            os.replace(self._state_path, quarantine / f"state-{uuid4().hex[:8]}.json")
+            self._set_file_aside(self._state_path)
             self.warnings.append(f"{error.message}; it is in quarantine and 'base' is active")
+
+    def _check_notes(self) -> None:
+        try:
+            self.notes()
+        except AdapterError as error:
+            self._set_file_aside(self._notes_path)
+            self.warnings.append(f"{error.message}; it is in quarantine, and versions have no notes")
+
+    def _set_file_aside(self, path: Path) -> None:
+        quarantine = self.root / ".quarantine"
+        quarantine.mkdir(exist_ok=True)
+        os.replace(path, quarantine / f"{path.stem.removeprefix('.')}-{uuid4().hex[:8]}.json")
 
     def _settle_active(self) -> None:
         """Fall back until the active version is whole. The lock is held."""
@@ -384,7 +434,7 @@ class AdapterStore:
         was_active = version == self.active
         target = self.root / ".quarantine" / f"{version}-{uuid4().hex[:8]}"
         target.parent.mkdir(exist_ok=True)
-        self._write_state(self._read_state().without(version))
+        self._forget(version)
         self._directory(version).rename(target)
         self._health.pop(version, None)
         target.with_name(f"{target.name}.txt").write_text(f"{version}: {reason}\n", encoding="utf-8")
@@ -398,6 +448,10 @@ class AdapterStore:
     @property
     def _state_path(self) -> Path:
         return self.root / ".state.json"
+
+    @property
+    def _notes_path(self) -> Path:
+        return self.root / ".notes.json"
 
     def _read_state(self) -> _State:
         try:
@@ -461,21 +515,36 @@ class AdapterStore:
         self._verified.add(version)
         return version
 
+    def _forget(self, version: PolicyVersion) -> None:
+        """What is known of a version besides its files goes, before it does. The lock is held."""
+        self._write_state(self._read_state().without(version))
+        with suppress(AdapterError):  # notes that cannot be read are set aside when a store is opened
+            self._keep_note(version, None)
+
     def _remove(self, version: PolicyVersion, *, held: bool = False) -> bool:
         """Take a version away in one step, then its files; whether it was. One that somebody holds stays, unless `held`
         ones are to go, too. The lock is held."""
         trash, directory = files.staging_path(self.root), self._directory(version)
         if held:
-            self._write_state(self._read_state().without(version))
+            self._forget(version)
             directory.rename(trash)
-        elif not files.try_move(
-            directory, trash, before=lambda: self._write_state(self._read_state().without(version))
-        ):
+        elif not files.try_move(directory, trash, before=lambda: self._forget(version)):
             return False
         self._health.pop(version, None)
         self._verified.discard(version)
         shutil.rmtree(trash, ignore_errors=True)
         return True
+
+
+def _checked_note(text: str | None) -> str | None:
+    note = (text or "").strip()
+    if len(note) > MAX_NOTE:
+        raise AdapterError(f"the note has {len(note):,} characters; the limit is {MAX_NOTE}", hint="shorten it")
+    if bad := next((each for each in note if unicodedata.category(each) in ("Cc", "Cs", "Zl", "Zp")), None):
+        raise AdapterError(
+            f"the note holds {bad!r}; it must be one line of text", hint="leave out line breaks and tabs"
+        )
+    return note or None
 
 
 def _copy_adapter(source: Path, target: Path) -> None:

@@ -95,6 +95,7 @@ from groupwise.store.ledger_schema import RolloutRecord as RolloutRecord
 # ----------------------------------------------------------------------------------------------------------------------
 
 MAX_SERVER_DEATHS = 5
+MAX_SEQ = 2**63 - 1  # of SQLite's integers
 
 _HELD = "SELECT * FROM job WHERE id = ? AND worker = ? AND attempt = ? AND state = 'running' AND version IS NULL"
 
@@ -351,12 +352,16 @@ class Ledger:
         with self._db.reading("reading a job") as db:
             return read_job(db, id)
 
-    def jobs(self, *, states: Collection[JobState] | None = None, limit: int = 1024) -> list[Job]:
-        """The jobs in these states (all of them without), newest first."""
+    def jobs(
+        self, *, states: Collection[JobState] | None = None, limit: int = 1024, before: str | None = None
+    ) -> list[Job]:
+        """The jobs in these states (all of them without), newest first; with `before`, those that were submitted before
+        that job. Raises JobNotFoundError where it is not known."""
         wanted = list(JobState if states is None else states)
-        query = f"{JOBS} WHERE state IN ({marks(wanted)}) ORDER BY seq DESC LIMIT ?"
+        query = f"{JOBS} WHERE state IN ({marks(wanted)}) AND seq < ? ORDER BY seq DESC LIMIT ?"
         with self._db.reading("listing the jobs") as db:
-            return [to_job(row) for row in db.execute(query, (*wanted, limit))]
+            end = MAX_SEQ if before is None else read_row(db, before)["seq"]
+            return [to_job(row) for row in db.execute(query, (*wanted, end, limit))]
 
     def ended(self) -> list[str]:
         """The ids of all jobs that have ended, in the order in which they did."""

@@ -63,6 +63,10 @@ export async function post<T>(path: string, body?: unknown, init: RequestInit = 
   return (await request(path, { ...init, ...asJson(body), method: "POST" })).json() as Promise<T>;
 }
 
+export async function put<T>(path: string, body: unknown): Promise<T> {
+  return (await request(path, { ...asJson(body), method: "PUT" })).json() as Promise<T>;
+}
+
 export async function remove<T>(path: string): Promise<T> {
   return (await request(path, { method: "DELETE" })).json() as Promise<T>;
 }

@@ -183,7 +183,8 @@ export interface paths {
         };
         /**
          * Status Of All
-         * @description Every job: the running one, those that wait by their turn, those that have ended, newest first.
+         * @description The jobs: the running one, those that wait by their turn, those that have ended, newest first. Where as many have
+         *     ended as `limit` says there may be more: `before` with the last one's id asks for them.
          */
         get: operations["status_of_all_v1_train_status_get"];
         put?: never;
@@ -377,6 +378,27 @@ export interface paths {
          *     has not ended begins from.
          */
         delete: operations["delete_adapter_v1_adapters__name__delete"];
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/v1/adapters/{name}/notes": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        /**
+         * Write Note
+         * @description Keep one line of text about a version, in place of the one before; "name" alone is its newest. The files of
+         *     the version do not change.
+         */
+        put: operations["write_note_v1_adapters__name__notes_put"];
+        post?: never;
+        delete?: never;
         options?: never;
         head?: never;
         patch?: never;
@@ -801,6 +823,13 @@ export interface components {
              */
             active_version: string | null;
             /**
+             * Notes
+             * @description What somebody wrote about its versions, by version; those without a note are not in it.
+             */
+            notes: {
+                [key: string]: string;
+            };
+            /**
              * History
              * @description Its versions, oldest first.
              */
@@ -867,6 +896,16 @@ export interface components {
             /** Density */
             density?: number | null;
         };
+        /** AdapterNoted */
+        AdapterNoted: {
+            /** Version */
+            version: string;
+            /**
+             * Note
+             * @description As it is kept; null: there is none.
+             */
+            note: string | null;
+        };
         /**
          * AdapterShare
          * @description An adapter in a composition, and what its update is multiplied by.
@@ -904,6 +943,13 @@ export interface components {
              * @description The version of this adapter that is active, if one is.
              */
             active_version: string | null;
+            /**
+             * Notes
+             * @description What somebody wrote about its versions, by version; those without a note are not in it.
+             */
+            notes: {
+                [key: string]: string;
+            };
         };
         /** AdapterUnloaded */
         AdapterUnloaded: {
@@ -966,6 +1012,11 @@ export interface components {
              *     before, nor in use, nor what a job that has not ended begins from.
              */
             surplus: boolean;
+            /**
+             * Note
+             * @description What somebody wrote about it: PUT /v1/adapters/{name}/notes.
+             */
+            note: string | null;
             /** Metrics */
             metrics: {
                 [key: string]: number;
@@ -2023,6 +2074,11 @@ export interface components {
             };
             memory: components["schemas"]["MemoryShown"];
             training: components["schemas"]["TrainingShown"];
+            /**
+             * Run
+             * @description The run that `groupwise serve RUN` was given; its curves and completions are at /run/ui/.
+             */
+            run: string | null;
         };
         /**
          * DecodeStats
@@ -2671,6 +2727,17 @@ export interface components {
             object: "list";
             /** Data */
             data: components["schemas"]["ModelCard"][];
+        };
+        /**
+         * NoteRequest
+         * @description The body of PUT /v1/adapters/{name}/notes.
+         */
+        NoteRequest: {
+            /**
+             * Note
+             * @description One line of text; null or an empty one removes what is there.
+             */
+            note: string | null;
         };
         /**
          * OfferedFunction
@@ -3481,6 +3548,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -3622,6 +3699,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -3754,6 +3841,16 @@ export interface operations {
             };
             /** @description `invalid_value`, `invalid_messages`, `context_length_exceeded`, `invalid_adapter`, `batch_too_large`, `unsupported_content`, `limit_exceeded`, `unsupported_parameter`; `invalid_json`, or `invalid_value` (`param` says where) */
             400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -3931,6 +4028,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -4035,6 +4142,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -4113,6 +4230,16 @@ export interface operations {
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -4223,6 +4350,16 @@ export interface operations {
             };
             /** @description `invalid_value`, `invalid_messages`, `context_length_exceeded`, `unsupported_content`, `adapter_not_found`, `invalid_adapter`, `no_signal`, `rollout_not_found`, `limit_exceeded`; `invalid_json`, or `invalid_value` (`param` says where) */
             400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -4375,6 +4512,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -4486,7 +4633,12 @@ export interface operations {
     };
     status_of_all_v1_train_status_get: {
         parameters: {
-            query?: never;
+            query?: {
+                /** @description A job's id: only jobs that have ended and came before it. */
+                before?: string | null;
+                /** @description Jobs that have ended, at most. */
+                limit?: number;
+            };
             header?: never;
             path?: never;
             cookie?: never;
@@ -4513,8 +4665,28 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `job_not_found` */
+            404: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -4591,6 +4763,16 @@ export interface operations {
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -4693,6 +4875,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -4771,6 +4963,16 @@ export interface operations {
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -4890,6 +5092,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -4978,6 +5190,16 @@ export interface operations {
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -5093,6 +5315,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -5200,6 +5432,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -5294,6 +5536,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -5372,6 +5624,16 @@ export interface operations {
             };
             /** @description `invalid_adapter`; `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -5476,6 +5738,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -5552,6 +5824,159 @@ export interface operations {
             };
         };
     };
+    write_note_v1_adapters__name__notes_put: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["NoteRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AdapterNoted"];
+                };
+            };
+            /** @description `invalid_adapter`; `invalid_json`, or `invalid_value` (`param` says where) */
+            400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `forbidden`: another host name, or another site's page */
+            403: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `adapter_not_found` */
+            404: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `body_timeout`: the body did not arrive in time */
+            408: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "x-should-retry": components["headers"]["ShouldRetry"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `body_too_large` */
+            413: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "x-should-retry": components["headers"]["ShouldRetry"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `unsupported_media_type`: not JSON, or compressed */
+            415: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `overloaded`: too many requests at once; see `retry-after` */
+            429: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `internal_error`: a bug; the log has it under the request id */
+            500: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `in_use`; `not_ready` or `shutting_down`: see `retry-after`; `ledger_damaged`: an operator has to repair it */
+            503: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "retry-after": components["headers"]["RetryAfter"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `deadline_exceeded` */
+            504: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "x-should-retry": components["headers"]["ShouldRetry"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `storage_full`, `storage_denied`, `storage_failed` */
+            507: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    "x-should-retry": components["headers"]["ShouldRetry"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+        };
+    };
     load_adapter_v1_adapters_load_post: {
         parameters: {
             query?: never;
@@ -5577,6 +6002,16 @@ export interface operations {
             };
             /** @description `invalid_adapter`; `invalid_json`, or `invalid_value` (`param` says where) */
             400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -5743,6 +6178,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -5836,6 +6281,16 @@ export interface operations {
             };
             /** @description `invalid_adapter`; `invalid_json`, or `invalid_value` (`param` says where) */
             400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -6002,6 +6457,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -6142,6 +6607,16 @@ export interface operations {
             };
             /** @description `invalid_adapter`; `invalid_json`, or `invalid_value` (`param` says where) */
             400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -6291,6 +6766,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -6381,6 +6866,16 @@ export interface operations {
             };
             /** @description `invalid_adapter`; `invalid_json`, or `invalid_value` (`param` says where) */
             400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -6568,6 +7063,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -6644,6 +7149,16 @@ export interface operations {
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -6736,6 +7251,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -6812,6 +7337,16 @@ export interface operations {
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -6898,6 +7433,16 @@ export interface operations {
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -7000,6 +7545,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -7084,6 +7639,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -7160,6 +7725,16 @@ export interface operations {
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;
@@ -7253,6 +7828,16 @@ export interface operations {
                     "application/json": components["schemas"]["ErrorEnvelope"];
                 };
             };
+            /** @description `invalid_api_key` */
+            401: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
             /** @description `forbidden`: another host name, or another site's page */
             403: {
                 headers: {
@@ -7329,6 +7914,16 @@ export interface operations {
             };
             /** @description `invalid_value`: a parameter or a field is wrong; `param` says which */
             400: {
+                headers: {
+                    "x-request-id": components["headers"]["RequestId"];
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorEnvelope"];
+                };
+            };
+            /** @description `invalid_api_key` */
+            401: {
                 headers: {
                     "x-request-id": components["headers"]["RequestId"];
                     [name: string]: unknown;

@@ -7,6 +7,7 @@ import { settings } from "./settings.svelte";
 
 const RETRY_MS = [500, 1000, 2000, 4000];
 const SPEEDS = 120;
+const JOBS_AT_ONCE = 1024; // the most that the server tells at once
 const STALE_S = 7; // the server says something every 3 s
 
 type Connection = "connecting" | "live" | "lost" | "loading" | "locked" | "saved";
@@ -22,8 +23,10 @@ class ServerState {
   link = $derived<Link>(this.silence >= STALE_S && ["connecting", "live"].includes(this.connection) ? "stale" : this.connection);
   /** Who answers: `groupwise serve`, or `groupwise ui` over runs on disk, or a report; null until the first event. */
   kind = $state<"server" | "runs" | null>(null);
-  /** The runs of `groupwise ui`. */
+  /** The runs of `groupwise ui`, and of the run that `groupwise serve RUN` was given. */
   runs = $state.raw<RunSummary[]>([]);
+  /** The version of the run that the server beside these pages began with; null where no model is served here. */
+  served = $state<string | null>(null);
   health = $state.raw<Health | null>(null);
   decode = $state.raw<DecodeStats | null>(null);
   requests = $state.raw<RecentRequest[]>([]);
@@ -33,6 +36,8 @@ class ServerState {
   jobs = $state.raw<TrainStatus[]>([]);
   /** Whether the list of jobs has come. */
   knowsJobs = $state(false);
+  /** Whether those are all there are: the oldest are read when somebody scrolls to them. */
+  hasAllJobs = $state(false);
   /** Tokens a second, as they were told, oldest first. */
   speeds = $state.raw<number[]>([]);
 
@@ -42,6 +47,7 @@ class ServerState {
   /** What a request may name, newest versions first. */
   versions = $derived(["base", ...(this.adapters?.available ?? []).flatMap((each) => each.versions.toReversed())]);
 
+  private reading = false;
   private wake: () => void = () => undefined;
 
   run(id: string): RunSummary | null {
@@ -85,7 +91,9 @@ class ServerState {
       came();
       this.meet(event === "runs" ? "runs" : "server");
       if (event === "jobs") {
-        this.merge(JSON.parse(data) as TrainStatus[], first);
+        const jobs = JSON.parse(data) as TrainStatus[];
+        if (first) this.hasAllJobs = jobs.length < JOBS_AT_ONCE;
+        this.merge(jobs, first);
         first = false;
       } else this.hear(event, JSON.parse(data));
     }
@@ -103,13 +111,29 @@ class ServerState {
   }
 
   private hear(event: string, data: unknown): void {
-    if (event === "runs") this.runs = (data as RunList).runs;
+    if (event === "runs") ({ runs: this.runs, served: this.served } = data as RunList);
     else if (event === "health") this.health = data as Health;
     else if (event === "requests") this.requests = data as RecentRequest[];
     else if (event === "adapters") this.adapters = data as AdapterList;
     else if (event === "decode") {
       this.decode = data as DecodeStats;
       this.speeds = [...this.speeds, this.decode.tok_per_sec].slice(-SPEEDS);
+    }
+  }
+
+  /** Read jobs that are older than all that are known. */
+  async readOlder(): Promise<void> {
+    const oldest = this.jobs.findLast((job) => job.finished_at !== null);
+    if (this.reading || this.hasAllJobs || !oldest) return;
+    this.reading = true;
+    try {
+      const older = await get<TrainStatus[]>("v1/train/status", { before: oldest.job_id, limit: JOBS_AT_ONCE });
+      this.merge(older);
+      this.hasAllJobs = older.length < JOBS_AT_ONCE;
+    } catch {
+      this.hasAllJobs = true; // it was forgotten just now, and so is all that is older; or there is no connection, which is said
+    } finally {
+      this.reading = false;
     }
   }
 

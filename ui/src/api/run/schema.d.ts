@@ -652,6 +652,12 @@ export interface components {
         RunList: {
             /** Runs */
             runs: components["schemas"]["RunSummary"][];
+            /**
+             * Served
+             * @description Of `groupwise serve RUN`: the version of the run that the server began with, or `base`; its web interface is at
+             *     /ui/ of the same address. null: no model is served here.
+             */
+            served: string | null;
         };
         /**
          * RunMetrics
