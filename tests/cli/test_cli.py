@@ -164,6 +164,8 @@ def test_check_says_whether_the_reward_recognises_the_datasets_own_answer(projec
     assert "'twice 0', gets 1 (bare): the reward recognises it" in hard
     wrong = first_warning("my_rewards:constant")
     assert "'twice 0', gets no more than 0.5 in any of" in wrong and "do not recognise a right answer" in wrong
+    write_rows(project.folder / "prompts.jsonl", [{"prompt": f"What is {i} + {i}?", "answer": 2 * i} for i in range(4)])
+    assert "it is no text but an int: compare with str(answer)" in first_warning("my_rewards:constant")
 
 
 @pytest.mark.filterwarnings("always:train.attention flex cannot be used")

@@ -16,13 +16,15 @@ import pytest
 
 from cli_project import Project, cli
 from groupwise.config.run import STARTER_DIR
+from groupwise.server.listen import StartError, bind
 from groupwise.store.rundir import owned
 from light_commands import LightCommands, light_commands
+from wire_server import wire_server
 
 Change = Callable[[Path], object]
 AWAY = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}  # where nobody listens
 SERVER = "http://127.0.0.1:9"
-USAGE, START, SERVER_AWAY = 2, 3, 75
+USAGE, START, REFUSED_KEY, SERVER_AWAY = 2, 3, 4, 75
 
 
 def nothing(folder: Path) -> None:
@@ -69,6 +71,11 @@ def a_run(folder: Path) -> None:
     (directory / "metrics.jsonl").write_text('{"step": 1, "time": "x"}\n')
 
 
+def untrained(folder: Path) -> None:
+    a_run(folder)
+    shutil.copy(folder / "run.yaml", folder / "runs" / "arithmetic-20260101T120000Z" / "config.yaml")
+
+
 def folder_named(name: str) -> Change:
     return lambda folder: (folder / name).mkdir()
 
@@ -84,6 +91,7 @@ class Mistake:
 
 
 RUN = "run run.yaml"
+SUMS = text("sums.csv", "sum,gold\n1+1,2\n")
 PROMPTS = "prompts.jsonl"
 MISTAKES = {
     # names
@@ -98,6 +106,10 @@ MISTAKES = {
     "model's spelling": Mistake(f"{RUN} model=a//b", START, ("'a//b'", "give 'starter'")),
     "run": Mistake("health aritmetic", USAGE, ("'aritmetic'", "did you mean arithmetic?"), a_run),
     "run, reported": Mistake("report aritmetic", USAGE, ("'aritmetic'", "did you mean arithmetic?"), a_run),
+    "run, untrained": Mistake(
+        "chat arithmetic", USAGE, ("arithmetic-20260101T120000Z", "nothing was trained", "groupwise health"), untrained
+    ),
+    "run, served untrained": Mistake("serve arithmetic --port 0", USAGE, ("nothing was trained in it yet",), untrained),
     "run, shown": Mistake("ui aritmetic", USAGE, ("'aritmetic'", "did you mean arithmetic?"), a_run),
     "adapter": Mistake("eval run.yaml --adapter toy@9", USAGE, ("no run and no adapter 'toy@9'", "RUN@N")),
     "loss": Mistake(f"{RUN} algo.policy_loss=grop", USAGE, ("'grop'", "did you mean 'grpo'?", "dapo")),
@@ -109,7 +121,17 @@ MISTAKES = {
         f"{RUN} rewards[0]=groupwise.rewards.text:exact_mach", USAGE, ("no 'exact_mach'", "did you mean exact_match?")
     ),
     "reward without module": Mistake(f"{RUN} rewards[0]=vowels", USAGE, ("'vowels'", "write module:function")),
-    "reward's file": Mistake(f"{RUN} rewards[0]=my_rewards.py:vowels", USAGE, ("my_rewards.py", "leave out `.py`")),
+    "reward's file": Mistake(
+        f"{RUN} rewards[0]=my_reward.py:vowels",
+        USAGE,
+        ("my_reward.py:vowels", "no file", "did you mean my_rewards.py?"),
+    ),
+    "reward's file, elsewhere": Mistake(
+        f"{RUN} rewards[0]=../lib/scores.py:vowels", USAGE, ("no file", "lib/scores.py", "config file's folder")
+    ),
+    "file without a function": Mistake(
+        f"{RUN} rewards[0]=my_rewards.py", USAGE, ("my_rewards.py", "name the function")
+    ),
     "command": Mistake("rnu", USAGE, ("'rnu'", "Did you mean 'run'?")),
     "option": Mistake("serve --prt 3", USAGE, ("--prt", "--port")),
     "option of run": Mistake(f"{RUN} --stepz 3", USAGE, ("--stepz", "stepz=VALUE")),
@@ -159,13 +181,28 @@ MISTAKES = {
     "no value": Mistake(f"{RUN} train.steps", USAGE, ("'train.steps'", "write key=value")),
     # columns and rows
     "no prompt": Mistake(
-        RUN, USAGE, ("prompts.jsonl:1", "'question'", "data.prompt_key"), text(PROMPTS, '{"question": "2+2?"}\n')
+        RUN,
+        USAGE,
+        ("prompts.jsonl:1", "'question'", "is it 'question'? set data.prompt_key: question"),
+        text(PROMPTS, '{"question": "2+2?"}\n'),
+    ),
+    "no prompt in a table": Mistake(
+        f"{RUN} data.source=sums.csv", USAGE, ("sums.csv:0", "'sum', 'gold'", "data.prompt_key"), SUMS
+    ),
+    "prompt's column": Mistake(
+        f"{RUN} data.source=sums.csv data.prompt_key=sun", USAGE, ("no column 'sun'", "'sum', 'gold'"), SUMS
     ),
     "no answer": Mistake(
-        f"{RUN} rewards[0]=groupwise.rewards.text:exact_match",
+        f"{RUN} rewards[0]=groupwise.rewards.text:exact_match eval=null",
         USAGE,
-        ("'exact_match' needs 'answer'", "prompts.jsonl:1", "'kind'"),
+        ("'exact_match' needs 'answer'", "prompts.jsonl:1", "'kind'", "rename the column"),
         text(PROMPTS, '{"prompt": "2+2?", "kind": "odd"}\n'),
+    ),
+    "no answer in some rows": Mistake(
+        f"{RUN} rewards[0]=groupwise.rewards.text:exact_match eval=null",
+        USAGE,
+        ("needs 'answer'", "prompts.jsonl:2", "no columns", "2 of 3 rows have it", "null"),
+        text(PROMPTS, '{"prompt": "1?", "answer": "1"}\n{"prompt": "2?"}\n{"prompt": "3?", "answer": "3"}\n'),
     ),
     "number for prompt": Mistake(
         RUN, USAGE, ("prompts.jsonl:1", "4 (int)", "a string or a list"), text(PROMPTS, '{"prompt": 4}\n')
@@ -187,6 +224,12 @@ MISTAKES = {
         ("prompts.jsonl:3", "invalid JSON at column", "one JSON object"),
         text(PROMPTS, '{"prompt": "a"}\n' * 2 + "{"),
     ),
+    "bad line in the middle": Mistake(
+        RUN,
+        USAGE,
+        ("prompts.jsonl:3", "invalid JSON at column 17", "one JSON object"),
+        text(PROMPTS, '{"prompt": "a"}\n' * 2 + '{"prompt": "x", answer: 3}\n' + '{"prompt": "b"}\n' * 4),
+    ),
     "row": Mistake(RUN, USAGE, ("prompts.jsonl:1", "a list", "must be an object"), text(PROMPTS, "[1]\n")),
     "encoding": Mistake(RUN, USAGE, ("prompts.jsonl:1", "not UTF-8"), text(PROMPTS, b'{"prompt": "caf\xe9"}\n')),
     # paths
@@ -203,6 +246,15 @@ MISTAKES = {
     "empty configuration": Mistake(RUN, USAGE, ("run.yaml is empty", "`data` and `rewards`"), text("run.yaml", "")),
     "malformed configuration": Mistake(
         RUN, USAGE, ("run.yaml, line 2", "quote"), text("run.yaml", "data: {source: x\nrewards: [")
+    ),
+    "tab": Mistake(
+        RUN, USAGE, ("run.yaml, line 2, column 1", "'\\t'", "spaces"), text("run.yaml", "data:\n\tsource: x\n")
+    ),
+    "key twice": Mistake(
+        RUN,
+        USAGE,
+        ("run.yaml, line 10", 'duplicate key "model"', "keep one"),
+        line("rewards:", "model: other\nrewards:"),
     ),
     "no configuration": Mistake("run", USAGE, ("Missing argument", "CONFIG")),
     "model without tokenizer": Mistake(
@@ -258,7 +310,7 @@ def test_a_mistake_is_told_before_torch_is_imported(name: str, groupwise: LightC
     ended = groupwise(*mistake.words.split(), folder=tmp_path, environment={**AWAY, "HF_HOME": str(tmp_path / "hf")})
     refused(ended.code, ended.stderr, mistake.code, mistake.says)
     assert not ended.torch and not ended.stdout
-    assert not (tmp_path / "runs").exists() or mistake.change is a_run
+    assert not (tmp_path / "runs").exists() or mistake.change in (a_run, untrained)
 
 
 def test_a_model_that_is_not_there_is_asked_for_once(groupwise: LightCommands, tmp_path: Path) -> None:
@@ -280,6 +332,26 @@ def test_a_port_in_use(command: tuple[str, ...], groupwise: LightCommands, tmp_p
         port = other.getsockname()[1]
         ended = groupwise(*command, "--port", port, folder=tmp_path)
     refused(ended.code, ended.stderr, START, (f"port {port}", f"process {os.getpid()}", "choose another --port"))
+
+
+def test_a_port_that_is_the_administrators(tmp_path: Path) -> None:
+    lowest = Path("/proc/sys/net/ipv4/ip_unprivileged_port_start")
+    if not lowest.exists() or int(lowest.read_text()) <= 81:
+        pytest.skip("every port is open to everybody here")
+    "a.b".encode("idna")  # Python reads this codec from its own folder, which may be root's
+    with pytest.raises(StartError) as refused:
+        without_root(lambda: bind("127.0.0.1", 81), tmp_path)
+    assert "port 81: Permission denied\n  -> low ports are" in str(refused.value)
+    assert refused.value.exit_code == START and "from 1024 on" in str(refused.value)
+
+
+def test_a_key_that_the_server_does_not_know(groupwise: LightCommands, tmp_path: Path) -> None:
+    with wire_server(api_key="right") as server:
+        for words, key in ((["--api-key", "hunter2"], {}), ([], {"GROUPWISE_API_KEY": "hunter2"}), ([], {})):
+            ended = groupwise("chat", "hi", "--url", server.url, *words, folder=tmp_path, environment=key)
+            refused(ended.code, ended.stderr, REFUSED_KEY, ("key", "GROUPWISE_API_KEY", "--api-key"))
+            assert "hunter2" not in ended.stderr
+        assert groupwise("chat", "hi", "--url", server.url, "--api-key", "right", folder=tmp_path).code == 0
 
 
 def test_a_run_that_another_process_trains(groupwise: LightCommands, tmp_path: Path) -> None:
@@ -338,6 +410,19 @@ def none(completions, **columns):
 def nones(completions, **columns):
     return [None] * len(completions)
 
+def two_each(completions, **columns):
+    return [0.0, 1.0] * len(completions)
+
+def text(completions, **columns):
+    return "good"
+
+def nans_in_numpy(completions, **columns):
+    import numpy
+    return numpy.full(len(completions), numpy.nan)
+
+def of_numbers(completions, **columns):
+    return [float(each.strip() == "1") for each in completions]
+
 def prints(completions, **columns):
     print("I was called")
     return [float(len(each[0]["content"])) for each in completions]
@@ -356,6 +441,10 @@ def takes_text(text):
         ("my_rewards:raises", 1, ("raises", "RuntimeError: the judge is out")),
         ("others:none", 1, ("none", "returned a NoneType for 4 completions", "Return one float per completion")),
         ("others:takes_text", 2, ("others:takes_text", "takes text, but not `completions`", "def reward(completions")),
+        ("others:two_each", 1, ("two_each", "returned 8 values for 4 completions", "one float per completion")),
+        ("others:text", 1, ("text", "returned a str for 4 completions", "Return one float per completion")),
+        ("others:nans_in_numpy", 1, ("nans_in_numpy", "returned nan", "finite number")),
+        ("others:of_numbers", 1, ("of_numbers", "AttributeError", "completions[i][-1]['content']")),
     ],
 )
 def test_a_reward_that_answers_wrongly(reward: str, code: int, says: tuple[str, ...], project: Project) -> None:

@@ -232,6 +232,7 @@ def test_the_loss_options_are_those_of_the_loss():
         ("a/b.jsonl", "file"),
         ("b.parquet", "file"),
         ("pkg.mod:rows", "function"),
+        ("../my data/rows.py:rows", "function"),
         ("openai/gsm8k", "dataset"),
         ("./saved", "dataset"),
     ],

@@ -60,7 +60,9 @@ def test_two_folders_with_modules_of_one_name(folder):
         ("", "write module:function"),
         ("exact", "write module:function"),
         ("my rewards:exact", "write module:function"),
-        ("my_rewards.py:exact", "leave out `.py`"),
+        ("my_rewards.py", "name the function too, as in my_rewards.py:exact"),
+        ("no/such.py:exact", "no/such.py\n  -> a relative path starts at the config file's folder"),
+        ("math.py:a b", "write module:function"),
         ("no_such_module_here:f", "no module 'no_such_module_here' among the installed packages"),
         ("os.no_such_module:f", "no module 'os.no_such_module'"),
         ("math:sqrtt", "'math' has no 'sqrtt'; did you mean sqrt?"),
@@ -71,6 +73,27 @@ def test_references_that_do_not_load(reference, message):
     with pytest.raises(LoadError) as caught:
         load_object(reference)
     assert message in str(caught.value)
+
+
+def test_a_file_by_its_path(folder):
+    """Wherever it is, however it is named, and whatever module of its name was imported before; it imports what is
+    beside it."""
+    for place, value in ((".", 1), ("deep", 2), ("a folder", 3)):
+        (folder / place).mkdir(exist_ok=True)
+        (folder / place / "scores.py").write_text(f"from beside_{value} import VALUE\ndef f(): return VALUE\n")
+        (folder / place / f"beside_{value}.py").write_text(f"VALUE = {value}\n")
+    (folder / "my-scores.py").write_text("class A:\n    @staticmethod\n    def f(): return 4\n")
+    for _ in range(2):
+        assert load_object("deep/scores.py:f", folder=folder)() == 2
+        assert load_object("scores.py:f", folder=folder)() == 1
+        assert load_object("scores:f", folder=folder)() == 1
+        assert load_object("../a folder/scores.py:f", folder=folder / "deep")() == 3
+        assert load_object(f"{folder}/deep/scores.py:f")() == 2
+    assert load_object("my-scores.py:A.f", folder=folder)() == 4
+    with pytest.raises(LoadError, match=r"there is no file .*/score\.py\n  -> did you mean scores\.py\?"):
+        load_object("deep/score.py:f", folder=folder)
+    with pytest.raises(LoadError, match="'scores' has no 'g'"):
+        load_object("scores.py:g", folder=folder)
 
 
 def test_a_misspelt_module_is_suggested(folder):

@@ -94,7 +94,7 @@ def _meant(
 
     Of two words the first is the run. One word alone is a run if there is one of this name, else a message.
     """
-    from groupwise.store.rundir import find_policy
+    from groupwise.store.rundir import UNTRAINED, find_policy
 
     if url is not None or first is None:
         if second is not None:
@@ -105,8 +105,8 @@ def _meant(
         return None, first
     try:
         policy = find_policy(first)
-    except AdapterNotFoundError:
-        if second is not None or ("@" in first and " " not in first):
+    except AdapterNotFoundError as error:
+        if second is not None or error.kind == UNTRAINED or ("@" in first and " " not in first):
             raise
         return None, first
     if adapter is not None:

@@ -130,15 +130,15 @@ def serve(
 
 def served_run(text: str) -> TrainedPolicy | None:
     """The run or version that `text` names; None where it names a model."""
-    from groupwise.store.rundir import find_policy
+    from groupwise.store.rundir import UNTRAINED, find_policy
 
     path = Path(text)
     if text == "starter" or ((path / "config.json").is_file() and not (path / "adapter_config.json").exists()):
         return None
     try:
         return find_policy(text)
-    except AdapterNotFoundError:
-        if "@" in text or (path / "config.yaml").is_file():  # no model is called so
+    except AdapterNotFoundError as error:
+        if error.kind == UNTRAINED or "@" in text or (path / "config.yaml").is_file():  # no model is called so
             raise
         return None
 

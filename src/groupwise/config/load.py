@@ -1,7 +1,10 @@
-"""Import user code (rewards, environments, data) that a configuration names as `module:attribute`.
+"""Import user code (rewards, environments, data) that a configuration names as `module:attribute` or by its file.
 
-`folder` (a config file's) is first on the import path while the module is imported, and only then, so a module there
-wins over an installed one of the same name, for this call only. Import what stands beside it at the top of the module.
+A file is `path/to/file.py:attribute`; a relative path begins at `folder`.
+
+`folder` (a config file's; of a file, the one that it is in) is first on the import path while the module is imported,
+and only then, so a module there wins over an installed one of the same name, for this call only. Import what stands
+beside it at the top of the module.
 """
 
 from __future__ import annotations
@@ -24,19 +27,22 @@ _IMPORTING = threading.RLock()  # the import path is the process's
 
 
 def load_object(reference: str, *, folder: str | Path | None = None) -> Callable[..., Any]:
-    """The function or class that `module:attribute` or `package.module.attribute` names.
+    """The function or class that `module:attribute`, `package.module.attribute` or `path/to/file.py:attribute` names.
 
     Raises LoadError: the reference is malformed, the module is not found or fails to import (with file and line), it
     has no such attribute, or the attribute is not callable.
     """
-    module_name, colon, attributes = reference.partition(":")
+    module_name, colon, attributes = reference.rpartition(":")
     if not colon:
         module_name, _, attributes = reference.rpartition(".")
-    names = [*module_name.split("."), *attributes.split(".")]
-    python_file = module_name.endswith(".py") or attributes == "py"
-    if python_file or not all(name.isidentifier() for name in names):
-        hint = "leave out `.py`: name the module, not its file" if python_file else None
+    of_file = bool(colon) and module_name.endswith(".py")
+    names = [*([] if of_file else module_name.split(".")), *attributes.split(".")]
+    if not all(name.isidentifier() for name in names) or attributes == "py":
+        hint = "name the function too, as in my_rewards.py:exact" if reference.endswith(".py") else None
         raise LoadError(f"{reference!r} is not a reference; write module:function, as in my_rewards:exact", hint=hint)
+    if of_file:
+        path = _file(module_name, reference, folder)
+        module_name, folder = path.stem, path.parent
     with _IMPORTING, _first_on_path(module_name.partition(".")[0], folder):
         target: Any = _import(module_name, reference, folder)
     for name in attributes.split("."):
@@ -48,6 +54,16 @@ def load_object(reference: str, *, folder: str | Path | None = None) -> Callable
     return target
 
 
+def _file(name: str, reference: str, folder: str | Path | None) -> Path:
+    path = (Path(folder or ".") / Path(name).expanduser()).resolve()
+    if not path.is_file():
+        beside = [each.name for each in path.parent.glob("*.py")]
+        similar = difflib.get_close_matches(path.name, beside, n=1)
+        hint = f"did you mean {similar[0]}?" if similar else "a relative path starts at the config file's folder"
+        raise LoadError(f"cannot load {reference!r}: there is no file {path}", hint=hint)
+    return path
+
+
 @contextmanager
 def _first_on_path(package: str, folder: str | Path | None) -> Iterator[None]:
     """Import `package` from `folder` where it is there, even if another of that name is already imported."""
@@ -57,8 +73,9 @@ def _first_on_path(package: str, folder: str | Path | None) -> Iterator[None]:
     root = Path(folder).resolve()
     here = (root / f"{package}.py").is_file() or (root / package).is_dir()
     origin = getattr(sys.modules.get(package), "__file__", None)
+    mine = {(root / f"{package}.py").resolve(), (root / package / "__init__.py").resolve()}
     others = {}
-    if here and package in sys.modules and (origin is None or root not in Path(origin).resolve().parents):
+    if here and package in sys.modules and (origin is None or Path(origin).resolve() not in mine):
         others = {name: sys.modules.pop(name) for name in list(sys.modules) if f"{name}.".startswith(f"{package}.")}
     sys.path.insert(0, str(root))
     importlib.invalidate_caches()

@@ -382,7 +382,7 @@ class DatasetConfig(Section):
         """How `source` is read."""
         if self.source.endswith(FILES):
             return "file"
-        return "function" if re.fullmatch(r"[\w.]+:[\w.]+", self.source) else "dataset"
+        return "function" if re.fullmatch(r"([\w.]+|.+\.py):[\w.]+", self.source) else "dataset"
 
     @model_validator(mode="after")
     def _acts(self) -> DatasetConfig:
@@ -469,7 +469,7 @@ class RewardConfig(Section):
     """One reward function. In YAML, a plain string is `{function: <string>}`."""
 
     function: Text
-    """`module:function`; the module may stand beside the config file."""
+    """`module:function`, where the module may stand beside the config file; or `path/to/file.py:function`."""
     weight: float = 1.0
     """Its factor in the sum; 0 records the reward without using it."""
     args: dict[str, Any] = Field(default_factory=dict)

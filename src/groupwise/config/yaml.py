@@ -154,10 +154,18 @@ def _parse(text: str, *, source: str) -> Any:
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        hint = "quote a string that holds YAML's own characters, as in 'a: b'"
-        raise ConfigError(f"malformed YAML in {source}{place}: {error.problem or error.context}", hint=hint) from None
+        problem = error.problem or str(error.context)
+        raise ConfigError(f"malformed YAML in {source}{place}: {problem}", hint=_yaml_hint(problem)) from None
     except YAMLError as error:
         raise ConfigError(f"malformed YAML in {source}: {str(error).splitlines()[0]}") from None
+
+
+def _yaml_hint(problem: str) -> str:
+    if "'\\t'" in problem:
+        return "YAML is indented with spaces: replace the tab"
+    if "duplicate key" in problem:
+        return "keep one of the two: which of them was meant cannot be known"
+    return "quote a string that holds YAML's own characters, as in 'a: b'"
 
 
 def _kind(value: Any) -> str:

@@ -422,7 +422,11 @@ def check_columns(functions: Sequence[RewardFunction], prompts: Sequence[Prompt]
     for prompt in prompts:
         for function in functions:
             if missing := function.missing(prompt.columns):
-                raise ConfigError(_missing_column(function, missing, prompt))
+                having = sum(not function.missing(each.columns) for each in prompts)
+                hint = "rename the column, or write a reward with a parameter of the column's name"
+                if having:
+                    hint = f"{having} of {len(prompts)} rows have it; give it to every row, null where there is none"
+                raise ConfigError(_missing_column(function, missing, prompt), hint=hint)
 
 
 def _missing_column(function: RewardFunction, missing: Sequence[str], prompt: Prompt) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from groupwise.algo.advantage import with_advantages
 from groupwise.algo.samples import samples_of
@@ -202,13 +203,21 @@ async def _try_answers(groups: Sequence[RolloutGroup], parts: Components) -> str
     )
     given = {name: rollout.reward or 0.0 for name, rollout in zip(forms, group.rollouts, strict=True)}
     best = max(given, key=lambda name: given[name])
-    of = f"the dataset's own {column} of {prompt.id}, {prompt.columns[column]!r},"
+    answer = prompt.columns[column]
+    of = f"the dataset's own {column} of {prompt.id}, {answer!r:.80},"
     if given[best] > all_have:
         return f"{of} gets {given[best]:g} ({best}): the reward recognises it, and the model does not say it yet"
+    kind = "" if isinstance(answer, str) else f"; it is no text but {_a(answer)}: compare with str({column})"
     return (
         f"{of} gets no more than {all_have:g} in any of {len(forms)} forms ({', '.join(forms)}): the rewards do not "
-        f"recognise a right answer; groupwise rewards lint tries one by itself"
+        f"recognise a right answer{kind}; groupwise rewards lint tries one by itself"
     )
+
+
+def _a(value: object) -> str:
+    """The kind of a value with its article, as "an int64"."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def _report(
@@ -337,4 +346,11 @@ def _question(prompt: Prompt) -> str:
     """What a prompt asks, to be compared with others: its messages or text, or the columns of an environment's case."""
     if prompt.messages is None and prompt.text is not None:
         return prompt.text
-    return json.dumps(prompt.messages or dict(prompt.columns), sort_keys=True, default=str)
+    if prompt.messages is not None:
+        return json.dumps(prompt.messages, sort_keys=True, default=str)
+    return repr([(name, _plain(value)) for name, value in sorted(prompt.columns.items())])
+
+
+def _plain(value: Any) -> object:
+    """A numpy array or scalar as Python's lists and numbers: its repr leaves out the middle of long ones."""
+    return value.tolist() if hasattr(value, "tolist") else value

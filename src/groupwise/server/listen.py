@@ -50,9 +50,12 @@ def bind(host: str, port: int) -> socket.socket:
         pid = listener_of(port)
         owner = f" by process {pid}" if pid else ""
         reason = f"it is in use{owner}" if error.errno == errno.EADDRINUSE else error.strerror
-        raise StartError(
-            f"cannot listen on {host} port {port}: {reason}", hint="stop what uses it, or choose another --port"
-        ) from None
+        hint = "stop what uses it, or choose another --port"
+        if error.errno in (errno.EACCES, errno.EPERM):
+            hint = "low ports are the system administrator's: choose a --port from 1024 on, with a proxy before it"
+        elif error.errno == errno.EADDRNOTAVAIL:
+            hint = "--host is an address of this machine, such as 127.0.0.1"
+        raise StartError(f"cannot listen on {host} port {port}: {reason}", hint=hint) from None
     return listener
 
 

@@ -215,6 +215,7 @@ def _is_of(line: str, step: int) -> bool:
 # ----------------------------------------------------------------------------------------------------------------------
 
 RUNS = Path("runs")
+UNTRAINED = "untrained"  # the `kind` of the error about a run that has published nothing
 STORE = "adapters"  # a run's store is in this folder of it
 MODEL = "model"  # the trained weights of a run with `train.lora: null`
 _VERSIONS, _WEIGHTS = f"{STORE}/*/v[0-9]*", f"{MODEL}/config.json"
@@ -322,6 +323,12 @@ def find_adapter(text: str) -> Located:
         return _in_store(open_store(run=path.parent), path.name)
     if path.parent == Path(".") and files.is_name(where) and any(RUNS.glob(f"*/{STORE}/{where}/v[0-9]*")):
         return _in_store(open_store(run=newest_run(adapter=where)), text)
+    if (begun := _run_with((CONFIG,), where)) is not None:
+        raise AdapterNotFoundError(
+            f"the run {begun} has published no version: nothing was trained in it yet",
+            hint=f"groupwise health {begun} says why",
+            kind=UNTRAINED,
+        )
     if text and path.is_dir():
         return _directory(path)
     names = sorted({path.name for path in RUNS.glob(f"*/{STORE}/*") if path.is_dir() and files.is_name(path.name)})

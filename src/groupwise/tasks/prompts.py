@@ -32,6 +32,7 @@ from groupwise.types import Message, Prompt, RolloutGroup
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PROMPT_KEYS = ("messages", "prompt")
+LIKELY_KEYS = ("question", "problem", "query", "instruction", "input", "text")  # in data of others; only suggested
 _BUILDER = "one of another kind, or a directory of many, is read by a builder: source: json, args: {data_files: PATH}"
 RESERVED = ("prompts", "completions", "completion_ids")  # what rewards get under these names is not the dataset's
 
@@ -393,7 +394,10 @@ def _find_key(row: Mapping[str, Any], id: str) -> str:
         raise DataError(f"{id}: both 'messages' and 'prompt' are there", hint="choose one with data.prompt_key")
     if not found:
         message = f"{id}: no 'prompt' and no 'messages'; the columns are {', '.join(map(repr, row)) or 'none'}"
-        raise DataError(message, hint="name the column that holds the prompt in data.prompt_key")
+        likely = next((key for key in LIKELY_KEYS if isinstance(row.get(key), str | list)), None)
+        otherwise = "name the column that holds the prompt in data.prompt_key"
+        hint = f"is it {likely!r}? set data.prompt_key: {likely} (and eval.data's)" if likely else otherwise
+        raise DataError(message, hint=hint)
     return found[0]
 
 

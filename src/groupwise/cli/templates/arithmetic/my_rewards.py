@@ -3,4 +3,4 @@
 
 def exact(completions, answer, **columns) -> list[float]:
     """`completions[i][0]["content"]` is the text; the dataset's other columns come by name, one entry a completion."""
-    return [float(c[0]["content"].strip() == a) for c, a in zip(completions, answer, strict=True)]
+    return [float(c[0]["content"].strip() == str(a)) for c, a in zip(completions, answer, strict=True)]
