@@ -1,0 +1,32 @@
+"""One family of each kind of model: sampler, trainer and PEFT agree on an adapter, and the gradient is transformers'.
+`tests/slow/test_models.py` has all families."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from family_checks import GROUPS, agreement, gradient_gap
+from model_families import FAMILIES
+
+PACKED = ("qwen3_moe", "gemma4", "smollm3", "gpt_neox")
+UNPACKED = ("gpt_oss", "llama4_text", "deepseek_v3", "qwen3_next", "lfm2", "falcon_h1", "granitemoehybrid", "mamba")
+
+
+@pytest.mark.parametrize("family", [*PACKED, *UNPACKED])
+def test_sampler_trainer_and_peft_agree_on_an_adapter(make_base, tmp_path: Path, family: str) -> None:
+    """On prompts of several lengths, in float32; where the model cannot run packed, by its own forward."""
+    base, again = (make_base(family, dtype=torch.float32) for _ in range(2))
+    found = agreement(base, again, tmp_path)
+    assert (found.trained == "packed") == (found.sampled == "packed") == (not found.why) == (family in PACKED)
+    assert found.gap < FAMILIES[family].rounding and found.peft_gap < 1e-4
+    assert found.targets
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "qwen3_next"])
+def test_the_gradient_is_that_of_transformers_and_peft(make_base, make_samples, tmp_path: Path, family: str) -> None:
+    """Packed or padded rows of several samples against one row after another, in float64."""
+    base, again = (make_base(family) for _ in range(2))
+    assert gradient_gap(base, again, make_samples(GROUPS), tmp_path) < 1e-6
