@@ -5,12 +5,14 @@ from __future__ import annotations
 from contextlib import closing
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from groupwise.algo.loss import resolve_loss
 from groupwise.engine.local import LocalEngine
+from groupwise.engine.sampling import uniforms
 from groupwise.errors import ModelError
 from groupwise.model.load import resolve_device, resolve_dtype, widest_float
 from groupwise.train.learner import Learner
@@ -73,6 +75,8 @@ def test_a_device_without_float64_samples_and_trains_as_any(make_base, make_samp
     expected = everything()
     for user in ("engine.rows", "engine.local", "model.packing"):
         monkeypatch.setattr(f"groupwise.{user}.widest_float", lambda device: torch.float32)
+    on_host = lambda *rows: uniforms(*rows).astype(np.float32)  # noqa: E731  numpy's, rounded on the way to the device
+    monkeypatch.setattr("groupwise.engine.decoder.uniforms", on_host)
     work = LocalEngine._work
 
     def watched(*arguments: Any) -> None:
