@@ -3,6 +3,7 @@ PEFT loads what comes out, and that the gradient is that of transformers and PEF
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Sequence
 from contextlib import closing
@@ -17,10 +18,13 @@ from torch.overrides import TorchFunctionMode
 
 from groupwise.config.run import LoraSpec
 from groupwise.engine.local import LocalEngine
+from groupwise.model.chat import THINK_START
 from groupwise.model.load import LoadedModel
+from groupwise.tasks.tool_calls import shown_format
 from groupwise.train.learner import Learner
 from groupwise.train.lora import lora_tensors
 from groupwise.types import Completion, PolicyVersion, Sample, SamplingParams, SamplingRequest
+from template_families import of_trl
 
 ADAPTED = PolicyVersion("adapted", 1)
 LORA = LoraSpec(rank=2, alpha=4.0)
@@ -29,9 +33,9 @@ GROUPS = ((5, (4, 1, 6)), (9, (2, 7)))  # tokens of prompts, and of their comple
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """Of a model with a random adapter. `sampled` and `trained` are packed, or how else; `gap` is the largest
-    difference in nats between a token's log-probability when it was sampled, or scored by the engine afterwards, and
-    the trainer's; `peft_gap` that between the trainer's and PEFT's on the adapter's files."""
+    """Of a model with a random adapter. `sampled` and `trained` are packed, or how else, and `why`. `gap` is the
+    largest difference in nats between a token's log-probability when it was sampled, or scored by the engine
+    afterwards, and the trainer's; `peft_gap` that between the trainer's and PEFT's on the adapter's files."""
 
     sampled: str
     trained: str
@@ -62,7 +66,9 @@ def agreement(base: LoadedModel, again: LoadedModel, folder: Path) -> Agreement:
     return Agreement(
         sampled=_way(engine.packed, said),
         trained="packed" if learner.packed else "padded rows",
-        why=said.partition("in packed rows: ")[2].partition("; it is sampled by")[0],
+        why=re.sub(
+            r" by \S+ nats \(tolerance \S+\)", "", said.partition("in packed rows: ")[2].partition("; it is ")[0]
+        ),
         targets=tuple(sorted({name.rpartition(".")[2] for name in base.adaptable.all_linear})),
         gap=max(_largest(sampled, trained), _largest(scored, trained)),
         peft_gap=_largest(trained, theirs),
@@ -107,6 +113,21 @@ def gradient_gap(base: LoadedModel, again: LoadedModel, samples: Sequence[Sample
     theirs = {_plain(name): parameter.grad for name, parameter in model.named_parameters() if "lora_" in name}
     assert {_plain(name) for name in mine} == theirs.keys()
     return max(_difference(grad, theirs[_plain(name)]) for name, grad in mine.items())
+
+
+def template_facts(name: str | None) -> dict[str, str]:
+    """How the models of a family write tool calls and thoughts, as far as it is read here, from one of TRL's chat
+    templates."""
+    if name is None:
+        return {"tool_calls": "not tried", "thinking": "not tried"}
+    template = of_trl(name)
+    shown = shown_format(template)
+    own = "its own, not read" if re.search(r"\btool(s|_calls)\b", template) else "none"
+    other = next((tag for tag in ("<|channel>", "<|channel|>", "<|START_THINKING|>") if tag in template), "none")
+    return {
+        "tool_calls": own if shown is None else shown.value,
+        "thinking": THINK_START if THINK_START in template else other if other == "none" else f"{other}, not read",
+    }
 
 
 class DoubleThroughout(TorchFunctionMode):

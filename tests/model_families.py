@@ -264,6 +264,26 @@ FAMILIES: dict[str, Family] = _families(
     ),
     Family("OLMo Hybrid", "olmo_hybrid", DELTA_NET),
 )
+TEMPLATES = {  # family -> the chat template of its models, of those that TRL ships
+    "qwen2": "qwen2_5",
+    "qwen3": "qwen3",
+    "llama": "llama3_1",
+    "gemma": "gemma",
+    "gemma2": "gemma",
+    "gemma3": "gemma3",
+    "gemma4": "gemma4_v5",
+    "phi3": "phi3_5",
+    "cohere2": "cohere2",
+    "qwen3_moe": "qwen3",
+    "glm4_moe": "glm4moe",
+    "gpt_oss": "gptoss",
+    "deepseek_v3": "deepseekv3",
+    "qwen3_5_text": "qwen3_5_think",
+    "qwen3_5_moe_text": "qwen3_5_think",
+    "lfm2": "lfm2_v2",
+    "lfm2_moe": "lfm2_v2",
+    "nemotron_h": "nemotron_3_nano",
+}
 
 
 def family_config(key: str, *, vocab: int, eos: int, context: int, **options: Any) -> PreTrainedConfig:
