@@ -15,12 +15,7 @@ import torch
 from _pytest.nodeid import coerce_node_id
 from transformers import (
     AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GPT2Config,
-    LlamaConfig,
     PreTrainedTokenizerBase,
-    Qwen3Config,
 )
 
 from cli_project import Project, save_model
@@ -29,7 +24,7 @@ from groupwise.model.load import LoadedModel, load_model, wrap_model
 from groupwise.tasks.starter.tasks import supervised_conversations
 from groupwise.tasks.starter.tokenizer import build_tokenizer, render
 from groupwise.types import Sample
-from model_families import MIXTURES, OTHERS, family_config
+from model_families import family_config
 from seed_page import Live, serving
 
 torch.set_num_threads(1)
@@ -41,7 +36,6 @@ hypothesis.settings.register_profile("quick", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("quick")
 
 ARCHITECTURES = ("qwen3", "llama", "gemma3", "gemma2", "gpt2")
-WINDOW = 4  # sliding window of the Gemmas, smaller than every sequence in the tests
 MakeBase = Callable[..., LoadedModel]
 
 
@@ -70,22 +64,7 @@ def starter_tokenizer() -> PreTrainedTokenizerBase:
 
 def tiny_config(architecture: str, context: int, **options):
     vocab, eos = len(starter_tokenizer()), starter_tokenizer().eos_token_id
-    if architecture in MIXTURES | OTHERS:
-        return family_config(architecture, vocab=vocab, eos=eos, context=context, **options)
-    common = {"vocab_size": vocab, "eos_token_id": eos, "pad_token_id": None, "bos_token_id": None}
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": context}
-    grouped = common | sizes | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    layers = ["sliding_attention", "full_attention"]
-    if architecture == "qwen3":
-        return Qwen3Config(**grouped, tie_word_embeddings=True)
-    if architecture == "llama":
-        return LlamaConfig(**grouped, tie_word_embeddings=False, attention_bias=True)
-    if architecture == "gemma3":
-        return Gemma3TextConfig(**grouped, sliding_window=WINDOW, layer_types=layers, query_pre_attn_scalar=6)
-    if architecture == "gemma2":
-        caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 6}
-        return Gemma2Config(**grouped, **caps, sliding_window=WINDOW, layer_types=layers)
-    return GPT2Config(**common, n_positions=context, n_embd=32, n_layer=2, n_head=4, n_inner=48)
+    return family_config(architecture, vocab=vocab, eos=eos, context=context, **options)
 
 
 def tiny_weights(architecture: str, context: int, seed: int, **options):
@@ -112,15 +91,22 @@ def _with_exact_norms(model):
     def forward(module, x):
         if x.dtype != torch.float64:
             return super(type(module), module).forward(x)
-        weight = 1 + module.weight if "Gemma" in type(module).__name__ else module.weight
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", 0.0))
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (module.offset + getattr(module, "weight", 0.0))
 
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             kind = type(module)
-            module.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+            module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "offset": _offset(module)})
     return model
+
+
+@torch.no_grad()
+def _offset(norm) -> float:
+    """What an RMS norm adds to its weight before it multiplies: 1 of Gemma 2's and Qwen3-Next's, and where there is no
+    weight."""
+    weight = getattr(norm, "weight", torch.zeros(8))
+    return float((norm(torch.ones_like(weight)) - weight).mean().round())
 
 
 @pytest.fixture(scope="session")

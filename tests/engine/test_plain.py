@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,21 +13,9 @@ from groupwise.engine.local import LocalEngine
 from groupwise.engine.plain import PlainDecoder
 from groupwise.errors import ModelError
 from groupwise.model.packed_check import cached_forward_gap, why_not_cached
-from groupwise.train.learner import Learner
-from groupwise.types import Completion, FinishReason, PolicyVersion, Sample, SamplingParams, SamplingRequest
+from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingParams, SamplingRequest
 
 BASE, FIRST, SECOND = PolicyVersion.base(), PolicyVersion("first", 1), PolicyVersion("second", 3)
-UNPACKED = {  # families and what of them cannot run packed
-    "qwen3_next": {},
-    "qwen3_5_text": {},
-    "gpt_oss": {},
-    "lfm2": {},
-    "llama4_text": {},
-    "mamba": {},
-    "falcon_h1": {},
-    "granitemoehybrid": {},
-}
-
 pytestmark = pytest.mark.filterwarnings("ignore:.*packed rows.*:UserWarning")
 
 
@@ -65,39 +52,6 @@ def told(groups: list[list[Completion]]) -> list:
 
 def logprobs(groups: list[list[Completion]]) -> list[float]:
     return [x for group in groups for c in group for x in c.logprobs]
-
-
-@pytest.mark.parametrize("family", UNPACKED)
-def test_families_that_cannot_be_packed_are_sampled_and_trained_alike(make_base, tmp_path, family: str) -> None:
-    """Behaviour log-probabilities are the trainer's, of the base and of an adapter, on prompts of several lengths."""
-    base = make_base(family, dtype=torch.float32, **UNPACKED[family])
-    engine = LocalEngine(base, max_rows=32)
-    try:
-        assert not engine.packed
-        learner, draw = Learner(base), torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for parameter in learner.parameters:
-                parameter.normal_(std=0.1, generator=draw)
-        learner.save_adapter(tmp_path)
-        engine.load(FIRST, tmp_path)
-        asked = [request(p, n=3, version=FIRST, max_tokens=6 + p) for p in range(4)]
-        groups = engine.generate(asked)
-        samples = [
-            Sample(prompt_ids=each.prompt_ids, completion_ids=c.token_ids, mask=(1,) * len(c.token_ids))
-            for each, group in zip(asked, groups, strict=True)
-            for c in group
-        ]
-        mine = [c.logprobs for group in groups for c in group]
-        for ours, theirs in zip(mine, learner.forward(samples), strict=True):
-            assert ours == pytest.approx(theirs, abs=1e-4)
-        scored = [engine.score(s.prompt_ids, s.completion_ids, FIRST) for s in samples]
-        for ours, theirs in zip(mine, scored, strict=True):
-            assert ours == pytest.approx(theirs, abs=1e-4)
-        assert mine != [
-            c.logprobs for group in engine.generate([replace(r, version=BASE) for r in asked]) for c in group
-        ]
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("cached", [True, False])

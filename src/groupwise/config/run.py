@@ -657,9 +657,9 @@ class RunConfig(Section):
     model: Text = "starter"
     """`starter` (the model in the package), a Hugging Face name, or a directory (relative to where you are)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """`auto` is float32 on a CPU and bfloat16 on a GPU."""
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")] = "auto"
-    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    """`auto` is bfloat16 on a CUDA GPU and float32 elsewhere."""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:[0-9]+)?)$")] = "auto"
+    """`auto` (a CUDA GPU, else Apple's, else the CPU), `cpu`, `mps`, `cuda` or `cuda:N`."""
     seed: int = Field(default=0, ge=0, lt=1 << 63)
     """Fixes initialisation, the order of prompts and every draw."""
     output_dir: Text = "runs"

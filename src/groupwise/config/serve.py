@@ -58,7 +58,7 @@ class ServeConfig(Section):
     """`starter` (the model in the package), a Hugging Face name, or a directory."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto` is float32 on a CPU and bfloat16 on a GPU."""
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")] = "auto"
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:[0-9]+)?)$")] = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     host: Text = "127.0.0.1"
     """The address to listen on. One that is not loopback needs an API key."""

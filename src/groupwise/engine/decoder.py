@@ -136,7 +136,7 @@ class DecodedRows(ABC):
         row_B = torch.arange(at.start, at.stop, device=count_B.device)
         rows.token[at] = token_B
         rows.tokens[row_B, count_B] = token_B
-        rows.logprobs[row_B, count_B] = logprob_B.double()
+        rows.logprobs[row_B, count_B] = logprob_B.to(rows.logprobs.dtype)
         rows.count[at] += 1
         stopped_B = rows.watch_eos[at] & (token_B[:, None] == self.shared.eos).any(-1)
         finished_B = stopped_B | (rows.count[at] >= rows.limit[at])
@@ -154,7 +154,8 @@ class DecodedRows(ABC):
     def draw(self, at: slice | Tensor, place_S: Tensor, logits_SV: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens in these places of the completions in the rows `at`, and their log-probabilities."""
         seed_S = self.rows.seed[at if isinstance(at, slice) else at.cpu().numpy()]
-        uniform_S = torch.from_numpy(uniforms(seed_S, place_S.cpu().numpy())).to(place_S.device)
+        drawn = uniforms(seed_S, place_S.cpu().numpy())
+        uniform_S = torch.tensor(drawn, dtype=self.rows.logprobs.dtype, device=place_S.device)
         drawn_SV = self._reshaped(at, place_S, logits_SV) if self.rows.reshaped else None
         return sample_tokens(logits_SV, self.rows.params(at), uniform_S, drawn_BV=drawn_SV)
 

@@ -36,7 +36,7 @@ from groupwise.engine.plain import PlainDecoder
 from groupwise.engine.rows import PendingRequest
 from groupwise.engine.sampling import scaled_logprobs
 from groupwise.errors import AdapterNotFoundError, ConfigError, ContextLengthError, GroupwiseError, ModelError
-from groupwise.model.load import LoadedModel, share_weights
+from groupwise.model.load import LoadedModel, share_weights, widest_float
 from groupwise.model.packed_check import turn_plain, why_not_cached, why_not_packed
 from groupwise.types import Completion, PolicyVersion, SamplingRequest, TokenSink
 
@@ -234,7 +234,7 @@ class LocalEngine:
 
         def run() -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]:
             hidden_SH = self._lanes[0].decoder.hidden(ids, weights)
-            temperature_1 = torch.tensor([temperature], dtype=torch.float64, device=hidden_SH.device)
+            temperature_1 = torch.tensor([temperature], dtype=widest_float(self._base.device), device=hidden_SH.device)
             scored = []
             for at in range(len(prompt_ids) - 1, len(ids) - 1, SCORED_AT_ONCE):
                 target_T = torch.tensor(ids[at + 1 : at + 1 + SCORED_AT_ONCE], device=hidden_SH.device)

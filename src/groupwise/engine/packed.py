@@ -288,7 +288,7 @@ class PackedDecoder(DecodedRows):
         logits_SV = self.shared.head.logits(self._forward(ids, rows.position[row_S] + t_S, layout, owners))
         place_S = rows.count[row_S] + t_S
         token_S, logprob_S = self.draw(row_S, place_S, logits_SV)
-        rows.tokens[row_S, place_S], rows.logprobs[row_S, place_S] = token_S, logprob_S.double()
+        rows.tokens[row_S, place_S], rows.logprobs[row_S, place_S] = token_S, logprob_S.to(rows.logprobs.dtype)
 
         def watch(i: int, count: int, s: int) -> str | None:
             return self.watch(i, count, float(logprob_S[s]), logits_SV[s])

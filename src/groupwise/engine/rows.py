@@ -23,6 +23,7 @@ from torch import Tensor
 from groupwise.engine.kv_cache import PromptKey
 from groupwise.engine.multi_lora import AdapterWeights
 from groupwise.engine.sampling import RowParams, completion_seed
+from groupwise.model.load import widest_float
 from groupwise.types import Completion, SamplingRequest, TokenSink
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -167,12 +168,12 @@ class Rows:
 
         self.token, self.position = column(torch.long), column(torch.long)
         self.count, self.limit, self.held = (column(torch.long) for _ in range(3))
-        self.temperature, self.top_p, self.min_p = (column(torch.float64) for _ in range(3))
+        self.temperature, self.top_p, self.min_p = (column(widest_float(device)) for _ in range(3))
         self.top_k = column(torch.long)
         self.watch_eos = column(torch.bool)
         self.seed = np.zeros(most, dtype=np.uint64)
         self.tokens = torch.zeros(most, 0, dtype=torch.long, device=device)
-        self.logprobs = torch.zeros(most, 0, dtype=torch.float64, device=device)
+        self.logprobs = torch.zeros(most, 0, dtype=widest_float(device), device=device)
         self._note()
 
     @property

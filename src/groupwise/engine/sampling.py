@@ -51,8 +51,8 @@ def completion_seed(seed: int, index: int) -> int:
 
 @dataclass(frozen=True)
 class RowParams:
-    """Sampling parameters of the B rows, as tensors (float64, int64). `truncated` says whether any row may use top-k,
-    top-p or min-p, `greedy` whether any may have temperature 0."""
+    """Sampling parameters of the B rows, as tensors (int64, and the device's widest float). `truncated` says whether
+    any row may use top-k, top-p or min-p, `greedy` whether any may have temperature 0."""
 
     temperature_B: Tensor
     top_k_B: Tensor
@@ -65,13 +65,14 @@ class RowParams:
 def sample_tokens(
     logits_BV: Tensor, params: RowParams, uniform_B: Tensor, *, drawn_BV: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """-> (token_B int64, logprob_B in the logits' type). `uniform_B` is float64 in [0, 1). `drawn_BV` are the logits
+    """-> (token_B int64, logprob_B in the logits' type). `uniform_B` is in [0, 1), in the widest
+    float of the device, in which probabilities are summed. `drawn_BV` are the logits
     that tokens are drawn from, where they are not the policy's (`reshape`)."""
     logprobs_BV = scaled_logprobs(logits_BV, params.temperature_B)
     wanted_BV = logits_BV if drawn_BV is None else drawn_BV
     probs_BV = (logprobs_BV if drawn_BV is None else scaled_logprobs(drawn_BV, params.temperature_B)).exp()
     if params.truncated:
-        probs_BV = truncate(probs_BV.double(), params)
+        probs_BV = truncate(probs_BV.to(uniform_B.dtype), params)
     token_B = _draw(probs_BV, uniform_B)
     if params.greedy:
         token_B = torch.where(params.temperature_B == 0, wanted_BV.argmax(-1), token_B)
@@ -109,7 +110,7 @@ def reshape(
 
 
 def _draw(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """The tokens at which the cumulative distributions, in float64, pass `uniform_B`.
+    """The tokens at which the cumulative distributions, in the type of `uniform_B`, pass it.
 
     In two steps, first among blocks of about sqrt(V) tokens and then in one: a running sum is slow, and so is short.
     """
@@ -118,11 +119,11 @@ def _draw(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
     if V % width:
         probs_BV = torch.nn.functional.pad(probs_BV, (0, width - V % width))
     blocks = probs_BV.view(B, -1, width)
-    upto = blocks.sum(-1).double().cumsum(-1)
+    upto = blocks.sum(-1).to(uniform_B.dtype).cumsum(-1)
     target_B1 = uniform_B[:, None] * upto[:, -1:]
     block_B1 = _passed(upto, target_B1)
     before_B1 = upto.gather(1, (block_B1 - 1).clamp(min=0)).masked_fill(block_B1 == 0, 0.0)
-    within = blocks[torch.arange(B, device=blocks.device), block_B1[:, 0]].cumsum(-1, dtype=torch.float64)
+    within = blocks[torch.arange(B, device=blocks.device), block_B1[:, 0]].cumsum(-1, dtype=uniform_B.dtype)
     token_B1 = block_B1 * width + _passed(within, (target_B1 - before_B1).clamp(min=0))
     return token_B1[:, 0].clamp(max=V - 1)  # NaN logits stay in range
 

@@ -101,20 +101,29 @@ def longest_row(config: PreTrainedConfig) -> int | None:
 
 
 def resolve_device(device: str = "auto") -> torch.device:
-    """`auto` is the first GPU where there is one. Raises ModelError when the device asked for is not there."""
+    """`auto` is the first CUDA GPU where there is one, else Apple's (`mps`), else the CPU. Raises ModelError when the
+    device asked for is not there."""
+    there = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available, "cpu": lambda: True}
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device(next(kind for kind, is_there in there.items() if is_there()))
     chosen = torch.device(device)
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ModelError(f"device is {device!r} but torch sees no GPU", hint="set device: cpu or auto")
+    if not there[chosen.type]():
+        raise ModelError(f"device is {device!r} but torch sees no such GPU", hint="set device: cpu or auto")
     return chosen
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """`auto` is float32 on a CPU and bfloat16 on a GPU."""
+    """`auto` is bfloat16 on a CUDA GPU and float32 elsewhere. Raises ModelError for float64 where there is none."""
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype == "float64" and widest_float(device) != torch.float64:
+        raise ModelError(f"dtype is float64, which the device {device} does not have", hint="set dtype: float32")
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[dtype]
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """What sums and log-probabilities are kept in: float64, and float32 on Apple's GPUs, which have nothing wider."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def load_model(name: str, *, device: str = "auto", dtype: str = "auto") -> LoadedModel:
@@ -183,7 +192,7 @@ def weights_hash(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         flat = tensor.detach().reshape(-1)
-        probe = flat[:: max(1, flat.numel() // 1024)].to("cpu", torch.float64).numpy().tobytes()
+        probe = flat[:: max(1, flat.numel() // 1024)].cpu().to(torch.float64).numpy().tobytes()
         digest.update(f"{name} {tuple(tensor.shape)}".encode() + probe)
     return digest.hexdigest()
 

@@ -45,6 +45,7 @@ from torch import Tensor
 from groupwise.algo.prefixes import Line, cut, families, tree_of
 from groupwise.model.attention import Layout, PrefixTree, SharedPrompts
 from groupwise.model.flex import Forest
+from groupwise.model.load import widest_float
 from groupwise.types import Sample
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -96,17 +97,18 @@ class MicroBatch:
     row_N: Tensor
 
     def per_token(self, values_by_row: Sequence[Sequence[float] | None]) -> Tensor | None:
-        """One value per completion token of each row -> those of loss tokens [N] (float64); None if one has none."""
+        """One value per completion token of each row -> those of loss tokens [N], in the device's `widest_float`; None
+        if one has none."""
         flat: list[float] = []
         for sample, values in zip(self.samples, values_by_row, strict=True):
             if values is None:
                 return None
             flat.extend(value for value, trained in zip(values, sample.mask, strict=True) if trained)
-        return torch.tensor(flat, dtype=torch.float64, device=self.row_N.device)
+        return torch.tensor(flat, dtype=widest_float(self.row_N.device), device=self.row_N.device)
 
     def per_row(self, values_B: Sequence[float]) -> Tensor:
-        """One value per row -> those of loss tokens [N] (float64)."""
-        return torch.tensor(values_B, dtype=torch.float64, device=self.row_N.device)[self.row_N]
+        """One value per row -> those of loss tokens [N], in the device's `widest_float`."""
+        return torch.tensor(values_B, dtype=widest_float(self.row_N.device), device=self.row_N.device)[self.row_N]
 
     def of_rows(self, values: Sequence[Sequence[float]] | None) -> Tensor | None:
         """The same of values for every sample of the list that this was cut from."""

@@ -188,6 +188,8 @@ def _check(config: RunConfig, here: World) -> None:
 def _device(config: RunConfig, here: World) -> torch.device:
     """Of this process: the GPU with its number on this machine. Raises ConfigError where there are too few."""
     device = resolve_device(config.device)
+    if device.type == "mps" and here.size > 1:  # which gloo does not exchange tensors of
+        return torch.device("cpu")
     if device.type != "cuda":
         return device
     if here.local_rank >= (there := torch.cuda.device_count()):

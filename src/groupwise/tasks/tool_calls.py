@@ -121,9 +121,16 @@ def format_of(source: PreTrainedTokenizerBase | str | None) -> ToolCallFormat:
     >>> format_of("{{ '[TOOL_CALLS]' + tool.name + '[ARGS]' + tool.arguments }}").value
     'mistral_args'
     """
+    return shown_format(source) or ToolCallFormat.HERMES
+
+
+def shown_format(source: PreTrainedTokenizerBase | str | None) -> ToolCallFormat | None:
+    """The format that a chat template shows; None where it shows none of these, and so another one or none at all."""
     template = source if source is None or isinstance(source, str) else source.chat_template
     if isinstance(template, Mapping):  # several by name
         template = template.get("tool_use") or template.get("default")
+    if "<arg_key>" in (template or ""):  # GLM 4.5's XML, between Hermes' tags
+        return None
     signs = (
         (ToolCallFormat.QWEN_XML, "<function="),
         (ToolCallFormat.HERMES, CALL_START),
@@ -132,7 +139,7 @@ def format_of(source: PreTrainedTokenizerBase | str | None) -> ToolCallFormat:
         (ToolCallFormat.LLAMA, PYTHON_TAG),
         (ToolCallFormat.LLAMA, '"parameters": '),
     )
-    return next((form for form, sign in signs if sign in (template or "")), ToolCallFormat.HERMES)
+    return next((form for form, sign in signs if sign in (template or "")), None)
 
 
 def parse(

@@ -479,7 +479,7 @@ def shape_of(
         rank=rank,
         targets=linear_names(model, targets),
         rows=rows,
-        cpu=resolve_device(device).type == "cpu",
+        cpu=resolve_device(device).type != "cuda",
     )
 
 

@@ -1,0 +1,103 @@
+"""The tables of docs/models.md, made from docs/models.json, which `tests/slow/test_models.py` measures and writes.
+
+    python docs/generate_models.py            write the tables into docs/models.md
+    python docs/generate_models.py --check    exit with 1 if they are not what would be written
+
+A table stands between `<!-- NAME -->` and `<!-- end -->`; the rest of the page is written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+TARGET, DATA = FOLDER / "models.md", FOLDER / "models.json"
+TRIED_IN_VLLM = ("Qwen3ForCausalLM",)  # tests/vllm_server, on its CPU build
+LISTED_BY_VLLM = """
+    ApertusForCausalLM BambaForCausalLM Cohere2ForCausalLM DeepseekV2ForCausalLM DeepseekV3ForCausalLM
+    Ernie4_5ForCausalLM Exaone4ForCausalLM FalconH1ForCausalLM GPT2LMHeadModel GPTNeoXForCausalLM Gemma2ForCausalLM
+    Gemma3ForCausalLM GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM GptOssForCausalLM GraniteForCausalLM
+    GraniteMoeHybridForCausalLM HunYuanDenseV1ForCausalLM JambaForCausalLM KimiLinearForCausalLM Lfm2ForCausalLM
+    Lfm2MoeForCausalLM Llama4ForCausalLM LlamaForCausalLM Mamba2ForCausalLM MambaForCausalLM MiniMaxM2ForCausalLM
+    MistralForCausalLM MixtralForCausalLM NemotronHForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM OlmoeForCausalLM
+    Phi3ForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM SeedOssForCausalLM
+    Starcoder2ForCausalLM
+"""  # classes in its registry of models, of those that the tests here have
+FORMATS = {"hermes": "Hermes", "qwen_xml": "Qwen's XML", "llama": "Llama's", "mistral": "Mistral's"}
+
+Families = Mapping[str, Mapping[str, Any]]
+
+
+def families(rows: Families) -> Iterator[str]:
+    """How each is sampled and trained, and what of its chat is read."""
+    yield "| models | class | sampled | trained | tool calls | thoughts | vLLM |"
+    yield "|---|---|---|---|---|---|---|"
+    for row in rows.values():
+        calls, thoughts = row["tool_calls"], row["thinking"]
+        thoughts = re.sub(r"<\S+>", lambda tag: f"`{tag[0]}`", thoughts).replace("|", r"\|")
+        cells = [row["name"], f"`{row['class']}`", row["sampled"], row["trained"], FORMATS.get(calls, calls), thoughts]
+        yield f"| {' | '.join([*cells, vllm(row['class'])])} |"
+
+
+def agreement(rows: Families) -> Iterator[str]:
+    """What was measured of each."""
+    yield "| class | sampler - trainer, nats | trainer - PEFT, nats | gradient | `all-linear` adapts |"
+    yield "|---|---|---|---|---|"
+    for row in rows.values():
+        numbers = (f"{row[name]:.0e}" for name in ("gap", "peft_gap", "gradient"))
+        yield f"| `{row['class']}` | {' | '.join(numbers)} | {', '.join(f'`{name}`' for name in row['targets'])} |"
+
+
+def reasons(rows: Families) -> Iterator[str]:
+    """Why what does not run packed does not."""
+    yield from ("| why not packed | classes |", "|---|---|")
+    for why in dict.fromkeys(row["why"] for row in rows.values() if row["why"]):
+        names = [f"`{row['class']}`" for row in rows.values() if row["why"] == why]
+        yield f"| {why} | {', '.join(names)} |"
+
+
+def vllm(name: str) -> str:
+    """Whether vLLM has sampled such a model here."""
+    return "tried" if name in TRIED_IN_VLLM else "listed, not tried" if name in LISTED_BY_VLLM.split() else "not tried"
+
+
+TABLES: dict[str, Callable[[Families], Iterator[str]]] = {
+    "families": families,
+    "agreement": agreement,
+    "reasons": reasons,
+}
+BLOCK = re.compile(rf"(<!-- ({'|'.join([*TABLES, 'versions'])}) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def page(text: str) -> str:
+    """The page with its tables as the data is now."""
+    data = json.loads(DATA.read_text(encoding="utf-8"))
+
+    def block(found: re.Match[str]) -> str:
+        if found[2] == "versions":
+            said = ", ".join(f"{name} {number}" for name, number in data["versions"].items())
+            return f"{found[1]}Measured with {said}, on a CPU.\n{found[3]}"
+        return "\n".join([found[1], *TABLES[found[2]](data["families"]), "", found[3]])
+
+    return BLOCK.sub(block, text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if it is not up to date")
+    check = parser.parse_args().check
+    before = TARGET.read_text(encoding="utf-8")
+    after = page(before)
+    if not check:
+        TARGET.write_text(after, encoding="utf-8")
+    return int(check and before != after)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""One family of each kind of model: sampler, trainer and PEFT agree on an adapter, and the gradient is transformers'.
+`tests/slow/test_models.py` has all families."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from family_checks import GROUPS, agreement, gradient_gap
+from model_families import FAMILIES
+
+DOCS = Path(__file__).parents[2] / "docs"
+HOW = "if this is meant, write docs/models.json anew (the head of tests/slow/test_models.py says how)"
+PACKED = ("qwen3_moe", "gemma4", "smollm3", "gpt_neox")
+PLAIN = ("gpt_oss", "llama4_text", "deepseek_v3", "qwen3_next", "lfm2", "falcon_h1", "granitemoehybrid", "mamba")
+
+
+@pytest.mark.parametrize("family", [*PACKED, *PLAIN])
+def test_sampler_trainer_and_peft_agree_on_an_adapter(make_base, tmp_path: Path, family: str) -> None:
+    """On prompts of several lengths, in float32; where the model cannot run packed, by its own forward."""
+    base, again = (make_base(family, dtype=torch.float32) for _ in range(2))
+    found = agreement(base, again, tmp_path)
+    assert found.gap < FAMILIES[family].rounding and found.peft_gap < 1e-4
+    measured = ("gap", "peft_gap")
+    known = json.loads((DOCS / "models.json").read_text(encoding="utf-8"))["families"][family]
+    for name, value in asdict(found).items():
+        assert name in measured or known[name] == (list(value) if name == "targets" else value), HOW
+
+
+def test_the_page_of_models_is_what_the_script_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
+    import generate_models
+
+    data = json.loads(generate_models.DATA.read_text(encoding="utf-8"))["families"]
+    assert list(data) == list(FAMILIES) and {key: row["name"] for key, row in data.items()} == {
+        key: family.name for key, family in FAMILIES.items()
+    }, HOW
+    text = generate_models.TARGET.read_text(encoding="utf-8")
+    assert generate_models.page(text) == text, "run: python docs/generate_models.py"
+    for row in data.values():
+        assert f"| {row['name']} | `{row['class']}` | {row['sampled']} | {row['trained']} |" in text
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "qwen3_next"])
+def test_the_gradient_is_that_of_transformers_and_peft(make_base, make_samples, tmp_path: Path, family: str) -> None:
+    """Packed or padded rows of several samples against one row after another, in float64."""
+    base, again = (make_base(family) for _ in range(2))
+    assert gradient_gap(base, again, make_samples(GROUPS), tmp_path) < 1e-6
