@@ -25,7 +25,7 @@ from step_sides import MIB, peak, resident, restart_peak
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from groupwise.algo.loss import resolve_loss
-from groupwise.config.run import LoraSpec
+from groupwise.config.lora import LoraSpec
 from groupwise.model.attention import SharedPrompts
 from groupwise.model.backbone import is_lean
 from groupwise.model.load import LoadedModel, load_model, wrap_model

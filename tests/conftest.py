@@ -203,7 +203,7 @@ def make_samples() -> Callable[..., list[Sample]]:
 @pytest.fixture(scope="session")
 def make_adapter(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`make_adapter(base, seed=1)`: a saved adapter both of whose halves are random, so that it changes every logit."""
-    from groupwise.config.run import LoraSpec
+    from groupwise.config.lora import LoraSpec
     from groupwise.train.learner import Learner
 
     def make(base: LoadedModel, *, seed: int = 0, rank: int = 3) -> Path:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.config.run import LoraSpec
+from groupwise.config.lora import LoraSpec
 from groupwise.errors import ModelError
 from groupwise.model.load import load_model, weights_hash
 from groupwise.store.share import attach_weights

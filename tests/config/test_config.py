@@ -186,7 +186,10 @@ def test_all_problems_are_reported_together(write):
         ({"algo": {"advantage": "mean", "aggregation": "normalize_then_sum"}}, "'mean' does not act with aggregation"),
         ({"train": {"steps": True}}, "train.steps: True is not valid"),
         ({"train": {"learning_rate": float("nan")}}, "train.learning_rate: nan is not valid"),
-        ({"train": {"lora": {"targets": []}}}, "train.lora.targets: [] is not valid; write all-linear or a list"),
+        (
+            {"train": {"lora": {"targets": []}}},
+            "train.lora.targets: [] is not valid; write all-linear, experts or a list",
+        ),
         ({"train": None}, "train: None is not valid; it must be a mapping"),
         ({3: 4}, "[3]: every key must be a string"),
     ],

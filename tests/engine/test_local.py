@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from groupwise.config.run import LoraSpec
+from groupwise.config.lora import LoraSpec
 from groupwise.engine import packed
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.sampling import sample_tokens

@@ -9,7 +9,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerBase, Qwen3Config
 
 from groupwise.algo.loss import resolve_loss
-from groupwise.config.run import LoraSpec
+from groupwise.config.lora import LoraSpec
 from groupwise.model.attention import PrefixTree, SharedPrompts
 from groupwise.model.backbone import is_lean
 from groupwise.model.load import LoadedModel, wrap_model

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from groupwise.config.run import LoraSpec
+from groupwise.config.lora import LoraSpec
 from groupwise.model.attention import SharedPrompts
 from groupwise.model.backbone import Backbone, project_plainly
 from groupwise.model.load import share_weights

@@ -16,7 +16,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from groupwise.algo.loss import resolve_loss
-from groupwise.config.run import LoraSpec
+from groupwise.config.lora import LoraSpec
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import Interrupted
 from groupwise.run import job as train_job

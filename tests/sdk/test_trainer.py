@@ -15,8 +15,8 @@ import pytest
 import torch
 from sdk_cases import ADAM, gradient, scored, sequences, weights
 
+from groupwise.config.lora import LoraSpec
 from groupwise.config.loss import resolve_loss
-from groupwise.config.run import LoraSpec
 from groupwise.errors import ConfigError, ContextLengthError, DataError, StorageError, TrainingError
 from groupwise.model.load import LoadedModel, plain_attention
 from groupwise.sdk import losses

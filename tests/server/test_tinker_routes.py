@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("google.protobuf")
 
-from groupwise.config.run import LoraSpec
+from groupwise.config.lora import LoraSpec
 from groupwise.sdk.datums import Datum
 from groupwise.sdk.trainer import AdamParams, TrainingService
 from groupwise.server.tinker.routes import NOT_OFFERED

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from groupwise.config.run import LoraSpec
+from groupwise.config.lora import LoraSpec
 from groupwise.model.load import LoadedModel
 from groupwise.store.archive import stream_archive
 from groupwise.train.lora import add_lora, lora_tensors, save_lora

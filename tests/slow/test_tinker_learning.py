@@ -21,7 +21,7 @@ pytest.importorskip("tinker", "0.38")
 import tinker
 
 from crash.place import Place, a_place
-from groupwise.config.run import LoraSpec
+from groupwise.config.lora import LoraSpec
 from groupwise.engine.local import LocalEngine
 from groupwise.model.chat import encode_prompt
 from groupwise.model.load import LoadedModel, load_model

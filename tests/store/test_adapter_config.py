@@ -152,7 +152,7 @@ def test_what_the_engine_computes_is_what_peft_computes(make_base, tmp_path: Pat
         ({"use_dora": True}, "DoRA is not served"),
         ({"modules_to_save": ["lm_head"]}, "whole layers are not served"),
         ({"bias": "all"}, "biases are not served"),
-        ({"target_parameters": ["q_proj"]}, "only the weights of linear layers can be adapted"),
+        ({"target_parameters": ["q_proj"]}, "only weights of linear layers, of routers and of fused experts"),
         ({"target_parameters": ["q_proj.weight"]}, "PEFT takes only one of the two"),
         ({"target_modules": [], "target_parameters": ["v_proj.weight"]}, "target_modules does not name it"),
         ({"lora_bias": True}, "'lora_bias' is set"),

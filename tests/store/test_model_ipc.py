@@ -20,7 +20,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from forked import forked
-from groupwise.config.run import LoraSpec
+from groupwise.config.lora import LoraSpec
 from groupwise.errors import ModelError
 from groupwise.model.load import LoadedModel, load_model, weights_hash
 from groupwise.run import job_queue, worker

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from groupwise.config.run import LoraSpec
+from groupwise.config.lora import LoraSpec
 from groupwise.model.load import load_model, weights_hash
 from groupwise.store.share import is_mapped, map_weights
 from groupwise.train.learner import Learner

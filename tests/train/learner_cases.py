@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from groupwise.algo.loss import resolve_loss
-from groupwise.config.run import LoraSpec
+from groupwise.config.lora import LoraSpec
 from groupwise.train.learner import Learner
 from groupwise.types import Sample
 

@@ -13,7 +13,7 @@ import torch
 from learner_cases import SPECS, on_policy
 from torch.distributed.tensor import DTensor
 
-from groupwise.config.run import LoraSpec
+from groupwise.config.lora import LoraSpec
 from groupwise.train.learner import Learner
 from groupwise.types import Sample
 

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from groupwise.algo.loss import resolve_loss
-from groupwise.config.run import LoraSpec, OptimizerConfig
+from groupwise.config.lora import LoraSpec
+from groupwise.config.run import OptimizerConfig
 from groupwise.errors import AdapterError, ConfigError, TrainingError
 from groupwise.train.learner import Learner
 from groupwise.train.reference import Reference

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import closing
 from pathlib import Path
 
 import peft
@@ -12,12 +13,14 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
-from groupwise.config.run import LoraSpec
+from groupwise.config.lora import LoraSpec
+from groupwise.engine.local import LocalEngine
 from groupwise.errors import AdapterError, ConfigError
 from groupwise.model.load import share_weights
-from groupwise.store.files import check_adapter
+from groupwise.store.files import adapted_names, check_adapter
 from groupwise.train.learner import Learner
 from groupwise.train.lora import adapter_off, add_lora, load_lora, lora_tensors, save_lora
+from groupwise.types import PolicyVersion
 
 
 def an_adapted_model(base, *, seed: int = 0, spec: LoraSpec = LoraSpec(rank=3, alpha=7.0)):
@@ -140,7 +143,7 @@ DEFAULT = {
     "gpt_oss": ATTENTION,
     "llama4_text": ATTENTION | DENSE,
 }
-PADDED = pytest.mark.filterwarnings("ignore:.*cannot be trained in packed rows:UserWarning")
+PADDED = pytest.mark.filterwarnings("ignore:.*in packed rows.*:UserWarning")
 
 
 @PADDED
@@ -180,9 +183,9 @@ def test_peft_loads_an_adapter_of_a_mixture(make_base, make_samples, tmp_path: P
     ("family", "targets", "message"),
     [
         ("qwen3_moe", ["q_proj", "down_proj"], "'down_proj' is the tensor model.layers.0.mlp.experts.down_proj, not"),
-        ("qwen3_moe", ["gate_up_proj"], "experts that are fused into one tensor are not supported"),
-        ("mixtral", ["experts"], "of type MixtralExperts and not a linear layer: adapters of experts that are fused"),
-        ("qwen3_moe", ["gate"], "gate, which is of type Qwen3MoeTopKRouter and not a linear layer"),
+        ("qwen3_moe", ["gate_up_proj"], "write experts.gate_up_proj"),
+        ("gpt_oss", ["experts.down_proj_bias"], "'experts.down_proj_bias' is the tensor model.layers.0.mlp.experts"),
+        ("llama4_text", "experts", "has no module 'experts'"),
         ("llama4_text", ["lm_head"], "is the LM head"),
     ],
 )
@@ -192,6 +195,106 @@ def test_experts_and_routers_that_cannot_be_adapted(make_base, family: str, targ
     with pytest.raises(ConfigError, match=re.escape(message)):
         add_lora(model, LoraSpec(targets=targets), seed=0)
     assert [name for name, _ in model.named_parameters()] == before
+
+
+ROUTER = {"gpt_oss": "router"}
+EXPERT_TARGETS = [
+    "experts",
+    ["all-linear", "experts"],
+    ["experts.down_proj"],
+    ["router", "o_proj"],
+    ["experts", "router"],
+]
+
+
+@PADDED
+@pytest.mark.parametrize("family", [family for family in DEFAULT if family != "llama4_text"])
+@pytest.mark.parametrize("targets", EXPERT_TARGETS, ids=str)
+def test_peft_loads_an_adapter_of_experts_and_of_routers(make_base, make_samples, tmp_path: Path, family: str, targets):
+    """In PEFT, the learner and the engine: the same log-probabilities, also after it was loaded again."""
+    base, version = make_base(family), PolicyVersion("math", 1)
+    targets = targets if targets == "experts" else [ROUTER.get(family, "gate") if x == "router" else x for x in targets]
+    spec = LoraSpec(rank=3, alpha=6.0, targets=targets)
+    learner = Learner(base, lora=spec)
+    names = {name.rpartition(".lora_")[0] for name in lora_tensors(learner.model)}
+    g = torch.Generator().manual_seed(0)
+    for parameter in learner.parameters:
+        parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=g))
+    learner.save_adapter(tmp_path)
+    check_adapter(tmp_path)
+    theirs = peft.PeftModel.from_pretrained(make_base(family).model, str(tmp_path), autocast_adapter_dtype=False)
+    assert {name.rpartition(".lora_")[0] for name, _ in theirs.named_parameters() if ".lora_A." in name} == names
+    again = Learner(base, lora=spec.model_copy(update={"targets": tuple(adapted_names(tmp_path))}))
+    again.load_adapter(tmp_path)
+    samples = make_samples(((4, (6, 9)), (3, (5,))), holes=False)
+    with closing(LocalEngine(base, max_rows=4)) as engine:
+        engine.load(version, tmp_path)
+        for sample, mine, loaded in zip(samples, learner.forward(samples), again.forward(samples), strict=True):
+            ids = torch.tensor([(*sample.prompt_ids, *sample.completion_ids)])
+            with torch.no_grad():
+                logp = theirs(input_ids=ids).logits[0].log_softmax(-1)
+            expected = [float(logp[t - 1, ids[0, t]]) for t in range(len(sample.prompt_ids), ids.shape[1])]
+            assert mine == pytest.approx(expected, abs=1e-5) and loaded == mine
+            assert engine.score(sample.prompt_ids, sample.completion_ids, version) == pytest.approx(expected, abs=1e-5)
+    assert learner.forward(samples, reference=True)[0] != pytest.approx(learner.forward(samples)[0], abs=1e-2)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])  # the two layouts of the parameters
+def test_experts_and_routers_have_the_gradients_of_peft(make_base, tmp_path: Path, family: str):
+    targets = ["experts", ROUTER.get(family, "gate")]
+    model = make_base(family).model
+    config = add_lora(model, LoraSpec(rank=3, alpha=6.0, targets=targets), seed=0)
+    g = torch.Generator().manual_seed(0)
+    for tensor in lora_tensors(model).values():
+        tensor.data.copy_(0.3 * torch.randn(tensor.shape, generator=g))
+    save_lora(model, config, tmp_path, base_name="tiny")
+    theirs = peft.PeftModel.from_pretrained(
+        make_base(family).model, str(tmp_path), is_trainable=True, autocast_adapter_dtype=False
+    )
+    ids = torch.arange(3, 14)[None]
+    for each in (model, theirs):
+        (
+            each(input_ids=ids).logits.log_softmax(-1)[0, :-1] * torch.nn.functional.one_hot(ids[0, 1:], 280)
+        ).sum().backward()
+    gradients = {name.replace(".default.", "."): p.grad for name, p in theirs.named_parameters() if p.requires_grad}
+    mine = lora_tensors(model)
+    assert (
+        gradients.keys() == mine.keys() and len(mine) == 2 * 2 * 3
+    )  # A and B, two layers, two parameters and a router
+    for name, tensor in mine.items():
+        assert tensor.grad is not None and tensor.grad.abs().max() > 0
+        torch.testing.assert_close(tensor.grad, gradients[name], atol=1e-9, rtol=1e-6)
+
+
+def test_dropout_acts_on_experts(make_base):
+    """On the input of their adapters, while training only."""
+    model = make_base("qwen3_moe").model
+    add_lora(model, LoraSpec(rank=3, dropout=0.5, targets=["experts", "gate"]), seed=0)
+    for tensor in lora_tensors(model).values():
+        tensor.data.normal_()
+    ids = torch.arange(3, 14)[None]
+    with torch.no_grad():
+        assert torch.equal(*(model.eval()(input_ids=ids).logits for _ in range(2)))
+        assert not torch.equal(*(model.train()(input_ids=ids).logits for _ in range(2)))
+
+
+def test_an_adapter_of_the_other_parameter_does_not_fit(make_base, tmp_path: Path):
+    """Its tensors have the same names, and may have the same shapes: the targets say which parameter they are of."""
+    base = make_base("mixtral", intermediate_size=32)
+    model = share_weights(base.model)
+    config = add_lora(model, LoraSpec(targets=["experts.down_proj"]), seed=0)
+    save_lora(model, config, tmp_path, base_name="tiny")
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert saved["target_parameters"] == ["down_proj"]
+    (tmp_path / "adapter_config.json").write_text(json.dumps(saved | {"target_parameters": ["gate_up_proj"]}))
+    with pytest.raises(AdapterError, match=r"has .*experts.gate_up_proj where training has .*experts.down_proj"):
+        load_lora(model, config, tmp_path)
+
+
+def test_experts_whose_forward_cannot_be_exchanged(make_base):
+    model = make_base("llama4_text", moe_layers=[1]).model
+    with pytest.raises(ConfigError, match=r"of type Llama4TextExperts .* has no exchangeable forward of these experts"):
+        add_lora(model, LoraSpec(targets="experts"), seed=0)
 
 
 @PADDED

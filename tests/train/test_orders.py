@@ -12,7 +12,7 @@ import torch
 from learner_cases import LORA, SPECS
 from parallel_cases import MICRO_TOKENS, RATE, UNEVEN, assert_alike, everything, near_policy, start, whole
 
-from groupwise.config.run import LoraSpec
+from groupwise.config.lora import LoraSpec
 from groupwise.errors import ConfigError, RankLostError, RewardError, TrainingError
 from groupwise.train.distributed import end, follow, strategy_of
 from groupwise.train.learner import Learner

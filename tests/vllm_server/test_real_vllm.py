@@ -26,7 +26,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from groupwise.config.engine import VllmConfig
-from groupwise.config.run import LoraSpec, load_config
+from groupwise.config.lora import LoraSpec
+from groupwise.config.run import load_config
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.vllm.engine import VllmEngine
 from groupwise.engine.vllm.handshake import linear_names

@@ -20,19 +20,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
+from groupwise.config.lora import Alpha, Dropout, LoraSpec, Rank, Targets
 from groupwise.config.loss import LossSpec, loss_of
 from groupwise.config.run import (
     OTHER_NAMES,
     AlgoConfig,
-    Alpha,
-    Dropout,
     LearningRate,
-    LoraSpec,
     OptimizerConfig,
-    Rank,
     RolloutConfig,
     Steps,
-    Targets,
     Temperature,
 )
 from groupwise.config.yaml import AdapterName, Document, NullIsAbsent, Section, conflict, validate
@@ -56,6 +52,12 @@ def _adapter(value: Any) -> Any:
     if isinstance(value, str) and not _ADAPTER.fullmatch(value):
         raise ValueError(f"{value[:80]!r} is not valid; write 'name', 'name@3' or {BASE!r}")
     return value
+
+
+def _targets_of(saved: Mapping[str, Any]) -> Any:
+    """What PEFT's configuration targets: modules, and parameters of modules."""
+    modules, parameters = saved.get("target_modules"), saved.get("target_parameters") or ()
+    return [*(modules or ()), *parameters] if parameters and not isinstance(modules, str) else modules
 
 
 def _default_kl_coeff(given: Mapping[str, Any]) -> float | None:
@@ -90,8 +92,9 @@ class JobConfig(NullIsAbsent, OptimizerConfig, JobAdapterOptions):  # the target
     lora_dropout: Dropout = LoraSpec().dropout
     """Dropout on the adapter's input while training."""
     target_modules: Targets | None = None
-    """`all-linear` (the projections of attention and of dense MLPs; no router, no routed expert) or names of linear
-    modules; null is those of the adapter that is continued, all-linear for a fresh one."""
+    """`all-linear` (the projections of attention and of dense MLPs), `experts` (the routed experts of a mixture), or a
+    list of these and of names of modules; null is those of the adapter that is continued, all-linear for a fresh
+    one."""
     checkpoint_interval: int | None = Field(default=None, ge=1)
     """Steps between checkpoints, from which the job goes on if its worker dies; null is 10."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -119,7 +122,7 @@ class JobConfig(NullIsAbsent, OptimizerConfig, JobAdapterOptions):  # the target
         found = {
             "lora_rank": own.get("r"),
             "lora_alpha": own.get("lora_alpha"),
-            "target_modules": own.get("target_modules"),
+            "target_modules": _targets_of(own),
             "checkpoint_interval": CHECKPOINT_INTERVAL,
         }
         return {name: value for name, value in found.items() if getattr(self, name) is None}

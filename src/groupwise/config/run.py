@@ -22,6 +22,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 
 from groupwise.config.engine import Engine, VllmConfig
 from groupwise.config.launch import Launcher, LauncherConfig
+from groupwise.config.lora import LoraSpec
 from groupwise.config.yaml import AdapterName, Document, Name, Section, Text, Texts, conflict, to_yaml, validate
 from groupwise.errors import ConfigError
 from groupwise.types import NARROWING, SamplingParams
@@ -29,8 +30,6 @@ from groupwise.types import NARROWING, SamplingParams
 # ----------------------------------------------------------------------------------------------------------------------
 # What the learner reads of a configuration: advantages and the loss, the optimizer, the adapter.
 # ----------------------------------------------------------------------------------------------------------------------
-
-ALL_LINEAR = "all-linear"
 
 
 def _published_advantage(given: Mapping[str, Any]) -> Literal["group_std", "mean"]:
@@ -157,43 +156,18 @@ class RunAlgoConfig(AlgoConfig):
             raise conflict(key, f"{value!r} {why}")
 
 
-def _targets(value: Any) -> Any:
-    if value == "all-linear" or (isinstance(value, list | tuple) and value and all(isinstance(x, str) for x in value)):
-        return value if isinstance(value, str) else tuple(value)
-    raise ValueError(f"{value!r} is not valid; write all-linear or a list of module names such as [q_proj, v_proj]")
-
-
 def _betas(betas: tuple[float, float]) -> tuple[float, float]:
     if not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"{list(betas)} is not valid; both must be in [0, 1)")
     return betas
 
 
-Targets = Annotated[str | tuple[str, ...], BeforeValidator(_targets)]
 Betas = Annotated[tuple[float, float], Field(strict=False), AfterValidator(_betas)]
 
 
-MAX_ALPHA = 1e6  # in practice it is a few times the rank; far beyond that float32 overflows
-Rank = Annotated[int, Field(ge=1, le=4096)]
-Alpha = Annotated[float, Field(gt=0, le=MAX_ALPHA)]
-Dropout = Annotated[float, Field(ge=0, lt=1)]
 LearningRate = Annotated[float, Field(ge=0, le=1)]
 Steps = Annotated[int, Field(ge=0)]
 Temperature = Annotated[float, Field(gt=0, le=10)]
-
-
-class LoraSpec(Section):
-    """The adapter that is trained, in a run's `train.lora`, of a job and in the SDK."""
-
-    rank: Rank = 16
-    """Rank of the two matrices."""
-    alpha: Alpha = 32.0
-    """Scale: the update is multiplied by alpha / rank."""
-    dropout: Dropout = 0.0
-    """Dropout on the adapter's input while training."""
-    targets: Targets = "all-linear"
-    """Names of linear modules to adapt, or `all-linear`: the projections of attention and of dense MLPs, shared experts
-    included; no router, no routed expert, not the LM head."""
 
 
 class OptimizerConfig(Section):

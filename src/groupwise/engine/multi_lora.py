@@ -14,6 +14,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,11 +23,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
+from groupwise.config.lora import EXPERT_PARAMETERS
 from groupwise.errors import AdapterError
 from groupwise.model.backbone import is_lean
 from groupwise.model.load import is_linear
-from groupwise.store.adapter_config import applied_scales, check_config
+from groupwise.model.mixture import Routed, experts_forward, fused_parameters, is_router, low_rank, router_forward
+from groupwise.store.adapter_config import adapted, check_config
 
 MERGED_BYTES = 1 << 30
 
@@ -35,7 +39,8 @@ _PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """One adapter: module name -> (A transposed [in, r], B transposed and scaled [r, out])."""
+    """One adapter: module name -> (A transposed [in, r], B transposed and scaled [r, out]); of a parameter of E
+    experts, `<module>.gate_up_proj` -> ([E, in, r], [E, r, out])."""
 
     pairs: dict[str, tuple[Tensor, Tensor]]
 
@@ -53,14 +58,16 @@ def read_adapter(directory: Path, *, device: torch.device) -> AdapterWeights:
         raise AdapterError(
             f"the adapter in {directory} is not plain LoRA: the tensor {min(unknown)!r} is one too many or missing"
         )
-    modules = {name: name.removeprefix(_PREFIX) for name in names}
     check_config(config)
-    scales = applied_scales(config, {modules[name]: tensors[f"{name}.lora_A.weight"].shape[0] for name in names})
+    rows = {name.removeprefix(_PREFIX): tensors[f"{name}.lora_A.weight"].shape[0] for name in names}
     pairs = {}
-    for name, module in modules.items():
-        a, b = (tensors[f"{name}.lora_{half}.weight"].to(device) for half in "AB")
+    for key, target in adapted(config, rows).items():
+        a, b = (tensors[f"{_PREFIX}{key}.lora_{half}.weight"].to(device) for half in "AB")
         exact = torch.float64 if a.dtype == torch.float64 else torch.float32
-        pairs[module] = (a.to(exact).T.contiguous(), b.to(exact).T.contiguous() * scales[module])
+        a, b = a.to(exact), b.to(exact)
+        if target.name != key:
+            a, b = target.unpacked(a, b)
+        pairs[target.name] = (a.mT.contiguous(), b.mT.contiguous() * target.scale)
     return AdapterWeights(pairs)
 
 
@@ -69,7 +76,7 @@ def add_adapters(parts: Sequence[tuple[AdapterWeights, float]]) -> AdapterWeight
     pairs = {}
     for name in dict.fromkeys(name for weights, _ in parts for name in weights.pairs):
         halves = [(*weights.pairs[name], scale) for weights, scale in parts if name in weights.pairs]
-        pairs[name] = torch.cat([a for a, _, _ in halves], 1), torch.cat([b * scale for _, b, scale in halves], 0)
+        pairs[name] = torch.cat([a for a, _, _ in halves], -1), torch.cat([b * scale for _, b, scale in halves], -2)
     return AdapterWeights(pairs)
 
 
@@ -103,17 +110,34 @@ class AdapterBank:
     def prepare(self, weights: AdapterWeights) -> None:
         """Hook every module that `weights` targets. Raises AdapterError if one is missing or does not fit."""
         for name, (a, b) in weights.pairs.items():
-            module: Any = self._modules.get(name)
-            shape = _in_out(module)
-            if shape != (a.shape[0], b.shape[1]):
-                has = "no linear layer of that name" if shape is None else f"{shape}"
+            path, _, parameter = name.rpartition(".")
+            module: Any = self._modules.get(name) if a.ndim == 2 else self._modules.get(path)
+            shape = _in_out(module) if a.ndim == 2 else _experts_in_out(module, parameter)
+            wanted = (*a.shape[:-1], b.shape[-1])
+            if shape != wanted:
+                has = "no linear layer, router or experts of that name" if shape is None else f"{shape}"
                 raise AdapterError(
-                    f"the adapter targets {name!r} with shape {(a.shape[0], b.shape[1])}; this model has {has}",
-                    hint="the adapter was trained on another base model, or changes more than linear layers",
+                    f"the adapter targets {name!r} with shape {wanted}; this model has {has}",
+                    hint="the adapter was trained on another base model, or changes more than is served",
                 )
             if not self._lean and name not in self._hooked:
-                module.register_forward_hook(self._hook(name))
+                self._attach(name if a.ndim == 2 else path, module)
                 self._hooked.add(name)
+
+    def _attach(self, name: str, module: Any) -> None:
+        """Have a module apply the adapters of the batch: by a hook behind a linear layer, and as the forward of a
+        router or of experts, whose adapters act within."""
+        if is_linear(module):
+            module.register_forward_hook(self._hook(name))
+        elif name not in self._hooked:
+            own = module.forward
+            if is_router(module):
+                module.forward = lambda *args: router_forward(
+                    module, own, *args, delta=partial(self._router_delta, name)
+                )
+            else:
+                module.forward = lambda *args, **given: self._experts(name, module, own, *args, *given.values())
+            self._hooked.add(name)
 
     def forget(self, weights: AdapterWeights | None) -> None:
         """Drop merged weights of an adapter that is unloaded, or of base weights that have changed."""
@@ -173,6 +197,41 @@ class AdapterBank:
             else:
                 output = output.index_add(-2, rows, delta.to(output.dtype))
         return output
+
+    def _router_delta(self, name: str, x: Tensor) -> Tensor | None:
+        """What the adapters of the batch add to a router's logits."""
+        added = None
+        for weights, rows in self._now.batch:
+            if (pair := weights.pairs.get(name)) is not None:
+                mine = _delta(pair, x if rows is None else x[rows])
+                added = mine.new_zeros(len(x), mine.shape[-1]) if added is None else added
+                added = added + mine if rows is None else added.index_add(0, rows, mine)
+        return added
+
+    def _experts(self, path: str, module: Any, own: Callable[..., Tensor], x: Tensor, *routing: Tensor) -> Tensor:
+        """The forward of experts: the model's own where no adapter of the batch changes them."""
+        acting = [
+            (weights, rows) for weights, rows in self._now.batch
+            if any(f"{path}.{parameter}" in weights.pairs for parameter in EXPERT_PARAMETERS)
+        ]  # fmt: skip
+        if not acting:
+            return own(x, *routing)
+        own_tokens = [(weights, None if rows is None else _mask(rows, len(x))) for weights, rows in acting]
+
+        def delta(parameter: str, x_N: Tensor, routed: Routed) -> Tensor | None:
+            added = None
+            for weights, mask_S in own_tokens:
+                if (pair := weights.pairs.get(f"{path}.{parameter}")) is None:
+                    continue
+                if mask_S is None:
+                    return low_rank(x_N, *pair, routed.counts)  # the one policy of the batch
+                at = mask_S[routed.token_N].nonzero()[:, 0]
+                mine = Routed.of(routed.token_N[at], routed.expert_N[at], len(routed.counts))
+                added = pair[1].new_zeros(len(x_N), pair[1].shape[-1]) if added is None else added
+                added.index_add_(0, at, low_rank(x_N[at], *pair, mine.counts))
+            return added
+
+        return experts_forward(module, x, routing[0], routing[1], delta)
 
     def _hook(self, name: str) -> Callable[..., Tensor]:
         return lambda module, args, output: self._adapted(name, args[0], output)
@@ -244,9 +303,24 @@ class Products:
 
 
 def _in_out(module: nn.Module | None) -> tuple[int, int] | None:
-    """(inputs, outputs) of a linear module; transformers' Conv1D keeps its weight transposed. None: it is none."""
-    if module is None or not is_linear(module):
+    """(inputs, outputs) of a linear module or a router; transformers' Conv1D keeps its weight transposed. None: it is
+    neither."""
+    if module is None or not (is_linear(module) or is_router(module)):
         return None
     weight: Any = module.weight
     rows, columns = weight.shape
-    return (columns, rows) if isinstance(module, nn.Linear) else (rows, columns)
+    return (rows, columns) if isinstance(module, Conv1D) else (columns, rows)
+
+
+def _experts_in_out(module: Any, parameter: str) -> tuple[int, int, int] | None:
+    """(experts, inputs, outputs) of a parameter of experts; None: it is none."""
+    if module is None or parameter not in fused_parameters(module):
+        return None
+    experts, rows, columns = getattr(module, parameter).shape
+    return (experts, rows, columns) if module.is_transposed else (experts, columns, rows)
+
+
+def _mask(rows: Tensor, size: int) -> Tensor:
+    mask = torch.zeros(size, dtype=torch.bool, device=rows.device)
+    mask[rows] = True
+    return mask

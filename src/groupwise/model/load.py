@@ -30,10 +30,11 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from groupwise.config.hub import model_path, reading
-from groupwise.config.run import ALL_LINEAR
+from groupwise.config.lora import ALL_LINEAR, EXPERTS
 from groupwise.errors import FieldError, ModelError
 from groupwise.model.attention import ATTENTION
 from groupwise.model.chat import stop_ids
+from groupwise.model.mixture import fused_parameters, is_router
 
 _UNREADABLE = (OSError, ValueError, KeyError, SafetensorError)
 
@@ -204,12 +205,15 @@ def weights_hash(model: nn.Module) -> str:
 class AdaptableModules:
     """Which modules of a model an adapter can change: names only, so that it can be asked where the model is not.
 
-    `refused` has the modules of the text decoder in the model's order, and why each takes no adapter, or None.
+    `refused` has the modules of the text decoder in the model's order, and after fused experts their parameters, and
+    why each takes no adapter, or None. `experts` are modules of experts, and what adapters of them change: their fused
+    parameters, or their linear layers.
     """
 
     architecture: str
     refused: Mapping[str, str | None]
     all_linear: tuple[str, ...]
+    experts: Mapping[str, tuple[str, ...]]
     tensors: tuple[str, ...]
 
     @classmethod
@@ -219,47 +223,77 @@ class AdaptableModules:
         text: Any = model if config.get_text_config() is config else model.get_decoder()  # without a vision tower
         ours = {id(module) for module in text.modules()}
         modules = {name: module for name, module in every.items() if id(module) in ours or module is head}
-        refused = {name: _why_not(model, name, module) for name, module in modules.items()}
-        all_linear = tuple(name for name, why in refused.items() if why is None and not _is_routed(name, every))
-        return cls(type(model).__name__, refused, all_linear, tuple(name for name, _ in model.named_parameters()))
+        refused: dict[str, str | None] = {}
+        experts: dict[str, tuple[str, ...]] = {}
+        for name, module in modules.items():
+            refused[name] = _why_not(model, name, module)
+            fused = [f"{name}.{parameter}" for parameter in fused_parameters(module)]
+            if fused and name.rpartition(".")[2] == EXPERTS:
+                refused |= dict.fromkeys(fused)
+                experts[name] = tuple(fused)
+        for name in modules:
+            if name.rpartition(".")[2] == EXPERTS and name not in experts:
+                inside = (each for each in modules if each.startswith(f"{name}.") and refused[each] is None)
+                experts[name] = tuple(inside)
+        fused = {parameter for parameters in experts.values() for parameter in parameters}
+        linear = [name for name, why in refused.items() if why is None and name not in fused]
+        all_linear = tuple(name for name in linear if not _is_routed(name, every))
+        tensors = tuple(name for name, _ in model.named_parameters())
+        return cls(type(model).__name__, refused, all_linear, experts, tensors)
+
+    def has(self, target: str) -> bool:
+        """Whether there is a module of this name."""
+        return any(_names(target, name) and self._may_be_meant(target, name) for name in self.refused)
 
     def meant(self, targets: str | Sequence[str]) -> list[str]:
         """As `adapted_modules`."""
-        if targets == ALL_LINEAR:
-            if not self.all_linear:
-                raise _target_error(f": {self.architecture} has no linear layer that {ALL_LINEAR} means", hint=None)
-            return list(self.all_linear)
-        if isinstance(targets, str):
+        if isinstance(targets, str) and targets not in (ALL_LINEAR, EXPERTS):
             raise _target_error(f" is {targets!r}")
         wanted: set[str] = set()
-        for target in targets:
-            found = [name for name in self.refused if _names(target, name)]
-            if not found:
-                raise self._not_found(target)
-            for name in found:
-                if why := self.refused[name]:
-                    raise _target_error(f": {target[:64]!r} {why}")
-            wanted.update(found)
+        for target in [targets] if isinstance(targets, str) else targets:
+            wanted.update(self._named(target))
         return [name for name in self.refused if name in wanted]
+
+    def _named(self, target: str) -> Sequence[str]:
+        """What one target means."""
+        if target == ALL_LINEAR:
+            if not self.all_linear:
+                raise _target_error(f": {self.architecture} has no linear layer that {ALL_LINEAR} means", hint=None)
+            return self.all_linear
+        found = [name for name in self.refused if _names(target, name) and self._may_be_meant(target, name)]
+        if not found:
+            raise self._not_found(target)
+        for name in found:
+            if not self.experts.get(name) and (why := self.refused[name]):
+                raise _target_error(f": {target[:64]!r} {why}")
+        return [each for name in found for each in self.experts.get(name) or (name,)]
+
+    def _may_be_meant(self, target: str, name: str) -> bool:
+        """Parameters of experts are meant only by names that say so, as dense layers are called `down_proj` too."""
+        return name not in self.tensors or EXPERTS in target.split(".")
 
     def _not_found(self, target: str) -> FieldError:
         tensor = next((name for name in self.tensors if _names(target, name)), None)
         if tensor is None:
-            return _target_error(f": {self.architecture} has no module {target[:64]!r}")
-        experts = _EXPERTS if "experts" in tensor.split(".") else ""
-        return _target_error(f": {target[:64]!r} is the tensor {tensor}, not a linear layer{experts}")
+            hint = "this model has no experts" if target == EXPERTS else _TARGETS_HINT
+            return _target_error(f": {self.architecture} has no module {target[:64]!r}", hint=hint)
+        module = tensor.rpartition(".")[0]
+        hint = f"write {EXPERTS}.{target}" if tensor in self.experts.get(module, ()) else _TARGETS_HINT
+        return _target_error(f": {target[:64]!r} is the tensor {tensor}, not a linear layer", hint=hint)
 
 
 def adapted_modules(model: PreTrainedModel, targets: str | Sequence[str]) -> list[str]:
-    """The linear modules that an adapter with these targets changes: their full names, in the model's order.
+    """What an adapter with these targets changes: full names of linear modules, of routers, and of the parameters of
+    experts, in the model's order.
 
     `all-linear` is every linear layer of the text decoder but the LM head: the projections of attention and of dense
-    MLPs, shared experts included. It is neither a router nor a routed expert. Names mean the modules that have them, or
-    whose last parts they are, and may name a router that is a linear layer.
+    MLPs, shared experts included. It is neither a router nor a routed expert. `experts` is all routed experts. Names
+    mean the modules that have them, or whose last parts they are, and may name a router (`gate`, `mlp.router`) or a
+    parameter of experts (`experts.down_proj`).
 
     Raises:
         FieldError: a target names no module of the model, the LM head, or something that is not a linear layer, such
-            as an embedding or experts that are fused into one tensor.
+            as an embedding.
     """
     return AdaptableModules.of(model).meant(targets)
 
@@ -270,8 +304,8 @@ def is_linear(module: nn.Module) -> bool:
     return plain or isinstance(module, Conv1D) or type(module).__name__ == "FalconLinear"
 
 
-_EXPERTS = ": adapters of experts that are fused into one tensor are not supported"
-_TARGETS_HINT = f'use "{ALL_LINEAR}" or names of linear modules, such as [q_proj, v_proj]'
+_EXPERTS = ": transformers has no exchangeable forward of these experts, so they take no adapter"
+_TARGETS_HINT = f'use "{ALL_LINEAR}", "{EXPERTS}" or names of linear modules, such as [q_proj, v_proj]'
 
 
 def _target_error(message: str, *, hint: str | None = _TARGETS_HINT) -> FieldError:
@@ -304,8 +338,8 @@ def _why_not(model: PreTrainedModel, name: str, module: nn.Module) -> str | None
     """Why a module takes no adapter; None if it does."""
     if module is model.get_output_embeddings():
         return "is the LM head, which takes no adapter here"
-    if not is_linear(module):
-        experts = _EXPERTS if "experts" in name.split(".") else ""
+    if not is_linear(module) and not is_router(module):
+        experts = _EXPERTS if EXPERTS in name.split(".") else ""
         return f"is {name}, which is of type {type(module).__name__} and not a linear layer{experts}"
     if _is_passed_over(model, name):
         return f"is {name}, whose weight the kernels of {model.config.model_type} take without its adapter"

@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 
 from groupwise.algo.metrics import Metrics
 from groupwise.config.job import CHECKPOINT_INTERVAL, JobConfig, parse_job_config
-from groupwise.config.run import LoraSpec
+from groupwise.config.lora import LoraSpec
 from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, Interrupted, TrainingError
 from groupwise.model.load import LoadedModel
 from groupwise.run.health import examine_job

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from groupwise.config.run import LoraSpec
+from groupwise.config.lora import LoraSpec
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.model.load import LoadedModel, load_model

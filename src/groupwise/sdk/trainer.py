@@ -39,8 +39,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as write
 
 from groupwise.algo.loss import rescaled
 from groupwise.algo.metrics import Metrics
+from groupwise.config.lora import LoraSpec
 from groupwise.config.loss import LossSpec
-from groupwise.config.run import LoraSpec
 from groupwise.errors import ConfigError, ContextLengthError, DataError, StorageError, TrainingError
 from groupwise.model.load import LoadedModel
 from groupwise.model.packing import MicroBatch, count_sequences

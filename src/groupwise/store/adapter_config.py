@@ -1,13 +1,13 @@
 """PEFT's adapter_config.json: checked for options that would make PEFT compute something else than we serve.
 
     check_config    every option in its range; what would compute anything but W x + scale B A x is refused
-    applied_scales  the scale of each module's update, as PEFT has it; or why PEFT would not apply a tensor
+    adapted         what each pair of tensors changes and its scale, as PEFT has it; or why PEFT would not apply it
 
 When PEFT loads an adapter it first injects one into the model, as the configuration says: into the modules that
-`target_modules` names, without `exclude_modules` and within `layers_to_transform`, and into those whose weight
-`target_parameters` names; each of the first rank and alpha whose pattern matches its name. Then it fills in the tensors
-of the file, and drops those that found no place with a warning. We compute with every tensor of the file. So each of
-them must have a place, of its own rank.
+`target_modules` names, without `exclude_modules` and within `layers_to_transform`, into those whose weight
+`target_parameters` names, and around those whose experts' parameters it names (`ExpertTargets`); each of the first rank
+and alpha whose pattern matches its name. Then it fills in the tensors of the file, and drops those that found no place
+with a warning. We compute with every tensor of the file. So each of them must have a place, of its own rank.
 
 An adapter may come from anybody: no regular expression of it is run for long, and nothing here costs more than in
 proportion to the file.
@@ -18,12 +18,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import regex
 
-from groupwise.config.run import MAX_ALPHA
+from groupwise.config.lora import EXPERT_PARAMETERS, EXPERTS, MAX_ALPHA
 from groupwise.errors import AdapterError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CONFIG = "adapter_config.json"
 MAX_RANK = 4096
@@ -49,6 +52,7 @@ _REFUSED = {
 }
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")  # the others change the base weights too
 _WEIGHT = ".weight"
+_NESTED = ".base_layer"
 _NAMES = "give the names of the modules"
 _NAME = regex.compile(r"\^?[\w.]+")
 
@@ -110,10 +114,11 @@ def _check_targets(config: Mapping[str, Any]) -> None:
         elif value is not None and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
             _refuse(key, f"is {_shown(value)}; it must be a list of names of modules")
     weights: Any = config.get("target_parameters") or []
-    if not isinstance(weights, list) or not all(isinstance(name, str) and name.endswith(_WEIGHT) for name in weights):
+    if not isinstance(weights, list) or not all(isinstance(name, str) and _is_parameter(name) for name in weights):
         raise AdapterError(
-            f"{CONFIG}: target_parameters is {_shown(weights)}; only the weights of linear layers can be adapted",
-            hint="train an adapter without the experts that are fused into one tensor",
+            f"{CONFIG}: target_parameters is {_shown(weights)}; only weights of linear layers, of routers and of fused "
+            f"experts ({', '.join(EXPERT_PARAMETERS)}) can be adapted",
+            hint="train an adapter without the other parameters",
         )
     if not targets and not weights:
         _refuse("target_modules", f"is {_shown(targets)}; it must say which modules the adapter is for")
@@ -131,8 +136,100 @@ def _check_targets(config: Mapping[str, Any]) -> None:
         _refuse("layers_pattern", "is set without layers_to_transform; PEFT takes it only with that")
 
 
+class Adapted(NamedTuple):
+    """What one pair of an adapter's tensors changes, and how."""
+
+    name: str  # of a linear module or a router; of the experts' parameters, `<module>.gate_up_proj`
+    scale: float  # what PEFT multiplies B A by: alpha / r, or alpha / sqrt(r) with `use_rslora`
+    rank: int  # of one expert
+    experts: int  # 1 where it is no parameter of experts
+
+    def unpacked(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """The pair as in the file, A [E r, in] and B [out, r E], as A [E, r, in] and B [E, out, r]. PEFT has the rows
+        of A expert by expert, and the columns of B rank by rank."""
+        return a.view(self.experts, -1, a.shape[1]), b.view(b.shape[0], -1, self.experts).permute(2, 0, 1)
+
+
+def packed(a_ERI: Tensor, b_EOR: Tensor) -> tuple[Tensor, Tensor]:
+    """A [E, r, in] and B [E, out, r] as PEFT's files have them: the inverse of `Adapted.unpacked`."""
+    return a_ERI.flatten(0, 1), b_EOR.permute(1, 2, 0).flatten(1)
+
+
+def is_expert_parameter(name: str) -> bool:
+    """Whether this full name is that of a fused parameter of experts."""
+    module, _, parameter = name.rpartition(".")
+    return parameter in EXPERT_PARAMETERS and module.rpartition(".")[2] == EXPERTS
+
+
+class ExpertTargets:
+    """Which parameters of experts an adapter changes, and where PEFT's files have their tensors. Where it changes
+    several of one module, PEFT wraps one in the other in the order in which the module has them: the tensors of the
+    last are `<module>.lora_A`, of the one before it `<module>.base_layer.lora_A`."""
+
+    def __init__(self, config: Mapping[str, Any]):
+        self._wanted = frozenset(name for name in config.get("target_parameters") or () if not name.endswith(_WEIGHT))
+
+    def of(self, module: str) -> list[str]:
+        """The full names of those of a module, in that order."""
+        every = [f"{module}.{parameter}" for parameter in EXPERT_PARAMETERS] if self._wanted else []
+        named = (name for name in every if is_expert_parameter(name))
+        return [name for name in named if any(name[start:] in self._wanted for start in _starts(name))]
+
+    def name(self, key: str) -> str:
+        """What the tensors `<key>.lora_A.weight` change: the module `key`, or a parameter of experts. Raises
+        AdapterError where PEFT would have no place for them."""
+        module, depth = key, 0
+        while module.endswith(_NESTED):
+            module, depth = module.removesuffix(_NESTED), depth + 1
+        parameters = self.of(module)
+        if not parameters and not depth:
+            return key
+        if depth >= len(parameters):
+            raise AdapterError(
+                f"{CONFIG}: PEFT would not apply the tensors of {key[:120]!r}: target_parameters names "
+                f"{len(parameters)} of this module",
+                hint="name the parameters of the experts in target_parameters",
+            )
+        return parameters[-1 - depth]
+
+    def key(self, name: str) -> str:
+        """The inverse of `name`."""
+        module = name.rpartition(".")[0]
+        if not is_expert_parameter(name) or name not in (parameters := self.of(module)):
+            return name
+        return module + _NESTED * (len(parameters) - 1 - parameters.index(name))
+
+
+def adapted(config: Mapping[str, Any], rows: Mapping[str, int]) -> dict[str, Adapted]:
+    """Key of a pair of tensors (without `.lora_A.weight`) -> what PEFT does with it.
+
+    Args:
+        config: passes `check_config`.
+        rows: key, as in the file without PEFT's prefix -> the rows of its lora_A: the rank, or experts times rank.
+
+    Raises AdapterError if PEFT would give a module another rank, or would not adapt it at all.
+    """
+    targets = ExpertTargets(config)
+    names = {key: targets.name(key) for key in rows}
+    plain = {key: count for key, count in rows.items() if names[key] == key}
+    found = {key: Adapted(key, scale, rows[key], 1) for key, scale in applied_scales(config, plain).items()}
+    matching, root = _Matching(), math.sqrt if config.get("use_rslora") else float
+    alphas = _Patterns[float](config, "alpha_pattern", matching)
+    own = _Patterns[int](config, "rank_pattern", matching)
+    for key, name in names.items():
+        if name != key:
+            rank = own.first(name, config["r"])
+            if rows[key] % rank:
+                raise AdapterError(
+                    f"{CONFIG}: lora_A of {key[:120]!r} has {rows[key]} rows, and r is {rank} for each of its experts",
+                    hint="say so in rank_pattern",
+                )
+            found[key] = Adapted(name, alphas.first(name, config["lora_alpha"]) / root(rank), rank, rows[key] // rank)
+    return {key: found[key] for key in rows}
+
+
 def applied_scales(config: Mapping[str, Any], ranks: Mapping[str, int]) -> dict[str, float]:
-    """Module -> what PEFT multiplies B A by: alpha / r, or alpha / sqrt(r) with `use_rslora`.
+    """Module -> what PEFT multiplies B A by: alpha / r, or alpha / sqrt(r) with `use_rslora`; without experts.
 
     Args:
         config: passes `check_config`.
@@ -289,6 +386,10 @@ def _names(value: Sequence[str] | str | None) -> frozenset[str] | str:
 
 
 # ---- values ----
+def _is_parameter(name: str) -> bool:
+    return name.endswith(_WEIGHT) or name.rpartition(".")[2] in EXPERT_PARAMETERS
+
+
 def _is_rank(value: Any) -> bool:
     return type(value) is int and 1 <= value <= MAX_RANK
 

@@ -36,7 +36,7 @@ from groupwise.errors import AdapterError, GroupwiseError, InUseError, StorageEr
 from groupwise.platform import try_lock, unlock
 from groupwise.store import faults
 from groupwise.store.adapter_config import CONFIG as CONFIG
-from groupwise.store.adapter_config import MAX_NAME, applied_scales, check_config
+from groupwise.store.adapter_config import MAX_NAME, ExpertTargets, adapted, check_config
 from groupwise.store.adapter_config import MAX_RANK as MAX_RANK
 from groupwise.store.ledger_schema import fsync as fsync  # there, since the ledger imports nothing that this one does
 from groupwise.types import BASE, PolicyVersion
@@ -136,7 +136,7 @@ def check_adapter(directory: Path) -> None:
     except SafetensorError as error:
         raise AdapterError(f"{WEIGHTS} is not a whole safetensors file: {error}") from error
     tensors = _read_header(weights)
-    applied_scales(config, _ranks(tensors))
+    adapted(config, _ranks(tensors))
     _check_finite(weights, tensors)
 
 
@@ -172,15 +172,17 @@ def _read_header(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def adapted_names(directory: Path) -> list[str]:
-    """The modules that a checked adapter changes: the names of its tensors say which, whatever patterns its
-    configuration has."""
+    """The modules, and the parameters of experts, that a checked adapter changes: the names of its tensors say which,
+    whatever patterns its configuration has."""
     before, after = "base_model.model.", ".lora_A.weight"
-    keys = _read_header(directory / WEIGHTS)
-    return [key.removeprefix(before).removesuffix(after) for key in keys if key.endswith(after)]
+    targets = ExpertTargets(json.loads((directory / CONFIG).read_bytes()))
+    keys = [key for key in _read_header(directory / WEIGHTS) if key.endswith(after)]
+    return [targets.name(key.removeprefix(before).removesuffix(after)) for key in keys]
 
 
 def _ranks(tensors: Mapping[str, dict[str, Any]]) -> dict[str, int]:
-    """Module -> its rank. Raises AdapterError unless the tensors are the two halves of plain LoRA, and nothing else."""
+    """Key -> its rank, of experts their number times that. Raises AdapterError unless the tensors are the two halves of
+    plain LoRA, and nothing else."""
     if len(tensors) > MAX_TENSORS:
         raise AdapterError(f"{WEIGHTS} has {len(tensors):,} tensors; the limit is {MAX_TENSORS:,}")
     if not any(".lora_A." in key for key in tensors):

@@ -40,7 +40,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from groupwise.errors import AdapterError
-from groupwise.store.adapter_config import applied_scales, check_config
+from groupwise.store.adapter_config import ExpertTargets, adapted, check_config, is_expert_parameter, packed
 from groupwise.store.files import CONFIG, MAX_RANK, MAX_WEIGHTS_BYTES, WEIGHTS
 
 MAX_SOURCES = 16
@@ -101,22 +101,28 @@ def merge_adapters(
         rank = total if rank is None else rank
         _check_result(adapters, modules, rank=rank, total=total)
         whole = sum(source.weight for source in sources) if mode is MergeMode.WEIGHTED_AVERAGE else 1.0
+        config = _config([adapter.config for adapter in adapters], modules, rank)
+        targets = ExpertTargets(config)
         tensors: dict[str, Tensor] = {}
         lost = norm = 0.0
         for module in modules:
             having = [(i, adapter) for i, adapter in enumerate(adapters) if module in adapter.modules]
             parts = [(*adapter.factors(module), sources[i].weight / whole) for i, adapter in having]
-            merged = _ties(parts, density or DENSITY, rank) if mode is MergeMode.TIES else _sum(parts, rank)
-            tensors[f"{_PREFIX}{module}.lora_A.weight"] = merged.a
-            tensors[f"{_PREFIX}{module}.lora_B.weight"] = merged.b
-            lost, norm = lost + merged.lost, norm + merged.norm
+            of_experts = []
+            for expert in range(len(parts[0][0])):
+                mine = [(a_ERI[expert], b_EOR[expert], weight) for a_ERI, b_EOR, weight in parts]
+                merged = _ties(mine, density or DENSITY, rank) if mode is MergeMode.TIES else _sum(mine, rank)
+                lost, norm = lost + merged.lost, norm + merged.norm
+                of_experts.append(merged)
+            a, b = packed(torch.stack([each.a for each in of_experts]), torch.stack([each.b for each in of_experts]))
+            key = f"{_PREFIX}{targets.key(module)}"
+            tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"] = a.contiguous(), b.contiguous()
     save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
-    config = json.dumps(_config([adapter.config for adapter in adapters], modules, rank), indent=2, sort_keys=True)
-    (target / CONFIG).write_text(config + "\n", encoding="utf-8")
+    (target / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return MergeReport(tensors=len(tensors), rank=rank, relative_error=math.sqrt(lost / norm) if norm else 0.0)
 
 
-# --- one module ---
+# --- one module, or one expert of it ---
 
 
 @dataclass(frozen=True)
@@ -203,31 +209,33 @@ class _Adapter:
         except (OSError, ValueError, SafetensorError) as error:
             raise AdapterError(f"the adapter in {where} cannot be read: {error}") from error
         keys = set(self._file.keys())
-        self.modules = {key.removeprefix(_PREFIX).rpartition(".lora_")[0] for key in keys}
-        if odd := keys ^ {f"{_PREFIX}{module}.lora_{half}.weight" for module in self.modules for half in "AB"}:
+        names = {key.removeprefix(_PREFIX).rpartition(".lora_")[0] for key in keys}
+        if odd := keys ^ {f"{_PREFIX}{name}.lora_{half}.weight" for name in names for half in "AB"}:
             raise AdapterError(f"{where} is not plain LoRA: the tensor {min(odd)!r} is one too many or missing")
-        ranks = {module: self._shape(module)[0] for module in self.modules}
-        self.rank = max(ranks.values())
         check_config(self.config)
-        self._scales = applied_scales(self.config, ranks)
+        found = adapted(self.config, {name: self._shape(name)[0] for name in names})
+        self.modules = {each.name: (key, each) for key, each in found.items()}
+        self.rank = max(each.rank for each in found.values())
 
-    def _shape(self, module: str) -> tuple[int, int, int, str]:
-        """(rank, in, out, dtype)"""
-        a, b = (self._file.get_slice(f"{_PREFIX}{module}.lora_{half}.weight") for half in "AB")
+    def _shape(self, key: str) -> tuple[int, int, int, str]:
+        """(rows of A, in, out, dtype)"""
+        a, b = (self._file.get_slice(f"{_PREFIX}{key}.lora_{half}.weight") for half in "AB")
         return a.get_shape()[0], a.get_shape()[1], b.get_shape()[0], a.get_dtype()
 
-    def size(self, module: str) -> tuple[int, int]:
-        """(in, out) of the module."""
-        return self._shape(module)[1:3]
+    def size(self, module: str) -> tuple[int, int, int]:
+        """(experts, in, out) of the module."""
+        key, target = self.modules[module]
+        return target.experts, *self._shape(key)[1:3]
 
     def item_bytes(self) -> int:
-        return 8 if any(self._shape(module)[3] == "F64" for module in self.modules) else 4
+        return 8 if any(self._shape(key)[3] == "F64" for key, _ in self.modules.values()) else 4
 
     def factors(self, module: str) -> tuple[Tensor, Tensor]:
-        """A [r, in] and s B [out, r], in float32 or, if they were saved so, float64."""
-        a, b = (self._file.get_tensor(f"{_PREFIX}{module}.lora_{half}.weight") for half in "AB")
+        """A [E, r, in] and s B [E, out, r], in float32 or, if they were saved so, float64; E is 1 but of experts."""
+        key, target = self.modules[module]
+        a, b = (self._file.get_tensor(f"{_PREFIX}{key}.lora_{half}.weight") for half in "AB")
         exact = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
-        return a.to(exact), b.to(exact) * self._scales[module]
+        return target.unpacked(a.to(exact), b.to(exact) * target.scale)
 
 
 def _check(sources: Sequence[WeightedAdapter], *, mode: MergeMode, density: float | None) -> None:
@@ -255,11 +263,15 @@ def _check_result(adapters: Sequence[_Adapter], modules: Sequence[str], *, rank:
     for module in modules:
         sizes = [adapter.size(module) for adapter in adapters if module in adapter.modules]
         if len(set(sizes)) > 1:
+            other = max(set(sizes) - {sizes[0]})
             raise AdapterError(
-                f"{module!r} has (in, out) = {sizes[0]} in one source and {max(set(sizes) - {sizes[0]})} in another",
+                f"{module!r} has (in, out) = {sizes[0][1:]} in one source and {other[1:]} in another"
+                if sizes[0][0] == other[0]
+                else f"{module!r} has {sizes[0][0]} experts in one source and {other[0]} in another",
                 hint="merge adapters of one base model",
             )
-        size += rank * sum(sizes[0])
+        experts, inputs, outputs = sizes[0]
+        size += rank * experts * (inputs + outputs)
     if (size := size * max(adapter.item_bytes() for adapter in adapters)) > MAX_WEIGHTS_BYTES:
         raise AdapterError(
             f"the merge would have {size:,} bytes at rank {rank}; the limit is {MAX_WEIGHTS_BYTES:,}",
@@ -269,18 +281,20 @@ def _check_result(adapters: Sequence[_Adapter], modules: Sequence[str], *, rank:
 
 def _config(sources: Sequence[dict[str, Any]], modules: Sequence[str], rank: int) -> dict[str, Any]:
     """The scale is 1 (alpha = r): each source's own is in its B. Targets are the modules' full names, which say exactly
-    what is there whatever patterns the sources used; of a module that a source names by its weight, the weight's."""
+    what is there whatever patterns the sources used; of a module that a source names by its weight, the weight's, and
+    of experts their parameters'."""
     first = sources[0]
     named = tuple(f".{name}" for source in sources for name in source.get("target_parameters") or ())
-    by_weight = [module for module in modules if f".{module}.weight".endswith(named)]
+    by_weight = [f"{module}.weight" for module in modules if f".{module}.weight".endswith(named)]
+    experts = [name for name in modules if is_expert_parameter(name)]
     return {
         "peft_type": "LORA",
         "task_type": first.get("task_type") or "CAUSAL_LM",
         "base_model_name_or_path": first.get("base_model_name_or_path"),
         "r": rank,
         "lora_alpha": rank,
-        "target_modules": [module for module in modules if module not in by_weight],
-        "target_parameters": [f"{module}.weight" for module in by_weight] or None,
+        "target_modules": [name for name in modules if name not in experts and f"{name}.weight" not in by_weight],
+        "target_parameters": [*by_weight, *experts] or None,
         "fan_in_fan_out": bool(first.get("fan_in_fan_out")),
         "lora_dropout": 0.0,
         "bias": "none",

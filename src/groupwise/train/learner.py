@@ -36,8 +36,9 @@ from transformers import PreTrainedModel
 from groupwise.algo.kl import kl_metrics, measured_rows
 from groupwise.algo.loss import LossInputs, combined, policy_loss, rescaled
 from groupwise.algo.metrics import Metrics
+from groupwise.config.lora import LoraSpec
 from groupwise.config.loss import LossSpec
-from groupwise.config.run import LoraSpec, OptimizerConfig
+from groupwise.config.run import OptimizerConfig
 from groupwise.errors import ConfigError, ContextLengthError, TrainingError
 from groupwise.model.backbone import is_lean
 from groupwise.model.flex import why_not_flex

@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from groupwise.config.run import LoraSpec
+from groupwise.config.lora import LoraSpec
 from groupwise.errors import AdapterError
 from groupwise.model.backbone import project_plainly
 from groupwise.model.load import adapted_modules
-from groupwise.store.adapter_config import applied_scales, check_config
+from groupwise.model.mixture import Routed, experts_forward, is_router, low_rank, router_forward
+from groupwise.store.adapter_config import ExpertTargets, adapted, check_config
 
 _PEFT_PREFIX = "base_model.model."
 _A = ".lora_A.weight"
@@ -37,8 +38,9 @@ _ADAPTER = "default"
 def add_lora(model: PreTrainedModel, spec: LoraSpec, *, seed: int) -> LoraConfig:
     """Insert a fresh adapter into `model` in place; only its parameters require gradients.
 
-    The layers are PEFT's. Which modules get one is decided here and not by PEFT, which reads names differently in
-    mixtures of experts: there it takes `down_proj` for the routed experts, even where a dense layer is called so.
+    The layers are PEFT's, but those of experts and of routers (`ParameterLora`). Which modules get one is decided here
+    and not by PEFT, which reads names differently in mixtures of experts: there it takes `down_proj` for the routed
+    experts, even where a dense layer is called so.
 
     Returns:
         What `peft.PeftModel.from_pretrained` must read to adapt the same modules.
@@ -54,13 +56,16 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, *, seed: int) -> LoraConfig
         lora_dropout=spec.dropout,
         target_modules=modules,
         target_parameters=parameters or None,
-        fan_in_fan_out=any(isinstance(every[name], Conv1D) for name in names),  # GPT-2's transposed linear
+        fan_in_fan_out=any(isinstance(every.get(name), Conv1D) for name in names),  # GPT-2's transposed linear
         task_type="CAUSAL_LM",
     )
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for name in names:
+            if name not in every or is_router(every[name]):
+                _wrap_parameter(model, name, spec)
+                continue
             base: Any = every[name]
             layer = LoraLinear(
                 base,
@@ -81,14 +86,19 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, *, seed: int) -> LoraConfig
 def _as_peft_reads(model: PreTrainedModel, names: Sequence[str]) -> tuple[list[str], list[str]]:
     """`target_modules` and `target_parameters` with which PEFT adapts just these modules.
 
-    For some model types PEFT rewrites `target_modules` that were names of experts in older versions of transformers.
-    Dense layers of such names have to be named by their weights instead, which PEFT takes as they are.
+    Parameters of experts are named as they are, and routers by their weights. For some model types PEFT rewrites
+    `target_modules` that were names of experts in older versions of transformers. Dense layers of such names have to be
+    named by their weights too, which PEFT takes as they are.
     """
-    every = [name for name, _ in model.named_modules()]
-    taken = {last for last in {_last(name) for name in names} if _rewritten(model, last)}
-    by_name = [name for name in names if _last(name) not in taken]
-    by_weight = [f"{name}.weight" for name in names if _last(name) in taken]
-    return _shortest(by_name, every), _shortest(by_weight, [f"{name}.weight" for name in every])
+    modules = dict(model.named_modules())
+    every, parameters = list(modules), [name for name, _ in model.named_parameters()]
+    experts = [name for name in names if name not in modules]
+    plain = [name for name in names if name in modules]
+    taken = {last for last in {_last(name) for name in plain} if _rewritten(model, last)}
+    by_weight = [name for name in plain if _last(name) in taken or is_router(modules[name])]
+    by_name = [name for name in plain if name not in by_weight]
+    weights = [f"{name}.weight" for name in by_weight]
+    return _shortest(by_name, every), _shortest([*weights, *experts], parameters)
 
 
 def _last(name: str) -> str:
@@ -120,10 +130,95 @@ def _suffixes(name: str) -> Iterator[str]:
     return (".".join(parts[at:]) for at in range(len(parts) - 1, -1, -1))
 
 
+# -- adapters of parameters: experts and routers -----------------------------------------------------------------------
+
+
+class ParameterLora(nn.Module):
+    """LoRA of one parameter of a module, in the layout of PEFT's `ParamWrapper`: A [E r, in] and B [out, r E] for a
+    parameter of E experts, E = 1 for a router's weight. Those of two parameters of one module are one in the other.
+
+    PEFT makes W + B A of all experts in every forward. Here only the tokens of an expert are multiplied with its A and
+    B. Dropout acts on the input, as of any other LoRA layer; PEFT has none here.
+    """
+
+    def __init__(self, base_layer: nn.Module, parameter: str, spec: LoraSpec):
+        super().__init__()
+        self.base_layer, self.parameter_name, self.enabled = base_layer, parameter, True
+        self.dropout, self.scale = spec.dropout, spec.alpha / spec.rank
+        weight = getattr(self.inner, parameter)
+        *experts, inputs, outputs = weight.shape if getattr(self.inner, "is_transposed", False) else (
+            *weight.shape[:-2], weight.shape[-1], weight.shape[-2]
+        )  # fmt: skip
+        self.experts = experts[0] if experts else 1
+        kind = {"bias": False, "dtype": weight.dtype, "device": weight.device}
+        self.lora_A = nn.ModuleDict({_ADAPTER: nn.Linear(inputs, spec.rank * self.experts, **kind)})
+        self.lora_B = nn.ModuleDict({_ADAPTER: nn.Linear(spec.rank * self.experts, outputs, **kind)})
+        nn.init.kaiming_uniform_(self._weights()[0], a=math.sqrt(5))  # as PEFT, and nn.Linear, have it
+        nn.init.zeros_(self._weights()[1])
+
+    @property
+    def inner(self) -> nn.Module:
+        """The model's own module."""
+        return self.base_layer.inner if isinstance(self.base_layer, ParameterLora) else self.base_layer
+
+    def enable_adapters(self, enabled: bool) -> None:
+        """As PEFT's layers."""
+        self.enabled = enabled
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """A [E, in, r] and B [E, r, out], B scaled."""
+        a, b = self._weights()
+        a_EIR = a.view(self.experts, -1, a.shape[1]).mT
+        return a_EIR, b.view(b.shape[0], -1, self.experts).permute(2, 1, 0) * self.scale
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        acting = {layer.parameter_name: layer for layer in self._chain() if layer.enabled}
+        if not acting:
+            return self.inner(x, *args, **kwargs)
+        if is_router(self.inner):
+            return router_forward(self.inner, self.inner, x, *args, *kwargs.values(), delta=self._router_delta)
+        chosen_SK, weight_SK = (*args, *kwargs.values())
+
+        def delta(name: str, x_N: Tensor, routed: Routed) -> Tensor | None:
+            layer = acting.get(name)
+            return None if layer is None else low_rank(layer._dropped(x_N), *layer.factors(), routed.counts)
+
+        return experts_forward(self.inner, x, chosen_SK, weight_SK, delta)
+
+    def _router_delta(self, x_SH: Tensor) -> Tensor:
+        a, b = self._weights()
+        return (self._dropped(x_SH).to(a.dtype) @ a.T) @ b.T * self.scale
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, self.dropout, self.training) if self.dropout else x
+
+    def _weights(self) -> tuple[nn.Parameter, nn.Parameter]:
+        a: Any = self.lora_A[_ADAPTER]
+        b: Any = self.lora_B[_ADAPTER]
+        return a.weight, b.weight
+
+    def _chain(self) -> Iterator[ParameterLora]:
+        yield self
+        if isinstance(self.base_layer, ParameterLora):
+            yield from self.base_layer._chain()
+
+
+def _wrap_parameter(model: nn.Module, name: str, spec: LoraSpec) -> None:
+    """Put an adapter around a router, or around the module whose parameter `name` is."""
+    path, _, parameter = name.rpartition(".")
+    try:
+        module = model.get_submodule(name)
+        path, parameter = name, "weight"
+    except AttributeError:
+        module = model.get_submodule(path)
+    parent, _, last = path.rpartition(".")
+    setattr(model.get_submodule(parent), last, ParameterLora(module, parameter, spec))
+
+
 @contextmanager
 def adapter_off(model: PreTrainedModel) -> Iterator[None]:
     """Within: the model is the base, which is the reference policy of an adapter."""
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer | ParameterLora)]
     for layer in layers:
         layer.enable_adapters(False)
     try:
@@ -183,9 +278,17 @@ def load_lora(
             hint="train with the rank and the targets that the adapter has, on the same base model",
         )
     check_config(saved)
-    modules = [name.removeprefix(_PEFT_PREFIX).removesuffix(_A) for name in want if name.endswith(_A)]
-    scales = applied_scales(saved, dict.fromkeys(modules, config.r))
-    if set(scales.values()) != {config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)}:
+    rows = {name.removeprefix(_PEFT_PREFIX).removesuffix(_A): len(want[name]) for name in want if name.endswith(_A)}
+    found = adapted(saved, rows)
+    ours = ExpertTargets(config.to_dict())
+    if swapped := next((key for key, each in found.items() if each.name != ours.name(key)), None):
+        raise AdapterError(
+            f"the adapter in {directory} has {found[swapped].name} where training has {ours.name(swapped)}",
+            hint="train with the targets that the adapter has",
+        )
+    if {each.scale for each in found.values()} != {
+        config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
+    }:
         raise AdapterError(
             f"the adapter in {directory} has an alpha_pattern, and training scales every module alike",
             hint="start a fresh adapter, or fold the scales into lora_B",

@@ -32,9 +32,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from groupwise.engine.vllm.client import ServerFacts, VllmServer, sampling_body
-from groupwise.errors import AdapterError, EngineError, StorageError
+from groupwise.errors import AdapterError, EngineError, FieldError, StorageError
 from groupwise.model.chat import encode_prompt
-from groupwise.model.load import LoadedModel, adapted_modules
+from groupwise.model.load import LoadedModel, adapted_modules, is_linear
 from groupwise.types import Message, PolicyVersion, Prompt, SamplingParams, Scores
 
 if TYPE_CHECKING:
@@ -398,5 +398,16 @@ def last_linear(model: PreTrainedModel, targets: Iterable[str]) -> tuple[str, nn
 
 
 def linear_names(model: PreTrainedModel, targets: str | Sequence[str]) -> tuple[str, ...]:
-    """The modules that `train.lora.targets` means, by the last part of their names, as vLLM wants them."""
-    return tuple(sorted({name.rpartition(".")[2] for name in adapted_modules(model, targets)}))
+    """The modules that `train.lora.targets` means, by the last part of their names, as vLLM wants them. Raises
+    FieldError for experts and routers."""
+    modules, names = dict(model.named_modules()), adapted_modules(model, targets)
+    if odd := next((name for name in names if name not in modules or not is_linear(modules[name])), None):
+        kind = "a router" if odd in modules else "a parameter of experts"
+        raise FieldError(
+            f"{{field}}: {odd} is {kind}; engine vllm samples with adapters of linear layers only, as vLLM reads the "
+            "tensors of experts in other layouts than PEFT writes them",
+            hint="set engine=local, or leave experts and routers out of the targets",
+            field="train.lora.targets",
+            kind="target",
+        )
+    return tuple(sorted({name.rpartition(".")[2] for name in names}))

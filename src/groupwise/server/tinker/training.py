@@ -22,10 +22,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from groupwise.config.run import STARTER, STARTER_DIR, LoraSpec
+from groupwise.config.lora import ALL_LINEAR, EXPERTS, LoraSpec
+from groupwise.config.run import STARTER, STARTER_DIR
 from groupwise.config.serve import ServeConfig
 from groupwise.errors import ConfigError, ConflictError, OverloadedError, RequestError
-from groupwise.model.load import LoadedModel
+from groupwise.model.load import AdaptableModules, LoadedModel
 from groupwise.sdk import trainer as state
 from groupwise.sdk.datums import Datum
 from groupwise.sdk.losses import CROSS_ENTROPY, datum_loss, weights_of
@@ -76,6 +77,15 @@ def lora_of(config: bodies.Lora | None) -> dict[str, Any]:
         raise RequestError("train_attn and train_mlp are both false: there is nothing to train", field="lora_config")
     both = config.train_attn and config.train_mlp
     return {"rank": config.rank, "targets": "all-linear" if both else ATTENTION if config.train_attn else MLP}
+
+
+def targets_of(lora: Mapping[str, Any], adaptable: AdaptableModules) -> str | list[str]:
+    """What an adapter changes of a model: in a mixture the MLP is its experts, too, as Tinker's `train_mlp` has it."""
+    targets = lora["targets"]
+    if targets == ATTENTION or not any(adaptable.experts.values()):
+        return targets
+    dense = [ALL_LINEAR] if targets == ALL_LINEAR else [name for name in MLP if adaptable.has(name)]
+    return [*dense, EXPERTS]
 
 
 def tokenizer_of(base: str) -> str:
@@ -306,7 +316,7 @@ class Models:
     # -- in threads ------------------------------------------------------------------------------------------------
 
     def _client(self, name: str, lora: Mapping[str, Any], *, seed: int = 0) -> TrainingClient:
-        spec = LoraSpec(rank=lora["rank"], alpha=ALPHA, targets=lora["targets"])
+        spec = LoraSpec(rank=lora["rank"], alpha=ALPHA, targets=targets_of(lora, self.base.adaptable))
         with self._lock:
             service = self._shared
             if service is None:

@@ -1,0 +1,42 @@
+"""The LoRA adapter that is trained: its rank, its scale, and the modules that it changes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from groupwise.config.yaml import Section
+
+ALL_LINEAR, EXPERTS = "all-linear", "experts"
+EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")  # 3-D, in the order in which transformers registers them
+MAX_ALPHA = 1e6  # in practice it is a few times the rank; far beyond that float32 overflows
+
+
+def _targets(value: Any) -> Any:
+    if isinstance(value, list | tuple) and value and all(isinstance(x, str) for x in value):
+        return tuple(value)
+    if value in (ALL_LINEAR, EXPERTS):
+        return value
+    names = "a list of these and of module names, such as [q_proj, v_proj]"
+    raise ValueError(f"{value!r} is not valid; write {ALL_LINEAR}, {EXPERTS} or {names}")
+
+
+Targets = Annotated[str | tuple[str, ...], BeforeValidator(_targets)]
+Rank = Annotated[int, Field(ge=1, le=4096)]
+Alpha = Annotated[float, Field(gt=0, le=MAX_ALPHA)]
+Dropout = Annotated[float, Field(ge=0, lt=1)]
+
+
+class LoraSpec(Section):
+    """The adapter that is trained, in a run's `train.lora`, of a job and in the SDK."""
+
+    rank: Rank = 16
+    """Rank of the two matrices."""
+    alpha: Alpha = 32.0
+    """Scale: the update is multiplied by alpha / rank."""
+    dropout: Dropout = 0.0
+    """Dropout on the adapter's input while training."""
+    targets: Targets = "all-linear"
+    """`all-linear`: the projections of attention and of dense MLPs, shared experts included, not the LM head;
+    `experts`: the routed experts of a mixture; or a list of these and of names of modules, which may be routers."""
