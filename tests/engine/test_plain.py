@@ -21,7 +21,6 @@ BASE, FIRST, SECOND = PolicyVersion.base(), PolicyVersion("first", 1), PolicyVer
 UNPACKED = {  # families and what of them cannot run packed
     "qwen3_next": {},
     "qwen3_5_text": {},
-    "gpt_oss": {},
     "lfm2": {},
     "llama4_text": {},
     "mamba": {},
@@ -100,12 +99,15 @@ def test_families_that_cannot_be_packed_are_sampled_and_trained_alike(make_base,
         engine.close()
 
 
-@pytest.mark.parametrize("cached", [True, False])
-def test_the_same_as_packed(open_engine, make_base, make_adapter, cached: bool) -> None:
+@pytest.mark.parametrize(
+    ("family", "cached"), [("qwen3", True), ("qwen3", False), ("gpt_oss", True), ("deepseek_v3", True)]
+)
+def test_the_same_as_packed(open_engine, make_base, make_adapter, family: str, cached: bool) -> None:
     """Tokens, log-probabilities, reasons, versions and texts; several policies, lengths, temperatures and stops."""
-    plain, packed = open_engine(max_rows=16, cached=cached), open_engine(max_rows=16, packed=True)
+    plain, packed = open_engine(family, max_rows=16, cached=cached), open_engine(family, max_rows=16, packed=True)
+    assert packed.packed and not plain.packed
     for version, seed in ((FIRST, 1), (SECOND, 2)):
-        directory = make_adapter(make_base(), seed=seed, rank=1 + seed)
+        directory = make_adapter(make_base(family), seed=seed, rank=1 + seed)
         plain.load(version, directory)
         packed.load(version, directory)
     asked = [
@@ -117,7 +119,8 @@ def test_the_same_as_packed(open_engine, make_base, make_adapter, cached: bool) 
     ]
     ours, theirs = plain.generate(asked), packed.generate(asked)
     assert told(ours) == told(theirs)
-    assert logprobs(ours) == pytest.approx(logprobs(theirs), abs=1e-9)
+    rounded = 1e-6 if family == "deepseek_v3" else 1e-9  # its router is float32 in any type
+    assert logprobs(ours) == pytest.approx(logprobs(theirs), abs=rounded)
     assert FinishReason.STOP in {c.finish_reason for group in ours for c in group}
     assert [[c.version for c in group] for group in ours] == [[each.version] * each.n for each in asked]
     assert plain.stats()["running"] == plain.stats()["waiting"] == 0
@@ -156,7 +159,7 @@ def test_an_error_inside_reaches_the_caller_and_the_engine_goes_on(open_engine, 
 
 
 def test_a_cache_that_is_wrong_is_found_out_and_not_used(make_base, monkeypatch) -> None:
-    base = make_base("gpt_oss", dtype=torch.float64)
+    base = make_base("llama4_text", dtype=torch.float64)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine = LocalEngine(base, max_rows=4)
@@ -175,7 +178,7 @@ def test_a_cache_that_is_wrong_is_found_out_and_not_used(make_base, monkeypatch)
 
 
 def test_a_head_that_is_not_the_models_is_refused(make_base, monkeypatch) -> None:
-    base = make_base("gpt_oss", dtype=torch.float64)
+    base = make_base("llama4_text", dtype=torch.float64)
     monkeypatch.setattr("groupwise.model.packed_check.head_gap", lambda model: 0.5)
     with pytest.raises(ModelError, match=r"differ by 0\.5 nats"):
         LocalEngine(base)

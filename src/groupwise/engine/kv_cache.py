@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from groupwise.algo.prefixes import common_prefix
-from groupwise.model.attention import Scoring, SharedPrompts, mask_of
+from groupwise.model.attention import Scoring, SharedPrompts, mask_of, softmax
 
 PART = 16  # rows
 MOST_EMPTY = 4  # cells of the grid per row, beyond which the grid is not worth its empty cells
@@ -52,11 +52,11 @@ class _Store:
         for layer, (keys, values) in self.layers.items():
             self.layers[layer] = self._larger(keys), self._larger(values)
 
-    def of(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's keys and values, made on first use in the type of `like` [..., K, D]."""
+    def of(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's keys and values, made on first use in the sizes and types of `key` and `value` [..., K, D]."""
         if layer not in self.layers:
-            shape = (self.lines, like.shape[-2], self.length, like.shape[-1])
-            self.layers[layer] = (like.new_zeros(shape), like.new_zeros(shape))
+            keys, values = (x.new_zeros(self.lines, x.shape[-2], self.length, x.shape[-1]) for x in (key, value))
+            self.layers[layer] = keys, values
         return self.layers[layer]
 
     def move(self, source: Tensor | int, target: Tensor | int, length: int) -> None:
@@ -178,7 +178,7 @@ def _copies(store: _Store, line: int, length: int) -> Layers:
 
 def _put_back(store: _Store, line: int, layers: Layers, length: int) -> None:
     for layer, pair in layers.items():
-        there = store.of(layer, pair[0].transpose(0, 1))
+        there = store.of(layer, *(kept_KnD.transpose(0, 1) for kept_KnD in pair))
         for x, kept_KnD in zip(there, pair, strict=True):
             x[line, :, :length] = kept_KnD[:, :length]
 
@@ -192,7 +192,7 @@ class Prefill:
 
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
         lines = self.prompts.prompts
-        for store, x_SKD in zip(self.cache.prompts.of(layer, key_SKD), (key_SKD, value_SKD), strict=True):
+        for store, x_SKD in zip(self.cache.prompts.of(layer, key_SKD, value_SKD), (key_SKD, value_SKD), strict=True):
             store[self.slots, :, : lines.width] = lines.place(x_SKD, x_SKD.shape[1])[:, :, 0, 0]
         return self.prompts.attend(layer, query_SHD, key_SKD, value_SKD, scoring)
 
@@ -292,27 +292,28 @@ class Extend:
         cache.rows.reserve(rows.stop, self.M)
 
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
-        B, T, M, grid, K, (_, H, D) = self.B, self.T, self.M, self.grid, key_SKD.shape[1], query_SHD.shape
-        keys, values = (x[self.rows] for x in self.cache.rows.of(layer, key_SKD))
+        B, T, M, grid, K, H = self.B, self.T, self.M, self.grid, key_SKD.shape[1], query_SHD.shape[1]
+        keys, values = (x[self.rows] for x in self.cache.rows.of(layer, key_SKD, value_SKD))
         for store, x_SKD in ((keys, key_SKD), (values, value_SKD)):
             if self.uniform:
                 store[:, :, M - 1] = x_SKD
             else:
                 store[self.row_S, :, self.at_S] = x_SKD
-        prompt_keys, prompt_values = (x[: grid.P, :, : grid.L] for x in self.cache.prompts.of(layer, key_SKD))
+        prompts = self.cache.prompts.of(layer, key_SKD, value_SKD)
+        prompt_keys, prompt_values = (x[: grid.P, :, : grid.L] for x in prompts)
         query_BKQD = self._queries(scoring.scaled(query_SHD), K)  # Q = R T
         shared = grid.product(query_BKQD, prompt_keys.transpose(-1, -2))
-        mask_BTN = self._mask(scoring.window)
+        mask_BTN, sinks = self._mask(scoring.window), scoring.sinks_of(K, T)
         looks, own = [], []
         for part, longest in self.parts:
             products = query_BKQD[part] @ keys[part, :, :longest].transpose(-1, -2)
             scores = scoring.finished(torch.cat([shared[part], products], -1))
             if mask_BTN is not None:
                 scores.view(-1, H, T, grid.L + longest).add_(mask_BTN[part, None, :, : grid.L + longest])
-            weights = scores.softmax(-1).to(values.dtype)
+            weights = softmax(scores, sinks).to(values.dtype)
             looks.append(weights[..., : grid.L])
             own.append(weights[..., grid.L :] @ values[part, :, :longest])
-        out = (grid.product(_joined(looks), prompt_values) + _joined(own)).reshape(B, H, T, D)
+        out = (grid.product(_joined(looks), prompt_values) + _joined(own)).reshape(B, H, T, -1)
         return out[:, :, 0] if T == 1 else out.transpose(1, 2)[self.row_S, self.t_S]
 
     def _queries(self, query_SHD: Tensor, K: int) -> Tensor:

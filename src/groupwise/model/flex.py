@@ -124,9 +124,13 @@ class Forest:
             for x in (scoring.scaled(query_SHD), key_SKD, value_SKD)
         )
         cap = None if scoring.softcap is None else _capped(scoring.softcap, value.device, value.dtype)
-        out = _kernel(value.device.type)(
-            query, key, value, score_mod=cap, block_mask=self.blocks(scoring.window), scale=1.0, enable_gqa=True
-        )
+        kernel = partial(_kernel(value.device.type), score_mod=cap, block_mask=self.blocks(scoring.window))
+        if scoring.sinks is None:
+            out = kernel(query, key, value, scale=1.0, enable_gqa=True)
+        else:
+            out, aux = kernel(query, key, value, scale=1.0, enable_gqa=True, return_aux=_log_sums())
+            seen = torch.sigmoid(aux.lse - scoring.sinks[:, None])  # the part of the softmax that is not the sink's
+            out = (out * seen[..., None]).to(value.dtype)
         return out[0].transpose(0, 1)[: self.S]
 
     def blocks(self, window: int | None) -> BlockMask:
@@ -171,6 +175,14 @@ def _listed(chosen_nn: Tensor) -> tuple[Tensor, Tensor]:
     """How many tiles of each row are chosen, and their numbers, the chosen first: as BlockMask wants them."""
     chosen = chosen_nn[None, None].int()
     return chosen.sum(-1, dtype=torch.int32), chosen.argsort(dim=-1, descending=True, stable=True).int()
+
+
+@cache
+def _log_sums() -> Any:
+    """Asks the kernel for log sum exp(scores) [1, H, T] beside the output."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    return AuxRequest(lse=True)
 
 
 @cache
@@ -245,18 +257,18 @@ class _Compared:
 
     def __init__(self, *lengths: Any, checkpointing: bool, device: torch.device):
         self._forest, self._checkpointing = Forest.of_groups(*lengths, device=device), checkpointing
-        self._seen: set[tuple[int, int, int, Scoring]] = set()
+        self._seen: set[tuple[tuple[int, int, int, int], Scoring, bool]] = set()
 
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
-        _, H, D = query_SHD.shape
-        kind = (H, key_SKD.shape[1], D, scoring)
+        heads = (query_SHD.shape[1], key_SKD.shape[1], query_SHD.shape[-1], value_SKD.shape[-1])
+        kind = (heads, scoring, scoring.sinks is None)
         if kind not in self._seen:
             self._seen.add(kind)
-            _compare(kind[:3], value_SKD, scoring, self._checkpointing)
+            _compare(heads, value_SKD, scoring, self._checkpointing)
         return self._forest.attend(layer, query_SHD, key_SKD, value_SKD, scoring)
 
 
-def _compare(heads: tuple[int, int, int], like: Tensor, scoring: Scoring, checkpointing: bool) -> None:
+def _compare(heads: tuple[int, int, int, int], like: Tensor, scoring: Scoring, checkpointing: bool) -> None:
     """Raises ArithmeticError where outputs or gradients are not those of `SharedPrompts`."""
     limit = TOLERANCE_16_BITS if like.itemsize == 2 else TOLERANCE
     for times in LENGTHS:
@@ -273,12 +285,13 @@ def _compare(heads: tuple[int, int, int], like: Tensor, scoring: Scoring, checkp
 
 
 def _tried(
-    layout: Layout, S: int, heads: tuple[int, int, int], like: Tensor, scoring: Scoring, checkpointing: bool
+    layout: Layout, S: int, heads: tuple[int, int, int, int], like: Tensor, scoring: Scoring, checkpointing: bool
 ) -> list[Tensor]:
     """The output for random queries, keys and values, and their gradients, in float32."""
-    H, K, D = heads
+    H, K, D, V = heads
     g = torch.Generator().manual_seed(0)
-    query, key, value, slope = (torch.randn(S, n, D, generator=g).to(like) for n in (H, K, K, H))
+    shapes = ((H, D), (K, D), (K, V), (H, V))
+    query, key, value, slope = (torch.randn(S, *shape, generator=g).to(like) for shape in shapes)
     inputs = [x.requires_grad_() for x in (query, key, value)]
     with torch.enable_grad():
         if checkpointing:
