@@ -19,16 +19,13 @@ from groupwise.types import Completion, FinishReason, PolicyVersion, Sample, Sam
 
 BASE, FIRST, SECOND = PolicyVersion.base(), PolicyVersion("first", 1), PolicyVersion("second", 3)
 UNPACKED = {  # families and what of them cannot run packed
-    "qwen3_next": {},
-    "qwen3_5_text": {},
-    "lfm2": {},
     "llama4_text": {},
     "mamba": {},
     "falcon_h1": {},
     "granitemoehybrid": {},
 }
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*packed rows.*:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*(packed rows|recurrent layers).*:UserWarning")
 
 
 @pytest.fixture
@@ -100,7 +97,16 @@ def test_families_that_cannot_be_packed_are_sampled_and_trained_alike(make_base,
 
 
 @pytest.mark.parametrize(
-    ("family", "cached"), [("qwen3", True), ("qwen3", False), ("gpt_oss", True), ("deepseek_v3", True)]
+    ("family", "cached"),
+    [
+        ("qwen3", True),
+        ("qwen3", False),
+        ("gpt_oss", True),
+        ("deepseek_v3", True),
+        ("lfm2", True),
+        ("qwen3_next", True),
+        ("qwen3_5_text", True),
+    ],
 )
 def test_the_same_as_packed(open_engine, make_base, make_adapter, family: str, cached: bool) -> None:
     """Tokens, log-probabilities, reasons, versions and texts; several policies, lengths, temperatures and stops."""
@@ -119,7 +125,7 @@ def test_the_same_as_packed(open_engine, make_base, make_adapter, family: str, c
     ]
     ours, theirs = plain.generate(asked), packed.generate(asked)
     assert told(ours) == told(theirs)
-    rounded = 1e-6 if family == "deepseek_v3" else 1e-9  # its router is float32 in any type
+    rounded = 1e-9 if family in ("qwen3", "gpt_oss", "lfm2") else 1e-6  # float32 routers and recurrences in any type
     assert logprobs(ours) == pytest.approx(logprobs(theirs), abs=rounded)
     assert FinishReason.STOP in {c.finish_reason for group in ours for c in group}
     assert [[c.version for c in group] for group in ours] == [[each.version] * each.n for each in asked]
@@ -182,3 +188,20 @@ def test_a_head_that_is_not_the_models_is_refused(make_base, monkeypatch) -> Non
     monkeypatch.setattr("groupwise.model.packed_check.head_gap", lambda model: 0.5)
     with pytest.raises(ModelError, match=r"differ by 0\.5 nats"):
         LocalEngine(base)
+
+
+def test_what_a_recurrent_model_cannot_have_is_said_once(make_base) -> None:
+    """A request that asks for its conversation to be kept, and that of the next turn, are answered all the same."""
+    base = make_base("lfm2", dtype=torch.float64)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = LocalEngine(base, max_rows=4, draft_tokens=3, compile=True)
+    (said,) = [str(warning.message) for warning in caught if "recurrent" in str(warning.message)]
+    assert "conversations are not kept" in said and said.endswith("draft_tokens has no effect; compile has no effect")
+    first = replace(request(2, max_tokens=9), cache=True)
+    ((one,),) = engine.generate([first])
+    turn = replace(first, prompt_ids=(*first.prompt_ids, *one.token_ids, 5, 6, 7))
+    ((two,),) = engine.generate([turn])
+    assert two.cached_tokens == 0
+    assert two.logprobs == pytest.approx(engine.score(turn.prompt_ids, two.token_ids, BASE), abs=1e-9)
+    engine.close()

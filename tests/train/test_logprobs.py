@@ -17,7 +17,13 @@ from groupwise.train.forward import fused_logprobs, packed_logprobs, plain_logpr
 
 GROUPS = ((5, (4, 1, 6)), (0, (5, 3)), (9, (2,)), (3, (7, 0, 3, 2)))  # (prompt, completions); holes and an empty one
 GROUP_WITHOUT_PROMPT = [3, 4]
-LAYERS = {"gpt_oss": "sinks", "deepseek_v3": "kv_b_proj"}  # families, and weights of the layers that are meant
+LAYERS = {  # families, and weights of the layers that are meant
+    "gpt_oss": "sinks",
+    "deepseek_v3": "kv_b_proj",
+    "lfm2": "conv.conv",
+    "qwen3_next": "linear_attn",
+    "qwen3_5_text": "linear_attn",
+}
 
 
 @pytest.fixture

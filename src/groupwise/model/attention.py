@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +41,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
+
+from groupwise.model.recurrence import Segments, States, segments_of_groups, segments_of_tree
 
 ATTENTION = "groupwise"
 CPU_FUSED_FROM = 256  # tokens from which the fused CPU kernel's backward beats two matrix products and a softmax
@@ -78,7 +81,10 @@ def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 class Layout(Protocol):
-    """Who attends to whom among the S tokens of one packed row."""
+    """Who attends to whom among the S tokens of one packed row, and what state they start from in recurrent layers."""
+
+    @property
+    def states(self) -> States: ...
 
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
         """-> the attention output [S, H, D], D as `value` has it."""
@@ -272,6 +278,11 @@ class SharedPrompts:
         self.gap_LL = at_L[:, None] - at_L  # query position - key position
         self.gap_CC = at_C[:, None] - at_C
         self.gap_PCL = lengths_P11 + at_C[:, None] - at_L
+        self._lengths, self._device = (prompt_lengths, completion_lengths, prompt_of_row), device
+
+    @cached_property
+    def states(self) -> Segments:
+        return Segments(segments_of_groups(*self._lengths), device=self._device)
 
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
         query_SHD, key_SKD = (x.to(value_SKD.dtype) for x in (query_SHD, key_SKD))  # autocast rotates in float32
@@ -514,6 +525,11 @@ class PrefixTree:
             for start, stop in _ranges(len(path) - n, len(path))
         ]
         self.tiles = [_tiles(batch, device) for batch in _batches(tiles)]
+        self._lines, self._device = (paths, own), device
+
+    @cached_property
+    def states(self) -> Segments:
+        return Segments(segments_of_tree(*self._lines), device=self._device)
 
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
         inputs = (scoring.scaled(query_SHD), key_SKD, value_SKD, scoring.sinks, self.tiles, scoring)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ from transformers import PreTrainedModel
 
 from groupwise.model.attention import Layout, Scoring, SharedPrompts
 from groupwise.model.packed_check import packed_forward_gap, packed_tolerance
+from groupwise.model.recurrence import Segment, Segments, segments_of_groups, segments_of_tree
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -54,6 +55,7 @@ class Forest:
         enter: each token's number, depth-first.
         leave: the first number after those that the token is visible to.
         positions: where each token stands in its rows; sliding windows count in these.
+        segments: the row as a forest of segments, for recurrent layers.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Forest:
         enter: Sequence[int],
         leave: Sequence[int],
         positions: Sequence[int],
+        segments: Callable[[], list[Segment]],
         *,
         device: torch.device | str = "cpu",
     ):
@@ -72,6 +75,11 @@ class Forest:
             torch.tensor(column, dtype=torch.int32, device=device) for column in columns
         )
         self._blocks: dict[int | None, BlockMask] = {}
+        self._segments, self._device = segments, device
+
+    @cached_property
+    def states(self) -> Segments:
+        return Segments(self._segments(), device=self._device)
 
     @classmethod
     def of_groups(
@@ -99,7 +107,8 @@ class Forest:
             leave.extend([ends[owner] if is_prompt else begin + n] * n)
             start = 0 if is_prompt else prompt_lengths[owner]
             positions.extend(range(start, start + n))
-        return cls(enter, leave, positions, device=device)
+        segments = partial(segments_of_groups, prompt_lengths, completion_lengths, prompt_of_row)
+        return cls(enter, leave, positions, segments, device=device)
 
     @classmethod
     def of_tree(
@@ -116,7 +125,7 @@ class Forest:
                 leave[token] = start
             positions[start : start + n] = range(known, len(path))
             before, start = path, start + n
-        return cls(range(S), leave, positions, device=device)
+        return cls(range(S), leave, positions, partial(segments_of_tree, paths, own), device=device)
 
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
         query, key, value = (  # [1, heads, T, D]; autocast rotates in float32
@@ -258,6 +267,7 @@ class _Compared:
     def __init__(self, *lengths: Any, checkpointing: bool, device: torch.device):
         self._forest, self._checkpointing = Forest.of_groups(*lengths, device=device), checkpointing
         self._seen: set[tuple[tuple[int, int, int, int], Scoring, bool]] = set()
+        self.states = self._forest.states
 
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
         heads = (query_SHD.shape[1], key_SKD.shape[1], query_SHD.shape[-1], value_SKD.shape[-1])
