@@ -34,12 +34,14 @@ def test_each_row_times_its_prompt(slots: list[int], kind: str) -> None:
 def test_the_last_prompt_moves_into_a_free_slot() -> None:
     cache = KeyValueCache(8)
     assert list(cache.add_prompts([2, 3, 4])) == [0, 1, 2]
-    keys, values = cache.prompts.of(0, torch.zeros(1, 1, 1))
+    like = torch.zeros(1, 1, 1), torch.zeros(1, 1, 2)
+    keys, values = cache.prompts.of(0, *like)
+    assert (keys.shape[-1], values.shape[-1]) == (1, 2)
     for slot in range(3):
         keys[slot], values[slot] = slot, 10 + slot
     assert cache.drop_prompt(0) == 2 and cache.lengths == [4, 3]
     assert keys[0, 0, :4, 0].tolist() == [2] * 4 and values[0, 0, :4, 0].tolist() == [12] * 4
     assert cache.drop_prompt(1) is None and cache.lengths == [4]
     assert list(cache.add_prompts([9] * 5)) == [1, 2, 3, 4, 5]  # grows, and keeps what is there
-    keys, _ = cache.prompts.of(0, torch.zeros(1, 1, 1))
+    keys, _ = cache.prompts.of(0, *like)
     assert keys.shape[2] >= 9 and keys[0, 0, :4, 0].tolist() == [2] * 4

@@ -12,7 +12,7 @@ from groupwise.model import attention as module
 from groupwise.model.attention import ATTENTION, Lines, Scoring, SharedPrompts, Window, attention
 
 few = settings(max_examples=60)
-H, K, D = 4, 2, 3
+H, K, D, V = 4, 2, 3, 5  # values are of another size
 GROUPS = st.lists(st.tuples(st.integers(0, 6), st.lists(st.integers(0, 5), max_size=3)), min_size=1, max_size=4)
 
 
@@ -40,7 +40,11 @@ def naive(query_SHD, key_SKD, value_SKD, groups, scoring: Scoring):
         scores = torch.einsum("hd,thd->ht", query_SHD[s], key_SHD[seen]) * scoring.scaling
         if scoring.softcap is not None:
             scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-        out.append(torch.einsum("ht,thd->hd", scores.softmax(-1), value_SHD[seen]))
+        if scoring.sinks is None:
+            weights = scores.softmax(-1)
+        else:
+            weights = torch.cat([scores, scoring.sinks[:, None]], -1).softmax(-1)[:, :-1]
+        out.append(torch.einsum("ht,thd->hd", weights, value_SHD[seen]))
     return torch.stack(out)
 
 
@@ -49,18 +53,20 @@ def naive(query_SHD, key_SKD, value_SKD, groups, scoring: Scoring):
     groups=GROUPS,
     window=st.sampled_from([None, 1, 3, 50]),
     softcap=st.sampled_from([None, 0.7]),
+    sinks=st.booleans(),
     seed=st.integers(0, 99),
     fused_from=st.sampled_from([0, 256]),
 )
-def test_equals_a_dense_softmax(groups, window, softcap, seed: int, fused_from: int):
+def test_equals_a_dense_softmax(groups, window, softcap, sinks: bool, seed: int, fused_from: int):
     """Values and gradients, whatever the lengths: empty prompts, empty completions, groups without completions."""
     prompts, completions, owner = unpacked(groups)
     S = sum(prompts) + sum(completions)
     if not S:
         return
     g = torch.Generator().manual_seed(seed)
-    inputs = [torch.randn(S, heads, D, generator=g, dtype=torch.float64, requires_grad=True) for heads in (H, K, K)]
-    scoring = Scoring(0.6, window, softcap)
+    shapes = [(S, H, D), (S, K, D), (S, K, V), (H,)]
+    *inputs, sink_H = (torch.randn(shape, generator=g, dtype=torch.float64, requires_grad=True) for shape in shapes)
+    scoring = Scoring(0.6, window, softcap, sink_H if sinks else None)
     before, module.CPU_FUSED_FROM = module.CPU_FUSED_FROM, fused_from
     try:
         got = SharedPrompts(prompts, completions, owner).attend(0, *inputs, scoring)
@@ -68,7 +74,8 @@ def test_equals_a_dense_softmax(groups, window, softcap, seed: int, fused_from: 
         module.CPU_FUSED_FROM = before
     want = naive(*inputs, groups, scoring)
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
-    slope = torch.randn(S, H, D, generator=g, dtype=torch.float64)
+    slope = torch.randn(S, H, V, generator=g, dtype=torch.float64)
+    inputs += [sink_H] * sinks
     for mine, theirs in zip(
         torch.autograd.grad((got * slope).sum(), inputs), torch.autograd.grad((want * slope).sum(), inputs), strict=True
     ):
@@ -142,13 +149,11 @@ def test_what_the_model_passes_on():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"s_aux": torch.zeros(H)}, "sinks"),
         ({"attention_mask": torch.zeros(1, 1, 5, 5)}, "a mask that the model makes itself"),
         ({"sliding_window": 3}, "a sliding window of 3 with a mask of None"),
         ({"sliding_window": 3, "attention_mask": Window(2)}, "a sliding window of 3 with a mask of 2"),
         ({"is_causal": False}, "not causal"),
         ({"dropout": 0.1}, "dropout"),
-        ({"value": torch.zeros(1, K, 5, D + 1)}, "values of another size"),
         ({"position_bias": torch.zeros(1, H, 5, 5)}, "the attention argument 'position_bias' is not supported"),
         ({"head_mask": torch.zeros(H)}, "the attention argument 'head_mask' is not supported"),
         ({"something_new": 1}, "the attention argument 'something_new' is not supported"),

@@ -22,7 +22,7 @@ from groupwise.types import Sample
 
 few = settings(max_examples=60)
 slow = settings(few, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
-H, K, D = 4, 2, 3
+H, K, D, V = 4, 2, 3, 5  # values are of another size
 RAGGED = ([5, 0, 9, 3], [4, 1, 6, 5, 3, 2, 0, 7], [0, 0, 0, 1, 1, 2, 2, 3])  # an empty prompt, an empty completion
 LONG = ([130, 60, 0, 20], [90, 100, 7, 0, 70, 13], [0, 0, 1, 1, 2, 3])  # four tiles a side
 GROUPS = st.lists(st.tuples(st.integers(0, 6), st.lists(st.integers(0, 5), max_size=3)), min_size=1, max_size=4)
@@ -32,6 +32,7 @@ SCORINGS = {
     "window": Scoring(0.6, 4),
     "softcap": Scoring(0.6, None, 0.7),
     "both": Scoring(0.6, 50, 2.0),
+    "sinks": Scoring(0.6, 4, None, torch.tensor([0.3, -1.0, 2.0, 0.0])),
 }
 
 pytestmark = [
@@ -75,14 +76,15 @@ def rule_of(forest: Forest, window: int | None) -> torch.Tensor:
 
 def inputs_of(S: int, *, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
     g = torch.Generator().manual_seed(S)
-    return [torch.randn(S, n, D, generator=g, dtype=dtype, requires_grad=True) for n in (H, K, K)]
+    shapes = ((H, D), (K, D), (K, V))
+    return [torch.randn(S, *shape, generator=g, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
 def assert_alike(forest: Forest, other: SharedPrompts | PrefixTree, scoring: Scoring, *, dtype=torch.float64) -> None:
     """Outputs, and the gradients of queries, keys and values."""
     inputs = inputs_of(forest.S, dtype=dtype)
     exact = dtype == torch.float64
-    slope = inputs_of(forest.S + 1, dtype=dtype)[0][1:].detach()
+    slope = torch.randn(forest.S, H, V, generator=torch.Generator().manual_seed(0), dtype=dtype)
     got, want = (layout.attend(0, *inputs, scoring) for layout in (forest, other))
     torch.testing.assert_close(got, want, rtol=1e-10 if exact else 1e-5, atol=1e-12 if exact else 1e-5)
     grads = (torch.autograd.grad(out, inputs, slope) for out in (got, want))

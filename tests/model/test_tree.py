@@ -13,7 +13,7 @@ from groupwise.model.attention import PrefixTree, Scoring, SharedPrompts
 from groupwise.model.packing import pack_tree
 
 few = settings(max_examples=60)
-H, K, D = 4, 2, 3
+H, K, D, V = 4, 2, 3, 5  # values are of another size
 
 
 def naive(query_SHD, key_SKD, value_SKD, paths: list[list[int]], scoring: Scoring):
@@ -28,13 +28,17 @@ def naive(query_SHD, key_SKD, value_SKD, paths: list[list[int]], scoring: Scorin
         scores = torch.einsum("hd,thd->ht", query_SHD[token], key_SHD[seen[token]]) * scoring.scaling
         if scoring.softcap is not None:
             scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-        out.append(torch.einsum("ht,thd->hd", scores.softmax(-1), value_SHD[seen[token]]))
+        if scoring.sinks is None:
+            weights = scores.softmax(-1)
+        else:
+            weights = torch.cat([scores, scoring.sinks[:, None]], -1).softmax(-1)[:, :-1]
+        out.append(torch.einsum("ht,thd->hd", weights, value_SHD[seen[token]]))
     return torch.stack(out)
 
 
 def random_inputs(S: int, *, seed: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
-    return [torch.randn(S, heads, D, generator=g, dtype=dtype) for heads in (H, K, K)]
+    return [torch.randn(S, *shape, generator=g, dtype=dtype) for shape in ((H, D), (K, D), (K, V))]
 
 
 @few
@@ -42,17 +46,20 @@ def random_inputs(S: int, *, seed: int, dtype: torch.dtype = torch.float64) -> l
     samples=forked_samples(),
     window=st.sampled_from([None, 1, 3, 50]),
     softcap=st.sampled_from([None, 0.7]),
+    sinks=st.booleans(),
     queries=st.sampled_from([1, 3, 128]),
     limits=st.sampled_from([(1 << 20, 1.5, 1 << 13), (1, 1.0, 1), (60, 1.2, 1)]),
     seed=st.integers(0, 99),
 )
-def test_equals_a_dense_softmax(samples, window, softcap, queries: int, limits, seed: int):
+def test_equals_a_dense_softmax(samples, window, softcap, sinks: bool, queries: int, limits, seed: int):
     """Values and gradients, whatever the tiles and however many are computed together."""
     paths, own = lines(samples)
     if not sum(own):
         return
     inputs = [x.requires_grad_() for x in random_inputs(sum(own), seed=seed)]
-    scoring = Scoring(0.6, window, softcap)
+    g = torch.Generator().manual_seed(seed)
+    sink_H = torch.randn(H, generator=g, dtype=torch.float64, requires_grad=True)
+    scoring = Scoring(0.6, window, softcap, sink_H if sinks else None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "QUERIES", queries)
         for name, limit in zip(("BATCHED", "PADDED", "SMALL"), limits, strict=True):
@@ -60,7 +67,8 @@ def test_equals_a_dense_softmax(samples, window, softcap, queries: int, limits, 
         got = PrefixTree(paths, own).attend(0, *inputs, scoring)
     want = naive(*inputs, paths, scoring)
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
-    slope = random_inputs(sum(own), seed=seed + 1)[0]
+    slope = torch.randn(sum(own), H, V, generator=g, dtype=torch.float64)
+    inputs += [sink_H] * sinks
     grads = (torch.autograd.grad((out * slope).sum(), inputs) for out in (got, want))
     for mine, theirs in zip(*grads, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)

@@ -10,12 +10,20 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from groupwise.model.load import Head, LoadedModel, share_weights
-from groupwise.model.packed_check import packed_forward_gap
-from groupwise.model.packing import MicroBatch, micro_batches, padded_batches
+from groupwise.model.packed_check import packed_forward_gap, why_not_packed
+from groupwise.model.packing import MicroBatch, micro_batches, pack, pack_tree, padded_batches
 from groupwise.train import forward as logprobs
 from groupwise.train.forward import fused_logprobs, packed_logprobs, plain_logprobs
 
 GROUPS = ((5, (4, 1, 6)), (0, (5, 3)), (9, (2,)), (3, (7, 0, 3, 2)))  # (prompt, completions); holes and an empty one
+GROUP_WITHOUT_PROMPT = [3, 4]
+LAYERS = {  # families, and weights of the layers that are meant
+    "gpt_oss": "sinks",
+    "deepseek_v3": "kv_b_proj",
+    "lfm2": "conv.conv",
+    "qwen3_next": "linear_attn",
+    "qwen3_5_text": "linear_attn",
+}
 
 
 @pytest.fixture
@@ -56,6 +64,28 @@ def test_packed_equals_the_models_own_forward(base: LoadedModel, make_samples, t
     for name, grad in grads.items():
         bound = tolerance(base)["atol"] * max(1.0, float(plain_grads[name].abs().max()))
         torch.testing.assert_close(grad, plain_grads[name], rtol=tolerance(base)["rtol"], atol=bound)
+
+
+@pytest.mark.parametrize("family", LAYERS)
+def test_other_kinds_of_layers_as_groups_and_as_trees(make_base, make_samples, family: str):
+    """All weights are trained, those too that only such a layer has."""
+    base, samples = make_base(family), make_samples(GROUPS)
+    model = share_weights(base.model).requires_grad_(True)
+    assert why_not_packed(model) is None
+    plain, plain_grads = run(model, plain_logprobs, padded_batches(samples, token_budget=40))
+    with_prompt = [row for row, sample in enumerate(samples) if sample.prompt_ids]
+    for batches in (
+        list(micro_batches(samples, token_budget=1000)),
+        [pack_tree(samples, with_prompt, device="cpu"), pack(samples, [GROUP_WITHOUT_PROMPT], device="cpu")],
+    ):
+        packed, grads = run(model, packed_logprobs, batches)
+        torch.testing.assert_close(packed, plain, rtol=1e-6, atol=1e-6)
+        assert grads.keys() == plain_grads.keys() and grads.keys() >= {
+            name for name, _ in model.named_parameters() if LAYERS[family] in name
+        }
+        for name, grad in grads.items():
+            bound = 1e-6 * max(1.0, float(plain_grads[name].abs().max()))
+            torch.testing.assert_close(grad, plain_grads[name], rtol=1e-6, atol=bound, msg=name)
 
 
 def test_alone_in_a_row_without_our_attention(base: LoadedModel, make_samples):

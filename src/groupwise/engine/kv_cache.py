@@ -13,6 +13,9 @@ the rows are laid out as a grid of slots x members. Groups that have lost member
 would be (one large group among many small ones) it goes slot by slot instead. What the rows hold themselves is read as
 far as the longest of them goes; where their lengths differ, for `PART` rows at a time, which the engine keeps in order.
 
+Recurrent layers (`model.recurrence`) have a state of fixed size instead: that in which a prompt ends is in its slot,
+and each row starts with a copy of it, which every token replaces.
+
 Shapes: B rows, S packed tokens, P slots in use, G most members of a slot, H query heads, K key-value heads, R = H / K,
 D head size, L longest prompt, T most new tokens of a row, M most tokens that a row holds, N = L + M.
 """
@@ -28,18 +31,21 @@ import torch
 from torch import Tensor
 
 from groupwise.algo.prefixes import common_prefix
-from groupwise.model.attention import Scoring, SharedPrompts, mask_of
+from groupwise.model.attention import Scoring, SharedPrompts, mask_of, softmax
+from groupwise.model.recurrence import Rule, States
 
 PART = 16  # rows
 MOST_EMPTY = 4  # cells of the grid per row, beyond which the grid is not worth its empty cells
 
 
 class _Store:
-    """Per layer keys and values [lines, K, length, D]; both sizes grow as they are needed."""
+    """Per layer keys and values [lines, K, length, D]; both sizes grow as they are needed. Of recurrent layers states
+    [lines, ...], by layer and kind."""
 
     def __init__(self, most_lines: int):
         self.most_lines, self.lines, self.length = most_lines, 0, 0
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.states: dict[tuple[int, str], Tensor] = {}
 
     def reserve(self, lines: int, length: int) -> None:
         """Make room, keeping what is there. Grows by a quarter or more at a time."""
@@ -51,19 +57,30 @@ class _Store:
             self.length = (max(length, self.length * 5 // 4) + 15) // 16 * 16
         for layer, (keys, values) in self.layers.items():
             self.layers[layer] = self._larger(keys), self._larger(values)
+        for kind, states in self.states.items():
+            if len(states) < self.lines:
+                self.states[kind] = torch.cat([states, states.new_zeros(self.lines - len(states), *states.shape[1:])])
 
-    def of(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's keys and values, made on first use in the type of `like` [..., K, D]."""
+    def of(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's keys and values, made on first use in the sizes and types of `key` and `value` [..., K, D]."""
         if layer not in self.layers:
-            shape = (self.lines, like.shape[-2], self.length, like.shape[-1])
-            self.layers[layer] = (like.new_zeros(shape), like.new_zeros(shape))
+            keys, values = (x.new_zeros(self.lines, x.shape[-2], self.length, x.shape[-1]) for x in (key, value))
+            self.layers[layer] = keys, values
         return self.layers[layer]
 
+    def set_states(self, kind: tuple[int, str], lines: slice, states: Tensor) -> None:
+        """Replace the states of these lines [B, ...]."""
+        if kind not in self.states:
+            self.states[kind] = states.new_zeros(self.lines, *states.shape[1:])
+        self.states[kind][lines] = states
+
     def move(self, source: Tensor | int, target: Tensor | int, length: int) -> None:
-        """Copy lines `source` over lines `target`, the first `length` tokens of them."""
+        """Copy lines `source` over lines `target`, the first `length` tokens of them, and their states."""
         for pair in self.layers.values():
             for x in pair:
                 x[target, :, :length] = x[source, :, :length]
+        for states in self.states.values():
+            states[target] = states[source]
 
     def _larger(self, x: Tensor) -> Tensor:
         larger = x.new_zeros(self.lines, x.shape[1], self.length, x.shape[3])
@@ -130,6 +147,13 @@ class KeyValueCache:
         for pair in self.rows.layers.values():
             for x in pair:
                 x[: len(order), :, :length] = x[order, :, :length]
+        for states in self.rows.states.values():
+            states[: len(order)] = states[order]
+
+    def begin(self, rows: slice, slots: Tensor) -> None:
+        """Give rows the states in which the prompts in `slots` end."""
+        for kind, states in self.prompts.states.items():
+            self.rows.set_states(kind, rows, states[slots])
 
     def held(self, row: int, count: int) -> Layers:
         """A copy of the keys and values of the first `count` tokens that a row holds itself."""
@@ -178,7 +202,7 @@ def _copies(store: _Store, line: int, length: int) -> Layers:
 
 def _put_back(store: _Store, line: int, layers: Layers, length: int) -> None:
     for layer, pair in layers.items():
-        there = store.of(layer, pair[0].transpose(0, 1))
+        there = store.of(layer, *(kept_KnD.transpose(0, 1) for kept_KnD in pair))
         for x, kept_KnD in zip(there, pair, strict=True):
             x[line, :, :length] = kept_KnD[:, :length]
 
@@ -190,9 +214,23 @@ class Prefill:
         self.cache, self.slots = cache, slice(slots.start, slots.stop)
         self.prompts = SharedPrompts(cache.lengths[self.slots], device=device)
 
+    @property
+    def states(self) -> States:
+        return self
+
+    def convolve(self, layer: int, x_SC: Tensor, weight_CW: Tensor) -> Tensor:
+        segments = self.prompts.states
+        self.cache.prompts.set_states((layer, "inputs"), self.slots, segments.last_inputs(x_SC, weight_CW.shape[1]))
+        return segments.convolve(layer, x_SC, weight_CW)
+
+    def recur(self, layer: int, rule: Rule, inputs: Sequence[Tensor], idle: Sequence[float]) -> Tensor:
+        out_S, after_P = self.prompts.states.run(rule, inputs, idle)
+        self.cache.prompts.set_states((layer, "state"), self.slots, after_P)
+        return out_S
+
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
         lines = self.prompts.prompts
-        for store, x_SKD in zip(self.cache.prompts.of(layer, key_SKD), (key_SKD, value_SKD), strict=True):
+        for store, x_SKD in zip(self.cache.prompts.of(layer, key_SKD, value_SKD), (key_SKD, value_SKD), strict=True):
             store[self.slots, :, : lines.width] = lines.place(x_SKD, x_SKD.shape[1])[:, :, 0, 0]
         return self.prompts.attend(layer, query_SHD, key_SKD, value_SKD, scoring)
 
@@ -291,28 +329,46 @@ class Extend:
         self._masks: dict[int | None, Tensor | None] = {}
         cache.rows.reserve(rows.stop, self.M)
 
+    @property
+    def states(self) -> States:
+        if self.T > 1:
+            raise NotImplementedError("recurrent layers take one token of a row at a time")
+        return self
+
+    def convolve(self, layer: int, x_SC: Tensor, weight_CW: Tensor) -> Tensor:
+        inputs_BCW = torch.cat([self.cache.rows.states[layer, "inputs"][self.rows], x_SC[..., None]], -1)
+        self.cache.rows.set_states((layer, "inputs"), self.rows, inputs_BCW[..., 1:])
+        return (inputs_BCW * weight_CW).sum(-1)
+
+    def recur(self, layer: int, rule: Rule, inputs: Sequence[Tensor], idle: Sequence[float]) -> Tensor:
+        before_B = self.cache.rows.states[layer, "state"][self.rows]
+        out_BT, after_B = rule([x[:, None] for x in inputs], before_B)
+        self.cache.rows.set_states((layer, "state"), self.rows, after_B)
+        return out_BT[:, 0]
+
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
-        B, T, M, grid, K, (_, H, D) = self.B, self.T, self.M, self.grid, key_SKD.shape[1], query_SHD.shape
-        keys, values = (x[self.rows] for x in self.cache.rows.of(layer, key_SKD))
+        B, T, M, grid, K, H = self.B, self.T, self.M, self.grid, key_SKD.shape[1], query_SHD.shape[1]
+        keys, values = (x[self.rows] for x in self.cache.rows.of(layer, key_SKD, value_SKD))
         for store, x_SKD in ((keys, key_SKD), (values, value_SKD)):
             if self.uniform:
                 store[:, :, M - 1] = x_SKD
             else:
                 store[self.row_S, :, self.at_S] = x_SKD
-        prompt_keys, prompt_values = (x[: grid.P, :, : grid.L] for x in self.cache.prompts.of(layer, key_SKD))
+        prompts = self.cache.prompts.of(layer, key_SKD, value_SKD)
+        prompt_keys, prompt_values = (x[: grid.P, :, : grid.L] for x in prompts)
         query_BKQD = self._queries(scoring.scaled(query_SHD), K)  # Q = R T
         shared = grid.product(query_BKQD, prompt_keys.transpose(-1, -2))
-        mask_BTN = self._mask(scoring.window)
+        mask_BTN, sinks = self._mask(scoring.window), scoring.sinks_of(K, T)
         looks, own = [], []
         for part, longest in self.parts:
             products = query_BKQD[part] @ keys[part, :, :longest].transpose(-1, -2)
             scores = scoring.finished(torch.cat([shared[part], products], -1))
             if mask_BTN is not None:
                 scores.view(-1, H, T, grid.L + longest).add_(mask_BTN[part, None, :, : grid.L + longest])
-            weights = scores.softmax(-1).to(values.dtype)
+            weights = softmax(scores, sinks).to(values.dtype)
             looks.append(weights[..., : grid.L])
             own.append(weights[..., grid.L :] @ values[part, :, :longest])
-        out = (grid.product(_joined(looks), prompt_values) + _joined(own)).reshape(B, H, T, D)
+        out = (grid.product(_joined(looks), prompt_values) + _joined(own)).reshape(B, H, T, -1)
         return out[:, :, 0] if T == 1 else out.transpose(1, 2)[self.row_S, self.t_S]
 
     def _queries(self, query_SHD: Tensor, K: int) -> Tensor:

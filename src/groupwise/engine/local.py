@@ -38,6 +38,7 @@ from groupwise.engine.sampling import scaled_logprobs
 from groupwise.errors import AdapterNotFoundError, ConfigError, ContextLengthError, GroupwiseError, ModelError
 from groupwise.model.load import LoadedModel, share_weights, widest_float
 from groupwise.model.packed_check import turn_plain, why_not_cached, why_not_packed
+from groupwise.model.recurrence import is_recurrent
 from groupwise.types import Completion, PolicyVersion, SamplingRequest, TokenSink
 
 SCORED_AT_ONCE = 512  # positions: their logits, [positions, vocabulary], exist at the same time
@@ -70,8 +71,8 @@ class LocalEngine:
         threads: of torch, for all lanes together. None: as many as torch has here.
         lanes: at most so many decoders side by side. None: as many as threads, on a CPU in packed rows.
 
-    Warns where the model can run by its own forward only (`packed_check.why_not_packed`): without drafts, compiled
-    steps and conversations that are kept.
+    Warns where there are no drafts, compiled steps and conversations that are kept: with recurrent layers
+    (`model.recurrence`), and where the model can run by its own forward only (`packed_check.why_not_packed`).
 
     Raises:
         ConfigError: reserved_rows, lanes or draft_tokens is out of range.
@@ -101,11 +102,14 @@ class LocalEngine:
         self._budget = RowBudget(max_rows, reserved_rows)
         self._shared = EngineModel(base, self._model, self._budget, hooked=not self.packed)
         self._adapters: dict[PolicyVersion, AdapterWeights | None] = {}  # None: the base weights
+        unused = [name for name, value in (("draft_tokens", draft_tokens), ("compile", compile)) if value]
+        if self.packed and is_recurrent(self._model):
+            self._say_recurrent(unused)
+            draft_tokens, prefix_cache_mb, compile = 0, 0, False
         self._past = PrefixCache(prefix_cache_mb << 20)
         embedding: Any = self._model.get_input_embeddings()
         self._vocabulary = int(embedding.weight.shape[0])
         self._threads = threads or torch.get_num_threads()
-        unused = [name for name, value in (("draft_tokens", draft_tokens), ("compile", compile)) if value]
         cached = why is None or self._check_plain(why, unused=unused)
 
         def decoder() -> Decoder:
@@ -125,6 +129,15 @@ class LocalEngine:
         self._wakeup = threading.Condition()
         self._closing = False
         self._workers: list[threading.Thread] = []
+
+    def _say_recurrent(self, unused: Sequence[str]) -> None:
+        """Say what cannot be had of a model whose layers keep the state after the last token and none before it, and
+        which options are not used then."""
+        warnings.warn(
+            f"{type(self._model).__name__} has recurrent layers: conversations are not kept between requests, each "
+            f"prompt is run whole{''.join(f'; {name} has no effect' for name in unused)}",
+            stacklevel=3,
+        )
 
     def _check_plain(self, why: str, *, unused: Sequence[str]) -> bool:
         """Say that the model runs by its own forward, and which options are not used then; whether by its own cache,

@@ -202,6 +202,7 @@ class PackedDecoder(DecodedRows):
         if jobs:
             self._run_prompts(jobs, new)
         at = slice(first, rows.active)
+        cache.begin(at, torch.tensor([row.slot for row in rows.owners[at]], device=self.shared.device))
         used = {row.slot: cache.prefilled[row.slot] for row in rows.owners[at]}
         hidden_PH = torch.stack([there.hidden_H for there in used.values() if there is not None])
         place = {slot: p for p, slot in enumerate(used)}

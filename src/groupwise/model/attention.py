@@ -17,20 +17,22 @@ sharing a prefix in the forward: arXiv 2402.05099 (Hydragen).
 
 `attention` is registered with transformers under the name `ATTENTION`; a model whose config names it calls it in every
 layer and passes on the `layout` keyword given to the model's forward. `mask` is registered beside it: there the model
-says what each layer's mask is like. Sliding windows (Gemma, Mistral) and score soft-capping (Gemma 2) are honoured.
-Whatever else a layer asks for, such as sinks, chunks or a mask of its own, raises NotImplementedError.
+says what each layer's mask is like. Sliding windows (Gemma, Mistral), score soft-capping (Gemma 2), attention sinks
+(gpt-oss) and values of another size than keys (DeepSeek's MLA) are honoured. Whatever else a layer asks for, such as
+chunks or a mask of its own, raises NotImplementedError.
 
 For that, heads come before tokens and groups before both: queries are gathered into [P, K, G, R, C, D], so that a
 prompt's [G*R*C, D] and a completion's [R*C, D] are views of the same memory.
 
 Shapes: S packed tokens, P prompts, G completions per prompt (padded to the largest group), L longest prompt,
-C longest completion, H query heads, K key-value heads, R = H / K, D head size.
+C longest completion, H query heads, K key-value heads, R = H / K, D head size (values may have another).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -40,17 +42,21 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from groupwise.model.recurrence import Segments, States, segments_of_groups, segments_of_tree
+
 ATTENTION = "groupwise"
 CPU_FUSED_FROM = 256  # tokens from which the fused CPU kernel's backward beats two matrix products and a softmax
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """How a layer scores: `scaling` of q.k, sliding `window` in tokens (None: all), `softcap` of the scores."""
+    """How a layer scores: `scaling` of q.k, sliding `window` in tokens (None: all), `softcap` of the scores, learned
+    `sinks` [H]: a logit of each head that is in its softmax and has no value (gpt-oss, arXiv 2508.10925)."""
 
     scaling: float
     window: int | None = None
     softcap: float | None = None
+    sinks: Tensor | None = field(default=None, compare=False)
 
     def scaled(self, query: Tensor) -> Tensor:
         """The query as it is multiplied with keys."""
@@ -61,12 +67,27 @@ class Scoring:
         scores = products.float() if products.itemsize == 2 else products  # a softmax in 16 bits is off by a percent
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
+    def sinks_of(self, K: int, repeats: int = 1) -> Tensor | None:
+        """The sinks of the R heads of each key-value head, each `repeats` times -> [K, R * repeats, 1]."""
+        return None if self.sinks is None else self.sinks.view(K, -1).repeat_interleave(repeats, 1)[..., None]
+
+
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """exp(scores) / (sum exp(scores) + exp(sinks)) over the last dimension [..., T]; `sinks` broadcasts to [..., 1]."""
+    if sinks is None:
+        return scores.softmax(-1)
+    sinks = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+
 
 class Layout(Protocol):
-    """Who attends to whom among the S tokens of one packed row."""
+    """Who attends to whom among the S tokens of one packed row, and what state they start from in recurrent layers."""
+
+    @property
+    def states(self) -> States: ...
 
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
-        """-> the attention output [S, H, D]."""
+        """-> the attention output [S, H, D], D as `value` has it."""
         ...
 
 
@@ -115,6 +136,7 @@ def attention(
     layout: Layout | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
     **kwargs: Any,
@@ -137,13 +159,9 @@ def attention(
         raise NotImplementedError("attention that is not causal is not supported")
     if dropout:
         raise NotImplementedError("dropout of attention weights is not supported")
-    if kwargs.get("s_aux") is not None:
-        raise NotImplementedError("attention sinks are not supported")
     if unknown := [name for name, x in kwargs.items() if x is not None and name not in NO_MATTER]:
         raise NotImplementedError(f"the attention argument {unknown[0]!r} is not supported")
-    if value.shape[-1] != query.shape[-1]:
-        raise NotImplementedError("values of another size than queries and keys are not supported")
-    scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap)
+    scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap, s_aux)
     layer: Any = module.layer_idx
     query_SHD, key_SKD, value_SKD = (x[0].transpose(0, 1) for x in (query, key, value))
     out_SHD = layout.attend(layer, query_SHD, key_SKD, value_SKD, scoring)
@@ -260,14 +278,20 @@ class SharedPrompts:
         self.gap_LL = at_L[:, None] - at_L  # query position - key position
         self.gap_CC = at_C[:, None] - at_C
         self.gap_PCL = lengths_P11 + at_C[:, None] - at_L
+        self._lengths, self._device = (prompt_lengths, completion_lengths, prompt_of_row), device
+
+    @cached_property
+    def states(self) -> Segments:
+        return Segments(segments_of_groups(*self._lengths), device=self._device)
 
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
         query_SHD, key_SKD = (x.to(value_SKD.dtype) for x in (query_SHD, key_SKD))  # autocast rotates in float32
         scale, K, split, out = scoring.scaling, key_SKD.shape[1], self.split, []
         key_PKLD, value_PKLD = (self.prompts.place(x[:split], K)[:, :, 0, 0] for x in (key_SKD, value_SKD))
         if self.L:
-            query = self.prompts.place(query_SHD[:split], K, scale=scale)[:, :, 0]
-            out.append(self.prompts.collect(_causal(query, key_PKLD, value_PKLD, self.gap_LL, scoring).unsqueeze(2)))
+            query, sinks = self.prompts.place(query_SHD[:split], K, scale=scale)[:, :, 0], scoring.sinks_of(K)
+            mixed = _causal(query, key_PKLD, value_PKLD, self.gap_LL, scoring, sinks)
+            out.append(self.prompts.collect(mixed.unsqueeze(2)))
         if self.C:
             query = self.completions.place(query_SHD[split:], K, scale=scale)
             key, value = (self.completions.place(x[split:], K)[:, :, :, 0] for x in (key_SKD, value_SKD))
@@ -275,7 +299,10 @@ class SharedPrompts:
                 mixed = self._completions(query, key, value, key_PKLD, value_PKLD, scoring)
             else:
                 flat_q, flat_k, flat_v = (x.flatten(0, 2).unsqueeze(1) for x in (query, key, value))
-                mixed = _causal(flat_q, flat_k, flat_v, self.gap_CC, scoring).view(query.shape)
+                sinks = scoring.sinks_of(K)
+                if sinks is not None:
+                    sinks = sinks[:, None].expand(*query.shape[:4], 1).flatten(0, 2).unsqueeze(1)
+                mixed = _causal(flat_q, flat_k, flat_v, self.gap_CC, scoring, sinks).view(*query.shape[:-1], -1)
             out.append(self.completions.collect(mixed))
         return torch.cat(out)
 
@@ -288,7 +315,8 @@ class SharedPrompts:
         if self.ragged or scoring.window is not None:
             mask_prompt = mask_of(self._hidden_prompt(scoring.window))
         if scoring.softcap is None:
-            return _Merged.apply(query, key, value, key_PKLD, value_PKLD, mask_own, mask_prompt)  # type: ignore[return-value]
+            inputs = (query, key, value, key_PKLD, value_PKLD, mask_own, mask_prompt, scoring.sinks)
+            return _Merged.apply(*inputs)  # type: ignore[return-value]
         return _merge(query, key, value, key_PKLD, value_PKLD, mask_own, mask_prompt, scoring)[0]
 
     def _hidden_prompt(self, window: int | None) -> Tensor:
@@ -310,7 +338,8 @@ def _merge(
     """-> (attention of scaled queries over both key sets [P, K, G, R, C, D], and its exponentials: own
     [P, K, G, R, C, C], the prompt's [P, K, G*R*C, L], and their sum over both [P, K, G, R, C, 1])."""
     P, K, G, R, C, D = query_PKGRCD.shape
-    rows, lines = (P, K, G, R, C), (P, K, G, R * C)
+    rows, lines, wide = (P, K, G, R, C), (P, K, G, R * C), value_PKLD.shape[-1]
+    sinks = None if scoring.sinks is None else scoring.sinks.view(K, 1, R, 1, 1)
     own = scoring.finished(query_PKGRCD.view(*lines, D) @ key_PKGCD.transpose(-1, -2)).view(*rows, C)
     own.add_(mask_own)
     shared = scoring.finished(query_PKGRCD.view(P, K, -1, D) @ key_PKLD.transpose(-1, -2))
@@ -318,11 +347,13 @@ def _merge(
         shared.view(P, K, -1, C, shared.shape[-1]).add_(mask_prompt)
     with torch.no_grad():
         top = torch.maximum(shared.amax(-1).view(rows), own.amax(-1)).unsqueeze(-1)
+        top = top if sinks is None else torch.maximum(top, sinks)
     own, shared = own.sub_(top).exp_(), shared.sub_(top.view(P, K, -1, 1)).exp_()
     total = (own.sum(-1) + shared.sum(-1).view(rows)).unsqueeze(-1)
-    mixed = (shared.to(value_PKLD.dtype) @ value_PKLD).view(*lines, D)
+    total = total if sinks is None else total + (sinks - top).exp()
+    mixed = (shared.to(value_PKLD.dtype) @ value_PKLD).view(*lines, wide)
     mixed = mixed + own.view(*lines, C).to(value_PKGCD.dtype) @ value_PKGCD
-    return (mixed.view(*rows, D) / total).to(value_PKGCD.dtype), own, shared, total
+    return (mixed.view(*rows, wide) / total).to(value_PKGCD.dtype), own, shared, total
 
 
 class _Merged(torch.autograd.Function):
@@ -330,12 +361,13 @@ class _Merged(torch.autograd.Function):
 
         dV = E^T (dO / Z)      dS = E * ((dO / Z) V^T - sum(dO * O) / Z)      dQ = dS K      dK = dS^T Q
 
-    for each of the two key sets. (Autograd would come to the same with more passes over [G*R*C, L].)
+    for each of the two key sets, and -sum(dO * O) E / Z for a sink, which is in Z and has no value. (Autograd would
+    come to the same with more passes over [G*R*C, L].)
     """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, *rest: Tensor | None) -> Tensor:
-        out, own, shared, total = _merge(query, *rest, Scoring(1.0))  # type: ignore[arg-type]
+        out, own, shared, total = _merge(query, *rest[:-1], Scoring(1.0, sinks=rest[-1]))  # type: ignore[arg-type]
         ctx.save_for_backward(query, *rest[:4], out, own, shared, total)
         return out
 
@@ -348,6 +380,10 @@ class _Merged(torch.autograd.Function):
         grad = grads[0].to(exact) / total
         along = (grad * out).sum(-1, keepdim=True)
         grad = grad.to(coarse)
+        grad_sinks = None
+        if ctx.needs_input_grad[7]:
+            of_sinks = total - own.sum(-1, keepdim=True) - shared.sum(-1).view(total.shape)
+            grad_sinks = (along * of_sinks).sum((0, 2, 4, 5)).neg().view(-1)
 
         slope = (grad.view(lines) @ value.transpose(-1, -2)).to(exact).sub_(along.view(lines)).mul_(own.view(lines))
         slope = slope.to(coarse)
@@ -360,24 +396,34 @@ class _Merged(torch.autograd.Function):
         grad_prompt_value = shared.to(coarse).transpose(-1, -2) @ grad.view(group)
         grad_prompt_key = slope.transpose(-1, -2) @ query.view(group)
         grad_query = grad_query.view(group) + slope @ prompt_key
-        return grad_query.view(query.shape), grad_key, grad_value, grad_prompt_key, grad_prompt_value, None, None
+        grad_query, of_prompt = grad_query.view(query.shape), (grad_prompt_key, grad_prompt_value)
+        return grad_query, grad_key, grad_value, *of_prompt, None, None, grad_sinks
 
 
-def _causal(query_BKRTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, gap_TT: Tensor, scoring: Scoring) -> Tensor:
-    """Plain causal attention of scaled queries -> [B, K, R, T, D]. Lines are padded on the right, so causality alone
-    hides the padding."""
+def _causal(
+    query_BKRTD: Tensor,
+    key_BKTD: Tensor,
+    value_BKTD: Tensor,
+    gap_TT: Tensor,
+    scoring: Scoring,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Plain causal attention of scaled queries -> [B, K, R, T, D]; `sinks` [K, R, 1] or [B, K, R, 1]. Lines are padded
+    on the right, so causality alone hides the padding."""
     B, K, R, T, D = query_BKRTD.shape
-    plain = scoring.softcap is None and (scoring.window is None or scoring.window >= T)
+    whole = scoring.window is None or scoring.window >= T
+    plain = scoring.softcap is None and sinks is None and whole  # torch's kernels know of no sinks
     # In 16 bits the two ways differ by hundredths of a nat, so a forward without a graph takes the one of training.
     unrecorded = not torch.is_grad_enabled() and query_BKRTD.itemsize > 2
     if plain and (query_BKRTD.is_cuda or unrecorded or T > CPU_FUSED_FROM):
         out_BHTD = scaled_dot_product_attention(
             query_BKRTD.view(B, K * R, T, D), key_BKTD, value_BKTD, is_causal=True, scale=1.0, enable_gqa=R > 1
         )
-        return out_BHTD.reshape(query_BKRTD.shape)
+        return out_BHTD.reshape(B, K, R, T, -1)
     scores = scoring.finished(query_BKRTD.view(B, K, R * T, D) @ key_BKTD.transpose(-1, -2))
-    weights = (scores.view(B, K, R, T, T) + mask_of(_hidden(gap_TT, scoring.window))).softmax(-1)
-    return (weights.view(B, K, R * T, T).to(value_BKTD.dtype) @ value_BKTD).view(query_BKRTD.shape)
+    scores = scores.view(B, K, R, T, T) + mask_of(_hidden(gap_TT, scoring.window))
+    weights = softmax(scores, None if sinks is None else sinks[..., None])
+    return (weights.reshape(B, K, R * T, T).to(value_BKTD.dtype) @ value_BKTD).view(B, K, R, T, -1)
 
 
 def _hidden(gap: Tensor, window: int | None) -> Tensor:
@@ -459,7 +505,7 @@ class _Tiles:
             hidden_BNT |= key_B1T <= query_BN1 - scoring.window
         masked = scores if scoring.softcap is None else scores.clone()
         masked.view(*scores.shape[:2], -1, *hidden_BNT.shape[1:]).add_(mask_of(hidden_BNT)[:, None, None])
-        return scores, masked.softmax(-1)
+        return scores, softmax(masked, scoring.sinks_of(scores.shape[1], hidden_BNT.shape[1]))
 
 
 class PrefixTree:
@@ -479,16 +525,29 @@ class PrefixTree:
             for start, stop in _ranges(len(path) - n, len(path))
         ]
         self.tiles = [_tiles(batch, device) for batch in _batches(tiles)]
+        self._lines, self._device = (paths, own), device
+
+    @cached_property
+    def states(self) -> Segments:
+        return Segments(segments_of_tree(*self._lines), device=self._device)
 
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
-        query_SHD = scoring.scaled(query_SHD)
-        return _TreeAttention.apply(query_SHD, key_SKD, value_SKD, self.tiles, scoring)  # type: ignore[return-value]
+        inputs = (scoring.scaled(query_SHD), key_SKD, value_SKD, scoring.sinks, self.tiles, scoring)
+        return _TreeAttention.apply(*inputs)  # type: ignore[return-value]
 
 
 class _TreeAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, tiles: list[_Tiles], scoring: Scoring) -> Tensor:
-        out = value.new_empty(query.shape)
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        tiles: list[_Tiles],
+        scoring: Scoring,
+    ) -> Tensor:
+        out = value.new_empty(*query.shape[:2], value.shape[-1])
         for tile in tiles:
             _, weights = tile.weigh(tile.grid(query, key.shape[1]), tile.keys(key), scoring)
             tile.put(out, (weights.to(value.dtype) @ tile.keys(value)).to(value.dtype))
@@ -503,30 +562,39 @@ class _TreeAttention(torch.autograd.Function):
         query, key, value = ctx.saved_tensors
         device = grads[0].device.type
         with torch.autocast(device, dtype=ctx.autocast, enabled=ctx.autocast is not None):  # rounded as they were
-            grad_query, grad_key, grad_value = _gradients(grads[0], query, key, value, ctx.tiles, ctx.scoring)
-        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None
+            grad_query, grad_key, grad_value, grad_sinks = _gradients(
+                grads[0], query, key, value, ctx.tiles, ctx.scoring
+            )
+        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), grad_sinks, None, None
 
 
 def _gradients(
     grad_SHD: Tensor, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, tiles: list[_Tiles], scoring: Scoring
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of (scaled) queries, keys and values; of the last two in float32 at least."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Of (scaled) queries, keys, values and sinks; of all but the first in float32 at least."""
     exact = torch.promote_types(value_SKD.dtype, torch.float32)
     grad_query = torch.empty_like(query_SHD)
     grad_key, grad_value = (torch.zeros(x.shape, dtype=exact, device=x.device) for x in (key_SKD, value_SKD))
+    trained = scoring.sinks is not None and scoring.sinks.requires_grad
+    grad_sinks = torch.zeros_like(scoring.sinks) if trained else None  # type: ignore[arg-type]
     for tile in tiles:
         query, grad = (tile.grid(x, key_SKD.shape[1]) for x in (query_SHD, grad_SHD))
         key, value = tile.keys(key_SKD), tile.keys(value_SKD)
         scores, weights = tile.weigh(query, key, scoring)
         tile.add(grad_value, weights.to(value.dtype).transpose(-1, -2) @ grad)
         slope = (grad @ value.transpose(-1, -2)).to(weights.dtype)
+        if grad_sinks is not None:  # whose weight is what is missing to 1
+            along = (slope * weights).sum(-1) * (1 - weights.sum(-1))
+            grad_sinks -= (
+                along.unflatten(2, (-1, grad.shape[2] * key_SKD.shape[1] // query_SHD.shape[1])).sum((0, 3)).view(-1)
+            )
         slope = torch.ops.aten._softmax_backward_data(slope, weights, -1, weights.dtype)
         if scoring.softcap is not None:
             slope = slope * (1 - (scores / scoring.softcap).square())
         slope = slope.to(value.dtype)
         tile.put(grad_query, (slope @ key).to(grad_query.dtype))
         tile.add(grad_key, slope.transpose(-1, -2) @ query)
-    return grad_query, grad_key, grad_value
+    return grad_query, grad_key, grad_value, grad_sinks
 
 
 def _spread(x_MHD: Tensor, slots: Tensor | None, height: int, width: int) -> Tensor:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ from transformers import PreTrainedModel
 
 from groupwise.model.attention import Layout, Scoring, SharedPrompts
 from groupwise.model.packed_check import packed_forward_gap, packed_tolerance
+from groupwise.model.recurrence import Segment, Segments, segments_of_groups, segments_of_tree
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -54,6 +55,7 @@ class Forest:
         enter: each token's number, depth-first.
         leave: the first number after those that the token is visible to.
         positions: where each token stands in its rows; sliding windows count in these.
+        segments: the row as a forest of segments, for recurrent layers.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Forest:
         enter: Sequence[int],
         leave: Sequence[int],
         positions: Sequence[int],
+        segments: Callable[[], list[Segment]],
         *,
         device: torch.device | str = "cpu",
     ):
@@ -72,6 +75,11 @@ class Forest:
             torch.tensor(column, dtype=torch.int32, device=device) for column in columns
         )
         self._blocks: dict[int | None, BlockMask] = {}
+        self._segments, self._device = segments, device
+
+    @cached_property
+    def states(self) -> Segments:
+        return Segments(self._segments(), device=self._device)
 
     @classmethod
     def of_groups(
@@ -99,7 +107,8 @@ class Forest:
             leave.extend([ends[owner] if is_prompt else begin + n] * n)
             start = 0 if is_prompt else prompt_lengths[owner]
             positions.extend(range(start, start + n))
-        return cls(enter, leave, positions, device=device)
+        segments = partial(segments_of_groups, prompt_lengths, completion_lengths, prompt_of_row)
+        return cls(enter, leave, positions, segments, device=device)
 
     @classmethod
     def of_tree(
@@ -116,7 +125,7 @@ class Forest:
                 leave[token] = start
             positions[start : start + n] = range(known, len(path))
             before, start = path, start + n
-        return cls(range(S), leave, positions, device=device)
+        return cls(range(S), leave, positions, partial(segments_of_tree, paths, own), device=device)
 
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
         query, key, value = (  # [1, heads, T, D]; autocast rotates in float32
@@ -124,9 +133,13 @@ class Forest:
             for x in (scoring.scaled(query_SHD), key_SKD, value_SKD)
         )
         cap = None if scoring.softcap is None else _capped(scoring.softcap, value.device, value.dtype)
-        out = _kernel(value.device.type)(
-            query, key, value, score_mod=cap, block_mask=self.blocks(scoring.window), scale=1.0, enable_gqa=True
-        )
+        kernel = partial(_kernel(value.device.type), score_mod=cap, block_mask=self.blocks(scoring.window))
+        if scoring.sinks is None:
+            out = kernel(query, key, value, scale=1.0, enable_gqa=True)
+        else:
+            out, aux = kernel(query, key, value, scale=1.0, enable_gqa=True, return_aux=_log_sums())
+            seen = torch.sigmoid(aux.lse - scoring.sinks[:, None])  # the part of the softmax that is not the sink's
+            out = (out * seen[..., None]).to(value.dtype)
         return out[0].transpose(0, 1)[: self.S]
 
     def blocks(self, window: int | None) -> BlockMask:
@@ -171,6 +184,14 @@ def _listed(chosen_nn: Tensor) -> tuple[Tensor, Tensor]:
     """How many tiles of each row are chosen, and their numbers, the chosen first: as BlockMask wants them."""
     chosen = chosen_nn[None, None].int()
     return chosen.sum(-1, dtype=torch.int32), chosen.argsort(dim=-1, descending=True, stable=True).int()
+
+
+@cache
+def _log_sums() -> Any:
+    """Asks the kernel for log sum exp(scores) [1, H, T] beside the output."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    return AuxRequest(lse=True)
 
 
 @cache
@@ -245,18 +266,19 @@ class _Compared:
 
     def __init__(self, *lengths: Any, checkpointing: bool, device: torch.device):
         self._forest, self._checkpointing = Forest.of_groups(*lengths, device=device), checkpointing
-        self._seen: set[tuple[int, int, int, Scoring]] = set()
+        self._seen: set[tuple[tuple[int, int, int, int], Scoring, bool]] = set()
+        self.states = self._forest.states
 
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
-        _, H, D = query_SHD.shape
-        kind = (H, key_SKD.shape[1], D, scoring)
+        heads = (query_SHD.shape[1], key_SKD.shape[1], query_SHD.shape[-1], value_SKD.shape[-1])
+        kind = (heads, scoring, scoring.sinks is None)
         if kind not in self._seen:
             self._seen.add(kind)
-            _compare(kind[:3], value_SKD, scoring, self._checkpointing)
+            _compare(heads, value_SKD, scoring, self._checkpointing)
         return self._forest.attend(layer, query_SHD, key_SKD, value_SKD, scoring)
 
 
-def _compare(heads: tuple[int, int, int], like: Tensor, scoring: Scoring, checkpointing: bool) -> None:
+def _compare(heads: tuple[int, int, int, int], like: Tensor, scoring: Scoring, checkpointing: bool) -> None:
     """Raises ArithmeticError where outputs or gradients are not those of `SharedPrompts`."""
     limit = TOLERANCE_16_BITS if like.itemsize == 2 else TOLERANCE
     for times in LENGTHS:
@@ -273,12 +295,13 @@ def _compare(heads: tuple[int, int, int], like: Tensor, scoring: Scoring, checkp
 
 
 def _tried(
-    layout: Layout, S: int, heads: tuple[int, int, int], like: Tensor, scoring: Scoring, checkpointing: bool
+    layout: Layout, S: int, heads: tuple[int, int, int, int], like: Tensor, scoring: Scoring, checkpointing: bool
 ) -> list[Tensor]:
     """The output for random queries, keys and values, and their gradients, in float32."""
-    H, K, D = heads
+    H, K, D, V = heads
     g = torch.Generator().manual_seed(0)
-    query, key, value, slope = (torch.randn(S, n, D, generator=g).to(like) for n in (H, K, K, H))
+    shapes = ((H, D), (K, D), (K, V), (H, V))
+    query, key, value, slope = (torch.randn(S, *shape, generator=g).to(like) for shape in shapes)
     inputs = [x.requires_grad_() for x in (query, key, value)]
     with torch.enable_grad():
         if checkpointing:

@@ -35,6 +35,7 @@ from groupwise.errors import FieldError, ModelError
 from groupwise.model.attention import ATTENTION
 from groupwise.model.chat import stop_ids
 from groupwise.model.mixture import fused_parameters, is_router
+from groupwise.model.recurrence import pack_recurrent_layers
 
 _UNREADABLE = (OSError, ValueError, KeyError, SafetensorError)
 
@@ -185,6 +186,7 @@ def share_weights(model: PreTrainedModel) -> PreTrainedModel:
     tensors = [*model.parameters(), *model.buffers()]
     twin: PreTrainedModel = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     twin.set_attn_implementation(ATTENTION)
+    pack_recurrent_layers(twin)
     return twin
 
 

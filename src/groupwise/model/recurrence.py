@@ -1,0 +1,326 @@
+"""Layers that hand a state from token to token, in packed rows: short convolutions and linear recurrences.
+
+    kind            state of a row                               layers
+    convolution     the last W - 1 inputs                        LFM2; before the recurrence of the others
+    recurrence      what its rule makes of all tokens so far     gated delta rule: Qwen3-Next, Qwen3.5, Olmo Hybrid
+
+A packed row is a forest of segments: a prompt, and each completion that goes on where it ends; or, in a prefix tree,
+what lies between two forks. A segment starts with the state in which its parent ended, so a prompt's state is computed
+once for its group and gets the gradients of all completions:
+
+    a a a b b | A A | B | C C        segments a, b; then A and B from the end of a, C from the end of b
+
+All segments of the same depth run together, those of like lengths as one batch. Padding is where a rule leaves its
+state as it is.
+
+transformers' layers call module-level functions for both kinds, and pass on the keyword `layout` of the model's
+forward, as its attention does; but there is no registry for them. So `pack_recurrent_layers` rebinds these names in the
+modules that have them: without a layout they are as before, with one its `States` decide what is a row. The projections
+around them see the packed row. `packed_check` compares all of it with the model's own forward before any use.
+
+Shapes: S packed tokens, B segments or rows, T tokens of each (padded), C channels of a convolution, W its width.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers.activations import ACT2FN
+
+CHUNK = 64  # tokens: segments whose lengths round up to the same multiple are one batch
+
+# (inputs of each token [B, T, ...], states before the first or None) -> (outputs [B, T, ...], states after the last)
+Rule = Callable[[Sequence[Tensor], Tensor | None], tuple[Tensor, Tensor]]
+
+
+class States(Protocol):
+    """What runs a packed row's convolutions and recurrences."""
+
+    def convolve(self, layer: int, x_SC: Tensor, weight_CW: Tensor) -> Tensor:
+        """Each channel's causal convolution, sum_j weight[W - 1 - j] x[t - j], 0 before the first token -> [S, C]."""
+        ...
+
+    def recur(self, layer: int, rule: Rule, inputs: Sequence[Tensor], idle: Sequence[float]) -> Tensor:
+        """`rule` along each row of tokens -> its outputs [S, ...].
+
+        Args:
+            inputs: of each token [S, ...].
+            idle: what each input is where there is no token, so that the rule leaves the state as it is.
+        """
+        ...
+
+
+class Segment(NamedTuple):
+    """Consecutive tokens of a packed row, from `start` on; `parent`: the index of the segment that it continues."""
+
+    start: int
+    length: int
+    parent: int | None
+
+
+def segments_of_groups(
+    prompt_lengths: Sequence[int], completion_lengths: Sequence[int], prompt_of_row: Sequence[int]
+) -> list[Segment]:
+    """Prompts, then their completions, as `SharedPrompts` has them."""
+    segments: list[Segment] = []
+    start, of_prompt = 0, dict[int, int]()
+    lines = [*((n, None) for n in prompt_lengths), *zip(completion_lengths, prompt_of_row, strict=True)]
+    for line, (length, prompt) in enumerate(lines):
+        if length:
+            if prompt is None:
+                of_prompt[line] = len(segments)
+            segments.append(Segment(start, length, None if prompt is None else of_prompt.get(prompt)))
+        start += length
+    return segments
+
+
+def segments_of_tree(paths: Sequence[Sequence[int]], own: Sequence[int]) -> list[Segment]:
+    """The lines of prefix trees, as `PrefixTree` has them, cut where others fork off."""
+    before: dict[int, int] = {}  # of each token the one before it in its rows; -1: none
+    for path, n in zip(paths, own, strict=True):
+        for at in range(len(path) - n, len(path)):
+            before[path[at]] = path[at - 1] if at else -1
+    followers = [0] * (len(before) + 1)
+    for earlier in before.values():
+        followers[earlier] += 1
+    segments: list[Segment] = []
+    segment_of: list[int] = []
+    for token in range(len(before)):
+        earlier = before[token]
+        if earlier >= 0 and earlier == token - 1 and followers[earlier] == 1:
+            segments[-1] = segments[-1]._replace(length=segments[-1].length + 1)
+        else:
+            segments.append(Segment(token, 1, segment_of[earlier] if earlier >= 0 else None))
+        segment_of.append(len(segments) - 1)
+    return segments
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Segments that are run together, as [B, T] cells."""
+
+    segments: list[int]
+    T: int
+    parents_B: Tensor | None  # where their states are among those of the level before
+
+
+class Segments:
+    """`States` of a packed row that is a forest of segments, each of which stands after its parent."""
+
+    def __init__(self, segments: Sequence[Segment], *, device: torch.device | str = "cpu"):
+        self.segments, self.device = segments, device
+        self._edges: dict[int, tuple[Tensor, Tensor]] = {}
+        self._levels, self._places = _plan(segments, device)
+        cells = [0]
+        for level in self._levels:
+            for batch in level:
+                cells.append(cells[-1] + len(batch.segments) * batch.T)
+        token_N, cell_S = [-1] * cells[-1], [0] * sum(segment.length for segment in segments)
+        batches = [batch for level in self._levels for batch in level]
+        for first, batch in zip(cells, batches, strict=False):
+            for b, segment in enumerate(batch.segments):
+                start, length, _ = segments[segment]
+                at = first + b * batch.T
+                token_N[at : at + length] = range(start, start + length)
+                cell_S[start : start + length] = range(at, at + length)
+        token_of = torch.tensor(token_N, dtype=torch.long)
+        self._token_N, self._cell_S = token_of.clamp(min=0).to(device), torch.tensor(cell_S, device=device)
+        self._empty_N = (token_of < 0).nonzero()[:, 0].to(device)
+
+    def convolve(self, layer: int, x_SC: Tensor, weight_CW: Tensor) -> Tensor:
+        S, W = len(x_SC), weight_CW.shape[1]
+        edge_E, before_EW = self._edges_of(W)
+        padded = pad(x_SC, (0, 0, W - 1, 0))
+        out = padded[W - 1 :] * weight_CW[:, -1]
+        for j in range(1, W):  # as one row; then anew what is not right so
+            out = out + padded[W - 1 - j : W - 1 - j + S] * weight_CW[:, -1 - j]
+        windows_EWC = padded.index_select(0, before_EW.flatten()).view(*before_EW.shape, -1)
+        return out.index_copy(0, edge_E, (windows_EWC * weight_CW.T).sum(1))
+
+    def recur(self, layer: int, rule: Rule, inputs: Sequence[Tensor], idle: Sequence[float]) -> Tensor:
+        return self.run(rule, inputs, idle)[0]
+
+    def run(self, rule: Rule, inputs: Sequence[Tensor], idle: Sequence[float]) -> tuple[Tensor, Tensor]:
+        """As `recur`, and the states after the segments that continue nothing, in their order."""
+        cells = [
+            x.index_select(0, self._token_N).index_fill(0, self._empty_N, y) for x, y in zip(inputs, idle, strict=True)
+        ]
+        outputs: list[Tensor] = []
+        after: Tensor | None = None
+        first, start = None, 0
+        for level in self._levels:
+            states = []
+            for batch in level:
+                stop = start + len(batch.segments) * batch.T
+                rows = [x[start:stop].view(-1, batch.T, *x.shape[1:]) for x in cells]
+                before = None if after is None or batch.parents_B is None else after.index_select(0, batch.parents_B)
+                out, state = rule(rows, before)
+                outputs.append(out.flatten(0, 1))
+                states.append(state)
+                start = stop
+            after = torch.cat(states)
+            first = after if first is None else first
+        assert first is not None
+        return torch.cat(outputs).index_select(0, self._cell_S), first.index_select(0, self._places)
+
+    def last_inputs(self, x_SC: Tensor, W: int) -> Tensor:
+        """The last W - 1 inputs of the segments that continue nothing, zeros before the first -> [B, C, W - 1]."""
+        rows = [
+            [s + n + i if n + i >= 0 else -1 for i in range(1 - W, 0)]
+            for s, n, parent in self.segments
+            if parent is None
+        ]
+        at_BW = torch.tensor(rows, dtype=torch.long, device=x_SC.device).view(len(rows), W - 1) + 1
+        return pad(x_SC, (0, 0, 1, 0)).index_select(0, at_BW.flatten()).view(*at_BW.shape, -1).transpose(1, 2)
+
+    def _edges_of(self, W: int) -> tuple[Tensor, Tensor]:
+        """Tokens [E] of which not all of the W - 1 before them stand before them in the packed row, and for each where
+        in the row padded with W - 1 zeros it and those before it stand [E, W]."""
+        if W not in self._edges:
+            edges, windows = [], []
+            for start, length, parent in self.segments:
+                before = self._tail(parent, W - 1)
+                for i in range(min(W - 1, length)):
+                    tokens = [*before, *range(start, start + i + 1)][-W:]
+                    edges.append(start + i)
+                    windows.append([0] * (W - len(tokens)) + [token + W - 1 for token in tokens])
+            edge_E = torch.tensor(edges, dtype=torch.long, device=self.device)
+            self._edges[W] = edge_E, torch.tensor(windows, dtype=torch.long, device=self.device).view(-1, W)
+        return self._edges[W]
+
+    def _tail(self, segment: int | None, count: int) -> list[int]:
+        """Up to `count` tokens that come last where a segment ends."""
+        tail: list[int] = []
+        while segment is not None and len(tail) < count:
+            start, length, parent = self.segments[segment]
+            tail = [*range(start + max(0, length - count + len(tail)), start + length), *tail]
+            segment = parent
+        return tail
+
+
+def _plan(segments: Sequence[Segment], device: torch.device | str) -> tuple[list[list[_Batch]], Tensor]:
+    """The batches of each level, where the states of a level are those of its batches one after another; and there the
+    places of the segments that continue nothing."""
+    depth: list[int] = []
+    for segment in segments:
+        depth.append(0 if segment.parent is None else depth[segment.parent] + 1)
+    place: dict[int, int] = {}
+    levels = []
+    for level in range(max(depth, default=-1) + 1):
+        sized: dict[int, list[int]] = {}
+        for i, segment in enumerate(segments):
+            if depth[i] == level:
+                sized.setdefault(-(-segment.length // CHUNK), []).append(i)
+        batches = []
+        for chosen in sized.values():
+            parents = [place[parent] for i in chosen if (parent := segments[i].parent) is not None]
+            parents_B = torch.tensor(parents, device=device) if level else None
+            batches.append(_Batch(chosen, max(segments[i].length for i in chosen), parents_B))
+        place |= {i: at for at, i in enumerate(i for batch in batches for i in batch.segments)}
+        levels.append(batches)
+    roots = [place[i] for i in range(len(segments)) if not depth[i]]
+    return levels, torch.tensor(roots, dtype=torch.long, device=device)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# transformers' functions, which run by `States` where there is a layout.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class LayerStates(NamedTuple):
+    """What a recurrent layer gets as its `layout`."""
+
+    states: States
+    layer: int
+
+
+def pack_recurrent_layers(model: nn.Module) -> None:
+    """Have the recurrent layers of a model run by the `States` of the layout that its forward is given, if any."""
+    for module in list(model.modules()):
+        names = vars(sys.modules[type(module).__module__])
+        found = [name for name in FUNCTIONS if name in names]
+        if found and any(isinstance(child, nn.Conv1d) for child in module.children()):
+            module.register_forward_pre_hook(_tell_layer, with_kwargs=True)
+            for name in found:
+                if not hasattr(names[name], "takes_layout"):
+                    names[name] = FUNCTIONS[name](names[name], names)
+                    names[name].takes_layout = True
+
+
+def is_recurrent(model: nn.Module) -> bool:
+    """Whether some of a model's layers run by `States`."""
+    return any(_tell_layer in module._forward_pre_hooks.values() for module in model.modules())
+
+
+def _tell_layer(module: Any, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    layout = options.get("layout")
+    if layout is not None and not isinstance(layout, LayerStates):
+        options = options | {"layout": LayerStates(layout.states, module.layer_idx)}
+    return args, options
+
+
+def _convolution(own: Callable[..., Any], names: dict[str, Any]) -> Callable[..., Any]:
+    """Of x [1, C, S] -> likewise."""
+
+    @functools.wraps(own)
+    def run(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        layout: LayerStates | None = None,
+        **options: Any,
+    ) -> Tensor:
+        if layout is None:
+            return own(x, weight, bias, activation, **options)
+        out_SC = layout.states.convolve(layout.layer, x[0].T.to(weight.dtype), weight)
+        out_SC = out_SC if bias is None else out_SC + bias
+        out_SC = out_SC if activation is None else ACT2FN[activation](out_SC)
+        return out_SC.T[None].to(x.dtype)
+
+    return run
+
+
+def _gated_delta_rule(own: Callable[..., Any], names: dict[str, Any]) -> Callable[..., Any]:
+    """Of queries, keys and values [1, S, heads, D], log decays and learning rates [1, S, heads] -> outputs, None (Yang
+    et al. 2024, arXiv 2412.06464). The state is [B, heads, D of keys, D of values]."""
+    stepwise = names["torch_recurrent_gated_delta_rule"]
+
+    @functools.wraps(own)
+    def run(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        *,
+        layout: LayerStates | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        if layout is None:
+            return own(query, key, value, g=g, beta=beta, **options)
+        options |= {"output_final_state": True}
+
+        def rule(rows: Sequence[Tensor], before: Tensor | None) -> tuple[Tensor, Tensor]:
+            q, k, v, decay, rate = rows
+            function = stepwise if q.shape[1] == 1 else own
+            return function(q, k, v, g=decay, beta=rate, **options | {"initial_state": before})
+
+        inputs = [x[0] for x in (query, key, value, g, beta)]
+        return layout.states.recur(layout.layer, rule, inputs, (0.0,) * 5)[None], None  # without decay and rate: idle
+
+    return run
+
+
+# By their names in transformers' modules.
+FUNCTIONS: dict[str, Callable[[Callable[..., Any], dict[str, Any]], Callable[..., Any]]] = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": _gated_delta_rule,
+}
