@@ -61,7 +61,8 @@ def _job(ledger: Ledger, i: int) -> None:
     name, reward = NAMES[i % len(NAMES)], (i % 97) / 97
     summary = {"groups": 16, "completions": 128, "groups_equal": i % 5, "reward_mean": reward, "reward_stderr": 0.02}
     made = {"kind": "grpo", "adapter": name, "config": {**CONFIG, "output_name": name, "seed": i}, "summary": summary}
-    job, _ = ledger.submit(**made, payload=b"{}", steps=2, auto_load=False, id=f"{i:032x}")
+    kept = {"idempotency_key": f"{i}", "fingerprint": "x"}  # as the SDK sends: such a job is kept for a day at least
+    job, _ = ledger.submit(**made, **kept, payload=b"{}", steps=2, auto_load=False, id=f"{i:032x}")
     lease = ledger.lease("filler")
     assert lease is not None and lease.job.id == job.id
     ledger.progress(lease, phase="training", step=2, metrics={"loss/policy": 0.01, "reward/mean": reward})

@@ -492,13 +492,17 @@ def test_adapters_are_merged(page: Any, place: Place) -> None:
 
 
 def test_what_changed_is_marked_word_by_word(page: Any, place: Place) -> None:
-    prompts = [SUM, "What is 12 + 7? Think step by step."]
-    body = {"prompts": [[{"role": "user", "content": each}] for each in prompts], "n": 1, "temperature": 0}
-    said = {}
+    sums = [f"What is {a} + {b}? Think step by step." for a in (47, 12, 123, 85, 159) for b in (38, 7, 58, 167, 76)]
+    body = {"prompts": [[{"role": "user", "content": each}] for each in sums], "n": 1, "temperature": 0}
+    answers = {}
     for version in ("base", "lesson@3"):
         asked = {**body, "max_tokens": 96, "adapter": version}
         answer = httpx2.post(place.url + "/v1/completions/batch", json=asked, timeout=60).json()
-        said[version] = [each["text"] for each in answer["completions"]]
+        answers[version] = [each["text"] for each in answer["completions"]]
+    differ = [i for i in range(len(sums)) if answers["base"][i] != answers["lesson@3"][i]]
+    chosen = [*differ[:1], *(i for i in range(len(sums)) if i not in differ)][:2]  # what a lesson changes varies
+    prompts = [sums[i] for i in chosen]
+    said = {version: [texts[i] for i in chosen] for version, texts in answers.items()}
     go(page, place, "adapters?version=lesson@3")
     page.get_by_label("Prompts, one a line").fill("\n".join(prompts))
     page.get_by_role("combobox", name=re.compile("^From")).select_option("base")

@@ -18,10 +18,12 @@ from typing import Any
 import pytest
 
 from groupwise.config.serve import ServeConfig
-from groupwise.server.runs import build_run_app, open_runs
+from groupwise.server.guard import Gate
+from groupwise.server.runs import WithRun, build_run_app, open_runs
 from groupwise.store.tracking import Tracking
 from run_place import group, make_run, scored, write_line
 from serving import running
+from whole_server import whole
 
 from .chromium import CHROMIUM, UI, expect, launched, serious, watched
 
@@ -273,7 +275,7 @@ def test_completions_show_the_parts_of_their_reward(page: Any, url: str) -> None
     go(page, url, "rollouts?run=slow-s1")
     rows = page.get_by_role("listbox").get_by_role("option")
     expect(rows).to_have_count(12)
-    page.get_by_label("Step").fill("2")
+    page.get_by_role("spinbutton", name="Step").fill("2")
     expect(rows).to_have_count(4)
     rows.first.click()
     cards = page.get_by_role("region", name="Group").get_by_role("listitem")
@@ -292,6 +294,33 @@ def test_what_needs_a_model_says_what_to_type(page: Any, url: str, place: Path) 
         expect(page.get_by_role("heading", level=1)).to_have_text(title)
         page.get_by_label("Run").select_option("fast")
         expect(page.get_by_text(f"groupwise serve {place / 'fast'}")).to_be_visible()
+
+
+def test_a_served_run_and_its_server_have_one_list_of_pages(
+    browser: Any, model_dir: Path, tmp_path: Path, place: Path
+) -> None:
+    with whole(tmp_path, model_dir, served_model_name="tiny") as site:
+        app = WithRun(site.app, place / "fast", ServeConfig(), gate=Gate("ready"), served=None)
+        with running(app) as port, watched(browser, f"http://127.0.0.1:{port}") as page:
+            pages = page.get_by_role("navigation", name="Pages")
+            go(page, f"http://127.0.0.1:{port}", "now")
+            expect(pages.get_by_role("link", name="Its rollouts")).to_be_visible()
+            names = [name.strip() for name in pages.get_by_role("listitem").all_inner_texts()]
+            assert names[-3:] == ["fast", "Run", "Its rollouts"]
+            pages.get_by_role("link", name="Run", exact=True).click()
+            expect(page.get_by_role("heading", level=1)).to_have_text("fast")
+            assert "/run/ui/" in page.url
+            expect(pages.get_by_role("listitem")).to_have_text(names)
+            expect(pages.get_by_role("link", name="Run", exact=True)).to_have_attribute("aria-current", "page")
+            pages.get_by_role("link", name="Its rollouts").click()
+            expect(page.get_by_role("heading", level=1)).to_have_text("Rollouts")
+            page.get_by_role("link", name="Chat with base").click()
+            expect(page.get_by_role("heading", level=1)).to_have_text("Playground")
+            expect(page.get_by_label("Version 1")).to_have_value("base")
+            assert "/run/" not in page.url
+            page.goto(f"http://127.0.0.1:{port}/run/ui/#/teach")
+            page.get_by_role("link", name="Teach with base").click()
+            expect(page.get_by_role("heading", level=1)).to_have_text("Teach")
 
 
 def test_nothing_yet_and_nothing_there(page: Any, url: str) -> None:
