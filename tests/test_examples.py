@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from cli_project import cli
 from groupwise import Client
@@ -36,6 +41,71 @@ def live_loop(*arguments: str, url: str) -> subprocess.CompletedProcess[str]:
 def server() -> Iterator[WireServer]:
     with wire_server() as running:
         yield running
+
+
+# ---- the notebook ----
+
+
+def cells_of(notebook: Path) -> list[str]:
+    """The code of a notebook's cells."""
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
+async def run_cell(cell: str, names: dict[str, Any]) -> None:
+    """As a notebook runs it: in the thread of a running event loop. Of its own commands it has those of ours."""
+    if cell.startswith("%%writefile "):
+        name, _, text = cell.removeprefix("%%writefile ").partition("\n")
+        Path(name).write_text(text, encoding="utf-8")
+    elif cell.startswith("!groupwise "):
+        said = cli(*shlex.split(cell)[1:])
+        assert said.exit_code == 0, said.stderr
+        names["said"] = said.stdout
+    elif not cell.startswith("%pip "):
+        exec(compile(cell, "first_hour.ipynb", "exec"), names)
+
+
+@pytest.mark.filterwarnings("ignore:FigureCanvasAgg")
+def test_the_notebook_of_the_first_hour(tmp_path, monkeypatch):
+    """Its cells in order, with fewer and smaller steps."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
+    cells = cells_of(EXAMPLES / "first_hour.ipynb")
+    shorter = [('"steps": 40', '"steps": 2'), ('"prompts_per_step": 32', '"prompts_per_step": 8'), ("2128", "2004")]
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for cell in cells:
+        for long, short in shorter:
+            cell = cell.replace(long, short)
+        asyncio.run(run_cell(cell, names))
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
+    assert cells[0].startswith("%pip install --quiet groupwise") and all(
+        any(a in cell for cell in cells) for a, _ in shorter
+    )
+    assert names["result"].steps == 2 and names["result"].version.number == 2
+    assert len(names["trained"]) == 2 and re.search(r"\d", names["said"])
+    assert Path("sums-adapter/adapter_config.json").is_file()
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(*logits(names["model"], names["inputs"]))
+
+
+def logits(model, inputs):
+    """Of a PEFT model with its adapter, and without."""
+    with torch.no_grad():
+        adapted = model(**inputs).logits
+        with model.disable_adapter():
+            return adapted, model(**inputs).logits
+
+
+def test_the_notebook_holds_what_its_cells_said():
+    """Small, and without an error."""
+    path = EXAMPLES / "first_hour.ipynb"
+    cells = [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert outputs and not any(output["output_type"] == "error" for output in outputs)
+    assert path.stat().st_size < 60_000 and str(Path.home()) not in path.read_text(encoding="utf-8")
 
 
 # ---- every word that is sent ----

@@ -1,10 +1,14 @@
 """What the operating system is asked, where it answers and where it does not: another kernel, a container, Windows."""
 
+import asyncio
+import contextvars
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
+import traceback
 from pathlib import Path
 
 import pytest
@@ -244,3 +248,62 @@ def test_where_there_are_no_control_groups(tmp_path):
     (process / "mountinfo").write_text("22 1 0:21 / /proc rw - proc proc rw\n")
     with pytest.raises(OSError, match="version 2 is not mounted"):
         control_groups(process)
+
+
+# ---- coroutines, where an event loop runs already ----
+
+
+async def in_a_notebook(call):
+    """`call`, as a cell of a notebook calls it: in the thread of a running event loop."""
+    return call()
+
+
+def test_a_coroutine_runs_to_its_end_with_and_without_a_loop():
+    where = contextvars.ContextVar("where", default="nowhere")
+
+    async def work():
+        await asyncio.sleep(0)
+        return where.get()
+
+    where.set("here")
+    assert platform.run_coroutine(work()) == "here"
+    assert asyncio.run(in_a_notebook(lambda: platform.run_coroutine(work()))) == "here"
+
+
+def test_what_a_coroutine_raises_is_raised_there_too():
+    async def fails():
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        asyncio.run(in_a_notebook(lambda: platform.run_coroutine(fails())))
+
+
+def main_thread_waits() -> bool:
+    """Whether it is in `Future.result`."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    return any(each.f_code.co_name == "result" for each, _ in traceback.walk_stack(frame))
+
+
+def test_ctrl_c_in_a_notebook_cancels_the_coroutine():
+    """It comes in the main thread, which waits."""
+    ended = []
+
+    async def work():
+        try:
+            while not main_thread_waits():
+                await asyncio.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGINT)  # the main thread takes it, and Python's handlers run there
+            await asyncio.sleep(120)
+        finally:
+            ended.append("cancelled")
+
+    async def cell():
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                platform.run_coroutine(work())
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    asyncio.run(cell())
+    assert ended == ["cancelled"]

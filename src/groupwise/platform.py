@@ -3,6 +3,7 @@
     require_supported     a plain error on Windows, which has neither `fork` nor `flock`, and on an old Python
     cores, memory_bytes   what this process may use of the machine, limits of its control group (container) included
     try_lock, unlock      advisory locks of open files (`flock`)
+    run_coroutine         a coroutine to its end, also in a notebook, whose thread has an event loop already
     the rest              priorities, limits and facts that the kernel gives or not
 
 Only Linux has /proc, control groups and prctl. Where a fact is not to be had, a function returns what its docstring
@@ -12,17 +13,24 @@ has system calls of its own: it runs as a script that imports nothing of ours.
 
 from __future__ import annotations
 
+import contextvars
 import ctypes
 import importlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from groupwise.errors import GroupwiseError
+
+if TYPE_CHECKING:
+    import asyncio
+
+T = TypeVar("T")
 
 
 def _optional(name: str) -> Any:
@@ -323,3 +331,34 @@ def limit_process(*, cpu_s: int, more_bytes: int) -> None:
     for which, most in limits.items():
         with suppress(OSError, ValueError):
             resource.setrlimit(which, (most, most))
+
+
+def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run it to its end and return its result: `asyncio.run`, which refuses where this thread's event loop is running.
+
+    A notebook's is. There it runs in a thread of its own, and this one waits; an exception that ends the waiting, such
+    as KeyboardInterrupt, cancels it first.
+    """
+    import asyncio  # not where the platform is first looked at: it does not import everywhere
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = Future()
+
+    async def cancellable() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        begun.set_result((asyncio.get_running_loop(), task))
+        return await coroutine
+
+    with ThreadPoolExecutor(1, thread_name_prefix="run_coroutine") as thread:
+        try:
+            return thread.submit(contextvars.copy_context().run, asyncio.run, cancellable()).result()
+        except BaseException:
+            if begun.done():
+                loop, task = begun.result()
+                with suppress(RuntimeError):  # it has ended, by raising this
+                    loop.call_soon_threadsafe(task.cancel)
+            raise

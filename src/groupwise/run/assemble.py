@@ -5,7 +5,6 @@ Rewards and data are loaded before the model, so that a typo costs a second and 
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import heapq
 import json
@@ -23,7 +22,7 @@ from groupwise.model.backbone import is_lean
 from groupwise.model.load import LoadedModel, load_model, plain_implementation
 from groupwise.model.memory import GIB, Load, ModelSize, fitting_tokens
 from groupwise.model.packing import FLEX
-from groupwise.platform import memory_bytes
+from groupwise.platform import memory_bytes, run_coroutine
 from groupwise.rewards.base import RewardWorkers, Scorer, load_rewards
 from groupwise.rewards.classifier import load_models, reward_model, reward_models
 from groupwise.rewards.pool import RewardPool
@@ -306,7 +305,7 @@ def open_scorer(plan: RunPlan, *, remote: RemoteBackends | None = None) -> Score
     models = [each for each in load_rewards(specs, folder=plan.config.folder) if each.function is reward_model]
     try:
         if models:
-            asyncio.run(load_models(models, group_size=plan.config.rollout.group_size, pool=pool))
+            run_coroutine(load_models(models, group_size=plan.config.rollout.group_size, pool=pool))
     except BaseException:
         scorer.close()
         raise

@@ -22,6 +22,7 @@ from groupwise.algo.samples import samples_of
 from groupwise.config.run import RunConfig
 from groupwise.errors import ConfigError
 from groupwise.model.memory import Memory, StepSize, memory, step_size
+from groupwise.platform import run_coroutine
 from groupwise.rewards.base import refuse_failed, summarize
 from groupwise.rewards.check import GOLD, answers
 from groupwise.run.assemble import (
@@ -104,8 +105,8 @@ def check(
                 hint="shorten the prompts, raise rollout.max_prompt_tokens, or use a model with a longer context",
             )
         on_phase("sampling and scoring")
-        groups = asyncio.run(_try_out(usable[:PROMPTS], plan, parts))
-        recognised = asyncio.run(_try_answers(groups, parts)) if plan.env is None else None
+        groups = run_coroutine(_try_out(usable[:PROMPTS], plan, parts))
+        recognised = run_coroutine(_try_answers(groups, parts)) if plan.env is None else None
         on_phase("training, publishing and loading one step")
         with learner_thread(parts.learner.threads) as thread:
             tried = _try_step(plan, parts, groups, thread)
@@ -139,7 +140,7 @@ def _try_step(plan: RunPlan, parts: Components, groups: Sequence[RolloutGroup], 
         )
         version = policy.publish(step=1, metrics={}, sync=True)
         params = replace(rollout.sampling(), max_tokens=1)
-        asyncio.run(_sampled(parts, groups[0], version, params))
+        run_coroutine(_sampled(parts, groups[0], version, params))
     return StepTrial(version=str(version), grad_norm=metrics.get("optim/grad_norm"), made_up=made_up)
 
 

@@ -5,12 +5,12 @@ Prompts, samples, `eval.k`, `eval.success` and the processes in which rewards ru
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 
 from groupwise.config.run import RunConfig
 from groupwise.model.load import load_model
+from groupwise.platform import run_coroutine
 from groupwise.rewards.base import Scorer
 from groupwise.run.assemble import local_engine, open_envs, open_play, open_scorer
 from groupwise.run.evaluate import SUCCESS, Evaluation, checked_modes, evaluate, prepare_all
@@ -63,7 +63,7 @@ def _assessed(
             engine.load(located.version, located.directory)
             version, policy = located.version, str(located.directory)
         with closing(open_play(plan, base, engine, open_envs(plan))) as play:
-            result = asyncio.run(
+            result = run_coroutine(
                 evaluate(
                     play,
                     prepare_all(prompts, play, context=base.context_length),

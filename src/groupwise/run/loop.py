@@ -18,7 +18,6 @@ before, during and after, a display; and `StopRequest`, a clean Ctrl-C.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import threading
@@ -31,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise.algo.metrics import Metrics, rollout_metrics, time_metrics
 from groupwise.config.run import RunConfig
+from groupwise.platform import run_coroutine
 from groupwise.rewards.base import RewardFunction
 from groupwise.run.assemble import Components, RemoteBackends, open_components
 from groupwise.run.display import STOPPING, Display, open_display
@@ -354,7 +354,7 @@ def _run(
         for warning in plan.warnings:
             shown.note(f"warning: {warning}")
         run = TrainingRun(plan, parts, run_dir, tracking=tracking, display=shown)
-        return asyncio.run(train(run, state, stop=stop))
+        return run_coroutine(train(run, state, stop=stop))
 
 
 async def train(run: TrainingRun, state: RunState | None, *, stop: StopRequest) -> RunResult:

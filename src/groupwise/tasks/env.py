@@ -37,6 +37,7 @@ from typing import Any
 from groupwise.config.load import load_object
 from groupwise.config.run import EnvConfig
 from groupwise.errors import ConfigError, DataError, EnvError, GroupwiseError
+from groupwise.platform import run_coroutine
 from groupwise.tasks.tools import CallableTool, CallOutcome, ToolBox, ToolResult, tool_message
 from groupwise.types import MAX_REWARD, Message, Prompt, Rollout
 
@@ -245,7 +246,7 @@ class EnvFactory:
             return None
         try:
             rows = function()
-            rows = asyncio.run(_awaited(rows)) if inspect.isawaitable(rows) else rows
+            rows = run_coroutine(_awaited(rows)) if inspect.isawaitable(rows) else rows
         except Exception as error:
             raise EnvError.raised(f"{self.name}.{method}", error) from error
         return prompts_of(rows, f"{self.name}.{method}")

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from groupwise.config.run import EnvConfig
 from groupwise.errors import ConfigError, DataError, EnvError, GroupwiseError
 from groupwise.model.chat import RENDERING, encode_prompt
+from groupwise.platform import run_coroutine
 from groupwise.tasks.env import REWARD, EnvFactory, OwnThread, priced, reward_of, told_of
 from groupwise.tasks.episode import Lockstep, Slots, together
 from groupwise.tasks.prompts import to_prompt
@@ -219,13 +220,12 @@ def _check_scorer(instance: Any, name: str) -> None:
 
 
 def _finished(value: Any) -> Any:
-    """What an async method returns. Called in a thread without an event loop."""
-    import asyncio
+    """What an async method returns."""
 
     async def waited() -> Any:
         return await value
 
-    return asyncio.run(waited()) if inspect.isawaitable(value) else value
+    return run_coroutine(waited()) if inspect.isawaitable(value) else value
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,98 @@
+"""The tutorials are true: their files are written and their commands run, in order, in an empty directory; shortened by
+overrides behind the commands, and with nothing that a page does not say."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli_project import cli
+
+TUTORIALS = Path(__file__).parent.parent / "docs" / "tutorials"
+SMALL = "rollout.prompts_per_step=2 rollout.group_size=4 eval=null train.steps=2"
+
+
+@dataclass
+class Reader:
+    """Follows a page in `folder`, which is the working directory. `shorter` are words behind a command that would take
+    long, by what it begins with; what it said is in `said`."""
+
+    folder: Path
+    shorter: Mapping[str, str] = field(default_factory=dict)
+    said: dict[str, str] = field(default_factory=dict)
+
+    def follow(self, page: str) -> None:
+        text = (TUTORIALS / page).read_text(encoding="utf-8")
+        for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+            if named := re.match(r"# (\w+\.(?:py|yaml))\n", block):
+                (self.folder / named[1]).write_text(block, encoding="utf-8")
+            elif language == "python":
+                exec(compile(block, page, "exec"), {"__name__": "__main__"})
+            elif language == "":
+                for line in block.splitlines():
+                    self.type(line)
+
+    def type(self, line: str) -> None:
+        program, *words = shlex.split(line)
+        more = next((more for command, more in self.shorter.items() if line.startswith(command)), "")
+        if more == "elsewhere":
+            return
+        if program == "python":
+            subprocess.run([sys.executable, *words], cwd=self.folder, check=True, timeout=120)
+            return
+        assert program == "groupwise", line
+        for name in [name for name in sys.modules if name.startswith("my_")]:
+            del sys.modules[name]  # a command is a process of its own, which reads the files as they are now
+        ended = cli(*words, *more.split())
+        assert ended.exit_code == 0, f"{line}\n{ended.stdout}{ended.stderr}"
+        count = sum(each.startswith(line) for each in self.said)
+        self.said[line + " again" * count] = ended.stdout + ended.stderr
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_first_reward(place: Path) -> None:
+    run = f"{SMALL} scoring.workers=0"
+    reader = Reader(place, {"groupwise check": "scoring.workers=0 eval=null", "groupwise run": run})
+    reader.follow("first_reward.md")
+    hole = reader.said["groupwise rewards lint my_rewards:mentions"]
+    assert re.search(r"warning junk +'every candidate': gets 1", hole)
+    assert "my_rewards:tagged: ok" in reader.said["groupwise rewards lint my_rewards:tagged"]
+    assert "reward/tagged" in (next(place.glob("runs/tags-*")) / "metrics.jsonl").read_text()
+    assert "What is 25 + 60? Put the answer in <answer> tags." in reader.said["groupwise check tags.yaml"]
+
+
+def test_the_first_environment(place: Path) -> None:
+    run = f"{SMALL} env.max_turns=3"
+    reader = Reader(place, {"groupwise run": run, "groupwise env check": "--max-tokens 8"})
+    reader.follow("first_environment.md")
+    (checked,) = [said for line, said in reader.said.items() if line.startswith("groupwise env check")]
+    assert "Guess: ok (1000 cases)" in checked and "an unreadable call" in checked
+    assert "env/stop/" in (next(place.glob("runs/guess-*")) / "metrics.jsonl").read_text()
+
+
+@pytest.mark.xdist_group("live server")
+def test_the_first_live_loop(
+    place: Path, live: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`groupwise serve` is the server that the tests share; the script of the page's end is test_examples.py's."""
+    monkeypatch.setenv("GROUPWISE_URL", live.url)
+    monkeypatch.delenv("GROUPWISE_API_KEY", raising=False)
+    assert cli("adapters", "activate", "base").exit_code == 0
+    elsewhere = {"groupwise serve": "elsewhere", "python examples/live_loop.py": "elsewhere"}
+    reader = Reader(place, {**elsewhere, "groupwise chat": "--max-tokens 24"})
+    reader.follow("first_live_loop.md")
+    assert re.fullmatch(r"sums@\d+\n", capsys.readouterr().out)
+    assert "sums@" in reader.said["groupwise adapters list"] and "completed" in reader.said["groupwise train status"]
