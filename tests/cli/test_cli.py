@@ -113,6 +113,9 @@ def test_check_says_what_a_run_would_do_and_writes_nothing(project):
         assert part in text
     assert "sampling and scoring" in result.stderr and "training, publishing and loading one step" in result.stderr
     assert "published, loaded and sampled with" in text
+    told = result.stderr
+    assert told.index("Qwen3ForCausalLM decodes and trains in packed rows; adapts") < told.index("loading ...")
+    assert "hermes tool calls" in text and "it runs" in text
     assert files_under(project.folder) == before
 
 
@@ -125,6 +128,7 @@ def test_check_as_json(project):
     parts = ("process", "weights", "merged", "reference", "trained", "kv_cache", "vllm", "activations")
     assert report["memory_bytes"]["total"] == sum(report["memory_bytes"][part] for part in parts)
     assert report["model"]["trained"] < report["model"]["parameters"]
+    assert report["family"]["ways"]["why_not_packed"] is None and report["family"]["tool_calls"] == "hermes"
     tried = report["one_step"]
     assert (tried["version"], tried["made_up"]) == ("toy@1", False) and tried["grad_norm"] > 0
 

@@ -3,6 +3,7 @@
     why_not_packed(model)     None, or the reason in words
     why_not_cached(model)     likewise for the model's own cache, which decodes what cannot run packed
     turn_plain(model)         what cannot run packed, to the model's own attention
+    ways_of(config)           all of this from a configuration, before the model is loaded
 
 Two comparisons. The model itself, on a few short rows: its weights, its type, its device. And where its configuration
 names lengths at which its attention changes (a sliding window, a chunk, a scale that grows with the position), a small
@@ -16,17 +17,28 @@ import copy
 import math
 import re
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from groupwise.errors import ModelError
 from groupwise.model.attention import Layout, SharedPrompts
 from groupwise.model.backbone import Backbone, decoder_of
-from groupwise.model.load import Head, longest_row, plain_attention, plain_implementation, share_weights
+from groupwise.model.load import (
+    AdaptableModules,
+    Head,
+    longest_row,
+    plain_attention,
+    plain_implementation,
+    share_weights,
+)
+
+# What the plain path costs beside the packed one, by benchmarks/plain.py; of prompts it depends on their share.
+PLAIN_COST = "about twice as slow as packed"
 
 Lines = Sequence[tuple[int, int]]  # of completions: whose prompt, and how many tokens
 
@@ -43,6 +55,7 @@ _MOST_LAYERS = 8
 _HEADS = 2  # key-value heads, and queries of each, at most
 _WIDTH = 32  # features of an MLP
 _VOCABULARY = 101
+CPU = torch.device("cpu")
 
 
 def packed_tolerance(model: PreTrainedModel) -> float:
@@ -207,25 +220,92 @@ def head_gap(model: PreTrainedModel) -> float:
     return gap if math.isfinite(gap) else math.inf
 
 
+# -- from a configuration alone ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ways:
+    """How a model is sampled and trained here: in packed rows, or why not, and then whether by its own cache.
+
+    `adapted` are the names of the linear layers that `all-linear` adapts.
+    """
+
+    architecture: str
+    why_not_packed: str | None
+    why_not_cached: str | None
+    adapted: tuple[str, ...]
+
+    def __str__(self) -> str:
+        if self.why_not_packed is None:
+            return f"{self.architecture} decodes and trains in packed rows"
+        how = f"decodes by its own forward and cache, and trains in padded rows, {PLAIN_COST}"
+        if self.why_not_cached is not None:
+            how = f"decodes by a forward of the whole row a token ({self.why_not_cached}), and trains in padded rows"
+        return f"{self.architecture} {how}: {self.why_not_packed}"
+
+
+def ways_of(config: PreTrainedConfig) -> Ways:
+    """What will be found of a model of this configuration, tried on the CPU on a small random one (`small_twin`).
+
+    Raises:
+        ModelError: as `turn_plain`. Or what transformers raises where it cannot make such a model.
+    """
+    model = _small_model(config)
+    why, uncached = why_not_packed(model), None
+    if why is not None:
+        turn_plain(model)
+        uncached = why_not_cached(model)
+    names = AdaptableModules.of(model).all_linear
+    return Ways(
+        architecture=type(model).__name__,
+        why_not_packed=why,
+        why_not_cached=uncached,
+        adapted=tuple(dict.fromkeys(name.rpartition(".")[2] for name in names)),
+    )
+
+
+def _small_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """As `small_twin`; as wide as the configuration says where its widths hang together in ways not known here."""
+    for narrow in (True, False):
+        try:
+            model = _random_model(AutoModelForCausalLM.from_config, _small_config(config, narrow=narrow), CPU)
+            head_gap(model)  # whether it runs
+        except Exception:
+            if not narrow:
+                raise
+        else:
+            return model
+    raise AssertionError("one of the two returned or raised")
+
+
 # -- the small model ---------------------------------------------------------------------------------------------------
 
 
 def small_twin(model: PreTrainedModel) -> PreTrainedModel:
     """A random float32 model of the class and configuration of `model`, one layer of each kind, narrow, in which every
     length is `LENGTH` tokens."""
-    config = copy.deepcopy(model.config)
+    return _random_model(type(model), _small_config(model.config), model.device)
+
+
+def _small_config(config: PreTrainedConfig, *, narrow: bool = True) -> PreTrainedConfig:
+    config = copy.deepcopy(config)
     text = config.get_text_config()
     for part in (getattr(config, name, None) for name in config.sub_configs):
         if part is not None and part is not text and getattr(part, "num_hidden_layers", 0):
             part.num_hidden_layers = 1
     _cut_layers(text)
-    _narrow(text)
+    if narrow:
+        _narrow(text)
+    _cut_vocabulary(text)
     for settings, name in list(_lengths(text)):
         settings[name] = 2 if "topk" in name else LENGTH  # of the best, which may be blocks
-    forked = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(forked), torch.device(model.device):
+    return config
+
+
+def _random_model(make: Callable[[Any], PreTrainedModel], config: PreTrainedConfig, device: torch.device) -> Any:
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
         torch.manual_seed(0)
-        twin = type(model)(config).float().eval().requires_grad_(False)
+        twin = make(config).float().eval().requires_grad_(False)
         for parameter in twin.parameters():
             if parameter.ndim > 1:  # large enough that who attends to whom changes every logit
                 parameter.normal_(0.0, 2.0 * min(parameter.shape[-2:]) ** -0.5)
@@ -259,7 +339,7 @@ def _cut_layers(config: Any) -> None:
 
 
 def _narrow(config: Any) -> None:
-    """Fewer heads of the same size, narrow MLPs, a small vocabulary."""
+    """Fewer heads of the same size, narrow MLPs."""
     heads, given = int(config.num_attention_heads), vars(config)
     shared = int(given.get("num_key_value_heads") or heads)
     keys = min(shared, _HEADS)
@@ -271,6 +351,10 @@ def _narrow(config: Any) -> None:
     for name, value in given.items():
         if name.endswith(("intermediate_size", "ffn_dim", "n_inner")) and isinstance(value, int):
             setattr(config, name, _WIDTH)
+
+
+def _cut_vocabulary(config: Any) -> None:
+    for name, value in vars(config).items():
         if name.startswith("vocab_size") and value:
             setattr(config, name, _VOCABULARY)
     if getattr(config, "pad_token_id", None) is not None:
