@@ -1,6 +1,6 @@
 """What does a model cost that cannot run packed? Rollouts and train steps, packed, plain, and of TRL, by turns.
 
-    python benchmarks/plain.py                  a Qwen3 of 25M parameters and a Qwen3-Next of 20M
+    python benchmarks/plain.py                  a Qwen3 of 25M parameters and a Qwen3-Next of 17M
     python benchmarks/plain.py --quick          does it run?
 
 Where a model's packed forward is not its own (`model.packed_check`), it is sampled by its own forward and cache, and
