@@ -119,6 +119,16 @@ def test_check_says_what_a_run_would_do_and_writes_nothing(project):
     assert files_under(project.folder) == before
 
 
+@pytest.mark.filterwarnings("ignore:.*in packed rows.*:UserWarning")
+def test_check_of_a_model_without_attention(project, make_base):
+    model = save_model(make_base("mamba", dtype=torch.float32, context=256), project.folder / "mamba")
+    result = cli("check", project.config, f"model={model}", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr.index("MambaForCausalLM decodes by a forward of the whole row") < result.stderr.index("loading")
+    report = json.loads(result.stdout)
+    assert report["family"]["ways"]["why_not_cached"] and report["memory_bytes"]["kv_cache"] == 0
+
+
 def test_check_as_json(project):
     result = cli("check", project.config, "algo.policy_loss=dapo", "train.steps=8", "--json")
     report = json.loads(result.stdout)

@@ -189,6 +189,41 @@ def cached_forward_gap(model: PreTrainedModel) -> float:
     return gap if math.isfinite(gap) else math.inf
 
 
+@torch.no_grad()
+def cache_bytes(model: PreTrainedModel) -> tuple[int, int]:
+    """Bytes that the model's own cache takes of a row: for each of its tokens (keys and values), and whatever its
+    length (recurrent and convolution states). Counted in what it keeps of two short rows; a window that ends what is
+    kept is not seen, so of long rows this is a bound.
+
+    Raises: what the model raises, or AttributeError where it has no cache.
+    """
+    short, long = 8, 16
+
+    def kept(length: int) -> int:
+        ids_1T = torch.arange(length, device=model.device)[None]
+        with plain_attention(model):
+            return _tensor_bytes(decoder_of(model)(input_ids=ids_1T, use_cache=True).past_key_values)
+
+    of_short = kept(short)
+    token = (kept(long) - of_short) // (long - short)
+    return token, of_short - short * token
+
+
+def _tensor_bytes(holder: Any) -> int:
+    """Of all numbers that tensors in an object, its attributes and theirs hold in memory."""
+    found: dict[int, int] = {}
+    waiting, seen = [holder], set[int]()
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, Tensor) and each.is_floating_point():  # not counters
+            found[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+        elif id(each) not in seen:
+            seen.add(id(each))
+            attributes = each if isinstance(each, dict) else getattr(each, "__dict__", {})
+            waiting.extend(each if isinstance(each, list | tuple) else attributes.values())
+    return sum(found.values())
+
+
 def turn_plain(model: PreTrainedModel) -> None:
     """Have a model that cannot run packed run its own attention.
 
