@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3NextConfig
+from transformers import CONFIG_MAPPING, Qwen3NextConfig
 
 from family_checks import GROUPS, agreement, gradient_gap
 from groupwise.model import packed_check
@@ -54,6 +54,19 @@ def test_the_small_model_of_a_large_configuration_is_small(monkeypatch: pytest.M
     assert ways_of(config).architecture == "Qwen3NextForCausalLM"
     assert made and all(sum(p.numel() for p in model.parameters()) < 2e8 for model in made)
     assert config == Qwen3NextConfig()
+
+
+@pytest.mark.parametrize("kind", ["falcon_h1", "bamba", "mamba", "mamba2"])
+def test_the_small_model_of_a_state_space_model_is_small(kind: str) -> None:
+    """Of the sizes of published ones, whose heads make up a multiple of the hidden size."""
+    model = packed_check._small_model(CONFIG_MAPPING[kind]())
+    assert sum(p.numel() for p in model.parameters()) < 3e7
+
+
+def test_a_model_that_cannot_be_made_small_is_not_tried(make_base, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_check, "_MOST_PARAMETERS", 1000)
+    with pytest.raises(ValueError, match="parameters are too many for a trial"):
+        ways_of(make_base("qwen3").model.config)
 
 
 def test_the_page_of_models_is_what_the_script_makes(monkeypatch: pytest.MonkeyPatch) -> None:

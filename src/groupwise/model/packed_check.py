@@ -55,6 +55,7 @@ _MOST_LAYERS = 8
 _HEADS = 2  # key-value heads, and queries of each, at most
 _WIDTH = 32  # features of an MLP
 _VOCABULARY = 101
+_MOST_PARAMETERS = 200_000_000  # 0.8 GB in float32
 CPU = torch.device("cpu")
 
 
@@ -302,8 +303,10 @@ def ways_of(config: PreTrainedConfig) -> Ways:
 def _small_model(config: PreTrainedConfig) -> PreTrainedModel:
     """As `small_twin`; as wide as the configuration says where its widths hang together in ways not known here."""
     for narrow in (True, False):
+        small = _small_config(config, narrow=narrow)
         try:
-            model = _random_model(AutoModelForCausalLM.from_config, _small_config(config, narrow=narrow), CPU)
+            _check_size(small)
+            model = _random_model(AutoModelForCausalLM.from_config, small, CPU)
             head_gap(model)  # whether it runs
         except Exception:
             if not narrow:
@@ -311,6 +314,14 @@ def _small_model(config: PreTrainedConfig) -> PreTrainedModel:
         else:
             return model
     raise AssertionError("one of the two returned or raised")
+
+
+def _check_size(config: PreTrainedConfig) -> None:
+    """Raises ValueError where a model is too large to be made by the way."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    if (count := sum(parameter.numel() for parameter in model.parameters())) > _MOST_PARAMETERS:
+        raise ValueError(f"{count:,} parameters are too many for a trial")
 
 
 # -- the small model ---------------------------------------------------------------------------------------------------
@@ -375,6 +386,28 @@ def _cut_layers(config: Any) -> None:
 
 def _narrow(config: Any) -> None:
     """Fewer heads of the same size, narrow MLPs."""
+    given = vars(config)
+    if given.get("num_attention_heads"):
+        _narrow_attention(config)
+    else:
+        config.hidden_size = 2 * _WIDTH
+    for name, value in given.items():
+        if name.endswith(("intermediate_size", "ffn_dim", "n_inner")) and isinstance(value, int):
+            setattr(config, name, _WIDTH)
+    for heads, size, groups in (
+        ("mamba_n_heads", "mamba_d_head", "mamba_n_groups"),
+        ("num_heads", "head_dim", "n_groups"),
+    ):
+        expand = given.get("mamba_expand") or given.get("expand")
+        if given.get(heads) and given.get(groups) and expand:  # a state-space layer: its heads make up its inner width
+            inner = int(expand * config.hidden_size)
+            setattr(config, heads, max(1, inner // given[size]))
+            setattr(config, groups, 1)
+            if given.get("mamba_d_ssm"):
+                config.mamba_d_ssm = inner
+
+
+def _narrow_attention(config: Any) -> None:
     heads, given = int(config.num_attention_heads), vars(config)
     shared = int(given.get("num_key_value_heads") or heads)
     keys = min(shared, _HEADS)
@@ -383,9 +416,6 @@ def _narrow(config: Any) -> None:
     config.num_attention_heads = queries
     if given.get("num_key_value_heads"):
         config.num_key_value_heads = keys
-    for name, value in given.items():
-        if name.endswith(("intermediate_size", "ffn_dim", "n_inner")) and isinstance(value, int):
-            setattr(config, name, _WIDTH)
 
 
 def _cut_vocabulary(config: Any) -> None:
