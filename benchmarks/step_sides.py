@@ -272,7 +272,7 @@ def run_trl(case: Case, folder: Path, *, continuous: bool) -> dict[str, Any]:
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=even_ids,
-        args=_trl_config(case, folder, continuous=continuous),
+        args=trl_config(case, folder, continuous=continuous),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
         peft_config=LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM"),
@@ -282,7 +282,8 @@ def run_trl(case: Case, folder: Path, *, continuous: bool) -> dict[str, Any]:
     return recorder.result(sum(p.numel() for p in trainer.model.parameters() if p.requires_grad))
 
 
-def _trl_config(case: Case, folder: Path, *, continuous: bool) -> Any:
+def trl_config(case: Case, folder: Path, *, continuous: bool) -> Any:
+    """TRL's arguments for this work."""
     from trl import GRPOConfig
 
     # completions of exactly this length; continuous batching has no such logits processor, so nothing is an end there

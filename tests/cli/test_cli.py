@@ -113,7 +113,21 @@ def test_check_says_what_a_run_would_do_and_writes_nothing(project):
         assert part in text
     assert "sampling and scoring" in result.stderr and "training, publishing and loading one step" in result.stderr
     assert "published, loaded and sampled with" in text
+    told = result.stderr
+    assert told.index("Qwen3ForCausalLM decodes and trains in packed rows; adapts") < told.index("loading ...")
+    assert "hermes tool calls" in text and "it runs" in text
     assert files_under(project.folder) == before
+
+
+@pytest.mark.filterwarnings("ignore:.*in packed rows.*:UserWarning")
+def test_check_of_a_model_without_attention(project, make_base):
+    model = save_model(make_base("mamba", dtype=torch.float32, context=256), project.folder / "mamba")
+    result = cli("check", project.config, f"model={model}", "--json")
+    assert result.exit_code == 0, result.stderr
+    told = result.stderr
+    assert told.index("MambaForCausalLM decodes by a forward of the whole row") < told.index("loading ...")
+    report = json.loads(result.stdout)
+    assert report["family"]["ways"]["why_not_cached"] and report["memory_bytes"]["kv_cache"] == 0
 
 
 def test_check_as_json(project):
@@ -125,6 +139,7 @@ def test_check_as_json(project):
     parts = ("process", "weights", "merged", "reference", "trained", "kv_cache", "vllm", "activations")
     assert report["memory_bytes"]["total"] == sum(report["memory_bytes"][part] for part in parts)
     assert report["model"]["trained"] < report["model"]["parameters"]
+    assert report["family"]["ways"]["why_not_packed"] is None and report["family"]["tool_calls"] == "hermes"
     tried = report["one_step"]
     assert (tried["version"], tried["made_up"]) == ("toy@1", False) and tried["grad_norm"] > 0
 

@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import GPT2Config, Qwen3Config
+from transformers import GPT2Config, MambaConfig, Qwen3Config
 
 from groupwise.config.run import RunConfig, parse_config
 from groupwise.engine import multi_lora as lora
@@ -24,6 +25,7 @@ from groupwise.model.memory import (
     memory,
     step_size,
 )
+from groupwise.model.packed_check import cache_bytes
 from groupwise.model.packing import MAX_PADDING
 from groupwise.train.forward import TILE_VALUES
 
@@ -107,6 +109,37 @@ def test_weights_adapter_and_keys_and_values_by_hand():
     small = config(rollout={"max_tokens": 100, "prompts_per_step": 2, "group_size": 4, "refill": 1.0})
     assert memory(small, LOAD).kv_cache == 2 * 28 * 8 * 128 * 160 * 8 * 2  # no more rows than are sampled in a step
     assert memory(run, replace(LOAD, gpu=True)).process == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "token", "row"),
+    [  # in float32: keys and values of one attention layer, 2 heads of 8 values; and the states of the other layer
+        ("qwen3_next", 2 * 2 * 8 * 4, (2 * 2 * 8 + 4 * 8) * 4 * 4 + 4 * 8 * 8 * 4),  # convolution, delta net
+        ("lfm2", 2 * 2 * 8 * 4, 32 * 3 * 4),  # a convolution over three tokens
+        ("deepseek_v3", 2 * (16 + 8) * 4, 0),  # two layers: what keys and values are made of, and rotary keys
+        ("gpt_oss", 2 * 2 * 2 * 8 * 4, 0),
+    ],
+)
+def test_a_models_own_cache_takes_what_its_tensors_take(make_base, family: str, token: int, row: int):
+    model = make_base(family, dtype=torch.float32).model
+    assert cache_bytes(model) == (token, row)
+    rows, length = 3, 11
+    cache = model(input_ids=torch.arange(length).repeat(rows, 1), use_cache=True).past_key_values
+    names = ("keys", "values", "conv_states", "recurrent_states")
+    held = [getattr(layer, name, None) for layer in cache.layers for name in names]
+    states = [x for each in held for x in (each.values() if isinstance(each, dict) else [each])]
+    real = sum(x.numel() * x.element_size() for x in states if isinstance(x, torch.Tensor))
+    windows = family == "gpt_oss"  # a window keeps less, which the estimate does not count on
+    counted = rows * (length * token + row)
+    assert real < counted if windows else real == counted
+    run = config(rollout={"prompts_per_step": rows, "group_size": 2, "max_tokens": 6, "batch_rows": rows})
+    size = ModelSize.of(model.config, parameters=1, value_bytes=4)
+    load = Load(model=size, trained=1, longest_prompt=5, packed=False, own_cache=(token, row))
+    assert memory(run, load).kv_cache == counted
+
+
+def test_a_model_without_attention_has_a_size():
+    assert ModelSize.of(MambaConfig(hidden_size=64), parameters=1, value_bytes=4).hidden == 64
 
 
 def test_with_vllm_the_trainer_keeps_no_keys_and_values_and_vllm_counts_where_it_is_in_this_process():

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING, Qwen3NextConfig
 
 from family_checks import GROUPS, agreement, gradient_gap
+from groupwise.model import packed_check
+from groupwise.model.packed_check import ways_of
 from model_families import FAMILIES
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -29,6 +32,41 @@ def test_sampler_trainer_and_peft_agree_on_an_adapter(make_base, tmp_path: Path,
     known = json.loads((DOCS / "models.json").read_text(encoding="utf-8"))["families"][family]
     for name, value in asdict(found).items():
         assert name in measured or known[name] == (list(value) if name == "targets" else value), HOW
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_next", "deepseek_v3", "falcon_h1", "mamba"])
+def test_a_configuration_says_how_its_model_will_run(make_base, family: str) -> None:
+    """Tried on a small random model of it, with the outcome that the model itself has."""
+    found = ways_of(make_base(family).model.config)
+    known = json.loads((DOCS / "models.json").read_text(encoding="utf-8"))["families"][family]
+    assert found.architecture == known["class"] and sorted(found.adapted) == known["targets"]
+    assert (found.why_not_packed is None) == (known["trained"] == "packed")
+    assert (found.why_not_cached is None) == (known["sampled"] != "own forward, no cache")
+    assert ("in packed rows" in str(found)) == (known["trained"] == "packed")
+
+
+def test_the_small_model_of_a_large_configuration_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 80 billion parameters, of which a four-hundredth is made."""
+    config, made = Qwen3NextConfig(), []
+    monkeypatch.setattr(packed_check, "head_gap", lambda model: made.append(model) or 0.0)
+    monkeypatch.setattr(packed_check, "why_not_packed", lambda model: "this test says so")
+    monkeypatch.setattr(packed_check, "why_not_cached", lambda model: None)
+    assert ways_of(config).architecture == "Qwen3NextForCausalLM"
+    assert made and all(sum(p.numel() for p in model.parameters()) < 2e8 for model in made)
+    assert config == Qwen3NextConfig()
+
+
+@pytest.mark.parametrize("kind", ["falcon_h1", "bamba", "mamba", "mamba2"])
+def test_the_small_model_of_a_state_space_model_is_small(kind: str) -> None:
+    """Of the sizes of published ones, whose heads make up a multiple of the hidden size."""
+    model = packed_check._small_model(CONFIG_MAPPING[kind]())
+    assert sum(p.numel() for p in model.parameters()) < 3e7
+
+
+def test_a_model_that_cannot_be_made_small_is_not_tried(make_base, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_check, "_MOST_PARAMETERS", 1000)
+    with pytest.raises(ValueError, match="parameters are too many for a trial"):
+        ways_of(make_base("qwen3").model.config)
 
 
 def test_the_page_of_models_is_what_the_script_makes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ import torch
 from cli_project import Project, cli, save_model
 from family_checks import GROUPS, LORA, agreement, gradient_gap, template_facts
 from groupwise.model.load import LoadedModel
+from groupwise.model.packed_check import ways_of
 from groupwise.run.job import WorkerContext
 from groupwise.run.job_queue import LeaseHeartbeat, Worker
 from groupwise.sdk.datums import datum_of
@@ -65,6 +66,9 @@ def test_a_family(
     agreed = agreement(base(), base(), tmp_path / "agreement")
     gradient = gradient_gap(base(torch.float64), base(torch.float64), make_samples(GROUPS), tmp_path / "gradient")
     assert agreed.gap < FAMILIES[family].rounding and agreed.peft_gap < 1e-4 and gradient < 1e-6
+    ways = ways_of(base().model.config)  # what `groupwise check` says before anything is loaded
+    assert (ways.why_not_packed is None) == (agreed.trained == "packed") and set(ways.adapted) == set(agreed.targets)
+    assert (ways.why_not_cached is None) == (agreed.sampled != "own forward, no cache")
     model = save_model(base(context=256), tmp_path / "model")
     for adapter in (
         a_run(model, tmp_path / "run", monkeypatch),

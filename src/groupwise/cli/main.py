@@ -417,7 +417,12 @@ def check(
         from groupwise.run.check import check as try_out
 
         with json_alone(as_json):
-            report = try_out(loaded.config, plan=plan, on_phase=lambda phase: say(f"{phase} ..."))
+            report = try_out(
+                loaded.config,
+                plan=plan,
+                on_phase=lambda phase: say(f"{phase} ..."),
+                on_family=lambda row: say(str(row)),
+            )
         print_json(check_as_json(report, loaded)) if as_json else print_check(stdout(), report, loaded)
     try:
         loaded.runnable()

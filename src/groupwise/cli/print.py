@@ -191,6 +191,7 @@ def _cell(value: float) -> str:
 def check_as_json(report: CheckReport, loaded: LoadedRun) -> dict[str, Any]:
     return notes_as_json(loaded) | {
         "model": {"parameters": report.parameters, "trained": report.trained} | _where(report),
+        "family": None if report.family is None else asdict(report.family),
         "step": asdict(report.step) | {"steps": report.plan.config.train.steps},
         "memory_bytes": asdict(report.memory) | {"total": report.memory.total, "available": report.available},
         "micro_tokens": report.micro_tokens,
@@ -232,6 +233,7 @@ def print_check(console: Console, report: CheckReport, loaded: LoadedRun) -> Non
     ]
     rows = (
         ("model", f"{config.model}: {report.parameters:,} parameters, {report.trained:,} of them trained; {where}"),
+        *([] if report.family is None else [("it runs", str(report.family))]),
         ("a step", _a_step(config, step)),
         (
             "the run",

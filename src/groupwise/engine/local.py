@@ -37,7 +37,7 @@ from groupwise.engine.rows import PendingRequest
 from groupwise.engine.sampling import scaled_logprobs
 from groupwise.errors import AdapterNotFoundError, ConfigError, ContextLengthError, GroupwiseError, ModelError
 from groupwise.model.load import LoadedModel, share_weights, widest_float
-from groupwise.model.packed_check import turn_plain, why_not_cached, why_not_packed
+from groupwise.model.packed_check import PLAIN_COST, turn_plain, why_not_cached, why_not_packed
 from groupwise.model.recurrence import is_recurrent
 from groupwise.types import Completion, PolicyVersion, SamplingRequest, TokenSink
 
@@ -145,10 +145,12 @@ class LocalEngine:
         model, name = self._model, type(self._model).__name__
         turn_plain(model)
         uncached = why_not_cached(model)
-        how = "its own forward and cache" if uncached is None else f"a forward of the whole row a token ({uncached})"
+        how = f"its own forward and cache instead, which is correct and {PLAIN_COST}"
+        if uncached is not None:
+            how = f"a forward of the whole row a token ({uncached}) instead, which is correct and slow"
         warnings.warn(
-            f"{name} cannot be sampled in packed rows: {why}; it is sampled by {how} instead, which is correct and "
-            f"several times slower{''.join(f'; {name} has no effect' for name in unused)}",
+            f"{name} cannot be sampled in packed rows: {why}; it is sampled by {how}"
+            f"{''.join(f'; {name} has no effect' for name in unused)}",
             stacklevel=3,
         )
         return uncached is None

@@ -1,4 +1,4 @@
-"""The decoder of any model that transformers can run: by its own forward and its own cache, several times slower.
+"""The decoder of any model that transformers can run: by its own forward and its own cache.
 
     admit     requests that wait, whose policy is the same and whose prompts are equally long, become one batch: each
               distinct prompt is run once, and its cache given to all completions of it

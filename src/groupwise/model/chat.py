@@ -366,9 +366,17 @@ def split_thinking(text: str) -> tuple[str | None, str]:
 
 def template_reads(name: str, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the chat template, or one of several, mentions a variable of this name."""
+    return any(re.search(rf"\b{re.escape(name)}\b", text) for text in _templates(tokenizer))
+
+
+def template_thinks(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template, or one of several, has <think> or its end, which `split_thinking` reads."""
+    return any(tag in text for text in _templates(tokenizer) for tag in (THINK_START, THINK_END))
+
+
+def _templates(tokenizer: PreTrainedTokenizerBase) -> Iterable[str]:
     template = tokenizer.chat_template
-    texts = template.values() if isinstance(template, Mapping) else [template or ""]
-    return any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts)
+    return template.values() if isinstance(template, Mapping) else [template or ""]
 
 
 def opens_thought(prompt_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> bool:

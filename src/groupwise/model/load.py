@@ -147,6 +147,15 @@ def load_model(name: str, *, device: str = "auto", dtype: str = "auto") -> Loade
     return wrap_model(model, tokenizer, name=name)
 
 
+def load_config(name: str) -> PreTrainedConfig:
+    """The configuration of a model, without its weights. Raises ModelError as `load_model`."""
+    try:
+        with reading(path := model_path(name)):
+            return AutoConfig.from_pretrained(path)
+    except _UNREADABLE as error:
+        raise _not_loaded("the configuration of model", name, error) from error
+
+
 def load_tokenizer(name: str, *, revision: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of a model (of a Hugging Face name at `revision`), without its weights. Raises ModelError as
     `load_model`."""

@@ -79,7 +79,7 @@ class ModelSize:
     @classmethod
     def of(cls, config: Any, *, parameters: int, value_bytes: int, lean: bool = False) -> ModelSize:
         """From a transformers text config; what an older architecture does not name has its usual value."""
-        hidden, heads = config.hidden_size, config.num_attention_heads
+        hidden, heads = config.hidden_size, getattr(config, "num_attention_heads", None) or 1  # a Mamba has none
         return cls(
             parameters=parameters,
             value_bytes=value_bytes,
@@ -348,6 +348,8 @@ class Load:
     `keeps_reference`: full-parameter training with a term that reads the reference holds a frozen copy.
     `colocated`: bytes that a vLLM in this process takes. `flex`: FlexAttention is used. `packed`: whether the model
     runs packed; else in padded rows, with scores kept whole where it has no fused attention (`eager`).
+    `own_cache`: of a model that is sampled by its own forward, bytes that its cache takes for each token of a row and
+    whatever the row's length (`packed_check.cache_bytes`); both 0 where it is decoded without a cache.
     """
 
     model: ModelSize
@@ -359,6 +361,7 @@ class Load:
     flex: bool = False
     packed: bool = True
     eager: bool = False
+    own_cache: tuple[int, int] | None = None
 
 
 def memory(config: RunConfig, load: Load, *, micro_tokens: int | None = None) -> Memory:
@@ -520,6 +523,9 @@ def _keys_and_values(config: RunConfig, load: Load) -> int:
     rows = rollout.batch_rows
     if config.eval is None and rollout.on_policy:
         rows = min(rows, math.ceil(rollout.prompts_per_step * rollout.refill) * rollout.group_size)
+    if load.own_cache is not None:
+        token, row = load.own_cache
+        return rows * (_longest(config, load) * token + row)
     cells = rows * math.ceil(_longest(config, load) * STORE_GROWTH)
     kept = 0 if config.env is None else rollout.prefix_cache_mb << 20
     return 2 * model.layers * model.key_value * cells * model.value_bytes + kept

@@ -3,6 +3,7 @@
     why_not_packed(model)     None, or the reason in words
     why_not_cached(model)     likewise for the model's own cache, which decodes what cannot run packed
     turn_plain(model)         what cannot run packed, to the model's own attention
+    ways_of(config)           all of this from a configuration, before the model is loaded
 
 Two comparisons. The model itself, on a few short rows: its weights, its type, its device. And where its configuration
 names lengths at which its attention changes (a sliding window, a chunk, a scale that grows with the position), a small
@@ -16,17 +17,28 @@ import copy
 import math
 import re
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from groupwise.errors import ModelError
 from groupwise.model.attention import Layout, SharedPrompts
 from groupwise.model.backbone import Backbone, decoder_of
-from groupwise.model.load import Head, longest_row, plain_attention, plain_implementation, share_weights
+from groupwise.model.load import (
+    AdaptableModules,
+    Head,
+    longest_row,
+    plain_attention,
+    plain_implementation,
+    share_weights,
+)
+
+# What the plain path costs beside the packed one, by benchmarks/plain.py; of prompts it depends on their share.
+PLAIN_COST = "about twice as slow as packed"
 
 Lines = Sequence[tuple[int, int]]  # of completions: whose prompt, and how many tokens
 
@@ -43,6 +55,8 @@ _MOST_LAYERS = 8
 _HEADS = 2  # key-value heads, and queries of each, at most
 _WIDTH = 32  # features of an MLP
 _VOCABULARY = 101
+_MOST_PARAMETERS = 200_000_000  # 0.8 GB in float32
+CPU = torch.device("cpu")
 
 
 def packed_tolerance(model: PreTrainedModel) -> float:
@@ -176,6 +190,41 @@ def cached_forward_gap(model: PreTrainedModel) -> float:
     return gap if math.isfinite(gap) else math.inf
 
 
+@torch.no_grad()
+def cache_bytes(model: PreTrainedModel) -> tuple[int, int]:
+    """Bytes that the model's own cache takes of a row: for each of its tokens (keys and values), and whatever its
+    length (recurrent and convolution states). Counted in what it keeps of two short rows; a window that ends what is
+    kept is not seen, so of long rows this is a bound.
+
+    Raises: what the model raises, or AttributeError where it has no cache.
+    """
+    short, long = 8, 16
+
+    def kept(length: int) -> int:
+        ids_1T = torch.arange(length, device=model.device)[None]
+        with plain_attention(model):
+            return _tensor_bytes(decoder_of(model)(input_ids=ids_1T, use_cache=True).past_key_values)
+
+    of_short = kept(short)
+    token = (kept(long) - of_short) // (long - short)
+    return token, of_short - short * token
+
+
+def _tensor_bytes(holder: Any) -> int:
+    """Of all numbers that tensors in an object, its attributes and theirs hold in memory."""
+    found: dict[int, int] = {}
+    waiting, seen = [holder], set[int]()
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, Tensor) and each.is_floating_point():  # not counters
+            found[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+        elif id(each) not in seen:
+            seen.add(id(each))
+            attributes = each if isinstance(each, dict) else getattr(each, "__dict__", {})
+            waiting.extend(each if isinstance(each, list | tuple) else attributes.values())
+    return sum(found.values())
+
+
 def turn_plain(model: PreTrainedModel) -> None:
     """Have a model that cannot run packed run its own attention.
 
@@ -207,25 +256,102 @@ def head_gap(model: PreTrainedModel) -> float:
     return gap if math.isfinite(gap) else math.inf
 
 
+# -- from a configuration alone ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ways:
+    """How a model is sampled and trained here: in packed rows, or why not, and then whether by its own cache.
+
+    `adapted` are the names of the linear layers that `all-linear` adapts.
+    """
+
+    architecture: str
+    why_not_packed: str | None
+    why_not_cached: str | None
+    adapted: tuple[str, ...]
+
+    def __str__(self) -> str:
+        if self.why_not_packed is None:
+            return f"{self.architecture} decodes and trains in packed rows"
+        how = f"decodes by its own forward and cache, and trains in padded rows, {PLAIN_COST}"
+        if self.why_not_cached is not None:
+            how = f"decodes by a forward of the whole row a token ({self.why_not_cached}), and trains in padded rows"
+        return f"{self.architecture} {how}: {self.why_not_packed}"
+
+
+def ways_of(config: PreTrainedConfig) -> Ways:
+    """What will be found of a model of this configuration, tried on the CPU on a small random one (`small_twin`).
+
+    Raises:
+        ModelError: as `turn_plain`. Or what transformers raises where it cannot make such a model.
+    """
+    model = _small_model(config)
+    why, uncached = why_not_packed(model), None
+    if why is not None:
+        turn_plain(model)
+        uncached = why_not_cached(model)
+    names = AdaptableModules.of(model).all_linear
+    return Ways(
+        architecture=type(model).__name__,
+        why_not_packed=why,
+        why_not_cached=uncached,
+        adapted=tuple(dict.fromkeys(name.rpartition(".")[2] for name in names)),
+    )
+
+
+def _small_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """As `small_twin`; as wide as the configuration says where its widths hang together in ways not known here."""
+    for narrow in (True, False):
+        small = _small_config(config, narrow=narrow)
+        try:
+            _check_size(small)
+            model = _random_model(AutoModelForCausalLM.from_config, small, CPU)
+            head_gap(model)  # whether it runs
+        except Exception:
+            if not narrow:
+                raise
+        else:
+            return model
+    raise AssertionError("one of the two returned or raised")
+
+
+def _check_size(config: PreTrainedConfig) -> None:
+    """Raises ValueError where a model is too large to be made by the way."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    if (count := sum(parameter.numel() for parameter in model.parameters())) > _MOST_PARAMETERS:
+        raise ValueError(f"{count:,} parameters are too many for a trial")
+
+
 # -- the small model ---------------------------------------------------------------------------------------------------
 
 
 def small_twin(model: PreTrainedModel) -> PreTrainedModel:
     """A random float32 model of the class and configuration of `model`, one layer of each kind, narrow, in which every
     length is `LENGTH` tokens."""
-    config = copy.deepcopy(model.config)
+    return _random_model(type(model), _small_config(model.config), model.device)
+
+
+def _small_config(config: PreTrainedConfig, *, narrow: bool = True) -> PreTrainedConfig:
+    config = copy.deepcopy(config)
     text = config.get_text_config()
     for part in (getattr(config, name, None) for name in config.sub_configs):
         if part is not None and part is not text and getattr(part, "num_hidden_layers", 0):
             part.num_hidden_layers = 1
     _cut_layers(text)
-    _narrow(text)
+    if narrow:
+        _narrow(text)
+    _cut_vocabulary(text)
     for settings, name in list(_lengths(text)):
         settings[name] = 2 if "topk" in name else LENGTH  # of the best, which may be blocks
-    forked = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(forked), torch.device(model.device):
+    return config
+
+
+def _random_model(make: Callable[[Any], PreTrainedModel], config: PreTrainedConfig, device: torch.device) -> Any:
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
         torch.manual_seed(0)
-        twin = type(model)(config).float().eval().requires_grad_(False)
+        twin = make(config).float().eval().requires_grad_(False)
         for parameter in twin.parameters():
             if parameter.ndim > 1:  # large enough that who attends to whom changes every logit
                 parameter.normal_(0.0, 2.0 * min(parameter.shape[-2:]) ** -0.5)
@@ -259,7 +385,29 @@ def _cut_layers(config: Any) -> None:
 
 
 def _narrow(config: Any) -> None:
-    """Fewer heads of the same size, narrow MLPs, a small vocabulary."""
+    """Fewer heads of the same size, narrow MLPs."""
+    given = vars(config)
+    if given.get("num_attention_heads"):
+        _narrow_attention(config)
+    else:
+        config.hidden_size = 2 * _WIDTH
+    for name, value in given.items():
+        if name.endswith(("intermediate_size", "ffn_dim", "n_inner")) and isinstance(value, int):
+            setattr(config, name, _WIDTH)
+    for heads, size, groups in (
+        ("mamba_n_heads", "mamba_d_head", "mamba_n_groups"),
+        ("num_heads", "head_dim", "n_groups"),
+    ):
+        expand = given.get("mamba_expand") or given.get("expand")
+        if given.get(heads) and given.get(groups) and expand:  # a state-space layer: its heads make up its inner width
+            inner = int(expand * config.hidden_size)
+            setattr(config, heads, max(1, inner // given[size]))
+            setattr(config, groups, 1)
+            if given.get("mamba_d_ssm"):
+                config.mamba_d_ssm = inner
+
+
+def _narrow_attention(config: Any) -> None:
     heads, given = int(config.num_attention_heads), vars(config)
     shared = int(given.get("num_key_value_heads") or heads)
     keys = min(shared, _HEADS)
@@ -268,9 +416,10 @@ def _narrow(config: Any) -> None:
     config.num_attention_heads = queries
     if given.get("num_key_value_heads"):
         config.num_key_value_heads = keys
-    for name, value in given.items():
-        if name.endswith(("intermediate_size", "ffn_dim", "n_inner")) and isinstance(value, int):
-            setattr(config, name, _WIDTH)
+
+
+def _cut_vocabulary(config: Any) -> None:
+    for name, value in vars(config).items():
         if name.startswith("vocab_size") and value:
             setattr(config, name, _VOCABULARY)
     if getattr(config, "pad_token_id", None) is not None:

@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from transformers import PreTrainedModel
 
 from groupwise.config.run import RewardConfig, RunConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.model.backbone import is_lean
 from groupwise.model.load import LoadedModel, load_model, plain_implementation
 from groupwise.model.memory import GIB, Load, ModelSize, fitting_tokens
+from groupwise.model.packed_check import cache_bytes, why_not_cached
 from groupwise.model.packing import FLEX
 from groupwise.platform import memory_bytes, run_coroutine
 from groupwise.rewards.base import RewardWorkers, Scorer, load_rewards
@@ -73,7 +75,13 @@ def load_of(
         flex=learner.layouts is FLEX,
         packed=learner.packed,
         eager=plain_implementation(model) == "eager",
+        own_cache=None if learner.packed or config.engine != "local" else _own_cache(model),
     )
+
+
+def _own_cache(model: PreTrainedModel) -> tuple[int, int]:
+    """What a plain decoder's cache takes of a row (`cache_bytes`)."""
+    return (0, 0) if why_not_cached(model) is not None else cache_bytes(model)
 
 
 def device_memory(device: torch.device) -> int:

@@ -20,8 +20,11 @@ from typing import Any
 from groupwise.algo.advantage import with_advantages
 from groupwise.algo.samples import samples_of
 from groupwise.config.run import RunConfig
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.model.chat import THINK_START, template_thinks
+from groupwise.model.load import load_config, load_tokenizer
 from groupwise.model.memory import Memory, StepSize, memory, step_size
+from groupwise.model.packed_check import PLAIN_COST, Ways, ways_of
 from groupwise.platform import run_coroutine
 from groupwise.rewards.base import refuse_failed, summarize
 from groupwise.rewards.check import GOLD, answers
@@ -37,6 +40,7 @@ from groupwise.run.policy import Policy
 from groupwise.run.update import learner_thread
 from groupwise.store.adapters import AdapterStore
 from groupwise.tasks.episode import play_all
+from groupwise.tasks.tool_calls import ToolCallFormat, shown_format
 from groupwise.tasks.transcript import TemplateCheck, template_check
 from groupwise.types import (
     Completion,
@@ -72,7 +76,41 @@ class CheckReport:
     available: int
     trained_step: StepTrial
     template: TemplateCheck | None  # with an environment: whether episodes can be trained as one sequence
+    family: ModelRow | None
     warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRow:
+    """What docs/models.md says of a family, of the model at hand: found on a small random one of its configuration.
+
+    `tool_calls` is the format that the chat template shows, None if none that is read here.
+    """
+
+    ways: Ways
+    tool_calls: ToolCallFormat | None
+    thinks: bool
+
+    @classmethod
+    def of(cls, model: str) -> ModelRow | None:
+        """None where transformers cannot make a small model of this configuration: it is known once it is loaded.
+
+        Raises:
+            ModelError: configuration or tokenizer cannot be read, or the model can be neither trained nor sampled.
+        """
+        config, tokenizer = load_config(model), load_tokenizer(model)
+        try:
+            ways = ways_of(config)
+        except GroupwiseError:
+            raise
+        except Exception:  # of an architecture that is not made of what its configuration says, as others are
+            return None
+        return cls(ways=ways, tool_calls=shown_format(tokenizer), thinks=template_thinks(tokenizer))
+
+    def __str__(self) -> str:
+        calls = "no tool calls that are read here" if self.tool_calls is None else f"{self.tool_calls} tool calls"
+        thoughts = f", {THINK_START} thoughts" if self.thinks else ""
+        return f"{self.ways}; adapts {', '.join(self.ways.adapted) or 'nothing'}; {calls}{thoughts}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,15 +123,24 @@ class StepTrial:
 
 
 def check(
-    config: RunConfig, *, plan: RunPlan | None = None, on_phase: Callable[[str], None] = lambda phase: None
+    config: RunConfig,
+    *,
+    plan: RunPlan | None = None,
+    on_phase: Callable[[str], None] = lambda phase: None,
+    on_family: Callable[[ModelRow], None] = lambda row: None,
 ) -> CheckReport:
-    """Try out a run; `plan` is its plan, if that was made already (`plan_or_all_problems`).
+    """Try out a run; `plan` is its plan, if that was made already (`plan_or_all_problems`). `on_family` is told how the
+    model will run, before it is loaded.
 
     Raises:
         ConfigError: rewards, data and loss have problems (all of them are named), or what `open_components` raises.
         RewardError: no completion could be scored.
     """
     plan = plan or plan_or_all_problems(config)
+    on_phase("trying the model's configuration")
+    family = ModelRow.of(config.model)
+    if family is not None:
+        on_family(family)
     with open_components(plan, on_phase=on_phase, say=on_phase) as parts:
         on_phase("reading the prompts")
         encoded = [parts.play.prepare(prompt) for prompt in plan.source.all(MEASURED_PROMPTS)]
@@ -110,7 +157,7 @@ def check(
         on_phase("training, publishing and loading one step")
         with learner_thread(parts.learner.threads) as thread:
             tried = _try_step(plan, parts, groups, thread)
-        report = _report(plan, parts, encoded, usable, groups, tried)
+        report = _report(plan, parts, encoded, usable, groups, tried, family)
         return report if recognised is None else replace(report, warnings=(recognised, *report.warnings))
 
 
@@ -228,6 +275,7 @@ def _report(
     usable: Sequence[Prompt],
     groups: tuple[RolloutGroup, ...],
     tried: StepTrial,
+    family: ModelRow | None,
 ) -> CheckReport:
     config, model = plan.config, parts.base.model
     asked = usable if plan.env is None else [group.prompt for group in groups]  # an environment asks when it is played
@@ -249,7 +297,7 @@ def _report(
     context = parts.base.context_length
     warnings = [*_of_rewards(groups), *_of_data(plan, encoded, context=context), *_of_batch(config), *plan.warnings]
     if not parts.learner.packed:
-        warnings.append(f"{type(model).__name__} cannot be trained packed; padded rows are several times slower")
+        warnings.append(f"{type(model).__name__} cannot be trained packed; padded rows are {PLAIN_COST}")
     if parts.learner.why_not_flex is not None:
         warnings.append(f"train.attention is flex, and merged is used: {parts.learner.why_not_flex}")
     if needed.total > available:
@@ -272,6 +320,7 @@ def _report(
         available=available,
         trained_step=tried,
         template=None if plan.env is None else template_check(parts.base.tokenizer),
+        family=family,
         warnings=tuple(warnings),
     )
 

@@ -43,7 +43,7 @@ from groupwise.errors import ConfigError, ContextLengthError, TrainingError
 from groupwise.model.backbone import is_lean
 from groupwise.model.flex import why_not_flex
 from groupwise.model.load import LoadedModel, longest_row, share_weights
-from groupwise.model.packed_check import turn_plain, why_not_packed
+from groupwise.model.packed_check import PLAIN_COST, turn_plain, why_not_packed
 from groupwise.model.packing import (
     FLEX,
     MERGED,
@@ -581,7 +581,7 @@ class Learner:
             return True
         warnings.warn(
             f"{type(self.model).__name__} cannot be trained in packed rows: {why}; training uses padded rows instead, "
-            "which is correct and several times slower",
+            f"which is correct and {PLAIN_COST}",
             stacklevel=3,
         )
         turn_plain(self.model)
