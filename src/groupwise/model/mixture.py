@@ -8,15 +8,19 @@ trainer and engine both change of that:
 
     experts_forward     the experts' forward, with a term added to the product with each parameter (an adapter's)
     router_forward      the router's own forward, with a term added to its logits
+    Routers             what all routers of a model computed in a forward
+    load_balancing      the auxiliary loss that keeps experts equally busy, where a router trains
 
 Shapes: S tokens, K experts of a token, E experts, N = S K pairs of a token and an expert of its.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -138,3 +142,68 @@ class _Routing(TorchFunctionMode):
             added = None if self._delta is None else self._delta(args[0])
             return result if added is None else (result + added).to(result.dtype)
         return result
+
+
+class RouterOutput(NamedTuple):
+    """What one router computed in a forward: logits [S, E], and the experts that it chose [S, K]."""
+
+    logits_SE: Tensor
+    chosen_SK: Tensor
+
+
+@dataclass
+class _Forward(threading.local):
+    seen: list[RouterOutput] | None = field(default=None)
+
+
+class Routers:
+    """All routers of a model, in the order of its layers. Only what a forward within `watched` computes is kept."""
+
+    def __init__(self, model: nn.Module):
+        self.modules: list[Any] = [module for module in model.modules() if is_router(module)]
+        self._now = _Forward()
+        for router in self.modules:
+            router.register_forward_hook(self._hear)
+
+    def __deepcopy__(self, memo: Any) -> Routers:
+        return self  # a copy of the model, as a reference is, is heard too; its forwards are not watched
+
+    @contextmanager
+    def watched(self) -> Iterator[list[RouterOutput]]:
+        """Within, in this thread: each router appends what it computed. Forwards are not run again by checkpointing
+        before the backward pass, so behind one there is one entry for each router."""
+        seen = self._now.seen = []
+        try:
+            yield seen
+        finally:
+            self._now.seen = None
+
+    def _hear(self, router: nn.Module, args: Any, output: Any) -> None:
+        if self._now.seen is not None:
+            logits, _, chosen = output
+            self._now.seen.append(RouterOutput(logits, chosen))
+
+
+def load_balancing(outputs: Sequence[RouterOutput], weight_S: Tensor) -> Tensor:
+    """The auxiliary loss of Switch Transformer (arXiv 2101.03961, equations 4 to 6), for K experts a token, as
+    transformers computes it over all layers together:
+
+        loss = E sum_e f_e P_e      f_e: share of the tokens that expert e is chosen for, summing to K
+                                    P_e: mean of softmax(l)_e
+
+    1 times K where all experts are equally busy, K E / K = E at most. `weight_S` says how often a token counts, which
+    is 0 for padding and the number of its completions for a prompt that is packed once.
+    """
+    tokens = weight_S.sum() * len(outputs)
+    experts = outputs[0].logits_SE.shape[-1]
+    share_E = weight_S.new_zeros(experts)
+    mean_E = weight_S.new_zeros(experts)
+    for logits_SE, chosen_SK in outputs:
+        share_E = share_E.index_add(0, chosen_SK.flatten(), weight_S.repeat_interleave(chosen_SK.shape[-1]))
+        mean_E = mean_E + (logits_SE.softmax(-1).to(weight_S.dtype) * weight_S[:, None]).sum(0)
+    return experts * (share_E / tokens * (mean_E / tokens)).sum()
+
+
+def balancing_coefficient(model: Any) -> float:
+    """The weight of the auxiliary loss in the model's own loss; 0 where its family has none (DeepSeek-V3)."""
+    return float(getattr(model.config.get_text_config(), "router_aux_loss_coef", None) or 0.0)

@@ -95,6 +95,21 @@ class MicroBatch:
     source_N: Tensor
     target_N: Tensor
     row_N: Tensor
+    places: tuple[tuple[Sequence[int], ...], ...]  # for each row, where its tokens stand in input_ids_S, in parts
+
+    @property
+    def copies_S(self) -> Tensor:
+        """In how many rows each token stands that a forward runs (float32), as one that others follow: 0 for padding
+        and for the last token of a row, which is a target only; more than 1 for what rows share."""
+        copies = torch.zeros(len(self.input_ids_S))
+        for parts in self.places:
+            for part in parts:
+                copies[torch.as_tensor(part)] += 1
+            last = [place for part in parts for place in part[-1:]][-1:]
+            copies[last] -= 1
+        if isinstance(self.layout, Padded):
+            copies = copies.view(-1, self.layout.width)[:, :-1].flatten()
+        return copies.to(self.input_ids_S.device)
 
     def per_token(self, values_by_row: Sequence[Sequence[float] | None]) -> Tensor | None:
         """One value per completion token of each row -> those of loss tokens [N], in the device's `widest_float`; None
@@ -251,6 +266,7 @@ def pack(
     source: list[int] = []
     target: list[int] = []
     row_of: list[int] = []
+    places: list[tuple[Sequence[int], ...]] = []
     for b, (row, p) in enumerate(zip(rows, prompt_of_row, strict=True)):
         sample, begin, prompt_length = samples[row], len(ids), len(prompts[p])
         for i, (token, trained) in enumerate(zip(sample.targets or sample.completion_ids, sample.mask, strict=True)):
@@ -259,10 +275,11 @@ def pack(
                 target.append(token)
                 row_of.append(b)
         ids.extend(sample.completion_ids)
+        places.append((range(starts[p], starts[p + 1]), range(begin, len(ids))))
         positions.extend(range(prompt_length, prompt_length + len(sample.completion_ids)))
     lengths = [len(samples[row].completion_ids) for row in rows]
     layout = layouts.of_groups([len(p) for p in prompts], lengths, prompt_of_row, device=device)
-    return _micro_batch(samples, rows, layout, (ids, positions, source, target, row_of), device)
+    return _micro_batch(samples, rows, layout, (ids, positions, source, target, row_of), places, device)
 
 
 def pack_tree(
@@ -290,7 +307,8 @@ def pack_tree(
                 target.append(token)
                 row_of.append(b)
     layout = layouts.of_tree([paths[line.row] for line in lines], [line.own for line in lines], device=device)
-    return _micro_batch(samples, rows, layout, (ids, positions, source, target, row_of), device)
+    whole = [(paths[row],) for row in rows]
+    return _micro_batch(samples, rows, layout, (ids, positions, source, target, row_of), whole, device)
 
 
 def _micro_batch(
@@ -298,6 +316,7 @@ def _micro_batch(
     rows: Sequence[int],
     layout: Layout | Padded,
     columns: Sequence[list[int]],
+    places: Sequence[tuple[Sequence[int], ...]],
     device: torch.device | str,
 ) -> MicroBatch:
     tensors = (torch.tensor(column, dtype=torch.long, device=device) for column in columns)
@@ -311,6 +330,7 @@ def _micro_batch(
         source_N=source_N,
         target_N=target_N,
         row_N=row_N,
+        places=tuple(places),
     )
 
 
@@ -349,7 +369,8 @@ def pad(samples: Sequence[Sample], rows: Sequence[int], *, device: torch.device 
                 target.append(token)
                 row_of.append(b)
     positions = [*range(width)] * len(rows)
-    return _micro_batch(samples, rows, Padded(width), (ids, positions, source, target, row_of), device)
+    places = [(range(b * width, b * width + len(line)),) for b, line in enumerate(whole)]
+    return _micro_batch(samples, rows, Padded(width), (ids, positions, source, target, row_of), places, device)
 
 
 def _batches_of_groups(samples: Sequence[Sample], rows: Sequence[int], token_budget: int) -> Iterator[list[list[int]]]:

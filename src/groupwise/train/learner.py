@@ -43,6 +43,7 @@ from groupwise.errors import ConfigError, ContextLengthError, TrainingError
 from groupwise.model.backbone import is_lean
 from groupwise.model.flex import why_not_flex
 from groupwise.model.load import LoadedModel, longest_row, share_weights
+from groupwise.model.mixture import Routers, balancing_coefficient, load_balancing
 from groupwise.model.packed_check import PLAIN_COST, turn_plain, why_not_packed
 from groupwise.model.packing import (
     FLEX,
@@ -56,7 +57,7 @@ from groupwise.model.packing import (
     sequence_lengths,
     side_by_side,
 )
-from groupwise.train.lora import add_lora, load_lora, save_lora
+from groupwise.train.lora import add_lora, load_lora, router_parameters, save_lora
 from groupwise.train.reference import Reference, ReferenceSpec
 from groupwise.train.rollout_batch import RolloutBatch, train_on_batch
 from groupwise.train.schedule import learning_rate_at
@@ -259,6 +260,9 @@ class Learner:
         self.lora = None if lora is None else add_lora(self.model, lora, seed=seed)
         if lora is None:
             self.model.requires_grad_(True)
+        self._routers = Routers(self.model)
+        train = any(parameter.requires_grad for parameter in router_parameters(self.model))
+        self._balances = balancing_coefficient(self.model) if train else 0.0
         if gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.strategy.shard(self)
@@ -357,8 +361,14 @@ class Learner:
             )
             return lambda logprobs_N, entropy_N: policy_loss(logprobs_N, inputs, spec, entropy_N=entropy_N)
 
+        def share(batch: MicroBatch) -> tuple[float, float]:
+            tokens, rows = len(batch.target_N), count_sequences(batch.samples)
+            whole = spec.denominator(tokens=total_tokens, rows=total_rows)
+            part = tokens if spec.reduction == "sum" else spec.denominator(tokens=tokens, rows=rows)
+            return part / whole, tokens / total_tokens
+
         reads = spec.reads_reference and reference_logprobs is None
-        return self._accumulate(samples, term, temperature, reads_reference=reads, on_logprobs=on_logprobs)
+        return self._accumulate(samples, term, share, temperature, reads_reference=reads, on_logprobs=on_logprobs)
 
     @verb
     def forward_backward_supervised(self, samples: Sequence[Sample]) -> Metrics:
@@ -378,7 +388,7 @@ class Learner:
 
             return token_loss
 
-        return self._accumulate(samples, term, 1.0)
+        return self._accumulate(samples, term, lambda batch: (len(batch.target_N) / tokens,) * 2, 1.0)
 
     @verb
     def forward_backward_custom(
@@ -406,7 +416,10 @@ class Learner:
             assert slope_N is not None
             return lambda logprobs_N, entropy_N: ((logprobs_N * slope_N.to(logprobs_N)).sum(), {})
 
-        self._accumulate(_unmasked(samples), term, temperature)
+        everything = _unmasked(samples)
+        tokens = count_loss_tokens(everything)
+        balance = self._accumulate(everything, term, lambda batch: (len(batch.target_N) / tokens,) * 2, temperature)
+        metrics = {**metrics, **{name: value for name, value in balance.items() if name.startswith("router/")}}
         return {"loss/custom": float(loss.detach()), **metrics}
 
     @verb
@@ -647,13 +660,16 @@ class Learner:
         self,
         samples: Sequence[Sample],
         term: Callable[[MicroBatch, Tensor | None], TokenLoss],
+        share: Callable[[MicroBatch], tuple[float, float]],
         temperature: float,
         *,
         reads_reference: bool = False,
         on_logprobs: Listener | None = None,
     ) -> Metrics:
         """Forward and backward of this process's share of the samples; the metrics are those of all. `term` makes the
-        loss of a micro-batch, whose rows are those of `samples`, given the reference's logprobs if they are read."""
+        loss of a micro-batch, whose rows are those of `samples`, given the reference's logprobs if they are read;
+        `share` is the micro-batch's of the whole, as the loss is reduced and of the loss tokens: what an auxiliary loss
+        of routers and its metric are multiplied by."""
         mine = self.strategy.share(samples)
         lanes, cut = self._cut([samples[row] for row in mine])
         cut = (replace(batch, rows=tuple(mine[row] for row in batch.rows)) for batch in cut)
@@ -661,9 +677,14 @@ class Learner:
         def run(item: tuple[int, tuple[MicroBatch, Tensor | None]]) -> tuple[MicroBatch, Tensor, Metrics, Gradients]:
             number, (batch, reference_N) = item
             token_loss = term(batch, reference_N) if batch.rows else _no_loss
-            with self._seeded_dropout(number):
+            with self._seeded_dropout(number), self._routers.watched() as routed:
                 logprobs_N, entropy_N = self._logprobs(batch, temperature)
             loss, metrics = token_loss(logprobs_N, entropy_N)
+            if self._balances and batch.rows:
+                auxiliary = load_balancing(routed, batch.copies_S)
+                of_loss, of_tokens = share(batch)
+                loss = loss + self._balances * of_loss * auxiliary
+                metrics["router/aux_loss"] = of_tokens * auxiliary.detach().to(loss)
             gradients: Gradients = ()
             if lanes == 1:
                 loss.backward()

@@ -203,6 +203,13 @@ class ParameterLora(nn.Module):
             yield from self.base_layer._chain()
 
 
+def router_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """The weights of routers, and those of adapters around them."""
+    for module in model.modules():
+        if is_router(module) or (isinstance(module, ParameterLora) and is_router(module.inner)):
+            yield from module.parameters()
+
+
 def _wrap_parameter(model: nn.Module, name: str, spec: LoraSpec) -> None:
     """Put an adapter around a router, or around the module whose parameter `name` is."""
     path, _, parameter = name.rpartition(".")
