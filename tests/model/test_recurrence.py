@@ -163,6 +163,7 @@ def test_decoding_goes_on_from_the_prompts_states():
         grid = Grid(owners, [prompts[p] for p in owners], cache.lengths, device)
         layout = Extend(cache, grid, slice(0, len(rows)), torch.full((len(rows),), step))
         check(run(layout.states, [row[-1] for row in rows]), rows)
+    grid = Grid(owners, [prompts[p] for p in owners], cache.lengths, device)
     with pytest.raises(NotImplementedError, match="one token of a row at a time"):
         _ = Extend(cache, grid, slice(0, 5), torch.full((5,), 6), [2] * 5).states
 
