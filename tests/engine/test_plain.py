@@ -65,6 +65,8 @@ def logprobs(groups: list[list[Completion]]) -> list[float]:
         ("lfm2", True),
         ("qwen3_next", True),
         ("qwen3_5_text", True),
+        ("falcon_h1", True),
+        ("granitemoehybrid", True),
     ],
 )
 def test_the_same_as_packed(open_engine, make_base, make_adapter, family: str, cached: bool) -> None:

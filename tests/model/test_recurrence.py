@@ -115,7 +115,7 @@ def test_segments_of_like_lengths_are_one_batch_and_each_level_waits_for_its_par
         seen.append((tuple(inputs[0].shape[:2]), before is None))
         return rule(inputs, before)
 
-    states = Segments(segments_of_groups([10, 100, 12], [5, 90, 7, 64], [0, 0, 1, 2]))
+    states = Segments(lambda: segments_of_groups([10, 100, 12], [5, 90, 7, 64], [0, 0, 1, 2]))
     x = torch.randn(288, C)
     states.recur(0, watched, (x, torch.ones(288)), (0.0, 1.0))
     assert seen == [((2, 12), True), ((1, 100), True), ((3, 64), False), ((1, 90), False)]
@@ -163,6 +163,7 @@ def test_decoding_goes_on_from_the_prompts_states():
         grid = Grid(owners, [prompts[p] for p in owners], cache.lengths, device)
         layout = Extend(cache, grid, slice(0, len(rows)), torch.full((len(rows),), step))
         check(run(layout.states, [row[-1] for row in rows]), rows)
+    grid = Grid(owners, [prompts[p] for p in owners], cache.lengths, device)
     with pytest.raises(NotImplementedError, match="one token of a row at a time"):
         _ = Extend(cache, grid, slice(0, 5), torch.full((5,), 6), [2] * 5).states
 

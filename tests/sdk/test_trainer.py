@@ -161,7 +161,7 @@ LONGEST: dict[str, dict[str, Any]] = {  # rows of these models, and options
     "qwen3": {},
     "gpt2": {},
     "phi3": {"original_max_position_embeddings": 16, "rope_parameters": LONG_ROPE},
-    "falcon_h1": {"rope_parameters": LONG_ROPE},  # in padded rows
+    "llama4_text": {"rope_parameters": LONG_ROPE},  # in padded rows
 }
 
 

@@ -23,6 +23,8 @@ LAYERS = {  # families, and weights of the layers that are meant
     "lfm2": "conv.conv",
     "qwen3_next": "linear_attn",
     "qwen3_5_text": "linear_attn",
+    "falcon_h1": "mamba",
+    "granitemoehybrid": "mamba",
 }
 
 
@@ -70,6 +72,7 @@ def test_packed_equals_the_models_own_forward(base: LoadedModel, make_samples, t
 def test_other_kinds_of_layers_as_groups_and_as_trees(make_base, make_samples, family: str):
     """All weights are trained, those too that only such a layer has."""
     base, samples = make_base(family), make_samples(GROUPS)
+    rounded = 1e-5 if LAYERS[family] == "mamba" else 1e-6  # transformers' state spaces are float32 in any type
     model = share_weights(base.model).requires_grad_(True)
     assert why_not_packed(model) is None
     plain, plain_grads = run(model, plain_logprobs, padded_batches(samples, token_budget=40))
@@ -84,8 +87,8 @@ def test_other_kinds_of_layers_as_groups_and_as_trees(make_base, make_samples, f
             name for name, _ in model.named_parameters() if LAYERS[family] in name
         }
         for name, grad in grads.items():
-            bound = 1e-6 * max(1.0, float(plain_grads[name].abs().max()))
-            torch.testing.assert_close(grad, plain_grads[name], rtol=1e-6, atol=bound, msg=name)
+            bound = rounded * max(1.0, float(plain_grads[name].abs().max()))
+            torch.testing.assert_close(grad, plain_grads[name], rtol=rounded, atol=bound, msg=name)
 
 
 def test_alone_in_a_row_without_our_attention(base: LoadedModel, make_samples):

@@ -102,7 +102,7 @@ def test_a_job_of_a_server(mixture_dir: Path, tmp_path: Path, targets):
 
 
 @pytest.mark.filterwarnings("ignore:.*in packed rows.*:UserWarning")
-@pytest.mark.parametrize("family", ["llama4_text", "granitemoehybrid"])
+@pytest.mark.parametrize("family", ["llama4_text", "mamba"])
 def test_what_cannot_run_packed_is_served_and_trained(make_base, tmp_path: Path, monkeypatch, family: str):
     """A server answers with it, and a run ends with adapters that PEFT loads; sampler and trainer agree."""
     model = save_model(make_base(family, dtype=torch.float32, context=256), tmp_path / "model")

@@ -43,10 +43,10 @@ def test_ranks_train_what_one_process_trains(make_base, make_samples, lora) -> N
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be trained in packed rows:UserWarning")
-@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "gpt_oss", "llama4_text"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "gpt_oss", "llama4_text", "lfm2", "qwen3_5_text"])
 def test_other_architectures_checkpointing_and_dropout(make_base, make_samples, architecture) -> None:
-    """What is not the Qwen3 of the other tests: untied heads, windows, another attention, sinks, padded rows; and
-    activations made twice."""
+    """What is not the Qwen3 of the other tests: untied heads, windows, another attention, sinks, padded rows,
+    recurrent layers; and activations made twice."""
     lora = LORA.model_copy(update={"targets": ["c_attn"] if architecture == "gpt2" else ["q_proj"]})
     samples = make_samples(UNEVEN)
 

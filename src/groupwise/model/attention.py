@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -278,11 +278,8 @@ class SharedPrompts:
         self.gap_LL = at_L[:, None] - at_L  # query position - key position
         self.gap_CC = at_C[:, None] - at_C
         self.gap_PCL = lengths_P11 + at_C[:, None] - at_L
-        self._lengths, self._device = (prompt_lengths, completion_lengths, prompt_of_row), device
-
-    @cached_property
-    def states(self) -> Segments:
-        return Segments(segments_of_groups(*self._lengths), device=self._device)
+        lengths = (prompt_lengths, completion_lengths, prompt_of_row)
+        self.states = Segments(partial(segments_of_groups, *lengths), device=device)
 
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
         query_SHD, key_SKD = (x.to(value_SKD.dtype) for x in (query_SHD, key_SKD))  # autocast rotates in float32
@@ -525,11 +522,7 @@ class PrefixTree:
             for start, stop in _ranges(len(path) - n, len(path))
         ]
         self.tiles = [_tiles(batch, device) for batch in _batches(tiles)]
-        self._lines, self._device = (paths, own), device
-
-    @cached_property
-    def states(self) -> Segments:
-        return Segments(segments_of_tree(*self._lines), device=self._device)
+        self.states = Segments(partial(segments_of_tree, paths, own), device=device)
 
     def attend(self, layer: int, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor, scoring: Scoring) -> Tensor:
         inputs = (scoring.scaled(query_SHD), key_SKD, value_SKD, scoring.sinks, self.tiles, scoring)

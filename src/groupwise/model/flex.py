@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +55,7 @@ class Forest:
         enter: each token's number, depth-first.
         leave: the first number after those that the token is visible to.
         positions: where each token stands in its rows; sliding windows count in these.
-        segments: the row as a forest of segments, for recurrent layers.
+        segments: makes the segments of the row, for recurrent layers.
     """
 
     def __init__(
@@ -75,11 +75,7 @@ class Forest:
             torch.tensor(column, dtype=torch.int32, device=device) for column in columns
         )
         self._blocks: dict[int | None, BlockMask] = {}
-        self._segments, self._device = segments, device
-
-    @cached_property
-    def states(self) -> Segments:
-        return Segments(self._segments(), device=self._device)
+        self.states = Segments(segments, device=device)
 
     @classmethod
     def of_groups(

@@ -2,7 +2,8 @@
 
     kind            state of a row                               layers
     convolution     the last W - 1 inputs                        LFM2; before the recurrence of the others
-    recurrence      what its rule makes of all tokens so far     gated delta rule: Qwen3-Next, Qwen3.5, Olmo Hybrid
+    recurrence      what its rule makes of all tokens so far     gated delta rule: Qwen3-Next, Qwen3.5; state space
+                                                                 (Mamba 2): Falcon-H1, Granite 4 hybrid
 
 A packed row is a forest of segments: a prompt, and each completion that goes on where it ends; or, in a prefix tree,
 what lies between two forks. A segment starts with the state in which its parent ended, so a prompt's state is computed
@@ -26,7 +27,8 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -34,6 +36,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.activations import ACT2FN
 
+NO_STEP = -1e30  # of which softplus is 0
 CHUNK = 64  # tokens: segments whose lengths round up to the same multiple are one batch
 
 # (inputs of each token [B, T, ...], states before the first or None) -> (outputs [B, T, ...], states after the last)
@@ -102,37 +105,43 @@ def segments_of_tree(paths: Sequence[Sequence[int]], own: Sequence[int]) -> list
     return segments
 
 
-@dataclass(frozen=True)
-class _Batch:
+class _Batch(NamedTuple):
     """Segments that are run together, as [B, T] cells."""
 
-    segments: list[int]
+    B: int
     T: int
     parents_B: Tensor | None  # where their states are among those of the level before
 
 
-class Segments:
-    """`States` of a packed row that is a forest of segments, each of which stands after its parent."""
+class _Plan(NamedTuple):
+    """The batches of each level, a level after those that it continues; its states are those of its batches, one after
+    another. The cells of all batches are N."""
 
-    def __init__(self, segments: Sequence[Segment], *, device: torch.device | str = "cpu"):
-        self.segments, self.device = segments, device
+    levels: list[list[_Batch]]
+    token_N: Tensor  # of each cell
+    empty_N: Tensor  # the cells without one
+    cell_S: Tensor  # of each token
+    roots: Tensor  # where in the first level the states of the segments that continue nothing are
+
+
+class Segments:
+    """`States` of a packed row that is a forest of segments, each of which stands after its parent.
+
+    Args:
+        make: makes the segments, when a recurrent layer first needs them.
+    """
+
+    def __init__(self, make: Callable[[], Sequence[Segment]], *, device: torch.device | str = "cpu"):
+        self._make, self.device = make, device
         self._edges: dict[int, tuple[Tensor, Tensor]] = {}
-        self._levels, self._places = _plan(segments, device)
-        cells = [0]
-        for level in self._levels:
-            for batch in level:
-                cells.append(cells[-1] + len(batch.segments) * batch.T)
-        token_N, cell_S = [-1] * cells[-1], [0] * sum(segment.length for segment in segments)
-        batches = [batch for level in self._levels for batch in level]
-        for first, batch in zip(cells, batches, strict=False):
-            for b, segment in enumerate(batch.segments):
-                start, length, _ = segments[segment]
-                at = first + b * batch.T
-                token_N[at : at + length] = range(start, start + length)
-                cell_S[start : start + length] = range(at, at + length)
-        token_of = torch.tensor(token_N, dtype=torch.long)
-        self._token_N, self._cell_S = token_of.clamp(min=0).to(device), torch.tensor(cell_S, device=device)
-        self._empty_N = (token_of < 0).nonzero()[:, 0].to(device)
+
+    @cached_property
+    def segments(self) -> Sequence[Segment]:
+        return self._make()
+
+    @cached_property
+    def _plan(self) -> _Plan:
+        return _plan_of(self.segments, self.device)
 
     def convolve(self, layer: int, x_SC: Tensor, weight_CW: Tensor) -> Tensor:
         S, W = len(x_SC), weight_CW.shape[1]
@@ -150,15 +159,16 @@ class Segments:
     def run(self, rule: Rule, inputs: Sequence[Tensor], idle: Sequence[float]) -> tuple[Tensor, Tensor]:
         """As `recur`, and the states after the segments that continue nothing, in their order."""
         cells = [
-            x.index_select(0, self._token_N).index_fill(0, self._empty_N, y) for x, y in zip(inputs, idle, strict=True)
+            x.index_select(0, self._plan.token_N).index_fill(0, self._plan.empty_N, y)
+            for x, y in zip(inputs, idle, strict=True)
         ]
         outputs: list[Tensor] = []
         after: Tensor | None = None
         first, start = None, 0
-        for level in self._levels:
+        for level in self._plan.levels:
             states = []
             for batch in level:
-                stop = start + len(batch.segments) * batch.T
+                stop = start + batch.B * batch.T
                 rows = [x[start:stop].view(-1, batch.T, *x.shape[1:]) for x in cells]
                 before = None if after is None or batch.parents_B is None else after.index_select(0, batch.parents_B)
                 out, state = rule(rows, before)
@@ -168,7 +178,7 @@ class Segments:
             after = torch.cat(states)
             first = after if first is None else first
         assert first is not None
-        return torch.cat(outputs).index_select(0, self._cell_S), first.index_select(0, self._places)
+        return torch.cat(outputs).index_select(0, self._plan.cell_S), first.index_select(0, self._plan.roots)
 
     def last_inputs(self, x_SC: Tensor, W: int) -> Tensor:
         """The last W - 1 inputs of the segments that continue nothing, zeros before the first -> [B, C, W - 1]."""
@@ -205,28 +215,32 @@ class Segments:
         return tail
 
 
-def _plan(segments: Sequence[Segment], device: torch.device | str) -> tuple[list[list[_Batch]], Tensor]:
-    """The batches of each level, where the states of a level are those of its batches one after another; and there the
-    places of the segments that continue nothing."""
+def _plan_of(segments: Sequence[Segment], device: torch.device | str) -> _Plan:
     depth: list[int] = []
     for segment in segments:
         depth.append(0 if segment.parent is None else depth[segment.parent] + 1)
-    place: dict[int, int] = {}
-    levels = []
+    place: dict[int, int] = {}  # of each segment's state among those of its level
+    levels: list[list[_Batch]] = []
+    token_N, cell_S = [], [0] * sum(segment.length for segment in segments)
     for level in range(max(depth, default=-1) + 1):
         sized: dict[int, list[int]] = {}
         for i, segment in enumerate(segments):
             if depth[i] == level:
                 sized.setdefault(-(-segment.length // CHUNK), []).append(i)
-        batches = []
+        levels.append([])
         for chosen in sized.values():
+            T = max(segments[i].length for i in chosen)
             parents = [place[parent] for i in chosen if (parent := segments[i].parent) is not None]
-            parents_B = torch.tensor(parents, device=device) if level else None
-            batches.append(_Batch(chosen, max(segments[i].length for i in chosen), parents_B))
-        place |= {i: at for at, i in enumerate(i for batch in batches for i in batch.segments)}
-        levels.append(batches)
+            levels[-1].append(_Batch(len(chosen), T, torch.tensor(parents, device=device) if level else None))
+            for start, length, _ in (segments[i] for i in chosen):
+                cell_S[start : start + length] = range(len(token_N), len(token_N) + length)
+                token_N += [*range(start, start + length), *[-1] * (T - length)]
+        place |= {i: at for at, i in enumerate(chain(*sized.values()))}
     roots = [place[i] for i in range(len(segments)) if not depth[i]]
-    return levels, torch.tensor(roots, dtype=torch.long, device=device)
+    where, cells, at_roots = (torch.tensor(x, dtype=torch.long) for x in (token_N, cell_S, roots))
+    empty_N = (where < 0).nonzero()[:, 0]
+    tensors = (x.to(device) for x in (where.clamp(min=0), empty_N, cells, at_roots))
+    return _Plan(levels, *tensors)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -319,8 +333,54 @@ def _gated_delta_rule(own: Callable[..., Any], names: dict[str, Any]) -> Callabl
     return run
 
 
+def _state_space(own: Callable[..., Any], names: dict[str, Any]) -> Callable[..., Any]:
+    """Of inputs [1, S, heads, P], step sizes [1, S, heads], A [heads], B and C [1, S, groups, N] -> outputs like the
+    inputs (Mamba 2: Dao & Gu 2024, arXiv 2405.21060). The state is [B, heads, P, N]."""
+    stepwise = names["mamba2_selective_state_update"]
+
+    @functools.wraps(own)
+    def run(
+        x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, layout: LayerStates | None = None, **options: Any
+    ) -> Any:
+        if layout is None:
+            return own(x, dt, A, B, C, **options)
+        if options["dt_limit"][0] > 0 or not options["dt_softplus"]:
+            raise NotImplementedError("a state-space layer in which no step is of size 0 is not supported")
+
+        def rule(rows: Sequence[Tensor], before: Tensor | None) -> tuple[Tensor, Tensor]:
+            x, dt, B, C = rows
+            T, P = x.shape[1], x.shape[3]
+            if T == 1 and before is not None and not torch.is_grad_enabled():
+                after = before.clone()  # is written to
+                per_P = [y[:, None].expand(-1, P) for y in (options["D"], options["dt_bias"])]
+                step = (dt[:, 0, :, None].expand(-1, -1, P), A[:, None, None].expand(-1, P, B.shape[-1]))
+                D, bias = per_P
+                out = stepwise(after, x[:, 0], *step, B[:, 0], C[:, 0], D, dt_bias=bias, dt_softplus=True)
+                return out[:, None], after
+            size = min(options["chunk_size"], max(16, 1 << (T - 1).bit_length()))
+            given = {"chunk_size": size, "initial_states": before, "return_final_states": True}
+            return own(x, dt, A, B, C, **options | given)
+
+        inputs = [y[0] for y in (x, dt, B, C)]
+        return layout.states.recur(layout.layer, rule, inputs, (0.0, NO_STEP, 0.0, 0.0))[None]
+
+    return run
+
+
+def _fused(own: Callable[..., Any], names: dict[str, Any]) -> Callable[..., Any]:
+    """A kernel for a whole layer in training, where there is one; None has the layer call the functions above."""
+
+    @functools.wraps(own)
+    def run(*inputs: Any, layout: LayerStates | None = None, **options: Any) -> Any:
+        return own(*inputs, **options) if layout is None else None
+
+    return run
+
+
 # By their names in transformers' modules.
 FUNCTIONS: dict[str, Callable[[Callable[..., Any], dict[str, Any]], Callable[..., Any]]] = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _gated_delta_rule,
+    "mamba2_chunk_scan": _state_space,
+    "mamba2_split_conv1d_scan_combined": _fused,
 }
