@@ -271,7 +271,7 @@ def test_a_job_that_never_ran_has_no_duration(page: Any, place: Place) -> None:
     row = page.get_by_role("row", name=re.compile(waits[:8]))
     row.get_by_role("button", name="Cancel the job of behind").click()
     page.reload()  # whoever leaves does not take it back
-    expect(row.get_by_text("cancelled")).to_be_visible(timeout=10_000)
+    expect(row.get_by_text("cancelled")).to_be_visible(timeout=30_000)
     cells = dict(zip(heads, row.get_by_role("cell").all_inner_texts(), strict=True))
     assert cells["Started"] == cells["Duration"] == "–" and cells["Queued"] != "–"
     httpx2.post(f"{place.url}/v1/train/cancel/{first}")
