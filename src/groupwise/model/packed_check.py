@@ -268,6 +268,8 @@ def _narrow(config: Any) -> None:
     config.num_attention_heads = queries
     if given.get("num_key_value_heads"):
         config.num_key_value_heads = keys
+    if given.get("mamba_expand") and given.get("mamba_n_heads") and not given.get("mamba_d_ssm"):
+        config.mamba_n_heads = config.mamba_expand * config.hidden_size // config.mamba_d_head
     for name, value in given.items():
         if name.endswith(("intermediate_size", "ffn_dim", "n_inner")) and isinstance(value, int):
             setattr(config, name, _WIDTH)
