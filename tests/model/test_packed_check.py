@@ -181,6 +181,14 @@ def test_the_small_model_is_small_and_has_every_kind_of_layer():
     assert twin.model.layers[0].self_attn.head_dim == 128
 
 
+def test_a_small_model_with_state_spaces_is_made_of_what_fits_together(make_base):
+    """Their heads are a multiple of the hidden size, which is smaller here."""
+    wide = {"hidden_size": 64, "num_attention_heads": 8, "mamba_n_heads": 16}
+    model = share_weights(make_base("granitemoehybrid", **wide).model)
+    assert small_twin(model).config.hidden_size == 32
+    assert why_not_packed(model) is None
+
+
 def test_all_rows_of_the_check_are_beyond_its_lengths():
     prompts, completions = LONG
     assert min(prompts[p] + n for p, n in completions) > 2 * LENGTH
