@@ -395,7 +395,7 @@ class Learner:
 
             return token_loss
 
-        return self._accumulate(samples, term, lambda batch: (len(batch.target_N) / tokens,) * 2, 1.0)
+        return self._accumulate(samples, term, lambda batch: _of_tokens(batch, tokens), 1.0)
 
     @verb
     def forward_backward_custom(
@@ -425,7 +425,7 @@ class Learner:
 
         everything = _unmasked(samples)
         tokens = count_loss_tokens(everything)
-        balance = self._accumulate(everything, term, lambda batch: (len(batch.target_N) / tokens,) * 2, temperature)
+        balance = self._accumulate(everything, term, lambda batch: _of_tokens(batch, tokens), temperature)
         metrics = {**metrics, **{name: value for name, value in balance.items() if name.startswith("router/")}}
         return {"loss/custom": float(loss.detach()), **metrics}
 
@@ -752,6 +752,11 @@ class Learner:
             state = f"{self._seed}/{self.steps}/{self.refused_steps}/{number}"
             torch.manual_seed(random.Random(state).getrandbits(63))
             yield
+
+
+def _of_tokens(batch: MicroBatch, tokens: int) -> tuple[float, float]:
+    """A micro-batch's share of a batch of so many loss tokens, where the loss is a mean over them."""
+    return len(batch.target_N) / tokens, len(batch.target_N) / tokens
 
 
 def _no_loss(logprobs_N: Tensor, entropy_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
