@@ -200,6 +200,28 @@ class Prompt:
     token_ids: tuple[int, ...] = ()  # filled once by chat.encode_prompt
 
 
+@dataclass(frozen=True)
+class RoutedExperts:
+    """The experts that the routers of a mixture chose for tokens: whole numbers [tokens, layers, K], of the layers that
+    have a router; -1 where that was not recorded. `data` are their bytes, of 8 bits where that suffices."""
+
+    shape: tuple[int, int, int]
+    data: bytes = field(repr=False)
+
+    @classmethod
+    def of(cls, chosen_TLK: Any) -> RoutedExperts:
+        """From a NumPy array of integers below 32768."""
+        kind = "int8" if chosen_TLK.max(initial=0) < 128 else "<i2"
+        return cls(chosen_TLK.shape, chosen_TLK.astype(kind).tobytes())
+
+    def array(self) -> Any:
+        """As a NumPy array [tokens, layers, K]."""
+        import numpy as np
+
+        kind = "int8" if len(self.data) == math.prod(self.shape) else "<i2"
+        return np.frombuffer(self.data, kind).reshape(self.shape)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Completion:
     """What the engine sampled for one prompt.
@@ -209,6 +231,7 @@ class Completion:
     end-of-turn token, when there was one, is the last of `token_ids` and is not in `text`. `top_logprobs[t]` are the
     likeliest (id, logprob) at t, likeliest first, where the request asked for them. `cached_tokens` is how many tokens
     of the prompt were not computed for it, as they were known from other requests; None where the engine does not say.
+    `routed_experts` are those of the prompt's and the completion's tokens but the last, where the engine records them.
     """
 
     token_ids: tuple[int, ...]
@@ -218,6 +241,7 @@ class Completion:
     version: PolicyVersion = PolicyVersion()
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     cached_tokens: int | None = field(default=None, compare=False)
+    routed_experts: RoutedExperts | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -292,6 +316,8 @@ class Sample:
     trains log p(8 | 5 10 5 11) and log p(2 | 5 10 5 11 7), as a teacher would that had said 8 instead of 7.
     `behaviour_logprobs` are of these tokens.
 
+    `routed_experts` are those that the sampler chose for the tokens of prompt and completion; None: not recorded.
+
     `continues` marks a further segment of the episode that the sample before it is of: where a loss counts sequences,
     or averages over one, all segments of an episode are one sequence.
     """
@@ -304,6 +330,7 @@ class Sample:
     weights: tuple[float, ...] | None = None
     targets: tuple[int, ...] | None = None
     continues: bool = False
+    routed_experts: RoutedExperts | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         length = len(self.completion_ids)

@@ -15,18 +15,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from groupwise.types import RolloutGroup, Sample, Turn
+from groupwise.types import RolloutGroup, RoutedExperts, Sample, Turn
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
     """A prompt and what follows it. The other three have one entry per completion token: `mask` is 1 on what is
-    trained, `logprobs` (nats) are the sampler's, 0 where nothing was sampled."""
+    trained, `logprobs` (nats) are the sampler's, 0 where nothing was sampled. `routed_experts` are of all tokens."""
 
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
     mask: tuple[int, ...]
     logprobs: tuple[float, ...]
+    routed_experts: RoutedExperts | None = None
 
 
 def segments_of(turns: Sequence[Turn]) -> list[Segment]:
@@ -63,7 +64,28 @@ def _segment(run: Sequence[Turn]) -> Segment | None:
         ids += [*between, *said.token_ids]
         mask += [0] * len(between) + [int(turn.trained)] * len(said.token_ids)
         logprobs += [0.0] * len(between) + list(said.logprobs)
-    return Segment(prompt_ids=run[0].prompt_ids, completion_ids=tuple(ids), mask=tuple(mask), logprobs=tuple(logprobs))
+    return Segment(
+        prompt_ids=run[0].prompt_ids,
+        completion_ids=tuple(ids),
+        mask=tuple(mask),
+        logprobs=tuple(logprobs),
+        routed_experts=_routed(run, tokens=start + len(ids)),
+    )
+
+
+def _routed(run: Sequence[Turn], *, tokens: int) -> RoutedExperts | None:
+    """What was chosen for each token when it was first computed; a later turn may have computed it again."""
+    recorded = [each for turn in run if (each := turn.completion.routed_experts) is not None]
+    if not recorded:
+        return None
+    first, *others = (each.array() for each in recorded)
+    whole = first.astype("int16")
+    whole.resize((tokens, *first.shape[1:]), refcheck=False)
+    whole[len(first) :] = -1
+    for chosen in others:
+        known = whole[: len(chosen)]
+        known[known < 0] = chosen[known < 0]
+    return RoutedExperts.of(whole)
 
 
 def samples_of(groups: Sequence[RolloutGroup], *, mask_truncated: bool = False) -> list[Sample]:
@@ -80,6 +102,7 @@ def samples_of(groups: Sequence[RolloutGroup], *, mask_truncated: bool = False) 
             advantage=rollout.advantage,
             behaviour_logprobs=segment.logprobs,
             continues=number > 0,
+            routed_experts=segment.routed_experts,
         )
         for group in groups
         for rollout in group.rollouts

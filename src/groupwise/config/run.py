@@ -214,6 +214,9 @@ class TrainConfig(OptimizerConfig):
     is: the results are the same."""
     lora: LoraSpec | None = LoraSpec()
     """null trains all parameters."""
+    router_replay: bool | None = None
+    """In a mixture of experts, train each token with the experts that it was sampled with (R3, docs/mixtures.md): null,
+    where the engine records them; true, or refuse the run; false, never."""
     devices: int | None = Field(default=None, ge=1, le=65536)
     """Processes that train together, each with a GPU where there are any (docs/scale.md); null is as many as were
     started, which is one without `groupwise launch`."""

@@ -15,7 +15,8 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -27,6 +28,7 @@ from groupwise.engine.rows import PendingRequest, Row, Rows
 from groupwise.engine.sampling import reshape, sample_tokens, scaled_logprobs, uniforms
 from groupwise.model.chat import closing_ids, decode, stopped_text
 from groupwise.model.load import Head, LoadedModel
+from groupwise.model.mixture import Routers
 from groupwise.types import Completion, FinishReason
 
 PREFILL_TOKENS = 8192  # prompt tokens prefilled in one forward, counting the padding to the longest of them
@@ -40,7 +42,10 @@ class EngineModel:
     the rows that there are, and the adapters (`bank`), as hooks where the model runs as transformers wrote it
     (`hooked`)."""
 
-    def __init__(self, base: LoadedModel, model: PreTrainedModel, budget: RowBudget, *, hooked: bool):
+    def __init__(
+        self, base: LoadedModel, model: PreTrainedModel, budget: RowBudget, *, hooked: bool, records: bool = False
+    ):
+        self.routers = Routers(model) if records else None
         self.base, self.model, self.device, self.budget = base, model, base.device, budget
         self.head, self.bank = Head.of(model), AdapterBank(model, hooked=hooked)
         self.eos_ids = base.eos_ids
@@ -118,11 +123,22 @@ class DecodedRows(ABC):
 
     def __init__(self, shared: EngineModel, max_rows: int):
         self.shared, self.rows = shared, Rows(max_rows, shared.device)
+        self.chosen_SLK: Tensor | None = None  # experts of the last forward's tokens, where they are recorded
 
     @property
     def active(self) -> int:
         """Rows in use."""
         return self.rows.active
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Around a forward: `chosen_SLK` is what its routers chose, int16 in the CPU's memory."""
+        if self.shared.routers is None or not self.shared.routers.modules:
+            yield
+            return
+        with self.shared.routers.watched() as seen:
+            yield
+        self.chosen_SLK = torch.stack([each.chosen_SK for each in seen], 1).to("cpu", torch.int16)
 
     def drop_cancelled(self) -> None:
         """Free the rows of requests whose future was cancelled: whoever asked has gone away."""
@@ -202,6 +218,7 @@ class DecodedRows(ABC):
                 version=job.request.version,
                 top_logprobs=tuple(row.alternatives),
                 cached_tokens=job.cached,
+                routed_experts=rows.routed_experts(i, count),
             )
             if job.request.cache:
                 self.keep(i, row, (*job.request.prompt_ids, *ids[:-1]))  # the last was never seen by the model

@@ -178,11 +178,13 @@ PromptKey = tuple[int, tuple[int, ...]]  # the weights' id and the token ids: eq
 
 @dataclass(frozen=True, eq=False)
 class Prefilled:
-    """A prefilled prompt: the weights it was computed with (`owner`; None: the base), and its last hidden state."""
+    """A prefilled prompt: the weights it was computed with (`owner`; None: the base), its last hidden state, and the
+    experts of its tokens, where they are recorded."""
 
     owner: object
     ids: tuple[int, ...]
     hidden_H: Tensor
+    routed_PLK: Tensor | None = None
 
 
 @dataclass(eq=False)

@@ -69,6 +69,7 @@ class LocalEngine:
         draft_tokens: most tokens of a row that are guessed and checked in one step (`lookup`); 0 guesses none.
         compile: compile the dense parts of decode steps (`compiled`). A warning says where that cannot be.
         threads: of torch, for all lanes together. None: as many as torch has here.
+        record_routing: of a mixture, record the experts of each token (`Completion.routed_experts`).
         lanes: at most so many decoders side by side. None: as many as threads, on a CPU in packed rows.
 
     Warns where there are no drafts, compiled steps and conversations that are kept: with recurrent layers
@@ -90,6 +91,7 @@ class LocalEngine:
         compile: bool = False,
         threads: int | None = None,
         lanes: int | None = None,
+        record_routing: bool = False,
     ):
         if not 0 <= reserved_rows < max_rows:
             raise ConfigError(f"reserved_rows is {reserved_rows}; it must be at least 0 and less than {max_rows}")
@@ -100,7 +102,7 @@ class LocalEngine:
         why = why_not_packed(self._model)
         self.packed = why is None
         self._budget = RowBudget(max_rows, reserved_rows)
-        self._shared = EngineModel(base, self._model, self._budget, hooked=not self.packed)
+        self._shared = EngineModel(base, self._model, self._budget, hooked=not self.packed, records=record_routing)
         self._adapters: dict[PolicyVersion, AdapterWeights | None] = {}  # None: the base weights
         unused = [name for name, value in (("draft_tokens", draft_tokens), ("compile", compile)) if value]
         if self.packed and is_recurrent(self._model):

@@ -204,6 +204,8 @@ class PackedDecoder(DecodedRows):
         at = slice(first, rows.active)
         cache.begin(at, torch.tensor([row.slot for row in rows.owners[at]], device=self.shared.device))
         used = {row.slot: cache.prefilled[row.slot] for row in rows.owners[at]}
+        for row in rows.owners[at]:
+            row.routed_PLK = None if (there := used[row.slot]) is None else there.routed_PLK
         hidden_PH = torch.stack([there.hidden_H for there in used.values() if there is not None])
         place = {slot: p for p, slot in enumerate(used)}
         per_row = torch.tensor([place[row.slot] for row in rows.owners[at]], device=hidden_PH.device)
@@ -217,8 +219,10 @@ class PackedDecoder(DecodedRows):
         layout = Prefill(self.cache, slots, self.shared.device)
         hidden_SH = self._forward(list(chain(*prompts)), positions, layout, owners)
         last = torch.tensor([len(prompt) for prompt in prompts], device=hidden_SH.device).cumsum(0) - 1
-        for slot, job, hidden_H in zip(slots, jobs, hidden_SH[last], strict=True):
-            self.cache.prefilled[slot] = Prefilled(job.weights, job.prompt[1], hidden_H)
+        lengths, chosen_SLK = [len(prompt) for prompt in prompts], self.chosen_SLK
+        routed = [None] * len(jobs) if chosen_SLK is None else chosen_SLK.split(lengths)
+        for slot, job, hidden_H, chosen in zip(slots, jobs, hidden_SH[last], routed, strict=True):
+            self.cache.prefilled[slot] = Prefilled(job.weights, job.prompt[1], hidden_H, chosen)
 
     def _extend(self, going: Sequence[GoingOn]) -> None:
         """Give conversations back what was kept of them, run what is new and sample its next tokens."""
@@ -241,7 +245,18 @@ class PackedDecoder(DecodedRows):
             hidden_SH = self._forward(ids, list(chain(*pieces)), layout, owners)
             for b, mine in enumerate(hidden_SH.split([len(piece) for piece in pieces])):
                 last[b] = mine[-1] if len(mine) else last[b]
+            self._note_routes(rows.owners[at], pieces)
         self.advance(at, self.shared.head.logits(torch.stack(last)))
+
+    def _note_routes(self, owners: Sequence[Row], pieces: Sequence[range]) -> None:
+        """Record the experts of what is new in conversations; those of what was kept are not known."""
+        if self.chosen_SLK is None:
+            return
+        for row, piece, chosen in zip(owners, pieces, self.chosen_SLK.split([len(p) for p in pieces]), strict=True):
+            if row.routed_PLK is None:
+                shape = (len(row.job.request.prompt_ids), *chosen.shape[1:])
+                row.routed_PLK = torch.full(shape, -1, dtype=chosen.dtype)
+            row.routed_PLK[piece.start : piece.stop] = chosen
 
     def _sort(self) -> None:
         """Put the rows in order of their lengths where, as they stand, much would be read beyond the end of many."""
@@ -278,6 +293,7 @@ class PackedDecoder(DecodedRows):
             return self._check_drafts(drafts, layout)
         layout = Extend(self.cache, self._grid, every, held_B)
         hidden_BH = self._forward(rows.token[every], rows.position[every], layout, rows.weights, self.steps)
+        rows.route(torch.arange(rows.active), rows.count[every] - 1, self.chosen_SLK)
         rows.position[every] += 1
         self.advance(every, self.shared.head.logits(hidden_BH))
 
@@ -288,6 +304,7 @@ class PackedDecoder(DecodedRows):
         owners = [weights for weights, draft in zip(rows.weights, drafts, strict=True) for _ in range(1 + len(draft))]
         logits_SV = self.shared.head.logits(self._forward(ids, rows.position[row_S] + t_S, layout, owners))
         place_S = rows.count[row_S] + t_S
+        rows.route(row_S, place_S - 1, self.chosen_SLK)
         token_S, logprob_S = self.draw(row_S, place_S, logits_SV)
         rows.tokens[row_S, place_S], rows.logprobs[row_S, place_S] = token_S, logprob_S.to(rows.logprobs.dtype)
 
@@ -316,7 +333,8 @@ class PackedDecoder(DecodedRows):
         alone = self.shared.small and len(owners) * self.shared.flops < ONE_THREAD_FLOPS
         torch.set_num_threads(1 if alone else self._threads())  # of this thread of Python's
         self.shared.bank.select(owners)
-        return (run or self._backbone)(token_S, position_S, layout)
+        with self.recording():
+            return (run or self._backbone)(token_S, position_S, layout)
 
     def keep(self, i: int, row: Row, ids: tuple[int, ...]) -> None:
         """Keep the keys and values of a finished row in `past`."""

@@ -133,6 +133,10 @@ class PlainBatch(DecodedRows):
         prompts_PT = torch.tensor([list(ids) for ids in places], device=self.shared.device)
         row_B = torch.tensor(row_prompt, device=self.shared.device)
         hidden_PH = self._run(prompts_PT)
+        if self.chosen_SLK is not None:
+            of_prompts = self.chosen_SLK.split(prompts_PT.shape[1])
+            for row, prompt in zip(self.rows.owners, row_prompt, strict=True):
+                row.routed_PLK = of_prompts[prompt]
         self._ids_BT = prompts_PT
         self._select(row_B)
         self.advance(slice(0, self.rows.active), self.shared.head.logits(hidden_PH)[row_B])
@@ -143,7 +147,11 @@ class PlainBatch(DecodedRows):
         ids_BT = rows.token[every, None]
         if not self._cached:
             ids_BT = self._ids_BT = torch.cat([self._ids_BT, ids_BT], 1)
-        self.advance(every, self.shared.head.logits(self._run(ids_BT)))
+        hidden_BH = self._run(ids_BT)
+        if self.chosen_SLK is not None:
+            last_BLK = self.chosen_SLK.view(rows.active, -1, *self.chosen_SLK.shape[1:])[:, -1]
+            rows.route(torch.arange(rows.active), rows.count[every] - 1, last_BLK)
+        self.advance(every, self.shared.head.logits(hidden_BH))
 
     def free(self, finished: Collection[int]) -> None:
         """Take finished rows out of the cache."""
@@ -160,9 +168,10 @@ class PlainBatch(DecodedRows):
     def _run(self, ids_BT: Tensor) -> Tensor:
         """The last hidden state [B, hidden] of each row, whose next tokens these are."""
         self.shared.bank.select([self._weights])
-        if not self._cached:
-            return self._own(input_ids=ids_BT, use_cache=False).last_hidden_state[:, -1]
-        out = self._own(input_ids=ids_BT, past_key_values=self._cache, use_cache=True)
+        with self.recording():
+            if not self._cached:
+                return self._own(input_ids=ids_BT, use_cache=False).last_hidden_state[:, -1]
+            out = self._own(input_ids=ids_BT, past_key_values=self._cache, use_cache=True)
         self._cache = out.past_key_values
         return out.last_hidden_state[:, -1]
 

@@ -24,7 +24,7 @@ from groupwise.engine.kv_cache import PromptKey
 from groupwise.engine.multi_lora import AdapterWeights
 from groupwise.engine.sampling import RowParams, completion_seed
 from groupwise.model.load import widest_float
-from groupwise.types import Completion, SamplingRequest, TokenSink
+from groupwise.types import Completion, RoutedExperts, SamplingRequest, TokenSink
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Where a text has been before: for the last tokens of a row, what followed them when they occurred last.
@@ -143,6 +143,7 @@ class Row:
     slot: int
     shared: int
     alternatives: list[tuple[tuple[int, float], ...]] = field(default_factory=list)  # with top_logprobs
+    routed_PLK: Tensor | None = None  # the experts of the prompt's tokens, where they are recorded
 
     @cached_property
     def history(self) -> History:
@@ -174,6 +175,7 @@ class Rows:
         self.seed = np.zeros(most, dtype=np.uint64)
         self.tokens = torch.zeros(most, 0, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(most, 0, dtype=widest_float(device), device=device)
+        self.routed = torch.zeros(most, 0, 0, 0, dtype=torch.int16)  # experts [rows, tokens, layers, K]
         self._note()
 
     @property
@@ -186,6 +188,22 @@ class Rows:
         if missing > 0:
             self.tokens = torch.nn.functional.pad(self.tokens, (0, missing))
             self.logprobs = torch.nn.functional.pad(self.logprobs, (0, missing))
+            self.routed = torch.nn.functional.pad(self.routed, (0, 0, 0, 0, 0, missing))
+
+    def route(self, row_S: Tensor, place_S: Tensor, chosen_SLK: Tensor | None) -> None:
+        """Record the experts of completions' tokens."""
+        if chosen_SLK is not None:
+            if self.routed.shape[2:] != chosen_SLK.shape[1:]:
+                self.routed = torch.zeros(*self.tokens.shape, *chosen_SLK.shape[1:], dtype=torch.int16)
+            self.routed[row_S.cpu(), place_S.cpu()] = chosen_SLK
+
+    def routed_experts(self, row: int, count: int) -> RoutedExperts | None:
+        """Those of a row's prompt and of its `count` tokens but the last, which the model has not seen."""
+        prompt_PLK = self.owners[row].routed_PLK
+        if prompt_PLK is None:
+            return None
+        said = self.routed[row, : count - 1] if count > 1 else prompt_PLK[:0]
+        return RoutedExperts.of(torch.cat([prompt_PLK, said]).numpy())
 
     def add(self, job: PendingRequest, n: int, *, slot: int, shared: int) -> None:
         """Give the next `n` completions of `job` the next `n` rows; `shared` tokens of the prompt are in the slot."""
@@ -235,7 +253,7 @@ class Rows:
     def _columns(self) -> tuple[Tensor, ...]:
         return (
             self.token, self.position, self.count, self.limit, self.held, self.temperature, self.top_p, self.min_p,
-            self.top_k, self.watch_eos, self.tokens, self.logprobs,
+            self.top_k, self.watch_eos, self.tokens, self.logprobs, self.routed,
         )  # fmt: skip
 
     def _note(self) -> None:

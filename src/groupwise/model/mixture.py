@@ -8,7 +8,7 @@ trainer and engine both change of that:
 
     experts_forward     the experts' forward, with a term added to the product with each parameter (an adapter's)
     router_forward      the router's own forward, with a term added to its logits
-    Routers             what all routers of a model computed in a forward
+    Routers             what all routers of a model computed in a forward, and what they are to choose in one
     load_balancing      the auxiliary loss that keeps experts equally busy, where a router trains
 
 Shapes: S tokens, K experts of a token, E experts, N = S K pairs of a token and an expert of its.
@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -117,11 +118,27 @@ def low_rank(x_N: Tensor, a_EIR: Tensor, b_ERO: Tensor, counts: list[int]) -> Te
 RouterDelta = Callable[[Tensor], Tensor | None]  # x [S, hidden] -> what is added to the logits [S, E]
 
 
-def router_forward(router: Any, own: Callable[..., Any], *args: Any, delta: RouterDelta | None = None) -> Any:
-    """`own(*args)`, the forward of one of transformers' routers, with `delta` added to its logits. All else that it
-    does (softmax or sigmoid, choice, normalisation, scale) is the model's."""
-    with _Routing(router, delta) as routing:
+def router_forward(
+    router: Any,
+    own: Callable[..., Any],
+    *args: Any,
+    delta: RouterDelta | None = None,
+    chosen_SK: Tensor | None = None,
+    apply: bool = True,
+    on_choice: Callable[[Tensor], None] | None = None,
+) -> Any:
+    """`own(*args)`, the forward of one of transformers' routers, with `delta` added to its logits, and (where `apply`)
+    with the experts `chosen_SK` in place of its own choice, which stands where they are -1. `on_choice` is told what
+    the router would choose. All else that it does (softmax or sigmoid, normalisation, scale) is the model's."""
+    with _Routing(router, delta, chosen_SK if apply else None) as routing:
         result = own(*args)
+    if on_choice is not None:
+        on_choice(result[2] if routing.own_SK is None else routing.own_SK)
+    if routing.chosen_SK is not None and routing.choices != 1:
+        kind = type(router).__name__
+        raise ModelError(
+            f"the router {kind} chooses in another way than by topk", hint="set train.router_replay: false"
+        )
     if delta is not None and routing.products != 1:
         kind = type(router).__name__
         raise ModelError(f"the router {kind} computes its logits in another way than x W^T, so it takes no adapter")
@@ -129,11 +146,12 @@ def router_forward(router: Any, own: Callable[..., Any], *args: Any, delta: Rout
 
 
 class _Routing(TorchFunctionMode):
-    """Within a router's forward: adds to the product with its weight."""
+    """Within a router's forward: adds to the product with its weight, and replaces what is chosen by `topk`."""
 
-    def __init__(self, router: Any, delta: RouterDelta | None):
+    def __init__(self, router: Any, delta: RouterDelta | None, chosen_SK: Tensor | None):
         super().__init__()
         self._shape, self._delta, self.products = router.weight.shape, delta, 0
+        self.chosen_SK, self.own_SK, self.choices = chosen_SK, None, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -141,6 +159,12 @@ class _Routing(TorchFunctionMode):
             self.products += 1
             added = None if self._delta is None else self._delta(args[0])
             return result if added is None else (result + added).to(result.dtype)
+        if func in (torch.topk, Tensor.topk) and self.chosen_SK is not None:
+            scores, own_SK = args[0], result.indices
+            if scores.shape[-1] == self._shape[0] and own_SK.shape == self.chosen_SK.shape:
+                self.choices, self.own_SK = self.choices + 1, own_SK
+                replaced_SK = torch.where(self.chosen_SK < 0, own_SK, self.chosen_SK)
+                return torch.return_types.topk((scores.gather(-1, replaced_SK), replaced_SK))
         return result
 
 
@@ -157,13 +181,51 @@ class _Forward(threading.local):
 
 
 class Routers:
-    """All routers of a model, in the order of its layers. Only what a forward within `watched` computes is kept."""
+    """All routers of a model, in the order of its layers. Only what a forward within `watched` computes is kept.
+
+    Routing replay (R3, arXiv 2510.11370): within `replaying` they choose what the sampler's chose for the same tokens,
+    with weights of their own, so that rounding cannot send a token to other experts than those that it was sampled
+    with. That is of all threads, as the backward pass runs a checkpointed forward again in another one.
+    """
 
     def __init__(self, model: nn.Module):
         self.modules: list[Any] = [module for module in model.modules() if is_router(module)]
         self._now = _Forward()
-        for router in self.modules:
+        self._chosen: tuple[Tensor, bool] | None = None  # [layers, S, K], and whether to choose so
+        self._differ: list[Tensor] = []
+        for layer, router in enumerate(self.modules):
+            router.forward = partial(self._forward, layer, router, router.forward)
             router.register_forward_hook(self._hear)
+
+    @contextmanager
+    def replaying(self, chosen_LSK: Tensor | None, *, apply: bool) -> Iterator[None]:
+        """Within, forwards and backward passes are of S tokens for which the sampler chose `chosen_LSK`, -1 where that
+        is not known; None: of none it is. `apply`: choose so; else it is compared only."""
+        self._chosen, self._differ = None if chosen_LSK is None else (chosen_LSK, apply), []
+        try:
+            yield
+        finally:
+            self._chosen = None
+
+    def replayed(self, counted_S: Tensor) -> dict[str, Tensor]:
+        """After a forward within `replaying`: for which share of the tokens `counted_S` the sampler's choice is known,
+        and for which share of the known pairs of a layer and a token the router would choose other experts."""
+        assert self._chosen is not None
+        recorded_LS = self._chosen[0][..., 0] >= 0
+        differ = torch.stack(self._differ[: len(self.modules)]).sum()
+        known = (recorded_LS[0] & counted_S).sum() / counted_S.sum().clamp(min=1)
+        return {"recorded_frac": known, "mismatch_frac": differ / recorded_LS.sum().clamp(min=1)}
+
+    def _forward(self, layer: int, router: Any, own: Callable[..., Any], *args: Any) -> Any:
+        if self._chosen is None:
+            return own(*args)
+        chosen_SK, apply = self._chosen[0][layer], self._chosen[1]
+
+        def compare(own_SK: Tensor) -> None:
+            other_S = (own_SK.sort(-1).values != chosen_SK.sort(-1).values).any(-1)
+            self._differ.append((other_S & (chosen_SK[:, 0] >= 0)).sum().float())
+
+        return router_forward(router, own, *args, chosen_SK=chosen_SK, apply=apply, on_choice=compare)
 
     def __deepcopy__(self, memo: Any) -> Routers:
         return self  # a copy of the model, as a reference is, is heard too; its forwards are not watched

@@ -111,6 +111,23 @@ class MicroBatch:
             copies = copies.view(-1, self.layout.width)[:, :-1].flatten()
         return copies.to(self.input_ids_S.device)
 
+    def routed_experts(self) -> Tensor | None:
+        """What the sampler chose for the tokens that a forward runs, [layers, S, K], -1 where it is not recorded; None
+        where it is for none of the rows."""
+        recorded = [sample.routed_experts for sample in self.samples]
+        if not (known := [each for each in recorded if each is not None]):
+            return None
+        chosen_SLK = torch.full((len(self.input_ids_S), *known[0].shape[1:]), -1)
+        for routed, parts in zip(recorded, self.places, strict=True):
+            if routed is not None:
+                places = torch.cat([torch.as_tensor(part, dtype=torch.long) for part in parts])
+                mine = torch.from_numpy(routed.array().astype("int64"))
+                places = places[: len(mine)]
+                chosen_SLK[places] = torch.where(mine[: len(places)] < 0, chosen_SLK[places], mine[: len(places)])
+        if isinstance(self.layout, Padded):
+            chosen_SLK = chosen_SLK.view(-1, self.layout.width, *chosen_SLK.shape[1:])[:, :-1].flatten(0, 1)
+        return chosen_SLK.transpose(0, 1).contiguous().to(self.input_ids_S.device)
+
     def per_token(self, values_by_row: Sequence[Sequence[float] | None]) -> Tensor | None:
         """One value per completion token of each row -> those of loss tokens [N], in the device's `widest_float`; None
         if one has none."""

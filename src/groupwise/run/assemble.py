@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from groupwise.config.run import RewardConfig, RunConfig
 from groupwise.engine.local import LocalEngine
+from groupwise.errors import ConfigError
 from groupwise.model.backbone import is_lean
 from groupwise.model.load import LoadedModel, load_model, plain_implementation
 from groupwise.model.memory import GIB, Load, ModelSize, fitting_tokens
@@ -238,7 +239,25 @@ def local_engine(config: RunConfig, base: LoadedModel, *, threads: int | None = 
         draft_tokens=rollout.draft_tokens,
         compile=rollout.compile,
         threads=threads,
+        record_routing=True,
     )
+
+
+def _check_replay(config: RunConfig, learner: Learner) -> None:
+    """Raise ConfigError where `train.router_replay` is true and cannot act."""
+    if not config.train.router_replay:
+        return
+    kind = type(learner.base.model).__name__
+    if not learner.routes:
+        why, hint = f"{kind} has no routers of experts", "leave it out"
+    elif config.engine != "local":
+        why, hint = (
+            f"engine {config.engine} does not record the experts of a token",
+            "set engine=local, or leave it out",
+        )
+    else:
+        return
+    raise ConfigError(f"train.router_replay is true, but {why}", hint=hint, field="train.router_replay")
 
 
 def _fitted(plan: RunPlan, base: LoadedModel, learner: Learner, play: RolloutSource) -> Load:
@@ -294,8 +313,10 @@ def open_learner(config: RunConfig, base: LoadedModel, *, threads: int, ranks: R
         reference=ReferenceSpec(kind=algo.reference, decay=algo.reference_decay, every=algo.reference_every),
         seed=config.seed,
         threads=threads,
+        router_replay=train.router_replay is not False,
         strategy=strategy,
     )
+    _check_replay(config, learner)
     if ranks is not None and ranks.leads:
         learner.check_alike()
     return learner

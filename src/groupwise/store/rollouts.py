@@ -8,11 +8,21 @@ their types: a tuple is a list, a date is text.
 from __future__ import annotations
 
 import math
+from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from typing import Any
 
 from groupwise.errors import DataError
-from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Turn
+from groupwise.types import (
+    Completion,
+    FinishReason,
+    PolicyVersion,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    RoutedExperts,
+    Turn,
+)
 
 
 def group_to_json(group: RolloutGroup) -> dict[str, Any]:
@@ -96,6 +106,8 @@ def _turn_to_json(turn: Turn, *, prompt: Prompt) -> dict[str, Any]:
         raw["reward"] = plain(turn.reward)
     if not turn.trained:
         raw["trained"] = False
+    if (routed := completion.routed_experts) is not None:
+        raw["routed_experts"] = {"shape": routed.shape, "data": b64encode(routed.data).decode()}
     if completion.top_logprobs:
         raw["top_logprobs"] = plain(completion.top_logprobs)
     return raw
@@ -117,6 +129,7 @@ def _rollout_from_json(raw: Mapping[str, Any], prompt: Prompt) -> Rollout:
 
 
 def _turn_from_json(raw: Mapping[str, Any], prompt: Prompt) -> Turn:
+    routed = raw.get("routed_experts")
     completion = Completion(
         token_ids=tuple(raw["token_ids"]),
         logprobs=tuple(_exact(value) for value in raw["logprobs"]),
@@ -126,6 +139,7 @@ def _turn_from_json(raw: Mapping[str, Any], prompt: Prompt) -> Turn:
         top_logprobs=tuple(
             tuple((id, _exact(value)) for id, value in likeliest) for likeliest in raw.get("top_logprobs", ())
         ),
+        routed_experts=None if routed is None else RoutedExperts(tuple(routed["shape"]), b64decode(routed["data"])),
     )
     return Turn(
         prompt.token_ids if raw["prompt_ids"] is None else tuple(raw["prompt_ids"]),

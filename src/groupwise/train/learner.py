@@ -220,6 +220,7 @@ class Learner:
         reference: what KLs are measured against.
         seed: of the adapter's random half, of dropout and of the minibatch shuffle.
         threads: of torch, to train with; None: as many as torch has here.
+        router_replay: whether routers choose the experts of `Sample.routed_experts`, where there are any.
         strategy: who computes: this process alone, or several that train together (`distributed.py`).
 
     Raises:
@@ -240,9 +241,10 @@ class Learner:
         reference: ReferenceSpec = ReferenceSpec(),
         seed: int = 0,
         threads: int | None = None,
+        router_replay: bool = True,
         strategy: SingleProcess | None = None,
     ):
-        self.strategy = strategy or SingleProcess()
+        self.strategy, self._replays = strategy or SingleProcess(), router_replay
         self.autocast = autocast
         self.base, self.micro_tokens, self.max_grad_norm = base, micro_tokens, optimizer.max_grad_norm
         self.model: PreTrainedModel = share_weights(base.model)
@@ -292,6 +294,11 @@ class Learner:
     @property
     def device(self) -> torch.device:
         return self.strategy.device(self.base)
+
+    @property
+    def routes(self) -> bool:
+        """Whether the model is a mixture of experts whose choice can be replayed."""
+        return bool(self._routers.modules)
 
     @property
     def computes_alone(self) -> bool:
@@ -388,7 +395,7 @@ class Learner:
 
             return token_loss
 
-        return self._accumulate(samples, term, lambda batch: (len(batch.target_N) / tokens,) * 2, 1.0)
+        return self._accumulate(samples, term, lambda batch: _of_tokens(batch, tokens), 1.0)
 
     @verb
     def forward_backward_custom(
@@ -418,7 +425,7 @@ class Learner:
 
         everything = _unmasked(samples)
         tokens = count_loss_tokens(everything)
-        balance = self._accumulate(everything, term, lambda batch: (len(batch.target_N) / tokens,) * 2, temperature)
+        balance = self._accumulate(everything, term, lambda batch: _of_tokens(batch, tokens), temperature)
         metrics = {**metrics, **{name: value for name, value in balance.items() if name.startswith("router/")}}
         return {"loss/custom": float(loss.detach()), **metrics}
 
@@ -652,7 +659,8 @@ class Learner:
             def logprobs_of(batch: MicroBatch) -> tuple[MicroBatch, Tensor]:
                 if not len(batch.target_N):
                     return batch, torch.empty(0)
-                return batch, self._logprobs(batch, temperature, model=model)[0]
+                with self._replaying(batch):
+                    return batch, self._logprobs(batch, temperature, model=model)[0]
 
             return list(self._lanes.map(logprobs_of, batches, lanes=lanes))
 
@@ -677,19 +685,27 @@ class Learner:
         def run(item: tuple[int, tuple[MicroBatch, Tensor | None]]) -> tuple[MicroBatch, Tensor, Metrics, Gradients]:
             number, (batch, reference_N) = item
             token_loss = term(batch, reference_N) if batch.rows else _no_loss
-            with self._seeded_dropout(number), self._routers.watched() as routed:
-                logprobs_N, entropy_N = self._logprobs(batch, temperature)
-            loss, metrics = token_loss(logprobs_N, entropy_N)
-            if self._balances and batch.rows:
-                auxiliary = load_balancing(routed, batch.copies_S)
-                of_loss, of_tokens = share(batch)
-                loss = loss + self._balances * of_loss * auxiliary
-                metrics["router/aux_loss"] = of_tokens * auxiliary.detach().to(loss)
-            gradients: Gradients = ()
-            if lanes == 1:
-                loss.backward()
-            else:
-                gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+            with self._replaying(batch) as recorded:
+                with self._seeded_dropout(number), self._routers.watched() as routed:
+                    logprobs_N, entropy_N = self._logprobs(batch, temperature)
+                loss, metrics = token_loss(logprobs_N, entropy_N)
+                if self._balances and batch.rows:
+                    auxiliary = load_balancing(routed, batch.copies_S)
+                    of_loss, of_tokens = share(batch)
+                    loss = loss + self._balances * of_loss * auxiliary
+                    metrics["router/aux_loss"] = of_tokens * auxiliary.detach().to(loss)
+                if self.routes and batch.rows:
+                    told = (
+                        self._routers.replayed(batch.copies_S > 0)
+                        if recorded
+                        else {"recorded_frac": loss.new_zeros(())}
+                    )
+                    metrics |= {f"router/{name}": share(batch)[1] * value.to(loss) for name, value in told.items()}
+                gradients: Gradients = ()
+                if lanes == 1:
+                    loss.backward()
+                else:
+                    gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
             values = torch.stack(tuple(metrics.values())).tolist() if metrics else []  # waits for the device once
             return batch, logprobs_N.detach(), dict(zip(metrics, values, strict=True)), gradients
 
@@ -709,6 +725,16 @@ class Learner:
                     on_logprobs(batch, logprobs_N)
         return self.strategy.combined(combined(parts))
 
+    @contextmanager
+    def _replaying(self, batch: MicroBatch) -> Iterator[bool]:
+        """Within: routers choose what the sampler's chose, as far as that was recorded; whether anything was."""
+        if not self._routers.modules:  # whose micro-batches may run side by side
+            yield False
+            return
+        chosen_LSK = batch.routed_experts()
+        with self._routers.replaying(chosen_LSK, apply=self._replays):
+            yield chosen_LSK is not None
+
     def _add(self, gradients: Gradients) -> None:
         """In the order of micro-batches, whichever ended first."""
         for parameter, gradient in zip(self.parameters, gradients, strict=bool(gradients)):
@@ -726,6 +752,11 @@ class Learner:
             state = f"{self._seed}/{self.steps}/{self.refused_steps}/{number}"
             torch.manual_seed(random.Random(state).getrandbits(63))
             yield
+
+
+def _of_tokens(batch: MicroBatch, tokens: int) -> tuple[float, float]:
+    """A micro-batch's share of a batch of so many loss tokens, where the loss is a mean over them."""
+    return len(batch.target_N) / tokens, len(batch.target_N) / tokens
 
 
 def _no_loss(logprobs_N: Tensor, entropy_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -79,13 +79,13 @@ def lora_of(config: bodies.Lora | None) -> dict[str, Any]:
     return {"rank": config.rank, "targets": "all-linear" if both else ATTENTION if config.train_attn else MLP}
 
 
-def targets_of(lora: Mapping[str, Any], adaptable: AdaptableModules) -> str | list[str]:
+def targets_of(lora: Mapping[str, Any], adaptable: AdaptableModules) -> str | tuple[str, ...]:
     """What an adapter changes of a model: in a mixture the MLP is its experts, too, as Tinker's `train_mlp` has it."""
     targets = lora["targets"]
     if targets == ATTENTION or not any(adaptable.experts.values()):
-        return targets
+        return targets if targets == ALL_LINEAR else tuple(targets)
     dense = [ALL_LINEAR] if targets == ALL_LINEAR else [name for name in MLP if adaptable.has(name)]
-    return [*dense, EXPERTS]
+    return (*dense, EXPERTS)
 
 
 def tokenizer_of(base: str) -> str:
