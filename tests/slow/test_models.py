@@ -33,7 +33,7 @@ from groupwise.types import PolicyVersion
 from model_families import FAMILIES, TEMPLATES
 from whole_server import whole
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*in packed rows.*:UserWarning")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*(in packed rows|recurrent layers).*:UserWarning")]
 
 DATA = Path(__file__).parents[2] / "docs" / "models.json"
 MEASURED = ("gap", "peft_gap", "gradient")  # which rounding decides: bounded, not compared

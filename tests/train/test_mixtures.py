@@ -177,9 +177,11 @@ def adapters_of(make_base, family: str, root: Path) -> list[Path]:
 
 
 @BETWEEN
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])  # packed, packed, by its own cache
-def test_adapters_of_experts_in_one_batch(make_base, tmp_path: Path, family: str):
-    """With the base and with each other: every row gets what it would get alone."""
+@pytest.mark.parametrize(("family", "packed"), [("qwen3_moe", True), ("deepseek_v3", True), ("gpt_oss", False)])
+def test_adapters_of_experts_in_one_batch(make_base, tmp_path: Path, monkeypatch, family: str, packed: bool):
+    """With the base and with each other: every row gets what it would get alone (DeepSeek's router is float32)."""
+    if not packed:
+        monkeypatch.setattr("groupwise.engine.local.why_not_packed", lambda model: "this test says so")
     versions = [PolicyVersion("math", i) for i in (1, 2, 3)]
     greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     asked = [
@@ -187,13 +189,14 @@ def test_adapters_of_experts_in_one_batch(make_base, tmp_path: Path, family: str
         for i, version in enumerate([*versions, PolicyVersion.base()])
     ]
     with closing(LocalEngine(make_base(family), max_rows=8)) as engine:
+        assert engine.packed == packed
         for version, directory in zip(versions, adapters_of(make_base, family, tmp_path), strict=True):
             engine.load(version, directory)
         alone = [engine.submit([each])[0].result() for each in asked]
         together = [future.result() for future in engine.submit(asked)]
         assert [[c.token_ids for c in group] for group in together] == [[c.token_ids for c in group] for group in alone]
         for mine, theirs in zip(together, alone, strict=True):
-            assert mine[0].logprobs == pytest.approx(theirs[0].logprobs, abs=1e-9)
+            assert mine[0].logprobs == pytest.approx(theirs[0].logprobs, abs=1e-6)
         scores = [engine.score((3, 4), (7, 8, 9), version) for version in [*versions, PolicyVersion.base()]]
         assert all(one != pytest.approx(other, abs=1e-3) for one, other in itertools.combinations(scores, 2))
 

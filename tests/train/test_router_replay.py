@@ -31,7 +31,7 @@ from groupwise.types import (
     Turn,
 )
 
-PADDED = pytest.mark.filterwarnings("ignore:.*in packed rows.*:UserWarning")
+PADDED = pytest.mark.filterwarnings("ignore:.*(in packed rows|recurrent layers).*:UserWarning")
 PROMPTS = [(3, 4, 5, 6, 7), (9, 8, 7), (11, 12, 13, 14)]
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 

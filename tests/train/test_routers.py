@@ -13,8 +13,8 @@ from groupwise.model.packing import micro_batches, padded_batches
 from groupwise.train.learner import Learner
 from groupwise.types import Sample
 
-FAMILIES = {"qwen3_moe": ("gate", of_qwen3_moe), "gpt_oss": ("router", of_gpt_oss)}  # packed rows, and padded ones
-PADDED = pytest.mark.filterwarnings("ignore:.*in packed rows.*:UserWarning")
+FAMILIES = {"qwen3_moe": ("gate", of_qwen3_moe), "gpt_oss": ("router", of_gpt_oss)}
+PADDED = pytest.mark.filterwarnings("ignore:.*(in packed rows|recurrent layers).*:UserWarning")
 
 
 def rows(*shapes: tuple[tuple[int, ...], int], advantage: float = 0.0) -> list[Sample]:
@@ -46,12 +46,15 @@ def plain_loss(model, family: str, samples: list[Sample]) -> torch.Tensor:
 
 
 @PADDED
+@pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_auxiliary_loss_is_that_of_a_plain_batch(make_base, family: str):
+def test_the_auxiliary_loss_is_that_of_a_plain_batch(make_base, monkeypatch, family: str, packed: bool):
     """Of prompts that are packed once, too; and its gradient, where the policy has none, is that of transformers'."""
     base = make_base(family, dtype=torch.float32, router_aux_loss_coef=0.5)
+    if not packed:
+        monkeypatch.setattr("groupwise.train.learner.why_not_packed", lambda model: "this test says so")
     learner = Learner(base, lora=LoraSpec(rank=2, alpha=4.0, targets=[FAMILIES[family][0]]))
-    assert learner.packed == (family == "qwen3_moe")
+    assert learner.packed == packed
     torch.manual_seed(0)
     for parameter in learner.parameters:
         parameter.data.normal_()
