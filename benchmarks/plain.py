@@ -4,9 +4,9 @@
     python benchmarks/plain.py --quick          does it run?
 
 Where a model's packed forward is not its own (`model.packed_check`), it is sampled by its own forward and cache, and
-trained in padded rows. The factor is measured on a Qwen3, which can run both ways: one engine and one learner are told
-that it cannot run packed. A Qwen3-Next (gated delta nets, attention in every fourth layer, experts) has only the plain
-path. Beside both stands a step of TRL's `GRPOTrainer` on the same weights, whose rollouts are transformers' `generate`.
+trained in padded rows. The factor is measured on models that can run both ways, a Qwen3 and a Qwen3-Next (gated delta
+nets, attention in every fourth layer, experts): one engine and one learner are told that they cannot run packed. Beside
+both stands a step of TRL's `GRPOTrainer` on the same weights, whose rollouts are transformers' `generate`.
 
 All sides run in one process with one thread, in float32 on the CPU, in turns: after each step of TRL's, a step of each
 of ours, with the same LoRA (rank 16, what all-linear is here), prompts of equal length, and completions of exactly
@@ -75,7 +75,7 @@ class Times:
 
 
 class Ours:
-    """Groupwise's engine and learner, packed or (forced, or since nothing else is there) plain."""
+    """Groupwise's engine and learner, packed, or told that they are plain."""
 
     def __init__(self, base: LoadedModel, adapter: Path, case: Case, *, plain: bool, opened: ExitStack):
         self.case, self.times, self._turn = case, Times(), 0
@@ -218,7 +218,7 @@ def measure(name: str, options: argparse.Namespace, folder: Path) -> dict[str, A
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         save_adapter(base, _made(folder / "adapter"))
-    ways = {"packed": False, "plain": True} if name == "qwen3" else {"plain": True}
+    ways = {"packed": False, "plain": True}
     with ExitStack() as opened:
         sides = {way: Ours(base, folder / "adapter", case, plain=plain, opened=opened) for way, plain in ways.items()}
         trl = run_in_turns(case, sides, folder)

@@ -154,6 +154,7 @@ def test_the_commands_of_the_guide_run_as_they_stand(live: Live, tmp_path: Path)
     (tmp_path / ".curlrc").write_text("fail-with-body\n")
     live.shell("groupwise adapters activate base")
     said = live.shell(script.replace("http://localhost:8420", live.url), cwd=tmp_path, config=tmp_path)
-    assert '"message": "sums@1 is active"' in said and '"active_version": "sums@1"' in said
+    version = re.search(r'"message": "(sums@\d+) is active"', said)  # another test may have made some
+    assert version is not None and f'"active_version": "{version[1]}"' in said
     assert (tmp_path / "sums" / "adapter_model.safetensors").exists()
     assert '"output_name":"both"' in said and '"status":"deleted"' in said

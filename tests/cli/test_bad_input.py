@@ -169,7 +169,7 @@ def test_a_model_that_is_damaged(project, model_dir, tmp_path, damage):
 def test_a_gpu_that_is_not_there(project):
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    refused("check", project.config, "device=cuda", code=3, saying="torch sees no GPU")
+    refused("check", project.config, "device=cuda", code=3, saying="torch sees no such GPU")
 
 
 @pytest.mark.parametrize("name", ["nothing", "runs/none/toy@3", "toy@1"])

@@ -69,6 +69,7 @@ def test_ctrl_c_while_it_trains_saves_and_serves_nothing():
     assert "of 500, as asked; everything is saved" in out
 
 
+@pytest.mark.slow
 def test_where_nobody_could_end_it_nothing_is_served():
     """`make demo` in a script ends by itself, and says what to type."""
     with demo("--steps", "1", "train.learning_rate=0.1", "eval=null") as process:

@@ -58,8 +58,18 @@ def a_bug() -> None:
     ("act", "code", "says", "advises"),
     [
         (out_of_memory, "out_of_memory", "memory ran out", "gradient_checkpointing"),
-        (raising(MemoryError()), "out_of_memory", "MemoryError", "gradient_checkpointing"),
-        (raising(torch.OutOfMemoryError("CUDA out of memory.")), "out_of_memory", "CUDA", "gradient_checkpointing"),
+        pytest.param(
+            *(raising(MemoryError()), "out_of_memory", "MemoryError", "gradient_checkpointing"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            *(
+                raising(torch.OutOfMemoryError("CUDA out of memory.")),
+                "out_of_memory",
+                "CUDA",
+                "gradient_checkpointing",
+            ),
+            marks=pytest.mark.slow,
+        ),
         (a_bug, "internal_error", "RuntimeError: shapes differ", "worker.log"),
     ],
     ids=["allocator", "python", "cuda", "bug"],

@@ -55,7 +55,12 @@ KEPT = {"adapters": {"keep": 100}}
 
 
 @pytest.mark.parametrize(
-    "sections", [{**EVALUATED, **KEPT}, ALL, KEPT], ids=["every version", "with everything", "without evaluations"]
+    "sections",
+    [
+        pytest.param(ALL, id="with everything"),
+        pytest.param({**EVALUATED, **KEPT}, id="every version", marks=pytest.mark.slow),
+        pytest.param(KEPT, id="without evaluations", marks=pytest.mark.slow),
+    ],
 )
 def test_it_goes_on_bit_for_bit(tmp_path: Path, sections: dict) -> None:
     whole = run_loop(config(tmp_path / "whole", **sections)).run_dir

@@ -137,6 +137,7 @@ def test_what_does_not_come_out_the_same_again_is_an_error(rollouts: Play) -> No
 
 
 @linux
+@pytest.mark.slow
 def test_when_it_is_everybodys_doing_it_is_not_asked_whose(rollouts: Play, tmp_path: Path) -> None:
     """A step of many episodes that all end their process costs some processes, not one for each."""
     played = rollouts("Steady", *({"kind": "exit", "when": 1} for _ in range(24)), args={"diary": str(tmp_path)})

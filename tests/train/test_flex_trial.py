@@ -50,9 +50,9 @@ def test_a_wrong_mask_is_found(make_base, monkeypatch, leave: int):
     """A token of another row too many, and one of its own too few."""
     right = Forest.__init__
 
-    def wrong(self, enter, leaves, positions, **options):
+    def wrong(self, enter, leaves, *others, **options):
         right(
-            self, enter, [max(at + leave, own + 1) for at, own in zip(leaves, enter, strict=True)], positions, **options
+            self, enter, [max(at + leave, own + 1) for at, own in zip(leaves, enter, strict=True)], *others, **options
         )
 
     monkeypatch.setattr(Forest, "__init__", wrong)

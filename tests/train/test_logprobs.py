@@ -26,6 +26,7 @@ LAYERS = {  # families, and weights of the layers that are meant
     "falcon_h1": "mamba",
     "granitemoehybrid": "mamba",
 }
+EXACT = ("sinks", "kv_b_proj", "conv.conv")
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ def test_packed_equals_the_models_own_forward(base: LoadedModel, make_samples, t
 def test_other_kinds_of_layers_as_groups_and_as_trees(make_base, make_samples, family: str):
     """All weights are trained, those too that only such a layer has."""
     base, samples = make_base(family), make_samples(GROUPS)
-    rounded = 1e-5 if LAYERS[family] == "mamba" else 1e-6  # transformers' state spaces are float32 in any type
+    rounded = 1e-6 if LAYERS[family] in EXACT else 1e-4  # transformers' recurrences are float32 in any type
     model = share_weights(base.model).requires_grad_(True)
     assert why_not_packed(model) is None
     plain, plain_grads = run(model, plain_logprobs, padded_batches(samples, token_budget=40))
@@ -82,13 +83,15 @@ def test_other_kinds_of_layers_as_groups_and_as_trees(make_base, make_samples, f
         [pack_tree(samples, with_prompt, device="cpu"), pack(samples, [GROUP_WITHOUT_PROMPT], device="cpu")],
     ):
         packed, grads = run(model, packed_logprobs, batches)
-        torch.testing.assert_close(packed, plain, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(packed, plain, rtol=rounded, atol=rounded)
         assert grads.keys() == plain_grads.keys() and grads.keys() >= {
             name for name, _ in model.named_parameters() if LAYERS[family] in name
         }
         for name, grad in grads.items():
             bound = rounded * max(1.0, float(plain_grads[name].abs().max()))
-            torch.testing.assert_close(grad, plain_grads[name], rtol=rounded, atol=bound, msg=name)
+            torch.testing.assert_close(
+                grad, plain_grads[name], rtol=rounded, atol=bound, msg=lambda said, name=name: f"{name}: {said}"
+            )
 
 
 def test_alone_in_a_row_without_our_attention(base: LoadedModel, make_samples):

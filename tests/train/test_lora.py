@@ -143,7 +143,8 @@ DEFAULT = {
     "gpt_oss": ATTENTION,
     "llama4_text": ATTENTION | DENSE,
 }
-PADDED = pytest.mark.filterwarnings("ignore:.*in packed rows.*:UserWarning")
+PADDED = pytest.mark.filterwarnings("ignore:.*(in packed rows|recurrent layers).*:UserWarning")
+ROUNDED = 1e-4  # routers and recurrences of some families are float32 in any type
 
 
 @PADDED
@@ -175,7 +176,7 @@ def test_peft_loads_an_adapter_of_a_mixture(make_base, make_samples, tmp_path: P
         with torch.no_grad():
             logp = theirs(input_ids=ids).logits[0].log_softmax(-1)
         expected = [float(logp[t - 1, ids[0, t]]) for t in range(len(sample.prompt_ids), ids.shape[1])]
-        assert mine == pytest.approx(expected, abs=1e-5)
+        assert mine == pytest.approx(expected, abs=ROUNDED)
     assert learner.forward(samples, reference=True)[0] != pytest.approx(learner.forward(samples)[0], abs=1e-2)
 
 
@@ -234,8 +235,9 @@ def test_peft_loads_an_adapter_of_experts_and_of_routers(make_base, make_samples
             with torch.no_grad():
                 logp = theirs(input_ids=ids).logits[0].log_softmax(-1)
             expected = [float(logp[t - 1, ids[0, t]]) for t in range(len(sample.prompt_ids), ids.shape[1])]
-            assert mine == pytest.approx(expected, abs=1e-5) and loaded == mine
-            assert engine.score(sample.prompt_ids, sample.completion_ids, version) == pytest.approx(expected, abs=1e-5)
+            assert mine == pytest.approx(expected, abs=ROUNDED) and loaded == mine
+            scored = engine.score(sample.prompt_ids, sample.completion_ids, version)
+            assert scored == pytest.approx(expected, abs=ROUNDED)
     assert learner.forward(samples, reference=True)[0] != pytest.approx(learner.forward(samples)[0], abs=1e-2)
 
 
