@@ -35,7 +35,8 @@ class Reader:
             if named := re.match(r"# (\w+\.(?:py|yaml))\n", block):
                 (self.folder / named[1]).write_text(block, encoding="utf-8")
             elif language == "python":
-                exec(compile(block, page, "exec"), {"__name__": "__main__"})
+                sampled = block.replace("max_tokens=48)", "max_tokens=48, seed=0)")  # rewards that differ, each time
+                exec(compile(sampled, page, "exec"), {"__name__": "__main__"})
             elif language == "":
                 for line in block.splitlines():
                     self.type(line)

@@ -53,8 +53,8 @@ class NoFloat64(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
-@pytest.mark.filterwarnings("ignore:.*in packed rows.*:UserWarning")
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_next", "llama4_text"])
+@pytest.mark.filterwarnings("ignore:.*(in packed rows|recurrent layers).*:UserWarning")
 def test_a_device_without_float64_samples_and_trains_as_any(make_base, make_samples, monkeypatch, family: str) -> None:
     """Here a CPU that is told to have none: nothing wider is made, and the numbers are the same up to rounding."""
     base = make_base(family, dtype=torch.float32)
