@@ -16,7 +16,7 @@ from groupwise.model import recurrence as module
 from groupwise.model.attention import PrefixTree, SharedPrompts
 from groupwise.model.flex import Forest
 from groupwise.model.load import share_weights
-from groupwise.model.recurrence import Segment, Segments, is_recurrent, segments_of_groups, segments_of_tree
+from groupwise.model.recurrence import PackedSegment, Segments, is_recurrent, segments_of_groups, segments_of_tree
 
 few = settings(max_examples=60)
 C, W = 3, 4
@@ -101,11 +101,11 @@ def test_trees(samples, chunk: int, seed: int):
 
 
 def test_the_worked_examples():
-    a, b = Segment(0, 3, None), Segment(3, 2, None)
+    a, b = PackedSegment(0, 3, None), PackedSegment(3, 2, None)
     groups = segments_of_groups([3, 2], [2, 1, 2], [0, 0, 1])
-    assert groups == [a, b, Segment(5, 2, 0), Segment(7, 1, 0), Segment(8, 2, 1)]
+    assert groups == [a, b, PackedSegment(5, 2, 0), PackedSegment(7, 1, 0), PackedSegment(8, 2, 1)]
     tree = segments_of_tree([[0, 1, 2, 3], [0, 1, 4, 5]], [4, 2])
-    assert tree == [Segment(0, 2, None), Segment(2, 2, 0), Segment(4, 2, 0)]
+    assert tree == [PackedSegment(0, 2, None), PackedSegment(2, 2, 0), PackedSegment(4, 2, 0)]
 
 
 def test_segments_of_like_lengths_are_one_batch_and_each_level_waits_for_its_parents():

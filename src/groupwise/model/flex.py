@@ -38,7 +38,7 @@ from transformers import PreTrainedModel
 
 from groupwise.model.attention import Layout, Scoring, SharedPrompts
 from groupwise.model.packed_check import packed_forward_gap, packed_tolerance
-from groupwise.model.recurrence import Segment, Segments, segments_of_groups, segments_of_tree
+from groupwise.model.recurrence import PackedSegment, Segments, segments_of_groups, segments_of_tree
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -63,7 +63,7 @@ class Forest:
         enter: Sequence[int],
         leave: Sequence[int],
         positions: Sequence[int],
-        segments: Callable[[], list[Segment]],
+        segments: Callable[[], list[PackedSegment]],
         *,
         device: torch.device | str = "cpu",
     ):

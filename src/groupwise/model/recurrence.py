@@ -60,7 +60,7 @@ class States(Protocol):
         ...
 
 
-class Segment(NamedTuple):
+class PackedSegment(NamedTuple):
     """Consecutive tokens of a packed row, from `start` on; `parent`: the index of the segment that it continues."""
 
     start: int
@@ -70,21 +70,21 @@ class Segment(NamedTuple):
 
 def segments_of_groups(
     prompt_lengths: Sequence[int], completion_lengths: Sequence[int], prompt_of_row: Sequence[int]
-) -> list[Segment]:
+) -> list[PackedSegment]:
     """Prompts, then their completions, as `SharedPrompts` has them."""
-    segments: list[Segment] = []
+    segments: list[PackedSegment] = []
     start, of_prompt = 0, dict[int, int]()
     lines = [*((n, None) for n in prompt_lengths), *zip(completion_lengths, prompt_of_row, strict=True)]
     for line, (length, prompt) in enumerate(lines):
         if length:
             if prompt is None:
                 of_prompt[line] = len(segments)
-            segments.append(Segment(start, length, None if prompt is None else of_prompt.get(prompt)))
+            segments.append(PackedSegment(start, length, None if prompt is None else of_prompt.get(prompt)))
         start += length
     return segments
 
 
-def segments_of_tree(paths: Sequence[Sequence[int]], own: Sequence[int]) -> list[Segment]:
+def segments_of_tree(paths: Sequence[Sequence[int]], own: Sequence[int]) -> list[PackedSegment]:
     """The lines of prefix trees, as `PrefixTree` has them, cut where others fork off."""
     before: dict[int, int] = {}  # of each token the one before it in its rows; -1: none
     for path, n in zip(paths, own, strict=True):
@@ -93,19 +93,19 @@ def segments_of_tree(paths: Sequence[Sequence[int]], own: Sequence[int]) -> list
     followers = [0] * (len(before) + 1)
     for earlier in before.values():
         followers[earlier] += 1
-    segments: list[Segment] = []
+    segments: list[PackedSegment] = []
     segment_of: list[int] = []
     for token in range(len(before)):
         earlier = before[token]
         if earlier >= 0 and earlier == token - 1 and followers[earlier] == 1:
             segments[-1] = segments[-1]._replace(length=segments[-1].length + 1)
         else:
-            segments.append(Segment(token, 1, segment_of[earlier] if earlier >= 0 else None))
+            segments.append(PackedSegment(token, 1, segment_of[earlier] if earlier >= 0 else None))
         segment_of.append(len(segments) - 1)
     return segments
 
 
-class _Batch(NamedTuple):
+class _SegmentBatch(NamedTuple):
     """Segments that are run together, as [B, T] cells."""
 
     B: int
@@ -117,7 +117,7 @@ class _Plan(NamedTuple):
     """The batches of each level, a level after those that it continues; its states are those of its batches, one after
     another. The cells of all batches are N."""
 
-    levels: list[list[_Batch]]
+    levels: list[list[_SegmentBatch]]
     token_N: Tensor  # of each cell
     empty_N: Tensor  # the cells without one
     cell_S: Tensor  # of each token
@@ -131,12 +131,12 @@ class Segments:
         make: makes the segments, when a recurrent layer first needs them.
     """
 
-    def __init__(self, make: Callable[[], Sequence[Segment]], *, device: torch.device | str = "cpu"):
+    def __init__(self, make: Callable[[], Sequence[PackedSegment]], *, device: torch.device | str = "cpu"):
         self._make, self.device = make, device
         self._edges: dict[int, tuple[Tensor, Tensor]] = {}
 
     @cached_property
-    def segments(self) -> Sequence[Segment]:
+    def segments(self) -> Sequence[PackedSegment]:
         return self._make()
 
     @cached_property
@@ -215,12 +215,12 @@ class Segments:
         return tail
 
 
-def _plan_of(segments: Sequence[Segment], device: torch.device | str) -> _Plan:
+def _plan_of(segments: Sequence[PackedSegment], device: torch.device | str) -> _Plan:
     depth: list[int] = []
     for segment in segments:
         depth.append(0 if segment.parent is None else depth[segment.parent] + 1)
     place: dict[int, int] = {}  # of each segment's state among those of its level
-    levels: list[list[_Batch]] = []
+    levels: list[list[_SegmentBatch]] = []
     token_N, cell_S = [], [0] * sum(segment.length for segment in segments)
     for level in range(max(depth, default=-1) + 1):
         sized: dict[int, list[int]] = {}
@@ -231,7 +231,7 @@ def _plan_of(segments: Sequence[Segment], device: torch.device | str) -> _Plan:
         for chosen in sized.values():
             T = max(segments[i].length for i in chosen)
             parents = [place[parent] for i in chosen if (parent := segments[i].parent) is not None]
-            levels[-1].append(_Batch(len(chosen), T, torch.tensor(parents, device=device) if level else None))
+            levels[-1].append(_SegmentBatch(len(chosen), T, torch.tensor(parents, device=device) if level else None))
             for start, length, _ in (segments[i] for i in chosen):
                 cell_S[start : start + length] = range(len(token_N), len(token_N) + length)
                 token_N += [*range(start, start + length), *[-1] * (T - length)]
