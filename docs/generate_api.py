@@ -1,17 +1,14 @@
 """docs/api.md, made from the server's own OpenAPI document.
 
-    python docs/generate_api.py            write docs/api.md
-    python docs/generate_api.py --check    exit with 1 if docs/api.md is not what would be written
+    python docs/generate_api.py    write docs/api.md
 
 No model is loaded and nothing is served: the document depends on the code alone. Limits are the defaults.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -219,15 +216,5 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the file is not current")
-    text = page(document())
-    if parser.parse_args(arguments).check:
-        return int(not TARGET.exists() or TARGET.read_text(encoding="utf-8") != text)
-    TARGET.write_text(text, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    TARGET.write_text(page(document()), encoding="utf-8")

@@ -1,13 +1,10 @@
 """docs/configuration.md, made from the models of a run's configuration.
 
-python docs/generate_configuration.py            write docs/configuration.md
-python docs/generate_configuration.py --check    exit with 1 if docs/configuration.md is not what would be written
+python docs/generate_configuration.py    write docs/configuration.md
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -91,15 +88,5 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page would change")
-    options = parser.parse_args()
-    if options.check:
-        return int(TARGET.read_text(encoding="utf-8") != page())
-    TARGET.write_text(page(), encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    TARGET.write_text(page(), encoding="utf-8")

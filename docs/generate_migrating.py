@@ -1,17 +1,14 @@
 """The tables of docs/migrating.md, made from those by which files are read (`config/importers/*.yaml`).
 
-    python docs/generate_migrating.py            write the tables into docs/migrating.md
-    python docs/generate_migrating.py --check    exit with 1 if they are not what would be written
+    python docs/generate_migrating.py    write the tables into docs/migrating.md
 
 A table stands between `<!-- NAME -->` and `<!-- end -->`; the rest of the page is written by hand.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import re
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -97,16 +94,5 @@ def page(text: str) -> str:
     return BLOCK.sub(lambda found: found[1] + "\n".join(lines[found[2]]()) + "\n" + found[3], text)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="only say whether the page is what would be written")
-    text = TARGET.read_text(encoding="utf-8")
-    made = page(text)
-    if parser.parse_args().check:
-        return int(made != text)
-    TARGET.write_text(made, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    TARGET.write_text(page(TARGET.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,17 +1,14 @@
 """The tables of docs/models.md, made from docs/models.json, which `tests/slow/test_models.py` measures and writes.
 
-    python docs/generate_models.py            write the tables into docs/models.md
-    python docs/generate_models.py --check    exit with 1 if they are not what would be written
+    python docs/generate_models.py    write the tables into docs/models.md
 
 A table stands between `<!-- NAME -->` and `<!-- end -->`; the rest of the page is written by hand.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -88,16 +85,5 @@ def page(text: str) -> str:
     return BLOCK.sub(block, text)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if it is not up to date")
-    check = parser.parse_args().check
-    before = TARGET.read_text(encoding="utf-8")
-    after = page(before)
-    if not check:
-        TARGET.write_text(after, encoding="utf-8")
-    return int(check and before != after)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    TARGET.write_text(page(TARGET.read_text(encoding="utf-8")), encoding="utf-8")
