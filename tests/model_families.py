@@ -26,6 +26,17 @@ LATENT = {  # multi-head latent attention
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
 }
+DEEPSEEK = {
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 16,
+    "first_k_dense_replace": 1,
+    **LATENT,
+}
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
 
 
@@ -134,33 +145,12 @@ FAMILIES: dict[str, Family] = _families(
     Family(
         "DeepSeek-V2",
         "deepseek_v2",
-        {
-            "moe_intermediate_size": 16,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_shared_experts": 1,
-            "n_group": 2,
-            "topk_group": 1,
-            "q_lora_rank": 16,
-            "head_dim": 8,
-            "first_k_dense_replace": 1,
-            **LATENT,
-        },
+        {**DEEPSEEK, "head_dim": 8},
     ),
     Family(
         "DeepSeek-V3, R1, Kimi-K2",
         "deepseek_v3",
-        {
-            "moe_intermediate_size": 16,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_shared_experts": 1,
-            "n_group": 2,
-            "topk_group": 1,
-            "q_lora_rank": 16,
-            "first_k_dense_replace": 1,
-            **LATENT,
-        },
+        DEEPSEEK,
     ),
     # hybrids and state-space models
     Family(

@@ -12,6 +12,8 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from groupwise.config.serve import ServeConfig
+from groupwise.run.job import WorkerContext
+from groupwise.run.job_queue import LeaseHeartbeat, Worker
 from groupwise.server.app import build_app
 from groupwise.server.assemble import assemble
 from groupwise.server.guard import Gate
@@ -19,7 +21,7 @@ from groupwise.server.metrics import Recorder
 from groupwise.server.state import Server
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance
-from groupwise.store.ledger import Ledger
+from groupwise.store.ledger import Job, Ledger
 from groupwise.types import PolicyVersion
 
 
@@ -35,6 +37,18 @@ class Whole:
     def publish(self, directory: Path, name: str, **info: Any) -> PolicyVersion:
         provenance = Provenance(base_model=self.server.base.name, base_hash=self.server.base.hash, **info)
         return self.server.store.import_(directory, name, info=provenance)
+
+    def train(self) -> Job:
+        """Do the next job as a worker would, in this process, to its end."""
+        parts = self.server
+        state_dir = parts.ledger.path.parent
+        place = WorkerContext(base=parts.base, ledger=parts.ledger, store=parts.store, state_dir=state_dir)
+        lease = parts.ledger.lease("worker")
+        assert lease is not None
+        Worker(place, LeaseHeartbeat(parts.ledger), name="worker").do(lease)
+        job = parts.ledger.job(lease.job.id)
+        assert job.error is None, job.error
+        return job
 
 
 @contextmanager

@@ -25,8 +25,6 @@ from cli_project import Project, cli, save_model
 from family_checks import GROUPS, LORA, agreement, gradient_gap, template_facts
 from groupwise.model.load import LoadedModel
 from groupwise.model.packed_check import ways_of
-from groupwise.run.job import WorkerContext
-from groupwise.run.job_queue import LeaseHeartbeat, Worker
 from groupwise.sdk.datums import datum_of
 from groupwise.sdk.trainer import AdamParams, TrainingService
 from groupwise.types import PolicyVersion
@@ -118,12 +116,7 @@ def a_job(model: Path, folder: Path) -> Path:
         body = {"groups": [{"messages": [message], "completions": completions}], "config": config}
         answer = server.http.post("/v1/train/grpo", json=body)
         assert answer.status_code in (200, 202), answer.text
-        place = WorkerContext(base=parts.base, ledger=parts.ledger, store=parts.store, state_dir=folder / "state")
-        lease = parts.ledger.lease("worker")
-        assert lease is not None
-        Worker(place, LeaseHeartbeat(parts.ledger), name="worker").do(lease)
-        job = parts.ledger.job(lease.job.id)
-        assert job.error is None, job.error
+        server.train()
         asked = {"model": "math@1", "messages": [message], "max_tokens": 4}
         reply = server.http.post("/v1/chat/completions", json=asked)
         assert (reply.status_code, reply.json().get("model")) == (200, "math@1"), reply.text

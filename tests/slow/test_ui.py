@@ -23,7 +23,7 @@ from groupwise.model.load import load_model
 from serving import running
 from whole_server import whole
 
-from .chromium import CHROMIUM, expect, launched, serious, watched
+from .chromium import CHROMIUM, expect, serious
 from .marked import archive, save_marked
 from .place import pid_of
 
@@ -49,18 +49,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         place.start()
         place.await_ready()
         yield place
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with launched() as browser:
-        yield browser
-
-
-@pytest.fixture
-def page(browser: Any, place: Place) -> Iterator[Any]:
-    with watched(browser, place.url) as page:
-        yield page
 
 
 def go(page: Any, place: Place, where: str) -> None:

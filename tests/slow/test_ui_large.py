@@ -14,7 +14,7 @@ import pytest
 
 from crash.place import Place, a_place
 
-from .chromium import CHROMIUM, expect, launched, serious, watched
+from .chromium import CHROMIUM, expect, serious
 from .filled import fill
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")]
@@ -57,18 +57,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         place.start()
         place.await_ready()
         yield place
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with launched() as browser:
-        yield browser
-
-
-@pytest.fixture
-def page(browser: Any, place: Place) -> Iterator[Any]:
-    with watched(browser, place.url) as page:
-        yield page
 
 
 @pytest.mark.parametrize("width", [390, 1440])

@@ -19,8 +19,6 @@ from groupwise.engine.local import LocalEngine
 from groupwise.engine.vllm.handshake import linear_names
 from groupwise.errors import FieldError
 from groupwise.model.load import AdaptableModules, adapted_modules, load_model
-from groupwise.run.job import WorkerContext
-from groupwise.run.job_queue import LeaseHeartbeat, Worker
 from groupwise.server.tinker.schema import Lora
 from groupwise.server.tinker.training import lora_of, targets_of
 from groupwise.store.files import adapted_names, check_adapter
@@ -88,12 +86,7 @@ def test_a_job_of_a_server(mixture_dir: Path, tmp_path: Path, targets):
         for _ in range(2):  # the second continues the first
             answer = server.http.post("/v1/train/grpo", json=body)
             assert answer.status_code in (200, 202), answer.text
-            place = WorkerContext(base=parts.base, ledger=parts.ledger, store=parts.store, state_dir=tmp_path / "state")
-            lease = parts.ledger.lease("worker")
-            assert lease is not None
-            Worker(place, LeaseHeartbeat(parts.ledger), name="worker").do(lease)
-            job = parts.ledger.job(lease.job.id)
-            assert job.error is None, job.error
+            job = server.train()
         assert job.version == "math@2"
         assert_all_agree(mixture_dir, parts.store.path(PolicyVersion("math", 2)))
         body = {"model": "math@2", "messages": [message], "max_tokens": 4}

@@ -150,10 +150,10 @@ class KeyValueCache:
         for states in self.rows.states.values():
             states[: len(order)] = states[order]
 
-    def begin(self, rows: slice, slots: Tensor) -> None:
+    def begin(self, rows: slice, slots: Sequence[int]) -> None:
         """Give rows the states in which the prompts in `slots` end."""
         for kind, states in self.prompts.states.items():
-            self.rows.set_states(kind, rows, states[slots])
+            self.rows.set_states(kind, rows, states[list(slots)])
 
     def held(self, row: int, count: int) -> Layers:
         """A copy of the keys and values of the first `count` tokens that a row holds itself."""

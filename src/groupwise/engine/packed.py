@@ -202,7 +202,7 @@ class PackedDecoder(DecodedRows):
         if jobs:
             self._run_prompts(jobs, new)
         at = slice(first, rows.active)
-        cache.begin(at, torch.tensor([row.slot for row in rows.owners[at]], device=self.shared.device))
+        cache.begin(at, [row.slot for row in rows.owners[at]])
         used = {row.slot: cache.prefilled[row.slot] for row in rows.owners[at]}
         for row in rows.owners[at]:
             row.routed_PLK = None if (there := used[row.slot]) is None else there.routed_PLK
@@ -293,7 +293,8 @@ class PackedDecoder(DecodedRows):
             return self._check_drafts(drafts, layout)
         layout = Extend(self.cache, self._grid, every, held_B)
         hidden_BH = self._forward(rows.token[every], rows.position[every], layout, rows.weights, self.steps)
-        rows.route(torch.arange(rows.active), rows.count[every] - 1, self.chosen_SLK)
+        if self.chosen_SLK is not None:
+            rows.route(torch.arange(rows.active), rows.count[every] - 1, self.chosen_SLK)
         rows.position[every] += 1
         self.advance(every, self.shared.head.logits(hidden_BH))
 
@@ -304,7 +305,8 @@ class PackedDecoder(DecodedRows):
         owners = [weights for weights, draft in zip(rows.weights, drafts, strict=True) for _ in range(1 + len(draft))]
         logits_SV = self.shared.head.logits(self._forward(ids, rows.position[row_S] + t_S, layout, owners))
         place_S = rows.count[row_S] + t_S
-        rows.route(row_S, place_S - 1, self.chosen_SLK)
+        if self.chosen_SLK is not None:
+            rows.route(row_S, place_S - 1, self.chosen_SLK)
         token_S, logprob_S = self.draw(row_S, place_S, logits_SV)
         rows.tokens[row_S, place_S], rows.logprobs[row_S, place_S] = token_S, logprob_S.to(rows.logprobs.dtype)
 

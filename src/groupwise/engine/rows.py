@@ -190,12 +190,11 @@ class Rows:
             self.logprobs = torch.nn.functional.pad(self.logprobs, (0, missing))
             self.routed = torch.nn.functional.pad(self.routed, (0, 0, 0, 0, 0, missing))
 
-    def route(self, row_S: Tensor, place_S: Tensor, chosen_SLK: Tensor | None) -> None:
+    def route(self, row_S: Tensor, place_S: Tensor, chosen_SLK: Tensor) -> None:
         """Record the experts of completions' tokens."""
-        if chosen_SLK is not None:
-            if self.routed.shape[2:] != chosen_SLK.shape[1:]:
-                self.routed = torch.zeros(*self.tokens.shape, *chosen_SLK.shape[1:], dtype=torch.int16)
-            self.routed[row_S.cpu(), place_S.cpu()] = chosen_SLK
+        if self.routed.shape[2:] != chosen_SLK.shape[1:]:
+            self.routed = torch.zeros(*self.tokens.shape, *chosen_SLK.shape[1:], dtype=torch.int16)
+        self.routed[row_S.cpu(), place_S.cpu()] = chosen_SLK
 
     def routed_experts(self, row: int, count: int) -> RoutedExperts | None:
         """Those of a row's prompt and of its `count` tokens but the last, which the model has not seen."""

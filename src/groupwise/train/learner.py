@@ -43,7 +43,7 @@ from groupwise.errors import ConfigError, ContextLengthError, TrainingError
 from groupwise.model.backbone import is_lean
 from groupwise.model.flex import why_not_flex
 from groupwise.model.load import LoadedModel, longest_row, share_weights
-from groupwise.model.mixture import Routers, balancing_coefficient, load_balancing
+from groupwise.model.mixture import RouterOutput, Routers, balancing_coefficient, load_balancing
 from groupwise.model.packed_check import PLAIN_COST, turn_plain, why_not_packed
 from groupwise.model.packing import (
     FLEX,
@@ -689,18 +689,9 @@ class Learner:
                 with self._seeded_dropout(number), self._routers.watched() as routed:
                     logprobs_N, entropy_N = self._logprobs(batch, temperature)
                 loss, metrics = token_loss(logprobs_N, entropy_N)
-                if self._balances and batch.rows:
-                    auxiliary = load_balancing(routed, batch.copies_S)
-                    of_loss, of_tokens = share(batch)
-                    loss = loss + self._balances * of_loss * auxiliary
-                    metrics["router/aux_loss"] = of_tokens * auxiliary.detach().to(loss)
                 if self.routes and batch.rows:
-                    told = (
-                        self._routers.replayed(batch.copies_S > 0)
-                        if recorded
-                        else {"recorded_frac": loss.new_zeros(())}
-                    )
-                    metrics |= {f"router/{name}": share(batch)[1] * value.to(loss) for name, value in told.items()}
+                    loss, told = self._and_routers(loss, batch, routed, *share(batch), recorded=recorded)
+                    metrics |= told
                 gradients: Gradients = ()
                 if lanes == 1:
                     loss.backward()
@@ -724,6 +715,23 @@ class Learner:
                 if on_logprobs is not None:
                     on_logprobs(batch, logprobs_N)
         return self.strategy.combined(combined(parts))
+
+    def _and_routers(
+        self,
+        loss: Tensor,
+        batch: MicroBatch,
+        routed: Sequence[RouterOutput],
+        of_loss: float,
+        of_tokens: float,
+        *,
+        recorded: bool,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """After a micro-batch's forward: its loss with the routers' auxiliary loss, and the routers' metrics."""
+        metrics = self._routers.replayed(batch.copies_S > 0) if recorded else {"recorded_frac": torch.zeros(())}
+        if self._balances:
+            auxiliary = load_balancing(routed, batch.copies_S)
+            loss, metrics["aux_loss"] = loss + self._balances * of_loss * auxiliary, auxiliary.detach()
+        return loss, {f"router/{name}": of_tokens * value.to(loss) for name, value in metrics.items()}
 
     @contextmanager
     def _replaying(self, batch: MicroBatch) -> Iterator[bool]:
