@@ -12,21 +12,27 @@ VENV   := .venv
 TESTERS ?= $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint docs bench vllm ui clean
+.PHONY: demo test lint types suite docs bench vllm ui clean
 
 demo: $(VENV)/.installed
 	$(BIN)/groupwise demo
 
-# compiled first: the tests start hundreds of processes, which would each compile what they import
+# types are checked beside the tests, some of which wait
 test: lint docs
-	$(BIN)/python -m compileall -q src
-	$(BIN)/pytest -q -n $(TESTERS) --dist loadgroup
+	$(MAKE) --no-print-directory -j 2 types suite
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check src tests benchmarks examples docs tools
 	$(BIN)/ruff format --check src tests benchmarks examples docs tools
 	$(BIN)/lint-imports
+
+types: $(VENV)/.installed-dev
 	$(BIN)/pyright
+
+# compiled first: the tests start hundreds of processes, which would each compile what they import
+suite: $(VENV)/.installed-dev
+	$(BIN)/python -m compileall -q src
+	$(BIN)/pytest -q -n $(TESTERS) --dist loadgroup
 
 docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -60,6 +60,7 @@ def test_it_trains_and_serves_the_new_version_beside_the_runs_pages():
     assert "best after training" in out and "worst after training" in out and "groupwise chat runs/arithmetic-" in out
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_it_trains_saves_and_serves_nothing():
     with demo("--steps", "500", "eval=null", "--serve") as process:
         until(process, "step 1/500")

@@ -66,7 +66,7 @@ def logprobs(groups: list[list[Completion]]) -> list[float]:
         ("qwen3_next", True),
         ("qwen3_5_text", True),
         ("falcon_h1", True),
-        ("granitemoehybrid", True),
+        pytest.param("granitemoehybrid", True, marks=pytest.mark.slow),
     ],
 )
 def test_the_same_as_packed(open_engine, make_base, make_adapter, family: str, cached: bool) -> None:

@@ -149,7 +149,7 @@ def test_a_prefix_tree_keeps_no_scores(make, make_samples):
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}])
+@pytest.mark.parametrize("options", [{}, pytest.param({"dtype": torch.bfloat16}, marks=pytest.mark.slow)])
 def test_flex_attention_keeps_no_scores(make, make_samples, monkeypatch, options):
     """Its kernels keep what the uncompiled function does: queries, keys, values, output and the logarithms of sums."""
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *inputs: None)

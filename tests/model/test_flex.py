@@ -198,6 +198,7 @@ def test_queries_and_keys_in_another_type():
     torch.testing.assert_close(got.float(), want.float(), rtol=0.02, atol=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("dense")
 def test_kernels_for_rows_of_any_length_are_compiled_twice(monkeypatch: pytest.MonkeyPatch):
     """Once for the first length and once for the others, whatever is in the rows, whatever the window; once more

@@ -154,8 +154,9 @@ def test_torch_is_imported_only_when_it_scores():
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    ("workers", "inside"), [(0, False), (0, True), (1, True), pytest.param(1, False, marks=pytest.mark.slow)]
+)
 def test_a_run_whose_reward_model_cannot_be_loaded_ends_before_its_first_step(project, workers, inside):
     missing = {"function": "groupwise.rewards.classifier:reward_model", "args": {"model": "./nowhere"}}
     ensemble = {

@@ -82,7 +82,13 @@ def test_it_dies_before_the_first_checkpoint_and_twice(tmp_path: Path, plain: Pa
     assert again.run_dir != first and again.steps == 6
 
 
-@pytest.mark.parametrize("sections", [EVALUATED, {"train": {"steps": 6, "lora": None}}], ids=["best", "all parameters"])
+@pytest.mark.parametrize(
+    "sections",
+    [
+        pytest.param(EVALUATED, id="best"),
+        pytest.param({"train": {"steps": 6, "lora": None}}, id="all parameters", marks=pytest.mark.slow),
+    ],
+)
 def test_one_that_dies_after_its_last_checkpoint_is_only_concluded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict
 ) -> None:
@@ -125,7 +131,7 @@ class Intruded(LineDisplay):
             self.said = str(refused.value)
 
 
-@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("named", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_second_process_takes_nothing_from_a_run_that_is_being_trained(
     tmp_path: Path, plain: Path, named: bool
 ) -> None:

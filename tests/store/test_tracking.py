@@ -328,6 +328,7 @@ def test_wandb_itself_without_a_key(tmp_path, monkeypatch):
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*-run"))
 
 
+@pytest.mark.slow
 def test_mlflow_itself_with_its_default_database(tmp_path, monkeypatch):
     """What the extra installs is enough for the local store that MLflow takes where none is named."""
     mlflow = pytest.importorskip("mlflow")

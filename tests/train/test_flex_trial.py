@@ -130,7 +130,14 @@ def test_a_model_that_cannot_be_packed_has_neither(make_learner, monkeypatch):
 
 
 @pytest.mark.usefixtures("dense")
-@pytest.mark.parametrize(("architecture", "checkpointing"), [("qwen3", False), ("qwen3", True), ("gemma2", False)])
+@pytest.mark.parametrize(
+    ("architecture", "checkpointing"),
+    [
+        ("gemma2", False),
+        pytest.param("qwen3", False, marks=pytest.mark.slow),
+        pytest.param("qwen3", True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_learner_that_uses_it_has_the_same_gradients(
     make_learner, make_samples, monkeypatch, architecture: str, checkpointing: bool
 ):

@@ -316,7 +316,7 @@ class Sizes(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("family", ["llama4_text", "mamba"])
+@pytest.mark.parametrize("family", ["llama4_text", pytest.param("mamba", marks=pytest.mark.slow)])
 def test_padded_rows_keep_to_the_budget_and_all_logits_never_exist(make_base, family: str):
     """32 completions that share a prompt of 100 tokens, whose packed tokens are 164."""
     V = 280
