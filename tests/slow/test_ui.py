@@ -354,7 +354,8 @@ def test_rollouts_are_narrowed_and_one_prompt_is_followed_across_versions(page: 
     expect(rows.first).to_be_visible()
     page.get_by_label("Sampled by").select_option("lesson@1")
     expect(page).to_have_url(re.compile("version=lesson"))
-    page.get_by_label("Order").select_option("longest")
+    with page.expect_response(re.compile("sort=longest")):  # until then the rows are those of the order before
+        page.get_by_label("Order").select_option("longest")
     rows.first.click()
     button(page, "This prompt everywhere").click()
     shown = page.get_by_role("button", name=re.compile(r"^(base|lesson@1): [0-9]"))
