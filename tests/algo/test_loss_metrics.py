@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from loss_batches import Padded, random_batch
@@ -32,6 +35,29 @@ def test_the_policy_ratio_before_and_after_its_bounds():
     shares = {name: metrics[f"loss/clip_frac{name}"] * 6 for name in ("_low", "_high", "_dual", "")}
     assert shares == pytest.approx({"_low": 1, "_high": 2, "_dual": 1, "": 4})
     assert int((grad == 0).sum()) == 4  # exactly the tokens that are counted have lost their gradient
+
+
+@pytest.mark.parametrize("preset", ["dppo", "dppo_kl"])
+def test_the_trust_region_of_dppo_token_by_token(preset: str):
+    """An independent implementation of arXiv 2602.04879, equations 11 to 13, in plain floats."""
+    batch, bound = random_batch(3, drift=1.5), 0.1
+    assert batch.behaviour is not None
+    batch = replace(batch, behaviour=batch.behaviour.clamp(max=-0.01), logprobs=batch.logprobs.clamp(max=-0.01))
+    _, grad, metrics = batch.run(resolve_loss(preset, clip_low=bound, clip_high=bound, reduction="sum"))
+    outside = {"low": 0, "high": 0}
+    for row, t in batch.mask.nonzero().tolist():
+        p, q = math.exp(batch.logprobs[row, t]), math.exp(batch.behaviour[row, t])
+        tv, kl = abs(p - q), q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+        beyond = (tv if preset == "dppo" else kl) > bound
+        advantage = float(batch.advantages[row])
+        side = "high" if p > q else "low"
+        cut = beyond and (advantage > 0) == (side == "high") and advantage != 0
+        outside[side] += cut
+        expected = 0.0 if cut else -min(p / q, 20.0) * advantage
+        assert float(grad[row, t]) == pytest.approx(expected, rel=1e-9)
+    tokens = float(batch.mask.sum())
+    assert min(outside.values()) > 0 and metrics["loss/clip_frac"] == pytest.approx(sum(outside.values()) / tokens)
+    assert metrics["loss/clip_frac_low"] == pytest.approx(outside["low"] / tokens)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +153,11 @@ def test_a_loss_with_two_denominators_cannot_be_divided_afterwards():
 
 def every_spec() -> list[LossSpec]:
     corrections = ("tis_token", "mask_token")
-    return [*SPECS.values(), *(resolve_loss("dapo", correction=c, kl="k3", opsm_threshold=0.1) for c in corrections)]
+    return [
+        *SPECS.values(),
+        resolve_loss("dppo"),
+        *(resolve_loss("dapo", correction=c, kl="k3", opsm_threshold=0.1) for c in corrections),
+    ]
 
 
 ROUTERS = ("router/aux_loss", "router/mismatch_frac", "router/recorded_frac")

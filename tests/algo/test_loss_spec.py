@@ -95,6 +95,7 @@ def test_an_override_without_effect_names_the_alternatives(preset: str, override
         (lambda: resolve_loss("grpo", correction="tis_token", anchor="behaviour"), "twice"),
         (lambda: resolve_loss("grpo", ratio="none"), "needs a ratio"),
         (lambda: resolve_loss("grpo", clip_high=None), "clip_high is not set"),
+        (lambda: resolve_loss("dppo", ratio="sequence"), "of tokens"),
         (lambda: LossSpec(surrogate="sapo", ratio="token"), "sapo_tau_positive is not set"),
     ],
 )

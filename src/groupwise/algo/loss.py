@@ -244,7 +244,7 @@ def _opsm(t: Tokens, spec: LossSpec) -> Tensor:
 COUNTS = ("mismatch/dropped_tokens",)
 
 
-def ratio_metrics(t: Tokens, ratio_N: Tensor, spec: LossSpec, tokens: float) -> dict[str, Tensor]:
+def ratio_metrics(t: Tokens, ratio_N: Tensor, log_ratio_N: Tensor, spec: LossSpec, tokens: float) -> dict[str, Tensor]:
     """The policy ratio before and after its bounds, and shares of tokens at them.
 
     A bound is counted only where the advantage has the sign for which it cuts the gradient.
@@ -253,12 +253,14 @@ def ratio_metrics(t: Tokens, ratio_N: Tensor, spec: LossSpec, tokens: float) -> 
     metrics = _spread("loss/ratio", ratio_N, tokens)
     if spec.clip_low is None and spec.clip_high is None:
         return metrics
-    lower = None if spec.clip_low is None else 1 - spec.clip_low
-    upper = None if spec.clip_high is None else 1 + spec.clip_high
-    metrics |= _spread("loss/ratio_clipped", ratio_N.clamp(lower, upper), tokens)
+    moved_N, lower, upper = _moved(t, ratio_N, log_ratio_N, spec)
+    if spec.surrogate in ("dppo_tv", "dppo_kl"):
+        metrics |= _spread("loss/divergence", moved_N.abs(), tokens)
+    else:
+        metrics |= _spread("loss/ratio_clipped", ratio_N.clamp(lower, upper), tokens)
     beyond = {
-        "low": None if lower is None else (ratio_N < lower) & (t.advantages_N < 0),
-        "high": None if upper is None else (ratio_N > upper) & (t.advantages_N > 0),
+        "low": None if lower is None else (moved_N < lower) & (t.advantages_N < 0),
+        "high": None if upper is None else (moved_N > upper) & (t.advantages_N > 0),
         "dual": None if spec.dual_clip is None else (ratio_N > spec.dual_clip) & (t.advantages_N < 0),
     }
     shares = {name: which.to(ratio_N.dtype).sum() / tokens for name, which in beyond.items() if which is not None}
@@ -343,6 +345,8 @@ __all__ = ["PRESETS", "LossInputs", "LossSpec", "policy_loss", "resolve_loss"]
 VESPO_MIN_LOG_RATIO = math.log(1e-8)
 VESPO_SHAPE_POSITIVE = (2.0, 3.0)  # (k, lambda) of phi where A >= 0
 VESPO_SHAPE_NEGATIVE = (3.0, 2.0)
+DPPO_MOST_RATIO = 20.0
+TINY = 1e-7  # probabilities that are this near to 0 or 1 count as this far from it
 
 
 def policy_loss(
@@ -374,7 +378,7 @@ def policy_loss(
     loss = policy = (scale_N * policy_N).sum()
     metrics = {"loss/policy": policy}
     if spec.surrogate != "reinforce":
-        metrics |= ratio_metrics(t, ratio_N, spec, tokens)
+        metrics |= ratio_metrics(t, ratio_N, log_ratio_N, spec, tokens)
     if t.behaviour_N is not None:
         metrics |= mismatch_metrics(t, correction, spec, tokens)
     if t.reference_N is not None:
@@ -415,13 +419,14 @@ def _surrogate(t: Tokens, ratio_N: Tensor, log_ratio_N: Tensor, correction: Corr
     clip         -min(w A, clip(w, 1 - low, 1 + high) A), and at most -c A where A < 0      arXiv 1707.06347, 1912.09729
     unclipped    -w A
     cispo        -sg(clip(w, 1 - low, 1 + high)) A log pi                                   arXiv 2506.13585
+    dppo_tv      -sg(min(w, 20)) A log pi, and 0 beyond the trust region (see `_moved`)     arXiv 2602.04879
+    dppo_kl      the same with another divergence
     reinforce    -A log pi, and dro without its square
     sapo         -sigmoid(tau (w - 1)) 4 / tau A,  tau by the sign of A                     arXiv 2511.20347
     vespo        -sg(phi(W)) A log pi,  W the product of the row's ratios                   arXiv 2602.10693
     """
     advantages, ratio, logprobs = t.advantages_N, ratio_N, t.logprobs_N
-    lower = None if spec.clip_low is None else 1 - spec.clip_low
-    upper = None if spec.clip_high is None else 1 + spec.clip_high
+    moved_N, lower, upper = _moved(t, ratio_N, log_ratio_N, spec)
     if spec.surrogate == "clip":
         objective = torch.minimum(ratio * advantages, ratio.clamp(lower, upper) * advantages)
         if spec.dual_clip is None:
@@ -432,6 +437,12 @@ def _surrogate(t: Tokens, ratio_N: Tensor, log_ratio_N: Tensor, correction: Corr
         return -ratio * advantages
     if spec.surrogate == "cispo":
         return -ratio.clamp(lower, upper).detach() * advantages * logprobs
+    if spec.surrogate in ("dppo_tv", "dppo_kl"):
+        outside_N = (advantages > 0) & (moved_N > upper) if upper is not None else torch.zeros_like(t.row_N).bool()
+        if lower is not None:
+            outside_N = outside_N | ((advantages < 0) & (moved_N < lower))
+        weight = ratio.detach().clamp(max=DPPO_MOST_RATIO).masked_fill(outside_N, 0.0)
+        return -weight * advantages * logprobs
     if spec.surrogate == "sapo":
         assert spec.sapo_tau_positive is not None and spec.sapo_tau_negative is not None
         positive, negative = spec.sapo_tau_positive, spec.sapo_tau_negative
@@ -440,6 +451,34 @@ def _surrogate(t: Tokens, ratio_N: Tensor, log_ratio_N: Tensor, correction: Corr
     if spec.surrogate == "vespo":
         return -_vespo_weight(t, log_ratio_N, correction) * advantages * logprobs
     return -advantages * logprobs
+
+
+def _moved(
+    t: Tokens, ratio_N: Tensor, log_ratio_N: Tensor, spec: LossSpec
+) -> tuple[Tensor, float | None, float | None]:
+    """How far the policy has moved at each token, and the least and most that the loss lets it.
+
+    The ratio w, within 1 - clip_low and 1 + clip_high; with DPPO the divergence of the token's probability p from the
+    anchor's q, as if there were only this token and all others (no gradient), with the sign of p - q and within
+    -clip_low and clip_high:
+
+        dppo_tv     p - q
+        dppo_kl     q log (q / p) + (1 - q) log ((1 - q) / (1 - p))
+
+    A ratio is soon out of bounds where q is small, and hardly ever where it is near 1, whatever that changes; a
+    divergence is not (arXiv 2602.04879, section 4).
+    """
+    low, high = spec.clip_low, spec.clip_high
+    if not spec.surrogate.startswith("dppo"):
+        return ratio_N, None if low is None else 1 - low, None if high is None else 1 + high
+    log_p_N = t.logprobs_N.detach()
+    log_q_N = (log_p_N - log_ratio_N.detach()).clamp(max=0.0)
+    moved_N = log_p_N.exp() - log_q_N.exp()
+    if spec.surrogate == "dppo_kl":
+        p_N, q_N = (x_N.exp().clamp(TINY, 1 - TINY) for x_N in (log_p_N, log_q_N))
+        kl_N = q_N * (q_N.log() - p_N.log()) + (1 - q_N) * ((1 - q_N).log() - (1 - p_N).log())
+        moved_N = moved_N.sign() * kl_N
+    return moved_N, None if low is None else -low, high
 
 
 def _vespo_weight(t: Tokens, log_ratio_N: Tensor, correction: Correction) -> Tensor:

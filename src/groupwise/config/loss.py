@@ -17,6 +17,8 @@ is taken against the trainer's own snapshot (`anchor: old`) unless told otherwis
     cispo                cispo      token     ratio <= 5              token_mean     arXiv 2506.13585, 2510.13786
     sapo                 sapo       token     tau 1.0 / 1.05          sequence_mean  arXiv 2511.20347
     vespo                vespo      -         (k, lambda) fixed       token_mean     arXiv 2602.10693
+    dppo                 dppo_tv    token     0.15 / 0.15             token_mean     arXiv 2602.04879
+    dppo_kl              dppo_kl    token     0.05 / 0.05             token_mean     arXiv 2602.04879
     importance_sampling  unclipped  token     -                       token_mean     arXiv 1205.4839
     reinforce            reinforce  -         -                       token_mean     Williams 1992
     dro                  dro        -         beta 0.05               token_mean     arXiv 2405.19107
@@ -34,7 +36,7 @@ from typing import Any, Literal, get_args
 from groupwise.config.run import AlgoConfig
 from groupwise.errors import FieldError
 
-Surrogate = Literal["clip", "unclipped", "cispo", "dro", "reinforce", "sapo", "vespo"]
+Surrogate = Literal["clip", "unclipped", "cispo", "dppo_tv", "dppo_kl", "dro", "reinforce", "sapo", "vespo"]
 Ratio = Literal["token", "sequence", "none"]
 Anchor = Literal["behaviour", "old"]
 Correction = Literal["none", "tis_token", "tis_sequence", "mask_token", "mask_sequence", "mask_geometric"]
@@ -51,14 +53,15 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 LARGEST = 3.4e38  # of any option
 
-_RATIO_SURROGATES = ("clip", "unclipped", "cispo", "sapo")
+_DPPO = ("dppo_tv", "dppo_kl")
+_RATIO_SURROGATES = ("clip", "unclipped", "cispo", *_DPPO, "sapo")
 _WEIGHTS = ("tis_token", "tis_sequence", "mask_token", "mask_sequence")  # they multiply by exp(old - behaviour)
 
 # knob -> (the factor that decides whether it is read, the values with which it is)
 _READ_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "ratio": ("surrogate", _RATIO_SURROGATES),
-    "clip_low": ("surrogate", ("clip", "cispo")),
-    "clip_high": ("surrogate", ("clip", "cispo")),
+    "clip_low": ("surrogate", ("clip", "cispo", *_DPPO)),
+    "clip_high": ("surrogate", ("clip", "cispo", *_DPPO)),
     "dual_clip": ("surrogate", ("clip",)),
     "dro_beta": ("surrogate", ("dro",)),
     "sapo_tau_positive": ("surrogate", ("sapo",)),
@@ -83,7 +86,7 @@ class LossSpec:
     surrogate: Surrogate
     ratio: Ratio = "none"
     anchor: Anchor = "behaviour"  # what the ratio (and DRO's square) is taken against
-    clip_low: float | None = None  # ratios are clipped to [1 - clip_low, 1 + clip_high]
+    clip_low: float | None = None  # ratios are clipped to [1 - clip_low, 1 + clip_high]; of DPPO the divergence
     clip_high: float | None = None
     dual_clip: float | None = None  # a bound on the ratio where the advantage is negative
     dro_beta: float | None = None
@@ -214,9 +217,11 @@ class LossSpec:
     def _check_combination(self) -> None:
         if self.surrogate in _RATIO_SURROGATES and self.ratio == "none":
             raise FieldError(f"{{field}} {self.surrogate!r} needs a ratio: token or sequence", field="surrogate")
+        if self.surrogate in _DPPO and self.ratio != "token":
+            message = f"{{field}} {self.ratio!r} with surrogate {self.surrogate!r}, whose trust region is of tokens"
+            raise FieldError(message, hint="take ratio token", field="ratio", kind="conflict")
         needed = {
-            "clip": ("clip_high",),
-            "cispo": ("clip_high",),
+            **dict.fromkeys(("clip", "cispo", *_DPPO), ("clip_high",)),
             "dro": ("dro_beta",),
             "sapo": ("sapo_tau_positive", "sapo_tau_negative"),
         }.get(self.surrogate, ())
@@ -290,6 +295,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "cispo": {"surrogate": "cispo", "clip_high": 4.0, "reduction": "token_mean"},
         "sapo": {"surrogate": "sapo", "reduction": "sequence_mean"},
         "vespo": {"surrogate": "vespo", "reduction": "token_mean"},
+        "dppo": {"surrogate": "dppo_tv", "clip_low": 0.15, "clip_high": 0.15, "reduction": "token_mean"},
+        "dppo_kl": {"surrogate": "dppo_kl", "clip_low": 0.05, "clip_high": 0.05, "reduction": "token_mean"},
         "importance_sampling": {"surrogate": "unclipped", "reduction": "token_mean"},
         "reinforce": {"surrogate": "reinforce", "reduction": "token_mean"},
         "dro": {"surrogate": "dro", "reduction": "token_mean"},

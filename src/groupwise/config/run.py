@@ -45,15 +45,16 @@ class LossConfig(Section):
     policy_loss: Text = "grpo"
     """The preset: grpo, dapo, gspo, cispo, ..."""
     surrogate: Text | None = None
-    """How ratio and advantage make the objective: clip, unclipped, cispo, dro, reinforce, sapo, vespo."""
+    """How ratio and advantage make the objective: clip, unclipped, cispo, dppo_tv, dppo_kl, dro, reinforce,
+    sapo, vespo."""
     ratio: Text | None = None
     """The importance ratio: token, sequence."""
     anchor: Text | None = None
     """The policy that the ratio is taken against: behaviour, old."""
     clip_low: float | None = None
-    """How far below 1 the ratio may go."""
+    """How far below 1 the ratio may go; with DPPO the divergence of a token that becomes less likely."""
     clip_high: float | None = None
-    """How far above 1 the ratio may go."""
+    """How far above 1 the ratio may go; with DPPO the divergence of a token that becomes likelier."""
     dual_clip: float | None = None
     """Largest ratio where the advantage is negative."""
     dro_beta: float | None = None
