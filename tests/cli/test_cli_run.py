@@ -290,3 +290,52 @@ def test_a_second_ctrl_c_stops_at_once(project, tmp_path):
     assert ran.returncode == 130, ran.stderr
     assert "Traceback" not in ran.stderr and ran.stdout == "" and "stopped" in ran.stderr
     assert not AdapterStore(project.folder / "out" / "adapters").warnings
+
+
+# ---- a loss function beside the configuration ----
+
+LOSSES = """
+import torch
+
+def topr(tokens, ratio_N):
+    weight_N = torch.where(tokens.advantages_N < 0, ratio_N.detach().clamp(max=1.0), 1.0)
+    return -weight_N * tokens.advantages_N * tokens.logprobs_N
+
+def plain(tokens, ratio_N):
+    return -ratio_N * tokens.advantages_N
+
+def summed(tokens, ratio_N):
+    return plain(tokens, ratio_N).sum()
+"""
+
+
+@pytest.fixture
+def with_losses(model_dir, tmp_path, monkeypatch) -> Project:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_losses.py").write_text(LOSSES, encoding="utf-8")
+    return Project.make(tmp_path, model=model_dir)
+
+
+def test_a_loss_function_of_ones_own_trains_as_the_preset_that_it_repeats(with_losses):
+    weights = {}
+    for loss in ("my_losses:plain", "importance_sampling", "my_losses.py:topr"):
+        given = (f"algo.policy_loss={loss}", f"run_dir=run{len(weights)}", "eval=null", "algo.kl=k3", "train.steps=2")
+        ran = cli("run", with_losses.config, *given)
+        assert ran.exit_code == 0, ran.stderr
+        adapter = Path(f"run{len(weights)}", "adapters/toy/v000002/adapter_model.safetensors")
+        weights[loss] = adapter.read_bytes()
+    assert weights["my_losses:plain"] == weights["importance_sampling"] != weights["my_losses.py:topr"]
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        ("my_losses:plian", "did you mean plain?"),
+        ("my_loses:plain", "did you mean my_losses?"),
+        ("my_losses.plain", "write a function of yours as module:function"),
+        ("my_losses:summed", "returned a tensor of shape []; it must return one loss a token"),
+    ],
+)
+def test_a_loss_function_that_is_wrong(with_losses, loss: str, says: str):
+    ran = cli("run", with_losses.config, f"algo.policy_loss={loss}", "eval=null", "train.steps=1")
+    assert ran.exit_code != 0 and says in ran.stderr.replace("\n", " "), ran.stderr

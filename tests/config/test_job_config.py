@@ -57,6 +57,8 @@ def test_a_preset_alone_is_the_published_loss(preset):
 
 def test_of_recorded_completions_a_sequence_ratio_is_corrected():
     """Nobody says that it was the job's own policy that sampled them."""
+    with pytest.raises(ValueError, match="'os:system' does not exist"):  # a request names no code
+        grpo(policy_loss="os:system")
     assert grpo(policy_loss="gspo").loss(recorded=True) == resolve_loss("gspo", correction="tis_sequence")
     assert grpo(policy_loss="dapo").loss(recorded=True) == resolve_loss("dapo")
 

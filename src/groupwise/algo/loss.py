@@ -24,10 +24,13 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from groupwise.config.load import load_object
 from groupwise.config.loss import PRESETS, LossSpec, resolve_loss
 from groupwise.errors import ConfigError
 
@@ -349,6 +352,20 @@ DPPO_MOST_RATIO = 20.0
 TINY = 1e-7  # probabilities that are this near to 0 or 1 count as this far from it
 
 
+class CustomSurrogate(Protocol):
+    """l_t of your own, for `policy_loss: my_losses:topr`: one number a loss token, [N], to be minimised.
+
+    Correction, KL, entropy, reduction and metrics are as with the others. `tokens` has what there is of each token;
+    `ratio_N` is w_t with its gradient; a row is a completion. Truncated REINFORCE of bad answers (arXiv 2503.14286):
+
+        def topr(tokens, ratio_N):
+            weight_N = torch.where(tokens.advantages_N < 0, ratio_N.detach().clamp(max=1.0), 1.0)
+            return -weight_N * tokens.advantages_N * tokens.logprobs_N
+    """
+
+    def __call__(self, tokens: Tokens, ratio_N: Tensor, /) -> Tensor: ...
+
+
 def policy_loss(
     logprobs_N: Tensor, inputs: LossInputs, spec: LossSpec, *, entropy_N: Tensor | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -448,9 +465,28 @@ def _surrogate(t: Tokens, ratio_N: Tensor, log_ratio_N: Tensor, correction: Corr
         positive, negative = spec.sapo_tau_positive, spec.sapo_tau_negative
         tau = torch.full_like(ratio, negative).masked_fill(advantages > 0, positive)
         return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
+    if spec.surrogate == "custom":
+        return _custom(t, ratio_N, spec)
     if spec.surrogate == "vespo":
         return -_vespo_weight(t, log_ratio_N, correction) * advantages * logprobs
     return -advantages * logprobs
+
+
+def _custom(t: Tokens, ratio_N: Tensor, spec: LossSpec) -> Tensor:
+    assert spec.function is not None
+    loss_N = _function(spec.function)(t, ratio_N)
+    if not isinstance(loss_N, Tensor) or loss_N.shape != ratio_N.shape:
+        got = f"a tensor of shape {list(loss_N.shape)}" if isinstance(loss_N, Tensor) else type(loss_N).__name__
+        raise ConfigError(
+            f"policy_loss {spec.function} returned {got}; it must return one loss a token, a tensor [{len(ratio_N)}]",
+            hint="leave sums and means to `algo.reduction`",
+        )
+    return loss_N
+
+
+@lru_cache
+def _function(reference: str) -> CustomSurrogate:
+    return load_object(reference)
 
 
 def _moved(

@@ -30,13 +30,15 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
+from groupwise.config.load import load_object
 from groupwise.config.run import AlgoConfig
 from groupwise.errors import FieldError
 
-Surrogate = Literal["clip", "unclipped", "cispo", "dppo_tv", "dppo_kl", "dro", "reinforce", "sapo", "vespo"]
+Surrogate = Literal["clip", "unclipped", "cispo", "dppo_tv", "dppo_kl", "dro", "reinforce", "sapo", "vespo", "custom"]
 Ratio = Literal["token", "sequence", "none"]
 Anchor = Literal["behaviour", "old"]
 Correction = Literal["none", "tis_token", "tis_sequence", "mask_token", "mask_sequence", "mask_geometric"]
@@ -54,7 +56,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 LARGEST = 3.4e38  # of any option
 
 _DPPO = ("dppo_tv", "dppo_kl")
-_RATIO_SURROGATES = ("clip", "unclipped", "cispo", *_DPPO, "sapo")
+_RATIO_SURROGATES = ("clip", "unclipped", "cispo", *_DPPO, "sapo", "custom")
 _WEIGHTS = ("tis_token", "tis_sequence", "mask_token", "mask_sequence")  # they multiply by exp(old - behaviour)
 
 # knob -> (the factor that decides whether it is read, the values with which it is)
@@ -66,6 +68,7 @@ _READ_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "dro_beta": ("surrogate", ("dro",)),
     "sapo_tau_positive": ("surrogate", ("sapo",)),
     "sapo_tau_negative": ("surrogate", ("sapo",)),
+    "function": ("surrogate", ("custom",)),
     "correction_cap": ("correction", get_args(Correction)[1:]),
     "correction_floor": ("correction", get_args(Correction)[1:]),
     "kl_coeff": ("kl", get_args(KL)[1:]),
@@ -92,6 +95,9 @@ class LossSpec:
     dro_beta: float | None = None
     sapo_tau_positive: float | None = None
     sapo_tau_negative: float | None = None
+    function: str | None = (
+        None  # the surrogate `custom`, as `algo.loss.CustomSurrogate`: module:function, file.py:function
+    )
     correction: Correction = "none"
     correction_cap: float | None = None  # bounds on the ratio exp(old - behaviour), not on its logarithm
     correction_floor: float | None = None
@@ -224,6 +230,7 @@ class LossSpec:
             **dict.fromkeys(("clip", "cispo", *_DPPO), ("clip_high",)),
             "dro": ("dro_beta",),
             "sapo": ("sapo_tau_positive", "sapo_tau_negative"),
+            "custom": ("function",),
         }.get(self.surrogate, ())
         for name in (*needed, *(("kl_coeff",) if self.kl != "none" else ())):
             if getattr(self, name) is None:
@@ -272,6 +279,7 @@ class LossSpec:
             raise FieldError(message, field="correction_floor", kind="conflict")
 
 
+CUSTOM: Mapping[str, Any] = MappingProxyType({"surrogate": "custom", "reduction": "token_mean"})
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "grpo": {"surrogate": "clip", "clip_low": 0.2, "clip_high": 0.2, "reduction": "sequence_mean"},
@@ -329,7 +337,8 @@ _OTHER_NAMES = {
 
 
 def resolve_loss(policy_loss: str, **overrides: Any) -> LossSpec:
-    """A preset by name, with some of its fields overridden.
+    """A preset by name, or a function of your own (`module:function`, `path/to/file.py:function`; see
+    `algo.loss.CustomSurrogate`), with some of its fields overridden.
 
     A field that the preset sets and that the overridden factors no longer read falls away; one they newly read gets its
     usual value. An override of None unsets a field. `reduction_length` of `dr_grpo` has no usual value: give the
@@ -343,8 +352,9 @@ def resolve_loss(policy_loss: str, **overrides: Any) -> LossSpec:
     Raises:
         FieldError: an unknown preset, field or choice (the nearest is named), or an override without effect.
     """
-    if policy_loss not in PRESETS:
-        raise _unknown("policy_loss", f"{{field}} {policy_loss!r}", policy_loss, tuple(PRESETS))
+    if ":" not in policy_loss and policy_loss not in PRESETS:
+        hint = "or write a function of yours as module:function" if "." in policy_loss else None
+        raise _unknown("policy_loss", f"{{field}} {policy_loss!r}", policy_loss, tuple(PRESETS), hint=hint)
     names = tuple(field.name for field in fields(LossSpec))
     for name in overrides:
         if name not in names:
@@ -352,7 +362,8 @@ def resolve_loss(policy_loss: str, **overrides: Any) -> LossSpec:
             raise _unknown(name, f"loss option {name!r}", name, names, hint=hint)
         if name in _CHOICES and overrides[name] not in _CHOICES[name]:
             raise _unknown(name, f"{{field}} {overrides[name]!r}", overrides[name], _CHOICES[name])
-    values = {**PRESETS[policy_loss], **overrides}
+    preset = PRESETS.get(policy_loss) or {**CUSTOM, "function": policy_loss}
+    values = {**preset, **overrides}
     correction = values.get("correction", "none")
     floor, cap = _USUAL_BOUNDS.get(correction, (None, None))
     given_bounds = "correction_floor" in overrides or "correction_cap" in overrides
@@ -373,10 +384,18 @@ def resolve_loss(policy_loss: str, **overrides: Any) -> LossSpec:
     return spec
 
 
-def loss_of(algo: AlgoConfig, *, max_tokens: int, stale: bool = False, section: str = "algo.") -> LossSpec:
+def loss_of(
+    algo: AlgoConfig,
+    *,
+    max_tokens: int,
+    stale: bool = False,
+    section: str = "algo.",
+    folder: Path | None = None,
+) -> LossSpec:
     """The loss that the configuration names.
 
     Args:
+        folder: where modules and files with loss functions are looked for first. None takes presets only.
         max_tokens: what a constant reduction divides by unless told otherwise.
         stale: samples may be of an older policy than the one that is trained. Then a sequence's ratio, whose anchor is
             the trainer's snapshot, comes with the correction tis_sequence unless told otherwise.
@@ -385,6 +404,10 @@ def loss_of(algo: AlgoConfig, *, max_tokens: int, stale: bool = False, section: 
     Raises FieldError as `resolve_loss` does.
     """
     try:
+        if ":" in algo.policy_loss:
+            if folder is None:
+                raise _unknown("policy_loss", f"{{field}} {algo.policy_loss!r}", algo.policy_loss, tuple(PRESETS))
+            algo = algo.model_copy(update={"policy_loss": _located(algo.policy_loss, folder)})
         return _loss_of(algo, max_tokens=max_tokens, stale=stale)
     except FieldError as error:
         error.field = f"{section}{error.field}"
@@ -393,13 +416,21 @@ def loss_of(algo: AlgoConfig, *, max_tokens: int, stale: bool = False, section: 
 
 def _loss_of(algo: AlgoConfig, *, max_tokens: int, stale: bool) -> LossSpec:
     overrides = algo.loss_overrides()
-    preset = PRESETS.get(algo.policy_loss, {})
+    preset = PRESETS.get(algo.policy_loss, CUSTOM)
     if overrides.get("reduction", preset.get("reduction")) == "constant":
         overrides.setdefault("reduction_length", float(max_tokens))
     spec = resolve_loss(algo.policy_loss, **overrides)
     if stale and spec.ratio == "sequence" and not overrides.keys() & {"anchor", "correction"}:
         return resolve_loss(algo.policy_loss, **overrides, correction="tis_sequence")
     return spec
+
+
+def _located(reference: str, folder: Path) -> str:
+    """A loss function's reference that holds in any process: by its file, if that is in the folder."""
+    load_object(reference, folder=folder)  # its errors now, and not in the first step
+    module, _, name = reference.rpartition(":")
+    file = folder / (module if module.endswith(".py") else f"{module.replace('.', '/')}.py")
+    return f"{file.resolve()}:{name}" if file.is_file() else reference
 
 
 def _unknown(field: str, what: str, given: object, valid: tuple[str, ...], *, hint: str | None = None) -> FieldError:

@@ -43,7 +43,7 @@ class LossConfig(Section):
     null, which is the preset's own value, or overrides it. `groupwise.config.loss` explains and checks them."""
 
     policy_loss: Text = "grpo"
-    """The preset: grpo, dapo, gspo, cispo, ..."""
+    """The preset: grpo, dapo, gspo, cispo, ...; in a run also a function of yours, module:function."""
     surrogate: Text | None = None
     """How ratio and advantage make the objective: clip, unclipped, cispo, dppo_tv, dppo_kl, dro, reinforce,
     sapo, vespo."""

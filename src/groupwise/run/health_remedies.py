@@ -287,7 +287,7 @@ def _is_valid(data: Mapping[str, Any], overrides: Sequence[str]) -> bool:
         for text in overrides:
             document.override(text, shorthand={})
         config = parse_config(document.data)
-        loss_of(config.algo, max_tokens=config.rollout.max_tokens)
+        loss_of(config.algo, max_tokens=config.rollout.max_tokens, folder=config.folder)
     except ConfigError:
         return False
     return True

@@ -87,6 +87,7 @@ def make_plan(config: RunConfig, *, rewards: Sequence[RewardFunction] | None = N
         config.algo if config.algo.kl_in == "loss" else without_kl,
         max_tokens=config.rollout.max_tokens,
         stale=config.rollout.may_be_stale,
+        folder=config.folder,
     )
     if config.rollout.stream_groups and not loss.streams:
         raise ConfigError(
@@ -180,7 +181,7 @@ def _all_problems(config: RunConfig, first: GroupwiseError) -> GroupwiseError:
             and config.eval.data
             and open_prompts(config.eval.data, folder=config.folder, cases=config.env is not None)
         ),
-        lambda: loss_of(config.algo, max_tokens=config.rollout.max_tokens),
+        lambda: loss_of(config.algo, max_tokens=config.rollout.max_tokens, folder=config.folder),
     ]
     problems: list[GroupwiseError] = []
     for attempt in attempts:
