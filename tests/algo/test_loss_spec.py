@@ -96,6 +96,7 @@ def test_an_override_without_effect_names_the_alternatives(preset: str, override
         (lambda: resolve_loss("grpo", ratio="none"), "needs a ratio"),
         (lambda: resolve_loss("grpo", clip_high=None), "clip_high is not set"),
         (lambda: resolve_loss("dppo", ratio="sequence"), "of tokens"),
+        (lambda: resolve_loss("grpo", surrogate="custom"), "function of yours"),
         (lambda: LossSpec(surrogate="sapo", ratio="token"), "sapo_tau_positive is not set"),
     ],
 )

@@ -223,6 +223,9 @@ class LossSpec:
     def _check_combination(self) -> None:
         if self.surrogate in _RATIO_SURROGATES and self.ratio == "none":
             raise FieldError(f"{{field}} {self.surrogate!r} needs a ratio: token or sequence", field="surrogate")
+        if self.surrogate == "custom" and self.function is None:
+            hint = "set policy_loss to it, as module:function"
+            raise FieldError("{field} 'custom' is a function of yours", hint=hint, field="surrogate", kind="missing")
         if self.surrogate in _DPPO and self.ratio != "token":
             message = f"{{field}} {self.ratio!r} with surrogate {self.surrogate!r}, whose trust region is of tokens"
             raise FieldError(message, hint="take ratio token", field="ratio", kind="conflict")
@@ -230,7 +233,6 @@ class LossSpec:
             **dict.fromkeys(("clip", "cispo", *_DPPO), ("clip_high",)),
             "dro": ("dro_beta",),
             "sapo": ("sapo_tau_positive", "sapo_tau_negative"),
-            "custom": ("function",),
         }.get(self.surrogate, ())
         for name in (*needed, *(("kl_coeff",) if self.kl != "none" else ())):
             if getattr(self, name) is None:
