@@ -169,12 +169,17 @@ class SamplingParams:
         >>> SamplingParams(top_p=0.9).unrecorded(None), SamplingParams(top_p=0.9).unrecorded(SamplingMask.whole(8, 3))
         (('top_p',), ())
         """
-        return tuple(name for name in self.reshaped if kept is None or name not in LEAVES_OUT)
+        return unrecorded(self.reshaped, kept)
 
     @property
     def changes_logits(self) -> bool:
         """Whether any of the parameters that change logits, and do not only leave tokens out, does."""
         return any(getattr(self, name) != _DEFAULTS[name] for name in _CHANGE_LOGITS)
+
+
+def unrecorded(reshaped: Sequence[str], kept: SamplingMask | None) -> tuple[str, ...]:
+    """`SamplingParams.unrecorded`, of the names in `reshaped`."""
+    return tuple(name for name in reshaped if kept is None or name not in LEAVES_OUT)
 
 
 _CHANGE_LOGITS = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens")
@@ -431,6 +436,13 @@ class Completion:
     routed_experts: RoutedExperts | None = field(default=None, compare=False)
     kept: SamplingMask | None = None
     kept_logprobs: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kept is not None and not len(self.kept) == len(self.kept_logprobs) == len(self.token_ids):
+            raise ValueError(
+                f"kept is of {len(self.kept)} tokens and kept_logprobs of {len(self.kept_logprobs)}, for "
+                f"{len(self.token_ids)} tokens; give one per token"
+            )
 
     @property
     def behaviour_logprobs(self) -> tuple[float, ...]:
