@@ -101,7 +101,7 @@ def test_a_run_with_top_p_trains_what_it_sampled_and_a_job_the_same(starter, tmp
     narrowed = {"top_p": 0.8, "top_k": 30, "min_p": 0.01, "temperature": 1.3}
     sampled, weights, norm = one_step(tmp_path, start, algo, rollout=narrowed)
     (step,) = (line for line in metrics_of(weights.parents[3]) if "mismatch/ratio_max" in line)
-    assert step["mismatch/ratio_min"] == pytest.approx(1, abs=1e-5) == step["mismatch/ratio_max"]
+    assert step["mismatch/ratio_min"] == pytest.approx(1, abs=1e-4) == step["mismatch/ratio_max"]
     assert 0.5 < step["sampling/kept_mass"] < 0.999
     assert all(rollout.completion.kept is not None for group in sampled for rollout in group.rollouts)
     place = Place(tmp_path / "place", starter)

@@ -169,6 +169,31 @@ def test_packed_trees_and_padded_rows_agree(sampler: LocalEngine, make_base):
     assert any(batch.kept() is None for batch in micro_batches([samples[-1]], token_budget=99))
 
 
+def test_the_plain_decoder_records_the_same(sampler: LocalEngine, make_base, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("groupwise.engine.local.why_not_packed", lambda model: "this test says so")
+    requests = [asked((1, 2, 3), n=2, top_p=0.8), asked((4, 5, 6), n=2), asked((1, 2), n=1, min_p=0.1)]
+    with pytest.warns(UserWarning, match="this test says so"), closing(LocalEngine(make_base("qwen3"))) as plain:
+        found = plain.generate(requests)
+    for mine, theirs in zip(chain(*found), chain(*sampler.generate(requests)), strict=True):
+        assert (mine.token_ids, mine.kept) == (theirs.token_ids, theirs.kept)
+        assert mine.kept_logprobs == pytest.approx(theirs.kept_logprobs, abs=1e-9)
+
+
+def test_of_an_older_policy_what_it_kept_counts(sampler: LocalEngine, make_learner, tmp_path: Path):
+    """The ratio compares both policies on what the one that sampled could say."""
+    learner = make_learner()
+    request = asked((1, 2, 3), n=2, top_p=0.6)
+    samples = of_single_turns(request, sampler.generate([request])[0])  # of the base, which the learner has left
+    for sample, row in zip(samples, learner.forward(samples), strict=True):
+        with plain_attention(learner.model), torch.no_grad():
+            ids = torch.tensor([(*sample.prompt_ids, *sample.completion_ids)])
+            logits = learner.model(input_ids=ids).logits[0, 2:-1]
+        logits = logits.masked_fill(~torch.from_numpy(sample.kept.array()), -math.inf)
+        said = torch.tensor(sample.completion_ids)[:, None]
+        assert row == pytest.approx(logits.log_softmax(-1).gather(1, said)[:, 0].tolist(), abs=1e-9)
+        assert max(abs(a - b) for a, b in zip(row, sample.behaviour_logprobs, strict=True)) > 0.01
+
+
 def test_the_reference_is_restricted_alike(sampler: LocalEngine, make_learner):
     """A KL compares like with like: of a policy that is the reference it is 0."""
     request = asked((1, 2, 3), top_p=0.7)

@@ -97,7 +97,7 @@ class KeptRanges:
         self._kinds, self._vocabulary, self._device = [kind for kind, _ in entries], vocabulary, device
         self._starts = [0, *accumulate(len(words) for _, words in entries)]
         words = np.concatenate([words for _, words in entries])
-        self._words = torch.from_numpy(words.astype("int64")).to(device)
+        self._words = torch.from_numpy(words.astype("int32")).to(device)
 
     def dropped(self, tokens: slice, vocabulary: int) -> Tensor | None:
         """For some of the tokens what they could not be (bools [tokens, vocabulary]); None where each could be
@@ -116,9 +116,10 @@ class KeptRanges:
         row = torch.repeat_interleave(torch.arange(len(kinds), device=self._device), length_n)
         dropped_nV = (kind_n == KEPT)[:, None].repeat(1, vocabulary)
         listed = kind_n[row] != BITMAP
-        dropped_nV[row[listed], words[listed]] = kind_n[row[listed]] == DROPPED
-        if not bool(listed.all()):
-            bits = (words[~listed].view(-1, -(-vocabulary // 32), 1) >> torch.arange(32, device=self._device)) & 1
+        dropped_nV[row[listed], words[listed].long()] = kind_n[row[listed]] == DROPPED
+        if BITMAP in kinds:
+            places = torch.arange(32, dtype=torch.int32, device=self._device)
+            bits = (words[~listed].view(-1, -(-vocabulary // 32), 1) >> places) & 1
             dropped_nV[kind_n == BITMAP] = bits.flatten(1)[:, :vocabulary] == 0
         return dropped_nV
 
