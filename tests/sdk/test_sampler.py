@@ -93,6 +93,7 @@ def test_what_is_drawn_from_a_part_of_the_vocabulary_carries_that_part(sampler: 
     assert entry.kept is not None and trained.kept == entry.kept and all(entry.kept.has(trained.completion_ids))
     assert trained.behaviour_logprobs == entry.inference_logprobs[entry.prompt_len :]
     assert datum.whole().kept.cut(entry.prompt_len - 1) == entry.kept
+    assert entry.datum().sample("weights").kept is None  # cross-entropy is of the whole vocabulary
     another = [int(not inside) for inside in entry.kept.array()[0]].index(1)
     targets = [*datum.targets]
     targets[entry.prompt_len - 1] = another

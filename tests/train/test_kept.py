@@ -194,6 +194,15 @@ def test_of_an_older_policy_what_it_kept_counts(sampler: LocalEngine, make_learn
         assert max(abs(a - b) for a, b in zip(row, sample.behaviour_logprobs, strict=True)) > 0.01
 
 
+def test_cross_entropy_is_of_everything(sampler: LocalEngine, make_learner):
+    """What is imitated is the text, whatever drew it."""
+    learner, request = make_learner(), asked((1, 2, 3), n=2, top_p=0.6)
+    samples = of_single_turns(request, sampler.generate([request])[0])
+    loss = learner.forward_backward_supervised(samples)["loss/cross_entropy"]
+    rows = learner.forward([replace(sample, kept=None) for sample in samples])
+    assert loss == pytest.approx(-sum(chain(*rows)) / 24, abs=1e-9)
+
+
 def test_the_reference_is_restricted_alike(sampler: LocalEngine, make_learner):
     """A KL compares like with like: of a policy that is the reference it is 0."""
     request = asked((1, 2, 3), top_p=0.7)

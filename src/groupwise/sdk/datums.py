@@ -102,7 +102,7 @@ class Datum:
 
     Lists, tuples, tensors and arrays are taken. `kept` is the part of the vocabulary that each target was drawn from
     (`SampledCompletion.kept`), [N - 1]: its log-probabilities, the sampler's and the trainer's, are then under the
-    policy restricted to that.
+    policy restricted to that. The loss cross_entropy is of the whole vocabulary all the same.
 
     Raises:
         DataError: empty, of different lengths, an unknown name, a token id that is none, a value that is not finite
@@ -202,7 +202,8 @@ class Datum:
         return self.mask.index(1) if 1 in self.mask else 0
 
     def sample(self, weights: str) -> Sample:
-        """The datum as a `types.Sample` for the learner; `weights` names the entry that weighs its tokens.
+        """The datum as a `types.Sample` for the learner; `weights` names the entry that weighs its tokens. With
+        "weights", those of cross-entropy, `kept` is left out: what is imitated is the text, whatever drew it.
 
         All before the first trained token counts as the prompt, which adjacent datums with the same prompt share."""
         first, inputs = self.skipped, self.loss_fn_inputs
@@ -215,7 +216,7 @@ class Datum:
             weights=tuple(inputs[weights][first:]),
             behaviour_logprobs=None if behaviour is None else tuple(behaviour[first:]),
             targets=self.targets[first:],
-            kept=None if self.kept is None else self.kept.cut(first),
+            kept=None if self.kept is None or weights == "weights" else self.kept.cut(first),
         )
 
     def whole(self) -> Sample:
