@@ -48,12 +48,18 @@ def test_an_environment_is_a_run_with_its_arguments():
     assert config.data is None and config.rewards == ()
 
 
+def test_a_part_of_the_vocabulary_arrives():
+    loaded = imported(*HOTEL, "--rl-top-p", "0.9", "--rl-top-k", "20", "--max-steps", "3")
+    assert (loaded.config.rollout.top_p, loaded.config.rollout.top_k) == (0.9, 20)
+    assert not any("50 likeliest" in str(note) for note in loaded.differs)
+
+
 def test_which_turns_are_trained_is_said_unless_it_was_chosen():
     loaded = imported(*HOTEL, "--max-steps", "3")
     assert loaded.config.env is not None and loaded.config.env.train_turns == "all"
     assert [str(note) for note in loaded.differs] == [
         "rl_env_module: every turn that the environment generates is trained; train_turns=first is as there",
-        "rl_top_k: completions are drawn from all tokens, as the loss has it; there from the 50 likeliest",
+        "rl_top_k: completions are drawn from all tokens, as the loss there has it; there from the 50 likeliest",
     ]
     chosen = imported(*HOTEL, "--max-steps", "3", "--train-turns", "first", "--rl-top-k", "0")
     assert chosen.config.env is not None and chosen.config.env.train_turns == "first" and not chosen.differs

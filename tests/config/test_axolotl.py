@@ -438,9 +438,20 @@ def test_generation_kwargs_act(read):
     kwargs = "trl.generation_kwargs={stop: END, top_k: -1, max_new_tokens: 64, temperature: 0.5}"
     rollout = read(QUICK_START, *LOCAL, kwargs).runnable().rollout
     assert (rollout.stop, rollout.top_k, rollout.max_tokens, rollout.temperature) == (("END",), 0, 64, 0.5)
-    narrowed = read(QUICK_START, *LOCAL, "trl.generation_kwargs={top_p: 0.9, min_p: 0.0}")
-    with pytest.raises(ConfigError, match="'top_p' is not here; the loss compares log-probabilities of the whole"):
-        narrowed.runnable()
+    with pytest.raises(ConfigError, match="'typical_p' is not here; it knows temperature"):
+        read(QUICK_START, *LOCAL, "trl.generation_kwargs={typical_p: 0.9}").runnable()
+
+
+def test_a_part_of_the_vocabulary_arrives_but_with_vllm(read):
+    given = ("trl.top_p=0.9", "trl.top_k=-1", "trl.generation_kwargs={min_p: 0.1}")
+    loaded = read(QUICK_START, *LOCAL, *given)
+    rollout = loaded.runnable().rollout
+    assert (rollout.top_p, rollout.top_k, rollout.min_p) == (0.9, 0, 0.1)
+    assert {note.place.split()[0] for note in loaded.differs} >= {"trl.top_p", "trl.generation_kwargs"}
+    off = read(QUICK_START, *LOCAL, "trl.top_p=0.9", "trl.generation_kwargs={top_p: 1.0}").runnable().rollout
+    assert off.top_p == 1
+    with pytest.raises(ConfigError, match=r"trl\.top_p.*: top_p 0\.9: vLLM does not report which"):
+        read(QUICK_START, "trl.use_vllm=true", "trl.top_p=0.9").runnable()
 
 
 def test_without_a_longest_completion_there_is_one_and_it_is_said(read):

@@ -99,15 +99,15 @@ def test_the_sampling_parameters_are_the_rollouts():
     assert (sampling.temperature, sampling.stop, sampling.max_tokens) == (0.7, ("x",), 256)
 
 
-@pytest.mark.parametrize("engine", ["local", "vllm"])
 @pytest.mark.parametrize(("key", "value", "off"), [("top_p", 0.9, "1"), ("top_k", 20, "0"), ("min_p", 0.05, "0")])
-def test_a_part_of_the_distribution_is_not_trained(engine, key, value, off):
-    """The loss would compare log-probabilities of all of it: the ratio would read 1 and the bias would not show."""
+def test_a_part_of_the_vocabulary_is_trained_where_it_is_recorded(key, value, off):
+    """By the local engine. Of what vLLM samples the loss would compare log-probabilities of everything: the ratio would
+    read 1 and the bias would not show."""
+    narrowed = MINIMAL | {"rollout": {key: value}}
     with pytest.raises(ConfigError, match=rf"rollout\.{key}: {value} draws from a part.*Set it to {off} \(off\)"):
-        parse_config(MINIMAL | {"engine": engine, "rollout": {key: value}})
-    assert (
-        not parse_config(MINIMAL | {"rollout": {key: float(off) if key != "top_k" else 0}}).rollout.sampling().reshaped
-    )
+        parse_config(narrowed | {"engine": "vllm"})
+    assert parse_config(narrowed).rollout.sampling().reshaped == (key,)
+    parse_config(MINIMAL | {"engine": "vllm", "rollout": {key: float(off) if key != "top_k" else 0}})
 
 
 def test_unknown_keys_are_named_with_line_and_suggestion(write):

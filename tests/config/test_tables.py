@@ -115,8 +115,8 @@ def test_what_a_table_says_in_words_is_what_the_code_does():
     assert shared["vllm_importance_sampling_mode"].what == arrows
     assert shared["generation_kwargs"].here == tuple(dict.fromkeys(grpo_args.GENERATION_KWARGS.values()))
     assert shared["generation_kwargs"].what.startswith(", ".join(grpo_args.GENERATION_KWARGS))
-    for name, off in grpo_args.NARROWING_OFF.items():
-        assert shared[name].off == off and shared[name].what == grpo_args.NARROWED
+    for name in grpo_args.NARROWING_OFF:
+        assert shared[name].here == (grpo_args.GENERATION_KWARGS[name],)
     optimizer = named("optimizer_args")
     schedules = ", ".join(f"{there}: {here}" for there, here in optimizer_args.SCHEDULES.items())
     assert optimizer["lr_scheduler_type"].what == schedules
@@ -128,7 +128,7 @@ def test_a_table_takes_in_another_under_its_own_names_and_defaults():
     there, here = named("axolotl"), named("grpo_args")
     assert there["trl.ref_model_mixup_alpha"].default == 0.9 and here["ref_model_mixup_alpha"].default == 0.6
     assert there["trl.use_adaptive_entropy"].instead == "trl.use_adaptive_entropy=false"
-    assert there["trl.top_p"].instead == "trl.top_p=null"
+    assert there["trl.repetition_penalty"].instead == "trl.repetition_penalty=null"
     scheduler = named("aitraining")["scheduler"]
     assert scheduler.here == ("train.schedule",) and "lr_scheduler_type" not in named("aitraining")
 

@@ -10,8 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupwise.engine.sampling import RowParams, completion_seed, reshape, sample_tokens, truncate, uniforms
-from groupwise.types import SamplingParams
+from groupwise.engine.sampling import (
+    RowParams,
+    completion_seed,
+    mask_entries,
+    reshape,
+    sample_tokens,
+    truncate,
+    uniforms,
+)
+from groupwise.types import BITMAP, DROPPED, KEPT, SamplingMask, SamplingParams
 
 few = settings(max_examples=60)
 
@@ -58,7 +66,7 @@ def test_frequencies_are_the_probabilities(logits, temperature, top_k, top_p, mi
     n = 2000
     row = torch.tensor(logits, dtype=torch.float64)
     how = params(n, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    token_B, logprob_B = sample_tokens(row.expand(n, -1), how, grid(n))
+    token_B, logprob_B, _ = sample_tokens(row.expand(n, -1), how, grid(n))
     probs = (row / temperature).softmax(-1)
     expected = naive_truncation(probs.tolist(), top_k=top_k, top_p=top_p, min_p=min_p)
     counts = torch.bincount(token_B, minlength=len(logits)).tolist()
@@ -95,7 +103,7 @@ def test_rows_have_their_own_parameters():
         torch.tensor([0.0] * 30 + [0.3] * 10, dtype=torch.float64),
         True,
     )
-    token_B, logprob_B = sample_tokens(logits, mixed, grid(n))
+    token_B, logprob_B, _ = sample_tokens(logits, mixed, grid(n))
     for b in range(n):
         one = slice(b, b + 1)
         temperature_B, top_k_B, top_p_B, min_p_B = (
@@ -103,13 +111,13 @@ def test_rows_have_their_own_parameters():
         )
         truncated = bool((top_k_B > 0) | (top_p_B < 1) | (min_p_B > 0))
         alone = RowParams(temperature_B, top_k_B, top_p_B, min_p_B, truncated)
-        token, logprob = sample_tokens(logits[one], alone, grid(n)[one])
+        token, logprob, _ = sample_tokens(logits[one], alone, grid(n)[one])
         assert (int(token), float(logprob)) == (int(token_B[b]), float(logprob_B[b]))
 
 
 def test_greedy_takes_the_likeliest_and_reports_the_untempered_logprob():
     logits = torch.randn(20, 7, generator=torch.Generator().manual_seed(0))
-    token_B, logprob_B = sample_tokens(logits, params(20, temperature=0.0), grid(20))
+    token_B, logprob_B, _ = sample_tokens(logits, params(20, temperature=0.0), grid(20))
     assert torch.equal(token_B, logits.argmax(-1))
     torch.testing.assert_close(logprob_B, logits.log_softmax(-1).amax(-1))
 
@@ -118,28 +126,28 @@ def test_greedy_takes_the_likeliest_and_reports_the_untempered_logprob():
 def test_uniforms_at_the_edges(dtype: torch.dtype):
     """u = 0 and the largest u below 1 give a token that has a probability; the impossible ones never come."""
     logits = torch.tensor([[-math.inf, 1.0, -math.inf, 2.0, -math.inf]], dtype=dtype).expand(2, -1)
-    token_B, _ = sample_tokens(logits, params(2), torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64))
+    token_B, _, _ = sample_tokens(logits, params(2), torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64))
     assert token_B.tolist() == [1, 3]
     g = torch.Generator().manual_seed(1)
     wide = 5 * torch.randn(500, 1000, generator=g, dtype=dtype)
     largest = torch.full((500,), 1 - 2**-53, dtype=torch.float64)
     for how in (params(500), params(500, top_k=3)):
-        token_B, logprob_B = sample_tokens(wide, how, largest)
+        token_B, logprob_B, _ = sample_tokens(wide, how, largest)
         assert bool((token_B < 1000).all()) and bool(logprob_B.isfinite().all())
     assert bool((wide.argsort(-1, descending=True)[:, :3] == token_B[:, None]).any(-1).all())
 
 
 def test_extreme_temperatures():
     logits = torch.tensor([[30.0, 29.0, -30.0]]).expand(3, -1)
-    token_B, logprob_B = sample_tokens(logits, params(3, temperature=1e-300), grid(3))
+    token_B, logprob_B, _ = sample_tokens(logits, params(3, temperature=1e-300), grid(3))
     assert token_B.tolist() == [0, 0, 0] and logprob_B.tolist() == [0.0, 0.0, 0.0]
-    token_B, _ = sample_tokens(logits, params(3, temperature=1e6), grid(3))
+    token_B, _, _ = sample_tokens(logits, params(3, temperature=1e6), grid(3))
     assert token_B.tolist() == [0, 1, 2]
 
 
 def test_nan_logits_stay_in_range():
     """A broken model is reported by a logprob that is not finite, not by an index out of range."""
-    token_B, logprob_B = sample_tokens(torch.full((2, 4), math.nan), params(2), grid(2))
+    token_B, logprob_B, _ = sample_tokens(torch.full((2, 4), math.nan), params(2), grid(2))
     assert bool((token_B < 4).all()) and not bool(logprob_B.isfinite().any())
 
 
@@ -221,9 +229,80 @@ def test_logits_are_changed_as_the_definitions_say(
 def test_tokens_are_drawn_from_the_changed_logits_and_have_the_policys_logprobs():
     n = 4000
     logits, drawn = torch.tensor([2.0, 1.0, -1.0]).double(), torch.tensor([-3.0, 1.0, 2.0]).double()
-    token_B, logprob_B = sample_tokens(logits.expand(n, -1), params(n), grid(n), drawn_BV=drawn.expand(n, -1))
+    token_B, logprob_B, _ = sample_tokens(logits.expand(n, -1), params(n), grid(n), drawn_BV=drawn.expand(n, -1))
     counts = torch.bincount(token_B, minlength=3).double() / n
     torch.testing.assert_close(counts, drawn.softmax(-1), atol=1e-3, rtol=0)
     torch.testing.assert_close(logprob_B, logits.log_softmax(-1)[token_B])
-    greedy, _ = sample_tokens(logits[None], params(1, temperature=0.0), grid(1), drawn_BV=drawn[None])
+    greedy, _, _ = sample_tokens(logits[None], params(1, temperature=0.0), grid(1), drawn_BV=drawn[None])
     assert greedy.tolist() == [2]
+
+
+# ---- what was kept ----
+
+
+def test_what_was_kept_is_reported():
+    """Each row's part of the vocabulary as top-k, top-p, min-p and logits of -inf leave it, and the log-probability
+    under the policy restricted to that; rows that are not narrowed keep everything, also what underflows."""
+    logits = torch.tensor([[5.0, 4.0, 1.0, 0.0, -300.0]]).expand(6, -1)
+    drawn = logits.clone()
+    drawn[4, [0, 2]] = -math.inf
+    drawn[5, 0] += 1.0  # as a bias or a penalty would
+    how = RowParams(
+        temperature_B=torch.tensor([1.0, 0.5, 1.0, 1.0, 1.0, 1.0], dtype=torch.float64),
+        top_k_B=torch.tensor([2, 0, 0, 0, 0, 0]),
+        top_p_B=torch.tensor([1.0, 0.999, 1.0, 1.0, 1.0, 1.0], dtype=torch.float64),
+        min_p_B=torch.tensor([0.0, 0.0, 0.3, 0.0, 0.0, 0.0], dtype=torch.float64),
+        truncated=True,
+    )
+    token_B, logprob_B, kept = sample_tokens(logits, how, grid(6), drawn_BV=drawn)
+    assert kept is not None
+    expected = [[0, 1], [0, 1], [0, 1], [0, 1, 2, 3, 4], [1, 3, 4], [0, 1, 2, 3, 4]]
+    assert [row.nonzero()[:, 0].tolist() for row in kept.kept_BV] == expected
+    for row, (token, ids) in enumerate(zip(token_B.tolist(), expected, strict=True)):
+        z = logits[row] / how.temperature_B[row]
+        assert float(kept.logprob_B[row]) == pytest.approx(float(z[token] - z[ids].logsumexp(-1)), abs=1e-6)
+        assert float(logprob_B[row]) == pytest.approx(float(z.log_softmax(-1)[token]), abs=1e-6)
+
+
+def test_nothing_is_recorded_where_everything_is_kept():
+    assert sample_tokens(torch.randn(3, 9), params(3), grid(3))[2] is None
+
+
+@few
+@given(st.integers(1, 200), st.integers(0, 2**32 - 1))
+def test_masks_come_back(vocabulary: int, seed: int):
+    rng = np.random.default_rng(seed)
+    kept = rng.random((6, vocabulary)) < rng.random((6, 1)) ** 4
+    kept[np.arange(6), rng.integers(vocabulary, size=6)] = True
+    kept[0] = True
+    mask = SamplingMask.of_entries(vocabulary, mask_entries(torch.from_numpy(kept)))
+    assert mask == SamplingMask.of(kept) and (mask.array() == kept).all()
+    assert SamplingMask.from_bytes(mask.to_bytes()) == mask
+    assert SamplingMask.join([mask.cut(0, 2), mask.cut(2, 3), mask.cut(3)]) == mask
+    ids = rng.integers(vocabulary, size=6)
+    assert mask.has(ids.tolist()) == kept[np.arange(6), ids].tolist()
+    assert len(mask.words) // 4 <= 6 * -(-vocabulary // 32)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [(KEPT, [])],
+        [(KEPT, [3, 2])],
+        [(DROPPED, [9])],
+        [(KEPT, [-1])],
+        [(DROPPED, range(9))],
+        [(BITMAP, [0])],
+        [(3, [1])],
+    ],
+)
+def test_masks_that_are_none_are_refused(entries):
+    mask = SamplingMask.of_entries(9, [(kind, np.array(words, "<i4")) for kind, words in entries])
+    with pytest.raises(ValueError, match="sampling mask"):
+        SamplingMask.from_bytes(mask.to_bytes())
+
+
+@pytest.mark.parametrize("data", [b"", b"kept", b"none" * 9, SamplingMask.whole(9, 2).to_bytes()[:-1]])
+def test_bytes_that_are_no_mask_are_refused(data: bytes):
+    with pytest.raises(ValueError, match="sampling mask"):
+        SamplingMask.from_bytes(data)

@@ -124,6 +124,7 @@ CASES = {
         10,
     ),
     "mismatch.dropped": Case({"mismatch/dropped_tokens": 3.0}, {"mismatch/dropped_tokens": 0.0}, 1),
+    "sampling.kept_mass": Case({"sampling/kept_mass": 0.3}, {"sampling/kept_mass": 0.9}, 10),
     "is.min": Case({"mismatch/ratio_min": 0.01}, {"mismatch/ratio_min": 0.9}, 10),
     "is.clipped_frac": Case({"mismatch/clipped_frac": 0.5}, {"mismatch/clipped_frac": 0.01}, 10, name="clipped"),
     "staleness.max": Case({"rollout/staleness_max": 12.0}, {"rollout/staleness_max": 1.0}, 10),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from base64 import b64encode
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,13 @@ def moved_adapter(directory: Path, starter: LoadedModel) -> Path:
     return place.store.path(place.version(place.do(groups(), iterations=3, **OF_A_JOB)))
 
 
-def one_step(tmp_path: Path, start: Path, algo: dict[str, Any], **train: int) -> tuple[list[RolloutGroup], Path, float]:
+def one_step(
+    tmp_path: Path, start: Path, algo: dict[str, Any], *, rollout: dict[str, Any] | None = None, **train: int
+) -> tuple[list[RolloutGroup], Path, float]:
     """A run's only step: all groups that it sampled, the adapter that it made, the norm of its gradient."""
     given = config(
         tmp_path,
-        rollout={"prompts_per_step": 8, "group_size": 4, "max_tokens": 8, "refill": 1.0},
+        rollout={"prompts_per_step": 8, "group_size": 4, "max_tokens": 8, "refill": 1.0, **(rollout or {})},
         train={"steps": 1, "warmup_steps": 0, "learning_rate": 1e-3, "lora": LORA, **train},
         adapters={"start": str(start)},
         algo=algo,
@@ -52,7 +55,9 @@ def posted(sampled: Sequence[RolloutGroup]) -> dict[str, Any]:
 
     def completion(rollout: Any) -> dict[str, Any]:
         said = rollout.completion
-        return {"ids": list(said.token_ids), "logprobs": list(said.logprobs), "reward": rollout.reward}
+        kept = None if said.kept is None else b64encode(said.kept.to_bytes()).decode()
+        own = {"ids": list(said.token_ids), "logprobs": list(said.behaviour_logprobs), "kept": kept}
+        return {**own, "reward": rollout.reward}
 
     return {
         "groups": [
@@ -83,6 +88,25 @@ def test_a_posted_job_makes_the_step_of_a_run_with_the_same_groups(starter, tmp_
     origin = Provenance(base_model=starter.name, base_hash=starter.hash)
     place.store.import_(start, "math", info=origin)  # without the moments that its job left
     job = place.do(posted(sampled), **OF_A_JOB, **of_the_job)
+    assert job.metrics["optim/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    ours, theirs = load_file(place.store.path(place.version(job)) / WEIGHTS), load_file(weights)
+    for key, value in theirs.items():
+        torch.testing.assert_close(ours[key], value, rtol=1e-4, atol=1e-6)
+
+
+def test_a_run_with_top_p_trains_what_it_sampled_and_a_job_the_same(starter, tmp_path):
+    """The trainer's log-probabilities are the sampler's, of the nucleus, also the reference's, and what is on disk is
+    enough to make the same step again."""
+    start, algo = moved_adapter(tmp_path / "start", starter), {"policy_loss": "grpo", "kl": "k3", "kl_coeff": 0.1}
+    narrowed = {"top_p": 0.8, "top_k": 30, "min_p": 0.01, "temperature": 1.3}
+    sampled, weights, norm = one_step(tmp_path, start, algo, rollout=narrowed)
+    (step,) = (line for line in metrics_of(weights.parents[3]) if "mismatch/ratio_max" in line)
+    assert step["mismatch/ratio_min"] == pytest.approx(1, abs=1e-4) == step["mismatch/ratio_max"]
+    assert 0.5 < step["sampling/kept_mass"] < 0.999
+    assert all(rollout.completion.kept is not None for group in sampled for rollout in group.rollouts)
+    place = Place(tmp_path / "place", starter)
+    place.store.import_(start, "math", info=Provenance(base_model=starter.name, base_hash=starter.hash))
+    job = place.do(posted(sampled) | {"temperature": 1.3}, **OF_A_JOB, **algo)
     assert job.metrics["optim/grad_norm"] == pytest.approx(norm, rel=1e-4)
     ours, theirs = load_file(place.store.path(place.version(job)) / WEIGHTS), load_file(weights)
     for key, value in theirs.items():

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from groupwise.engine.local import LocalEngine
+from groupwise.engine.rows import Row
 from groupwise.errors import ConfigError, DataError
 from groupwise.model.chat import encode_prompt
 from groupwise.model.load import LoadedModel
@@ -20,7 +22,7 @@ from groupwise.sdk.datums import build_grpo_datums
 from groupwise.sdk.deployment import Deployment
 from groupwise.sdk.sampler import AdaptiveConcurrency, DeploymentSampler, SampledCompletion, Status
 from groupwise.store.adapters import AdapterStore
-from groupwise.types import Completion, Message, PolicyVersion, Prompt, SamplingRequest
+from groupwise.types import Completion, Message, PolicyVersion, Prompt, SamplingMask, SamplingRequest
 
 QUESTION: list[Message] = [{"role": "user", "content": "What is 47 + 138? Reply with just the number."}]
 
@@ -83,15 +85,38 @@ def test_inference_gives_n_logprobs_the_first_none(sampler: DeploymentSampler, s
     assert echoed.inference_logprobs[1:] == pytest.approx(scored, abs=1e-4)
 
 
+def test_what_is_drawn_from_a_part_of_the_vocabulary_carries_that_part(sampler: DeploymentSampler) -> None:
+    """Into its datum and the learner's sample; changed to a token that it could not be, it is refused."""
+    (entry,) = sample(sampler, n=1, top_p=0.9, temperature=2.0)
+    (datum,) = build_grpo_datums([entry.datum()], [1.0], [entry.inference_logprobs], entry.prompt_len)
+    trained = datum.sample("advantages")
+    assert entry.kept is not None and trained.kept == entry.kept and all(entry.kept.has(trained.completion_ids))
+    assert trained.behaviour_logprobs == entry.inference_logprobs[entry.prompt_len :]
+    assert datum.whole().kept.cut(entry.prompt_len - 1) == entry.kept
+    assert entry.datum().sample("weights").kept is None  # cross-entropy is of the whole vocabulary
+    another = [int(not inside) for inside in entry.kept.array()[0]].index(1)
+    targets = [*datum.targets]
+    targets[entry.prompt_len - 1] = another
+    with pytest.raises(DataError, match="not in the part of the vocabulary"):
+        datum.having(target_tokens=targets)
+    with pytest.raises(DataError, match=r"kept is of 1 tokens and model_input has"):
+        replace(datum, kept=SamplingMask.whole(9, 1))
+
+
 @pytest.mark.parametrize("options", [{"top_p": 0.5}, {"top_k": 3}])
-def test_what_is_drawn_from_a_part_of_the_distribution_is_not_for_policy_losses(
-    sampler: DeploymentSampler, options: dict[str, float]
+def test_what_is_drawn_from_a_part_that_nobody_recorded_is_not_for_policy_losses(
+    sampler: DeploymentSampler, options: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its log-probabilities would be of the whole distribution, and the ratio 1 although it was drawn otherwise."""
+    """As of vLLM. Its log-probabilities would be of the whole distribution, and the ratio 1 although it was drawn
+    otherwise."""
+    monkeypatch.setattr(Row, "sampling_mask", lambda self, vocabulary: None)
     (entry,) = sample(sampler, n=1, **options)
     assert entry.sampled and entry.text and set(entry.inference_logprobs) == {None}
     assert entry.datum().loss_tokens == entry.completion_len  # cross-entropy needs none
-    with pytest.raises(DataError, match="what was sampled with top_p or top_k has no log-probability"):
+    with pytest.raises(
+        DataError,
+        match="top_p or top_k by an engine that does not record",
+    ):
         build_grpo_datums([entry.datum()], [1.0], [entry.inference_logprobs], entry.prompt_len)
 
 

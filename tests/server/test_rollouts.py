@@ -105,13 +105,18 @@ def test_what_was_sampled_is_kept_under_its_id(api: Served) -> None:
         assert record.finish_reason == one["finish_reason"] and record.reshaped == ()
 
 
-def test_what_was_drawn_from_a_part_of_the_distribution_is_marked(api: Served) -> None:
-    """So that a job can refuse it."""
+def test_what_was_drawn_from_a_part_of_the_vocabulary_is_marked_and_recorded(api: Served) -> None:
+    """So that a job can train it under that, and refuse it where it is not recorded."""
     asked = [{}, {"top_p": 0.9}, {"top_k": 4, "min_p": 0.05}, {"top_p": 1, "top_k": -1}]
     answers = [batch(api, {"prompts": [THINK], "n": 1, **options}) for options in asked]
     ids = [answer["completions"][0]["rollout_id"] for answer in answers]
     kept = api.server.ledger.rollouts(ids)
     assert [kept[id].reshaped for id in ids] == [(), ("top_p",), ("top_k", "min_p"), ()]
+    assert [kept[id].kept is not None for id in ids] == [False, True, True, False]
+    record = kept[ids[2]]
+    assert record.kept is not None and all(record.kept.has(record.completion_ids))
+    assert record.kept.array().sum(-1).max() <= 4
+    assert all(ours >= whole - 1e-6 for ours, whole in zip(record.kept_logprobs, record.logprobs, strict=True))
 
 
 def test_the_text_alone_is_enough_to_train_on_what_was_sampled(api: Served) -> None:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 import seed_page
@@ -18,6 +19,7 @@ from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance
 from groupwise.store.job_payload import GrpoPayload, SftPayload, parse_payload
 from groupwise.store.ledger import RolloutRecord
+from groupwise.types import KEPT, SamplingMask
 
 QUESTION = [{"role": "user", "content": seed_page.QUESTION}]
 
@@ -263,6 +265,22 @@ def test_rollouts_drawn_from_a_part_of_the_distribution_are_refused(grpo: Grpo) 
         grpo(rollouts)
     assert caught.value.field == "groups[0].completions[1].rollout_id"
     assert "without top_p, top_k; a lower" in str(caught.value.hint)
+    mask = SamplingMask.whole(grpo.base.vocabulary, 3)
+    grpo.record("b", "184", reshaped=("top_p", "presence_penalty"), kept=mask, kept_logprobs=(-0.1, -0.2, 0.0))
+    with pytest.raises(RequestError, match=r"completions\[1\] was sampled with presence_penalty, from"):
+        grpo(rollouts)
+
+
+def test_rollouts_that_record_what_they_were_drawn_from_are_trained_under_it(grpo: Grpo) -> None:
+    ids = (*grpo.ids("184"), grpo.base.tokenizer.convert_tokens_to_ids("<|im_end|>"))
+    own = tuple(-0.1 * t for t in range(len(ids)))
+    mask = SamplingMask.of_entries(grpo.base.vocabulary, [(KEPT, np.array(sorted({9, id}))) for id in ids])
+    grpo.record("a", "185")
+    grpo.record("b", "184", reshaped=("top_p", "min_tokens"), kept=mask, kept_logprobs=own)
+    rollouts = {"completions": [{"rollout_id": "a", "reward": 1}, {"rollout_id": "b", "reward": 0}]}
+    plain, restricted = payload_of(grpo(rollouts)).groups[0].completions
+    assert (plain.sampling_mask, plain.logprobs) == (None, grpo.records["a"].logprobs)
+    assert (restricted.sampling_mask, restricted.logprobs) == (mask, own)
 
 
 def test_rollouts_of_another_version_than_the_one_trained_are_a_warning(grpo: Grpo) -> None:

@@ -1,13 +1,26 @@
 import dataclasses
 import json
 import math
+from base64 import b64encode
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from groupwise.errors import DataError
 from groupwise.store.rollouts import group_from_json, group_to_json
-from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Turn
+from groupwise.types import (
+    DROPPED,
+    KEPT,
+    Completion,
+    FinishReason,
+    PolicyVersion,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    SamplingMask,
+    Turn,
+)
 
 FIRST = Completion(
     token_ids=(7, 2),
@@ -16,6 +29,8 @@ FIRST = Completion(
     finish_reason=FinishReason.STOP,
     version=PolicyVersion("math", 3),
     top_logprobs=(((7, -0.1), (9, -2.5)), ()),
+    kept=SamplingMask.of_entries(12, [(KEPT, np.array([7, 9])), (DROPPED, np.array([3]))]),
+    kept_logprobs=(-0.05, -1e-18),
 )
 SECOND = Completion(token_ids=(8,), logprobs=(-math.inf,), text="", finish_reason=FinishReason.LENGTH)
 GROUP = RolloutGroup(
@@ -82,4 +97,13 @@ def test_columns_come_back_as_far_as_json_has_their_types():
 )
 def test_what_is_not_a_group_is_refused(raw):
     with pytest.raises(DataError, match="not a rollout group"):
+        group_from_json(raw)
+
+
+@pytest.mark.parametrize("kept", ["AAAA", "not base64", SamplingMask.whole(12, 3)])
+def test_a_record_of_what_was_kept_that_is_none_is_refused(kept):
+    raw = json.loads(json.dumps(group_to_json(GROUP)))
+    text = kept if isinstance(kept, str) else b64encode(kept.to_bytes()).decode()
+    raw["rollouts"][0]["turns"][0]["kept"] = text
+    with pytest.raises(DataError, match="not a rollout group: "):
         group_from_json(raw)

@@ -1,13 +1,17 @@
 """What the server spools and the worker reads."""
 
 import json
+from base64 import b64encode
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from groupwise.errors import DataError
 from groupwise.store.job_payload import EncodedCompletion, EncodedGroup, GrpoPayload, dump_payload, parse_payload
+from groupwise.types import KEPT, SamplingMask
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -16,7 +20,8 @@ numbers = st.floats(allow_nan=False, allow_infinity=False)
 def completions(draw) -> EncodedCompletion:
     ids = tuple(draw(st.lists(st.integers(0, 1 << 20), max_size=4)))
     logprobs = draw(st.none() | st.lists(numbers, min_size=len(ids), max_size=len(ids)).map(tuple))
-    return EncodedCompletion(ids=ids, logprobs=logprobs, reward=draw(numbers))
+    kept = b64encode(SamplingMask.whole(1 << 21, len(ids)).to_bytes()) if logprobs and draw(st.booleans()) else None
+    return EncodedCompletion(ids=ids, logprobs=logprobs, reward=draw(numbers), kept=kept)
 
 
 @given(st.lists(completions(), max_size=3), st.floats(0.01, 10))
@@ -52,3 +57,14 @@ def test_what_is_no_payload_is_refused_by_its_place(kind, raw, at):
     with pytest.raises(DataError, match="payload cannot be read") as caught:
         parse_payload(kind, raw)
     assert at in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs", "why"),
+    [((1, 5), (0.0, 0.0), "not in the part"), ((1,), (0.0,), "of 2 tokens"), ((1, 2), None, "logprobs")],
+)
+def test_what_was_kept_is_of_the_tokens(ids, logprobs, why):
+    mask = SamplingMask.of_entries(9, [(KEPT, np.array([1, 3])), (KEPT, np.array([2]))])
+    assert EncodedCompletion(ids=(3, 2), logprobs=(0.0, 0.0), reward=1.0, kept=b64encode(mask.to_bytes()))
+    with pytest.raises(ValidationError, match=why):
+        EncodedCompletion(ids=ids, logprobs=logprobs, reward=1.0, kept=b64encode(mask.to_bytes()))

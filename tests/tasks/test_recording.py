@@ -9,6 +9,7 @@ import torch
 
 from groupwise.algo.samples import segments_of
 from groupwise.config.run import EnvConfig
+from groupwise.engine.rows import Row
 from groupwise.errors import EnvError
 from groupwise.model.chat import encode_prompt
 from groupwise.tasks.compat.three_method import for_user_code
@@ -95,6 +96,28 @@ def test_other_sampling_is_recorded_and_not_trained(policy_of):
     assert sorted(turn.trained for turn in policy.turns) == [False, False, False, True, True]
     assert any("do_sample=False is not trained" in note for note in notes)
     assert any("temperature=0.5 is not trained" in note for note in notes)
+
+
+def test_what_leaves_tokens_out_is_trained_where_it_is_recorded(policy_of, monkeypatch: pytest.MonkeyPatch):
+    notes: list[str] = []
+    policy = policy_of(notes=notes)
+    policy.generate(seen(policy_of()), top_p=0.6, do_sample=True)
+    assert all(turn.trained and turn.completion.kept is not None for turn in policy.turns[1:]) and not notes
+    (segment,) = segments_of(policy.turns)
+    first = len(policy.turns[0].completion.token_ids)
+    assert segment.kept is not None and segment.kept.cut(0, first).is_whole and not segment.kept.cut(first).is_whole
+    monkeypatch.setattr(Row, "sampling_mask", lambda self, vocabulary: None)  # as of an engine that does not tell
+    policy = policy_of(notes=notes)
+    policy.generate(seen(policy_of()), top_p=0.6)
+    assert not any(turn.trained for turn in policy.turns[1:]) and "top_p=0.6 is not trained" in notes[0]
+
+
+def test_stopping_criteria_cut_what_is_recorded_too(policy_of):
+    policy = policy_of()
+    policy.generate(seen(policy_of()), top_k=4, stopping_criteria=[lambda ids, scores: ids.shape[1] % 3 == 0])
+    for turn in policy.turns[1:]:
+        said = turn.completion
+        assert said.kept is not None and len(said.kept) == len(said.token_ids) == len(said.kept_logprobs)
 
 
 def test_train_turns_first(policy_of):

@@ -228,6 +228,15 @@ def test_what_was_sampled_otherwise_or_elsewhere(play):
     assert all(not turn.trained for group in groups for rollout in group.rollouts for turn in rollout.turns)
     assert max(map(len, ids_of(groups))) <= 4 and "temperature=0.5 is not trained" in notes[0] and len(notes) == 1
 
+    def narrower(prompts, trainer):
+        return columns(trainer.generate(prompts, generation_overrides={"top_k": 3, "max_tokens": 4}))
+
+    for group in play(narrower, note=notes.append):
+        for turn in (turn for rollout in group.rollouts for turn in rollout.turns):
+            assert turn.trained and len(turn.completion.kept) == len(turn.completion.token_ids)
+            assert turn.completion.kept.array().sum(-1).max() <= 3
+    assert len(notes) == 1
+
     def elsewhere(prompts, trainer):
         size = len(prompts)
         return {"prompt_ids": [[5, 6]] * size, "completion_ids": [[7, 8, 9]] * size, "logprobs": [[-1.0] * 3] * size}

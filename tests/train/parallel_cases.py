@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from learner_cases import SPECS, on_policy
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from groupwise.config.lora import LoraSpec
 from groupwise.train.learner import Learner
-from groupwise.types import Sample
+from groupwise.types import Sample, SamplingMask
 
 # (prompt tokens, completion tokens): the first group has more than half of all tokens, and is cut between two ranks
 UNEVEN = ((5, (20, 31, 16, 9)), (0, (5, 3)), (9, (2,)), (3, (7, 0, 3, 2)))
@@ -53,7 +54,17 @@ def start(make: MakeLearner, base: Any, *, lora: LoraSpec | None, **options: Any
 
 
 def near_policy(base: Any, samples: Sequence[Sample], *, lora: LoraSpec | None) -> list[Sample]:
-    return on_policy(start(Learner, base, lora=lora), list(samples))
+    """Every other sample was drawn from parts of the vocabulary."""
+    vocabulary = base.model.get_output_embeddings().weight.shape[0]
+    mixed = [replace(s, kept=a_part(s, vocabulary)) if i % 2 else s for i, s in enumerate(samples)]
+    return on_policy(start(Learner, base, lora=lora), mixed)
+
+
+def a_part(sample: Sample, vocabulary: int) -> SamplingMask:
+    """For each token about a third of the vocabulary, and the token."""
+    kept_TV = np.random.default_rng(len(sample.mask)).random((len(sample.mask), vocabulary)) < 1 / 3
+    kept_TV[np.arange(len(sample.mask)), list(sample.completion_ids)] = True
+    return SamplingMask.of(kept_TV)
 
 
 def whole(learner: Learner) -> list[torch.Tensor]:

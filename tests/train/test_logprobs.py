@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -9,11 +10,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from groupwise.errors import TrainingError
 from groupwise.model.load import Head, LoadedModel, share_weights
 from groupwise.model.packed_check import packed_forward_gap, why_not_packed
-from groupwise.model.packing import MicroBatch, micro_batches, pack, pack_tree, padded_batches
+from groupwise.model.packing import KeptRanges, MicroBatch, micro_batches, pack, pack_tree, padded_batches
 from groupwise.train import forward as logprobs
 from groupwise.train.forward import fused_logprobs, packed_logprobs, plain_logprobs
+from groupwise.types import BITMAP, DROPPED, KEPT, mask_entry
 
 GROUPS = ((5, (4, 1, 6)), (0, (5, 3)), (9, (2,)), (3, (7, 0, 3, 2)))  # (prompt, completions); holes and an empty one
 GROUP_WITHOUT_PROMPT = [3, 4]
@@ -200,6 +203,59 @@ def test_fused_head(kind: str, temperature: float, monkeypatch: pytest.MonkeyPat
     assert torch.autograd.gradcheck(lambda *x: fused(*x)[0], inputs)  # the entropy without a gradient
 
 
+PARTS = torch.ones(7, 11, dtype=torch.bool)  # what each token could be: listed, left out, as bits, one, anything
+PARTS[0, 3:10] = PARTS[1, [0, 1]] = PARTS[3, 6:] = False
+PARTS[2, ::2], PARTS[2, 5], PARTS[4] = False, True, torch.arange(11) == 2
+
+
+def entries_of(kept: torch.Tensor):
+    return [mask_entry(row, most=3) for row in kept.numpy()]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("kind", HEADS)
+def test_fused_head_restricted_to_what_was_kept(kind: str, temperature: float, monkeypatch: pytest.MonkeyPatch):
+    """The log-probability, the entropy and both gradients of the distribution over what was kept, and no NaN from
+    what was not, however likely that is."""
+    monkeypatch.setattr(logprobs, "TILE_VALUES", 3 * 11 + 5)
+    head, target_N = a_head(**HEADS[kind]), torch.tensor([0, 10, 5, 5, 2, 9, 1])
+    hidden = torch.randn(7, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True)
+    kept = KeptRanges(entries_of(PARTS), 11, torch.device("cpu"))
+
+    def fused(hidden_NH, weight_VH, *bias):
+        mine = Head(weight_VH, bias[0] if bias else None, head.scale, head.softcap)
+        return fused_logprobs(hidden_NH, mine, target_N, temperature=temperature, kept=kept)
+
+    inputs = (hidden, head.weight_VH) if head.bias_V is None else (hidden, head.weight_VH, head.bias_V)
+    logits = Head(head.weight_VH, head.bias_V, head.scale, head.softcap).logits(hidden).double() / temperature
+    logp = logits.masked_fill(~PARTS, -torch.inf).log_softmax(-1)
+    entropy = -(logp.exp() * logp.masked_fill(~PARTS, 0)).sum(-1)
+    for got, want in zip(fused(*inputs), (logp.gather(-1, target_N[:, None])[:, 0], entropy), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+    assert torch.autograd.gradcheck(fused, inputs)
+    assert torch.autograd.gradcheck(lambda *x: fused(*x)[0], inputs)
+    assert {kind for kind, _ in entries_of(PARTS)} == {KEPT, DROPPED, BITMAP}
+
+
+def test_what_was_left_out_may_be_likely():
+    """A grammar may leave out what is e^200 times as likely as all that it keeps: in float32 its exponential is
+    infinite."""
+    head = Head(torch.tensor([[200.0], [0.0], [1.0]], requires_grad=True), None, 1.0, None)
+    kept = KeptRanges(entries_of(torch.tensor([[False, True, True]])), 3, torch.device("cpu"))
+    hidden = torch.ones(1, 1, requires_grad=True)
+    logprob, entropy = fused_logprobs(hidden, head, torch.tensor([2]), kept=kept)
+    (logprob + entropy).sum().backward()
+    assert logprob.tolist()[0] == pytest.approx(-math.log(1 + math.exp(-1)), abs=1e-6)
+    assert hidden.grad.isfinite().all() and head.weight_VH.grad.isfinite().all()
+    assert float(head.weight_VH.grad[0]) == 0
+
+
+def test_another_vocabulary_is_refused():
+    kept = KeptRanges(entries_of(PARTS), 11, torch.device("cpu"))
+    with pytest.raises(TrainingError, match="parts of 11 ids, and the model has 12"):
+        fused_logprobs(torch.zeros(7, 4), Head(torch.zeros(12, 4), None, 1.0, None), torch.zeros(7).long(), kept=kept)
+
+
 def test_tied_weight_gets_both_gradients(make_base, make_samples):
     """With tied embeddings the head's gradient adds to the embedding's in one tensor."""
     base = make_base("qwen3")
@@ -237,6 +293,13 @@ def test_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch):
         naive(hidden, head.weight_VH, None, head, target_N, 1.0)[0].sum().backward()
     assert whole.largest == N * V
     assert fused.largest == 8 * V
+    few = torch.zeros(N, V, dtype=torch.bool).scatter_(1, target_N[:, None], True)
+    few[: N // 2, 7] = True
+    kept = KeptRanges([mask_entry(row) for row in few.numpy()], V, torch.device("cpu"))
+    with Sizes() as restricted:
+        logprobs_N, entropy_N = fused_logprobs(hidden, head, target_N, kept=kept)
+        (logprobs_N.sum() + entropy_N.sum()).backward()
+    assert restricted.largest == 8 * V
 
 
 def test_autocast_probabilities_sum_to_one():

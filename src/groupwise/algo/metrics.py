@@ -1,6 +1,7 @@
 """Metrics of a step's rollouts, samples and times. Every metric is defined once, here.
 
-    rollout_metrics   of the groups that a step sampled and trained on  reward/*, rollout/*, replay/groups, data/*
+    rollout_metrics   of the groups that a step sampled and trained on  reward/*, rollout/*, sampling/*, replay/groups,
+                                                                        data/*
                       and, of episodes in an environment, besides       env/*
     sample_metrics    of what the learner was given                     train/*
     time_metrics      of how long its parts took                        time/*, perf/*
@@ -99,7 +100,7 @@ def rollout_metrics(
         too_long: prompts that were passed over.
     """
     metrics = _rewards(sampled, advantage, weights) | _by_function(sampled, advantage, weights) | _lengths(sampled)
-    metrics |= _episodes(sampled)
+    metrics |= _episodes(sampled) | _kept(sampled)
     rollouts = [rollout for group in sampled for rollout in group.rollouts]
     metrics |= {
         "rollout/count": float(len(rollouts)),
@@ -242,6 +243,18 @@ def _lengths(groups: Sequence[RolloutGroup]) -> Metrics:
     if said := Counter(chain.from_iterable(map(_said, rollouts))):
         metrics["rollout/top_token_frac"] = said.most_common(1)[0][1] / said.total()
     return metrics
+
+
+def _kept(groups: Sequence[RolloutGroup]) -> Metrics:
+    """The mean probability of what tokens were drawn from; nothing where all were drawn from everything."""
+    said = [turn.completion for group in groups for rollout in group.rollouts for turn in rollout.turns]
+    masses = [
+        math.exp(min(whole - kept, 0.0))
+        for completion in said
+        if completion.kept is not None
+        for whole, kept in zip(completion.logprobs, completion.kept_logprobs, strict=True)
+    ]
+    return {"sampling/kept_mass": fmean(masses)} if masses else {}
 
 
 def _said(rollout: Rollout) -> Iterator[int]:

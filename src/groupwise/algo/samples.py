@@ -15,19 +15,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from groupwise.types import RolloutGroup, RoutedExperts, Sample, Turn
+from groupwise.types import RolloutGroup, RoutedExperts, Sample, SamplingMask, Turn
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
     """A prompt and what follows it. The other three have one entry per completion token: `mask` is 1 on what is
-    trained, `logprobs` (nats) are the sampler's, 0 where nothing was sampled. `routed_experts` are of all tokens."""
+    trained, `logprobs` (nats) are those under the distribution that the sampler drew from, 0 where nothing was sampled.
+    `routed_experts` are of all tokens; `kept` is what each completion token was drawn from, where that is recorded."""
 
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
     mask: tuple[int, ...]
     logprobs: tuple[float, ...]
     routed_experts: RoutedExperts | None = None
+    kept: SamplingMask | None = None
 
 
 def segments_of(turns: Sequence[Turn]) -> list[Segment]:
@@ -63,14 +65,29 @@ def _segment(run: Sequence[Turn]) -> Segment | None:
         said = turn.completion
         ids += [*between, *said.token_ids]
         mask += [0] * len(between) + [int(turn.trained)] * len(said.token_ids)
-        logprobs += [0.0] * len(between) + list(said.logprobs)
+        logprobs += [0.0] * len(between) + list(said.behaviour_logprobs)
     return Segment(
         prompt_ids=run[0].prompt_ids,
         completion_ids=tuple(ids),
         mask=tuple(mask),
         logprobs=tuple(logprobs),
         routed_experts=_routed(run, tokens=start + len(ids)),
+        kept=_kept(run),
     )
+
+
+def _kept(run: Sequence[Turn]) -> SamplingMask | None:
+    """What the tokens of a segment were drawn from; those that were not sampled count as drawn from everything."""
+    recorded = [each for turn in run if (each := turn.completion.kept) is not None]
+    if all(each.is_whole for each in recorded):
+        return None
+    vocabulary, parts, seen = recorded[0].vocabulary, list[SamplingMask](), len(run[0].prompt_ids)
+    for turn in run:
+        said = turn.completion
+        parts.append(SamplingMask.whole(vocabulary, len(turn.prompt_ids) - seen))
+        parts.append(said.kept or SamplingMask.whole(vocabulary, len(said.token_ids)))
+        seen = len(turn.prompt_ids) + len(said.token_ids)
+    return SamplingMask.join(parts)
 
 
 def _routed(run: Sequence[Turn], *, tokens: int) -> RoutedExperts | None:
@@ -103,6 +120,7 @@ def samples_of(groups: Sequence[RolloutGroup], *, mask_truncated: bool = False) 
             behaviour_logprobs=segment.logprobs,
             continues=number > 0,
             routed_experts=segment.routed_experts,
+            kept=segment.kept,
         )
         for group in groups
         for rollout in group.rollouts

@@ -505,12 +505,13 @@ class RolloutConfig(Section):
     temperature: Temperature = 1.0
     """Sampling temperature. Not 0, at which the completions of a group would all be the same."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling. Only 1, which is off, can be trained: the loss compares log-probabilities of the whole
-    distribution, and what is drawn from a part of it would bias what is learned."""
+    """Nucleus sampling: draw among the likeliest tokens that make up this probability; 1 is off. Training is of the
+    distribution that was sampled (docs/losses.md). Below 1 with the local engine only: vLLM does not tell which tokens
+    it left."""
     top_k: int = Field(default=0, ge=0)
-    """Sample among this many likeliest tokens. Only 0, which is off, can be trained."""
+    """Sample among this many likeliest tokens; 0 is off. As top_p, with the local engine only."""
     min_p: float = Field(default=0.0, ge=0, le=1)
-    """Drop tokens less likely than this fraction of the likeliest. Only 0, which is off, can be trained."""
+    """Drop tokens less likely than this fraction of the likeliest; 0 is off. As top_p, with the local engine only."""
     stop: Texts = ()
     """Strings that end a completion; they are cut from its text."""
     refill: float = Field(default=2.0, ge=1, le=64)
@@ -555,13 +556,6 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _acts(self) -> RolloutConfig:
-        for key, off in NARROWING.items():
-            if (value := getattr(self, key)) != off:
-                message = (
-                    f"{value:g} draws from a part of the distribution, and the loss compares log-probabilities of all"
-                )
-                hint = f"what is learned would be biased. Set it to {off:g} (off); a lower temperature can be trained"
-                raise conflict(key, f"{message}: {hint}")
         interval, staleness = self.weight_sync_interval, self.max_staleness
         if staleness and not interval:
             raise conflict("max_staleness", f"{staleness} has no effect with weight_sync_interval 0, which never syncs")
@@ -582,7 +576,8 @@ class RolloutConfig(Section):
 
     def sampling(self) -> SamplingParams:
         """The training rollouts' sampling parameters (without a seed)."""
-        return SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature, stop=self.stop)
+        narrowing = {name: getattr(self, name) for name in NARROWING}
+        return SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature, stop=self.stop, **narrowing)
 
 
 class AdaptersConfig(Section):
@@ -705,6 +700,11 @@ class RunConfig(Section):
         for key in ("draft_tokens", "prefix_cache_mb", "compile"):
             if getattr(self.rollout, key) != fields[key].default:
                 raise conflict("rollout", key, "is the local engine's, and engine is vllm; leave it out")
+        for key, off in NARROWING.items():
+            if (value := getattr(self.rollout, key)) != off:
+                message = f"{value:g} draws from a part of the vocabulary, and vLLM does not tell which part that was"
+                hint = f"trained as drawn from all of it, what is learned would be biased. Set it to {off:g} (off), or"
+                raise conflict("rollout", key, f"{message}: {hint} engine: local")
 
     def _check_sources(self) -> None:
         """Without an environment there must be prompts and rewards."""

@@ -15,8 +15,9 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -25,7 +26,7 @@ from transformers import PreTrainedModel
 
 from groupwise.engine.multi_lora import AdapterBank, AdapterWeights
 from groupwise.engine.rows import PendingRequest, Row, Rows
-from groupwise.engine.sampling import reshape, sample_tokens, scaled_logprobs, uniforms
+from groupwise.engine.sampling import KeptRows, mask_entries, reshape, sample_tokens, scaled_logprobs, uniforms
 from groupwise.model.chat import closing_ids, decode, stopped_text
 from groupwise.model.load import Head, LoadedModel
 from groupwise.model.mixture import Routers
@@ -48,6 +49,7 @@ class EngineModel:
         self.routers = Routers(model) if records else None
         self.base, self.model, self.device, self.budget = base, model, base.device, budget
         self.head, self.bank = Head.of(model), AdapterBank(model, hooked=hooked)
+        self.vocabulary = int(self.head.weight_VH.shape[0])
         self.eos_ids = base.eos_ids
         self.eos = torch.tensor(self.eos_ids, dtype=torch.long, device=base.device)
         self.ends = closing_ids(base.tokenizer)
@@ -148,12 +150,15 @@ class DecodedRows(ABC):
         """Sample the next token of the rows `at`, record it, and retire the rows it finishes."""
         rows = self.rows
         count_B = rows.count[at]
-        token_B, logprob_B = self.draw(at, count_B, logits_BV)
+        token_B, logprob_B, kept = self.draw(at, count_B, logits_BV)
         row_B = torch.arange(at.start, at.stop, device=count_B.device)
         rows.token[at] = token_B
         rows.tokens[row_B, count_B] = token_B
         rows.logprobs[row_B, count_B] = logprob_B.to(rows.logprobs.dtype)
         rows.count[at] += 1
+        if kept is not None:
+            mine = [i for i in rows.recorded if at.start <= i < at.stop]
+            self.record(kept, {i: slice(i - at.start, i - at.start + 1) for i in mine})
         stopped_B = rows.watch_eos[at] & (token_B[:, None] == self.shared.eos).any(-1)
         finished_B = stopped_B | (rows.count[at] >= rows.limit[at])
         extra: dict[int, str] = {}
@@ -167,13 +172,25 @@ class DecodedRows(ABC):
             reasons |= dict.fromkeys(row_B[stopped_B].tolist(), FinishReason.STOP)
             self.retire(reasons | dict.fromkeys(extra, FinishReason.STOP), extra)
 
-    def draw(self, at: slice | Tensor, place_S: Tensor, logits_SV: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens in these places of the completions in the rows `at`, and their log-probabilities."""
+    def draw(self, at: slice | Tensor, place_S: Tensor, logits_SV: Tensor) -> tuple[Tensor, Tensor, KeptRows | None]:
+        """The tokens in these places of the completions in the rows `at`, their log-probabilities, and what they could
+        be where that may not be the whole vocabulary."""
         seed_S = self.rows.seed[at if isinstance(at, slice) else at.cpu().numpy()]
         drawn = uniforms(seed_S, place_S.cpu().numpy())
         uniform_S = torch.tensor(drawn, dtype=self.rows.logprobs.dtype, device=place_S.device)
         drawn_SV = self._reshaped(at, place_S, logits_SV) if self.rows.reshaped else None
         return sample_tokens(logits_SV, self.rows.params(at), uniform_S, drawn_BV=drawn_SV)
+
+    def record(self, kept: KeptRows, tokens: Mapping[int, slice]) -> None:
+        """Record what the tokens of rows could be: `tokens` says which of those drawn are each row's."""
+        every = torch.tensor([s for mine in tokens.values() for s in range(mine.start, mine.stop)], dtype=torch.long)
+        if not len(every):
+            return
+        every = every.to(kept.logprob_B.device)
+        entries, logprobs = iter(mask_entries(kept.kept_BV[every])), iter(kept.logprob_B[every].tolist())
+        for i, mine in tokens.items():
+            count = mine.stop - mine.start
+            self.rows.owners[i].keep(list(islice(entries, count)), list(islice(logprobs, count)))
 
     def _reshaped(self, at: slice | Tensor, place_S: Tensor, logits_SV: Tensor) -> Tensor:
         """The logits that are drawn from, where some of the rows change theirs."""
@@ -210,6 +227,7 @@ class DecodedRows(ABC):
         for i, reason in reasons.items():
             row, count, text = rows.owners[i], int(rows.count[i]), cut.get(i)
             job, ids = row.job, tuple(rows.tokens[i, :count].tolist())
+            kept = row.sampling_mask(self.shared.vocabulary)
             job.done[row.index] = Completion(
                 token_ids=ids,
                 logprobs=tuple(rows.logprobs[i, :count].tolist()),
@@ -219,6 +237,8 @@ class DecodedRows(ABC):
                 top_logprobs=tuple(row.alternatives),
                 cached_tokens=job.cached,
                 routed_experts=rows.routed_experts(i, count),
+                kept=kept,
+                kept_logprobs=() if kept is None else tuple(row.kept_logprobs),
             )
             if job.request.cache:
                 self.keep(i, row, (*job.request.prompt_ids, *ids[:-1]))  # the last was never seen by the model

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -307,13 +307,16 @@ class PackedDecoder(DecodedRows):
         place_S = rows.count[row_S] + t_S
         if self.chosen_SLK is not None:
             rows.route(row_S, place_S - 1, self.chosen_SLK)
-        token_S, logprob_S = self.draw(row_S, place_S, logits_SV)
+        token_S, logprob_S, kept = self.draw(row_S, place_S, logits_SV)
         rows.tokens[row_S, place_S], rows.logprobs[row_S, place_S] = token_S, logprob_S.to(rows.logprobs.dtype)
 
         def watch(i: int, count: int, s: int) -> str | None:
             return self.watch(i, count, float(logprob_S[s]), logits_SV[s])
 
         lengths, reasons, cut = self.lookup.settle(rows, drafts, token_S.tolist(), self.shared.eos_ids, watch)
+        if kept is not None:
+            starts = [0, *accumulate(1 + len(draft) for draft in drafts)]
+            self.record(kept, {i: slice(starts[i], starts[i] + lengths[i]) for i in rows.recorded})
         every = slice(0, rows.active)
         length_B = torch.tensor(lengths, device=row_S.device)
         rows.count[every] += length_B

@@ -24,7 +24,7 @@ from groupwise.engine.kv_cache import PromptKey
 from groupwise.engine.multi_lora import AdapterWeights
 from groupwise.engine.sampling import RowParams, completion_seed
 from groupwise.model.load import widest_float
-from groupwise.types import Completion, RoutedExperts, SamplingRequest, TokenSink
+from groupwise.types import LEAVES_OUT, Completion, MaskEntry, RoutedExperts, SamplingMask, SamplingRequest, TokenSink
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Where a text has been before: for the last tokens of a row, what followed them when they occurred last.
@@ -144,11 +144,26 @@ class Row:
     shared: int
     alternatives: list[tuple[tuple[int, float], ...]] = field(default_factory=list)  # with top_logprobs
     routed_PLK: Tensor | None = None  # the experts of the prompt's tokens, where they are recorded
+    kept: list[MaskEntry] = field(default_factory=list)  # what each token could be, where that is recorded
+    kept_logprobs: list[float] = field(default_factory=list)
 
     @cached_property
     def history(self) -> History:
         """The n-gram index of this row, with as much of the completion as was added to it."""
         return History(self.job.request.prompt_ids, self.job.ngrams)
+
+    def keep(self, entries: Iterable[MaskEntry], logprobs: Iterable[float]) -> None:
+        """Record what the next tokens could be, and their log-probabilities under the policy restricted to that."""
+        self.kept.extend(entries)
+        self.kept_logprobs.extend(logprobs)
+
+    def sampling_mask(self, vocabulary: int) -> SamplingMask | None:
+        """What all tokens could be; None where nothing was to be left out, and nothing was."""
+        if not self.kept:
+            return None
+        mask = SamplingMask.of_entries(vocabulary, self.kept)
+        asked = any(name in LEAVES_OUT for name in self.job.request.params.reshaped)
+        return mask if asked or not mask.is_whole else None
 
     @property
     def watched(self) -> bool:
@@ -258,8 +273,10 @@ class Rows:
     def _note(self) -> None:
         """Work out what the next steps need to know of all rows together."""
         every = [row.job.request.params for row in self.owners]
-        self.truncated = any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in every)
         self.greedy = any(p.temperature == 0 for p in every)
+        narrowed = {i for i, p in enumerate(every) if p.top_k > 0 or p.top_p < 1 or p.min_p > 0}
         self.watched = [i for i, row in enumerate(self.owners) if row.watched]
         self.reshaped = frozenset(i for i, p in enumerate(every) if p.changes_logits)
+        self.truncated = bool(narrowed)
+        self.recorded = sorted(i for i in narrowed | self.reshaped if every[i].temperature > 0)
         self.weights = [row.job.weights for row in self.owners]

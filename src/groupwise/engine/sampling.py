@@ -5,8 +5,9 @@ token t of a completion is a hash of (seed, t) and nothing else, so a completion
 batch. A token is drawn by inverting the cumulative distribution at that uniform.
 
 The reported log-probability is that of the whole temperature-scaled distribution of the policy, before penalties and
-biases and before top-k, top-p and min-p: it is what the trainer's forward computes (at temperature 0, the untempered
-distribution's).
+biases and before top-k, top-p and min-p (at temperature 0, the untempered distribution's). Where these, or logits of
+-inf, leave a part of the vocabulary, that part is reported too, and the log-probability under the same distribution
+restricted to it (`KeptRows`), which is what the trainer's forward then computes.
 
 Shapes: B rows, V vocabulary.
 """
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.types import SamplingParams
+from groupwise.types import DROPPED, KEPT, MaskEntry, SamplingParams, mask_entry
 
 COLDEST = 1e-5  # a lower temperature is this one: the division must not overflow
 
@@ -61,12 +62,26 @@ class RowParams:
     truncated: bool
     greedy: bool = True
 
+    @property
+    def narrowed_B(self) -> Tensor:
+        """Whether top-k, top-p or min-p of a row may leave tokens out."""
+        return (self.top_k_B > 0) | (self.top_p_B < 1) | (self.min_p_B > 0)
+
+
+@dataclass(frozen=True)
+class KeptRows:
+    """What the tokens of B rows could be (bools), and the log-probability of each under the policy's tempered
+    distribution restricted to that: z_a / T - log sum_{v kept} exp(z_v / T)."""
+
+    kept_BV: Tensor
+    logprob_B: Tensor
+
 
 def sample_tokens(
     logits_BV: Tensor, params: RowParams, uniform_B: Tensor, *, drawn_BV: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """-> (token_B int64, logprob_B in the logits' type). `uniform_B` is in [0, 1), in the widest
-    float of the device, in which probabilities are summed. `drawn_BV` are the logits
+) -> tuple[Tensor, Tensor, KeptRows | None]:
+    """-> (token_B int64, logprob_B in the logits' type, what was kept where any row may be narrowed). `uniform_B` is in
+    [0, 1), in the widest float of the device, in which probabilities are summed. `drawn_BV` are the logits
     that tokens are drawn from, where they are not the policy's (`reshape`)."""
     logprobs_BV = scaled_logprobs(logits_BV, params.temperature_B)
     wanted_BV = logits_BV if drawn_BV is None else drawn_BV
@@ -76,7 +91,31 @@ def sample_tokens(
     token_B = _draw(probs_BV, uniform_B)
     if params.greedy:
         token_B = torch.where(params.temperature_B == 0, wanted_BV.argmax(-1), token_B)
-    return token_B, logprobs_BV.gather(-1, token_B[:, None])[:, 0]
+    logprob_B = logprobs_BV.gather(-1, token_B[:, None])[:, 0]
+    if not params.truncated and drawn_BV is None:
+        return token_B, logprob_B, None
+    kept_BV = wanted_BV > -math.inf
+    if params.truncated:
+        kept_BV &= (probs_BV > 0) | ~params.narrowed_B[:, None]
+    kept_BV |= ~kept_BV.any(-1, keepdim=True)  # NaN logits, which leave nothing
+    total_B = logprobs_BV.masked_fill(~kept_BV, -math.inf).logsumexp(-1)
+    return token_B, logprob_B, KeptRows(kept_BV, (logprob_B - total_B).clamp(max=0))
+
+
+def mask_entries(kept_SV: Tensor) -> list[MaskEntry]:
+    """The entry of each row in a `SamplingMask`; of a large part only bits leave the device, of others their ids."""
+    vocabulary = kept_SV.shape[1]
+    count_S = kept_SV.sum(-1)
+    few_S = count_S <= vocabulary - count_S
+    size_S = torch.where(few_S, count_S, vocabulary - count_S)
+    listed_S = size_S <= -(-vocabulary // 32)
+    ids = (kept_SV[listed_S] == few_S[listed_S, None]).nonzero()[:, 1].to("cpu", torch.int32).numpy()
+    ends = size_S[listed_S].cumsum(0).tolist()
+    ids_of_row, bits_of_row = iter(np.split(ids, ends[:-1])), iter(kept_SV[~listed_S].cpu().numpy())
+    return [
+        (KEPT if few else DROPPED, next(ids_of_row)) if listed else mask_entry(next(bits_of_row), most=-1)
+        for listed, few in zip(listed_S.tolist(), few_S.tolist(), strict=True)
+    ]
 
 
 def reshape(

@@ -38,15 +38,18 @@ import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from groupwise.algo.prefixes import Line, cut, families, tree_of
+from groupwise.errors import TrainingError
 from groupwise.model.attention import Layout, PrefixTree, SharedPrompts
 from groupwise.model.flex import Forest
 from groupwise.model.load import widest_float
-from groupwise.types import Sample
+from groupwise.types import BITMAP, DROPPED, KEPT, MaskEntry, Sample, SamplingMask
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The ways to compute attention over a micro-batch: which layouts say who attends to whom in its packed row.
@@ -81,6 +84,44 @@ class Padded:
     """Instead of a layout: rows of `width` tokens each, padded on the right, for the model's own attention."""
 
     width: int
+
+
+class KeptRanges:
+    """What the N loss tokens of a micro-batch could be, as tensors: a `SamplingMask`'s words with their ranges.
+
+    Raises:
+        TrainingError: they are of another vocabulary than `vocabulary`, that of the model's LM head, when it is read.
+    """
+
+    def __init__(self, entries: Sequence[MaskEntry], vocabulary: int, device: torch.device):
+        self._kinds, self._vocabulary, self._device = [kind for kind, _ in entries], vocabulary, device
+        self._starts = [0, *accumulate(len(words) for _, words in entries)]
+        words = np.concatenate([words for _, words in entries])
+        self._words = torch.from_numpy(words.astype("int32")).to(device)
+
+    def dropped(self, tokens: slice, vocabulary: int) -> Tensor | None:
+        """For some of the tokens what they could not be (bools [tokens, vocabulary]); None where each could be
+        anything."""
+        if vocabulary != self._vocabulary:
+            raise TrainingError(
+                f"what was sampled is recorded as parts of {self._vocabulary} ids, and the model has {vocabulary}",
+                hint="train the model that sampled, or sample with top_p 1, top_k 0 and min_p 0",
+            )
+        kinds, starts = self._kinds[tokens], self._starts[tokens.start : tokens.stop + 1]
+        if starts[0] == starts[-1]:
+            return None
+        kind_n = torch.tensor(kinds, device=self._device)
+        length_n = torch.tensor(starts, device=self._device).diff()
+        words = self._words[starts[0] : starts[-1]]
+        row = torch.repeat_interleave(torch.arange(len(kinds), device=self._device), length_n)
+        dropped_nV = (kind_n == KEPT)[:, None].repeat(1, vocabulary)
+        listed = kind_n[row] != BITMAP
+        dropped_nV[row[listed], words[listed].long()] = kind_n[row[listed]] == DROPPED
+        if BITMAP in kinds:
+            places = torch.arange(32, dtype=torch.int32, device=self._device)
+            bits = (words[~listed].view(-1, -(-vocabulary // 32), 1) >> places) & 1
+            dropped_nV[kind_n == BITMAP] = bits.flatten(1)[:, :vocabulary] == 0
+        return dropped_nV
 
 
 @dataclass(frozen=True)
@@ -127,6 +168,18 @@ class MicroBatch:
         if isinstance(self.layout, Padded):
             chosen_SLK = chosen_SLK.view(-1, self.layout.width, *chosen_SLK.shape[1:])[:, :-1].flatten(0, 1)
         return chosen_SLK.transpose(0, 1).contiguous().to(self.input_ids_S.device)
+
+    def kept(self) -> KeptRanges | None:
+        """What the sampler could draw for each loss token; None where that is the whole vocabulary for all."""
+        known = {sample.kept.vocabulary for sample in self.samples if sample.kept is not None}
+        if not known:
+            return None
+        vocabulary = min(known)
+        entries: list[MaskEntry] = []
+        for sample in self.samples:
+            mine = sample.kept or SamplingMask.whole(vocabulary, len(sample.mask))
+            entries += [entry for entry, trained in zip(mine.entries(), sample.mask, strict=True) if trained]
+        return KeptRanges(entries, vocabulary, self.target_N.device) if entries else None
 
     def per_token(self, values_by_row: Sequence[Sequence[float] | None]) -> Tensor | None:
         """One value per completion token of each row -> those of loss tokens [N], in the device's `widest_float`; None

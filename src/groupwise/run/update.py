@@ -400,7 +400,14 @@ def _rollouts(index: int, group: EncodedGroup) -> RolloutGroup:
     rollouts = []
     for each in group.completions:
         logprobs = (math.nan,) * len(each.ids) if each.logprobs is None else each.logprobs
-        completion = Completion(token_ids=each.ids, logprobs=logprobs, text="", finish_reason=FinishReason.STOP)
+        completion = Completion(
+            token_ids=each.ids,
+            logprobs=logprobs,
+            text="",
+            finish_reason=FinishReason.STOP,
+            kept=each.sampling_mask,
+            kept_logprobs=() if each.kept is None else logprobs,
+        )
         turn = Turn(group.prompt_ids, completion)
         rollouts.append(Rollout(turns=(turn,), rewards={_REWARD: each.reward}, reward=each.reward))
     return RolloutGroup(prompt=Prompt(id=str(index), token_ids=group.prompt_ids), rollouts=tuple(rollouts))

@@ -28,7 +28,7 @@ from groupwise.algo.advantage import advantages
 from groupwise.config.run import AdvantageConfig
 from groupwise.config.yaml import Document, validate
 from groupwise.errors import DataError
-from groupwise.types import Sample
+from groupwise.types import Sample, SamplingMask
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Which log-probability is of which token: the one place that knows.
@@ -86,8 +86,8 @@ def check_known(values: Sequence[float], mask: Sequence[int], *, what: str) -> N
         if trained and not math.isfinite(value):
             raise DataError(
                 f"{what}[{position}] is {value}, and the token after it is trained",
-                hint="every trained token needs a finite value (what was sampled with top_p or top_k has no "
-                "log-probability); leave the token out with a mask of 0",
+                hint="every trained token needs a finite value (what was sampled with top_p or top_k by an "
+                "engine that does not record what they left has none); leave the token out with a mask of 0",
             )
 
 
@@ -100,15 +100,18 @@ TRAINED = 0.5  # a mask or weight above it marks a trained token
 class Datum:
     """One training sequence: `model_input` [N - 1], and `loss_fn_inputs`, a dict of [N - 1] entries named as above.
 
-    Lists, tuples, tensors and arrays are taken.
+    Lists, tuples, tensors and arrays are taken. `kept` is the part of the vocabulary that each target was drawn from
+    (`SampledCompletion.kept`), [N - 1]: its log-probabilities, the sampler's and the trainer's, are then under the
+    policy restricted to that. The loss cross_entropy is of the whole vocabulary all the same.
 
     Raises:
-        DataError: empty, of different lengths, an unknown name, a token id that is none, or a value that is not finite
-            where a token is trained.
+        DataError: empty, of different lengths, an unknown name, a token id that is none, a value that is not finite
+            where a token is trained, or a trained target that is not in its part of the vocabulary.
     """
 
     model_input: Sequence[int]
     loss_fn_inputs: Mapping[str, Sequence[float]]
+    kept: SamplingMask | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.loss_fn_inputs, Mapping):
@@ -133,6 +136,23 @@ class Datum:
             if type(token) is not int or token < 0:
                 raise DataError(f"{token!r} is not a token id; ids are whole numbers from 0")
         self._check_values()
+        self._check_kept()
+
+    def _check_kept(self) -> None:
+        if self.kept is None:
+            return
+        if len(self.kept) != len(self.model_input):
+            raise DataError(
+                f"kept is of {len(self.kept)} tokens and model_input has {len(self.model_input)}",
+                hint="datum() of what was sampled has it of every target",
+            )
+        for position, (inside, trained) in enumerate(zip(self.kept.has(self.targets), self.mask, strict=True)):
+            if trained and not inside:
+                raise DataError(
+                    f"{TARGETS}[{position}] is {self.targets[position]}, which is not in the part of the vocabulary "
+                    "that kept says it was drawn from",
+                    hint="change no target of a datum with kept, or leave kept out",
+                )
 
     def _check_values(self) -> None:
         for name in VALUES:
@@ -172,8 +192,9 @@ class Datum:
 
     def having(self, **values: Sequence[float] | None) -> Datum:
         """A copy of the datum with some of its `loss_fn_inputs` replaced; None removes one."""
-        kept = {**self.loss_fn_inputs, **values}
-        return Datum(model_input=self.model_input, loss_fn_inputs={k: v for k, v in kept.items() if v is not None})
+        inputs = {**self.loss_fn_inputs, **values}
+        present = {name: each for name, each in inputs.items() if each is not None}
+        return Datum(model_input=self.model_input, loss_fn_inputs=present, kept=self.kept)
 
     @property
     def skipped(self) -> int:
@@ -181,7 +202,8 @@ class Datum:
         return self.mask.index(1) if 1 in self.mask else 0
 
     def sample(self, weights: str) -> Sample:
-        """The datum as a `types.Sample` for the learner; `weights` names the entry that weighs its tokens.
+        """The datum as a `types.Sample` for the learner; `weights` names the entry that weighs its tokens. With
+        "weights", those of cross-entropy, `kept` is left out: what is imitated is the text, whatever drew it.
 
         All before the first trained token counts as the prompt, which adjacent datums with the same prompt share."""
         first, inputs = self.skipped, self.loss_fn_inputs
@@ -194,20 +216,29 @@ class Datum:
             weights=tuple(inputs[weights][first:]),
             behaviour_logprobs=None if behaviour is None else tuple(behaviour[first:]),
             targets=self.targets[first:],
+            kept=None if self.kept is None or weights == "weights" else self.kept.cut(first),
         )
 
     def whole(self) -> Sample:
         """The datum as a sample whose first token is the prompt, to get log-probabilities of all N - 1 targets."""
         ids = self.tokens
-        return Sample(prompt_ids=ids[:1], completion_ids=ids[1:], mask=(1,) * (len(ids) - 1), targets=self.targets)
+        return Sample(
+            prompt_ids=ids[:1],
+            completion_ids=ids[1:],
+            mask=(1,) * (len(ids) - 1),
+            targets=self.targets,
+            kept=self.kept,
+        )
 
 
-def datum_of(tokens: Sequence[int], *, prompt_len: int) -> Datum:
+def datum_of(tokens: Sequence[int], *, prompt_len: int, kept: SamplingMask | None = None) -> Datum:
     """A datum of N tokens whose `weights` are 0 on the first `prompt_len` tokens (the prompt) and 1 on the
-    completion."""
+    completion, whose tokens were drawn from what was `kept`."""
     ids = tuple(tokens)
     weights = [float(j + 1 >= prompt_len) for j in range(len(ids) - 1)]
-    return Datum(model_input=ids[:-1], loss_fn_inputs={TARGETS: ids[1:], "weights": weights})
+    if kept is not None:
+        kept = SamplingMask.join([SamplingMask.whole(kept.vocabulary, prompt_len - 1), kept])
+    return Datum(model_input=ids[:-1], loss_fn_inputs={TARGETS: ids[1:], "weights": weights}, kept=kept)
 
 
 def compute_advantages(rewards: Sequence[float | None], *, eps: float = 1e-8, ddof: int = 1) -> list[float | None]:

@@ -39,6 +39,7 @@ from groupwise.types import (
     PolicyVersion,
     Prompt,
     Sampler,
+    SamplingMask,
     SamplingParams,
     SamplingRequest,
     seed_of,
@@ -181,8 +182,9 @@ class SampledCompletion:
 
     `inference_logprobs` (nats, at the sampling temperature) has an entry for each of the N `full_tokens`: None for the
     first, which nothing predicts, and, unless `echo` asked for them, for the prompt's others. `[1:]` are the trainer's.
-    Of a completion that was drawn with top_p or top_k all are None: the trainer has no log-probabilities of a part of
-    the distribution, and a policy loss refuses the completion.
+    `kept` is the part of the vocabulary that each token of the completion was drawn from, with top_p or top_k; its
+    log-probabilities are then under the policy restricted to that, which is what the trainer computes for `datum()`.
+    Where the engine does not record it (vLLM) all are None, and a policy loss refuses the completion.
     """
 
     status: Status
@@ -193,6 +195,7 @@ class SampledCompletion:
     finish_reason: str | None = None
     version: PolicyVersion = field(default_factory=PolicyVersion)
     error: str | None = None
+    kept: SamplingMask | None = None
 
     @property
     def completion_len(self) -> int:
@@ -210,7 +213,7 @@ class SampledCompletion:
             raise DataError(
                 f"the entry is {self.status} and has no completion: {self.error}", hint="leave it out: entry.sampled"
             )
-        return datum_of(self.full_tokens, prompt_len=self.prompt_len)
+        return datum_of(self.full_tokens, prompt_len=self.prompt_len, kept=self.kept)
 
 
 class DeploymentSampler:
@@ -275,8 +278,8 @@ class DeploymentSampler:
         """`n` completions of a prompt's tokens, in order, all by one version.
 
         Args:
-            top_p, top_k: draw from a part of the distribution, for evaluation; such completions have no
-                log-probabilities, and are not for policy losses.
+            top_p, top_k: draw from a part of the vocabulary, which the local engine records (`kept`); completions
+                of other engines have no log-probabilities then, and are not for policy losses.
             seed: of this call; None: the sampler's, and the number of the call.
             echo: with the log-probabilities of the prompt too, which costs a forward.
             version: one that is loaded; None: the one that is served now.
@@ -348,7 +351,8 @@ def _token_ids(given: Any) -> tuple[int, ...]:
 
 def _entry(request: SamplingRequest, completion: Completion, before: tuple[float | None, ...]) -> SampledCompletion:
     prompt_ids = request.prompt_ids
-    own = (None,) * len(completion.logprobs) if request.params.reshaped else completion.logprobs
+    unrecorded = request.params.unrecorded(completion.kept)
+    own = (None,) * len(completion.logprobs) if unrecorded else completion.behaviour_logprobs
     statuses = {FinishReason.STOP: Status.OK, FinishReason.LENGTH: Status.TRUNCATED}
     status = statuses.get(completion.finish_reason, Status.FAILED)
     return SampledCompletion(
@@ -360,6 +364,7 @@ def _entry(request: SamplingRequest, completion: Completion, before: tuple[float
         finish_reason=str(completion.finish_reason),
         version=completion.version,
         error="it was cancelled" if status is Status.FAILED else None,
+        kept=completion.kept,
     )
 
 

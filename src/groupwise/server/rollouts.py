@@ -107,6 +107,8 @@ def _records(asked: Admission, groups: Sequence[Sequence[Completion]]) -> list[R
             finish_reason=completion.finish_reason.value,
             text=completion.text,
             reshaped=request.params.reshaped,
+            kept=completion.kept,
+            kept_logprobs=completion.kept_logprobs,
         )
         for request, group in zip(asked.requests, groups, strict=True)
         for completion in group

@@ -197,7 +197,7 @@ class RolloutRow(Answer):
     temperature: float
     reshaped: list[str]
     """The sampling parameters by which it was drawn from another distribution than the policy's at this temperature,
-    of which the log-probabilities are. None for an on-policy sample; a job is not told."""
+    of which the log-probabilities are. None for an on-policy sample of all of it; a job is not told."""
     prompt_tokens: int
     completion_tokens: int
     created_at: str

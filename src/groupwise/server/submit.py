@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+from base64 import b64encode
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -45,7 +46,7 @@ from groupwise.store.job_payload import EncodedExample as EncodedExample
 from groupwise.store.job_payload import EncodedGroup as EncodedGroup
 from groupwise.store.job_payload import dump_examples, dump_groups
 from groupwise.store.ledger import RolloutRecord, kept_rollouts
-from groupwise.types import BASE, PolicyVersion, Prompt
+from groupwise.types import BASE, PolicyVersion, Prompt, SamplingMask, unrecorded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -176,7 +177,8 @@ def _encode_completion(
         if max((*record.prompt_ids, *record.completion_ids)) >= base.vocabulary:
             message = f"{at} was sampled from another model than {base.name}"
             raise RequestError(message, hint="sample it again", field=f"{at}.rollout_id")
-        return record.prompt_ids, _scored(record.completion_ids, record.logprobs, completion.reward)
+        logprobs = record.logprobs if record.kept is None else record.kept_logprobs
+        return record.prompt_ids, _scored(record.completion_ids, logprobs, completion.reward, kept=record.kept)
     if completion.token_ids is not None:
         ids = _checked_ids(completion.token_ids, f"{at}.token_ids", base)
         logprobs = _checked_logprobs(completion.logprobs, len(ids), f"{at}.logprobs")
@@ -187,8 +189,11 @@ def _encode_completion(
     return None, _scored(texts.encode(completion.text, at), None, completion.reward)
 
 
-def _scored(ids: Ids, logprobs: tuple[float, ...] | None, reward: float) -> job_payload.EncodedCompletion:
-    return job_payload.EncodedCompletion(ids=ids, logprobs=logprobs, reward=reward)
+def _scored(
+    ids: Ids, logprobs: tuple[float, ...] | None, reward: float, *, kept: SamplingMask | None = None
+) -> job_payload.EncodedCompletion:
+    data = None if kept is None else b64encode(kept.to_bytes())
+    return job_payload.EncodedCompletion(ids=ids, logprobs=logprobs, reward=reward, kept=data)
 
 
 def _checked_ids(ids: Sequence[int], at: str, base: TextModel) -> Ids:
@@ -566,9 +571,9 @@ def _temperature(config: GrpoJobConfig, groups: Sequence[ScoredGroup], records: 
         if completion.rollout_id is None:
             continue
         record = records[completion.rollout_id]
-        if record.reshaped:
-            hint = f"sample rollouts without {', '.join(record.reshaped)}; a lower temperature can be trained"
-            message = f"{at} was sampled with {', '.join(record.reshaped)}, from another distribution than is trained"
+        if names := ", ".join(unrecorded(record.reshaped, record.kept)):
+            hint = f"sample rollouts without {names}; a lower temperature can be trained"
+            message = f"{at} was sampled with {names}, from another distribution than is trained"
             raise RequestError(message, hint=hint, field=f"{at}.rollout_id")
         temperature = record.temperature
         if temperature <= 0:

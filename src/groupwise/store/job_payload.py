@@ -1,10 +1,12 @@
 """A training job's payload: the token ids that it trains on, as the server writes them and the worker reads them.
 
-    grpo   {"groups": [{"prompt_ids": [..], "completions": [{"ids": [..], "logprobs": [..] | null, "reward": r}]}],
-            "temperature": 1.0}
+    grpo   {"groups": [{"prompt_ids": [..], "completions": [{"ids": [..], "logprobs": [..] | null, "reward": r,
+            "kept": null}]}], "temperature": 1.0}
     sft    {"examples": [{"prompt_ids": [..], "completion_ids": [..], "mask": [..]}]}
 
-`logprobs` are those of the policy that sampled, at `temperature`; null where nobody recorded them. No torch here.
+`logprobs` are those of the policy that sampled, at `temperature`; null where nobody recorded them. `kept` is the part
+of the vocabulary that each token was drawn from, and `logprobs` are of the policy restricted to it; null is all of it
+(`types.SamplingMask`, its bytes in base64). No torch here.
 """
 
 from __future__ import annotations
@@ -12,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Base64Bytes, Field, ValidationError, model_validator
 
 from groupwise.config.yaml import Section
 from groupwise.errors import DataError
+from groupwise.types import SamplingMask
 
 Id = Annotated[int, Field(ge=0)]
 Ids = Annotated[tuple[Id, ...], Field(strict=False)]
@@ -25,16 +28,29 @@ Mask = Annotated[tuple[Annotated[int, Field(ge=0, le=1)], ...], Field(strict=Fal
 
 
 class EncodedCompletion(Section):
-    """A completion with its reward; `logprobs` has an entry per id."""
+    """A completion with its reward; `logprobs` has an entry per id, and so has `kept`."""
 
     ids: Ids
     logprobs: Logprobs | None = None
     reward: float
+    kept: Base64Bytes | None = None
+
+    @property
+    def sampling_mask(self) -> SamplingMask | None:
+        """`kept`, read."""
+        return None if self.kept is None else SamplingMask.from_bytes(self.kept)
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.logprobs is not None and len(self.logprobs) != len(self.ids):
             raise ValueError(f"{len(self.logprobs)} logprobs for {len(self.ids)} ids; give one per id, or null")
+        if (mask := self.sampling_mask) is not None:
+            if self.logprobs is None or len(mask) != len(self.ids):
+                raise ValueError(
+                    f"kept is of {len(mask)} tokens, for {len(self.ids)} ids; give logprobs and it of each"
+                )
+            if not all(mask.has(self.ids)):
+                raise ValueError("an id is not in the part of the vocabulary that kept says it was drawn from")
         return self
 
 

@@ -35,6 +35,7 @@ from groupwise.errors import (
     NotReadyError,
     StorageError,
 )
+from groupwise.types import SamplingMask
 
 BUSY_SECONDS = 5.0
 KEEP_SECONDS = 7 * 24 * 3600.0  # finished jobs and rollouts
@@ -130,6 +131,11 @@ MIGRATIONS = (
     ) AS sums WHERE sums.seq = rollout.seq;
     CREATE INDEX rollout_upto ON rollout (upto)
     """,
+    """
+    -- types.SamplingMask.to_bytes, and a float64 for each token (null where it is not recorded)
+    ALTER TABLE rollout ADD COLUMN kept BLOB;
+    ALTER TABLE rollout ADD COLUMN kept_logprobs BLOB
+    """,
 )
 
 JOBS = """
@@ -137,7 +143,9 @@ JOBS = """
         (SELECT count(*) FROM job AS other WHERE other.state = 'queued' AND other.seq <= job.seq) END AS position
     FROM job
 """
-_ROLLOUT_COLUMNS = "id, prompt_ids, completion_ids, logprobs, version, temperature, finish_reason, text, reshaped"
+_ROLLOUT_COLUMNS = (
+    "id, prompt_ids, completion_ids, logprobs, version, temperature, finish_reason, text, reshaped, kept, kept_logprobs"
+)
 
 _DISK = {  # the error of the file system that SQLite's stands for; 0 where it does not say
     sqlite3.SQLITE_FULL: errno.ENOSPC,
@@ -250,7 +258,8 @@ class RolloutRecord:
     """A completion that was sampled over HTTP, so that a reward for its id is enough to train on it.
 
     `logprobs` are the policy's own at this temperature. `reshaped` names the sampling parameters by which its tokens
-    were drawn from another distribution (`SamplingParams.reshaped`); none for an on-policy sample.
+    were drawn from another distribution (`SamplingParams.reshaped`); none for an on-policy sample of all of the policy.
+    `kept` and `kept_logprobs` are those of the completion (`types.Completion`), where it has them.
     """
 
     id: str
@@ -262,6 +271,8 @@ class RolloutRecord:
     finish_reason: str
     text: str
     reshaped: tuple[str, ...] = ()
+    kept: SamplingMask | None = None
+    kept_logprobs: tuple[float, ...] = ()
 
 
 class Database:
@@ -532,9 +543,12 @@ def write_rollouts(db: sqlite3.Connection, records: Iterable[RolloutRecord]) -> 
     for record in records:
         prompt, completion = (array("i", ids).tobytes() for ids in (record.prompt_ids, record.completion_ids))
         logprobs = array("d", record.logprobs).tobytes()
+        kept = None if record.kept is None else record.kept.to_bytes()
+        own = None if record.kept is None else array("d", record.kept_logprobs).tobytes()
         upto += len(prompt) + len(completion) + len(logprobs) + len(record.text.encode())
+        upto += len(kept or b"") + len(own or b"")
         rest = (record.version, record.temperature, record.finish_reason, record.text, " ".join(record.reshaped))
-        db.execute(statement, (record.id, prompt, completion, logprobs, *rest, now, upto))
+        db.execute(statement, (record.id, prompt, completion, logprobs, *rest, kept, own, now, upto))
 
 
 def read_rollouts(db: sqlite3.Connection, ids: Sequence[str]) -> dict[str, RolloutRecord]:
@@ -549,6 +563,8 @@ def read_rollouts(db: sqlite3.Connection, ids: Sequence[str]) -> dict[str, Rollo
                 for name, kind in (("prompt_ids", "i"), ("completion_ids", "i"), ("logprobs", "d")):
                     values[name] = tuple(array(kind, values[name]))
                 values["reshaped"] = tuple(values["reshaped"].split())
+                values["kept"] = None if values["kept"] is None else SamplingMask.from_bytes(values["kept"])
+                values["kept_logprobs"] = tuple(array("d", values["kept_logprobs"] or b""))
                 found[values["id"]] = RolloutRecord(**values)
     return found
 

@@ -21,6 +21,7 @@ from groupwise.types import (
     Rollout,
     RolloutGroup,
     RoutedExperts,
+    SamplingMask,
     Turn,
 )
 
@@ -108,6 +109,9 @@ def _turn_to_json(turn: Turn, *, prompt: Prompt) -> dict[str, Any]:
         raw["trained"] = False
     if (routed := completion.routed_experts) is not None:
         raw["routed_experts"] = {"shape": routed.shape, "data": b64encode(routed.data).decode()}
+    if completion.kept is not None:
+        raw["kept"] = b64encode(completion.kept.to_bytes()).decode()
+        raw["kept_logprobs"] = plain(completion.kept_logprobs)
     if completion.top_logprobs:
         raw["top_logprobs"] = plain(completion.top_logprobs)
     return raw
@@ -140,6 +144,8 @@ def _turn_from_json(raw: Mapping[str, Any], prompt: Prompt) -> Turn:
             tuple((id, _exact(value)) for id, value in likeliest) for likeliest in raw.get("top_logprobs", ())
         ),
         routed_experts=None if routed is None else RoutedExperts(tuple(routed["shape"]), b64decode(routed["data"])),
+        kept=None if "kept" not in raw else SamplingMask.from_bytes(b64decode(raw["kept"], validate=True)),
+        kept_logprobs=tuple(_exact(value) for value in raw.get("kept_logprobs", ())),
     )
     return Turn(
         prompt.token_ids if raw["prompt_ids"] is None else tuple(raw["prompt_ids"]),

@@ -6,10 +6,12 @@
 Every call is sampled by the engine, in one batch with all other episodes, at the policy version of the episode, and is
 a turn: ids that go on from an earlier turn's are trained in one segment with it, others begin a segment (`segments`).
 
-What is not said is the run's own: temperature, top_p, top_k, min_p, stop strings, `rollout.max_tokens`. A turn that is
-sampled otherwise, or greedily (`do_sample=False`), is answered as asked and not trained: the loss compares
-probabilities at the run's temperature, and what is drawn from another distribution would bias it. Saying the run's own
-values changes nothing; in a greedy evaluation such calls are greedy too.
+What is not said is the run's own: temperature, top_p, top_k, min_p, stop strings, `rollout.max_tokens`. A turn with
+another top_p, top_k or min_p is trained under what these left, which the local engine records. One that is sampled at
+another temperature, or greedily (`do_sample=False`), or narrowed by an engine that does not record it, is answered as
+asked and not trained: the loss compares probabilities at the run's temperature, and what is drawn from another
+distribution would bias it. Saying the run's own values changes nothing; in a greedy evaluation such calls are greedy
+too.
 
 Stopping criteria are applied to what was sampled, which is cut where they would have stopped it. What the engine cannot
 do (beams, penalties, logits processors, scores) is refused.
@@ -323,10 +325,13 @@ class RecordingPolicy:
     def _record(
         self, prompts: Sequence[tuple[int, ...]], completions: Sequence[Completion], asked: GenerateOptions
     ) -> list[Turn]:
-        if asked.otherwise:
+        if not all(asked.trains(said) for said in completions):
             self._origin.note(f"what is generated with {asked.otherwise} is not trained: the run samples otherwise")
-        trained = self._origin.config.train_turns == "all" and not asked.otherwise
-        turns = [Turn(prompt, said, trained=trained) for prompt, said in zip(prompts, completions, strict=True)]
+        every = self._origin.config.train_turns == "all"
+        turns = [
+            Turn(prompt, said, trained=every and asked.trains(said))
+            for prompt, said in zip(prompts, completions, strict=True)
+        ]
         with self._lock:
             self._check_open()
             for turn in turns:
@@ -370,14 +375,7 @@ class RecordingPolicy:
         for count in range(1, len(completion.token_ids) + 1):
             ids = torch.tensor([[*prompt_ids, *completion.token_ids[:count]]], device=self.device)
             if any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in asked.criteria):
-                kept = completion.token_ids[:count]
-                return replace(
-                    completion,
-                    token_ids=kept,
-                    logprobs=completion.logprobs[:count],
-                    text=decode(kept, self._origin.tokenizer),
-                    finish_reason=FinishReason.STOP,
-                )
+                return completion.first(count, text=decode(completion.token_ids[:count], self._origin.tokenizer))
         return completion
 
 

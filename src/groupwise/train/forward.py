@@ -12,6 +12,14 @@ Forward keeps h, logsumexp and entropy, N numbers each; backward computes the ti
 
 so a [N, V] tensor exists for one tile at a time only. (The idea: Liger kernel, arXiv 2410.10989.)
 
+A token that was drawn from a part K of the vocabulary (top_p, top_k, min_p, a grammar: `Sample.kept`) has the
+log-probability of the distribution that it was drawn from, and so has every sum over v above only v in K:
+
+    logprob = z[target] - log sum_{v in K} exp z_v          p_v = 0 outside of K
+
+K is what the sampler kept, a constant: nothing is differentiated through its choice. Only a tile with such tokens has a
+mask, [tile, V].
+
 `plain_logprobs` is the same quantity by the model's own attention on padded rows: what runs, loudly, where a model
 cannot run packed (`packed_check`).
 
@@ -20,6 +28,7 @@ Shapes: S packed tokens, N loss tokens, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -28,7 +37,7 @@ from transformers import PreTrainedModel
 
 from groupwise.model.backbone import Backbone, decoder_of
 from groupwise.model.load import Head, plain_attention
-from groupwise.model.packing import MicroBatch, Padded
+from groupwise.model.packing import KeptRanges, MicroBatch, Padded
 from groupwise.train.lora import project_with_lora
 
 TILE_VALUES = 1 << 20  # logits per tile: 4 MiB in float32, which stay in a CPU's cache
@@ -44,19 +53,24 @@ class _FusedHead(torch.autograd.Function):
         head: Head,
         target_N: Tensor,
         temperature: float,
+        kept: KeptRanges | None,
     ):
         exact = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
         logprob_N, entropy_N, lse_N = (hidden_NH.new_empty(len(target_N), dtype=exact) for _ in range(3))
         for tile in _tiles(len(target_N), weight_VH.shape[0]):
             z = head.logits(hidden_NH[tile])
             z = z if temperature == 1 else z.div_(temperature)
-            lse = z.logsumexp(-1)
+            dropped = None if kept is None else kept.dropped(tile, weight_VH.shape[0])
+            drawn = z if dropped is None else z.masked_fill(dropped, -math.inf)
+            lse = drawn.logsumexp(-1)
             lse_N[tile] = lse
-            logprob_N[tile] = z.gather(-1, target_N[tile, None])[:, 0] - lse
+            logprob_N[tile] = drawn.gather(-1, target_N[tile, None])[:, 0] - lse
             p = (z - lse[:, None]).exp_()
+            p = p if dropped is None else p.masked_fill_(dropped, 0)
             entropy_N[tile] = lse - p.mul_(z).sum(-1)
         ctx.save_for_backward(hidden_NH, weight_VH, target_N, lse_N, entropy_N)
         ctx.head, ctx.temperature, ctx.autocast = head, temperature, _autocast_type(hidden_NH.device.type)
+        ctx.kept = kept
         return logprob_N, entropy_N
 
     @staticmethod
@@ -73,6 +87,8 @@ class _FusedHead(torch.autograd.Function):
                 logits = head.logits(hidden_NH[tile])  # rounded as in the forward pass, or p would not sum to 1
             z = logits / ctx.temperature if ctx.temperature != 1 else logits
             p = (z - lse_N[tile, None]).exp_()
+            dropped = None if ctx.kept is None else ctx.kept.dropped(tile, weight_VH.shape[0])
+            p = p if dropped is None else p.masked_fill_(dropped, 0)
             slope = grad_logprob_N[tile, None] * (head.scale / ctx.temperature)
             if wants_entropy:
                 z = (z - (lse_N - entropy_N)[tile, None]).mul_(grad_entropy_N[tile, None])
@@ -88,7 +104,7 @@ class _FusedHead(torch.autograd.Function):
                 grad_weight_VH += grad.T @ hidden_NH[tile]
             if grad_bias_V is not None:
                 grad_bias_V += grad.sum(0)
-        return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None
+        return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None, None
 
 
 def _autocast_type(device: str) -> torch.dtype | None:
@@ -101,13 +117,14 @@ def _tiles(tokens: int, vocabulary: int) -> list[slice]:
 
 
 def fused_logprobs(
-    hidden_NH: Tensor, head: Head, target_N: Tensor, *, temperature: float = 1.0
+    hidden_NH: Tensor, head: Head, target_N: Tensor, *, temperature: float = 1.0, kept: KeptRanges | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(log-probability, entropy), both [N] in nats, of `target_N` under softmax(head(hidden) / temperature).
+    """(log-probability, entropy), both [N] in nats, of `target_N` under softmax(head(hidden) / temperature), restricted
+    to what was `kept`.
 
     Gradients flow to `hidden_NH` and to the head's weight and bias (when they require them).
     """
-    return _FusedHead.apply(hidden_NH, head.weight_VH, head.bias_V, head, target_N, temperature)  # type: ignore[return-value]
+    return _FusedHead.apply(hidden_NH, head.weight_VH, head.bias_V, head, target_N, temperature, kept)  # type: ignore[return-value]
 
 
 def packed_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -118,7 +135,7 @@ def packed_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature: f
     positions_S = batch.positions_S.clamp(max=max(longest - 2, 0))
     hidden_SH = Backbone(model, project_with_lora)(batch.input_ids_S, positions_S, batch.layout)
     hidden_NH = hidden_SH.index_select(0, batch.source_N)
-    return fused_logprobs(hidden_NH, Head.of(model), batch.target_N, temperature=temperature)
+    return fused_logprobs(hidden_NH, Head.of(model), batch.target_N, temperature=temperature, kept=batch.kept())
 
 
 def plain_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -129,4 +146,4 @@ def plain_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature: fl
     with plain_attention(model):  # causal: nothing looks at the padding
         hidden_BTH = decoder_of(model)(input_ids=ids_BT, use_cache=False).last_hidden_state
     hidden_NH = hidden_BTH[batch.source_N // width, batch.source_N % width]
-    return fused_logprobs(hidden_NH, Head.of(model), batch.target_N, temperature=temperature)
+    return fused_logprobs(hidden_NH, Head.of(model), batch.target_N, temperature=temperature, kept=batch.kept())

@@ -379,7 +379,10 @@ class Learner:
 
     @verb
     def forward_backward_supervised(self, samples: Sequence[Sample]) -> Metrics:
-        """Accumulate the gradient of the mean cross-entropy (nats per trained token, weighted by `Sample.weights`)."""
+        """Accumulate the gradient of the mean cross-entropy (nats per trained token, weighted by `Sample.weights`).
+
+        It is over the whole vocabulary, whatever the samples were drawn from (`Sample.kept`)."""
+        samples = [replace(sample, kept=None) for sample in samples]
         tokens = max(count_loss_tokens(samples), 1)
         total = sum(
             sum(w for w, m in zip(s.weights, s.mask, strict=True) if m) if s.weights else sum(s.mask) for s in samples

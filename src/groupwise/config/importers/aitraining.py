@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.config.importers.base import Translation, run_name
-from groupwise.config.importers.grpo_args import Names, put_batch, put_vllm
+from groupwise.config.importers.grpo_args import Names, put_batch, put_narrowing, put_vllm
 from groupwise.config.importers.optimizer_args import OptimizerNames, length_of, put_optimizer
 from groupwise.config.importers.tables import keys_of
 from groupwise.config.yaml import Document
@@ -101,8 +101,10 @@ def translate(document: Document, *, folder: Path, count: Count) -> Translation:
     put_vllm(t, "", lora=t["peft"], flag="peft")
     if not t.given("rl_top_k"):
         t.note_difference(
-            "rl_top_k", "completions are drawn from all tokens, as the loss has it; there from the 50 likeliest"
+            "rl_top_k", "completions are drawn from all tokens, as the loss there has it; there from the 50 likeliest"
         )
+    for name in ("top_p", "top_k"):
+        put_narrowing(t, f"rl_{name}", f"rollout.{name}", t[f"rl_{name}"], vllm=bool(t["use_vllm"]))
     if t["log"] == "wandb":
         t.put("tracking.wandb", t.draft.data["name"], "log", "project_name")
     elif t["log"] == "tensorboard":

@@ -88,8 +88,10 @@ REWARD_MODEL = "groupwise.rewards.classifier:reward_model"
 DEFAULTS_1_8 = {"max_completion_length": 256, "use_bias_correction_kl": False}
 """Where TRL 1.8.0's defaults are not 1.16.0's."""
 
-NARROWED = "the loss compares log-probabilities of the whole distribution; drawing from a part of it would bias it"
-"""Why `top_p`, `top_k` and `min_p` are not here."""
+NARROWED = (
+    "vLLM does not report which tokens it left; trained as drawn from everything, what is learned would be biased"
+)
+"""Why `top_p`, `top_k` and `min_p` are not here with vLLM."""
 
 NARROWING_OFF: Mapping[str, tuple[float, ...]] = {"top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,)}
 
@@ -98,6 +100,9 @@ GENERATION_KWARGS = {
     "max_tokens": "rollout.max_tokens",
     "max_new_tokens": "rollout.max_tokens",
     "stop": "rollout.stop",
+    "top_p": "rollout.top_p",
+    "top_k": "rollout.top_k",
+    "min_p": "rollout.min_p",
 }
 
 
@@ -106,15 +111,32 @@ def put_sampling(t: Translation, p: str) -> None:
     if t[f"{p}max_completion_length"] is None:
         what = "not set: completions have at most 256 tokens; there they go on to the engine's limit"
         t.note_difference(f"{p}max_completion_length", what)
-    name = f"{p}generation_kwargs"
-    for key, value in (t[name] or {}).items():
-        if value in NARROWING_OFF.get(key, ()):
-            continue
+    name, vllm = f"{p}generation_kwargs", bool(t[f"{p}use_vllm"])
+    given = t[name] or {}
+    for key in NARROWING_OFF:
+        if key not in given:
+            put_narrowing(t, f"{p}{key}", GENERATION_KWARGS[key], t[f"{p}{key}"], vllm=vllm)
+    for key, value in given.items():
         if key not in GENERATION_KWARGS:
-            why = NARROWED if key in NARROWING_OFF else f"it knows {', '.join(GENERATION_KWARGS)}"
-            t.refuse(name, f"{key!r} is not here; {why}")
+            t.refuse(name, f"{key!r} is not here; it knows {', '.join(GENERATION_KWARGS)}")
+        elif key in NARROWING_OFF:
+            put_narrowing(t, name, GENERATION_KWARGS[key], value, vllm=vllm)
         else:
             t.put(GENERATION_KWARGS[key], [value] if key == "stop" and isinstance(value, str) else value, name)
+
+
+def put_narrowing(t: Translation, name: str, to: str, value: Any, *, vllm: bool) -> None:
+    """`top_p`, `top_k` or `min_p`, given as `name`, where it is not off."""
+    key = to.rpartition(".")[2]
+    if value is None or value in NARROWING_OFF[key]:
+        return
+    if vllm:
+        t.refuse(name, f"{key} {value:g}: {NARROWED}")
+    else:
+        t.put(to, value, name)
+        t.note_difference(
+            name, f"log-probabilities are of what {key} leaves; there of all tokens, which biases the loss"
+        )
 
 
 def put_algorithm(t: Translation, p: str, *, off_policy: bool) -> None:

@@ -255,7 +255,7 @@ class VllmEngine:
             name = params.reshaped[0]
             raise ConfigError(
                 f"{name} is {getattr(params, name)}: vLLM gives the log-probabilities of what it makes of the "
-                "distribution, and the trainer needs those of the policy's own",
+                "distribution, and does not report which tokens it leaves, so the trainer could not compute them",
                 hint=f"turn {name} off, or sample with engine: local",
             )
 

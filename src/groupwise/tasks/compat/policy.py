@@ -12,6 +12,7 @@ from typing import Any
 
 from groupwise.errors import ContextLengthError, EnvError
 from groupwise.types import (
+    NARROWING,
     Completion,
     FinishReason,
     PolicyVersion,
@@ -78,14 +79,16 @@ class BlockingPolicy:
 # What a rollout function asks of the policy: vLLM's sampling options, one engine batch a call, all of it recorded.
 #
 #     max_tokens, stop, stop_token_ids, n       as asked; max_tokens no more than the context has room for
-#     temperature, top_p, top_k, min_p          as the run samples; asked otherwise they are done and not trained, since
-#                                               the loss compares probabilities under the run's distribution
+#     temperature                               as the run samples; asked otherwise it is done and not trained, since
+#                                               the loss compares probabilities at the run's temperature
+#     top_p, top_k, min_p                       as asked, and trained under what they left, which the local engine
+#                                               records; where that is not recorded they are done and not trained
 #     penalties, guided decoding, ...           refused, unless they have the value at which they do nothing
 #
 # The calling thread waits; the engine decodes what all threads ask in one batch.
 # ----------------------------------------------------------------------------------------------------------------------
 
-SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+SAMPLING = ("temperature", *NARROWING)
 CALL_OPTIONS = (*SAMPLING, "max_tokens", "stop", "stop_token_ids", "n")
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "repetition_penalty": (1.0,),
@@ -102,11 +105,17 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class CallOptions:
-    """What one call asks for. `otherwise` names the options in which it is not as the run samples; "" if it is."""
+    """What one call asks for. `otherwise` names the options in which it is not as the run samples; "" if it is.
+    `restricted` says that these only leave tokens out."""
 
     params: SamplingParams
     n: int = 1
     otherwise: str = ""
+    restricted: bool = False
+
+    def trains(self, completion: Completion) -> bool:
+        """Whether what was sampled so can be trained."""
+        return not self.otherwise or (self.restricted and not self.params.unrecorded(completion.kept))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,8 +168,6 @@ class PolicyCalls:
         Raises EnvError for options and ids that the engine cannot do, ContextLengthError, and what the engine raises.
         """
         asked = call_options_of(options, given=self._given, run=self._run)
-        if asked.otherwise:
-            self._note(f"what is generated with {asked.otherwise} is not trained: the run samples otherwise")
         runs = [(ids, len(list(equal)) * asked.n) for ids, equal in groupby(prompts)]
         with self._lock:
             first, self._asked = self._asked, self._asked + len(runs)
@@ -169,10 +176,12 @@ class PolicyCalls:
             for number, (ids, n) in enumerate(runs)
         ]
         answers = self._answers(requests) if requests else []
+        if not all(asked.trains(each) for answer in answers for each in answer):
+            self._note(f"what is generated with {asked.otherwise} is not trained: the run samples otherwise")
         with self._lock:
             for (ids, _), answer in zip(runs, answers, strict=True):
                 self._said.setdefault(ids, []).extend(
-                    RecordedCompletion(completion=each, as_run=not asked.otherwise) for each in answer
+                    RecordedCompletion(completion=each, as_run=asked.trains(each)) for each in answer
                 )
         return [completion for answer in answers for completion in answer]
 
@@ -236,7 +245,8 @@ def call_options_of(options: Mapping[str, Any], *, given: SamplingParams, run: S
     except (TypeError, ValueError) as error:
         raise EnvError(f"generate was given options that are none: {error}") from error
     otherwise = ", ".join(f"{name}={value}" for name, value in changed.items())
-    return CallOptions(params=params, n=int(said.get("n", 1)), otherwise=otherwise)
+    restricted = all(name in NARROWING for name in changed)
+    return CallOptions(params=params, n=int(said.get("n", 1)), otherwise=otherwise, restricted=restricted)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -285,15 +295,12 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions:
-    """What one call asks for. `otherwise` says in which options it is not as the run samples; "" if it is."""
+class GenerateOptions(CallOptions):
+    """What one call of a transformers model asks for."""
 
-    params: SamplingParams
-    n: int = 1
     max_length: int | None = None
     criteria: tuple[Callable[..., Any], ...] = ()
     as_output: bool = False
-    otherwise: str = ""
 
 
 def generate_options_of(
@@ -339,6 +346,7 @@ def generate_options_of(
         criteria=tuple(criteria) if hasattr(criteria, "__iter__") else (criteria,),
         as_output=bool(said.get("return_dict_in_generate", False)),
         otherwise=words,
+        restricted=all(name in NARROWING for name in otherwise),
     )
 
 

@@ -346,6 +346,9 @@ class OutputReader:
             )
             if said is not None and said.completion.token_ids == ids:
                 completion = replace(completion, finish_reason=said.completion.finish_reason)
+            if said is not None and (kept := said.completion.kept) is not None:
+                restricted = said.completion.kept_logprobs[: len(ids)]
+                completion = replace(completion, kept=kept.cut(0, len(ids)), kept_logprobs=restricted)
             trained = (said is None or said.as_run) and not (self.only_first and turns)
             turns.append(Turn(seen, completion, trained=trained))
         return tuple(turns), foreign
