@@ -150,12 +150,14 @@ def _byte_letters() -> dict[str, int]:
 # ---- text to reasoning, content and tool calls ----
 @dataclass(frozen=True)
 class ReplyPart:
-    """A piece of a reply: text of a kind, or one whole tool call (`arguments` is JSON text, as OpenAI sends it)."""
+    """A piece of a reply: text of a kind, or one whole tool call (`arguments` is JSON text, as OpenAI sends it). What a
+    parser finds has no `id` yet."""
 
     kind: Literal["reasoning", "content", "tool_call"]
     text: str = ""
     name: str = ""
     arguments: str = ""
+    id: str = ""
 
 
 class ReplyParser:
