@@ -266,7 +266,11 @@ class ContextManagement(Part):
 class CountRequest(Request):
     """The body of POST /v1/messages/count_tokens."""
 
-    names: ClassVar = {"stop": "stop_sequences", "response_format": "output_config.format"}
+    names: ClassVar = {
+        "stop": "stop_sequences",
+        "response_format": "output_config.format",
+        "chat_template_kwargs": "thinking",
+    }
     bookkeeping: ClassVar = frozenset(
         (
             *("betas", "cache_control", "diagnostics", "inference_geo", "metadata", "service_tier", "speed"),

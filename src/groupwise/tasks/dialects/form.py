@@ -15,10 +15,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Protocol, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
+from pydantic_core.core_schema import ErrorType
 
 from groupwise.errors import GroupwiseError, RequestError
 from groupwise.model.chat import THINK_END, THINK_START, decode
@@ -33,6 +34,7 @@ MOST_MESSAGES = 1 << 16  # messages, items or blocks of one list; a server's own
 LONGEST_SHOWN = 64  # characters of a value that an error repeats
 NEARLY = 0.8  # how similar to ours a name is, of 1, that is a slip
 MOST_SLIPS = 64  # unknown fields that are compared with ours
+PYDANTIC = frozenset(get_args(ErrorType))  # the codes of errors that are not ours
 PASSED_ON = ("adapter", "adapters", "ignore_eos", "min_p", "seed", "stop_token_ids")
 
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
@@ -136,7 +138,8 @@ def read(body: bytes, model: type[R]) -> R:
     context = first.get("ctx") or {}
     where = ".".join(str(part) for part in first["loc"]) or context.get("param") or "the body"
     message = first["msg"] if context.get("param") else f"{where}: {first['msg']}"
-    raise RequestError(message, hint=context.get("hint"), field=where)
+    code = None if first["type"] in PYDANTIC else first["type"]
+    raise RequestError(message, hint=context.get("hint"), field=where, code=code)
 
 
 def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
@@ -204,6 +207,7 @@ class Ending:
     completion_tokens: int
     thought_tokens: int = 0
     cached_tokens: int = 0
+    completion: Completion
 
 
 class Event(NamedTuple):
@@ -265,6 +269,7 @@ def ending_of(
         completion_tokens=length,
         thought_tokens=thought_tokens(completion, thinks=thinks, tokenizer=tokenizer),
         cached_tokens=completion.cached_tokens or 0,
+        completion=completion,
     )
 
 
