@@ -23,6 +23,7 @@ from groupwise.server.schema_openai import ChatRequest
 from groupwise.server.wire import Unsupported
 from groupwise.tasks.dialects.anthropic import MessagesRequest
 from groupwise.tasks.dialects.form import PASSED_ON, Request
+from groupwise.tasks.dialects.responses import ResponsesRequest
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -174,7 +175,10 @@ def test_the_guide_says_what_happens_to_each_parameter_of_a_chat() -> None:
     assert honoured | set(re.findall(r"`(\w+)`", beyond)) == fields.keys() - unsupported
 
 
-@pytest.mark.parametrize(("section", "request_model"), [("With Anthropic's clients", MessagesRequest)])
+DIALECTS = [("With Anthropic's clients", MessagesRequest), ("OpenAI's Responses", ResponsesRequest)]
+
+
+@pytest.mark.parametrize(("section", "request_model"), DIALECTS)
 def test_the_guide_says_what_happens_to_each_parameter_of_a_dialect(section: str, request_model: type[Request]) -> None:
     honoured, refused, ignored = parameters(section)
     fields = request_model.model_fields.keys()

@@ -24,6 +24,8 @@ THINK = "What is 47 + 138? Think step by step."
 FUNCTION = CALCULATOR["function"]
 TOOLS = {
     "chat": [CALCULATOR],
+    "responses": [{"type": "function", "strict": False, **FUNCTION}],
+    "stored": [{"type": "function", "strict": False, **FUNCTION}],  # with previous_response_id
     "messages": [
         {"name": FUNCTION["name"], "description": FUNCTION["description"], "input_schema": FUNCTION["parameters"]}
     ],
@@ -35,6 +37,7 @@ class Talk:
 
     def __init__(self, dialect: str, base_url: str, api_key: str, *, stream: bool, tools: bool = False):
         self.dialect, self.stream, self.history = dialect, stream, []
+        self.previous: str | None = None
         self.tools = TOOLS[dialect] if tools else []
         self.chat = AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
         url = base_url.removesuffix("/v1")
@@ -53,7 +56,9 @@ class Talk:
 
     async def result(self, call: Any, text: str) -> Any:
         """A tool's result, and the next turn."""
-        if self.dialect == "chat":
+        if self.dialect in ("responses", "stored"):
+            self.history.append({"type": "function_call_output", "call_id": call.call_id, "output": text})
+        elif self.dialect == "chat":
             self.history.append({"role": "tool", "tool_call_id": call.id, "content": text})
         else:
             block = {"type": "tool_result", "tool_use_id": call.id, "content": text}
@@ -71,6 +76,28 @@ class Talk:
                 message = (await stream.get_final_completion()).choices[0].message
         self.history.append(json.loads(message.model_dump_json(exclude_none=True)))
         return message.tool_calls[0] if message.tool_calls else message.content
+
+    async def _responses(self) -> Any:
+        response = await self._response(input=self.history)
+        options = {"exclude_none": True, "exclude": {"parsed", "parsed_arguments"}}
+        self.history += [json.loads(item.model_dump_json(**options)) for item in response.output]
+        last = response.output[-1]
+        return last if last.type == "function_call" else response.output_text
+
+    async def _stored(self) -> Any:
+        response = await self._response(input=self.history, previous_response_id=self.previous)
+        self.history, self.previous = [], response.id
+        last = response.output[-1]
+        return last if last.type == "function_call" else response.output_text
+
+    async def _response(self, **asked: Any) -> Any:
+        asked = without_none({"model": "any", "tools": self.tools, **asked})
+        if not self.stream:
+            return await self.chat.responses.create(**asked)
+        async with self.chat.responses.stream(**asked) as stream:
+            async for _ in stream:
+                pass
+            return await stream.get_final_response()
 
     async def _messages(self) -> Any:
         asked = {"model": "any", "messages": self.history, "tools": self.tools, "max_tokens": 64}
@@ -169,6 +196,9 @@ def test_the_same_is_sampled_streamed_or_not(play_group, recorder, dialect):
 
 
 # ---- streams ----
+STREAMED = ("chat", "messages", "responses")
+
+
 class Held:
     """Streams the first tokens of what the engine says, and the rest when it is let go."""
 
@@ -198,39 +228,41 @@ class Held:
         return [outer]
 
 
-@pytest.mark.parametrize("dialect", TOOLS)
+def begun(talk: Talk) -> Any:
+    """A stream of events: what to await for it."""
+    said = [{"role": "user", "content": THINK}]
+    if talk.dialect == "chat":
+        return talk.chat.chat.completions.create(model="any", messages=said, stream=True)
+    if talk.dialect == "responses":
+        return talk.chat.responses.create(model="any", input=said, stream=True)
+    return talk.messages.messages.create(model="any", messages=said, stream=True, max_tokens=64)
+
+
+@pytest.mark.parametrize("dialect", STREAMED)
 def test_tokens_are_sent_as_they_are_sampled(play_group, starter_engine, dialect):
-    held, heard = Held(starter_engine, first=12), []
+    held, heard = Held(starter_engine, first=20), []
 
     async def agent(base_url, api_key):
         async with Talk(dialect, base_url, api_key, stream=True) as talk:
-            said = [{"role": "user", "content": THINK}]
-            if dialect == "chat":
-                events = await talk.chat.chat.completions.create(model="any", messages=said, stream=True)
-            else:
-                events = await talk.messages.messages.create(model="any", messages=said, stream=True, max_tokens=64)
+            events = await begun(talk)
             async for _ in events:
                 heard.append(held.let_go.is_set())
-                if len(heard) == 4:
+                if len(heard) == 6:
                     held.let_go.set()
         return 1.0
 
     (rollout,) = play_group(agent, takes=FOUR, params=GREEDY, sampler=held).rollouts
-    assert rollout.error is None and heard[:4] == [False] * 4 and heard[-1]
+    assert rollout.error is None and heard[:6] == [False] * 6 and heard[-1]
     assert len(rollout.turns) == 1
 
 
-@pytest.mark.parametrize("dialect", TOOLS)
+@pytest.mark.parametrize("dialect", STREAMED)
 def test_a_stream_that_its_client_leaves_is_no_turn(play_group, starter_engine, dialect):
     held = Held(starter_engine, first=12)
 
     async def agent(base_url, api_key):
         async with Talk(dialect, base_url, api_key, stream=True) as talk:
-            said = [{"role": "user", "content": THINK}]
-            if dialect == "chat":
-                events = await talk.chat.chat.completions.create(model="any", messages=said, stream=True)
-            else:
-                events = await talk.messages.messages.create(model="any", messages=said, stream=True, max_tokens=64)
+            events = await begun(talk)
             async for _ in events:
                 break
             await events.close()

@@ -36,10 +36,11 @@ if TYPE_CHECKING:
     from groupwise.types import Completion
 
 
-def read_form(asked: Asked, base: TextModel, config: ServeConfig, *, context: int) -> tuple[ChatRequest, ChatPrompt]:
-    """The chat form of a body, and its prompt. Raises RequestError in the dialect's words, ChatError,
-    ContextLengthError."""
-    form = asked.chat()
+def read_form(
+    asked: Asked, form: dict[str, Any], base: TextModel, config: ServeConfig, *, context: int
+) -> tuple[ChatRequest, ChatPrompt]:
+    """The chat `form` of the body `asked` as a checked request, and its prompt. Raises RequestError in the dialect's
+    words, ChatError, ContextLengthError."""
     thinks = form.get("chat_template_kwargs", {}).get("enable_thinking")
     if thinks and not template_reads("enable_thinking", base.tokenizer):
         del form["chat_template_kwargs"]  # it thinks if it does, whoever asks

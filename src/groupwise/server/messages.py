@@ -60,4 +60,5 @@ def read_messages(
     raw: bytes, base: TextModel, config: ServeConfig, *, context: int, model: type[R]
 ) -> tuple[ChatRequest, ChatPrompt]:
     """A body in the chat form, and its prompt. Raises RequestError, ChatError, ContextLengthError."""
-    return read_form(parse_body(raw, model, config), base, config, context=context)
+    asked = parse_body(raw, model, config)
+    return read_form(asked, asked.chat(), base, config, context=context)

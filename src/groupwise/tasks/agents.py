@@ -44,6 +44,7 @@ from groupwise.model.chat import opens_thought
 from groupwise.tasks.compat.three_method import warn
 from groupwise.tasks.compat.trl import RolloutFunc, check_keys
 from groupwise.tasks.dialects.form import ending_of
+from groupwise.tasks.dialects.responses import ResponseStore
 from groupwise.tasks.env import EnvFactory, OwnThread, parameters_of, priced, reward_of
 from groupwise.tasks.episode import Slots, case_of, together
 from groupwise.tasks.openai import MODEL, AgentChatRequest, AgentReply, key_of, tools_key
@@ -393,6 +394,7 @@ class AgentSession:
     failed: Future[None] = field(default_factory=Future)
     under_way: int = 0
     over: bool = False
+    responses: ResponseStore = field(default_factory=ResponseStore)  # what the episode stored of its answers
     _asked: int = 0
     _named: int = 0
     _conversations: Conversations = field(init=False)

@@ -2,6 +2,7 @@
 
     POST /v1/chat/completions     OpenAI's; `protocol` says what of it, and of the others
     POST /v1/messages             Anthropic's, and /v1/messages/count_tokens; the base URL has no /v1 there
+    POST /v1/responses            OpenAI's Responses, and GET and DELETE of one that was stored
     GET  /v1/models
 
 The key is a bearer, or `x-api-key`. What is streamed is sent as it is sampled, where the engine streams.
@@ -12,14 +13,15 @@ It has a thread and an event loop of its own, so that agents that are not async,
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvicorn
@@ -31,7 +33,8 @@ from starlette.routing import Route
 from groupwise.errors import AuthenticationError, GroupwiseError
 from groupwise.tasks import openai as protocol
 from groupwise.tasks.agents import AgentSession, Conversations
-from groupwise.tasks.dialects import anthropic
+from groupwise.tasks.dialects import anthropic, responses
+from groupwise.tasks.dialects.form import read
 from groupwise.tasks.openai import MODEL
 
 if TYPE_CHECKING:
@@ -49,6 +52,7 @@ _LIMITS: dict[str, Any] = {"max_connections": None, "max_keepalive_connections":
 NEVER_AGAIN = {"x-should-retry": "false"}  # OpenAI's clients would otherwise repeat what cannot succeed
 
 T = TypeVar("T")
+Keep = Callable[[dict[str, Any]], None]
 log = logging.getLogger(__name__)
 
 
@@ -169,6 +173,8 @@ class Endpoint:
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
                 Route("/v1/messages", self._messages, methods=["POST"]),
                 Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
+                Route("/v1/responses", self._responses, methods=["POST"]),
+                Route("/v1/responses/{id}", self._response, methods=["GET", "DELETE"]),
                 Route("/v1/models", self._models, methods=["GET"]),
                 Route("/v1/models/{name:path}", self._model, methods=["GET"]),
                 Route("/{path:path}", self._nowhere, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
@@ -188,6 +194,23 @@ class Endpoint:
         writer = anthropic.MessageWriter(id=session.new_id("msg_"), model=MODEL)
         return await _answer(http, session, request, writer, names=asked.names)
 
+    async def _responses(self, http: Request) -> Response:
+        session = self._session(http)
+        asked = read(await http.body(), responses.ResponsesRequest)
+        history = session.responses.history(asked.previous_response_id)
+        request = protocol.translated(asked, asked.chat(history))
+        writer = responses.ResponseWriter(id=session.new_id("resp_"), model=MODEL, request=asked)
+        keep = partial(session.responses.keep, asked, history=history)
+        return await _answer(http, session, request, writer, names=asked.names, keep=keep)
+
+    async def _response(self, http: Request) -> Response:
+        """One that was stored."""
+        stored, id = self._session(http).responses, http.path_params["id"]
+        if http.method == "GET":
+            return _json(stored.find(id).answer)
+        stored.delete(id)
+        return JSONResponse({"id": id, "object": "response", "deleted": True})
+
     async def _count_tokens(self, http: Request) -> Response:
         session = self._session(http)
         request, _ = protocol.read_other(await http.body(), anthropic.CountRequest)
@@ -204,7 +227,7 @@ class Endpoint:
     async def _nowhere(self, http: Request) -> Response:
         raise NoRouteError(
             f"there is no {http.method} {http.url.path}",
-            hint="agents in training have /v1/chat/completions, /v1/messages and /v1/models",
+            hint="agents in training have /v1/chat/completions, /v1/messages, /v1/responses and /v1/models",
         )
 
     def _session(self, http: Request) -> AgentSession:
@@ -228,10 +251,11 @@ async def _answer(
     writer: Writer,
     *,
     names: Mapping[str, str] | None = None,
+    keep: Keep = lambda answer: None,
     done: bytes = b"",
 ) -> Response:
     """The policy's answer through the dialect's writer, whole or streamed. `names` are the dialect's for fields of the
-    chat form; `done` ends a stream."""
+    chat form; `keep` is told the whole answer before its end is sent; `done` ends a stream."""
     ignored = [(names or {}).get(name, name) for name in request.ignored]
     headers = {"x-ignored": ", ".join(ignored)} if ignored else {}
     if not request.stream:
@@ -239,8 +263,9 @@ async def _answer(
         writer.open(reply.ending.prompt_tokens)
         writer.push(reply.parts)
         writer.close(reply.ending)
-        return JSONResponse(writer.answer, headers=headers)
-    stream = _Stream(session, request, writer, done)
+        keep(writer.answer)
+        return _json(writer.answer, headers)
+    stream = _Stream(session, request, writer, keep, done)
     try:
         first = await _while_connected(http, stream.next())
     except BaseException:
@@ -253,8 +278,9 @@ async def _answer(
 class _Stream:
     """One answer as a stream. It begins with the first part, so that what is wrong by then has a status of its own."""
 
-    def __init__(self, session: AgentSession, request: AgentChatRequest, writer: Writer, done: bytes):
-        self._writer, self._done, self._prompt_tokens = writer, done, session.count(request)
+    def __init__(self, session: AgentSession, request: AgentChatRequest, writer: Writer, keep: Keep, done: bytes):
+        self._writer, self._keep, self._done = writer, keep, done
+        self._prompt_tokens = session.count(request)
         self._parts: asyncio.Queue[Sequence[ReplyPart] | None] = asyncio.Queue()
         self._answer = asyncio.ensure_future(session.answer(request, hear=self._parts.put_nowait))
         self._answer.add_done_callback(lambda _: self._parts.put_nowait(None))
@@ -278,11 +304,18 @@ class _Stream:
                 if added := self._writer.push(parts):
                     yield _bytes(added)
                 parts = await self.next()
-            yield _bytes(self._writer.close(self._answer.result().ending)) + self._done
+            last = self._writer.close(self._answer.result().ending)
+            self._keep(self._writer.answer)
+            yield _bytes(last) + self._done
         except GroupwiseError as error:
             yield _bytes(self._writer.fail(error)) + self._done
         finally:
             self.cancel()
+
+
+def _json(answer: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Response:
+    """In ASCII: the policy may write half of a character in the arguments of a call."""
+    return Response(json.dumps(answer), media_type="application/json", headers=dict(headers or {}))
 
 
 def _bytes(events: Sequence[Event]) -> bytes:
