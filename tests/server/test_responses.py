@@ -163,6 +163,7 @@ REFUSED = {
     "verbosity": ({"text": {"verbosity": "low"}}, "text.verbosity", "not supported"),
     "nothing": ({"input": []}, "input", "nothing to answer"),
     "slip": ({"extra_body": {"instruction": "x"}}, "instruction", "unknown"),
+    "strict": ({"tools": [{**TOOL, "strict": True}]}, "tools[0].strict", "tools[0].strict is true"),
     "choice": ({"tool_choice": {"type": "file_search"}}, "tool_choice", "'file_search'"),
     "bound": ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
 }

@@ -146,9 +146,11 @@ def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
     """An error about the chat form in the words of a dialect, whose `names` its fields have."""
     field = error.field or ""
     root = field.partition(".")[0].partition("[")[0]
-    if root not in names:
+    if root != "tools" and root not in names:
         return error
-    new = names[root] + field[len(root) :]
+    new = names.get(root, root) + field[len(root) :]
+    if root == "tools":  # whose functions are no objects of their own in these dialects
+        new = new.replace(".function", "", 1)
     message = new + error.message.removeprefix(field) if error.message.startswith(field) else error.message
     return RequestError(message, hint=error.hint, field=new, code=error.code)
 
