@@ -21,7 +21,7 @@ from groupwise.server.state import Server
 
 TARGET = Path(__file__).parent / "api.md"
 TITLES = {"OpenAI": "Completions", "rollouts": "Rollouts", "training": "Training", "adapters": "Adapters"}
-TITLES |= {"metrics": "Metrics", "Server": "The server itself"}
+TITLES |= {"Anthropic": "Anthropic's Messages API", "metrics": "Metrics", "Server": "The server itself"}
 
 INTRODUCTION = """# API reference
 
@@ -31,11 +31,11 @@ Made by `python docs/generate_api.py` from the server's OpenAPI document; do not
 
 """
 CONVENTIONS = """
-A server with an API key asks for `Authorization: Bearer <key>` on every route but `/health`. Bodies are JSON in UTF-8,
-with `Content-Type: application/json`, except for uploads. Unknown fields are refused, except on `/v1/chat/completions`
-and `/v1/completions`, which ignore them as OpenAI's clients expect. An `x-request-id` of the client's (letters, digits,
-`_` and `-`, 64 at most) is taken over. 429 and 503 bring `retry-after`, in seconds. An answer's field that is not
-always there is marked *optional*.
+A server with an API key asks for `Authorization: Bearer <key>`, or `x-api-key: <key>`, on every route but `/health`.
+Bodies are JSON in UTF-8, with `Content-Type: application/json`, except for uploads. Unknown fields are refused,
+except on `/v1/chat/completions`, `/v1/completions`, `/v1/responses` and `/v1/messages`, which ignore them as their
+clients expect. An `x-request-id` of the client's (letters, digits, `_` and `-`, 64 at most) is taken over. 429 and
+503 bring `retry-after`, in seconds. An answer's field that is not always there is marked *optional*.
 """
 COMMON = (("any route", EVERYWHERE), ("any route of a server with a key", WITH_KEY), ("any body", WITH_BODY))
 

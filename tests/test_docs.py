@@ -21,6 +21,9 @@ from groupwise.config.serve import ServeConfig
 from groupwise.config.yaml import key_paths
 from groupwise.server.schema_openai import ChatRequest
 from groupwise.server.wire import Unsupported
+from groupwise.tasks.dialects.anthropic import MessagesRequest
+from groupwise.tasks.dialects.form import PASSED_ON, Request
+from groupwise.tasks.dialects.responses import ResponsesRequest
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -160,8 +163,7 @@ def value(shown: str) -> Any:
 
 
 def test_the_guide_says_what_happens_to_each_parameter_of_a_chat() -> None:
-    cells = [re.findall(rf"^\| {word}\b[^|]*\|(.*)\|$", text("server.md"), re.MULTILINE) for word in CHAT_PARAMETERS]
-    honoured, refused, ignored = (set(re.findall(r"`(\w+)`", row)) for (row,) in cells)
+    honoured, refused, ignored = parameters("With OpenAI's clients")
     fields = ChatRequest.model_fields
     unsupported = {name for name, field in fields.items() if any(isinstance(m, Unsupported) for m in field.metadata)}
     assert refused == unsupported
@@ -171,6 +173,31 @@ def test_the_guide_says_what_happens_to_each_parameter_of_a_chat() -> None:
     )
     assert not honoured & set(re.findall(r"`(\w+)`", beyond))
     assert honoured | set(re.findall(r"`(\w+)`", beyond)) == fields.keys() - unsupported
+
+
+DIALECTS = [("With Anthropic's clients", MessagesRequest), ("OpenAI's Responses", ResponsesRequest)]
+
+
+@pytest.mark.parametrize(("section", "request_model"), DIALECTS)
+def test_the_guide_says_what_happens_to_each_parameter_of_a_dialect(section: str, request_model: type[Request]) -> None:
+    honoured, refused, ignored = parameters(section)
+    fields = request_model.model_fields.keys()
+    assert fields <= honoured | refused | ignored, fields - honoured - refused - ignored
+    assert request_model.refused.keys() <= refused, request_model.refused.keys() - refused
+    assert {name for name in request_model.bookkeeping if not name.startswith("anthropic_")} <= ignored
+    (ours,) = re.findall(r"^- \*\*Ours\*\*, for `extra_body`: (.*)\.$", prose(part(section)), re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", ours)) == set(PASSED_ON)
+
+
+def part(section: str) -> str:
+    """A section of the guide to the server."""
+    return text("server.md").partition(f"### {section}\n")[2].partition("\n##")[0]
+
+
+def parameters(section: str) -> list[set[str]]:
+    """What the section's table names as honoured, refused and ignored."""
+    cells = [re.findall(rf"^\| {word}\b[^|]*\|(.*)\|$", part(section), re.MULTILINE) for word in CHAT_PARAMETERS]
+    return [set(re.findall(r"`(\w+)[`.]", row)) for (row,) in cells]
 
 
 @pytest.mark.parametrize("kind", [GrpoJobConfig, SftJobConfig])

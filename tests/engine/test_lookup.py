@@ -83,13 +83,16 @@ def counts(engine: LocalEngine) -> tuple[int, int]:
 def assert_same(one: list[list[Completion]], other: list[list[Completion]]) -> None:
     """All that completions say, log-probabilities up to rounding."""
     for mine, theirs in zip(chain(*one), chain(*other), strict=True):
-        exact = {"logprobs": (), "top_logprobs": (), "kept_logprobs": ()}
-        assert replace(mine, **exact) == replace(theirs, **exact)
+        assert _exact(mine) == _exact(theirs)
         assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-9)
         assert mine.kept_logprobs == pytest.approx(theirs.kept_logprobs, abs=1e-9)
         for pairs, others in zip(mine.top_logprobs, theirs.top_logprobs, strict=True):
             assert [i for i, _ in pairs] == [i for i, _ in others]
             assert [value for _, value in pairs] == pytest.approx([value for _, value in others], abs=1e-9)
+
+
+def _exact(said: Completion) -> Completion:
+    return replace(said, logprobs=(), top_logprobs=(), kept_logprobs=(0.0,) * len(said.kept_logprobs))
 
 
 # ---- the same tokens ----

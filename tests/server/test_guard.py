@@ -295,7 +295,8 @@ def locked() -> Site:
         ({"authorization": KEY}, ""),
         ({"authorization": b"Bearer \xff\xfe"}, ""),
         ({"authorization": "Bearer " + "k" * (1 << 20)}, ""),
-        ({"x-api-key": KEY}, ""),
+        ({"x-api-key": f"{KEY}x"}, ""),
+        ({"x-api-key": KEY, "authorization": "Bearer wrong"}, ""),
         ({}, f"?api_key={KEY}"),
         ({}, f"?token={KEY}"),
     ],
@@ -314,6 +315,7 @@ def test_the_key_opens_and_health_is_open(locked: Site) -> None:
     for scheme in ("Bearer", "bearer"):
         headers = {"authorization": f"{scheme} {KEY}"}
         assert locked.http.get("/v1/adapters/x", headers=headers).status_code == 200
+    assert locked.http.get("/v1/adapters/x", headers={"x-api-key": KEY}).status_code == 200
 
 
 def test_keys_are_compared_whatever_the_scheme(locked: Site) -> None:

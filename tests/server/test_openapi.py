@@ -99,7 +99,8 @@ def test_every_operation_names_the_key_and_the_guards_errors(document: dict[str,
         for status, response in operation["responses"].items():
             if status >= "400":
                 schema = response["content"]["application/json"]["schema"]
-                assert schema == {"$ref": "#/components/schemas/ErrorEnvelope"}, (method, path, status)
+                envelope = "AnthropicEnvelope" if path.startswith("/v1/messages") else "ErrorEnvelope"
+                assert schema == {"$ref": f"#/components/schemas/{envelope}"}, (method, path, status)
             assert response["description"], (method, path, status)
         assert operation["summary"] and operation.get("description"), (method, path)
 
@@ -164,6 +165,7 @@ def test_every_route_but_health_needs_the_key(site: Whole, document: dict[str, A
 
 JSON_ROUTES = [
     *[f"/v1/{path}" for path in ("chat/completions", "completions", "completions/batch", "train/grpo", "train/sft")],
+    *[f"/v1/{path}" for path in ("messages", "messages/count_tokens", "responses")],
     *[f"/v1/adapters/{path}" for path in ("load", "merge", "math/activate", "math/notes")],
 ]
 PUT = {"/v1/adapters/math/notes"}  # the others are POST
@@ -193,6 +195,7 @@ def test_hostile_bodies_are_refused_everywhere(site: Whole, path: str, name: str
     response = site.http.request(method_of(path), path, content=content, headers={"content-type": "application/json"})
     assert response.status_code == status, response.text
     assert set(response.json()["error"]) == {"message", "type", "param", "code", "hint"}
+    assert ("type" in response.json()) == path.startswith("/v1/messages")
     assert len(response.text) < 1500
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from groupwise.model.chat import decode
-from groupwise.server.reply import (
+from groupwise.tasks.reply import (
     Detokenizer,
     ReplyParser,
     ReplyPart,

@@ -13,7 +13,7 @@ from groupwise.engine.local import LocalEngine
 from groupwise.model.load import LoadedModel
 from groupwise.tasks.agents import NEEDED, Agent, AgentRollouts
 from groupwise.tasks.episode import play_all
-from groupwise.types import PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams, SamplingRequest
+from groupwise.types import PolicyVersion, Prompt, Rollout, RolloutGroup, SamplingParams, SamplingRequest, TokenSink
 
 Played = Callable[..., list[Rollout]]
 
@@ -29,6 +29,14 @@ class Recorder:
         answers = await self.engine.sample(requests)
         self.turns += [(request, c) for request, (c,) in zip(requests, answers, strict=True)]
         return answers
+
+    def submit(self, requests: list[SamplingRequest], *, on_token: TokenSink | None = None):
+        futures = self.engine.submit(requests, on_token=on_token)
+        for request, future in zip(requests, futures, strict=True):
+            future.add_done_callback(
+                lambda done, request=request: done.cancelled() or self.turns.append((request, done.result()[0]))
+            )
+        return futures
 
 
 @pytest.fixture

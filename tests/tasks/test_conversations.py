@@ -7,15 +7,20 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from groupwise.algo.samples import segments_of
 from groupwise.tasks.agents import Conversations
 from groupwise.tasks.openai import AgentMessage
+from groupwise.tasks.reply import Reply, ReplyParser
 from groupwise.tasks.starter.tasks import CALCULATOR
+from groupwise.tasks.tool_calls import ToolCallFormat, parse
 from groupwise.types import Completion, FinishReason, Message
 
 USER: Message = {"role": "user", "content": "What is 3 + 4?"}
 MORE: Message = {"role": "user", "content": "Sure?"}
+CALL_TEXT = '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>'
 DROPS_THOUGHTS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' and not loop.last and '</think>' in m.content %}{{ m.content.split('</think>')[-1] }}"
@@ -90,11 +95,43 @@ def test_calls_have_ids_of_their_own_and_one_can_be_asked_for(tokenizer):
     talk = Conversations(tokenizer)
     both: Any = turn(talk, [USER], call + call, tokenizer, [CALCULATOR])
     asked = talk.ask([MORE], [CALCULATOR])
-    one: Any = talk.answer(asked, said(call + call, tokenizer), one_call=True)
+    reply = talk.reply(asked, one_call=True)
+    assert [part.id for part in (*reply.push(call + call), *reply.finish())] == ["call_2"]
+    one: Any = talk.answer(asked, said(call + call, tokenizer), reply=reply)
     ids = [each["id"] for each in (*both["tool_calls"], *one["tool_calls"])]
     assert len(ids) == len(set(ids)) == 3 and talk.calls == 3
     result: Any = {"role": "tool", "tool_call_id": ids[2], "content": "2"}
     assert talk.ask([MORE, one, result], [CALCULATOR]).before is talk.answered[1]
+
+
+PIECES = [
+    "Hm. ",
+    "\n",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "{",
+    '"name"',
+    CALL_TEXT,
+    "</tool_call",
+    "é",
+]
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=12), st.integers(1, 7), st.booleans())
+def test_the_calls_that_are_sent_are_those_of_the_transcript(parts, width, thinks):
+    """However the text was cut into pieces, the client gets the calls that a whole reply has."""
+    text = "".join(parts)
+    parser = ReplyParser(thinks=thinks, calls=ToolCallFormat.HERMES, tools=[CALCULATOR])
+    reply = Reply(parser, new_id=iter(map(str, range(99))).__next__)
+    for start in range(0, len(text), width):
+        reply.push(text[start : start + width])
+    reply.finish()
+    whole = parse(text, ToolCallFormat.HERMES, tools=[CALCULATOR], thinking=thinks)
+    assert [(call.name, json.loads(call.arguments)) for call in reply.calls] == [
+        (call["function"]["name"], call["function"]["arguments"]) for call in whole.calls
+    ]
 
 
 def test_an_answer_that_was_cut_goes_on_in_another_segment_or_the_same_but_is_never_lost(tokenizer):

@@ -146,8 +146,8 @@ def test_models_and_routes_that_are_not_there(play_group):
         async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
             seen["models"] = [model.id async for model in client.models.list()]
             seen["one"] = (await client.models.retrieve("policy")).id
-            with pytest.raises(openai.NotFoundError, match="there is no POST /v1/responses"):
-                await client.responses.create(model="policy", input="1 + 1")
+            with pytest.raises(openai.NotFoundError, match="there is no POST /v1/embeddings"):
+                await client.embeddings.create(model="policy", input="1 + 1")
             with pytest.raises(openai.AuthenticationError):
                 await client.with_options(api_key="wrong").chat.completions.create(model="policy", messages=[USER])  # type: ignore[list-item]
             with pytest.raises(openai.APIStatusError):

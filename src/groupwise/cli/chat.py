@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from groupwise.engine.local import LocalEngine
     from groupwise.model.load import LoadedModel
     from groupwise.sdk.client import Client
-    from groupwise.server.reply import ReplyPart
     from groupwise.store.rundir import TrainedPolicy
+    from groupwise.tasks.reply import ReplyPart
     from groupwise.types import Completion, SamplingParams
 
 MAX_TOKENS = 2048  # of a reply, where --max-tokens does not say; less where the context is full before
@@ -256,7 +256,7 @@ class LocalPartner:
     def _sample(self, messages: Sequence[Any], hear: Callable[[ReplyPart], object]) -> Completion:
         """The next turn; `hear` gets its parts, thoughts and content, while it is sampled."""
         from groupwise.model.chat import encode_prompt, opens_thought
-        from groupwise.server.reply import ReplyParser, TextStream
+        from groupwise.tasks.reply import ReplyParser, TextStream
         from groupwise.types import Prompt, SamplingRequest
 
         tokenizer, context = self._base.tokenizer, self._base.context_length

@@ -63,7 +63,7 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
     from starlette.middleware.cors import CORSMiddleware
 
     from groupwise import __version__
-    from groupwise.server import adapters, admin, findings, openai, rollout_log, rollouts, train
+    from groupwise.server import adapters, admin, findings, messages, openai, responses, rollout_log, rollouts, train
     from groupwise.server.bodies import describe
     from groupwise.server.errors import add_handlers, private_paths
     from groupwise.server.guard import Gate, Guard
@@ -71,7 +71,7 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
 
     app = FastAPI(title="Groupwise", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.server = server
-    for module in (openai, rollouts, rollout_log, train, findings, adapters, admin):
+    for module in (openai, responses, messages, rollouts, rollout_log, train, findings, adapters, admin):
         app.include_router(module.router)
     app.include_router(findings.definitions_router)
     config = server.config

@@ -27,9 +27,9 @@ from starlette.requests import Request as HTTPRequest
 from groupwise.config.serve import ServeConfig
 from groupwise.config.yaml import dotted, key_paths
 from groupwise.errors import MediaTypeError, RequestError
-from groupwise.server.errors import NO_RETRY, echo, printable
+from groupwise.server.errors import ANTHROPIC, NO_RETRY, echo, printable
 from groupwise.server.state import server_of
-from groupwise.server.wire import REF, ErrorEnvelope, OwnRequest, with_limits
+from groupwise.server.wire import REF, AnthropicEnvelope, ErrorEnvelope, OwnRequest, with_limits
 
 M = TypeVar("M", bound=BaseModel)
 Path = tuple[str | int, ...]
@@ -248,7 +248,8 @@ def _candidates(name: str, everywhere: Sequence[tuple[str, ...]], beside: Sequen
 
 ABOUT = """Sample groups, score them yourself, train a LoRA adapter on how each did in its group, and be answered by it.
 
-Every error is `{"error": {"message", "type", "param", "code", "hint"}}`; every answer has an `x-request-id`.
+Every error is `{"error": {"message", "type", "param", "code", "hint"}}`, under /v1/messages in
+Anthropic's envelope; every answer has an `x-request-id`.
 Adapter versions are immutable: `name@3`. What names no adapter is answered by the active version."""
 
 EVERYWHERE = {
@@ -297,8 +298,9 @@ def _document(app: FastAPI, config: ServeConfig) -> dict[str, Any]:
         _complete(operation, path, keyed=config.api_key is not None)
     for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own, which nothing here answers with
         schemas.pop(name, None)
-    envelope = ErrorEnvelope.model_json_schema(mode="serialization", ref_template=REF)
-    schemas.update({**envelope.pop("$defs"), "ErrorEnvelope": envelope})
+    for model in (ErrorEnvelope, AnthropicEnvelope):
+        envelope = model.model_json_schema(mode="serialization", ref_template=REF)
+        schemas.update({**envelope.pop("$defs"), model.__name__: envelope})
     if config.api_key is not None:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     document["components"]["schemas"] = dict(sorted(schemas.items()))
@@ -322,10 +324,13 @@ def _complete(operation: dict[str, Any], path: str, *, keyed: bool) -> None:
         operation["security"] = [{"key": []}]
     if "requestBody" in operation:
         errors |= WITH_BODY
+    envelope = (AnthropicEnvelope if path.startswith(ANTHROPIC) else ErrorEnvelope).__name__
     for status, text in errors.items():
         known = responses.setdefault(str(status), {"description": ""})
         known["description"] = "; ".join(filter(None, (known["description"], text)))
-        known.setdefault("content", {"application/json": {"schema": {"$ref": REF.format(model="ErrorEnvelope")}}})
+    for status, response in responses.items():
+        if int(status) >= 400:
+            response["content"] = {"application/json": {"schema": {"$ref": REF.format(model=envelope)}}}
     for status, response in responses.items():
         response["headers"] = dict(_headers(status))
     operation["responses"] = dict(sorted(responses.items()))

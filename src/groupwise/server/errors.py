@@ -1,4 +1,5 @@
 """Every error as {"error": {"message", "type", "param", "code", "hint"}}: what OpenAI's clients and ours both read.
+Under /v1/messages that is Anthropic's envelope, with the same fields and Anthropic's words for the `type`.
 
     envelope        a GroupwiseError -> status, headers, body
     respond         the same as a response
@@ -12,6 +13,7 @@ retry can help, `retry-after` says when; where it cannot, `x-should-retry: false
 from __future__ import annotations
 
 import difflib
+import json
 import logging
 import math
 import re
@@ -26,6 +28,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import compile_path
+from starlette.types import Receive, Scope, Send
 
 from groupwise.errors import (
     DeadlineError,
@@ -37,9 +40,11 @@ from groupwise.errors import (
     TryAgainError,
 )
 from groupwise.server.wire import ErrorBody, ErrorEnvelope
+from groupwise.tasks.dialects.anthropic import error_of
 
 ECHO = 64  # the longest piece of a request that a message repeats, characters
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+ANTHROPIC = "/v1/messages"  # how the routes begin whose errors are in Anthropic's envelope
 NO_RETRY = (408, 409, 413, 504, 507)
 INTERNAL = GroupwiseError("internal error", hint="see the server's log for this request id")
 INTERNAL.code = "internal_error"
@@ -158,8 +163,23 @@ def envelope(error: GroupwiseError) -> tuple[int, dict[str, str], bytes]:
 
 def respond(error: GroupwiseError, *, without: Paths | None = None) -> Response:
     """The envelope as a response, in which the paths `without` are hidden."""
-    status, headers, body = envelope(without_paths(error, without or {}))
-    return Response(body, status_code=status, headers=headers)
+    return _ErrorResponse(without_paths(error, without or {}))
+
+
+class _ErrorResponse(Response):
+    """An error, in the envelope of the route's dialect."""
+
+    def __init__(self, error: GroupwiseError):
+        status, headers, body = envelope(error)
+        super().__init__(body, status_code=status, headers=headers)
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"].startswith(ANTHROPIC):
+            told = error_of(self._error, scope.get("state", {}).get("request_id"))
+            self.body = json.dumps(told).encode()
+            self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
 
 
 def without_paths(error: GroupwiseError, paths: Paths) -> GroupwiseError:

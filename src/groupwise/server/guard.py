@@ -2,7 +2,8 @@
 
     request id      `x-request-id`, the client's where it is one, on every answer, and on its line in the log
     Host, Origin    on loopback only local names (DNS rebinding); no writing from other sites' pages (CSRF)
-    API key         `authorization: Bearer <key>` but for /health and Tinker's links, compared in constant time
+    API key         `authorization: Bearer <key>`, or `x-api-key: <key>` as Anthropic's and Tinker's clients send it,
+                    but for /health and Tinker's links; compared in constant time
     phase           503 with `retry-after` while the model loads and while the server drains; /health always answers
     places          so many requests at once, so many waiting, then 429; a body that is still arriving takes none
     bodies          counted while they are read, 413; a deadline while they arrive, 408; content encodings refused, 415;
@@ -65,7 +66,7 @@ POLLED = "/api/v1/retrieve_future"  # many at once, and all they do is wait
 QUIET = (OPEN, "/v1/health", "/ready", "/metrics", POLLED)  # asked by the second; a line for each would hide the others
 LINKS = "/api/v1/links/"  # whose paths hold a secret of their own
 OPENAI_PREFIX = "/oai/api"  # where Tinker has OpenAI's routes
-TINKER, TINKER_OPENAI = "/api/v1/", f"{OPENAI_PREFIX}/v1/"  # routes of Tinker's clients: x-api-key, or a bearer
+TINKER, TINKER_OPENAI = "/api/v1/", f"{OPENAI_PREFIX}/v1/"  # routes of Tinker's clients
 TINKER_KEY = "tml-"  # how the key has to begin for them
 QUERY_KEYS = {"key", "api_key", "api-key", "apikey", "token", "access_token"}
 STALL_S = 65.0  # how long a client may read nothing of its answer
@@ -73,7 +74,10 @@ GRACE_S = 5.0  # routes have deadlines of their own, with better messages
 SMALL = 1 << 16  # bytes of an unfinished body that may be in memory without a place
 UPLOADS = 2  # that are received or unpacked at once
 UPLOAD, TRAIN = "/v1/adapters/upload", ("/v1/train/grpo", "/v1/train/sft")
-PROMPTS = ("/v1/chat/completions", "/v1/completions", "/v1/completions/batch", "/generate/", "/chat/")
+PROMPTS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/completions/batch", "/generate/", "/chat/"),
+    *("/v1/messages", "/v1/messages/count_tokens", "/v1/responses"),
+)
 
 
 class Take(Protocol):
@@ -258,7 +262,7 @@ class Guard:
 
     def _has_key(self, headers: Headers, path: str) -> bool:
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        if not given and path.startswith(TINKER):
+        if not given:
             scheme, given = "bearer", headers.get("x-api-key", "")
         if path.startswith((TINKER, TINKER_OPENAI)):
             given = given.strip().removeprefix(TINKER_KEY)
@@ -266,7 +270,8 @@ class Guard:
         return known and (self._key is None or scheme.lower() == "bearer")
 
     def _keyless(self, scope: Scope, headers: Headers) -> AuthenticationError:
-        what = "the API key is wrong" if "authorization" in headers else "this route needs an API key"
+        given = "authorization" in headers or "x-api-key" in headers
+        what = "the API key is wrong" if given else "this route needs an API key"
         hint = "send the header Authorization: Bearer <key>; our clients read GROUPWISE_API_KEY, or --api-key"
         if QUERY_KEYS & {name.lower() for name, _ in parse_qsl(scope["query_string"][:4096].decode("latin-1"))}:
             hint += "; a key in the URL is not read, since URLs end up in logs"

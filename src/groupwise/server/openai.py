@@ -36,7 +36,6 @@ from groupwise.sdk.types import (
     Usage,
 )
 from groupwise.server.bodies import parse_body
-from groupwise.server.reply import Detokenizer, ReplyParser, ReplyPart, plain_text, token_text
 from groupwise.server.sampling import (
     PING,
     SAMPLING_ERRORS,
@@ -61,6 +60,7 @@ from groupwise.server.schema_openai import ChatMessage, ChatRequest, as_messages
 from groupwise.server.state import server_of
 from groupwise.server.submit import template_options
 from groupwise.server.wire import documented
+from groupwise.tasks.reply import Detokenizer, ReplyParser, ReplyPart, plain_text, token_text
 from groupwise.tasks.tool_calls import ToolCallFormat, format_of
 from groupwise.types import Completion, FinishReason, Prompt
 

@@ -27,7 +27,6 @@ from groupwise.algo.advantage import advantages, gdpo_advantages
 from groupwise.config.job import GrpoJobConfig, parse_job_config
 from groupwise.errors import DamagedPayloadError, JobNotFoundError, RequestError
 from groupwise.model.chat import decode, stop_ids
-from groupwise.server.reply import Detokenizer, plain_text, token_text
 from groupwise.server.sampling import sendable
 from groupwise.server.schema import (
     MOST_ROWS,
@@ -47,6 +46,7 @@ from groupwise.server.webhooks import utc
 from groupwise.server.wire import documented
 from groupwise.store.job_payload import EncodedGroup, GrpoPayload, parse_payload
 from groupwise.store.ledger import Job, Ledger
+from groupwise.tasks.reply import Detokenizer, plain_text, token_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

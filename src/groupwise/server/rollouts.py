@@ -21,7 +21,6 @@ from groupwise.model.chat import encode_prompt, opens_thought
 from groupwise.sdk.types import BatchAnswer, BatchCompletion
 from groupwise.server.bodies import parse_body
 from groupwise.server.openai import said_last
-from groupwise.server.reply import ReplyParser
 from groupwise.server.sampling import SAMPLING_ERRORS, Admission, admit, sendable, usage, while_connected
 from groupwise.server.schema_completions import BatchRequest
 from groupwise.server.schema_openai import Conversation, TemplateOptions, Tool, as_messages
@@ -29,6 +28,7 @@ from groupwise.server.state import server_of
 from groupwise.server.submit import template_options
 from groupwise.server.wire import documented
 from groupwise.store.ledger import RolloutRecord
+from groupwise.tasks.reply import ReplyParser
 from groupwise.types import Completion, Prompt
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -39,9 +39,9 @@ from groupwise.errors import (
 from groupwise.sdk.types import CachedTokens, Usage
 from groupwise.server.errors import INTERNAL, Paths, ShuttingDownError, envelope, without_paths
 from groupwise.server.metrics import RequestRecord
-from groupwise.server.reply import TextStream
 from groupwise.server.schema_openai import Sampling
 from groupwise.server.state import Server, server_of
+from groupwise.tasks.reply import TextStream
 from groupwise.types import Completion, LiveEngine, PolicyVersion, SamplingParams, SamplingRequest
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -308,9 +308,9 @@ def sse(data: str, *, id: str | int | None = None, event: str | None = None) -> 
     return f"{head}data: {data}\n\n".encode()
 
 
-def failure(error: GroupwiseError, *, without: Paths | None = None) -> bytes:
-    """The event that says what went wrong, in which the paths `without` are hidden."""
-    _, _, body = envelope(without_paths(error, without or {}))
+def failure(error: GroupwiseError) -> bytes:
+    """The event that says what went wrong."""
+    _, _, body = envelope(error)
     return sse(body.decode())
 
 
@@ -332,7 +332,8 @@ async def _with_pings(events: AsyncGenerator[bytes, None]) -> AsyncIterator[byte
 class EventStream(Response):
     """The answer as server-sent events: those of `events`, which has given its `first` one already, then [DONE].
 
-    A failure becomes an error event, in which the paths `without` are hidden. However it ends, `events` is closed and
+    A failure becomes the event that `fail` makes of it, in which the paths `without` are hidden; `done` ends the stream
+    in the words of its dialect. However it ends, `events` is closed and
     then `resources`, which are told of the failure. Somebody who has read nothing for `stall_s` seconds is given up.
     """
 
@@ -347,11 +348,14 @@ class EventStream(Response):
         headers: Mapping[str, str] | None = None,
         without: Paths | None = None,
         stall_s: float = STALL_S,
+        fail: Callable[[GroupwiseError], bytes] | None = None,
+        done: bytes = DONE,
     ):
         super().__init__(headers={**HEADERS, **(headers or {})})
         del self.headers["content-length"]
         self._first, self._events, self._resources, self._stall_s = first, events, resources, stall_s
-        self._without, self._request_id = without, "-"
+        self._without, self._request_id = without or {}, "-"
+        self._fail, self._done = fail or failure, done
         self._failed: BaseException | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -388,7 +392,7 @@ class EventStream(Response):
             await body(self._first)
             async for event in self._told():
                 await body(event)
-            await body(DONE, more=False)
+            await body(self._done, more=False)
         except (TimeoutError, OSError) as error:  # it reads nothing, or it has gone
             self._failed = ClientGone(f"the client stopped reading: {error!r}")
 
@@ -397,7 +401,7 @@ class EventStream(Response):
         error = ShuttingDownError("the server is shutting down, and this answer is not whole", hint="send it again")
         with suppress(TimeoutError, OSError, RuntimeError):
             async with asyncio.timeout(CUT_S):
-                await send({"type": "http.response.body", "body": failure(error) + DONE, "more_body": False})
+                await send({"type": "http.response.body", "body": self._fail(error) + self._done, "more_body": False})
 
     async def _told(self) -> AsyncIterator[bytes]:
         """The events, and one that says how they failed."""
@@ -406,11 +410,11 @@ class EventStream(Response):
                 yield event
         except GroupwiseError as error:
             self._failed = error
-            yield failure(error, without=self._without)
+            yield self._fail(without_paths(error, self._without))
         except Exception as error:
             self._failed = error
             log.exception("request %s: a stream failed", self._request_id)
-            yield failure(INTERNAL)
+            yield self._fail(INTERNAL)
 
 
 INTERACTIVE = 8  # a request for this many completions is somebody waiting; for more it is a batch
@@ -509,8 +513,8 @@ async def admit(
 ) -> Admission:
     """Choose the version, keep it loaded until `resources` are closed, and give the engine everything at once.
 
-    `kind` begins the id; `preview` stands for the prompts in the list of recent requests; `cache` is the
-    `SamplingRequest`'s. With `max_tokens: 0` the engine gets nothing to do.
+    `kind` begins the id, before a hyphen unless it ends with an underscore; `preview` stands for the prompts in the
+    list of recent requests; `cache` is the `SamplingRequest`'s. With `max_tokens: 0` the engine gets nothing to do.
 
     Raises:
         ContextLengthError: a prompt does not fit, together with what is asked for.
@@ -552,7 +556,8 @@ async def admit(
         began=began,
     )
     resources.callback(generation.cancel)
-    model, id = body.model or server.config.served_name, f"{kind}-{secrets.token_hex(12)}"
+    model = body.model or server.config.served_name
+    id = f"{kind}{'' if kind.endswith('_') else '-'}{secrets.token_hex(12)}"
     admission = Admission(
         server=server,
         id=id,

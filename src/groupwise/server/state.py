@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from groupwise.server.supervisor import Supervisor
     from groupwise.store.adapters import AdapterStore
     from groupwise.store.ledger import Ledger
+    from groupwise.tasks.dialects.responses import ResponseStore
     from groupwise.types import LiveEngine
 
 
@@ -45,6 +46,13 @@ class Server:
         from groupwise.server.storage import StorageProbe  # imports numpy: too slow before the port is bound
 
         return StorageProbe(self.config.state_dir)
+
+    @cached_property
+    def responses(self) -> ResponseStore:
+        """The answers of /v1/responses that are kept."""
+        from groupwise.tasks.dialects.responses import ResponseStore
+
+        return ResponseStore()
 
     @property
     def paths(self) -> Mapping[str, str]:

@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -205,6 +205,18 @@ class ErrorEnvelope(Answer):
     """The body of every answer with a status of 400 or more."""
 
     error: ErrorBody
+
+
+class AnthropicError(ErrorBody):
+    """One error under /v1/messages; its `type` is one of Anthropic's words."""
+
+
+class AnthropicEnvelope(Answer):
+    """The same for Anthropic's clients."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicError
+    request_id: str | None
 
 
 # ---- what a route says of itself ----

@@ -28,30 +28,33 @@ import importlib.util
 import inspect
 import json
 import math
-import time
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from groupwise.algo.samples import segments_of
 from groupwise.config.load import load_object
 from groupwise.config.run import EnvConfig
 from groupwise.errors import ChatError, ConfigError, ContextLengthError, EnvError, GroupwiseError, RequestError
-from groupwise.model.chat import THINK_END, THINK_START, opens_thought, split_thinking
+from groupwise.model.chat import opens_thought
 from groupwise.tasks.compat.three_method import warn
 from groupwise.tasks.compat.trl import RolloutFunc, check_keys
+from groupwise.tasks.dialects.form import ending_of
+from groupwise.tasks.dialects.responses import ResponseStore
 from groupwise.tasks.env import EnvFactory, OwnThread, parameters_of, priced, reward_of
 from groupwise.tasks.episode import Slots, case_of, together
 from groupwise.tasks.openai import MODEL, AgentChatRequest, AgentReply, key_of, tools_key
+from groupwise.tasks.reply import Reply, ReplyParser, ReplyPart, TextStream
 from groupwise.tasks.tool_calls import format_of
 from groupwise.tasks.transcript import Transcript
 from groupwise.types import (
     Completion,
     FinishReason,
+    LiveEngine,
     Message,
     PolicyVersion,
     Prompt,
@@ -246,6 +249,7 @@ class Conversations:
         self._by_key: dict[Key, Answered] = {}
         self.answered: list[Answered] = []  # in the order in which they were
         self.calls = 0  # tool calls that the policy made
+        self._ids = 0  # of tool calls that were given out
 
     @property
     def said(self) -> int:
@@ -279,21 +283,30 @@ class Conversations:
         transcript = Transcript(messages, self._tokenizer, tools=tools)
         return AgentRequest(transcript=transcript, key=(offered, said), before=None)
 
-    def answer(self, asked: AgentRequest, completion: Completion, *, one_call: bool = False) -> dict[str, Any]:
-        """The policy answered; returns its message as the client gets it. `one_call` keeps the first call only."""
-        transcript = asked.transcript
-        parsed: dict[str, Any] = dict(transcript.speak(completion))
-        calls = parsed.get("tool_calls") or []
-        calls = [
-            {**call, "id": self._format.call_id(self.calls + i)}  # of its own in the whole episode
-            for i, call in enumerate(calls[:1] if one_call else calls)
-        ]
+    def reply(self, asked: AgentRequest, *, one_call: bool = False) -> Reply:
+        """The reply to a request, to be told its text. `one_call` keeps the first call only."""
+        seen = asked.transcript
+        thinks = opens_thought(seen.prompt_ids, self._tokenizer)
+        parser = ReplyParser(thinks=thinks, calls=self._format if seen.tools else None, tools=seen.tools)
+        return Reply(parser, new_id=self._new_id, one_call=one_call)
+
+    def _new_id(self) -> str:
+        """For a call: an id of its own in the whole episode."""
+        self._ids += 1
+        return self._format.call_id(self._ids - 1)
+
+    def answer(self, asked: AgentRequest, completion: Completion, *, reply: Reply | None = None) -> dict[str, Any]:
+        """The policy answered; returns its message as the client gets it. `reply` has been told all of its text."""
+        if reply is None:
+            reply = self.reply(asked)
+            reply.push(completion.text)
+            reply.finish()
+        transcript, message = asked.transcript, reply.message()
+        transcript.speak(completion)
+        calls = [{**call, "function": _as_object(call["function"])} for call in message.get("tool_calls", ())]
         self.calls += len(calls)
         if calls:
             transcript.messages[-1] = {**transcript.messages[-1], "tool_calls": calls}
-        message = self._sent(
-            parsed["content"], calls, thinks=opens_thought(transcript.turns[-1].prompt_ids, self._tokenizer)
-        )
         offered, said = asked.key
         node = Answered(transcript=transcript, key=(offered, said + key_of([message])))  # type: ignore[list-item]
         self.answered.append(node)
@@ -312,20 +325,6 @@ class Conversations:
             return tuple(node.turn for node in ordered)
         return tuple(replace(node.turn, trained=node is self.answered[0]) for node in ordered)
 
-    def _sent(self, content: str, calls: Sequence[dict[str, Any]], *, thinks: bool) -> dict[str, Any]:
-        """A message in OpenAI's form: arguments as text, thoughts apart."""
-        thought: str | None = None
-        if THINK_END in content or content.lstrip().startswith(THINK_START):
-            thought, content = split_thinking(content)
-        elif thinks:
-            thought, content = content.strip(), ""
-        message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
-        if thought:
-            message["reasoning_content"] = thought
-        if calls:
-            message["tool_calls"] = [{**call, "function": _as_text(call["function"])} for call in calls]
-        return message
-
 
 def _copy(transcript: Transcript) -> Transcript:
     """One that goes on by itself. Of the turns it needs the last."""
@@ -334,8 +333,8 @@ def _copy(transcript: Transcript) -> Transcript:
     return other
 
 
-def _as_text(function: dict[str, Any]) -> dict[str, Any]:
-    return {"name": function["name"], "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+def _as_object(function: dict[str, Any]) -> dict[str, Any]:
+    return {"name": function["name"], "arguments": json.loads(function["arguments"])}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -368,6 +367,9 @@ class PolicyFailedError(GroupwiseError):
     """Sampling failed. The agent gets an error, and the run ends with this exception."""
 
 
+Hear = Callable[[Sequence[ReplyPart]], None]
+
+
 @dataclass(kw_only=True, eq=False)
 class AgentSession:
     """An episode in progress.
@@ -392,15 +394,18 @@ class AgentSession:
     failed: Future[None] = field(default_factory=Future)
     under_way: int = 0
     over: bool = False
+    responses: ResponseStore = field(default_factory=ResponseStore)  # what the episode stored of its answers
     _asked: int = 0
+    _named: int = 0
     _conversations: Conversations = field(init=False)
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._conversations = Conversations(self.tokenizer)
 
-    async def answer(self, request: AgentChatRequest) -> AgentReply:
-        """The policy's next turn in the conversation that `request` shows.
+    async def answer(self, request: AgentChatRequest, *, hear: Hear | None = None) -> AgentReply:
+        """The policy's next turn in the conversation that `request` shows. `hear` is told of its parts as they are
+        sampled, where the engine streams, and otherwise when it is whole; all of them, and before this returns.
 
         Raises:
             LimitError, ContextLengthError: the episode is at a limit.
@@ -414,21 +419,46 @@ class AgentSession:
         params = self._params(asked, request)
         self.ignored += bool(request.ignored)
         self.ignored_names.update(request.ignored)
-        completion = await self._sample(asked, params)
+        reply = self._conversations.reply(asked, one_call=request.parallel_tool_calls is False)
+        text = TextStream(self.tokenizer, params)
+
+        def said(token_id: int) -> None:
+            if hear is not None and (parts := reply.push(text.push(token_id))):
+                hear(parts)
+
+        completion = await self._sample(asked, params, None if hear is None else said)
         if self.over:
             raise _over()
         if completion.finish_reason is FinishReason.ABORT:
             raise self._fail(EnvError("a completion was aborted"))
         if self.stop == "context":  # it was shortened
             self.stop = None
-        message = self._conversations.answer(asked, completion, one_call=request.parallel_tool_calls is False)
-        return AgentReply(
-            id=f"chatcmpl-{self.number}-{len(self._conversations.answered)}",
-            created=int(time.time()),
-            message=message,
-            completion=completion,
-            prompt_tokens=len(asked.transcript.turns[-1].prompt_ids),
+        rest = [*reply.push(text.finish(completion.text)), *reply.finish()]
+        if hear is not None:
+            hear(rest)
+        prompt_ids = asked.transcript.prompt_ids
+        ending = ending_of(
+            completion,
+            called=bool(reply.calls),
+            stop=params.stop,
+            prompt_tokens=len(prompt_ids),
+            context=self.sampler.context_length,
+            most=request.most_tokens,
+            thinks=opens_thought(prompt_ids, self.tokenizer),
+            tokenizer=self.tokenizer,
         )
+        message = self._conversations.answer(asked, completion, reply=reply)
+        return AgentReply(message=message, parts=tuple(reply.parts), ending=ending)
+
+    def count(self, request: AgentChatRequest) -> int:
+        """How many tokens the policy would be shown. Raises as `answer`."""
+        self._check_open()
+        return len(self._ask(request.conversation, request).transcript.prompt_ids)
+
+    def new_id(self, kind: str) -> str:
+        """An id for the next answer: `kind` and numbers."""
+        self._named += 1
+        return f"{kind}{self.number}-{self._named}"
 
     async def end(self) -> Conversations:
         """End the session once the agent has returned: pending sampling is cancelled, later requests are refused."""
@@ -499,15 +529,17 @@ class AgentSession:
         return LimitError(limit, f"the episode is over: {message}")
 
     # ---- the policy ----
-    async def _sample(self, asked: AgentRequest, params: SamplingParams) -> Completion:
+    async def _sample(
+        self, asked: AgentRequest, params: SamplingParams, said: Callable[[int], None] | None
+    ) -> Completion:
         prompt_ids = asked.transcript.prompt_ids
         request = SamplingRequest(prompt_ids=prompt_ids, params=params, version=self.version, cache=True)
         self._asked += 1
         self.under_way += 1
-        task = asyncio.ensure_future(self.sampler.sample([request]))
+        task = asyncio.ensure_future(self._draw(request, said))
         self._tasks.add(task)
         try:
-            ((completion,),) = await task
+            (completion,) = await task
             return completion
         except asyncio.CancelledError:
             task.cancel()
@@ -519,6 +551,19 @@ class AgentSession:
         finally:
             self.under_way -= 1
             self._tasks.discard(task)
+
+    async def _draw(self, request: SamplingRequest, said: Callable[[int], None] | None) -> list[Completion]:
+        """The completion; `said` hears of its tokens in this event loop, where the engine streams."""
+        if said is None or "on_token" not in inspect.signature(self.sampler.submit).parameters:
+            return (await self.sampler.sample([request]))[0]
+        loop = asyncio.get_running_loop()
+
+        def on_token(_: int, token_id: int, *__: Any) -> None:
+            with suppress(RuntimeError):  # the loop has been closed: nobody waits
+                loop.call_soon_threadsafe(said, token_id)
+
+        (future,) = cast("LiveEngine", self.sampler).submit([request], on_token=on_token)
+        return await asyncio.wrap_future(future)
 
     def _fail(self, error: Exception) -> PolicyFailedError:
         with suppress(InvalidStateError):

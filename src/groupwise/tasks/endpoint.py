@@ -1,7 +1,11 @@
-"""The OpenAI-compatible HTTP endpoint that a run's agents talk to: on 127.0.0.1, a free port, one API key an episode.
+"""The HTTP endpoint that a run's agents and harnesses talk to: on 127.0.0.1, a free port, one API key an episode.
 
-    POST /v1/chat/completions     `protocol` says what of it
+    POST /v1/chat/completions     OpenAI's; `protocol` says what of it, and of the others
+    POST /v1/messages             Anthropic's, and /v1/messages/count_tokens; the base URL has no /v1 there
+    POST /v1/responses            OpenAI's Responses, and GET and DELETE of one that was stored
     GET  /v1/models
+
+The key is a bearer, or `x-api-key`. What is streamed is sent as it is sampled, where the engine streams.
 
 It has a thread and an event loop of its own, so that agents that are not async, and other processes, can use it too.
 """
@@ -9,29 +13,37 @@ It has a thread and an event loop of its own, so that agents that are not async,
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from groupwise.errors import AuthenticationError, GroupwiseError
 from groupwise.tasks import openai as protocol
 from groupwise.tasks.agents import AgentSession, Conversations
+from groupwise.tasks.dialects import anthropic, responses
+from groupwise.tasks.dialects.form import read
+from groupwise.tasks.openai import MODEL
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
     from transformers import PreTrainedTokenizerBase
+
+    from groupwise.tasks.dialects.form import Event, Writer
+    from groupwise.tasks.openai import AgentChatRequest
+    from groupwise.tasks.reply import ReplyPart
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 3600  # agents think between two requests; a connection that was closed meanwhile costs them a retry
@@ -40,6 +52,7 @@ _LIMITS: dict[str, Any] = {"max_connections": None, "max_keepalive_connections":
 NEVER_AGAIN = {"x-should-retry": "false"}  # OpenAI's clients would otherwise repeat what cannot succeed
 
 T = TypeVar("T")
+Keep = Callable[[dict[str, Any]], None]
 log = logging.getLogger(__name__)
 
 
@@ -158,6 +171,10 @@ class Endpoint:
         return Starlette(
             routes=[
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/messages", self._messages, methods=["POST"]),
+                Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
+                Route("/v1/responses", self._responses, methods=["POST"]),
+                Route("/v1/responses/{id}", self._response, methods=["GET", "DELETE"]),
                 Route("/v1/models", self._models, methods=["GET"]),
                 Route("/v1/models/{name:path}", self._model, methods=["GET"]),
                 Route("/{path:path}", self._nowhere, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
@@ -168,12 +185,36 @@ class Endpoint:
     async def _chat(self, http: Request) -> Response:
         session = self._session(http)
         request = protocol.read_request(await http.body())
-        reply = await _while_connected(http, session.answer(request))
-        headers = {"x-ignored": ", ".join(request.ignored)} if request.ignored else {}
-        if request.stream:
-            events = protocol.events_of(reply, request, self._tokenizer)
-            return Response(events, media_type="text/event-stream", headers={"cache-control": "no-cache", **headers})
-        return JSONResponse(protocol.completion_of(reply, request, self._tokenizer), headers=headers)
+        writer = protocol.ChatWriter(id=session.new_id("chatcmpl-"), request=request, tokenizer=self._tokenizer)
+        return await _answer(http, session, request, writer, done=b"data: [DONE]\n\n")
+
+    async def _messages(self, http: Request) -> Response:
+        session = self._session(http)
+        request, asked = protocol.read_other(await http.body(), anthropic.MessagesRequest)
+        writer = anthropic.MessageWriter(id=session.new_id("msg_"), model=MODEL)
+        return await _answer(http, session, request, writer, names=asked.names)
+
+    async def _responses(self, http: Request) -> Response:
+        session = self._session(http)
+        asked = read(await http.body(), responses.ResponsesRequest)
+        history = session.responses.history(asked.previous_response_id)
+        request = protocol.translated(asked, asked.chat(history))
+        writer = responses.ResponseWriter(id=session.new_id("resp_"), model=MODEL, request=asked)
+        keep = partial(session.responses.keep, asked, history=history)
+        return await _answer(http, session, request, writer, names=asked.names, keep=keep)
+
+    async def _response(self, http: Request) -> Response:
+        """One that was stored."""
+        stored, id = self._session(http).responses, http.path_params["id"]
+        if http.method == "GET":
+            return _json(stored.find(id).answer)
+        stored.delete(id)
+        return JSONResponse({"id": id, "object": "response", "deleted": True})
+
+    async def _count_tokens(self, http: Request) -> Response:
+        session = self._session(http)
+        request, _ = protocol.read_other(await http.body(), anthropic.CountRequest)
+        return JSONResponse({"input_tokens": session.count(request)})
 
     async def _models(self, http: Request) -> Response:
         self._session(http)
@@ -186,11 +227,13 @@ class Endpoint:
     async def _nowhere(self, http: Request) -> Response:
         raise NoRouteError(
             f"there is no {http.method} {http.url.path}",
-            hint="agents in training have /v1/chat/completions and /v1/models",
+            hint="agents in training have /v1/chat/completions, /v1/messages, /v1/responses and /v1/models",
         )
 
     def _session(self, http: Request) -> AgentSession:
         kind, _, key = http.headers.get("authorization", "").partition(" ")
+        if not key:
+            kind, key = "bearer", http.headers.get("x-api-key", "")
         session = self._sessions.get(key.strip()) if kind.lower() == "bearer" else None
         if session is None:
             raise AuthenticationError(
@@ -198,6 +241,85 @@ class Endpoint:
                 hint="use the api_key that the agent was called with, and not after it has returned",
             )
         return session
+
+
+# ---- answers ----
+async def _answer(
+    http: Request,
+    session: AgentSession,
+    request: AgentChatRequest,
+    writer: Writer,
+    *,
+    names: Mapping[str, str] | None = None,
+    keep: Keep = lambda answer: None,
+    done: bytes = b"",
+) -> Response:
+    """The policy's answer through the dialect's writer, whole or streamed. `names` are the dialect's for fields of the
+    chat form; `keep` is told the whole answer before its end is sent; `done` ends a stream."""
+    ignored = [(names or {}).get(name, name) for name in request.ignored]
+    headers = {"x-ignored": ", ".join(ignored)} if ignored else {}
+    if not request.stream:
+        reply = await _while_connected(http, session.answer(request))
+        writer.open(reply.ending.prompt_tokens)
+        writer.push(reply.parts)
+        writer.close(reply.ending)
+        keep(writer.answer)
+        return _json(writer.answer, headers)
+    stream = _Stream(session, request, writer, keep, done)
+    try:
+        first = await _while_connected(http, stream.next())
+    except BaseException:
+        stream.cancel()
+        raise
+    headers |= {"cache-control": "no-cache"}
+    return StreamingResponse(stream.events(first), media_type="text/event-stream", headers=headers)
+
+
+class _Stream:
+    """One answer as a stream. It begins with the first part, so that what is wrong by then has a status of its own."""
+
+    def __init__(self, session: AgentSession, request: AgentChatRequest, writer: Writer, keep: Keep, done: bytes):
+        self._writer, self._keep, self._done = writer, keep, done
+        self._prompt_tokens = session.count(request)
+        self._parts: asyncio.Queue[Sequence[ReplyPart] | None] = asyncio.Queue()
+        self._answer = asyncio.ensure_future(session.answer(request, hear=self._parts.put_nowait))
+        self._answer.add_done_callback(lambda _: self._parts.put_nowait(None))
+
+    def cancel(self) -> None:
+        """Nobody reads it: it is no turn, unless it was whole already."""
+        self._answer.cancel()
+
+    async def next(self) -> Sequence[ReplyPart] | None:
+        """The next parts; None behind the last. Raises what the session raises, if that comes first."""
+        parts = await self._parts.get()
+        if parts is None:
+            self._answer.result()
+        return parts
+
+    async def events(self, parts: Sequence[ReplyPart] | None) -> AsyncIterator[bytes]:
+        """The stream, whose first parts are `parts`."""
+        try:
+            yield _bytes(self._writer.open(self._prompt_tokens))
+            while parts is not None:
+                if added := self._writer.push(parts):
+                    yield _bytes(added)
+                parts = await self.next()
+            last = self._writer.close(self._answer.result().ending)
+            self._keep(self._writer.answer)
+            yield _bytes(last) + self._done
+        except GroupwiseError as error:
+            yield _bytes(self._writer.fail(error)) + self._done
+        finally:
+            self.cancel()
+
+
+def _json(answer: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Response:
+    """In ASCII: the policy may write half of a character in the arguments of a call."""
+    return Response(json.dumps(answer), media_type="application/json", headers=dict(headers or {}))
+
+
+def _bytes(events: Sequence[Event]) -> bytes:
+    return b"".join(event.bytes for event in events)
 
 
 async def _while_connected(http: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -220,7 +342,13 @@ async def _until_gone(http: Request) -> None:
 
 
 async def _refuse(http: Request, error: GroupwiseError) -> Response:
-    return JSONResponse(protocol.error_of(error), status_code=error.status, headers=NEVER_AGAIN)
+    return JSONResponse(_error_of(http, error), status_code=error.status, headers=NEVER_AGAIN)
+
+
+def _error_of(http: Request, error: GroupwiseError) -> dict[str, Any]:
+    """An error in the envelope of the route's dialect."""
+    told = anthropic.error_of if http.url.path.startswith("/v1/messages") else protocol.error_of
+    return told(error)
 
 
 async def _gone(http: Request, error: ClientDisconnect) -> Response:
@@ -230,7 +358,7 @@ async def _gone(http: Request, error: ClientDisconnect) -> Response:
 async def _bug(http: Request, error: Exception) -> Response:
     log.error("an agent's request failed", exc_info=error)
     told = GroupwiseError(f"internal error: {type(error).__name__}: {error}")
-    return JSONResponse(protocol.error_of(told), status_code=500, headers=NEVER_AGAIN)
+    return JSONResponse(_error_of(http, told), status_code=500, headers=NEVER_AGAIN)
 
 
 def _http() -> Any:

@@ -8,23 +8,28 @@ without a lie is refused: `n` above 1, a required tool call (its first tokens wo
 format, content that is no text, and a last message of the assistant's that is to be continued.
 
 `max_tokens`, `max_completion_tokens`, `stop`, `tools`, `tool_choice` auto and none, `parallel_tool_calls`, `logprobs`
-and `top_logprobs` act. Every model name is the policy. With `stream` the events are sent when the answer is whole.
+and `top_logprobs` act. Every model name is the policy. A stream's log-probabilities come with its last choice. The
+other dialects (`tasks.dialects`) are read into the same request, and so all of this holds for them.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from groupwise.errors import GroupwiseError, RequestError
-from groupwise.types import Completion, FinishReason, Message
+from groupwise.tasks.dialects.form import Ending, Event, Request, read, renamed
+from groupwise.types import Completion, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from groupwise.tasks.reply import ReplyPart
 
 MODEL = "policy"
 RUN_DECIDES: Mapping[str, Any] = {
@@ -38,6 +43,7 @@ RUN_DECIDES: Mapping[str, Any] = {
     "repetition_penalty": 1,
     "logit_bias": {},
     "reasoning_effort": None,
+    "chat_template_kwargs": {},
 }  # parameters that are ignored, and what they are without effect
 REPLACEMENT = "\ufffd"  # what decoding puts for a part of a character
 LEAST_LOGPROB = -9999.0  # JSON has no minus infinity; this is what OpenAI writes for it
@@ -152,13 +158,26 @@ class AgentChatRequest(BaseModel):
 
 
 def read_request(body: bytes) -> AgentChatRequest:
-    """A body, checked. Raises RequestError."""
+    """A body of chat completions, checked. Raises RequestError."""
+    return checked(read(body, AgentChatRequest))
+
+
+def read_other(body: bytes, model: type[Request]) -> tuple[AgentChatRequest, Request]:
+    """A body of another dialect as a chat request, and as what it is. Raises RequestError in the dialect's words."""
+    asked = read(body, model)
+    return translated(asked, asked.chat()), asked
+
+
+def translated(asked: Request, form: dict[str, Any]) -> AgentChatRequest:
+    """The chat request that `asked` is, as its chat form says. Raises RequestError in the dialect's words."""
     try:
-        request = AgentChatRequest.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the body"
-        raise RequestError(f"{where}: {first['msg']}", field=where) from None
+        return checked(read(json.dumps(form).encode(), AgentChatRequest))
+    except RequestError as error:
+        raise renamed(error, asked.names) from None
+
+
+def checked(request: AgentChatRequest) -> AgentChatRequest:
+    """`request`, if the policy can answer it. Raises RequestError."""
     for refused, param, why in (
         (request.n not in (None, 1), "n", f"n is {request.n}; an episode goes on from one answer. Send n requests"),
         (
@@ -189,59 +208,74 @@ def read_request(body: bytes) -> AgentChatRequest:
 # ---- answers ----
 @dataclass(frozen=True, kw_only=True)
 class AgentReply:
-    """One answer of the policy. `message` is as the client gets it and sends it back."""
+    """One answer of the policy: its `message` as the client gets it and sends it back, and the parts of that."""
 
-    id: str
-    created: int
     message: dict[str, Any]
-    completion: Completion
-    prompt_tokens: int
+    parts: tuple[ReplyPart, ...]
+    ending: Ending
+
+
+class ChatWriter:
+    """A reply as a chat completion: a `dialects.form.Writer`."""
+
+    def __init__(self, *, id: str, request: AgentChatRequest, tokenizer: PreTrainedTokenizerBase):
+        self._request, self._tokenizer = request, tokenizer
+        self._head = {"id": id, "object": "chat.completion.chunk", "created": int(time.time()), "model": MODEL}
+        self._said: dict[str, str] = {}
+        self._calls: list[dict[str, Any]] = []
+        self._ending: Ending | None = None
+
+    def open(self, prompt_tokens: int) -> list[Event]:
+        return [self._chunk({"role": "assistant", "content": ""})]
+
+    def push(self, parts: Sequence[ReplyPart]) -> list[Event]:
+        return [self._chunk(self._delta(part)) for part in parts]
+
+    def close(self, ending: Ending) -> list[Event]:
+        self._ending = ending
+        events = [self._chunk({}, logprobs=self._logprobs(), finish_reason=ending.finish_reason)]
+        if self._request.stream_options is not None and self._request.stream_options.include_usage:
+            events.append(Event(None, {**self._head, "choices": [], "usage": self._usage()}))
+        return events
+
+    def fail(self, error: GroupwiseError) -> list[Event]:
+        return [Event(None, error_of(error))]
 
     @property
-    def finish_reason(self) -> str:
-        reason = self.completion.finish_reason
-        return "tool_calls" if self.message.get("tool_calls") and reason is FinishReason.STOP else reason.value
+    def answer(self) -> dict[str, Any]:
+        assert self._ending is not None
+        content = self._said.get("content") or (None if self._calls else "")
+        message = {"refusal": None, "role": "assistant", "content": content}
+        if "reasoning_content" in self._said:
+            message["reasoning_content"] = self._said["reasoning_content"]
+        if self._calls:
+            message["tool_calls"] = self._calls
+        choice = {"index": 0, "message": message, "logprobs": self._logprobs()}
+        choice["finish_reason"] = self._ending.finish_reason
+        return {**self._head, "object": "chat.completion", "choices": [choice], "usage": self._usage()}
 
-    @property
-    def usage(self) -> dict[str, int]:
-        said = len(self.completion.token_ids)
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": said,
-            "total_tokens": self.prompt_tokens + said,
-        }
+    def _delta(self, part: ReplyPart) -> dict[str, Any]:
+        if part.kind == "tool_call":
+            called = {"name": part.name, "arguments": part.arguments}
+            self._calls.append({"id": part.id, "type": "function", "function": called})
+            return {"tool_calls": [{"index": len(self._calls) - 1, **self._calls[-1]}]}
+        key = "content" if part.kind == "content" else "reasoning_content"
+        self._said[key] = self._said.get(key, "") + part.text
+        return {key: part.text}
 
+    def _chunk(self, delta: dict[str, Any], *, logprobs: Any = None, finish_reason: str | None = None) -> Event:
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        return Event(None, {**self._head, "choices": [choice]})
 
-def completion_of(reply: AgentReply, request: AgentChatRequest, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The answer to a request that does not stream."""
-    return {
-        **_head(reply, "chat.completion"),
-        "choices": [
-            {
-                "index": 0,
-                "message": {"refusal": None, **reply.message},
-                "logprobs": logprobs_of(reply, tokenizer) if request.logprobs else None,
-                "finish_reason": reply.finish_reason,
-            }
-        ],
-        "usage": reply.usage,
-    }
+    def _logprobs(self) -> dict[str, Any] | None:
+        if not self._request.logprobs or self._ending is None:
+            return None
+        return logprobs_of(self._ending.completion, self._tokenizer)
 
-
-def events_of(reply: AgentReply, request: AgentChatRequest, tokenizer: PreTrainedTokenizerBase) -> bytes:
-    """The same as server-sent events: who speaks, what is said, each call, why it ended, and [DONE]."""
-    message, head = reply.message, _head(reply, "chat.completion.chunk")
-    calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls") or ())]
-    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-    deltas += [{key: message[key]} for key in ("reasoning_content", "content") if message.get(key)]
-    deltas += [{"tool_calls": [call]} for call in calls]
-    logprobs = logprobs_of(reply, tokenizer) if request.logprobs else None
-    choices = [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas]
-    choices.append({"index": 0, "delta": {}, "logprobs": logprobs, "finish_reason": reply.finish_reason})
-    chunks = [{**head, "choices": [choice]} for choice in choices]
-    if request.stream_options is not None and request.stream_options.include_usage:
-        chunks.append({**head, "choices": [], "usage": reply.usage})
-    return b"".join(f"data: {json.dumps(chunk)}\n\n".encode() for chunk in chunks) + b"data: [DONE]\n\n"
+    def _usage(self) -> dict[str, int]:
+        assert self._ending is not None
+        prompt, said = self._ending.prompt_tokens, self._ending.completion_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
 
 
 def models() -> dict[str, Any]:
@@ -257,9 +291,8 @@ def error_of(error: GroupwiseError) -> dict[str, Any]:
     return {"error": {**told, "hint": error.hint}}
 
 
-def logprobs_of(reply: AgentReply, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def logprobs_of(said: Completion, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Each sampled token with its log-probability, the one that ended the turn too."""
-    said = reply.completion
     alternatives = said.top_logprobs or ((),) * len(said.token_ids)
     content = [
         {**_token(token_id, logprob, tokenizer), "top_logprobs": [_token(*one, tokenizer) for one in top]}
@@ -272,10 +305,6 @@ def _token(token_id: int, logprob: float, tokenizer: PreTrainedTokenizerBase) ->
     text = str(tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False))
     spelled = None if REPLACEMENT in text else list(text.encode())  # of a part of a character they are not known
     return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": spelled}
-
-
-def _head(reply: AgentReply, kind: str) -> dict[str, Any]:
-    return {"id": reply.id, "object": kind, "created": reply.created, "model": MODEL}
 
 
 # ---- what is equal ----

@@ -2,6 +2,7 @@
 
     TextStream    token ids one by one -> text that nothing sampled later can take back
     ReplyParser   text in pieces of any size -> reasoning, content and whole tool calls
+    Reply         the same with ids for the calls, and what it adds up to as a message
     token_text    one token as the log-probability lists show it: its text and its bytes
 
 What is streamed is what the whole reply would have been: the pieces of a `TextStream` join to the engine's text, and a
@@ -14,8 +15,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -150,12 +151,14 @@ def _byte_letters() -> dict[str, int]:
 # ---- text to reasoning, content and tool calls ----
 @dataclass(frozen=True)
 class ReplyPart:
-    """A piece of a reply: text of a kind, or one whole tool call (`arguments` is JSON text, as OpenAI sends it)."""
+    """A piece of a reply: text of a kind, or one whole tool call (`arguments` is JSON text, as OpenAI sends it). What a
+    parser finds has no `id` yet."""
 
     kind: Literal["reasoning", "content", "tool_call"]
     text: str = ""
     name: str = ""
     arguments: str = ""
+    id: str = ""
 
 
 class ReplyParser:
@@ -275,3 +278,54 @@ class ReplyParser:
             return []
         self._said, self._trim = True, False
         return [ReplyPart("content", text)]
+
+
+class Reply:
+    """One reply while it is said.
+
+    Args:
+        parser: splits its text.
+        new_id: an id for the next call.
+        one_call: calls after the first are left out.
+    """
+
+    def __init__(self, parser: ReplyParser, *, new_id: Callable[[], str], one_call: bool = False):
+        self._parser, self._new_id, self._one_call = parser, new_id, one_call
+        self.parts: list[ReplyPart] = []
+
+    @property
+    def calls(self) -> list[ReplyPart]:
+        return [part for part in self.parts if part.kind == "tool_call"]
+
+    def push(self, text: str) -> list[ReplyPart]:
+        """What `text` adds for certain."""
+        return self._kept(self._parser.push(text))
+
+    def finish(self) -> list[ReplyPart]:
+        """The reply is over: the rest of it."""
+        return self._kept(self._parser.finish())
+
+    def message(self) -> dict[str, Any]:
+        """All of it as a message in OpenAI's form: arguments as text, thoughts apart."""
+        kinds = ("content", "reasoning")
+        said = {kind: "".join(part.text for part in self.parts if part.kind == kind) for kind in kinds}
+        calls = [
+            {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": part.arguments}}
+            for part in self.calls
+        ]
+        message: dict[str, Any] = {"role": "assistant", "content": said["content"] or (None if calls else "")}
+        if said["reasoning"]:
+            message["reasoning_content"] = said["reasoning"]
+        if calls:
+            message["tool_calls"] = calls
+        return message
+
+    def _kept(self, parts: Sequence[ReplyPart]) -> list[ReplyPart]:
+        kept = []
+        for part in parts:
+            if part.kind != "tool_call":
+                kept.append(part)
+            elif not (self._one_call and (self.calls or any(each.kind == "tool_call" for each in kept))):
+                kept.append(replace(part, id=self._new_id()))
+        self.parts += kept
+        return kept

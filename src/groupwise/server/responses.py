@@ -1,0 +1,92 @@
+"""/v1/responses: OpenAI's Responses API, for its clients and agents."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request, Response
+
+from groupwise.sdk.types import Answer
+from groupwise.server.bodies import check_content_type, parse_body
+from groupwise.server.dialects import Dialect, answer, read_form
+from groupwise.server.reader import receive_body
+from groupwise.server.sampling import SAMPLING_ERRORS
+from groupwise.server.state import server_of
+from groupwise.server.wire import documented
+from groupwise.tasks.dialects.responses import ResponseNotFoundError, ResponsesRequest, ResponseWriter
+
+if TYPE_CHECKING:
+    from groupwise.config.serve import ServeConfig
+    from groupwise.server.openai import ChatPrompt
+    from groupwise.server.reader import TextModel
+    from groupwise.server.schema_openai import ChatRequest
+
+DIALECT = Dialect(kind="resp_")
+CODES = ("unsupported_content", "unsupported_parameter", "limit_exceeded", "previous_response_not_found")
+
+router = APIRouter(tags=["OpenAI"])
+
+
+class DeletedResponse(Answer):
+    """A response that is no longer kept."""
+
+    id: str
+    object: str = "response"
+    deleted: bool = True
+
+
+@router.post("/v1/responses", **documented(ResponsesRequest, errors=SAMPLING_ERRORS, codes=CODES, streams=True))
+async def responses(http: Request) -> Response:
+    """The next turn of a conversation in the form of OpenAI's Responses API, whole or streamed.
+
+    The policy, the prompt and the reply are those of /v1/chat/completions. Answers are kept in memory for
+    `previous_response_id`, the newest 1024 of them.
+    """
+    server = server_of(http)
+    reader, context = server.reader, server.engine.context_length
+    async with receive_body(http, reader) as body:
+        check_content_type(http)
+        asked, read = await reader.read(http, body, read_responses, context=context)
+        history = server.responses.history(asked.previous_response_id)
+        if read is None:
+            _, read = await reader.read(http, body, read_responses, context=context, history=history)
+    assert read is not None
+    return await answer(
+        http,
+        DIALECT,
+        *read,
+        writer=lambda admission: ResponseWriter(id=admission.id, model=admission.model, request=asked),
+        keep=lambda told: server.responses.keep(asked, told, history),
+    )
+
+
+@router.get("/v1/responses/{response_id}", **documented(errors=(ResponseNotFoundError,)))
+async def stored_response(http: Request, response_id: str) -> Response:
+    """A response that is kept."""
+    answer = server_of(http).responses.find(response_id).answer
+    return Response(json.dumps(answer), media_type="application/json")
+
+
+@router.delete("/v1/responses/{response_id}", **documented(answer=DeletedResponse, errors=(ResponseNotFoundError,)))
+async def delete_response(http: Request, response_id: str) -> DeletedResponse:
+    """Forget a response."""
+    server_of(http).responses.delete(response_id)
+    return DeletedResponse(id=response_id)
+
+
+def read_responses(
+    raw: bytes,
+    base: TextModel,
+    config: ServeConfig,
+    *,
+    context: int,
+    history: Sequence[dict[str, Any]] | None = None,
+) -> tuple[ResponsesRequest, tuple[ChatRequest, ChatPrompt] | None]:
+    """A body, and its chat form and prompt; None for these while its `history` is not known. Raises RequestError,
+    ChatError, ContextLengthError."""
+    asked = parse_body(raw, ResponsesRequest, config)
+    if asked.previous_response_id is not None and history is None:
+        return asked, None
+    return asked, read_form(asked, asked.chat(history or ()), base, config, context=context)

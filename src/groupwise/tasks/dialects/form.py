@@ -1,0 +1,297 @@
+"""What the dialects share: a request in one form (OpenAI's chat completions), and a reply as parts and an ending.
+
+    a body of a dialect  ->  `Request.chat()`: the same as a body of /v1/chat/completions  ->  the policy
+    the policy's reply   ->  `ReplyPart`s and an `Ending`  ->  a `Writer`: events of the dialect, and the whole answer
+
+The chat form is what the live server and the endpoint of episodes check, render and sample, each by its own rules; a
+dialect only translates. A `Writer` is fed the parts as they come, also where nothing is streamed, so that the events of
+a stream add up to the whole answer.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Protocol, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+from pydantic_core.core_schema import ErrorType
+
+from groupwise.errors import GroupwiseError, RequestError
+from groupwise.model.chat import THINK_END, THINK_START, decode
+from groupwise.types import Completion, FinishReason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from groupwise.tasks.reply import ReplyPart
+
+MOST_MESSAGES = 1 << 16  # messages, items or blocks of one list; a server's own limits are lower
+LONGEST_SHOWN = 64  # characters of a value that an error repeats
+NEARLY = 0.8  # how similar to ours a name is, of 1, that is a slip
+MOST_SLIPS = 64  # unknown fields that are compared with ours
+PYDANTIC = frozenset(get_args(ErrorType))  # the codes of errors that are not ours
+PASSED_ON = ("adapter", "adapters", "ignore_eos", "min_p", "seed", "stop_token_ids")
+
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+CallId = Annotated[str, Field(max_length=256)]
+
+
+# ---- requests ----
+class Part(BaseModel):
+    """A piece of a body. What it does not know is ignored: blocks come from many clients."""
+
+    model_config = ConfigDict(
+        strict=True,
+        frozen=True,
+        extra="ignore",
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+
+class Refused(NamedTuple):
+    """An option that is known and not offered: the values that change nothing, and what to do instead."""
+
+    neutral: tuple[Any, ...] = ()
+    hint: str = "leave it out"
+
+
+class Request(Part):
+    """A body of a dialect. Fields that it does not know are ignored, but not misspelt ones."""
+
+    model_config = ConfigDict(extra="allow")
+
+    refused: ClassVar[Mapping[str, Refused]] = {}
+    bookkeeping: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are ignored on purpose: the same is sampled without them."""
+    names: ClassVar[Mapping[str, str]] = {}
+    """Fields of the chat form -> what they are called in the dialect."""
+
+    @model_validator(mode="after")
+    def _nothing_refused(self) -> Request:
+        given = self.model_extra or {}
+        for name in islice((each for each in given if each not in self.refused), MOST_SLIPS):
+            meant = difflib.get_close_matches(name[:LONGEST_SHOWN], type(self).model_fields, n=1, cutoff=NEARLY)
+            if meant and name not in self.bookkeeping:
+                hint, shown = f"did you mean {meant[0]}?", repr(name[:LONGEST_SHOWN])
+                raise fault("invalid_value", "{name} is unknown", name=shown, param=name, hint=hint)
+        for name, option in self.refused.items():
+            value = given.get(name)
+            if value is not None and not any(type(value) is type(same) and value == same for same in option.neutral):
+                raise fault(
+                    "unsupported_parameter",
+                    "{name} is not supported by this server",
+                    name=name,
+                    param=name,
+                    hint=option.hint,
+                )
+        return self
+
+    def chat(self) -> dict[str, Any]:
+        """The same as a body of /v1/chat/completions. Raises RequestError."""
+        raise NotImplementedError
+
+    @property
+    def passed_on(self) -> dict[str, Any]:
+        """Fields of the chat form that the dialect does not have, and that mean here what they mean there."""
+        return {name: value for name, value in (self.model_extra or {}).items() if name in PASSED_ON}
+
+
+R = TypeVar("R", bound=BaseModel)
+
+
+def fault(code: str, message: str, **context: Any) -> PydanticCustomError:
+    """What a validator raises: `{name}` in the message is `context[name]`; `hint` and `param` become the error's."""
+    return PydanticCustomError(code, message, context)  # pyright: ignore[reportArgumentType]
+
+
+def _shape(content: Any) -> str:
+    return "parts" if isinstance(content, list) else "text"
+
+
+TEXT_OR_PARTS = Discriminator(_shape)
+"""Tells `Annotated[str, Tag("text")]` from `Annotated[list[...], Tag("parts")]`: errors then speak of one of them."""
+
+
+def unknown_kind(value: Any, known: Sequence[str], says: str, hint: str, *, code: str = "unsupported_content") -> Any:
+    """`value`, unless it is an object whose `type` is none of the `known`."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind not in known:
+        shown = kind if len(kind) <= LONGEST_SHOWN else f"{kind[: LONGEST_SHOWN - 3]}..."
+        raise fault(code, says, kind=repr(shown), hint=hint)
+    return value
+
+
+def read(body: bytes, model: type[R]) -> R:
+    """A body, checked. Raises RequestError."""
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+    context = first.get("ctx") or {}
+    where = ".".join(str(part) for part in first["loc"]) or context.get("param") or "the body"
+    message = first["msg"] if context.get("param") else f"{where}: {first['msg']}"
+    code = None if first["type"] in PYDANTIC else first["type"]
+    raise RequestError(message, hint=context.get("hint"), field=where, code=code)
+
+
+def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
+    """An error about the chat form in the words of a dialect, whose `names` its fields have."""
+    field = error.field or ""
+    root = field.partition(".")[0].partition("[")[0]
+    if root != "tools" and root not in names:
+        return error
+    new = names.get(root, root) + field[len(root) :]
+    if root == "tools":  # whose functions are no objects of their own in these dialects
+        new = new.replace(".function", "", 1)
+    message = new + error.message.removeprefix(field) if error.message.startswith(field) else error.message
+    return RequestError(message, hint=error.hint, field=new, code=error.code)
+
+
+def joined(texts: Sequence[str]) -> str:
+    """Blocks of one message as its text: each on a line of its own."""
+    return "\n".join(texts)
+
+
+def merged(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages of the chat form in which neighbours that one speaker said are one, as chat templates want it."""
+    said: list[dict[str, Any]] = []
+    for message in messages:
+        before = said[-1] if said else None
+        if before is None or before["role"] != message["role"] or message["role"] not in ("user", "assistant"):
+            said.append(dict(message))
+        elif message["role"] == "user":
+            before["content"] = joined([before["content"], message["content"]])
+        else:
+            said[-1] = _both(before, message)
+    return said
+
+
+def _both(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Two messages of the assistant's as one."""
+    content = f"{first.get('content') or ''}{second.get('content') or ''}"
+    thoughts = [each["reasoning_content"] for each in (first, second) if each.get("reasoning_content")]
+    return assistant(content, joined(thoughts), [*first.get("tool_calls", ()), *second.get("tool_calls", ())])
+
+
+def assistant(content: str, thought: str = "", calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """A message of the assistant's in the chat form."""
+    message: dict[str, Any] = {"role": "assistant", "content": None if calls and not content else content}
+    if thought:
+        message["reasoning_content"] = thought
+    if calls:
+        message["tool_calls"] = list(calls)
+    return message
+
+
+def call(id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A tool call in the chat form."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+# ---- replies ----
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a reply ended: `stop`, `length` or `tool_calls`; `stop` is the stop string that ended it, if one did; `full`
+    says that it was cut where the context ends, before it had as many tokens as it might have."""
+
+    finish_reason: str
+    stop: str | None = None
+    full: bool = False
+    prompt_tokens: int
+    completion_tokens: int
+    thought_tokens: int = 0
+    cached_tokens: int = 0
+    completion: Completion
+
+
+class Event(NamedTuple):
+    """A server-sent event. Without a `name` it is data alone."""
+
+    name: str | None
+    data: Mapping[str, Any]
+
+    @property
+    def bytes(self) -> bytes:
+        head = "" if self.name is None else f"event: {self.name}\n"
+        return f"{head}data: {json.dumps(self.data)}\n\n".encode()
+
+
+class Writer(Protocol):
+    """One reply in a dialect: the events of its stream, and what they add up to."""
+
+    def open(self, prompt_tokens: int) -> list[Event]:
+        """Before the first token."""
+        ...
+
+    def push(self, parts: Sequence[ReplyPart]) -> list[Event]:
+        """More of the reply."""
+        ...
+
+    def close(self, ending: Ending) -> list[Event]:
+        """The reply is whole; `answer` is set from here on."""
+        ...
+
+    def fail(self, error: GroupwiseError) -> list[Event]:
+        """The stream ends without the rest of the reply."""
+        ...
+
+    @property
+    def answer(self) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        ...
+
+
+def ending_of(
+    completion: Completion,
+    *,
+    called: bool,
+    stop: Sequence[str],
+    prompt_tokens: int,
+    context: int,
+    most: int | None,
+    thinks: bool,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Ending:
+    """How a completion ended. `called`: it has tool calls; `most`: the tokens that it might have had by what was asked;
+    `thinks`: its prompt opened a thought."""
+    reason, length = completion.finish_reason, len(completion.token_ids)
+    return Ending(
+        finish_reason="tool_calls" if called and reason is FinishReason.STOP else reason.value,
+        stop=stopped_by(completion, stop, tokenizer),
+        full=reason is FinishReason.LENGTH and prompt_tokens + length >= context and (most is None or length < most),
+        prompt_tokens=prompt_tokens,
+        completion_tokens=length,
+        thought_tokens=thought_tokens(completion, thinks=thinks, tokenizer=tokenizer),
+        cached_tokens=completion.cached_tokens or 0,
+        completion=completion,
+    )
+
+
+def stopped_by(completion: Completion, stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The stop string that ended a completion, which its text lacks and its tokens have; None where none did."""
+    if not stop or completion.finish_reason is not FinishReason.STOP:
+        return None
+    rest = decode(completion.token_ids, tokenizer)[len(completion.text) :]
+    return max((each for each in stop if rest.startswith(each)), key=len, default=None)
+
+
+def thought_tokens(completion: Completion, *, thinks: bool, tokenizer: PreTrainedTokenizerBase) -> int:
+    """How many of a completion's tokens are its thought, its markers among them."""
+    text, ids = completion.text, completion.token_ids
+    if not thinks and not text.lstrip().startswith(THINK_START):
+        return 0
+    if THINK_END not in text:
+        return len(ids)
+    low, high = 0, len(ids)  # the first `high` tokens have the end of the thought, the first `low` do not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if THINK_END in decode(ids[:middle], tokenizer) else (middle, high)
+    return high
