@@ -110,10 +110,11 @@ class _DrawnPrompt:
 
 @dataclass(kw_only=True, eq=False)
 class _InFlight:
-    """A group under way. `synced` is the step whose policy samples it; `group` is there once it is scored. The step
-    after `due` steps is the last that may train it."""
+    """A group under way. `synced` is the step whose policy samples it, as `version`; `group` is there once it is
+    scored. The step after `due` steps is the last that may train it."""
 
     drawn: _DrawnPrompt
+    version: PolicyVersion
     synced: int
     due: int
     group: RolloutGroup | None = None
@@ -219,6 +220,10 @@ class Batches:
         self._reroll.load_state_dict(state["reroll"])
         self.done = state["done"]
 
+    def versions_in_use(self) -> set[PolicyVersion]:
+        """The versions that groups are being sampled by."""
+        return {flight.version for flight in self._in_flight if flight.played is None or not flight.played.done()}
+
     def metrics(self) -> dict[str, float]:
         """What waits to come back, where anything can."""
         replay = self._replay.metrics(self.done) if self._replay.size else {}
@@ -262,7 +267,10 @@ class Batches:
         """Begin as many prompts as there is room for, together."""
         if (room := self._capacity_now()) <= 0:
             return
-        flights = [_InFlight(drawn=drawn, synced=self.synced, due=self._due) for drawn in self._draw(room)]
+        flights = [
+            _InFlight(drawn=drawn, version=self._version, synced=self.synced, due=self._due)
+            for drawn in self._draw(room)
+        ]
         self._in_flight += flights
         begun = self._play.begin(
             [flight.drawn.prompt for flight in flights],

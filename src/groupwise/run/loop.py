@@ -74,6 +74,7 @@ class TrainingRun:
             base=parts.base,
             keep=plan.config.adapters.keep,
             config_hash=plan.config_hash,
+            in_use=parts.batches.versions_in_use,
         )
         self._best = BestVersion(patience=0 if plan.config.eval is None else plan.config.eval.patience)
         self._evaluated: dict[PolicyVersion, int] = {}  # the step at which a version was

@@ -6,7 +6,7 @@ alias points to it; and the version before it is forgotten last, by an engine th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from groupwise.model.load import LoadedModel
@@ -19,7 +19,8 @@ from groupwise.types import PolicyVersion, Sampler
 class Policy:
     """The policy that is trained, as versions: `newest` was published last, `sampling` is the one that samples.
 
-    Of older versions the newest `keep` and those in `protected` stay on disk. Without an adapter (full-parameter
+    Of older versions the newest `keep` and those in `protected` stay on disk, and those that `in_use` names stay in the
+    engine: an episode that has begun asks for its version again at every turn. Without an adapter (full-parameter
     training) engine and learner share the weights, and only the name changes.
     """
 
@@ -33,9 +34,10 @@ class Policy:
         base: LoadedModel,
         keep: int,
         config_hash: str,
+        in_use: Callable[[], Collection[PolicyVersion]] = tuple,
     ):
         self._learner, self._store, self._sampler, self._base = learner, store, sampler, base
-        self._name, self._keep, self._config_hash = name, keep, config_hash
+        self._name, self._keep, self._config_hash, self._in_use = name, keep, config_hash, in_use
         self.newest = self.sampling = PolicyVersion.base()
         self.protected: set[PolicyVersion] = set()
         self._loaded: set[PolicyVersion] = set()
@@ -101,8 +103,9 @@ class Policy:
     def _let_go(self) -> None:
         """Forget the versions that nobody needs, in the engine and on the disk."""
         needed = {self.newest, self.sampling}
-        for version in self._loaded - needed:
+        held = needed.union(self._in_use())
+        for version in self._loaded - held:
             self._sampler.unload(version)
-        self._loaded &= needed
+        self._loaded &= held
         if self._learner.lora is not None:
             self._store.prune(self._name, keep=self._keep, protect=self.protected | needed)
