@@ -15,6 +15,7 @@ FIRST = Completion(
     text="é\n",
     finish_reason=FinishReason.STOP,
     version=PolicyVersion("math", 3),
+    switches=((1, PolicyVersion("math", 4)),),
     top_logprobs=(((7, -0.1), (9, -2.5)), ()),
 )
 SECOND = Completion(token_ids=(8,), logprobs=(-math.inf,), text="", finish_reason=FinishReason.LENGTH)
