@@ -33,7 +33,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NotRequired, Protocol, TypedDict
+from typing import Any, NotRequired, Protocol, TypedDict, runtime_checkable
 
 BASE = "base"  # the name of the policy without an adapter
 NARROWING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # sampling options, and where they are off
@@ -433,6 +433,7 @@ class Sampler(Submits, Protocol):
         ...
 
 
+@runtime_checkable
 class UpdatesInFlight(Protocol):
     """An engine in which a new version may take over completions that are being sampled."""
 
@@ -445,8 +446,12 @@ class UpdatesInFlight(Protocol):
 
         Raises:
             AdapterNotFoundError: `new` was not loaded.
-            ConfigError: this engine cannot do it that way.
+            ConfigError: as `check_replaceable`.
         """
+        ...
+
+    def check_replaceable(self, *, recompute: bool) -> None:
+        """Raise ConfigError if this engine cannot treat keys and values so."""
         ...
 
 

@@ -14,6 +14,9 @@ and this one rule is every way to run:
     max_staleness S           staleness S: sampling goes on while training does
     weight_sync_interval 0    no sync ever; sampling is kept a few steps ahead
 
+A group's age counts from the version that it was begun with, which drew its oldest tokens, also where newer versions
+take over completions under way (`in_flight_updates`).
+
 A group is scored as soon as its completions are there. One that teaches nothing (rewards all equal, or too few that
 could be scored) is replaced by another prompt, within a budget of `refill` x P a step (dynamic sampling, DAPO, arXiv
 2503.14476), and what is missing then by groups of the replay buffer.
@@ -53,6 +56,7 @@ class Collected:
     sampled: tuple[RolloutGroup, ...]
     too_long: int = 0  # prompts passed over because of their length
     ages: tuple[int, ...] = ()  # of the fresh groups: steps since the policy that sampled them
+    token_ages: tuple[tuple[int, int], ...] = ()  # of their tokens: steps since the version that drew them; how many
     replayed: int = 0  # of `groups`: those trained again
     rerolled: int = 0  # prompts tried again
 
@@ -158,6 +162,7 @@ class Batches:
         self._replay = ReplayBuffer(0) if replay is None else replay
         self._reroll = RerollQueue(0) if reroll is None else reroll
         self._version, self.synced, self.done = PolicyVersion.base(), 0, 0
+        self._synced_at: dict[PolicyVersion, int] = {}
         self._in_flight: list[_InFlight] = []
         self._kept = self._used = self._too_long = self._rerolled = 0  # in the present step
         self._news, self._guard = asyncio.Event(), _FailureGuard(pace.prompts_per_step)
@@ -166,6 +171,7 @@ class Batches:
     def sync(self, version: PolicyVersion, *, step: int) -> None:
         """The sampler has the policy as it was after `step`: what is sampled from now on is sampled by it."""
         self._version, self.synced = version, step
+        self._synced_at[version] = step
         if not self._pace.in_rounds:
             self._admit()
 
@@ -319,7 +325,20 @@ class Batches:
         self._reroll.push([group])
         if self.keep_flat or has_signal(group, self._advantage, weights=self._weights):
             taken.keep(group, age=age)
+            taken.token_ages += self._token_ages(flight, group)
         self._kept = len(taken.kept)
+
+    def _token_ages(self, flight: _InFlight, group: RolloutGroup) -> list[tuple[int, int]]:
+        """For each stretch of tokens that one version drew: its age in steps, and how many they are."""
+        drew = [
+            span
+            for rollout in group.rollouts
+            for turn in rollout.turns
+            if turn.trained
+            for span in turn.completion.spans
+        ]
+        since = self._synced_at | {flight.version: flight.synced}
+        return [(self.done - since.get(version, flight.synced), tokens) for version, tokens in drew]
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 
@@ -356,6 +375,7 @@ class _Taken:
     kept: list[RolloutGroup] = field(default_factory=list)
     sampled: list[RolloutGroup] = field(default_factory=list)
     ages: list[int] = field(default_factory=list)
+    token_ages: list[tuple[int, int]] = field(default_factory=list)
     replayed: int = 0
 
     def keep(self, group: RolloutGroup, *, age: int | None = None) -> None:
@@ -372,6 +392,7 @@ class _Taken:
             sampled=tuple(self.sampled),
             too_long=too_long,
             ages=tuple(self.ages),
+            token_ages=tuple(self.token_ages),
             replayed=self.replayed,
             rerolled=rerolled,
         )
