@@ -28,12 +28,12 @@ def open_engine(make_base, make_adapter, monkeypatch: pytest.MonkeyPatch) -> Ite
     """`open_engine("qwen3")`: an engine with two adapters; `plain` is one whose model cannot run packed."""
     opened: list[LocalEngine] = []
 
-    def make(architecture: str = "qwen3", *, plain: bool = False, **options) -> LocalEngine:
+    def make(architecture: str = "qwen3", *, plain: bool = False, lanes: int = 1, **options) -> LocalEngine:
         base = make_base(architecture, context=256)
         with monkeypatch.context() as patch:
             if plain:
                 patch.setattr("groupwise.engine.local.why_not_packed", lambda model: "this test says so")
-            opened.append(LocalEngine(base, **{"lanes": 1} | options))
+            opened.append(LocalEngine(base, lanes=lanes, **options))
         for version in (FIRST, SECOND):
             opened[-1].load(version, make_adapter(base, seed=version.number))
         return opened[-1]
