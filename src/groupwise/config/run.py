@@ -717,6 +717,9 @@ class RunConfig(Section):
         for key in ("draft_tokens", "prefix_cache_mb", "compile"):
             if getattr(self.rollout, key) != fields[key].default:
                 raise conflict("rollout", key, "is the local engine's, and engine is vllm; leave it out")
+        if self.rollout.in_flight_updates and self.vllm.mode == "colocate":
+            message = "has no effect with vllm.mode colocate, which hands completions out when they are whole"
+            raise conflict("rollout", "in_flight_updates", f"{message}; leave it out, or let vLLM be a server")
         if self.rollout.in_flight_updates and self.rollout.in_flight_cache == "keep":
             message = "vLLM ties keys and values to the adapter that made them, so that keep cannot be had"
             raise conflict("rollout", "in_flight_cache", f"{message}; set it to recompute")
