@@ -348,7 +348,8 @@ class Batches:
         most = min(count, self._reroll.max_groups - self._rerolled)
         for id in self._reroll.pop(self.done / self._pace.steps, most=most):
             prompt = self._play.prepare(self._source.prompt(id))
-            drawn.append(_DrawnPrompt(prompt=prompt, issued=None, seed=seed_of(self._seed, id, self.done)))
+            seed = seed_of(self._seed, id, self._reroll.tries(id))  # the same again where a run goes on
+            drawn.append(_DrawnPrompt(prompt=prompt, issued=None, seed=seed))
             self._rerolled += 1
         passed_over = 0
         while len(drawn) < count:
