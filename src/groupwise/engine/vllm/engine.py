@@ -9,10 +9,8 @@ Prompts that do not fit, token ids that there are not, and options that vLLM can
 anything is sent. A version is usable when every server has it and has proved it (`vllm_sync`).
 
 With in-flight updates each completion is a request of its own, whose tokens are heard as they come. When a version is
-replaced the request is given up, and what is missing is asked of the new version as the continuation of what was heard:
-vLLM reads that text with the new adapter, so keys and values are always recomputed. (vLLM can also read an adapter
-anew in place, between two tokens of running requests; version 0.32 then serves prompts from the old one's cache and
-reads the files again while it samples, so this is not used.)
+replaced the request is given up and continued by the new version, which reads what was heard: keys and values are
+recomputed. (vLLM can read an adapter anew in place; 0.32 then goes on with the old one's cached prompts.)
 """
 
 from __future__ import annotations
@@ -221,9 +219,9 @@ class VllmEngine:
             )
 
     async def _replace(self, old: PolicyVersion, new: PolicyVersion) -> None:
-        moved = [each for each in self._following if each.version == old]
-        for each in moved:
-            each.follow(new)
+        for each in self._following:
+            if each.version == old:
+                each.follow(new)
 
     def unload(self, version: PolicyVersion) -> None:
         self._replaced.pop(version, None)
@@ -326,13 +324,12 @@ class VllmEngine:
             version, lease = row.version, self._leases.take(row.version)
             if lease is None and not self._is_whole(version):
                 raise self._not_loaded(version)
-            name = None if lease is None else lease.published.name
-            row.asking = asyncio.create_task(self._fleet.send(name, row.ask))
+            row.asking = asyncio.create_task(self._fleet.send(lease and lease.published.name, row.ask))
             try:
                 await asyncio.wait({row.asking})
                 if not row.asking.cancelled():
                     sampled = row.asking.result()
-                    (_, first), *later = row.spans(len(sampled.token_ids))
+                    (_, first), *later = [span for span in row.spans if span[0] < len(sampled.token_ids)]
                     return replace(self._completion(sampled, request), version=first, switches=tuple(later))
             finally:
                 row.asking.cancel()
@@ -722,12 +719,9 @@ class _StreamedCompletion:
         self._logprobs: list[float] = []
         self._tops: list[tuple[tuple[int, float], ...]] = []
 
-    async def ask(self, server: VllmServer, model: str) -> Sampled:
+    async def ask(self, server: VllmServer, model: str, hear: Callable[[Sampled], None] | None = None) -> Sampled:
         """What is still missing. Raises ServerLost, EngineError."""
-        return await self._asked(server, model, self._hear)
-
-    async def _asked(self, server: VllmServer, model: str, hear: Callable[[Sampled], None]) -> Sampled:
-        reason = self._end() or await server.stream(model, self._rest(), hear)
+        reason = self._end() or await server.stream(model, self._rest(), hear or self._hear)
         tops = tuple(self._tops) if self._params.top_logprobs else ()
         return Sampled(token_ids=tuple(self._ids), logprobs=tuple(self._logprobs), finish_reason=reason, tops=tops)
 
@@ -755,36 +749,30 @@ class _StreamedCompletion:
 
 
 class _FollowedCompletion(_StreamedCompletion):
-    """One completion that goes on under newer versions (`VllmEngine.replace`). `version` samples it now; `asking` is
-    its request."""
+    """One completion that goes on under newer versions (`VllmEngine.replace`). `version` samples it now, `asking` is
+    its request, and `spans` say from which token on which version drew it."""
 
     def __init__(self, engine: VllmEngine, job: QueuedRequest, index: int, version: PolicyVersion):
         super().__init__(engine, job, index, lambda *token: None)
         self.version = version
         self.asking: asyncio.Task[Sampled] | None = None
-        self._spans: list[tuple[int, PolicyVersion]] = [(0, version)]
+        self.spans: list[tuple[int, PolicyVersion]] = [(0, version)]
 
     def follow(self, version: PolicyVersion) -> None:
         """From the next token on this version samples. What the one before still says is not heard."""
         at = len(self._ids)
-        self._spans = [*(span for span in self._spans if span[0] < at), (at, version)]
+        self.spans = [*(span for span in self.spans if span[0] < at), (at, version)]
         self.version = version
         if self.asking is not None:
             self.asking.cancel()
 
-    async def ask(self, server: VllmServer, model: str) -> Sampled:
+    async def ask(self, server: VllmServer, model: str, hear: Callable[[Sampled], None] | None = None) -> Sampled:
         """As `_StreamedCompletion.ask`, of the version that samples now."""
-        version = self.version
+        return await super().ask(server, model, hear or partial(self._heard_of, self.version))
 
-        def hear(piece: Sampled) -> None:
-            if self.version == version:
-                self._hear(piece)
-
-        return await self._asked(server, model, hear)
-
-    def spans(self, tokens: int) -> list[tuple[int, PolicyVersion]]:
-        """From where on which version drew the first `tokens` of it."""
-        return [span for span in self._spans if span[0] < tokens]
+    def _heard_of(self, version: PolicyVersion, piece: Sampled) -> None:
+        if self.version == version:
+            self._hear(piece)
 
 
 def _tell(
