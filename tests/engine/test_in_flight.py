@@ -255,3 +255,15 @@ def test_recurrent_layers_keep_their_state(open_engine, make_base, make_adapter)
     requests = asked([0, 1])
     groups = sampled(engine, requests, {4: (BASE, FIRST)}, recompute=False)
     check(policies, requests, groups, recompute=False)
+
+
+def test_a_mixtures_experts_are_recorded_for_every_token(open_engine, make_base, make_adapter):
+    engine, policies = open_engine("qwen3_moe", record_routing=True), policies_of("qwen3_moe", make_base, make_adapter)
+    requests = asked([0, 1])
+    groups = sampled(engine, requests, {4: (BASE, FIRST)}, recompute=True)
+    check(policies, requests, groups, recompute=True)
+    for request, group in zip(requests, groups, strict=True):
+        for said in group:
+            assert said.routed_experts is not None
+            chosen = said.routed_experts.array()
+            assert len(chosen) == len(request.prompt_ids) + len(said.token_ids) - 1 and chosen.min() >= 0
