@@ -43,7 +43,7 @@ MODES = {
 SMOOTHED = 5  # steps
 
 
-async def waiting(completions: Sequence[Any], wait: float, **columns: Any) -> list[float]:
+async def waiting(completions: Sequence[Any], wait: float, **columns: Any) -> list[float | None]:
     """The exact match of the job, after a while for each group."""
     from groupwise.rewards.text import exact_match
 
