@@ -223,3 +223,28 @@ def test_more_machines_and_later_versions_make_no_simulated_step_longer(script: 
     split = {o.setting.staleness: o.seconds for o in reversed(whole[8]) if not o.setting.colocated}
     assert split[0] >= split[1] >= split[2]
     assert all(max(o.engine_gb, o.learner_gb) < 141 for outcomes in whole.values() for o in outcomes)
+
+
+def test_selection_compares_every_mode_with_the_synchronous_run(script: Any) -> None:
+    """Late groups that are dropped and drawn anew show: in the mean, and as prompts that are missing or come twice."""
+
+    def runs(mode: str, lengths: list[float], drawn: list[list[str]]) -> list[dict[str, Any]]:
+        more = {"staleness": 1.0, "token_age": 1.0, "versions": 1.0}
+        return [
+            {"mode": mode, "seed": seed, "all": length, "first_half": length, "drawn": ids, **more}
+            for seed, (length, ids) in enumerate(zip(lengths, drawn, strict=True))
+        ]
+
+    table = script("selection").table
+    synchronous = runs("synchronous", [11.0, 11.9, 11.4, 11.6], [["a", "b", "c"]] * 4)
+    lines, equal = table("length", [*synchronous, *runs("ahead", [11.1, 11.7, 11.5, 11.4], [["c", "b", "a"]] * 4)])
+    assert equal and lines[-1].startswith("| ahead | 11.425 ± 0.125 | 11.425 ± 0.125 | 0 | 0 |")
+    lines, equal = table("length", [*synchronous, *runs("drops", [9.3, 9.6, 9.4, 9.7], [["a", "a", "b"]] * 4)])
+    assert not equal and "| 4 | 4 |" in lines[-1]
+
+
+def test_asynchrony_reads_when_a_reward_was_reached(script: Any) -> None:
+    asynchrony = script("asynchrony")
+    found = {"reward": [0.0, 0.1, 0.2, 0.6, 0.6, 0.6, 0.6, 0.6], "step_s": [2.0] * 8}
+    assert asynchrony.seconds_until(found, 0.4) == 12.0 and asynchrony.seconds_until(found, 0.7) is None
+    assert asynchrony.cell([1.0, 2.0, None], ".1f") == "1.5 (1.0 to 2.0, 1 never)"

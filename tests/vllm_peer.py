@@ -43,6 +43,7 @@ class Faults:
     hangs: bool = False  # /health and everything else is not answered
     cut: int = 0  # so many completions are ended in the midst of the answer
     cut_stream: int | None = None  # the next stream ends after so many tokens, without a last word
+    hold_stream: int | None = None  # streams stop after so many tokens and wait
     other_template: bool = False
     keeps_weights: bool = False  # a checkpoint that it is told to read changes nothing
     slow_s: float = 0.0  # before a completion is sampled
@@ -195,15 +196,23 @@ class Peer:
         future.add_done_callback(lambda _: heard.put(None))
         cut, self.faults.cut_stream = self.faults.cut_stream, None
         try:
+            said = 0
             while (token := heard.get()) is not None:
+                self._hold(said)
+                said += 1
                 if cut == 0:
                     return
                 cut = None if cut is None else cut - 1
                 yield _choice(0, [token[1]], [token[2]], [token[3]], None)
+            self._hold(said)
             yield _choice(0, [], [], [], future.result()[0].finish_reason.value)
         finally:
             future.cancel()
             self._flying.remove(version)
+
+    def _hold(self, said: int) -> None:
+        while self.faults.hold_stream is not None and said >= self.faults.hold_stream:
+            time.sleep(0.01)
 
     def _request(
         self, body: dict[str, Any], prompt: tuple[int, ...], version: PolicyVersion, j: int

@@ -34,7 +34,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NotRequired, Protocol, TypedDict
+from typing import Any, NotRequired, Protocol, TypedDict, runtime_checkable
 
 BASE = "base"  # the name of the policy without an adapter
 NARROWING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # sampling options, and where they are off
@@ -424,6 +424,9 @@ class Completion:
     likeliest (id, logprob) at t, likeliest first, where the request asked for them. `cached_tokens` is how many tokens
     of the prompt were not computed for it, as they were known from other requests; None where the engine does not say.
     `routed_experts` are those of the prompt's and the completion's tokens but the last, where the engine records them.
+
+    `version` drew the first token. Where newer ones took over while it was sampled (in-flight weight updates,
+    PipelineRL, arXiv 2509.19128) `switches` has (t, version): that version drew token t and those after it.
     """
 
     token_ids: tuple[int, ...]
@@ -431,6 +434,7 @@ class Completion:
     text: str
     finish_reason: FinishReason
     version: PolicyVersion = PolicyVersion()
+    switches: tuple[tuple[int, PolicyVersion], ...] = ()
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     cached_tokens: int | None = field(default=None, compare=False)
     routed_experts: RoutedExperts | None = field(default=None, compare=False)
@@ -462,6 +466,20 @@ class Completion:
             kept=None if self.kept is None else self.kept.cut(0, count),
             kept_logprobs=self.kept_logprobs[:count],
         )
+
+    @property
+    def spans(self) -> tuple[tuple[PolicyVersion, int], ...]:
+        """The versions that drew its tokens, oldest first, and how many each drew.
+
+        >>> sampled = {"token_ids": (5, 6, 7), "logprobs": (-0.1, -0.2, -0.3), "text": ""}
+        >>> newer = ((1, PolicyVersion("math", 2)),)
+        >>> said = Completion(**sampled, finish_reason=FinishReason.STOP, switches=newer)
+        >>> [(str(version), tokens) for version, tokens in said.spans]
+        [('base', 1), ('math@2', 2)]
+        """
+        starts = ((0, self.version), *self.switches)
+        ends = (*(at for at, _ in self.switches), len(self.token_ids))
+        return tuple((version, end - at) for (at, version), end in zip(starts, ends, strict=True))
 
 
 @dataclass(frozen=True)
@@ -636,6 +654,28 @@ class Sampler(Submits, Protocol):
 
     def close(self) -> None:
         """Stop; requests in flight fail."""
+        ...
+
+
+@runtime_checkable
+class UpdatesInFlight(Protocol):
+    """An engine in which a new version may take over completions that are being sampled."""
+
+    def replace(self, old: PolicyVersion, new: PolicyVersion, *, recompute: bool) -> None:
+        """Whatever is asked of `old` is sampled by `new` from its next token on: completions under way, and requests
+        that are still to come, until `old` is unloaded. When this returns the next token is `new`'s.
+
+        With `recompute` the keys and values of what was read and said so far are computed again under `new`, as if it
+        had read the whole text; else they are kept, and `new` goes on from what older versions computed.
+
+        Raises:
+            AdapterNotFoundError: `new` was not loaded.
+            ConfigError: as `check_replaceable`.
+        """
+        ...
+
+    def check_replaceable(self, *, recompute: bool) -> None:
+        """Raise ConfigError if this engine cannot treat keys and values so."""
         ...
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
+from statistics import stdev
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from groupwise.algo.metrics import definitions, rollout_metrics, sample_metrics, time_metrics
 from groupwise.config.run import AdvantageConfig
 from groupwise.run.health_rules import RULES
-from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Sample, Turn
+from groupwise.types import Completion, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Sample, Turn
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 STOP, CUT = FinishReason.STOP, FinishReason.LENGTH
@@ -252,6 +253,42 @@ def test_counts():
     assert (metrics["rollout/staleness_mean"], metrics["rollout/staleness_max"]) == (1.5, 3.0)
     assert (metrics["replay/groups"], metrics["reroll/groups"]) == (1, 2)
     assert (metrics["data/too_long"], metrics["data/too_long_frac"]) == (1, 0.25)
+
+
+def test_what_is_trained_beside_what_was_dropped():
+    """A completion without a reward and a group that is left out are dropped; one of equal rewards is neither."""
+
+    def said(length: int, reward: float | None) -> Rollout:
+        ids = (5,) * length
+        completion = Completion(token_ids=ids, logprobs=(0.0,) * length, text="", finish_reason=FinishReason.STOP)
+        return Rollout(turns=(Turn((1,), completion),), reward=reward)
+
+    used = group(said(4, 1.0), said(6, 0.0), said(30, None))
+    late, flat = group(said(20, 0.0), said(40, 1.0)), group(said(99, 1.0), said(99, 1.0))
+    metrics = measured(used, late, flat, trained=[used], used=[used])
+    assert (metrics["rollout/trained_len_mean"], metrics["rollout/dropped_len_mean"]) == (5.0, 30.0)
+    assert metrics["rollout/dropped_frac"] == 3 / 5 and metrics["rollout/selection_len"] == 5 / 20 - 1
+    assert metrics["rollout/selection_reward"] == 0.0
+    better = measured(used, group(said(5, 0.0), said(5, 0.5)), trained=[used], used=[used])
+    assert better["rollout/selection_reward"] == pytest.approx((0.5 - 0.375) / stdev([1, 0, 0, 0.5]))
+    assert "rollout/selection_len" not in measured(used, trained=[used])
+    assert "rollout/dropped_len_mean" not in measured(flat, group(said(2, 0.0)), trained=[flat], used=[flat])
+
+
+def test_versions_and_ages_of_tokens():
+    def said(length: int, *switches: int) -> Rollout:
+        newer = tuple((at, PolicyVersion("math", i)) for i, at in enumerate(switches, 1))
+        ids = (5,) * length
+        stop = FinishReason.STOP
+        return Rollout(
+            turns=(Turn((1,), Completion(token_ids=ids, logprobs=ids, text="", finish_reason=stop, switches=newer)),),
+            reward=1.0,
+        )
+
+    mixed = group(said(4), said(6, 2, 5))
+    metrics = measured(mixed, trained=[mixed], token_ages=[(2, 4), (2, 2), (1, 3), (0, 1)])
+    assert metrics["rollout/versions_mean"] == 2.0 and metrics["rollout/token_age_mean"] == 1.5
+    assert "rollout/versions_mean" not in measured(mixed, trained=[mixed])
 
 
 def test_of_nothing_there_is_no_metric():

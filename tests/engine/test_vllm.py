@@ -55,12 +55,20 @@ def attach(tiny: LoadedModel) -> Iterator[Callable[..., VllmEngine]]:
     """`attach(peer, ..., sync_retries=0)`: an engine over these servers; closed after the test."""
     with ExitStack() as opened:
 
-        def make(*peers: Peer | str, base: LoadedModel = tiny, reloads: bool = False, **options) -> VllmEngine:
+        def make(
+            *peers: Peer | str,
+            base: LoadedModel = tiny,
+            reloads: bool = False,
+            in_flight_updates: bool = False,
+            **options,
+        ) -> VllmEngine:
             urls = tuple(each if isinstance(each, str) else each.url for each in peers)
             config = VllmConfig(urls=urls, **{**QUICK, **options})
             targets = linear_names(base.model, "all-linear")
             local = LocalEngine(base, max_rows=1, prefix_cache_mb=0)
-            engine = VllmEngine(config, base, local, targets=targets, reloads=reloads)
+            engine = VllmEngine(
+                config, base, local, targets=targets, reloads=reloads, in_flight_updates=in_flight_updates
+            )
             opened.callback(engine.close)
             return engine
 
@@ -441,3 +449,79 @@ def test_a_cancelled_request_and_a_closed_engine(attach, peer):
     waiting = engine.submit([request()])[0]
     engine.close()
     assert waiting.cancelled() or waiting.exception(1) is not None
+
+
+# ---- in-flight updates ----
+
+
+def test_a_version_takes_over_completions_under_way(attach, peer, adapters):
+    """What was heard stays, the rest is asked of the new version as its continuation, also of one that comes while the
+    second is sampling; each token has the log-probability of a fresh forward of the version that drew it."""
+    engine = attach(peer, in_flight_updates=True)
+    for version, directory in zip((FIRST, SECOND), adapters, strict=False):
+        engine.load(version, directory)
+    peer.faults.hold_stream = 5
+    asked = [request(n=2, max_tokens=16), request((9, 8, 7), max_tokens=16), request((9, 8, 7), version=SECOND)]
+    futures = engine.submit(asked)
+
+    def heard() -> list[int]:
+        return sorted(len(row._ids) for row in engine._following)
+
+    assert becomes(lambda: heard() == [5, 5, 5, 5])
+    engine.replace(BASE, FIRST, recompute=True)
+    assert becomes(lambda: heard() == [5, 10, 10, 10])
+    engine.replace(FIRST, SECOND, recompute=True)
+    assert becomes(lambda: heard() == [5, 15, 15, 15])
+    peer.faults.hold_stream = None
+    groups = [future.result(20) for future in futures]
+    local = engine._reference
+    for each, group in zip(asked, groups, strict=True):
+        for said in group:
+            fresh: list[float] = []
+            for version, count in said.spans:
+                scores = local.score(each.prompt_ids, said.token_ids, version)
+                fresh += scores[len(fresh) : len(fresh) + count]
+            assert said.logprobs == pytest.approx(fresh, abs=1e-4)
+    assert all(c.spans == ((BASE, 5), (FIRST, 5), (SECOND, 6)) for group in groups[:2] for c in group)
+    assert groups[2][0].spans == ((SECOND, 8),)
+    (late,) = engine.generate([request(version=BASE)])
+    assert late[0].version == SECOND
+    engine.unload(BASE)
+    assert engine.generate([request(version=BASE)])[0][0].version == BASE
+
+
+def test_nothing_was_heard_or_all_was_when_a_version_came(attach, peer, adapters):
+    engine = attach(peer, in_flight_updates=True)
+    engine.load(FIRST, adapters[0])
+    for hold, spans in ((0, ((FIRST, 8),)), (8, ((BASE, 8),))):
+        engine.unload(BASE)
+        peer.faults.hold_stream = hold
+        (future,) = engine.submit([request()])
+        assert becomes(lambda hold=hold: [len(row._ids) for row in engine._following] == [hold] and len(peer.seen) > 0)
+        engine.replace(BASE, FIRST, recompute=True)
+        peer.faults.hold_stream = None
+        assert future.result(20)[0].spans == spans
+
+
+def test_a_cancelled_request_is_not_asked_again(attach, peer, adapters):
+    engine = attach(peer, in_flight_updates=True)
+    engine.load(FIRST, adapters[0])
+    peer.faults.hold_stream = 2
+    (future,) = engine.submit([request()])
+    assert becomes(lambda: [len(row._ids) for row in engine._following] == [2])
+    future.cancel()
+    assert becomes(lambda: not engine._following)
+    asked = len(peer.seen)
+    engine.replace(BASE, FIRST, recompute=True)
+    peer.faults.hold_stream = None
+    time.sleep(0.1)
+    assert len(peer.seen) == asked
+
+
+def test_what_vllm_cannot_do_with_a_cache_is_refused(attach, peer):
+    with pytest.raises(ConfigError, match="reading their texts again"):
+        attach(peer, in_flight_updates=True).check_replaceable(recompute=False)
+    with pytest.raises(ConfigError, match="reading their texts again"):
+        attach(peer).replace(BASE, FIRST, recompute=True)
+    with pytest.raises(AdapterNotFoundError, match="math@1"):
+        attach(peer, in_flight_updates=True).replace(BASE, FIRST, recompute=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -432,6 +434,53 @@ def test_the_state_holds_every_prompt_once(engine):
 
     asyncio.run(go_on())
     assert sorted(trained) == list(range(12))
+
+
+def said_by(found: Sequence[RolloutGroup]) -> Counter:
+    return Counter((group.prompt.id, *(rollout.completion.token_ids for rollout in group.rollouts)) for group in found)
+
+
+def test_what_was_under_way_is_drawn_again_the_same(engine):
+    """Groups that take long are those under way when a run ends. They are neither lost nor drawn anew until they are
+    short: after it goes on, the same policy says the same to every prompt, to those that were tried again too."""
+    pace = {"prompts_per_step": 2, "steps": 6, "staleness": 2, "in_rounds": False}
+    kinds = ["mixed", "low", *["mixed"] * 14]
+
+    def make(hangs: Callable[[RolloutGroup, int], bool]) -> Batches:
+        times = Counter[str]()
+
+        async def late(group: RolloutGroup) -> RolloutGroup:
+            times[group.prompt.id] += 1
+            if hangs(group, times[group.prompt.id]):
+                await asyncio.Event().wait()
+            return await by_kind(group)
+
+        reroll = RerollQueue(1, attempts=1)
+        return batches(engine, kinds, pace, score=late, reroll=reroll)
+
+    async def go(chosen: Batches, steps: range) -> list[RolloutGroup]:
+        found = []
+        chosen.sync(BASE, step=steps.start - 1)
+        for step in steps:
+            await one_step(chosen)
+            found += chosen.collected.sampled
+            chosen.sync(BASE, step=step)
+        return found
+
+    async def until(chosen: Batches, steps: range) -> tuple[list[RolloutGroup], dict, list[str]]:
+        found = await go(chosen, steps)
+        flying = [flight.drawn.prompt.id for flight in chosen._in_flight]
+        state = chosen.state_dict()
+        await chosen.close()
+        return found, json.loads(json.dumps(state)), flying
+
+    whole = asyncio.run(go(make(lambda group, times: False), range(1, 7)))
+    before, state, flying = asyncio.run(until(make(lambda group, times: times > 1), range(1, 3)))
+    assert "p1" in flying  # is tried again, and hangs
+    second = make(lambda group, times: False)
+    second.load_state_dict(state)
+    after = asyncio.run(go(second, range(3, 7)))
+    assert said_by([*before, *after]) == said_by(whole) and len([g for g in whole if g.prompt.id == "p1"]) == 2
 
 
 def test_on_policy_it_goes_on_bit_for_bit(engine):

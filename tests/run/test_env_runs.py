@@ -89,6 +89,28 @@ class Dawdles(Flaky):
         return super().step(message)
 
 
+class Patient(Flaky):
+    """The first episodes of the first trained version wait within their first turn until the next one samples."""
+
+    begun = 0
+
+    def cases(self):
+        return [{"number": number} for number in range(40)]
+
+    def reset(self, case, seed):
+        Patient.begun += 1
+        self.waits, self.left = Patient.begun in (13, 14), 2
+        return f"Say many vowels, {case['number']}."
+
+    def step(self, message):
+        import time
+
+        while self.waits and Patient.begun < 18:
+            time.sleep(0.01)
+        self.waits = False
+        return super().step(message)
+
+
 class Offers:
     def cases(self):
         return [{}]
@@ -219,3 +241,14 @@ def test_an_episode_is_shown_as_a_transcript(env_project):
     assert all(part.reward is not None for part in best.parts if part.role == "assistant")
     assert best.parts[1].tokens == 1 and best.tokens[best.parts[0].tokens] == "Again."
     assert best.ended == "done after 2 turns"
+
+
+def test_an_episode_that_is_longer_than_a_step_ends_with_its_version(env_project):
+    """Its later turns ask for the version that its first was sampled by, when the sampler has had newer ones since."""
+    sizes = ("rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_staleness=2", "train.steps=6")
+    run(env_project, "env.environment=my_envs:Patient", "eval=null", "algo.advantage=mean", *sizes)
+    groups = [group for step in range(1, 7) for group in read_rollouts(Path(f"out/rollouts/step_{step:06d}.jsonl"))]
+    versions = [[str(turn.completion.version) for turn in r.turns] for group in groups for r in group.rollouts]
+    assert all(len(each) == 2 and len(set(each)) == 1 for each in versions)
+    late = [step for step in range(1, 7) if read_metrics(Path("out/metrics.jsonl"))[step - 1]["rollout/staleness_max"]]
+    assert late

@@ -8,15 +8,18 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import get_args
 
 import pytest
 
+from groupwise.algo.metrics import rollout_metrics
 from groupwise.config.run import RunConfig, parse_config
 from groupwise.config.yaml import parse_keys
 from groupwise.run.health import Event, HealthMonitor, examine
 from groupwise.run.health_remedies import COMPARE, RUN_KEYS, Aggregate, Condition, KeyNames, Rule, Times, aggregate
 from groupwise.run.health_rules import RULES, TABLE, read_rules
+from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Turn
 
 ROOT = Path(__file__).parent.parent.parent
 Value = float | Callable[[int], float]
@@ -128,6 +131,13 @@ CASES = {
     "is.min": Case({"mismatch/ratio_min": 0.01}, {"mismatch/ratio_min": 0.9}, 10),
     "is.clipped_frac": Case({"mismatch/clipped_frac": 0.5}, {"mismatch/clipped_frac": 0.01}, 10, name="clipped"),
     "staleness.max": Case({"rollout/staleness_max": 12.0}, {"rollout/staleness_max": 1.0}, 10),
+    "selection.short": Case(
+        {"rollout/selection_len": -0.1}, {"rollout/selection_len": 0.01}, 10, {"rollout/selection_len": -0.5}
+    ),
+    "selection.long": Case(
+        {"rollout/selection_len": 0.1}, {"rollout/selection_len": -0.01}, 10, {"rollout/selection_len": 0.5}
+    ),
+    "selection.reward": Case({"rollout/selection_reward": 0.3}, {"rollout/selection_reward": 0.0}, 10),
     "sync.slow": Case({"time/sync_s": 9.0}, {"time/sync_s": 0.1}, 5),
 }
 
@@ -233,6 +243,33 @@ def test_which_rules_have_an_error_level():
 )
 def test_what_is_something_else(id: str, series: Mapping[str, Value]):
     assert kinds(feed(HealthMonitor(), series, 40), id) == []
+
+
+@pytest.mark.parametrize(("dropped", "severity"), [(0.15, "error"), (0.0, None)])
+def test_groups_that_are_dropped_for_their_age_are_named_as_selection(dropped: float, severity: str | None):
+    """A run that drew completions of 11.47 tokens and, as it dropped late groups, trained those of 9.51."""
+    late = (11.47 - 0.85 * 9.51) / 0.15 if dropped else 11.47
+    health, random = HealthMonitor(), Random(0)
+
+    def group(mean: float) -> RolloutGroup:
+        lengths = [max(1, round(random.gauss(mean, 2))) for _ in range(4)]
+        completions = [
+            Completion(token_ids=(5,) * n, logprobs=(-1.0,) * n, text="", finish_reason=FinishReason.STOP)
+            for n in lengths
+        ]
+        rollouts = [Rollout(turns=(Turn((1,), c),), reward=float(i % 2)) for i, c in enumerate(completions)]
+        return RolloutGroup(prompt=Prompt(id="p"), rollouts=tuple(rollouts))
+
+    for step in range(1, 21):
+        trained = [group(9.51 if dropped else 11.47) for _ in range(17)]
+        sampled = [*trained, *(group(late) for _ in range(round(20 * dropped)))]
+        health.step(step, rollout_metrics(sampled, trained=trained, used=trained))
+    found = {each.id: each for each in health.standing}
+    if severity is None:
+        assert not any(id.startswith("selection") for id in found)
+    else:
+        assert found["selection.short"].severity == severity
+        assert "-17%" in found["selection.short"].says and "too late" in found["selection.short"].cause
 
 
 def test_a_rule_that_explains_another_replaces_it():

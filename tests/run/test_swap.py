@@ -176,3 +176,22 @@ def test_going_on_and_beginning_from_an_adapter(run: Run, make_base, make_sample
     finally:
         second.engine.close()
         third.engine.close()
+
+
+def test_in_flight_what_was_asked_of_the_old_version_is_the_new_ones(run: Run):
+    """A version that groups under way name stays loaded while there are any, and what stands for it goes with it."""
+    names: set[PolicyVersion] = {PolicyVersion.base()}
+    options = {"in_flight": "keep", "in_use": lambda: names}
+    run.policy = Policy(
+        run.learner, run.store, run.engine, name="math", base=run.base, keep=1, config_hash="c" * 16, **options
+    )
+    run.step(1)
+    assert run.sample(PolicyVersion.base()) == run.sample(FIRST) and run.sample(FIRST).version == FIRST
+    names.add(FIRST)
+    run.step(2)
+    assert {run.sample(version).version for version in (PolicyVersion.base(), FIRST, SECOND)} == {SECOND}
+    names.clear()
+    run.step(3)
+    assert run.sample(PolicyVersion.base()).version == PolicyVersion.base()
+    with pytest.raises(AdapterNotFoundError):
+        run.sample(FIRST)

@@ -14,12 +14,14 @@ from starter_run import starter_run
 
 pytestmark = pytest.mark.slow
 
-MODES: dict[str, dict[str, int]] = {
+MODES: dict[str, dict[str, Any]] = {
     "synchronous": {},
     "window": {"weight_sync_interval": 3},
     "staleness 1": {"max_staleness": 1},
     "staleness 2": {"max_staleness": 2},
     "staleness 4": {"max_staleness": 4},
+    "in-flight": {"max_staleness": 2, "in_flight_updates": True, "batch_rows": 8},
+    "in-flight, recomputed": {"max_staleness": 2, "in_flight_updates": True, "in_flight_cache": "recompute"},
 }
 ROWS = """
 import random
@@ -35,7 +37,7 @@ def short_and_long():
 """
 
 
-def of_a_run(folder: Path, rollout: dict[str, int]) -> Sequence[dict[str, Any]]:
+def of_a_run(folder: Path, rollout: dict[str, Any]) -> Sequence[dict[str, Any]]:
     """The steps' metrics of a run with learning rate 0 over prompts that are answered at once or at length."""
     folder.mkdir()
     (folder / "mixed_lengths.py").write_text(ROWS)
@@ -57,6 +59,8 @@ def test_the_mean_length_is_that_of_the_synchronous_run(tmp_path: Path):
     for number, (name, rollout) in enumerate(MODES.items()):
         steps = of_a_run(tmp_path / str(number), rollout)
         assert sum(step["rollout/groups"] for step in steps) == 80
-        assert max(step["rollout/staleness_max"] for step in steps) <= max([0, *rollout.values()])
+        limit = max(rollout.get("max_staleness", 0), rollout.get("weight_sync_interval", 1) - 1)
+        assert max(step["rollout/staleness_max"] for step in steps) <= limit
+        assert all(step["rollout/selection_len"] == 0.0 for step in steps)
         lengths[name] = fmean(step["rollout/len_mean"] for step in steps)
     assert all(mean == pytest.approx(lengths["synchronous"], rel=0.01) for mean in lengths.values()), lengths

@@ -78,7 +78,10 @@ def test_on_policy_it_is_bit_identical(tmp_path: Path) -> None:
     assert sidecars_of(run_dir) == sidecars_of(whole)
 
 
-@pytest.mark.parametrize("mode", [", max_staleness: 2", ", weight_sync_interval: 4"])
+IN_FLIGHT = ", max_staleness: 2, in_flight_updates: true"
+
+
+@pytest.mark.parametrize("mode", [", max_staleness: 2", ", weight_sync_interval: 4", IN_FLIGHT])
 def test_overlapped_every_prompt_is_trained_exactly_once(tmp_path: Path, mode: str) -> None:
     """100 steps of 8 are less than an epoch of 1024 prompts: each is drawn once, none is left out."""
     run_dir, kills = killed_and_finished(tmp_path, mode=mode, steps=100)

@@ -28,6 +28,7 @@ FIRST = Completion(
     text="é\n",
     finish_reason=FinishReason.STOP,
     version=PolicyVersion("math", 3),
+    switches=((1, PolicyVersion("math", 4)),),
     top_logprobs=(((7, -0.1), (9, -2.5)), ()),
     kept=SamplingMask.of_entries(12, [(KEPT, np.array([7, 9])), (DROPPED, np.array([3]))]),
     kept_logprobs=(-0.05, -1e-18),

@@ -34,7 +34,7 @@ import ruamel.yaml
 
 from groupwise.algo.advantage import differ, has_signal
 from groupwise.config.run import AdvantageConfig
-from groupwise.types import FinishReason, Rollout, RolloutGroup, Sample
+from groupwise.types import FinishReason, PolicyVersion, Rollout, RolloutGroup, Sample
 
 Metrics = dict[str, float]
 DONE, FAILED = "done", "error"  # how an episode ends; otherwise a limit ended it
@@ -82,6 +82,8 @@ def rollout_metrics(
     weights: Mapping[str, float] | None = None,
     batch_groups: int | None = None,
     staleness: Sequence[int] = (),
+    used: Sequence[RolloutGroup] | None = None,
+    token_ages: Sequence[tuple[int, int]] = (),
     replayed: int = 0,
     rerolled: int = 0,
     too_long: int = 0,
@@ -95,6 +97,8 @@ def rollout_metrics(
         weights: of the reward functions, by name; 1 each if it is None. Those of weight 0 are only watched.
         batch_groups: how many groups a full batch has.
         staleness: of the fresh groups of the batch: steps since the version that sampled them.
+        used: the groups of the batch as they are in `sampled`; None leaves out what was dropped.
+        token_ages: of stretches of their tokens: steps since the version that drew them, and how many tokens.
         replayed: how many groups of the batch were trained before.
         rerolled: how many of `sampled` are of prompts that were tried again.
         too_long: prompts that were passed over.
@@ -119,6 +123,11 @@ def rollout_metrics(
         metrics["data/too_long_frac"] = too_long / (too_long + len(sampled))
     if staleness:
         metrics |= {"rollout/staleness_mean": fmean(staleness), "rollout/staleness_max": float(max(staleness))}
+    if tokens := sum(count for _, count in token_ages):
+        metrics["rollout/token_age_mean"] = sum(age * count for age, count in token_ages) / tokens
+        metrics["rollout/versions_mean"] = fmean(len(_versions(each)) for each in rollouts if each.turns)
+    if used is not None:
+        metrics |= _selection(sampled, used, advantage, weights)
     return metrics
 
 
@@ -255,6 +264,47 @@ def _kept(groups: Sequence[RolloutGroup]) -> Metrics:
         for whole, kept in zip(completion.logprobs, completion.kept_logprobs, strict=True)
     ]
     return {"sampling/kept_mass": fmean(masses)} if masses else {}
+
+
+def _versions(rollout: Rollout) -> set[PolicyVersion]:
+    """The versions that drew its tokens."""
+    return {version for turn in rollout.turns for version, _ in turn.completion.spans}
+
+
+def _selection(
+    sampled: Sequence[RolloutGroup],
+    used: Sequence[RolloutGroup],
+    advantage: AdvantageConfig | None,
+    weights: Mapping[str, float] | None,
+) -> Metrics:
+    """How the completions that are trained differ from all that could have been: those, and those that were dropped.
+
+    Dropped is what has no reward, and what is in a group that has a signal and is not used. Groups of equal rewards are
+    neither: whatever their length, they have no gradient.
+    """
+    kept, trained, dropped = set(map(id, used)), list[Rollout](), list[Rollout]()
+    for group in sampled:
+        whole = id(group) not in kept and has_signal(group, advantage, weights=weights)
+        for rollout in (each for each in group.rollouts if each.turns):
+            if whole or _finite(rollout.reward) is None:
+                dropped.append(rollout)
+            elif id(group) in kept:
+                trained.append(rollout)
+    if not trained:
+        return {}
+    every = [*trained, *dropped]
+    rewards = {name: _scored(each.reward for each in part) for name, part in (("trained", trained), ("every", every))}
+    metrics = {
+        "rollout/trained_len_mean": fmean(map(_length, trained)),
+        "rollout/dropped_frac": len(dropped) / len(every),
+        "rollout/selection_len": fmean(map(_length, trained)) / max(1.0, fmean(map(_length, every))) - 1,
+        "rollout/selection_reward": 0.0,
+    }
+    if rewards["trained"] and (spread := _spread(rewards["every"]) if len(rewards["every"]) > 1 else 0.0):
+        metrics["rollout/selection_reward"] = abs(fmean(rewards["trained"]) - fmean(rewards["every"])) / spread
+    if dropped:
+        metrics["rollout/dropped_len_mean"] = fmean(map(_length, dropped))
+    return metrics
 
 
 def _said(rollout: Rollout) -> Iterator[int]:

@@ -290,7 +290,8 @@ def _pace(config: RunConfig) -> str:
     if not interval:
         return "by the first policy for the whole run"
     if staleness:
-        return f"goes on while training does; groups are at most {staleness} step{_s(staleness)} old"
+        newer = "; new versions take over what is under way" if config.rollout.in_flight_updates else ""
+        return f"goes on while training does; groups are at most {staleness} step{_s(staleness)} old{newer}"
     return f"in windows of {interval} steps, each sampled by one version"
 
 

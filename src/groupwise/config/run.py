@@ -538,6 +538,14 @@ class RolloutConfig(Section):
     max_staleness: int = Field(default=0, ge=0)
     """Sampling goes on while training does; a group may train at most this many steps after the version that sampled
     it, and a step waits for groups that would be too old for the next. 0 waits for each sync."""
+    in_flight_updates: bool = False
+    """A new version takes over the completions that are being sampled, between two tokens, instead of only those that
+    begin after it. Each token is recorded with the version and the probability that drew it. Needs `max_staleness`,
+    which still counts from the version that a group began with: that of its oldest token."""
+    in_flight_cache: Literal["keep", "recompute"] = "keep"
+    """What becomes then of the keys and values of the text so far: `keep` goes on from those of older versions,
+    `recompute` reads it again with the new one, which takes time and leaves sampler and trainer with one policy. vLLM
+    can only recompute."""
     concurrency: int | None = Field(default=None, ge=1)
     """Groups sampled or scored at once; null is all that may be."""
     stream_groups: int = Field(default=0, ge=0)
@@ -562,6 +570,11 @@ class RolloutConfig(Section):
         if staleness and staleness < interval:
             message = f"{staleness} is less than weight_sync_interval = {interval}: groups would be stale before a sync"
             raise conflict("max_staleness", f"{message}; raise it to {interval} or lower the interval")
+        if self.in_flight_updates and not staleness:
+            message = "true has no effect while max_staleness is 0: nothing is being sampled when a version comes"
+            raise conflict("in_flight_updates", f"{message}; set max_staleness 1 or more")
+        if self.in_flight_cache != "keep" and not self.in_flight_updates:
+            raise conflict("in_flight_cache", f"{self.in_flight_cache} has no effect without in_flight_updates: true")
         return self
 
     @property
@@ -705,6 +718,12 @@ class RunConfig(Section):
                 message = f"{value:g} draws from a part of the vocabulary, and vLLM does not tell which part that was"
                 hint = f"trained as drawn from all of it, what is learned would be biased. Set it to {off:g} (off), or"
                 raise conflict("rollout", key, f"{message}: {hint} engine: local")
+        if self.rollout.in_flight_updates and self.vllm.mode == "colocate":
+            message = "has no effect with vllm.mode colocate, which hands completions out when they are whole"
+            raise conflict("rollout", "in_flight_updates", f"{message}; leave it out, or let vLLM be a server")
+        if self.rollout.in_flight_updates and self.rollout.in_flight_cache == "keep":
+            message = "vLLM ties keys and values to the adapter that made them, so that keep cannot be had"
+            raise conflict("rollout", "in_flight_cache", f"{message}; set it to recompute")
 
     def _check_sources(self) -> None:
         """Without an environment there must be prompts and rewards."""

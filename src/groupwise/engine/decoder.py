@@ -30,7 +30,7 @@ from groupwise.engine.sampling import KeptRows, mask_entries, reshape, sample_to
 from groupwise.model.chat import closing_ids, decode, stopped_text
 from groupwise.model.load import Head, LoadedModel
 from groupwise.model.mixture import Routers
-from groupwise.types import Completion, FinishReason
+from groupwise.types import Completion, FinishReason, PolicyVersion
 
 PREFILL_TOKENS = 8192  # prompt tokens prefilled in one forward, counting the padding to the longest of them
 CACHED_BYTES = 32 << 20  # of weights: a model that is small, on a CPU
@@ -83,6 +83,13 @@ class Decoder(Protocol):
 
     def hidden(self, ids: Sequence[int], weights: AdapterWeights | None) -> Tensor:
         """The last hidden states [S, hidden] of one row of tokens."""
+        ...
+
+    def follow(
+        self, old: PolicyVersion, new: PolicyVersion, weights: AdapterWeights | None, *, recompute: bool
+    ) -> None:
+        """Between two steps: the rows of version `old` go on under `new`, whose weights these are, with the keys and
+        values that they have, or with those that the new weights `recompute` of all that they read and said."""
         ...
 
     def forget(self, weights: AdapterWeights | None) -> None:
@@ -233,7 +240,8 @@ class DecodedRows(ABC):
                 logprobs=tuple(rows.logprobs[i, :count].tolist()),
                 text=decode(ids, self.shared.base.tokenizer, ends=self.shared.ends) if text is None else text,
                 finish_reason=reason,
-                version=job.request.version,
+                version=row.version,
+                switches=tuple(row.switches),
                 top_logprobs=tuple(row.alternatives),
                 cached_tokens=job.cached,
                 routed_experts=rows.routed_experts(i, count),

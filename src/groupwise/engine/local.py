@@ -58,6 +58,15 @@ class DecoderLane:
     refused: int | None = None
 
 
+@dataclass(frozen=True)
+class Replaced:
+    """What samples in the place of a version (`LocalEngine.replace`)."""
+
+    version: PolicyVersion
+    weights: AdapterWeights | None
+    recompute: bool
+
+
 class LocalEngine:
     """Samples from a `LoadedModel` and any number of adapter versions over it; a `Sampler`.
 
@@ -104,6 +113,7 @@ class LocalEngine:
         self._budget = RowBudget(max_rows, reserved_rows)
         self._shared = EngineModel(base, self._model, self._budget, hooked=not self.packed, records=record_routing)
         self._adapters: dict[PolicyVersion, AdapterWeights | None] = {}  # None: the base weights
+        self._replaced: dict[PolicyVersion, Replaced] = {}  # versions that newer ones sample for
         unused = [name for name, value in (("draft_tokens", draft_tokens), ("compile", compile)) if value]
         if self.packed and is_recurrent(self._model):
             self._say_recurrent(unused)
@@ -176,7 +186,33 @@ class LocalEngine:
         self._adapters[version] = None
         self._forget(None)
 
+    def replace(self, old: PolicyVersion, new: PolicyVersion, *, recompute: bool) -> None:
+        """As `UpdatesInFlight.replace`; it happens between two steps of each lane. A shared prompt is computed again
+        for completions that begin later, in either case: only those that have begun go on from kept ones. So do
+        the later turns of a conversation, among the requests of `old`."""
+        self.check_replaceable(recompute=recompute)
+        weights = self._weights_of(new)
+        with self._wakeup:
+            now = Replaced(new, weights, recompute)
+            self._replaced.update({each: now for each, by in self._replaced.items() if by.version == old})
+            self._replaced[old] = now
+            lanes = self._lanes if self._workers else []
+        moved = [self._call_soon(lambda lane=lane: self._follow(lane, old, now), lane) for lane in lanes]
+        for each in moved:
+            each.result()
+
+    def check_replaceable(self, *, recompute: bool) -> None:
+        """Raise ConfigError where the keys and values of completions under way cannot be treated so."""
+        if recompute and self.packed and is_recurrent(self._model):
+            raise ConfigError(
+                f"{type(self._model).__name__} has recurrent layers, whose state cannot be computed again for "
+                "completions under way",
+                hint="set rollout.in_flight_cache=keep",
+                field="rollout.in_flight_cache",
+            )
+
     def unload(self, version: PolicyVersion) -> None:
+        self._replaced.pop(version, None)
         weights = self._adapters.pop(version, None)  # rows in flight keep the weights they were admitted with
         if weights is not None:
             self._forget(weights)
@@ -208,6 +244,8 @@ class LocalEngine:
             pays = int(min(load // LANE_ROWS, load * self._shared.flops // LANE_FLOPS))
             self._used = max(1, min(len(self._lanes), pays))
             for job in jobs:
+                if (by := self._replaced.get(job.version)) is not None:
+                    job.follow(by.version, by.weights, recompute=by.recompute)
                 lane = min(self._lanes[: self._used], key=lambda lane: lane.load)
                 lane.load, lane.refused = lane.load + job.request.n, None
                 job.future.add_done_callback(lambda _, lane=lane, n=job.request.n: self._unload_lane(lane, n))
@@ -303,7 +341,8 @@ class LocalEngine:
         weights = self._check(request.prompt_ids, request.version)
         room = self.context_length - len(request.prompt_ids)
         seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
-        return PendingRequest(request, weights, min(request.params.max_tokens, room), seed, on_token)
+        most = min(request.params.max_tokens, room)
+        return PendingRequest(request, request.version, weights, weights, most, seed, on_token)
 
     def _check(self, prompt_ids: Sequence[int], version: PolicyVersion) -> AdapterWeights | None:
         """The weights of `version`. Raises if the prompt cannot be run or the version is not there."""
@@ -316,6 +355,9 @@ class LocalEngine:
                 f"the prompt has {prompt} tokens and the model's context is {context}: no room for a single new token",
                 hint="shorten the prompt",
             )
+        return self._weights_of(version)
+
+    def _weights_of(self, version: PolicyVersion) -> AdapterWeights | None:
         if not version.is_base and version not in self._adapters:
             loaded = ", ".join(map(str, sorted(self._adapters))) or "none"
             raise AdapterNotFoundError(f"adapter version {str(version)!r} is not loaded; loaded: {loaded}")
@@ -328,6 +370,14 @@ class LocalEngine:
                 f"the prompt has the token id {worst}; this model has the ids 0 to {self._vocabulary - 1}",
                 hint="encode the prompt with this model's tokenizer",
             )
+
+    def _follow(self, lane: DecoderLane, old: PolicyVersion, by: Replaced) -> None:
+        """Have everything in a lane that is of version `old` go on under the one by which it is replaced."""
+        lane.decoder.follow(old, by.version, by.weights, recompute=by.recompute)
+        with self._wakeup:
+            for job in (*lane.urgent, *lane.waiting):
+                if job.version == old:
+                    job.follow(by.version, by.weights, recompute=by.recompute)
 
     def _forget(self, weights: AdapterWeights | None) -> None:
         """Drop what was made from weights that are unloaded, or from base weights that have changed."""

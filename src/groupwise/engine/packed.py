@@ -38,6 +38,7 @@ from groupwise.engine.multi_lora import AdapterWeights
 from groupwise.engine.rows import PendingRequest, Row, Rows
 from groupwise.model.attention import Layout, SharedPrompts
 from groupwise.model.backbone import Backbone
+from groupwise.types import PolicyVersion
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Requests that are being given rows, and what of their prompts need not be computed: it was kept of earlier turns.
@@ -92,7 +93,7 @@ def admitted(job: PendingRequest, n: int, past: tuple[Kept, int] | None) -> Admi
 def known_of(job: PendingRequest, cache: PrefixCache) -> tuple[Kept, int] | None:
     """The cached conversation that the prompt continues, and how many tokens are known; None without one."""
     request = job.request
-    return cache.find(job.weights, request.prompt_ids) if request.cache and request.n == 1 else None
+    return cache.find(job.owner, request.prompt_ids) if request.cache and request.n == 1 else None
 
 
 def together(going: Sequence[GoingOn]) -> Iterator[list[GoingOn]]:
@@ -105,6 +106,21 @@ def together(going: Sequence[GoingOn]) -> Iterator[list[GoingOn]]:
         batch.append(each)
     if batch:
         yield batch
+
+
+def consecutive(numbers: Sequence[int]) -> list[range]:
+    """Ascending numbers as ranges.
+
+    >>> consecutive([1, 2, 3, 7, 8])
+    [range(1, 4), range(7, 9)]
+    """
+    found: list[range] = []
+    for number in numbers:
+        if found and found[-1].stop == number:
+            found[-1] = range(found[-1].start, number + 1)
+        else:
+            found.append(range(number, number + 1))
+    return found
 
 
 def pieces_of(going: Sequence[GoingOn]) -> Iterator[list[range]]:
@@ -212,17 +228,20 @@ class PackedDecoder(DecodedRows):
         self.advance(at, self.shared.head.logits(hidden_PH)[per_row])
 
     def _run_prompts(self, jobs: Sequence[PendingRequest], slots: range) -> None:
-        """Fill the slots, and note whose prompts are there and what predicts their next tokens."""
-        prompts = [job.request.prompt_ids for job in jobs]
-        owners = [job.weights for job in jobs for _ in job.request.prompt_ids]
+        """Fill the slots with whole prompts."""
+        self._fill(slots, [job.prompt[1] for job in jobs], [job.weights for job in jobs])
+
+    def _fill(self, slots: range, prompts: Sequence[tuple[int, ...]], weights: Sequence[AdapterWeights | None]) -> None:
+        """Fill the slots with these tokens, and note whose they are and what predicts their next tokens."""
+        owners = [each for each, prompt in zip(weights, prompts, strict=True) for _ in prompt]
         positions = [position for prompt in prompts for position in range(len(prompt))]
         layout = Prefill(self.cache, slots, self.shared.device)
         hidden_SH = self._forward(list(chain(*prompts)), positions, layout, owners)
         last = torch.tensor([len(prompt) for prompt in prompts], device=hidden_SH.device).cumsum(0) - 1
         lengths, chosen_SLK = [len(prompt) for prompt in prompts], self.chosen_SLK
-        routed = [None] * len(jobs) if chosen_SLK is None else chosen_SLK.split(lengths)
-        for slot, job, hidden_H, chosen in zip(slots, jobs, hidden_SH[last], routed, strict=True):
-            self.cache.prefilled[slot] = Prefilled(job.weights, job.prompt[1], hidden_H, chosen)
+        routed = [None] * len(prompts) if chosen_SLK is None else chosen_SLK.split(lengths)
+        for slot, prompt, owner, hidden_H, chosen in zip(slots, prompts, weights, hidden_SH[last], routed, strict=True):
+            self.cache.prefilled[slot] = Prefilled(owner, prompt, hidden_H, chosen)
 
     def _extend(self, going: Sequence[GoingOn]) -> None:
         """Give conversations back what was kept of them, run what is new and sample its next tokens."""
@@ -247,6 +266,58 @@ class PackedDecoder(DecodedRows):
                 last[b] = mine[-1] if len(mine) else last[b]
             self._note_routes(rows.owners[at], pieces)
         self.advance(at, self.shared.head.logits(torch.stack(last)))
+
+    # -- in-flight updates --------------------------------------------------------------------------------------------
+
+    def follow(
+        self, old: PolicyVersion, new: PolicyVersion, weights: AdapterWeights | None, *, recompute: bool
+    ) -> None:
+        """As `Decoder.follow`. Recorded experts stay those by which each token was first computed."""
+        moved = self.rows.follow(old, new, weights, recompute=recompute)
+        if recompute and moved:
+            self._refill_slots([self.rows.owners[i] for i in moved], weights)
+            for at in consecutive(moved):
+                self._rerun_own(at, weights)
+            self._grid = None
+
+    def _refill_slots(self, owners: Sequence[Row], weights: AdapterWeights | None) -> None:
+        """Compute again what these rows have in slots, as far as any of them reads."""
+        texts = dict[int, tuple[int, ...]]()
+        for row in sorted(owners, key=lambda row: row.shared):
+            texts[row.slot] = row.job.prompt[1][: row.shared]
+        for slot, text in texts.items():
+            self.cache.lengths[slot], self.cache.openings[slot] = len(text), None
+        for several in consecutive(sorted(texts)):
+            while several:
+                longest = max(len(texts[slot]) for slot in several)
+                now = several[: max(1, PREFILL_TOKENS // longest)]
+                self._fill(now, [texts[slot] for slot in now], [weights] * len(now))
+                several = several[len(now) :]
+
+    def _rerun_own(self, at: range, weights: AdapterWeights | None) -> None:
+        """Compute again what consecutive rows hold themselves: the rest of their prompts, and what they have said but
+        for the last token, which the next step runs."""
+        rows, cache = self.rows, self.cache
+        most = max(1, 4 * EXTEND_TOKENS // max(1, int((rows.held + rows.count)[at.start : at.stop].max())))
+        for start in range(at.start, at.stop, most):
+            part = slice(start, min(start + most, at.stop))
+            own = [
+                (*row.job.request.prompt_ids[row.shared :], *rows.tokens[i, : int(rows.count[i]) - 1].tolist())
+                for i, row in enumerate(rows.owners[part], part.start)
+            ]
+            grid = Apart(*self._places(part), self.shared.device)
+            for first in range(0, max(map(len, own)), EXTEND_TOKENS):
+                pieces = [ids[first : first + EXTEND_TOKENS] for ids in own]
+                held = [min(first, len(ids)) for ids in own]
+                layout = Extend(
+                    cache, grid, part, torch.tensor(held, device=self.shared.device), list(map(len, pieces))
+                )
+                positions = [
+                    row.shared + at_own + t
+                    for row, at_own, piece in zip(rows.owners[part], held, pieces, strict=True)
+                    for t in range(len(piece))
+                ]
+                self._forward(list(chain(*pieces)), positions, layout, [weights] * len(positions))
 
     def _note_routes(self, owners: Sequence[Row], pieces: Sequence[range]) -> None:
         """Record the experts of what is new in conversations; those of what was kept are not known."""
@@ -345,7 +416,7 @@ class PackedDecoder(DecodedRows):
         """Keep the keys and values of a finished row in `past`."""
         if self.past.most_bytes:
             own = self.cache.held(i, len(ids) - row.shared)
-            self.past.add(Kept(row.job.weights, ids, self.cache.opening(row.slot), row.shared, own))
+            self.past.add(Kept(row.job.owner, ids, self.cache.opening(row.slot), row.shared, own))
 
     def free(self, finished: Collection[int]) -> None:
         """Give up rows, and the slots of prompts that have no row left."""

@@ -25,6 +25,7 @@ from groupwise.engine.decoder import PREFILL_TOKENS, DecodedRows, EngineModel, Q
 from groupwise.engine.multi_lora import AdapterWeights
 from groupwise.engine.rows import PendingRequest
 from groupwise.model.backbone import decoder_of
+from groupwise.types import PolicyVersion
 
 
 class PlainDecoder:
@@ -83,6 +84,13 @@ class PlainDecoder:
         self.shared.bank.select([weights])
         ids_1T = torch.tensor([list(ids)], device=self.shared.device)
         return decoder_of(self.shared.model)(input_ids=ids_1T, use_cache=False).last_hidden_state[0]
+
+    def follow(
+        self, old: PolicyVersion, new: PolicyVersion, weights: AdapterWeights | None, *, recompute: bool
+    ) -> None:
+        """As `Decoder.follow`. Without a cache everything is computed again at every step, whatever is asked."""
+        for batch in self._batches:
+            batch.follow(old, new, weights, recompute=recompute)
 
     def forget(self, weights: AdapterWeights | None) -> None:
         """Nothing is kept beyond the rows, which go on under the weights that they were admitted with."""
@@ -152,6 +160,22 @@ class PlainBatch(DecodedRows):
             last_BLK = self.chosen_SLK.view(rows.active, -1, *self.chosen_SLK.shape[1:])[:, -1]
             rows.route(torch.arange(rows.active), rows.count[every] - 1, last_BLK)
         self.advance(every, self.shared.head.logits(hidden_BH))
+
+    def follow(
+        self, old: PolicyVersion, new: PolicyVersion, weights: AdapterWeights | None, *, recompute: bool
+    ) -> None:
+        """As `Decoder.follow`: all rows, which are of one policy, or none."""
+        rows = self.rows
+        if not rows.follow(old, new, weights, recompute=recompute):
+            return
+        self._weights = weights
+        if recompute and self._cached:
+            said = int(rows.count[0]) - 1
+            texts = [
+                (*row.job.request.prompt_ids, *rows.tokens[i, :said].tolist()) for i, row in enumerate(rows.owners)
+            ]
+            self._cache = None
+            self._run(torch.tensor(texts, device=self.shared.device))
 
     def free(self, finished: Collection[int]) -> None:
         """Take finished rows out of the cache."""

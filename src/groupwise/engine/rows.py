@@ -24,7 +24,16 @@ from groupwise.engine.kv_cache import PromptKey
 from groupwise.engine.multi_lora import AdapterWeights
 from groupwise.engine.sampling import RowParams, completion_seed
 from groupwise.model.load import widest_float
-from groupwise.types import LEAVES_OUT, Completion, MaskEntry, RoutedExperts, SamplingMask, SamplingRequest, TokenSink
+from groupwise.types import (
+    LEAVES_OUT,
+    Completion,
+    MaskEntry,
+    PolicyVersion,
+    RoutedExperts,
+    SamplingMask,
+    SamplingRequest,
+    TokenSink,
+)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Where a text has been before: for the last tokens of a row, what followed them when they occurred last.
@@ -96,10 +105,15 @@ class History:
 
 @dataclass
 class PendingRequest:
-    """A submitted request: its future, and the completions that are done."""
+    """A submitted request: its future, and the completions that are done.
+
+    `weights` are those of `version`, which samples it now; what is kept of a conversation is found, and kept again,
+    under `owner`."""
 
     request: SamplingRequest
+    version: PolicyVersion
     weights: AdapterWeights | None
+    owner: AdapterWeights | None
     max_tokens: int
     seed: int
     on_token: TokenSink | None = None
@@ -108,10 +122,17 @@ class PendingRequest:
     started: int = 0  # completions that have been given a row
     cached: int = 0  # tokens of the prompt that were known when it was
 
-    @cached_property
+    @property
     def prompt(self) -> PromptKey:
         """The prompt's key in the KV cache: the weights and the token ids."""
         return id(self.weights), tuple(self.request.prompt_ids)
+
+    def follow(self, version: PolicyVersion, weights: AdapterWeights | None, *, recompute: bool) -> None:
+        """Go on under a newer version. Unless keys and values are computed again, what was kept of its conversation
+        stays known: to the requests that ask for the version which this one asked for, and to no others."""
+        self.version, self.weights = version, weights
+        if recompute:
+            self.owner = weights
 
     @cached_property
     def prompt_words(self) -> Tensor:
@@ -142,6 +163,8 @@ class Row:
     index: int
     slot: int
     shared: int
+    version: PolicyVersion  # that drew the first token
+    switches: list[tuple[int, PolicyVersion]] = field(default_factory=list)  # and from where on newer ones did
     alternatives: list[tuple[tuple[int, float], ...]] = field(default_factory=list)  # with top_logprobs
     routed_PLK: Tensor | None = None  # the experts of the prompt's tokens, where they are recorded
     kept: list[MaskEntry] = field(default_factory=list)  # what each token could be, where that is recorded
@@ -228,10 +251,23 @@ class Rows:
         self.temperature[at], self.top_p[at], self.min_p[at] = params.temperature, params.top_p, params.min_p
         self.top_k[at], self.watch_eos[at] = params.top_k, not params.ignore_eos
         for row in range(at.start, at.stop):
-            self.owners.append(Row(job, job.started, slot, shared))
+            self.owners.append(Row(job, job.started, slot, shared, job.version))
             self.seed[row] = completion_seed(job.seed, job.started)
             job.started += 1
         self._note()
+
+    def follow(
+        self, old: PolicyVersion, new: PolicyVersion, weights: AdapterWeights | None, *, recompute: bool
+    ) -> list[int]:
+        """Have the rows of version `old` go on under `new` from their next token on. Returns which they are."""
+        moved = [i for i, row in enumerate(self.owners) if row.job.version == old]
+        for i in moved:
+            row, at = self.owners[i], int(self.count[i])
+            row.switches = [*(each for each in row.switches if each[0] < at), (at, new)]
+        for i in moved:
+            self.owners[i].job.follow(new, weights, recompute=recompute)
+        self._note()
+        return moved
 
     def params(self, at: slice | Tensor) -> RowParams:
         """The sampling parameters of some of the rows."""

@@ -42,7 +42,7 @@ from groupwise.tasks.episode import Environments, EpisodeRollouts, RolloutSource
 from groupwise.tasks.prompts import PromptStream
 from groupwise.train.learner import Learner
 from groupwise.train.reference import ReferenceSpec
-from groupwise.types import Prompt, Sampler
+from groupwise.types import Prompt, Sampler, UpdatesInFlight
 
 if TYPE_CHECKING:
     from groupwise.train.ranks import Ranks
@@ -197,6 +197,7 @@ def open_components(
             on_phase("waiting for vLLM")
         engine = open_engine(config, base, threads=threads, say=say) if remote is None else remote.engine(config, base)
         opened.callback(engine.close)
+        check_in_flight(config, engine)
         play = open_play(plan, base, engine, envs)
         load = None if config.train.memory_gb is None else _fitted(plan, base, learner, play)
         eval_prompts = tuple(prepare_all(plan.eval_prompts, play, context=engine.context_length))
@@ -241,6 +242,20 @@ def local_engine(config: RunConfig, base: LoadedModel, *, threads: int | None = 
         threads=threads,
         record_routing=True,
     )
+
+
+def check_in_flight(config: RunConfig, engine: Sampler) -> None:
+    """Raise ConfigError where `rollout.in_flight_updates` is true and the engine cannot do it."""
+    if not config.rollout.in_flight_updates:
+        return
+    if not isinstance(engine, UpdatesInFlight):
+        raise ConfigError(
+            "rollout.in_flight_updates is true, but engines that are actors of Ray finish a completion with the "
+            "version that began it",
+            hint="leave it out, or use another launcher",
+            field="rollout.in_flight_updates",
+        )
+    engine.check_replaceable(recompute=config.rollout.in_flight_cache == "recompute")
 
 
 def _check_replay(config: RunConfig, learner: Learner) -> None:

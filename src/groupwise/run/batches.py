@@ -14,6 +14,9 @@ and this one rule is every way to run:
     max_staleness S           staleness S: sampling goes on while training does
     weight_sync_interval 0    no sync ever; sampling is kept a few steps ahead
 
+A group's age counts from the version that it was begun with, which drew its oldest tokens, also where newer versions
+take over completions under way (`in_flight_updates`).
+
 A group is scored as soon as its completions are there. One that teaches nothing (rewards all equal, or too few that
 could be scored) is replaced by another prompt, within a budget of `refill` x P a step (dynamic sampling, DAPO, arXiv
 2503.14476), and what is missing then by groups of the replay buffer.
@@ -53,6 +56,7 @@ class Collected:
     sampled: tuple[RolloutGroup, ...]
     too_long: int = 0  # prompts passed over because of their length
     ages: tuple[int, ...] = ()  # of the fresh groups: steps since the policy that sampled them
+    token_ages: tuple[tuple[int, int], ...] = ()  # of their tokens: steps since the version that drew them; how many
     replayed: int = 0  # of `groups`: those trained again
     rerolled: int = 0  # prompts tried again
 
@@ -110,10 +114,11 @@ class _DrawnPrompt:
 
 @dataclass(kw_only=True, eq=False)
 class _InFlight:
-    """A group under way. `synced` is the step whose policy samples it; `group` is there once it is scored. The step
-    after `due` steps is the last that may train it."""
+    """A group under way. `synced` is the step whose policy samples it, as `version`; `group` is there once it is
+    scored. The step after `due` steps is the last that may train it."""
 
     drawn: _DrawnPrompt
+    version: PolicyVersion
     synced: int
     due: int
     group: RolloutGroup | None = None
@@ -157,6 +162,7 @@ class Batches:
         self._replay = ReplayBuffer(0) if replay is None else replay
         self._reroll = RerollQueue(0) if reroll is None else reroll
         self._version, self.synced, self.done = PolicyVersion.base(), 0, 0
+        self._synced_at: dict[PolicyVersion, int] = {}
         self._in_flight: list[_InFlight] = []
         self._kept = self._used = self._too_long = self._rerolled = 0  # in the present step
         self._news, self._guard = asyncio.Event(), _FailureGuard(pace.prompts_per_step)
@@ -165,6 +171,7 @@ class Batches:
     def sync(self, version: PolicyVersion, *, step: int) -> None:
         """The sampler has the policy as it was after `step`: what is sampled from now on is sampled by it."""
         self._version, self.synced = version, step
+        self._synced_at[version] = step
         if not self._pace.in_rounds:
             self._admit()
 
@@ -219,6 +226,10 @@ class Batches:
         self._reroll.load_state_dict(state["reroll"])
         self.done = state["done"]
 
+    def versions_in_use(self) -> set[PolicyVersion]:
+        """The versions that groups are being sampled by."""
+        return {flight.version for flight in self._in_flight if flight.played is None or not flight.played.done()}
+
     def metrics(self) -> dict[str, float]:
         """What waits to come back, where anything can."""
         replay = self._replay.metrics(self.done) if self._replay.size else {}
@@ -262,7 +273,10 @@ class Batches:
         """Begin as many prompts as there is room for, together."""
         if (room := self._capacity_now()) <= 0:
             return
-        flights = [_InFlight(drawn=drawn, synced=self.synced, due=self._due) for drawn in self._draw(room)]
+        flights = [
+            _InFlight(drawn=drawn, version=self._version, synced=self.synced, due=self._due)
+            for drawn in self._draw(room)
+        ]
         self._in_flight += flights
         begun = self._play.begin(
             [flight.drawn.prompt for flight in flights],
@@ -311,7 +325,20 @@ class Batches:
         self._reroll.push([group])
         if self.keep_flat or has_signal(group, self._advantage, weights=self._weights):
             taken.keep(group, age=age)
+            taken.token_ages += self._token_ages(flight, group)
         self._kept = len(taken.kept)
+
+    def _token_ages(self, flight: _InFlight, group: RolloutGroup) -> list[tuple[int, int]]:
+        """For each stretch of tokens that one version drew: its age in steps, and how many they are."""
+        drew = [
+            span
+            for rollout in group.rollouts
+            for turn in rollout.turns
+            if turn.trained
+            for span in turn.completion.spans
+        ]
+        since = self._synced_at | {flight.version: flight.synced}
+        return [(self.done - since.get(version, flight.synced), tokens) for version, tokens in drew]
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 
@@ -321,7 +348,8 @@ class Batches:
         most = min(count, self._reroll.max_groups - self._rerolled)
         for id in self._reroll.pop(self.done / self._pace.steps, most=most):
             prompt = self._play.prepare(self._source.prompt(id))
-            drawn.append(_DrawnPrompt(prompt=prompt, issued=None, seed=seed_of(self._seed, id, self.done)))
+            seed = seed_of(self._seed, id, self._reroll.tries(id))  # the same again where a run goes on
+            drawn.append(_DrawnPrompt(prompt=prompt, issued=None, seed=seed))
             self._rerolled += 1
         passed_over = 0
         while len(drawn) < count:
@@ -348,6 +376,7 @@ class _Taken:
     kept: list[RolloutGroup] = field(default_factory=list)
     sampled: list[RolloutGroup] = field(default_factory=list)
     ages: list[int] = field(default_factory=list)
+    token_ages: list[tuple[int, int]] = field(default_factory=list)
     replayed: int = 0
 
     def keep(self, group: RolloutGroup, *, age: int | None = None) -> None:
@@ -364,6 +393,7 @@ class _Taken:
             sampled=tuple(self.sampled),
             too_long=too_long,
             ages=tuple(self.ages),
+            token_ages=tuple(self.token_ages),
             replayed=self.replayed,
             rerolled=rerolled,
         )

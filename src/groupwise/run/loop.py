@@ -74,6 +74,8 @@ class TrainingRun:
             base=parts.base,
             keep=plan.config.adapters.keep,
             config_hash=plan.config_hash,
+            in_use=parts.batches.versions_in_use,
+            in_flight=plan.config.rollout.in_flight_cache if plan.config.rollout.in_flight_updates else None,
         )
         self._best = BestVersion(patience=0 if plan.config.eval is None else plan.config.eval.patience)
         self._evaluated: dict[PolicyVersion, int] = {}  # the step at which a version was
@@ -166,6 +168,8 @@ class TrainingRun:
             weights=self.plan.reward_weights,
             batch_groups=config.rollout.prompts_per_step,
             staleness=collected.ages,
+            used=collected.groups,
+            token_ages=collected.token_ages,
             replayed=collected.replayed,
             rerolled=collected.rerolled,
             too_long=collected.too_long,

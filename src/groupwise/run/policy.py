@@ -1,26 +1,30 @@
 """Publish -> load -> activate -> let go: how a trained adapter becomes the policy that samples.
 
 The order makes every crash harmless: a version is on disk, whole, before any engine loads it; it is loaded before the
-alias points to it; and the version before it is forgotten last, by an engine that finishes the requests using it.
+alias points to it; and the version before it is forgotten last, by an engine that finishes the requests using it. With
+in-flight updates (PipelineRL, arXiv 2509.19128) those requests go on under the new version instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Literal, cast
 
 from groupwise.model.load import LoadedModel
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance
 from groupwise.train.learner import Learner
-from groupwise.types import PolicyVersion, Sampler
+from groupwise.types import PolicyVersion, Sampler, UpdatesInFlight
 
 
 class Policy:
     """The policy that is trained, as versions: `newest` was published last, `sampling` is the one that samples.
 
-    Of older versions the newest `keep` and those in `protected` stay on disk. Without an adapter (full-parameter
-    training) engine and learner share the weights, and only the name changes.
+    Of older versions the newest `keep` and those in `protected` stay on disk, and those that `in_use` names stay in the
+    engine: an episode that has begun asks for its version again at every turn. Without an adapter (full-parameter
+    training) engine and learner share the weights, and only the name changes. With `in_flight`, which says what becomes
+    of keys and values, completions under way go on under each version that is synced.
     """
 
     def __init__(
@@ -33,9 +37,12 @@ class Policy:
         base: LoadedModel,
         keep: int,
         config_hash: str,
+        in_use: Callable[[], Collection[PolicyVersion]] = tuple,
+        in_flight: Literal["keep", "recompute"] | None = None,
     ):
         self._learner, self._store, self._sampler, self._base = learner, store, sampler, base
         self._name, self._keep, self._config_hash = name, keep, config_hash
+        self._in_use, self._in_flight = in_use, in_flight
         self.newest = self.sampling = PolicyVersion.base()
         self.protected: set[PolicyVersion] = set()
         self._loaded: set[PolicyVersion] = set()
@@ -50,8 +57,8 @@ class Policy:
         if self.newest.is_base or step != self.step:
             self.newest, self.step = self._published(step, metrics), step
             self._loaded.add(self.newest)
-        if sync:
-            self.sampling = self.newest
+        if sync and self.sampling != self.newest:
+            self._take_over()
         self._let_go()
         return self.newest
 
@@ -98,11 +105,20 @@ class Policy:
         self._store.activate(version)
         return version
 
+    def _take_over(self) -> None:
+        """Sample with the newest version from now on."""
+        if self._in_flight is not None:
+            engine = cast(UpdatesInFlight, self._sampler)
+            engine.replace(self.sampling, self.newest, recompute=self._in_flight == "recompute")
+            self._loaded.add(self.sampling)  # also the base, for which others stand until nobody asks for it
+        self.sampling = self.newest
+
     def _let_go(self) -> None:
         """Forget the versions that nobody needs, in the engine and on the disk."""
         needed = {self.newest, self.sampling}
-        for version in self._loaded - needed:
+        held = needed.union(self._in_use())
+        for version in self._loaded - held:
             self._sampler.unload(version)
-        self._loaded &= needed
+        self._loaded &= held
         if self._learner.lora is not None:
             self._store.prune(self._name, keep=self._keep, protect=self.protected | needed)

@@ -225,6 +225,10 @@ class RerollQueue:
                 popped.append(id)
         return popped
 
+    def tries(self, id: str) -> int:
+        """How often a prompt was handed out, the present time included."""
+        return self._tries.get(id, 0)
+
     def metrics(self) -> dict[str, float]:
         """How many prompts wait."""
         return {"reroll/size": float(len(self._waiting))}

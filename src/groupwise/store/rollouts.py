@@ -103,6 +103,8 @@ def _turn_to_json(turn: Turn, *, prompt: Prompt) -> dict[str, Any]:
         "finish_reason": completion.finish_reason.value,
         "version": str(completion.version),
     }
+    if completion.switches:
+        raw["switches"] = [[at, str(version)] for at, version in completion.switches]
     if turn.reward is not None:
         raw["reward"] = plain(turn.reward)
     if not turn.trained:
@@ -140,6 +142,7 @@ def _turn_from_json(raw: Mapping[str, Any], prompt: Prompt) -> Turn:
         text=raw["text"],
         finish_reason=FinishReason(raw["finish_reason"]),
         version=PolicyVersion.parse(raw["version"]),
+        switches=tuple((at, PolicyVersion.parse(version)) for at, version in raw.get("switches", ())),
         top_logprobs=tuple(
             tuple((id, _exact(value)) for id, value in likeliest) for likeliest in raw.get("top_logprobs", ())
         ),

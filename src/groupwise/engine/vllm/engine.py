@@ -7,6 +7,10 @@ far as vLLM is.
 
 Prompts that do not fit, token ids that there are not, and options that vLLM cannot honour are refused here, before
 anything is sent. A version is usable when every server has it and has proved it (`vllm_sync`).
+
+With in-flight updates each completion is a request of its own, whose tokens are heard as they come. When a version is
+replaced the request is given up and continued by the new version, which reads what was heard: keys and values are
+recomputed. (vLLM can read an adapter anew in place; 0.32 then goes on with the old one's cached prompts.)
 """
 
 from __future__ import annotations
@@ -94,6 +98,7 @@ class VllmEngine:
         colocated: vLLM in this process, in place of servers.
         reloads: all parameters are trained, and `adopt` hands over whole models.
         patient: see `vllm_fleet`.
+        in_flight_updates: versions may be replaced under completions (`replace`).
         say: is told now and then which servers are waited for, and why.
 
     Raises:
@@ -111,6 +116,7 @@ class VllmEngine:
         colocated: VllmServer | None = None,
         reloads: bool = False,
         patient: bool = False,
+        in_flight_updates: bool = False,
         say: Callable[[str], None] = lambda text: None,
     ):
         self._config, self._base, self._reference = config, base, reference
@@ -118,6 +124,9 @@ class VllmEngine:
         self._tolerance = config.tolerance or packed_tolerance(base.model)
         self._shelf = Shelf(None if config.adapter_dir is None else Path(config.adapter_dir))
         self._leases = Leases()
+        self._follows = in_flight_updates
+        self._replaced: dict[PolicyVersion, PolicyVersion] = {}
+        self._following: set[_FollowedCompletion] = set()  # in the loop's thread
         self._weights: Published | None = None  # those that servers must have, where they change
         self._handshake = Handshake(
             base,
@@ -147,13 +156,14 @@ class VllmEngine:
         return self._context
 
     def submit(self, requests: Sequence[SamplingRequest]) -> list[Future[list[Completion]]]:
-        return self._submitted(requests, self._answer)
+        return self._submitted(requests, self._followed if self._follows else self._answer)
 
     def _submitted(
         self,
         requests: Sequence[SamplingRequest],
         answer: Callable[[QueuedRequest], Coroutine[Any, Any, list[Completion]]],
     ) -> list[Future[list[Completion]]]:
+        requests = [replace(each, version=self._replaced.get(each.version, each.version)) for each in requests]
         bodies = [self._checked(request) for request in requests]
         futures = []
         for request, body in zip(requests, bodies, strict=True):
@@ -191,7 +201,30 @@ class VllmEngine:
         self._hand_over(version, lambda: self._wait(self._fleet.everywhere(self._reload)))
         self._shelf.remove(before)
 
+    def replace(self, old: PolicyVersion, new: PolicyVersion, *, recompute: bool) -> None:
+        """As `UpdatesInFlight.replace`: requests under way are given up, and go on with `new` where they were."""
+        self.check_replaceable(recompute=recompute)
+        if not self._is_whole(new) and new not in self._leases:
+            raise self._not_loaded(new)
+        self._replaced.update({each: new for each, by in self._replaced.items() if by == old} | {old: new})
+        self._wait(self._replace(old, new))
+
+    def check_replaceable(self, *, recompute: bool) -> None:
+        """As `UpdatesInFlight.check_replaceable`."""
+        if not (recompute and self._follows):
+            raise ConfigError(
+                "vLLM takes a new version into completions under way only by reading their texts again",
+                hint="set rollout.in_flight_updates=true rollout.in_flight_cache=recompute",
+                field="rollout.in_flight_cache",
+            )
+
+    async def _replace(self, old: PolicyVersion, new: PolicyVersion) -> None:
+        for each in self._following:
+            if each.version == old:
+                each.follow(new)
+
     def unload(self, version: PolicyVersion) -> None:
+        self._replaced.pop(version, None)
         if self._weights is not None:
             return self._reference.unload(version)
         lease = self._leases.retire(version)
@@ -272,6 +305,40 @@ class VllmEngine:
         sampled = await self._fleet.send(job.name, lambda server, model: server.complete(model, job.body))
         sampled = sampled * request.n if len(sampled) < request.n else sampled
         return [self._completion(each, request) for each in sampled]
+
+    async def _followed(self, job: QueuedRequest) -> list[Completion]:
+        """As `_answer`, by the versions that stand for the one that was asked, as they come."""
+        version = self._replaced.get(job.request.version, job.request.version)
+        rows = [_FollowedCompletion(self, job, index, version) for index in range(job.request.n)]
+        self._following.update(rows)
+        sampling = [asyncio.create_task(self._followed_row(row, job.request)) for row in rows]
+        try:
+            return await asyncio.gather(*sampling)
+        finally:
+            for task in sampling:
+                task.cancel()
+            self._following.difference_update(rows)
+
+    async def _followed_row(self, row: _FollowedCompletion, request: SamplingRequest) -> Completion:
+        while True:
+            version, lease = row.version, self._leases.take(row.version)
+            if lease is None and not self._is_whole(version):
+                raise self._not_loaded(version)
+            row.asking = asyncio.create_task(self._fleet.send(lease and lease.published.name, row.ask))
+            try:
+                await asyncio.wait({row.asking})
+                if not row.asking.cancelled():
+                    sampled = row.asking.result()
+                    (_, first), *later = [span for span in row.spans if span[0] < len(sampled.token_ids)]
+                    return replace(self._completion(sampled, request), version=first, switches=tuple(later))
+            finally:
+                row.asking.cancel()
+                if lease is not None:
+                    self._give_back(lease)
+
+    def has_stopped(self, ids: Sequence[int], params: SamplingParams) -> bool:
+        """Whether these tokens hold a stop string."""
+        return any(stop in self._base.tokenizer.decode(list(ids)) for stop in params.stop)
 
     def _completion(self, sampled: Sampled, request: SamplingRequest) -> Completion:
         reason = FinishReason.STOP if sampled.finish_reason == "stop" else FinishReason.LENGTH
@@ -445,6 +512,7 @@ def open_vllm(
         launches=launches,
         colocated=colocated,
         reloads=shape.reloads,
+        in_flight_updates=config.rollout.in_flight_updates,
         say=say,
     )
 
@@ -571,10 +639,6 @@ class LiveVllm(VllmEngine):
             for task in sending:
                 task.cancel()
 
-    def has_stopped(self, ids: Sequence[int], params: SamplingParams) -> bool:
-        """Whether these tokens hold a stop string."""
-        return any(stop in self._base.tokenizer.decode(list(ids)) for stop in params.stop)
-
     def _count(self, change: int) -> None:
         with self._counting:
             self._unfinished += change
@@ -648,16 +712,16 @@ class LiveVllm(VllmEngine):
 class _StreamedCompletion:
     """One completion of a request as it is streamed, from the server that has it to the next."""
 
-    def __init__(self, engine: LiveVllm, job: QueuedRequest, index: int, on_token: TokenSink):
+    def __init__(self, engine: VllmEngine, job: QueuedRequest, index: int, on_token: TokenSink):
         self._engine, self._params, self._index, self._on_token = engine, job.request.params, index, on_token
         self._body = {**job.body, "n": 1, "seed": (job.body["seed"] + index) & SEEDS}
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._tops: list[tuple[tuple[int, float], ...]] = []
 
-    async def ask(self, server: VllmServer, model: str) -> Sampled:
+    async def ask(self, server: VllmServer, model: str, hear: Callable[[Sampled], None] | None = None) -> Sampled:
         """What is still missing. Raises ServerLost, EngineError."""
-        reason = self._end() or await server.stream(model, self._rest(), self._hear)
+        reason = self._end() or await server.stream(model, self._rest(), hear or self._hear)
         tops = tuple(self._tops) if self._params.top_logprobs else ()
         return Sampled(token_ids=tuple(self._ids), logprobs=tuple(self._logprobs), finish_reason=reason, tops=tops)
 
@@ -682,6 +746,33 @@ class _StreamedCompletion:
         self._logprobs += piece.logprobs
         self._tops += piece.tops
         _tell(self._on_token, self._index, piece.token_ids, piece.logprobs, piece.tops)
+
+
+class _FollowedCompletion(_StreamedCompletion):
+    """One completion that goes on under newer versions (`VllmEngine.replace`). `version` samples it now, `asking` is
+    its request, and `spans` say from which token on which version drew it."""
+
+    def __init__(self, engine: VllmEngine, job: QueuedRequest, index: int, version: PolicyVersion):
+        super().__init__(engine, job, index, lambda *token: None)
+        self.version = version
+        self.asking: asyncio.Task[Sampled] | None = None
+        self.spans: list[tuple[int, PolicyVersion]] = [(0, version)]
+
+    def follow(self, version: PolicyVersion) -> None:
+        """From the next token on this version samples. What the one before still says is not heard."""
+        at = len(self._ids)
+        self.spans = [*(span for span in self.spans if span[0] < at), (at, version)]
+        self.version = version
+        if self.asking is not None:
+            self.asking.cancel()
+
+    async def ask(self, server: VllmServer, model: str, hear: Callable[[Sampled], None] | None = None) -> Sampled:
+        """As `_StreamedCompletion.ask`, of the version that samples now."""
+        return await super().ask(server, model, hear or partial(self._heard_of, self.version))
+
+    def _heard_of(self, version: PolicyVersion, piece: Sampled) -> None:
+        if self.version == version:
+            self._hear(piece)
 
 
 def _tell(
