@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import cycle, islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,6 +26,9 @@ from groupwise.engine.multi_lora import AdapterWeights
 from groupwise.engine.sampling import RowParams, completion_seed
 from groupwise.model.load import widest_float
 from groupwise.types import Completion, RoutedExperts, SamplingRequest, TokenSink
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Where a text has been before: for the last tokens of a row, what followed them when they occurred last.
@@ -96,13 +100,15 @@ class History:
 
 @dataclass
 class PendingRequest:
-    """A submitted request: its future, and the completions that are done."""
+    """A submitted request: its future, and the completions that are done. `grammar` is the compiled one of a request
+    that has one."""
 
     request: SamplingRequest
     weights: AdapterWeights | None
     max_tokens: int
     seed: int
     on_token: TokenSink | None = None
+    grammar: LLMatcher | None = None
     future: Future[list[Completion]] = field(default_factory=Future)
     done: dict[int, Completion] = field(default_factory=dict)
     started: int = 0  # completions that have been given a row
@@ -136,12 +142,13 @@ class PendingRequest:
 @dataclass
 class Row:
     """The completion in a row: the `index`-th of `job`. The first `shared` tokens of its prompt are in the cache's
-    `slot`, the others in the row."""
+    `slot`, the others in the row. `matcher` has read the completion so far, where there is a grammar."""
 
     job: PendingRequest
     index: int
     slot: int
     shared: int
+    matcher: LLMatcher | None = None
     alternatives: list[tuple[tuple[int, float], ...]] = field(default_factory=list)  # with top_logprobs
     routed_PLK: Tensor | None = None  # the experts of the prompt's tokens, where they are recorded
 
@@ -214,7 +221,8 @@ class Rows:
         self.temperature[at], self.top_p[at], self.min_p[at] = params.temperature, params.top_p, params.min_p
         self.top_k[at], self.watch_eos[at] = params.top_k, not params.ignore_eos
         for row in range(at.start, at.stop):
-            self.owners.append(Row(job, job.started, slot, shared))
+            matcher = None if job.grammar is None else job.grammar.deep_copy()
+            self.owners.append(Row(job, job.started, slot, shared, matcher))
             self.seed[row] = completion_seed(job.seed, job.started)
             job.started += 1
         self._note()
@@ -263,4 +271,5 @@ class Rows:
         self.greedy = any(p.temperature == 0 for p in every)
         self.watched = [i for i, row in enumerate(self.owners) if row.watched]
         self.reshaped = frozenset(i for i, p in enumerate(every) if p.changes_logits)
+        self.matchers = {i: row.matcher for i, row in enumerate(self.owners) if row.matcher is not None}
         self.weights = [row.job.weights for row in self.owners]
