@@ -187,7 +187,7 @@ def test_thoughts_are_free_and_the_answer_is_not(open_engine, thoughts: Any) -> 
     [
         (Grammar.of_json({"properties": {"a": {"items": {"type": "strin"}}}}), "grammar.properties.a.items", "strin"),
         (Grammar.of_json({"$defs": {"b": {"pattern": "("}}, "$ref": "#/$defs/b"}), "grammar.$defs.b", "unclosed"),
-        (Grammar.of_json({"anyOf": [{}, {"uniqueItems": True}]}), "grammar.anyOf.1", "cannot be guaranteed"),
+        (Grammar.of_json({"anyOf": [{}, {"uniqueItems": True}]}), "grammar.anyOf[1]", "cannot be guaranteed"),
         (Grammar.of_json({"oneOf": [{"type": "integer"}, {"minimum": 3}]}), "grammar", "oneOf"),
         (Grammar.of_json({"type": "object", "properties": {f"p{i}": {} for i in range(900)}}), "grammar", "2000"),
         (Grammar.of_json({"$ref": "https://example.com/x"}), "grammar", "example.com"),

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from groupwise.config.yaml import dotted
 from groupwise.errors import GrammarError
 from groupwise.model.chat import THINK_END, THINK_START
 from groupwise.types import Grammar, GrammarKind
@@ -265,7 +266,7 @@ _LISTS = ("prefixItems", "allOf", "anyOf", "oneOf", "items")
 _NAMED = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
 
 
-def _subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Schema]]:
+def _subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Schema]]:
     """The schemas in a schema, and where they are."""
     for key in _ONE:
         if isinstance(schema.get(key), dict):
@@ -273,7 +274,7 @@ def _subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Sc
     for key in _LISTS:
         for i, each in enumerate(schema[key] if isinstance(schema.get(key), list) else ()):
             if isinstance(each, dict):
-                yield (key, str(i)), each
+                yield (key, i), each
     for key in _NAMED:
         for name, each in (schema[key] if isinstance(schema.get(key), dict) else {}).items():
             if isinstance(each, dict):
@@ -295,7 +296,7 @@ def _without_formats(schema: Schema) -> Schema:
 def _refused(grammar: Grammar, why: str, tokenizer: LLTokenizer) -> GrammarError:
     """The error for a grammar that is wrong, with the path to the part that is."""
     path = _path(grammar, why, tokenizer) if grammar.kind is GrammarKind.JSON_SCHEMA else ()
-    named = ".".join((grammar.field, *path))
+    named = dotted((grammar.field, *path))
     lines = [line.strip() for line in _cause(why).splitlines() if line.strip()]
     if lines and lines[0].startswith("Unimplemented keys"):
         shown = lines[0].partition(": ")[2].strip("[]")
@@ -304,11 +305,12 @@ def _refused(grammar: Grammar, why: str, tokenizer: LLTokenizer) -> GrammarError
     return GrammarError(f"{named} cannot be compiled: {' '.join(lines)}", field=named)
 
 
-def _path(grammar: Grammar, why: str, tokenizer: LLTokenizer) -> tuple[str, ...]:
+def _path(grammar: Grammar, why: str, tokenizer: LLTokenizer) -> tuple[str | int, ...]:
     """The path to the innermost part of a schema that, alone, is wrong for the same reason."""
     root = _schema(grammar)
     shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    found, at, left = (), root, PROBED
+    found: tuple[str | int, ...] = ()
+    at, left = root, PROBED
     while True:
         for path, below in _subschemas(at):
             left -= 1
