@@ -108,9 +108,13 @@ class _Writer:
         """One call of a tool, between the format's opening and closing."""
         raise NotImplementedError
 
+    def inside(self, *, several: bool) -> str:
+        """What stands behind the opening: a call, or all of them."""
+        return f"call {self.closing}"
+
     def calls(self, *, several: bool) -> str:
         """Calls and nothing else."""
-        one = f"{self._marker(self.opening)} call {self.closing}"
+        one = f"{self._marker(self.opening)} {self.inside(several=several)}"
         return f"{one} ({_quoted(self.between)} {one})*" if several else one
 
     def amid_text(self, *, several: bool) -> str:
@@ -120,7 +124,7 @@ class _Writer:
             head, free = f"FREE {opening}", f"FREE: {_TEXT} & ~/(.|\\n)*{re.escape(self.opening)}(.|\\n)*/"
         else:
             head, free = "head", f"head[lazy]: TEXT {opening}\nFREE: TEXT"
-        return f"start: ({head} call {self.closing}){'*' if several else '?'} FREE\n{free}"
+        return f"start: ({head} {self.inside(several=several)}){'*' if several else '?'} FREE\n{free}"
 
     def _marker(self, text: str) -> str:
         """A marker in Lark: the token that it is, or else its text."""
@@ -209,12 +213,12 @@ class _Mistral(_Writer):
         head = f'{{"name": {json.dumps(function["name"])}, "arguments": '
         return f"{_quoted(head)} {self._arguments(index, function)} {_quoted('}')}"
 
-    def calls(self, *, several: bool) -> str:
+    def inside(self, *, several: bool) -> str:
         more = ' (", " call)*' if several else ""
-        return f'{self._marker(TOOL_CALLS)} " [" call{more} "]"'
+        return f'" [" call{more} "]"'
 
-    def amid_text(self, *, several: bool) -> str:
-        return f"start: FREE | FREE {self.calls(several=several)}\nFREE: {_TEXT} & ~/(.|\\n)*\\[TOOL_CALLS\\](.|\\n)*/"
+    def calls(self, *, several: bool) -> str:
+        return f"{self._marker(self.opening)} {self.inside(several=several)}"
 
 
 class _MistralArgs(_Writer):
