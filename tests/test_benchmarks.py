@@ -223,3 +223,21 @@ def test_more_machines_and_later_versions_make_no_simulated_step_longer(script: 
     split = {o.setting.staleness: o.seconds for o in reversed(whole[8]) if not o.setting.colocated}
     assert split[0] >= split[1] >= split[2]
     assert all(max(o.engine_gb, o.learner_gb) < 141 for outcomes in whole.values() for o in outcomes)
+
+
+def test_every_kind_of_schema_compiles_and_what_ends_is_valid(script: Any) -> None:
+    structured = script("structured")
+    asked = structured.schemas(60, seed=1)
+    assert {kind for kind, _ in asked} == {kind.__name__.strip("_") for kind in structured.KINDS}
+    found = structured.measured(asked, max_tokens=160)
+    assert found["compiled"] == 60 and not found["refused"]
+    assert found["valid"] == found["ended"] > 40 and found["cut"] == 60 - found["ended"]
+
+
+def test_an_invalid_answer_is_counted_by_its_kind(script: Any) -> None:
+    judged = script("structured").judged
+    number = {"type": "integer"}
+    found = judged(
+        [("a", number, "1", False), ("b", number, "1.5", False), ("b", number, "{", False), ("c", number, "", True)]
+    )
+    assert (found["ended"], found["valid"], found["cut"]) == (3, 1, 1) and found["wrong"] == {"b": 2}
