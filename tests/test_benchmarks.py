@@ -248,3 +248,21 @@ def test_asynchrony_reads_when_a_reward_was_reached(script: Any) -> None:
     found = {"reward": [0.0, 0.1, 0.2, 0.6, 0.6, 0.6, 0.6, 0.6], "step_s": [2.0] * 8}
     assert asynchrony.seconds_until(found, 0.4) == 12.0 and asynchrony.seconds_until(found, 0.7) is None
     assert asynchrony.cell([1.0, 2.0, None], ".1f") == "1.5 (1.0 to 2.0, 1 never)"
+
+
+def test_every_kind_of_schema_compiles_and_what_ends_is_valid(script: Any) -> None:
+    structured = script("structured")
+    asked = structured.schemas(60, seed=1)
+    assert {kind for kind, _ in asked} == {kind.__name__.strip("_") for kind in structured.KINDS}
+    found = structured.measured(asked, max_tokens=160)
+    assert found["compiled"] == 60 and not found["refused"]
+    assert found["valid"] == found["ended"] > 40 and found["cut"] == 60 - found["ended"]
+
+
+def test_an_invalid_answer_is_counted_by_its_kind(script: Any) -> None:
+    judged = script("structured").judged
+    number = {"type": "integer"}
+    found = judged(
+        [("a", number, "1", False), ("b", number, "1.5", False), ("b", number, "{", False), ("c", number, "", True)]
+    )
+    assert (found["ended"], found["valid"], found["cut"]) == (3, 1, 1) and found["wrong"] == {"b": 2}

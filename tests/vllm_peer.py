@@ -27,7 +27,7 @@ from groupwise.engine.local import LocalEngine
 from groupwise.errors import AdapterError
 from groupwise.model.chat import encode_prompt
 from groupwise.model.load import LoadedModel, load_model
-from groupwise.types import PolicyVersion, Prompt, SamplingParams, SamplingRequest
+from groupwise.types import Grammar, PolicyVersion, Prompt, SamplingParams, SamplingRequest
 
 BASE = "base"
 
@@ -231,6 +231,7 @@ class Peer:
             frequency_penalty=body["frequency_penalty"],
             logit_bias=tuple((int(token), bias) for token, bias in (body["logit_bias"] or {}).items()),
             min_tokens=body["min_tokens"],
+            grammar=body["structured_outputs"] and _grammar(**body["structured_outputs"]),
             seed=(body["seed"] + j) & (2**63 - 1),
         )
         return SamplingRequest(prompt_ids=prompt, version=version, params=params)
@@ -254,6 +255,15 @@ class Peer:
     def _narrowed(self, prompt: Any, ids: Any, version: PolicyVersion, body: dict[str, Any]) -> list[float]:
         scored = self.engine.score_top(prompt, ids, version, temperature=body["temperature"], top=body["top_k"])
         return [logprob - math.log(sum(math.exp(each) for _, each in top)) for logprob, top in scored]
+
+
+def _grammar(**asked: Any) -> Grammar:
+    ((kind, value),) = asked.items()
+    if kind == "json_object":
+        return Grammar.of_json()
+    return {"json": Grammar.of_json, "regex": Grammar.regex, "choice": Grammar.choice, "grammar": Grammar.lark}[kind](
+        value
+    )
 
 
 def _choice(index: int, ids: Any, logprobs: Any, tops: Any, reason: str | None) -> dict[str, Any]:

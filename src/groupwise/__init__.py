@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from groupwise.train.learner import Learner as Learner
     from groupwise.types import Completion as Completion
     from groupwise.types import FinishReason as FinishReason
+    from groupwise.types import Grammar as Grammar
     from groupwise.types import Message as Message
     from groupwise.types import PolicyVersion as PolicyVersion
     from groupwise.types import Prompt as Prompt
@@ -137,6 +138,7 @@ _PUBLIC = {
     "types": (
         "Completion",
         "FinishReason",
+        "Grammar",
         "Message",
         "PolicyVersion",
         "Prompt",

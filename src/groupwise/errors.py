@@ -107,6 +107,13 @@ class ContextLengthError(GroupwiseError, ValueError):
     code, status, exit_code = "context_length_exceeded", 400, 2
 
 
+class GrammarError(GroupwiseError, ValueError):
+    """A grammar of structured outputs cannot be compiled, or its text cannot be guaranteed. `field` is the path to what
+    of it is wrong, as in `response_format.json_schema.schema.properties.when`."""
+
+    code, status, exit_code = "invalid_grammar", 400, 2
+
+
 class ModelError(GroupwiseError):
     """A model or tokenizer cannot be found, loaded or used."""
 

@@ -27,6 +27,7 @@ Ids and behaviour logprobs come from the engine and are never decoded and encode
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -34,11 +35,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NotRequired, Protocol, TypedDict, runtime_checkable
+from typing import Any, Literal, NotRequired, Protocol, TypedDict, runtime_checkable
 
 BASE = "base"  # the name of the policy without an adapter
 NARROWING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # sampling options, and where they are off
-LEAVES_OUT = (*NARROWING, "min_tokens")  # sampling options that leave tokens out and change nothing else
+LEAVES_OUT = (*NARROWING, "min_tokens", "grammar")  # sampling options that leave tokens out and change nothing else
 MAX_REWARD = 1e100  # of either sign; the variance of much larger ones is no float64
 
 
@@ -93,6 +94,63 @@ class PolicyVersion:
         return BASE if self.is_base else f"{self.name}@{self.number}"
 
 
+class GrammarKind(StrEnum):
+    """What a `Grammar` is written in."""
+
+    JSON_SCHEMA = "json_schema"  # a JSON Schema
+    JSON_OBJECT = "json_object"  # nothing: any JSON object
+    REGEX = "regex"  # a regular expression, which the whole text matches
+    CHOICE = "choice"  # a JSON list of texts, one of which it is
+    LARK = "lark"  # a context-free grammar in llguidance's Lark, or in llama.cpp's GBNF
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What the text of a completion must be (structured outputs); `engine.grammar` keeps tokens to it.
+
+    `source` is written in the language of `kind`. `thoughts` says whether a <think> block may stand in front
+    ("optional"), or the prompt has begun one already ("begun"); thoughts are free. `lenient` leaves to the model what
+    of a JSON Schema cannot be guaranteed, which is an error otherwise. `parts` are grammars that a Lark source refers
+    to, as @name. `field` is the name by which errors call the grammar.
+
+    >>> Grammar.choice(["yes", "no"]).source, Grammar.of_json({"type": "integer"}).kind.value
+    ('["yes", "no"]', 'json_schema')
+    """
+
+    kind: GrammarKind
+    source: str = ""
+    thoughts: Literal["none", "optional", "begun"] = "none"
+    lenient: bool = False
+    parts: tuple[tuple[str, Grammar], ...] = ()
+    field: str = field(default="grammar", compare=False)
+
+    @classmethod
+    def of_json(
+        cls, schema: Mapping[str, Any] | None = None, *, lenient: bool = False, field: str = "grammar"
+    ) -> Grammar:
+        """JSON that a JSON Schema allows; without one, any JSON object."""
+        if schema is None:
+            return cls(GrammarKind.JSON_OBJECT, field=field)
+        return cls(GrammarKind.JSON_SCHEMA, json.dumps(schema), lenient=lenient, field=field)
+
+    @classmethod
+    def regex(cls, pattern: str, *, field: str = "grammar") -> Grammar:
+        """Text that a regular expression matches as a whole (Rust's syntax: no look-around, no back-references)."""
+        return cls(GrammarKind.REGEX, pattern, field=field)
+
+    @classmethod
+    def choice(cls, texts: Sequence[str], *, field: str = "grammar") -> Grammar:
+        """One of these texts. Raises ValueError for none of them, and for an empty one."""
+        if not texts or not all(texts):
+            raise ValueError(f"{field} is {list(texts)}; give one text or more, and none that is empty")
+        return cls(GrammarKind.CHOICE, json.dumps(list(texts), ensure_ascii=False), field=field)
+
+    @classmethod
+    def lark(cls, source: str, *, field: str = "grammar") -> Grammar:
+        """Text of a context-free grammar, in Lark or GBNF."""
+        return cls(GrammarKind.LARK, source, field=field)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one prompt is sampled.
@@ -102,6 +160,9 @@ class SamplingParams:
     from its text; `stop_ids` are added to the model's own end-of-turn ids and, like them, stay in `token_ids`.
     With `include_stop` what ended the completion, a stop string or one of `stop_ids`, stays in the text. `top_logprobs`
     is how many of the likeliest tokens are reported beside each sampled one.
+
+    With a `grammar` a completion is text of it: in every place only tokens are drawn that it allows, and the end of the
+    turn only where it is complete, so it ends with "stop" or is cut by `max_tokens`. It goes before `min_tokens`.
 
     The last five change the logits from which tokens are drawn, as OpenAI and vLLM define them (`engine.sampling`):
     `repetition_penalty` (1 is off) counts what stands in prompt and completion, `presence_penalty` and
@@ -120,6 +181,7 @@ class SamplingParams:
     seed: int | None = None
     ignore_eos: bool = False
     top_logprobs: int = 0
+    grammar: Grammar | None = None
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -143,6 +205,10 @@ class SamplingParams:
                 0 <= self.min_tokens <= self.max_tokens,
                 f"min_tokens is {self.min_tokens}; it must be 0 to max_tokens, {self.max_tokens}",
             ),
+            (
+                self.grammar is None or not self.ignore_eos,
+                "ignore_eos is true and there is a grammar, behind which nothing but the end of the turn can follow",
+            ),
         )
         for valid, message in checks:
             if not valid:
@@ -160,7 +226,9 @@ class SamplingParams:
         (('top_p', 'min_tokens'), ())
         """
         narrowing = tuple(NARROWING) if self.temperature > 0 else ()  # greedy draws the likeliest anyway
-        return tuple(name for name in (*narrowing, *_CHANGE_LOGITS) if getattr(self, name) != _DEFAULTS[name])
+        return tuple(
+            name for name in (*narrowing, "grammar", *_CHANGE_LOGITS) if getattr(self, name) != _DEFAULTS[name]
+        )
 
     def unrecorded(self, kept: SamplingMask | None) -> tuple[str, ...]:
         """Those of `reshaped` that keep a completion from being trained: all of them if it has no record of what each
@@ -633,6 +701,7 @@ class Sampler(Submits, Protocol):
         Raises:
             ContextLengthError: a prompt leaves no room for a single new token.
             AdapterNotFoundError: a request names a version that was not loaded.
+            GrammarError: a grammar cannot be compiled, or not by this engine.
         """
         ...
 
@@ -714,6 +783,13 @@ class LiveEngine(Sampler, Scores, Protocol):
         top: int,
     ) -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]:
         """As `score`; beside each log-probability those of the `top` likeliest tokens in its place, by their ids."""
+        ...
+
+    def prepare(self, grammar: Grammar) -> Future[Any]:
+        """Compile a grammar before requests name it, in a thread of the engine's: a large one takes a second.
+
+        The future, which is not to be cancelled, raises GrammarError where the engine cannot keep to the grammar.
+        """
         ...
 
     def load_composed(self, version: PolicyVersion, parts: Sequence[tuple[Path, float]]) -> None:

@@ -28,7 +28,7 @@ from groupwise.errors import (
     ModelError,
 )
 from groupwise.model.load import LoadedModel
-from groupwise.types import FinishReason, PolicyVersion, SamplingParams, SamplingRequest
+from groupwise.types import FinishReason, Grammar, PolicyVersion, SamplingParams, SamplingRequest
 from processes import becomes
 from vllm_peer import Faults, Peer, serving
 
@@ -164,6 +164,7 @@ def test_what_cannot_be_is_refused_before_it_is_sent(attach, tiny):
             (request(min_p=0.1), ConfigError, "min_p is 0.1"),
             (request(repetition_penalty=1.1), ConfigError, "repetition_penalty is 1.1"),
             (request(min_tokens=2), ConfigError, "min_tokens is 2"),
+            (request(grammar=Grammar.regex("a"), ignore_eos=False), ConfigError, "grammar is regex"),
         ):
             with pytest.raises(error, match=said):
                 engine.submit([request(), asked])

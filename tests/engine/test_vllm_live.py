@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections import defaultdict
@@ -19,9 +20,9 @@ from groupwise.engine.local import LocalEngine
 from groupwise.engine.vllm import fleet as vllm_fleet
 from groupwise.engine.vllm.engine import LiveVllm
 from groupwise.engine.vllm.handshake import linear_names
-from groupwise.errors import AdapterError, EngineError
+from groupwise.errors import AdapterError, EngineError, GrammarError
 from groupwise.model.load import LoadedModel
-from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
+from groupwise.types import Grammar, GrammarKind, PolicyVersion, SamplingParams, SamplingRequest
 from processes import becomes
 from vllm_peer import Faults, Peer, serving
 
@@ -124,6 +125,45 @@ def test_a_draw_with_penalties_is_vllms_and_has_the_policys_logprobs(attach, pee
     assert each.logprobs == pytest.approx(tiny_engine.score(PROMPT, each.token_ids, BASE), abs=1e-4)
     sent = changes | {"logit_bias": {"7": 2.0}}
     assert sent.items() <= peer.seen[-1].items()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "sent"),
+    [
+        (Grammar.of_json({"enum": [1, 22]}), {"json": {"enum": [1, 22]}}),
+        (Grammar.regex("[a-c]{4}"), {"regex": "[a-c]{4}"}),
+        (Grammar(GrammarKind.CHOICE, '["x", "yz"]', thoughts="optional"), {"choice": ["x", "yz"]}),
+        (Grammar.lark('start: "a" "b"'), {"grammar": 'start: "a" "b"'}),
+        (Grammar.of_json(), {"json_object": True}),
+    ],
+)
+def test_a_grammar_is_vllms_and_the_logprobs_are_the_policys(attach, peer, tiny_engine, grammar, sent):
+    engine, asked = attach(peer), request(grammar=grammar, ignore_eos=False, max_tokens=12)
+    engine.prepare(grammar).result()
+    heard, (each,) = streamed(engine, asked)
+    assert peer.seen[-1]["structured_outputs"] == sent and heard.ids() == each.token_ids
+    assert each.logprobs == pytest.approx(tiny_engine.score(PROMPT, each.token_ids, BASE), abs=1e-4)
+    if grammar.kind is not GrammarKind.JSON_OBJECT:
+        assert re.fullmatch(r"1|22|[a-c]{4}|x|yz|ab", each.text)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "says"),
+    [
+        (Grammar(GrammarKind.CHOICE, '["x"]', thoughts="begun"), "behind a thought"),
+        (Grammar(GrammarKind.LARK, "start: @a", parts=(("a", Grammar.of_json()),), field="tools"), "tools: tool calls"),
+        (Grammar(GrammarKind.JSON_SCHEMA, "{"), "not JSON"),
+    ],
+)
+def test_a_grammar_that_vllm_cannot_keep_to_is_refused_before_it_is_sent(attach, peer, grammar, says):
+    engine, sent = attach(peer), len(peer.seen)
+    for ask in (
+        lambda: engine.prepare(grammar).result(),
+        lambda: engine.submit([request(grammar=grammar, ignore_eos=False)]),
+    ):
+        with pytest.raises(GrammarError, match=says):
+            ask()
+    assert len(peer.seen) == sent
 
 
 def test_a_stop_string_may_stay(attach, peer, tiny_engine, tokenizer):

@@ -15,14 +15,14 @@ import torch
 
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.rows import Row
-from groupwise.errors import ConfigError, DataError
+from groupwise.errors import ConfigError, DataError, GrammarError
 from groupwise.model.chat import encode_prompt
 from groupwise.model.load import LoadedModel
 from groupwise.sdk.datums import build_grpo_datums
 from groupwise.sdk.deployment import Deployment
 from groupwise.sdk.sampler import AdaptiveConcurrency, DeploymentSampler, SampledCompletion, Status
 from groupwise.store.adapters import AdapterStore
-from groupwise.types import Completion, Message, PolicyVersion, Prompt, SamplingMask, SamplingRequest
+from groupwise.types import Completion, Grammar, Message, PolicyVersion, Prompt, SamplingMask, SamplingRequest
 
 QUESTION: list[Message] = [{"role": "user", "content": "What is 47 + 138? Reply with just the number."}]
 
@@ -302,3 +302,12 @@ def test_a_stop_text_is_one_and_what_is_no_token_is_told_so(sampler: DeploymentS
     for ids in ("abc", [1, "x"], [True], [1.0]):
         with pytest.raises(DataError, match="is not a token id"):
             asyncio.run(sampler.sample(ids))  # pyright: ignore[reportArgumentType]
+
+
+def test_completions_are_text_of_a_grammar_and_have_no_log_probabilities(sampler: DeploymentSampler) -> None:
+    for each in sample(sampler, grammar=Grammar.choice(["apples", "pears"]), n=6):
+        assert each.status is Status.OK and each.text.rpartition("</think>")[2].strip() in ("apples", "pears")
+        assert set(each.inference_logprobs) == {None}
+    with pytest.raises(GrammarError, match="unclosed"):
+        sample(sampler, grammar=Grammar.regex("("))
+    assert all(each.sampled for each in sample(sampler))

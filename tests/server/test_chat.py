@@ -291,38 +291,6 @@ def test_a_streamed_call_comes_whole_in_one_delta(client: OpenAI) -> None:
 SEARCH = {"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}
 
 
-@pytest.mark.parametrize(
-    ("choice", "shown"),
-    [
-        ("required", "tool_choice is 'required'"),
-        ({"type": "function", "function": {"name": "search"}}, "tool_choice names the tool 'search'"),
-        ({"type": "function", "function": {"name": "nothing"}}, "tool_choice names the tool 'nothing'"),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_call_that_cannot_be_guaranteed_is_refused(client: OpenAI, choice: Any, shown: str, stream: bool) -> None:
-    """Decoding is not constrained: the starter, told to call what it does not know, says something else."""
-    (row,) = prompts("tool", "test", n=1, seed=4)
-    with pytest.raises(BadRequestError) as refused:
-        ask(client, row["prompt"], tools=[CALCULATOR, SEARCH], tool_choice=choice, stream=stream)
-    assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "tool_choice")
-    assert shown in refused.value.message and "cannot guarantee" in refused.value.message
-    assert "use 'auto'" in refused.value.body["hint"]
-
-
-def test_a_schema_that_cannot_be_guaranteed_is_refused(client: OpenAI) -> None:
-    strict = {"type": "function", "function": {**CALCULATOR["function"], "strict": True}}
-    with pytest.raises(BadRequestError) as refused:
-        ask(client, ADD, tools=[SEARCH, strict])
-    assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "tools[1].function.strict")
-    assert "cannot guarantee" in refused.value.message and "leave strict out" in refused.value.body["hint"]
-    (row,) = prompts("tool", "test", n=1, seed=4)
-    lax = {"type": "function", "function": {**CALCULATOR["function"], "strict": False}}
-    for tools in ([lax], [CALCULATOR]):
-        (choice,) = ask(client, row["prompt"], tools=tools, tool_choice="auto", temperature=0).choices
-        assert choice.finish_reason == "tool_calls" and choice.message.tool_calls[0].function.name == "calculator"
-
-
 def test_a_call_that_did_not_become_one_is_content() -> None:
     """Such as the starter makes of tools that it does not know; the reply is written here."""
     text = '<tool_call>\n{"name": "search", "arguments": {"query": }}\n</tool_call>'

@@ -94,7 +94,7 @@ def test_generation_kwargs_win_and_what_is_not_here_is_refused_by_name(post: Pos
     ]
     assert twice[0] == twice[1] and [len(ids) <= 3 for ids in twice[0]["completion_ids"]] == [True] * 3
     for wrong in (
-        {"structured_outputs_regex": "[0-9]+"},
+        {"structured_outputs_regex": "("},
         {"repetition_penalty": 1.2},
         {"generation_kwargs": {"frequency_penalty": 0.5}},
         {"generation_kwargs": {"use_beam_search": True}},

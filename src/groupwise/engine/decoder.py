@@ -12,6 +12,7 @@ Shapes: B rows, S tokens, V vocabulary.
 
 from __future__ import annotations
 
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from groupwise.engine.grammar import allowed_tokens, failed
 from groupwise.engine.multi_lora import AdapterBank, AdapterWeights
 from groupwise.engine.rows import PendingRequest, Row, Rows
 from groupwise.engine.sampling import KeptRows, mask_entries, reshape, sample_tokens, scaled_logprobs, uniforms
@@ -78,7 +80,7 @@ class Decoder(Protocol):
         ...
 
     def drop_cancelled(self) -> None:
-        """Free the rows of requests whose future was cancelled."""
+        """Free the rows of requests whose future was cancelled, or failed."""
         ...
 
     def hidden(self, ids: Sequence[int], weights: AdapterWeights | None) -> Tensor:
@@ -150,8 +152,8 @@ class DecodedRows(ABC):
         self.chosen_SLK = torch.stack([each.chosen_SK for each in seen], 1).to("cpu", torch.int16)
 
     def drop_cancelled(self) -> None:
-        """Free the rows of requests whose future was cancelled: whoever asked has gone away."""
-        self.free({i for i, row in enumerate(self.rows.owners) if row.job.future.cancelled()})
+        """Free the rows of requests whose future was cancelled, as whoever asked has gone away, or failed."""
+        self.free({i for i, row in enumerate(self.rows.owners) if row.job.future.done()})
 
     def advance(self, at: slice, logits_BV: Tensor) -> None:
         """Sample the next token of the rows `at`, record it, and retire the rows it finishes."""
@@ -186,7 +188,38 @@ class DecodedRows(ABC):
         drawn = uniforms(seed_S, place_S.cpu().numpy())
         uniform_S = torch.tensor(drawn, dtype=self.rows.logprobs.dtype, device=place_S.device)
         drawn_SV = self._reshaped(at, place_S, logits_SV) if self.rows.reshaped else None
-        return sample_tokens(logits_SV, self.rows.params(at), uniform_S, drawn_BV=drawn_SV)
+        followed = self._followed(at) if self.rows.matchers else {}
+        if followed:
+            drawn_SV = self._in_grammar(followed, logits_SV, drawn_SV)
+        token_S, logprob_S, kept = sample_tokens(logits_SV, self.rows.params(at), uniform_S, drawn_BV=drawn_SV)
+        for i, token in zip(followed, token_S[list(followed.values())].tolist(), strict=True):
+            self.rows.matchers[i].consume_token(token)
+        return token_S, logprob_S, kept
+
+    def _followed(self, at: slice | Tensor) -> dict[int, int]:
+        """The rows with a grammar among the rows `at`, and where each stands in it: once, as they have no drafts."""
+        owners = range(at.start, at.stop) if isinstance(at, slice) else at.tolist()
+        return {i: s for s, i in enumerate(owners) if i in self.rows.matchers}
+
+    def _in_grammar(self, followed: dict[int, int], logits_SV: Tensor, drawn_SV: Tensor | None) -> Tensor:
+        """The logits that are drawn from, those of tokens that a row's grammar does not allow being -inf. Where the
+        grammar allows only what something else has excluded (`min_tokens`) the grammar decides. A request whose matcher
+        fails is settled with its error, and its rows are drawn for the last time."""
+        matchers = [self.rows.matchers[i] for i in followed]
+        allowed_CV = torch.from_numpy(allowed_tokens(matchers, logits_SV.shape[1])).to(logits_SV.device)
+        for i, matcher, allowed_V in zip(followed, matchers, allowed_CV, strict=True):
+            if matcher.is_error():
+                job = self.rows.owners[i].job
+                assert job.request.params.grammar is not None
+                job.settle(failed(job.request.params.grammar, matcher))
+                allowed_V[:] = True
+        place_C = torch.tensor(list(followed.values()), device=logits_SV.device)
+        drawn_SV = logits_SV.clone() if drawn_SV is None else drawn_SV
+        masked_CV = drawn_SV[place_C].masked_fill(~allowed_CV, -math.inf)
+        none_C = masked_CV.isneginf().all(-1)
+        masked_CV[none_C] = logits_SV[place_C][none_C].masked_fill(~allowed_CV[none_C], -math.inf)
+        drawn_SV[place_C] = masked_CV
+        return drawn_SV
 
     def record(self, kept: KeptRows, tokens: Mapping[int, slice]) -> None:
         """Record what the tokens of rows could be: `tokens` says which of those drawn are each row's."""

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from groupwise.engine.decoder import Decoder, EngineModel, Queue, RowBudget
+from groupwise.engine.grammar import GrammarCompiler
 from groupwise.engine.kv_cache import PrefixCache
 from groupwise.engine.multi_lora import AdapterWeights, add_adapters, read_adapter
 from groupwise.engine.packed import PackedDecoder
@@ -39,7 +40,7 @@ from groupwise.errors import AdapterNotFoundError, ConfigError, ContextLengthErr
 from groupwise.model.load import LoadedModel, share_weights, widest_float
 from groupwise.model.packed_check import PLAIN_COST, turn_plain, why_not_cached, why_not_packed
 from groupwise.model.recurrence import is_recurrent
-from groupwise.types import Completion, PolicyVersion, SamplingRequest, TokenSink
+from groupwise.types import Completion, Grammar, PolicyVersion, SamplingRequest, TokenSink
 
 SCORED_AT_ONCE = 512  # positions: their logits, [positions, vocabulary], exist at the same time
 LANE_FLOPS, LANE_ROWS = 4e8, 4  # of a step of a lane, at least
@@ -121,6 +122,7 @@ class LocalEngine:
         self._past = PrefixCache(prefix_cache_mb << 20)
         embedding: Any = self._model.get_input_embeddings()
         self._vocabulary = int(embedding.weight.shape[0])
+        self._grammars = GrammarCompiler(base.tokenizer, vocabulary=self._vocabulary, eos_ids=base.eos_ids)
         self._threads = threads or torch.get_num_threads()
         cached = why is None or self._check_plain(why, unused=unused)
 
@@ -221,6 +223,7 @@ class LocalEngine:
         with self._wakeup:
             self._closing = True
             self._wakeup.notify_all()
+        self._grammars.close()
         for worker in self._workers:
             worker.join(timeout=30)
 
@@ -235,7 +238,8 @@ class LocalEngine:
     ) -> list[Future[list[Completion]]]:
         """Queue requests, admitted together and in order; a future of `n` completions for each.
 
-        `on_token` hears of every token as it is sampled, in a thread of the engine's, and must return at once.
+        `on_token` hears of every token as it is sampled, in a thread of the engine's, and must return at once. This
+        waits for a grammar that was not `prepare`d before. Raises as `Sampler.sample`.
         """
         jobs = [self._job(request, on_token) for request in requests]
         with self._wakeup:
@@ -307,6 +311,10 @@ class LocalEngine:
             self._start()
         return self._call_soon(run, self._lanes[0]).result()
 
+    def prepare(self, grammar: Grammar) -> Future[Any]:
+        """As `LiveEngine.prepare`."""
+        return self._grammars.prepare(grammar)
+
     def load_composed(self, version: PolicyVersion, parts: Sequence[tuple[Path, float]]) -> None:
         """Make the weighted sum of saved adapters available under `version`. Raises AdapterError as `load` does."""
         if version not in self._adapters:
@@ -342,7 +350,8 @@ class LocalEngine:
         room = self.context_length - len(request.prompt_ids)
         seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
         most = min(request.params.max_tokens, room)
-        return PendingRequest(request, request.version, weights, weights, most, seed, on_token)
+        grammar = None if request.params.grammar is None else self._grammars.matcher(request.params.grammar)
+        return PendingRequest(request, request.version, weights, weights, most, seed, on_token, grammar)
 
     def _check(self, prompt_ids: Sequence[int], version: PolicyVersion) -> AdapterWeights | None:
         """The weights of `version`. Raises if the prompt cannot be run or the version is not there."""
@@ -437,9 +446,9 @@ class LocalEngine:
         return lane.decoder.active > 0 or (bool(lane.urgent or lane.waiting) and self._budget.free != lane.refused)
 
     def _drop_cancelled(self, lane: DecoderLane) -> None:
-        """Forget requests whose future was cancelled: whoever asked has gone away."""
+        """Forget requests whose future was cancelled, as whoever asked has gone away, or failed."""
         for queue in (lane.urgent, lane.waiting):
-            while queue and queue[0].future.cancelled():
+            while queue and queue[0].future.done():
                 queue.popleft()
         lane.decoder.drop_cancelled()
 

@@ -19,7 +19,7 @@ rounding: a forward of more tokens, like any other batch, may add in another ord
 Keys and values of drafts that did not stand lie behind the row's count. Whatever reads a row ends there or masks what
 is beyond, and the next forward writes over them, starting at the count.
 
-What a penalty does to token t depends on the drafts before it; completions with penalties have none.
+What a penalty or a grammar does to token t depends on the drafts before it; completions with either have none.
 
 A step of more tokens saves time while it is bound by starting operations or by reading weights, and no longer once it
 is bound by its products: drafts are cut so that a step runs at most `MOST_RUN` tokens, and many rows have none. Nor are
@@ -71,7 +71,9 @@ class Lookup:
             elif count > history.said:
                 history.add(rows.tokens[i, history.said : count].tolist())
             params = row.job.request.params
-            alone = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+            alone = (
+                params.grammar or params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+            )
             drafts.append([] if alone else history.draft(min(most, row.job.max_tokens - count - 1)))
         drafted = sum(map(len, drafts))
         return drafts if drafted and drafted >= LEAST_DRAFTED * rows.active else None

@@ -74,7 +74,7 @@ class PlainDecoder:
         self._drop_empty()
 
     def drop_cancelled(self) -> None:
-        """Free the rows of requests whose future was cancelled."""
+        """Free the rows of requests whose future was cancelled, or failed."""
         for batch in self._batches:
             batch.drop_cancelled()
         self._drop_empty()

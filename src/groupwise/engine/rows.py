@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import cycle, islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -34,6 +35,9 @@ from groupwise.types import (
     SamplingRequest,
     TokenSink,
 )
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Where a text has been before: for the last tokens of a row, what followed them when they occurred last.
@@ -108,7 +112,7 @@ class PendingRequest:
     """A submitted request: its future, and the completions that are done.
 
     `weights` are those of `version`, which samples it now; what is kept of a conversation is found, and kept again,
-    under `owner`."""
+    under `owner`. `grammar` is the compiled one of a request that has one."""
 
     request: SamplingRequest
     version: PolicyVersion
@@ -117,6 +121,7 @@ class PendingRequest:
     max_tokens: int
     seed: int
     on_token: TokenSink | None = None
+    grammar: LLMatcher | None = None
     future: Future[list[Completion]] = field(default_factory=Future)
     done: dict[int, Completion] = field(default_factory=dict)
     started: int = 0  # completions that have been given a row
@@ -157,7 +162,7 @@ class PendingRequest:
 @dataclass
 class Row:
     """The completion in a row: the `index`-th of `job`. The first `shared` tokens of its prompt are in the cache's
-    `slot`, the others in the row."""
+    `slot`, the others in the row. `matcher` has read the completion so far, where there is a grammar."""
 
     job: PendingRequest
     index: int
@@ -165,6 +170,7 @@ class Row:
     shared: int
     version: PolicyVersion  # that drew the first token
     switches: list[tuple[int, PolicyVersion]] = field(default_factory=list)  # and from where on newer ones did
+    matcher: LLMatcher | None = None
     alternatives: list[tuple[tuple[int, float], ...]] = field(default_factory=list)  # with top_logprobs
     routed_PLK: Tensor | None = None  # the experts of the prompt's tokens, where they are recorded
     kept: list[MaskEntry] = field(default_factory=list)  # what each token could be, where that is recorded
@@ -251,7 +257,8 @@ class Rows:
         self.temperature[at], self.top_p[at], self.min_p[at] = params.temperature, params.top_p, params.min_p
         self.top_k[at], self.watch_eos[at] = params.top_k, not params.ignore_eos
         for row in range(at.start, at.stop):
-            self.owners.append(Row(job, job.started, slot, shared, job.version))
+            matcher = None if job.grammar is None else job.grammar.deep_copy()
+            self.owners.append(Row(job, job.started, slot, shared, job.version, matcher=matcher))
             self.seed[row] = completion_seed(job.seed, job.started)
             job.started += 1
         self._note()
@@ -313,6 +320,7 @@ class Rows:
         narrowed = {i for i, p in enumerate(every) if p.top_k > 0 or p.top_p < 1 or p.min_p > 0}
         self.watched = [i for i, row in enumerate(self.owners) if row.watched]
         self.reshaped = frozenset(i for i, p in enumerate(every) if p.changes_logits)
+        self.matchers = {i: row.matcher for i, row in enumerate(self.owners) if row.matcher is not None}
         self.truncated = bool(narrowed)
-        self.recorded = sorted(i for i in narrowed | self.reshaped if every[i].temperature > 0)
+        self.recorded = sorted(i for i in narrowed | self.reshaped | self.matchers.keys() if every[i].temperature > 0)
         self.weights = [row.job.weights for row in self.owners]

@@ -4,10 +4,10 @@ Each row has its own temperature, top-k, top-p, min-p, penalties and seed. Rando
 token t of a completion is a hash of (seed, t) and nothing else, so a completion does not depend on what shares its
 batch. A token is drawn by inverting the cumulative distribution at that uniform.
 
-The reported log-probability is that of the whole temperature-scaled distribution of the policy, before penalties and
-biases and before top-k, top-p and min-p (at temperature 0, the untempered distribution's). Where these, or logits of
--inf, leave a part of the vocabulary, that part is reported too, and the log-probability under the same distribution
-restricted to it (`KeptRows`), which is what the trainer's forward then computes.
+The reported log-probability is that of the whole temperature-scaled distribution of the policy, before penalties,
+biases and a grammar's mask and before top-k, top-p and min-p (at temperature 0, the untempered distribution's). Where
+these, or logits of -inf, leave a part of the vocabulary, that part is reported too, and the log-probability under the
+same distribution restricted to it (`KeptRows`), which is what the trainer's forward then computes.
 
 Shapes: B rows, V vocabulary.
 """
@@ -82,7 +82,7 @@ def sample_tokens(
 ) -> tuple[Tensor, Tensor, KeptRows | None]:
     """-> (token_B int64, logprob_B in the logits' type, what was kept where any row may be narrowed). `uniform_B` is in
     [0, 1), in the widest float of the device, in which probabilities are summed. `drawn_BV` are the logits
-    that tokens are drawn from, where they are not the policy's (`reshape`)."""
+    that tokens are drawn from, where they are not the policy's (`reshape`; -inf for what a grammar does not allow)."""
     logprobs_BV = scaled_logprobs(logits_BV, params.temperature_B)
     wanted_BV = logits_BV if drawn_BV is None else drawn_BV
     probs_BV = (logprobs_BV if drawn_BV is None else scaled_logprobs(drawn_BV, params.temperature_B)).exp()

@@ -32,9 +32,11 @@ from groupwise.model.load import load_tokenizer
 from groupwise.sdk.cookbook_config import require_tokenizer
 from groupwise.sdk.datums import Datum, datum_of
 from groupwise.sdk.deployment import Deployment
+from groupwise.tasks.structured import answer_grammars
 from groupwise.types import (
     Completion,
     FinishReason,
+    Grammar,
     Message,
     PolicyVersion,
     Prompt,
@@ -257,9 +259,11 @@ class DeploymentSampler:
         tools: Sequence[dict[str, Any]] = (),
         **options: Any,
     ) -> list[SampledCompletion]:
-        """`n` replies to a chat; `options` are those of `sample`. Raises ChatError as the template does."""
+        """`n` replies to a chat; `options` are those of `sample`. A `grammar` is that of the answer: thoughts are free.
+        Raises ChatError as the template does."""
         prompt = encode_prompt(Prompt(id="messages", messages=tuple(messages), tools=tuple(tools)), self.tokenizer)
-        return await self.sample(prompt.token_ids, n, **options)
+        (grammar,) = answer_grammars(options.pop("grammar", None), [prompt.token_ids], self.tokenizer)
+        return await self.sample(prompt.token_ids, n, grammar=grammar, **options)
 
     async def sample(
         self,
@@ -271,6 +275,7 @@ class DeploymentSampler:
         top_p: float = 1.0,
         top_k: int = 0,
         stop: str | Sequence[str] = (),
+        grammar: Grammar | None = None,
         seed: int | None = None,
         echo: bool = False,
         version: PolicyVersion | None = None,
@@ -280,6 +285,7 @@ class DeploymentSampler:
         Args:
             top_p, top_k: draw from a part of the vocabulary, which the local engine records (`kept`); completions
                 of other engines have no log-probabilities then, and are not for policy losses.
+            grammar: what each completion must be text of, as in `Grammar.of_json(schema)`; the same holds for these.
             seed: of this call; None: the sampler's, and the number of the call.
             echo: with the log-probabilities of the prompt too, which costs a forward.
             version: one that is loaded; None: the one that is served now.
@@ -287,6 +293,7 @@ class DeploymentSampler:
         Raises:
             ConfigError: n below 1.
             DataError: what is no token id.
+            GrammarError: the grammar cannot be compiled.
             ValueError: a sampling option out of range.
         """
         if type(n) is not int or n < 1:
@@ -294,6 +301,8 @@ class DeploymentSampler:
         self.calls += 1
         if seed is None and self.seed is not None:
             seed = seed_of(self.seed, self.calls)
+        if grammar is not None:
+            await asyncio.shield(asyncio.wrap_future(self.deployment.engine.prepare(grammar)))
         ids = _token_ids(prompt_ids)
         room = self.max_seq_len - len(ids)
         with self.deployment.holding(version) as held:
@@ -306,6 +315,7 @@ class DeploymentSampler:
                 top_p=top_p,
                 top_k=top_k,
                 stop=(stop,) if isinstance(stop, str) else tuple(stop),
+                grammar=grammar,
             )
             before = await self._prompt_logprobs(ids, held, params.temperature) if echo else (None,) * len(ids)
             requests = [

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
@@ -56,13 +56,14 @@ from groupwise.server.schema_completions import (
     Raw,
     TextCompletion,
 )
-from groupwise.server.schema_openai import ChatMessage, ChatRequest, as_messages
+from groupwise.server.schema_openai import ChatMessage, ChatRequest, NamedTool, as_messages
 from groupwise.server.state import server_of
 from groupwise.server.submit import template_options
 from groupwise.server.wire import documented
 from groupwise.tasks.reply import Detokenizer, ReplyParser, ReplyPart, plain_text, token_text
+from groupwise.tasks.structured import reply_grammar, thoughts_of
 from groupwise.tasks.tool_calls import ToolCallFormat, format_of
-from groupwise.types import Completion, FinishReason, Prompt
+from groupwise.types import Completion, FinishReason, Grammar, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -95,6 +96,7 @@ async def chat_completions(http: Request) -> Response:
             stream=bool(body.stream),
             top_logprobs=body.top_logprobs or 0,
             cache=any(message.role == "assistant" for message in body.messages),
+            grammars=[prompt.grammar],
         )
         chat = _Chat(asked, body, prompt)
         if not body.stream:
@@ -110,7 +112,7 @@ async def chat_completions(http: Request) -> Response:
 
 # ---- the prompt ----
 def read_chat(raw: bytes, base: TextModel, config: ServeConfig, *, context: int) -> tuple[ChatRequest, ChatPrompt]:
-    """A body and its prompt. Raises RequestError, ChatError, ContextLengthError."""
+    """A body and its prompt. Raises RequestError, ChatError, ContextLengthError, GrammarError."""
     body = parse_body(raw, ChatRequest, config)
     is_cut = body.truncate_prompt_tokens is not None
     return body, chat_prompt(body, base.tokenizer, context=None if is_cut else context)
@@ -119,12 +121,13 @@ def read_chat(raw: bytes, base: TextModel, config: ServeConfig, *, context: int)
 @dataclass(frozen=True)
 class ChatPrompt:
     """A conversation as token ids. `said` is what is given back in front of the reply; `thinks` says whether the reply
-    continues a thought. The model writes its calls in `calls`' format."""
+    continues a thought. The model writes its calls in `calls`' format; `grammar` is that of the reply."""
 
     ids: tuple[int, ...]
     said: str = ""
     thinks: bool = False
     calls: ToolCallFormat = ToolCallFormat.HERMES
+    grammar: Grammar | None = None
 
 
 def chat_prompt(body: ChatRequest, tokenizer: PreTrainedTokenizerBase, *, context: int | None = None) -> ChatPrompt:
@@ -133,17 +136,36 @@ def chat_prompt(body: ChatRequest, tokenizer: PreTrainedTokenizerBase, *, contex
     Raises:
         ChatError: the template refuses the messages.
         ContextLengthError: they are far longer than `context` tokens.
+        GrammarError: a call that was asked for cannot be guaranteed.
     """
-    messages = as_messages(body.messages)
-    tools = () if body.tool_choice == "none" else tuple(tool.as_dict() for tool in body.tools or ())
+    messages, tools = as_messages(body.messages), tuple(body.offered)
     options = template_options(body.chat_template_kwargs, tokenizer)
     prompt = Prompt(id="messages", messages=messages, tools=tools)
     ids = encode_prompt(prompt, tokenizer, template_kwargs=options, context=context, continues=body.continues).token_ids
     continued, form = said_last(body.messages) if body.continues else "", format_of(tokenizer)
+    thinks = (THINK_START in continued and THINK_END not in continued) or opens_thought(ids, tokenizer)
+    grammar = _grammar(body, form, tokenizer)
+    if grammar is not None:
+        free = "none" if body.continues else thoughts_of(ids, tokenizer)
+        grammar = replace(grammar, thoughts="begun" if thinks else free)
     if body.echo:
-        return ChatPrompt(ids, said=continued, calls=form)
-    thinks = THINK_START in continued and THINK_END not in continued
-    return ChatPrompt(ids, thinks=thinks or opens_thought(ids, tokenizer), calls=form)
+        return ChatPrompt(ids, said=continued, calls=form, grammar=grammar)
+    return ChatPrompt(ids, thinks=thinks, calls=form, grammar=grammar)
+
+
+def _grammar(body: ChatRequest, form: ToolCallFormat, tokenizer: PreTrainedTokenizerBase) -> Grammar | None:
+    """The grammar of the reply, but for its thoughts."""
+    choice, tools = body.tool_choice, [] if body.tool_choice == "none" else [*(body.tools or ())]
+    named = choice.function.name if isinstance(choice, NamedTool) else None
+    return reply_grammar(
+        form,
+        [tool.model_dump(exclude_none=True) for tool in tools],
+        tokenizer,
+        choice="auto" if choice in (None, "auto", "none") else "required",
+        only=named,
+        several=body.parallel_tool_calls is not False and named is None,
+        answer=body.answer_grammar,
+    )
 
 
 def said_last(messages: Sequence[ChatMessage]) -> str:
@@ -157,7 +179,7 @@ class ChoiceStream:
     """One choice's text in pieces -> what each adds."""
 
     def __init__(self, body: ChatRequest, prompt: ChatPrompt):
-        tools = [] if body.tool_choice == "none" else [tool.as_dict() for tool in body.tools or ()]
+        tools = body.offered
         self._parser = ReplyParser(thinks=prompt.thinks, calls=prompt.calls if tools else None, tools=tools)
         self._form = prompt.calls
         self._most_calls = 1 if body.parallel_tool_calls is False else None
@@ -339,6 +361,7 @@ async def completions(http: Request) -> Response:
             preview=first if isinstance(first, str) else plain_text(first[:256], server.base.tokenizer),
             stream=bool(body.stream),
             top_logprobs=body.logprobs or 0,
+            grammars=[body.answer_grammar] * len(prompts),
         )
         answer = _Answer(asked, body)
         if not body.stream:

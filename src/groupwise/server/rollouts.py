@@ -29,6 +29,7 @@ from groupwise.server.submit import template_options
 from groupwise.server.wire import documented
 from groupwise.store.ledger import RolloutRecord
 from groupwise.tasks.reply import ReplyParser
+from groupwise.tasks.structured import answer_grammars
 from groupwise.types import Completion, Prompt
 
 if TYPE_CHECKING:
@@ -52,7 +53,14 @@ async def batch(http: Request) -> Response:
     async with AsyncExitStack() as resources:
         preview = said_last(body.prompts[0])
         asked = await admit(
-            http, body, prompts, resources=resources, kind="batchcmpl", preview=preview, interactive=False
+            http,
+            body,
+            prompts,
+            resources=resources,
+            kind="batchcmpl",
+            preview=preview,
+            interactive=False,
+            grammars=answer_grammars(body.answer_grammar, prompts, server.base.tokenizer),
         )
         groups = await while_connected(http, asked.generation.completions())
         asked.finished(groups)

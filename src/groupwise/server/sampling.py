@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,6 +31,7 @@ from groupwise.errors import (
     ContextLengthError,
     DeadlineError,
     EngineError,
+    GrammarError,
     GroupwiseError,
     ModelError,
     OverloadedError,
@@ -42,7 +43,7 @@ from groupwise.server.metrics import RequestRecord
 from groupwise.server.schema_openai import Sampling
 from groupwise.server.state import Server, server_of
 from groupwise.tasks.reply import TextStream
-from groupwise.types import Completion, LiveEngine, PolicyVersion, SamplingParams, SamplingRequest
+from groupwise.types import Completion, Grammar, LiveEngine, PolicyVersion, SamplingParams, SamplingRequest
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The bridge between a request and the engine, and back.
@@ -417,11 +418,13 @@ class EventStream(Response):
             yield self._fail(INTERNAL)
 
 
+COMPILE_S = 15.0  # for a grammar, with those that wait before it
 INTERACTIVE = 8  # a request for this many completions is somebody waiting; for more it is a batch
 SAMPLING_ERRORS = (
     RequestError,
     ChatError,
     ContextLengthError,
+    GrammarError,
     ModelError,
     AdapterNotFoundError,
     AdapterError,
@@ -510,13 +513,16 @@ async def admit(
     top_logprobs: int = 0,
     interactive: bool = True,
     cache: bool = False,
+    grammars: Sequence[Grammar | None] = (),
 ) -> Admission:
     """Choose the version, keep it loaded until `resources` are closed, and give the engine everything at once.
 
     `kind` begins the id, before a hyphen unless it ends with an underscore; `preview` stands for the prompts in the
-    list of recent requests; `cache` is the `SamplingRequest`'s. With `max_tokens: 0` the engine gets nothing to do.
+    list of recent requests; `cache` is the `SamplingRequest`'s. `grammars`
+    are those of the prompts, where they have any. With `max_tokens: 0` the engine gets nothing to do.
 
     Raises:
+        GrammarError: a grammar cannot be compiled.
         ContextLengthError: a prompt does not fit, together with what is asked for.
         ModelError, AdapterNotFoundError, AdapterError, DeadlineError, OverloadedError, RequestError: as
             `Policies.lease`, which may wait for room within the deadline of the request.
@@ -529,6 +535,10 @@ async def admit(
         sampling_params(body, ids, context=context, most_tokens=most_tokens, index=i, top_logprobs=top_logprobs)
         for i, ids in enumerate(prompts)
     ]
+    params = [
+        replace(one, grammar=grammar) for one, grammar in zip(params, grammars or [None] * len(params), strict=True)
+    ]
+    await compiled(server.engine, grammars)
     whole_s, first_s = server.config.request_timeout_s, server.config.first_token_timeout_s
     patience_s = min(whole_s, first_s) if stream else whole_s
     version = await resources.enter_async_context(
@@ -578,6 +588,17 @@ async def admit(
     )
     resources.push(admission.failed)
     return admission
+
+
+async def compiled(engine: LiveEngine, grammars: Sequence[Grammar | None]) -> None:
+    """Wait until the engine has the grammars. Raises GrammarError, also for one that takes too long."""
+    for grammar in dict.fromkeys(each for each in grammars if each is not None):
+        try:
+            async with asyncio.timeout(COMPILE_S):
+                await asyncio.shield(asyncio.wrap_future(engine.prepare(grammar)))
+        except TimeoutError:
+            message = f"{grammar.field} was not compiled after {COMPILE_S:g} seconds"
+            raise GrammarError(message, hint="make it smaller, or try again", field=grammar.field) from None
 
 
 def sampling_params(

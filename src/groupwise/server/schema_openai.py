@@ -177,22 +177,22 @@ class Tool(Part):
 Tools = Annotated[list[Tool], FailFast(), AtMost("max_tools")]
 
 
-# ---- what would have to be guaranteed ----
+# ---- what is not guaranteed in rollouts ----
 class OfferedFunction(FunctionSchema):
-    """The function of a tool that is offered for a reply."""
+    """The function of a tool that is offered in rollouts, in which calls are the policy's own."""
 
     strict: Annotated[
         Any,
         Unsupported(
             False,
-            says="is true, and this server cannot guarantee it: decoding is not constrained to a schema",
-            hint="leave strict out (OpenAI's agents: strict_mode=False), and check the arguments of the call",
+            says="is true, and what is sampled here is not kept to a tool's schema: calls are the policy's own",
+            hint="leave strict out and check the arguments of the call; /v1/chat/completions has it",
         ),
     ] = None
 
 
 class OfferedTool(Tool):
-    """A tool that is offered for a reply."""
+    """A tool that is offered in rollouts."""
 
     function: OfferedFunction  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -200,22 +200,110 @@ class OfferedTool(Tool):
 OfferedTools = Annotated[list[OfferedTool], FailFast(), AtMost("max_tools")]
 
 
-def _not_forced(value: Any) -> Any:
-    """A call that is insisted on, of any tool or of a named one, cannot be guaranteed."""
-    if value == "required" or (isinstance(value, dict) and "type" in value):
-        named = value.get("function") if isinstance(value, dict) else None
-        shown = f"names the tool {echo(named.get('name'))}" if isinstance(named, dict) else f"is {echo(value)}"
-        raise fault(
-            "unsupported_parameter",
-            "{shown}, and this server cannot guarantee a call: decoding is not constrained",
-            shown=shown,
-            hint="use 'auto', offer only the tools that may be called, say in a message that one is to be called, and "
-            "look whether the reply has tool_calls",
-        )
-    return value
+class NamedFunction(Part):
+    """The function of a `NamedTool`."""
+
+    name: FunctionName
 
 
-ToolChoice = Annotated[Literal["none", "auto"], BeforeValidator(_not_forced)]
+class NamedTool(Part):
+    """A tool that is to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def _choice_shape(value: Any) -> str:
+    return "named" if isinstance(value, dict | NamedTool) else "word"
+
+
+_ChoiceWord = Literal["none", "auto", "required"]
+ToolChoice = Annotated[
+    Annotated[_ChoiceWord, Tag("word")] | Annotated[NamedTool, Tag("named")], Discriminator(_choice_shape)
+]
+
+
+# ---- the form of an answer ----
+class JsonSchemaFormat(NullIsAbsent, Part):
+    """A JSON Schema, as OpenAI has it."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    description: str | None = None
+    json_schema: JsonObject | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+    """false leaves to the model what of the schema cannot be guaranteed; otherwise that is an error."""
+
+
+class ResponseFormat(NullIsAbsent, Part):
+    """What the answer is: text, a JSON object, or JSON that a schema allows."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _has_a_schema(self) -> ResponseFormat:
+        missing = self.json_schema is None or self.json_schema.json_schema is None
+        if self.type == "json_schema" and missing:
+            hint = 'write {"type": "json_schema", "json_schema": {"name": "...", "schema": {...}}}'
+            message = "json_schema.schema is missing, and type is 'json_schema'"
+            raise fault("invalid_value", message, hint=hint, param="json_schema")
+        return self
+
+
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], FailFast(), Field(min_length=1, max_length=1024)]
+_ONE_SPACE = "JSON has at most a space or a line's indentation between its signs"
+
+
+class StructuredOutputs(NullIsAbsent, Part):
+    """vLLM's `structured_outputs`: exactly one of `json`, `regex`, `choice`, `grammar` and `json_object`."""
+
+    schema_: str | JsonObject | None = Field(default=None, alias="json")
+    """A JSON Schema, itself or as a string."""
+    regex: Annotated[str, Field(min_length=1)] | None = None
+    """What the whole text matches, in the syntax of Rust's regular expressions."""
+    choice: Choices | None = None
+    """Texts, one of which it is."""
+    grammar: Annotated[str, Field(min_length=1)] | None = None
+    """A context-free grammar, in Lark or GBNF."""
+    json_object: bool | None = None
+    """Any JSON object."""
+
+    structural_tag: Annotated[Any, Unsupported(hint="use tools, or a grammar")] = None
+    whitespace_pattern: Annotated[Any, Unsupported(hint=_ONE_SPACE)] = None
+    disable_any_whitespace: Annotated[Any, Unsupported(False, hint=_ONE_SPACE)] = None
+    disable_additional_properties: Annotated[Any, Unsupported(False, hint="say additionalProperties: false")] = None
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> StructuredOutputs:
+        given = [name for name, value in self._kinds() if value]
+        if len(given) != 1:
+            said = " and ".join(given) if given else "none"
+            raise fault("invalid_value", "has {said}; give one of json, regex, choice, grammar, json_object", said=said)
+        return self
+
+    def _kinds(self) -> tuple[tuple[str, Any], ...]:
+        json = self.schema_ if self.schema_ is None else True  # {} allows everything, and is given
+        rest = ("regex", "choice", "grammar", "json_object")
+        return (("json", json), *((name, getattr(self, name)) for name in rest))
+
+    def as_grammar(self, field: str) -> types.Grammar:
+        """The same as a `Grammar`, which errors call by `field`."""
+        if self.schema_ is not None:
+            return _grammar_of_json(self.schema_, f"{field}.json")
+        if self.regex is not None:
+            return types.Grammar.regex(self.regex, field=f"{field}.regex")
+        if self.choice is not None:
+            return types.Grammar.choice(self.choice, field=f"{field}.choice")
+        if self.grammar is not None:
+            return types.Grammar.lark(self.grammar, field=f"{field}.grammar")
+        return types.Grammar.of_json(field=f"{field}.json_object")
+
+
+def _grammar_of_json(schema: str | Mapping[str, Any], field: str) -> types.Grammar:
+    if isinstance(schema, str):
+        return types.Grammar(types.GrammarKind.JSON_SCHEMA, schema, field=field)
+    return types.Grammar.of_json(schema, field=field)
+
 
 MAX_COMPOSED = 16
 MAX_BIASED = 1024  # tokens of one request
@@ -294,7 +382,7 @@ Stop = Annotated[
 ]
 
 
-_FORMAT = "describe the format in the prompt"
+_FORMAT = "use response_format or structured_outputs"
 _ON_POLICY = "what is sampled for training is drawn from the policy itself; /v1/chat/completions has it for other text"
 _SCORE = "POST /v1/completions with echo: true, logprobs and max_tokens: 0 gives those of a prompt's tokens"
 _ONE_BY_ONE = "completions are drawn token by token; use n, and choose yourself"
@@ -330,6 +418,20 @@ OTHERS: Mapping[str, Unsupported] = {
     )
     for name in names.split()
 }  # of vLLM, SGLang, llama.cpp, Ollama, transformers and text-generation-inference: names, what changes nothing, a hint
+
+
+_FORMS = (
+    *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("structured_outputs_regex", "guided_decoding_regex"),  # TRL's
+)
+
+
+def _grammar_of_format(asked: ResponseFormat) -> types.Grammar:
+    given = asked.json_schema
+    if asked.type == "json_object" or given is None:
+        return types.Grammar.of_json(field="response_format")
+    lenient = given.strict is False
+    return types.Grammar.of_json(given.json_schema, lenient=lenient, field="response_format.json_schema.schema")
 
 
 class Sampling(PolicyChoice):
@@ -376,12 +478,53 @@ class Sampling(PolicyChoice):
     prompt_logprobs: Annotated[Any, Unsupported(hint=_SCORE)] = None
     skip_special_tokens: Annotated[Any, Unsupported(False, hint="special tokens stay in the text")] = None
     return_tokens_as_token_ids: Annotated[Any, Unsupported(False, hint="use return_token_ids")] = None
-    response_format: Annotated[Any, Unsupported({"type": "text"}, hint=_FORMAT)] = None
-    structured_outputs: Annotated[Any, Unsupported(hint=_FORMAT)] = None
-    guided_json: Annotated[Any, Unsupported(hint=_FORMAT)] = None
-    guided_regex: Annotated[Any, Unsupported(hint=_FORMAT)] = None
-    guided_choice: Annotated[Any, Unsupported(hint=_FORMAT)] = None
-    guided_grammar: Annotated[Any, Unsupported(hint=_FORMAT)] = None
+
+    response_format: ResponseFormat | None = None
+    """What the answer must be: OpenAI's name for it."""
+    structured_outputs: StructuredOutputs | None = None
+    """What the answer must be: vLLM's name for it. One of these six fields may be given."""
+    guided_json: str | JsonObject | None = None
+    """`structured_outputs.json`, as vLLM called it before."""
+    guided_regex: Annotated[str, Field(min_length=1)] | None = None
+    """`structured_outputs.regex`, as vLLM called it before."""
+    guided_choice: Choices | None = None
+    """`structured_outputs.choice`, as vLLM called it before."""
+    guided_grammar: Annotated[str, Field(min_length=1)] | None = None
+    """`structured_outputs.grammar`, as vLLM called it before."""
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Any:
+        given = self.forms
+        if len(given) > 1:
+            message = "{given} exclude each other; give one of them"
+            raise fault("invalid_value", message, given=" and ".join(given), param=list(given)[1])
+        if given and self.ignore_eos:
+            message = "ignore_eos is true, and nothing can follow what {given} asks for"
+            raise fault("invalid_value", message, given=next(iter(given)), param="ignore_eos")
+        return self
+
+    @property
+    def forms(self) -> dict[str, Any]:
+        """The fields that say what the answer must be."""
+        given = {name: getattr(self, name) for name in _FORMS if getattr(self, name, None) is not None}
+        if self.response_format is not None and self.response_format.type == "text":
+            del given["response_format"]
+        return given
+
+    @property
+    def answer_grammar(self) -> types.Grammar | None:
+        """What the answer must be; None where it may be anything."""
+        for name, value in self.forms.items():
+            if isinstance(value, ResponseFormat):
+                return _grammar_of_format(value)
+            if isinstance(value, StructuredOutputs):
+                return value.as_grammar(name)
+            if name == "guided_json":
+                return _grammar_of_json(value, name)
+            if name == "guided_choice":
+                return types.Grammar.choice(value, field=name)
+            return (types.Grammar.lark if name == "guided_grammar" else types.Grammar.regex)(value, field=name)
+        return None
 
     @property
     def most_tokens(self) -> int | None:
@@ -448,11 +591,12 @@ class ChatRequest(ShapedSampling, OpenRequest):
     others: ClassVar = OTHERS
 
     messages: Conversation
-    tools: OfferedTools | None = None
+    tools: Tools | None = None
+    """With `strict` a tool's calls are valid for its schema, and so are all with `tool_choice` required or named."""
     tool_choice: ToolChoice | None = None
-    """`auto` (the default with tools) or `none`. A call cannot be insisted on."""
+    """`auto` (the default with tools), `none`, `required`, or the tool that is to be called."""
     parallel_tool_calls: bool | None = None
-    """false keeps the first call only."""
+    """false allows one call, or keeps the first."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
@@ -487,7 +631,25 @@ class ChatRequest(ShapedSampling, OpenRequest):
             raise fault("invalid_value", message, count=self.top_logprobs, param="top_logprobs")
         self._check_continuation()
         check_tools(self.tools)
+        self._check_choice()
         return self
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools that the model is told of, as the chat templates want them."""
+        return [] if self.tool_choice == "none" else [tool.as_dict() for tool in self.tools or ()]
+
+    def _check_choice(self) -> None:
+        names = [tool.function.name for tool in self.tools or ()]
+        if self.tool_choice == "required" and not names:
+            message = "tool_choice is 'required' and there are no tools; offer some"
+            raise fault("invalid_value", message, param="tool_choice")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            message = "tool_choice names the tool {name}, and offered are {names}"
+            shown = ", ".join(names) or "none"
+            raise fault(
+                "invalid_value", message, name=echo(self.tool_choice.function.name), names=shown, param="tool_choice"
+            )
 
     @property
     def continues(self) -> bool:

@@ -39,7 +39,8 @@ from groupwise.server.state import Server, server_of
 from groupwise.server.wire import AtMost, OwnPart, OwnRequest, Unsupported, documented
 from groupwise.store import files
 from groupwise.store.files import Provenance
-from groupwise.types import Completion, PolicyVersion
+from groupwise.tasks.structured import answer_grammars
+from groupwise.types import Completion, Grammar, PolicyVersion
 
 if TYPE_CHECKING:
     from groupwise.server.reader import TextModel
@@ -75,13 +76,17 @@ class Drawn(_VllmSampling, OwnRequest):
     generation_kwargs: Further | None = None
 
     images: Annotated[Any, Unsupported([])] = None
-    structured_outputs_regex: Annotated[Any, Unsupported(hint="describe the format in the prompt")] = None
-    guided_decoding_regex: Annotated[Any, Unsupported(hint="describe the format in the prompt")] = None
+    structured_outputs_regex: Annotated[str, Field(min_length=1)] | None = None
+    """What each completion matches as a whole."""
+    guided_decoding_regex: Annotated[str, Field(min_length=1)] | None = None
+    """`structured_outputs_regex`, as TRL called it before 0.26."""
 
     def whole(self) -> Self:
         """With what `generation_kwargs` says in its place."""
         further = self.generation_kwargs
         given = {} if further is None else {name: getattr(further, name) for name in further.model_fields_set}
+        if further is not None and further.answer_grammar is not None:
+            given = dict.fromkeys(self.forms) | given
         return self.model_copy(update=given)
 
 
@@ -167,7 +172,7 @@ async def generate(http: Request) -> Response:
     """`n` completions of each prompt, by the active policy."""
     server = server_of(http)
     body, prompts = await server.reader.read_json(http, read_generate, context=server.engine.context_length)
-    return await _drawn(http, body, prompts)
+    return await _drawn(http, body, prompts, [body.answer_grammar] * len(prompts))
 
 
 @router.post("/chat/", **documented(ChatsRequest, Drawings, errors=SAMPLING_ERRORS, codes=["batch_too_large"]))
@@ -175,7 +180,8 @@ async def chat(http: Request) -> Response:
     """`n` completions of each conversation, by the active policy."""
     server = server_of(http)
     body, prompts = await server.reader.read_json(http, read_chats, context=server.engine.context_length)
-    return await _drawn(http, body, prompts)
+    grammars = answer_grammars(body.answer_grammar, prompts, server.base.tokenizer)
+    return await _drawn(http, body, prompts, grammars)
 
 
 def read_generate(
@@ -195,7 +201,9 @@ def read_chats(
     return body, encode_conversations(body.messages, base.tokenizer, **options, field="messages")
 
 
-async def _drawn(http: Request, body: Drawn, prompts: Sequence[tuple[int, ...]]) -> Response:
+async def _drawn(
+    http: Request, body: Drawn, prompts: Sequence[tuple[int, ...]], grammars: Sequence[Grammar | None]
+) -> Response:
     most = server_of(http).config.max_batch_completions
     if len(prompts) * (body.n or 1) > most:
         raise RequestError(
@@ -213,6 +221,7 @@ async def _drawn(http: Request, body: Drawn, prompts: Sequence[tuple[int, ...]])
             preview=f"{len(prompts)} prompts of a trainer",
             top_logprobs=body.logprobs or 0,
             interactive=False,
+            grammars=grammars,
         )
         groups = await while_connected(http, asked.generation.completions())
         asked.finished(groups)

@@ -368,16 +368,17 @@ def _types(name: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, set[str]]
         function = tool.get("function", tool)
         if function.get("name") == name:
             properties = (function.get("parameters") or {}).get("properties") or {}
-            return {key: _schema_types(schema) for key, schema in properties.items()}
+            return {key: schema_types(schema) for key, schema in properties.items()}
     return {}
 
 
-def _schema_types(schema: Any) -> set[str]:
+def schema_types(schema: Any) -> set[str]:
+    """The JSON types that a schema declares, itself or in its alternatives."""
     if not isinstance(schema, Mapping):
         return set()
     declared = schema.get("type") or []
     types = {declared} if isinstance(declared, str) else set(declared)
-    return types.union(*(_schema_types(one) for one in (*schema.get("anyOf", ()), *schema.get("oneOf", ()))))
+    return types.union(*(schema_types(one) for one in (*schema.get("anyOf", ()), *schema.get("oneOf", ()))))
 
 
 def _typed(text: str, types: set[str] | None) -> Any:

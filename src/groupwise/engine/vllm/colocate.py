@@ -91,6 +91,7 @@ class InProcess(VllmServer):
         def begin() -> None:
             params = self._vllm.SamplingParams(
                 **{name: body[name] for name in OPTIONS},
+                **self._structured(body["structured_outputs"]),
                 detokenize=bool(body["stop"]),
                 output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
             )
@@ -110,6 +111,12 @@ class InProcess(VllmServer):
             await self._do(give_up)
             raise
         return [_sampled(each, top=body["logprobs"]) for each in sorted(output.outputs, key=lambda each: each.index)]
+
+    def _structured(self, asked: Mapping[str, Any] | None) -> dict[str, Any]:
+        """`structured_outputs` as vLLM's SamplingParams take them."""
+        if asked is None:
+            return {}
+        return {"structured_outputs": self._vllm.sampling_params.StructuredOutputsParams(**asked)}
 
     async def load(self, name: str, path: str, *, timeout: float) -> None:
         def add() -> None:

@@ -36,7 +36,7 @@ from groupwise.config.hub import reading
 from groupwise.config.run import STARTER, STARTER_DIR, RunConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.sampling import completion_seed
-from groupwise.engine.vllm.client import Sampled, VllmServer, sampling_body
+from groupwise.engine.vllm.client import Sampled, VllmServer, sampling_body, structured_outputs
 from groupwise.engine.vllm.fleet import Fleet
 from groupwise.engine.vllm.handshake import (
     FILES,
@@ -58,6 +58,7 @@ from groupwise.errors import (
     ConfigError,
     ContextLengthError,
     EngineError,
+    GrammarError,
     GroupwiseError,
     ModelError,
     NotReadyError,
@@ -66,7 +67,7 @@ from groupwise.model.chat import closing_ids, decode, stopped_text
 from groupwise.model.load import LoadedModel, context_length, resolve_device, resolve_dtype
 from groupwise.model.packed_check import packed_tolerance
 from groupwise.store.merge import MergeMode, WeightedAdapter, merge_adapters
-from groupwise.types import Completion, FinishReason, PolicyVersion, SamplingParams, SamplingRequest, TokenSink
+from groupwise.types import Completion, FinishReason, Grammar, PolicyVersion, SamplingParams, SamplingRequest, TokenSink
 
 SEEDS = (1 << 62) - 1  # vLLM's are 63 bits wide, and completion j adds j
 CLOSE_S = 60.0
@@ -252,7 +253,11 @@ class VllmEngine:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def _checked(self, request: SamplingRequest) -> dict[str, Any]:
-        """What is sent for a request. Raises ConfigError, ContextLengthError, ModelError, AdapterNotFoundError."""
+        """What is sent for a request.
+
+        Raises:
+            ConfigError, ContextLengthError, ModelError, AdapterNotFoundError, GrammarError
+        """
         prompt, params, length = request.prompt_ids, request.params, len(request.prompt_ids)
         if request.n < 1:
             raise ConfigError(f"n is {request.n}; a request is for at least 1 completion")
@@ -285,9 +290,10 @@ class VllmEngine:
     def _check_supported(self, params: SamplingParams) -> None:
         """Raises ConfigError for what no trainer can use."""
         if params.reshaped:
-            name = params.reshaped[0]
+            name, value = params.reshaped[0], getattr(params, params.reshaped[0])
+            shown = value.kind if isinstance(value, Grammar) else value
             raise ConfigError(
-                f"{name} is {getattr(params, name)}: vLLM gives the log-probabilities of what it makes of the "
+                f"{name} is {shown}: vLLM gives the log-probabilities of what it makes of the "
                 "distribution, and does not report which tokens it leaves, so the trainer could not compute them",
                 hint=f"turn {name} off, or sample with engine: local",
             )
@@ -666,6 +672,15 @@ class LiveVllm(VllmEngine):
             if self.unavailable_reason is None:
                 raise
             raise NotReadyError(f"{version} cannot be loaded: {error.message}", hint=error.hint) from error
+
+    def prepare(self, grammar: Grammar) -> Future[Any]:
+        """As `LiveEngine.prepare`: vLLM compiles it when it gets the request, and refuses then what it cannot."""
+        future: Future[Any] = Future()
+        try:
+            future.set_result(structured_outputs(grammar))
+        except GrammarError as error:
+            future.set_exception(error)
+        return future
 
     def load_composed(self, version: PolicyVersion, parts: Sequence[tuple[Path, float]]) -> None:
         with TemporaryDirectory(prefix="groupwise-sum-") as place:

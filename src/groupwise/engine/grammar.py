@@ -1,0 +1,327 @@
+"""Structured outputs: which tokens may come next, so that a completion is text of a `Grammar`.
+
+    Grammar -> (GrammarCompiler, once) -> a matcher, copied for every row -> the tokens that it allows (allowed_tokens)
+
+The matcher is llguidance's (github.com/guidance-ai/llguidance): a lexer of regular-expression derivatives under an
+Earley parser, walked over the tokenizer's trie. It says of the whole vocabulary which tokens begin or continue some
+text of the grammar; the others' logits become -inf, and one of these is drawn. Where the text is complete the
+end-of-turn tokens are allowed, and where nothing can follow they alone.
+
+JSON is written as models write it: at most a space between two signs, or a line end and the indentation of the next.
+Unbounded space would be valid, and a model that once begins with it may never end.
+
+A grammar comes from whoever asks. So its length is bounded, the library bounds the work of compiling it and of each
+token, and it is compiled in a thread that nothing else waits for (without Python's interpreter lock). One that runs
+into a bound while it is sampled fails its own request.
+
+Shapes: C rows with a grammar, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from groupwise.config.yaml import dotted
+from groupwise.errors import GrammarError
+from groupwise.model.chat import THINK_END, THINK_START
+from groupwise.types import Grammar, GrammarKind
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from transformers import PreTrainedTokenizerBase
+
+MOST_CHARACTERS = 1 << 16  # of a grammar with its parts; the slowest schema of that length tried takes 0.7 s
+MOST_STATES = 50_000  # of a matcher's lexer, 1 to 2 kB each
+MOST_COMPILED = 64  # grammars that are kept
+COMPILE_S = 30.0  # for one grammar, with those that wait before it
+TRIED = 4  # tokens that are tried of a new grammar
+PROBED = 256  # parts of a schema that are compiled alone to find which of them is wrong
+TOGETHER = 4  # rows from which on llguidance's own threads share the work
+
+WHITESPACE = r"[ ]|\r?\n[ \t]{0,64}"
+FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
+"""Values of `format` that are kept to. All others only describe, as by JSON Schema's default all do."""
+
+Schema = dict[str, Any]
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer, and keeps those that were used last. For any thread.
+
+    Args:
+        vocabulary: how many logits there are, V.
+        eos_ids: the ids that end a turn.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, vocabulary: int, eos_ids: Sequence[int]):
+        self._source, self._vocabulary, self._eos_ids = tokenizer, vocabulary, list(eos_ids)
+        self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="groupwise-grammar")
+        self._building = threading.Lock()
+
+    def prepare(self, grammar: Grammar) -> Future[LLMatcher]:
+        """Compile a grammar in a thread, once. The future raises GrammarError; it is shared: do not cancel it."""
+        with self._lock:
+            future = self._compiled.get(grammar)
+            if future is None or (future.done() and future.exception() is not None):
+                future = self._compiled[grammar] = self._threads.submit(self._compile, grammar)
+            self._compiled.move_to_end(grammar)
+            while len(self._compiled) > MOST_COMPILED:
+                self._compiled.popitem(last=False)
+        return future
+
+    def matcher(self, grammar: Grammar) -> LLMatcher:
+        """A compiled grammar, to be copied (`deep_copy`) and not to be used itself. Waits while it is compiled.
+
+        Raises:
+            GrammarError: it cannot be compiled.
+        """
+        try:
+            return self.prepare(grammar).result(timeout=COMPILE_S)
+        except TimeoutError:
+            raise too_slow(grammar) from None
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # ---- in a thread ----
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        """The tokenizer as llguidance has it; a second for a large vocabulary."""
+        from llguidance.hf import from_tokenizer
+        from transformers import PreTrainedTokenizerFast
+
+        if not isinstance(self._source, PreTrainedTokenizerFast) or not self._eos_ids:
+            lack = "no fast tokenizer (tokenizer.json)" if self._eos_ids else "no end-of-turn token"
+            raise GrammarError(f"this model has {lack}, so its text cannot be kept to a grammar")
+        most = max(self._vocabulary, len(self._source))
+        return from_tokenizer(self._source, n_vocab=most, eos_token=self._eos_ids)
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        _check_length(grammar)
+        with self._building:
+            tokenizer = self._tokenizer
+        matcher, wrong = _try(grammar, tokenizer)
+        if not wrong:
+            return matcher
+        for part in (each for _, each in grammar.parts):
+            if why := _try(part, tokenizer)[1]:
+                raise _refused(part, why, tokenizer)
+        raise _refused(grammar, wrong, tokenizer)
+
+
+def too_slow(grammar: Grammar) -> GrammarError:
+    """The error for a grammar that was not compiled in time."""
+    message = f"{grammar.field} was not compiled after {COMPILE_S:g} seconds"
+    return GrammarError(message, hint="make it smaller", field=grammar.field)
+
+
+def allowed_tokens(matchers: Sequence[LLMatcher], vocabulary: int) -> np.ndarray:
+    """Which tokens may come next: booleans [C, V]. A matcher that failed (`is_error`) allows none."""
+    from llguidance import numpy as masks
+
+    bits_CW = masks.allocate_token_bitmask(len(matchers), vocabulary)
+    if len(matchers) < TOGETHER:
+        for row, matcher in enumerate(matchers):
+            bits_CW[row].view(np.uint8)[:] = 0
+            if not matcher.is_error():
+                raw = np.frombuffer(matcher.compute_bitmask(), np.uint8)[: bits_CW.shape[1] * 4]
+                bits_CW[row].view(np.uint8)[: len(raw)] = raw
+    else:
+        masks.fill_next_token_bitmask_par(_executor(), [(each, row) for row, each in enumerate(matchers)], bits_CW)
+        bits_CW[[each.is_error() for each in matchers]] = 0
+    return np.unpackbits(bits_CW.view(np.uint8), axis=1, bitorder="little")[:, :vocabulary].astype(bool)
+
+
+def failed(grammar: Grammar, matcher: LLMatcher) -> GrammarError:
+    """The error for a matcher that ran into a bound while it was used."""
+    why = matcher.get_error().partition("\n")[0]
+    return GrammarError(
+        f"{grammar.field} is too complex for the next token to be found in time: {why}",
+        hint="make it smaller: fewer optional properties and alternatives",
+        field=grammar.field,
+    )
+
+
+_EXECUTOR: list[Any] = []
+
+
+def _executor() -> Any:
+    """llguidance's threads, which all engines share."""
+    if not _EXECUTOR:
+        from llguidance import LLExecutor
+
+        _EXECUTOR.append(LLExecutor())
+    return _EXECUTOR[0]
+
+
+# ---- from a Grammar to llguidance ----
+def _check_length(grammar: Grammar) -> None:
+    length = len(grammar.source) + sum(len(part.source) for _, part in grammar.parts)
+    if length > MOST_CHARACTERS:
+        raise GrammarError(
+            f"{grammar.field} has {length} characters; it may have {MOST_CHARACTERS}",
+            hint="make it smaller",
+            field=grammar.field,
+        )
+
+
+def _try(grammar: Grammar, tokenizer: LLTokenizer) -> tuple[LLMatcher, str]:
+    """A matcher, and what is wrong with the grammar; nothing is."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(max_lexer_states=MOST_STATES, verbose_errors=False)
+    matcher = LLMatcher(
+        tokenizer, json.dumps({"grammars": _definitions(grammar, tokenizer)}), log_level=0, limits=limits
+    )
+    trial = matcher.deep_copy()
+    for _ in range(TRIED):
+        if trial.is_error() or trial.is_stopped():
+            break
+        bits = np.unpackbits(np.frombuffer(trial.compute_bitmask(), np.uint8), bitorder="little")
+        bits[list(tokenizer.eos_tokens)] = 0
+        if trial.is_error() or not bits.any():
+            break
+        trial.consume_token(int(bits.argmax()))
+    return matcher, trial.get_error()
+
+
+def _definitions(grammar: Grammar, tokenizer: LLTokenizer) -> list[dict[str, Any]]:
+    """llguidance's list of grammars, of which the first is the one."""
+    answer = {"name": "answer", **_definition(grammar)}
+    parts = [{"name": name, **_definition(part)} for name, part in grammar.parts]
+    if grammar.thoughts == "none":
+        return [answer, *parts]
+    return [{"name": "reply", "lark_grammar": _with_thought(grammar, tokenizer)}, answer, *parts]
+
+
+def _definition(grammar: Grammar) -> dict[str, Any]:
+    match grammar.kind:
+        case GrammarKind.JSON_OBJECT:
+            return {"json_schema": {"type": "object", "x-guidance": _options(lenient=False)}}
+        case GrammarKind.JSON_SCHEMA:
+            schema = _without_formats(_schema(grammar))
+            return {"json_schema": {**schema, "x-guidance": _options(lenient=grammar.lenient)}}
+        case GrammarKind.REGEX:
+            from llguidance import regex_to_lark
+
+            return {"lark_grammar": f"start: /{regex_to_lark(grammar.source, use_ascii='d')}/"}
+        case GrammarKind.CHOICE:
+            quoted = (json.dumps(text, ensure_ascii=False) for text in json.loads(grammar.source))
+            return {"lark_grammar": f"start: {' | '.join(quoted)}"}
+        case GrammarKind.LARK:
+            return {"lark_grammar": _lark(grammar)}
+
+
+def _options(*, lenient: bool) -> dict[str, Any]:
+    return {"whitespace_pattern": WHITESPACE, "lenient": lenient, "coerce_one_of": lenient}
+
+
+def _lark(grammar: Grammar) -> str:
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return any_to_lark(grammar.source)
+    except Exception as error:  # of a parser of somebody else's text
+        raise GrammarError(f"{grammar.field} is neither Lark nor GBNF: {error}", field=grammar.field) from None
+
+
+def _with_thought(grammar: Grammar, tokenizer: LLTokenizer) -> str:
+    """A reply in Lark: a thought, which is free, and then the answer."""
+    opening, closing = marker(THINK_START, tokenizer), marker(THINK_END, tokenizer)
+    start = "thought @answer" if grammar.thoughts == "begun" else f"{opening} thought @answer | @answer"
+    lines = [f"start: {start}", "thought: ended GAP", "TEXT: /(.|\\n)*/", "GAP: /\\n{0,2}/"]
+    is_token = closing.startswith("<[")
+    return "\n".join([*lines, f"ended: TEXT {closing}" if is_token else f"ended[lazy]: TEXT {closing}"])
+
+
+def marker(text: str, tokenizer: LLTokenizer) -> str:
+    """A marker in Lark: the token that it is, or else its text."""
+    ids = tokenizer.tokenize_str(text, parse_special=True)
+    return f"<[{ids[0]}]>" if len(ids) == 1 and tokenizer.is_special_token(ids[0]) else json.dumps(text)
+
+
+# ---- JSON Schema ----
+def _schema(grammar: Grammar) -> Schema:
+    try:
+        schema = json.loads(grammar.source)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(f"{grammar.field} is not JSON: {error}", field=grammar.field) from None
+    if not isinstance(schema, dict):
+        raise GrammarError(f"{grammar.field} is {schema!r}; a schema is an object", field=grammar.field)
+    return schema
+
+
+_ONE = ("additionalProperties", "items", "additionalItems", "contains", "not", "if", "then", "else", "propertyNames")
+_LISTS = ("prefixItems", "allOf", "anyOf", "oneOf", "items")
+_NAMED = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
+
+
+def _subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Schema]]:
+    """The schemas in a schema, and where they are."""
+    for key in _ONE:
+        if isinstance(schema.get(key), dict):
+            yield (key,), schema[key]
+    for key in _LISTS:
+        for i, each in enumerate(schema[key] if isinstance(schema.get(key), list) else ()):
+            if isinstance(each, dict):
+                yield (key, i), each
+    for key in _NAMED:
+        for name, each in (schema[key] if isinstance(schema.get(key), dict) else {}).items():
+            if isinstance(each, dict):
+                yield (key, name), each
+
+
+def _without_formats(schema: Schema) -> Schema:
+    """The schema without values of `format` that only describe, and without options for the library."""
+    pending = [schema]
+    while pending:
+        each = pending.pop()
+        each.pop("x-guidance", None)
+        if "format" in each and each["format"] not in FORMATS:
+            del each["format"]
+        pending += [below for _, below in _subschemas(each)]
+    return schema
+
+
+def _refused(grammar: Grammar, why: str, tokenizer: LLTokenizer) -> GrammarError:
+    """The error for a grammar that is wrong, with the path to the part that is."""
+    path = _path(grammar, why, tokenizer) if grammar.kind is GrammarKind.JSON_SCHEMA else ()
+    named = dotted((grammar.field, *path))
+    lines = [line.strip() for line in _cause(why).splitlines() if line.strip()]
+    if lines and lines[0].startswith("Unimplemented keys"):
+        shown = lines[0].partition(": ")[2].strip("[]")
+        hint = "leave it out and check the answer yourself"
+        return GrammarError(f"{named} has {shown}, which cannot be guaranteed", hint=hint, field=named)
+    return GrammarError(f"{named} cannot be compiled: {' '.join(lines)}", field=named)
+
+
+def _path(grammar: Grammar, why: str, tokenizer: LLTokenizer) -> tuple[str | int, ...]:
+    """The path to the innermost part of a schema that, alone, is wrong for the same reason."""
+    root = _schema(grammar)
+    shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    found: tuple[str | int, ...] = ()
+    at, left = root, PROBED
+    while True:
+        for path, below in _subschemas(at):
+            left -= 1
+            alone = {**shared, **below}
+            if left >= 0 and _cause(_try(Grammar.of_json(alone, lenient=grammar.lenient), tokenizer)[1]) == _cause(why):
+                found, at = (*found, *path), below
+                break
+        else:
+            return found
+
+
+def _cause(why: str) -> str:
+    """An error without where it was met."""
+    return why.partition("while processing")[0].strip()

@@ -1,0 +1,157 @@
+"""Replies that have a form: in each format that models write calls in, what the grammar lets through is such calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from groupwise.engine.local import LocalEngine
+from groupwise.errors import GrammarError
+from groupwise.model.load import load_model
+from groupwise.tasks.structured import answer_grammars, reply_grammar, thoughts_of
+from groupwise.tasks.tool_calls import ToolCallFormat, format_of, parse
+from groupwise.types import Completion, Grammar, SamplingParams, SamplingRequest
+
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "n": {"type": "integer", "minimum": 0, "maximum": 99},
+        "way": {"enum": ["up", "so \"to\" say"]},
+        "on": {"type": "boolean"},
+        "note": {"type": "string", "maxLength": 6},
+        "at": {"$ref": "#/$defs/point"},
+    },
+    "required": ["n", "way", "at"],
+    "$defs": {"point": {"type": "array", "items": {"type": "integer", "maximum": 9}, "minItems": 2, "maxItems": 2}},
+}  # fmt: skip
+MOVE = {"type": "function", "function": {"name": "move.it", "parameters": PARAMETERS}}
+WAIT = {"type": "function", "function": {"name": "wait"}}
+STRICT = {"type": "function", "function": {**MOVE["function"], "strict": True}}
+HI = [{"role": "user", "content": "What is 4 + 5?"}]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[LocalEngine]:
+    opened = LocalEngine(load_model("starter"), lanes=1)
+    yield opened
+    opened.close()
+
+
+def sampled(engine: LocalEngine, grammar: Grammar | None, *, n: int = 4, **params: Any) -> list[Completion]:
+    """Replies that were not cut."""
+    tokenizer = engine._base.tokenizer
+    ids = tuple(tokenizer.apply_chat_template(HI, add_generation_prompt=True)["input_ids"])
+    params = {"max_tokens": 200, "seed": 4, "top_p": 0.95, "grammar": grammar} | params
+    said = engine.generate([SamplingRequest(prompt_ids=ids, n=n, params=SamplingParams(**params))])[0]
+    return [each for each in said if each.finish_reason == "stop"]
+
+
+def calls_in(text: str, form: ToolCallFormat) -> list[str]:
+    """The names of the calls that a reply is, all valid."""
+    reply = parse(text, form, tools=[MOVE, WAIT])
+    assert not reply.malformed, text
+    for call in reply.calls:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        assert name in ("move.it", "wait")
+        Draft202012Validator(PARAMETERS if name == "move.it" else {"maxProperties": 0}).validate(arguments)
+    return [call["function"]["name"] for call in reply.calls]
+
+
+@pytest.mark.parametrize("form", list(ToolCallFormat))
+def test_forced_calls(engine: LocalEngine, form: ToolCallFormat) -> None:
+    def names(**how: Any) -> list[list[str]]:
+        grammar = reply_grammar(form, [MOVE, WAIT], engine._base.tokenizer, choice="required", **how)
+        return [calls_in(each.text, form) for each in sampled(engine, grammar)]
+
+    single = names(several=False)
+    assert single and {len(each) for each in single} == {1}
+    assert {each[0] for each in names(several=False, only="move.it")} == {"move.it"}
+    assert {each[0] for each in names(several=False, only="wait")} == {"wait"}
+    assert all(names())
+
+
+@pytest.mark.parametrize("form", list(ToolCallFormat))
+def test_several_calls_can_be_made(engine: LocalEngine, form: ToolCallFormat) -> None:
+    """Written as the format writes them, and followed token by token."""
+    written = {
+        ToolCallFormat.HERMES: '<tool_call>\n{"name": "wait", "arguments": {}}\n</tool_call>',
+        ToolCallFormat.QWEN_XML: "<tool_call>\n<function=wait>\n</function>\n</tool_call>",
+        ToolCallFormat.LLAMA: '{"name": "wait", "parameters": {}}',
+        ToolCallFormat.MISTRAL: '{"name": "wait", "arguments": {}}',
+        ToolCallFormat.MISTRAL_ARGS: "[TOOL_CALLS]wait[ARGS]{}",
+    }[form]
+    between = {"hermes": "\n", "qwen_xml": "\n", "llama": "; ", "mistral": ", ", "mistral_args": ""}[form]
+    text = between.join([written] * 3)
+    text = f"[TOOL_CALLS] [{text}]" if form is ToolCallFormat.MISTRAL else text
+    tokenizer = engine._base.tokenizer
+    for several, taken in ((True, True), (False, False)):
+        grammar = reply_grammar(form, [MOVE, WAIT], tokenizer, choice="required", several=several)
+        assert grammar is not None
+        matcher = engine.prepare(grammar).result().deep_copy()
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == taken
+    assert calls_in(text, form) == ["wait"] * 3
+
+
+@pytest.mark.parametrize("form", list(ToolCallFormat))
+def test_auto(engine: LocalEngine, form: ToolCallFormat) -> None:
+    tokenizer = engine._base.tokenizer
+    assert reply_grammar(form, [MOVE, WAIT], tokenizer) is None
+    answer = Grammar.choice(["yes"])
+    assert reply_grammar(form, [], tokenizer, answer=answer) == answer
+    either = reply_grammar(form, [MOVE, WAIT], tokenizer, answer=answer)
+    for each in sampled(engine, either, n=6):
+        assert each.text.endswith("yes") or calls_in(each.text, form)
+    free = sampled(engine, None, temperature=0.0)
+    assert sampled(engine, reply_grammar(form, [STRICT, WAIT], tokenizer), temperature=0.0)[0].text == free[0].text
+
+
+@pytest.mark.parametrize("form", [ToolCallFormat.HERMES, ToolCallFormat.MISTRAL, ToolCallFormat.MISTRAL_ARGS])
+def test_with_strict_tools_what_begins_like_a_call_becomes_one(engine: LocalEngine, form: ToolCallFormat) -> None:
+    tokenizer = engine._base.tokenizer
+    grammar = reply_grammar(form, [STRICT, WAIT], tokenizer)
+    assert grammar is not None
+    fresh = engine.prepare(grammar).result()
+    for text, taken in (
+        (f"Well. {form.opening()}", True),
+        (f"Well. {form.opening('wait')}", True),
+        (f"Well. {form.opening('dance')}", False),
+        ("Well. {[<", True),
+    ):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert (fresh.deep_copy().try_consume_tokens(ids) == len(ids)) == taken, text
+
+
+@pytest.mark.parametrize(
+    ("parameters", "field", "says"),
+    [
+        ({"type": "array"}, "parameters.type", "an object"),
+        ({"type": "object", "anyOf": [{}]}, "parameters", "anyOf"),
+        ({"properties": {"a": {"type": "string", "pattern": "x"}}}, "parameters.properties.a", "pattern"),
+        ({"properties": {"a": {"type": ["string", "null"]}}}, "parameters.properties.a", "several types"),
+    ],
+)
+def test_what_cannot_be_guaranteed_as_xml_is_refused(
+    engine: LocalEngine, parameters: dict[str, Any], field: str, says: str
+) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    with pytest.raises(GrammarError, match=says) as refused:
+        reply_grammar(ToolCallFormat.QWEN_XML, [WAIT, tool], engine._base.tokenizer, choice="required")
+    assert refused.value.field == f"tools[1].function.{field}"
+
+
+def test_thoughts_are_where_the_template_has_them(engine: LocalEngine) -> None:
+    tokenizer = engine._base.tokenizer
+    encode = tokenizer.apply_chat_template
+    plain = encode(HI, add_generation_prompt=True)["input_ids"]
+    off = encode(HI, add_generation_prompt=True, enable_thinking=False)["input_ids"]
+    begun = [*plain, *tokenizer.encode("<think>\n")]
+    assert [thoughts_of(ids, tokenizer) for ids in (plain, off, begun)] == ["optional", "none", "begun"]
+    assert answer_grammars(None, [plain, off], tokenizer) == [None, None]
+    grammars = answer_grammars(Grammar.choice(["a"]), [plain, off], tokenizer)
+    assert [each and each.thoughts for each in grammars] == ["optional", "none"]
+    assert format_of(tokenizer) is ToolCallFormat.HERMES and json.loads(grammars[0].source) == ["a"]
