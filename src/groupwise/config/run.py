@@ -635,6 +635,9 @@ class RunConfig(Section):
     """`starter` (the model in the package), a Hugging Face name, or a directory (relative to where you are)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto` is bfloat16 on a CUDA GPU and float32 elsewhere."""
+    quantization: Literal["nf4", "int8"] | None = None
+    """The base model's weights in 4 bits (`nf4`, QLoRA) or 8 (`int8`), quantised by bitsandbytes while loading;
+    adapters and everything else stay in `dtype`. Needs `pip install 'groupwise[quantized]'`. null: in `dtype`."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:[0-9]+)?)$")] = "auto"
     """`auto` (a CUDA GPU, else Apple's, else the CPU), `cpu`, `mps`, `cuda` or `cuda:N`."""
     seed: int = Field(default=0, ge=0, lt=1 << 63)
@@ -690,9 +693,27 @@ class RunConfig(Section):
             message = "training all parameters changes the weights that sample: nothing can be sampled meanwhile"
             raise conflict("rollout", f"{message}; set weight_sync_interval 1 and max_staleness 0, or train.lora")
         self._check_engine()
+        self._check_quantization()
         if self.env is None and not any(reward.weight for reward in self.rewards):
             raise conflict("rewards", "every weight is 0, so there is nothing to train for; give one a weight")
         return self
+
+    def _check_quantization(self) -> None:
+        """What cannot go with a base in few bits."""
+        if self.quantization is None:
+            return
+        if self.train.lora is None:
+            raise conflict("quantization", f"{self.quantization} weights cannot be trained; set train.lora")
+        if self.engine == "vllm":
+            message = (
+                f"{self.quantization} is the local engine's: vLLM would sample from other weights than are trained"
+            )
+            raise conflict("quantization", f"{message}; set engine: local")
+        if self.train.parallel == "fsdp":
+            message = (
+                f"{self.quantization} weights are not cut by fsdp, whose parts have one type; set train.parallel: ddp"
+            )
+            raise conflict("quantization", message)
 
     def _check_engine(self) -> None:
         """Every knob of the engine that does not sample is left alone."""

@@ -30,6 +30,7 @@ from groupwise.errors import AdapterError
 from groupwise.model.backbone import is_lean
 from groupwise.model.load import is_linear
 from groupwise.model.mixture import Routed, experts_forward, fused_parameters, is_router, low_rank, router_forward
+from groupwise.model.quantized import QuantizedLinear, quantization_of
 from groupwise.store.adapter_config import adapted, check_config
 
 MERGED_BYTES = 1 << 30
@@ -103,7 +104,8 @@ class AdapterBank:
         linear = [module.weight for module in self._modules.values() if type(module) is nn.Linear]
         size = sum(weight.numel() * weight.itemsize for weight in linear)
         exact = all(weight.dtype in (torch.float32, torch.float64) for weight in linear)
-        self._most_merged = MERGED_BYTES // max(size, 1) if self._lean and exact else 0
+        self._quantized = quantization_of(model) is not None  # whose weights nothing can be merged into
+        self._most_merged = MERGED_BYTES // max(size, 1) if self._lean and exact and not self._quantized else 0
         self._merged: OrderedDict[int, tuple[AdapterWeights | None, Products]] = OrderedDict()  # by id, oldest first
         self._unmerged: Products | None = None
 
@@ -168,8 +170,11 @@ class AdapterBank:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
     def alone(self) -> Products | None:
-        """The products of the one policy that has the whole batch, merged or not; None if several share the batch."""
+        """The products of the one policy that has the whole batch, merged or not; None if several share the batch, or
+        the weights are quantised."""
         now = self._now
+        if self._quantized:
+            return None
         if now.alone is not None or not now.sole:
             return now.alone
         if self._unmerged is None or self._unmerged.weights is not now.sole[0]:
@@ -307,6 +312,8 @@ def _in_out(module: nn.Module | None) -> tuple[int, int] | None:
     neither."""
     if module is None or not (is_linear(module) or is_router(module)):
         return None
+    if isinstance(module, QuantizedLinear):
+        return module.in_features, module.out_features
     weight: Any = module.weight
     rows, columns = weight.shape
     return (rows, columns) if isinstance(module, Conv1D) else (columns, rows)

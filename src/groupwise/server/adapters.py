@@ -417,5 +417,5 @@ def _publish(server: Server, name: str, write: Callable[[Path], None], *, again:
     check_free_name(name, served_name=server.config.served_name)
     admit()
     check_room(server.store.root, server.config.min_free_bytes, what="adapters")
-    info = Provenance(base_model=server.base.name, base_hash=server.base.hash)
+    info = Provenance(base_model=server.base.name, base_hash=server.base.hash, quantization=server.base.quantization)
     return server.store.publish(name, write, info=info, admit=admit)

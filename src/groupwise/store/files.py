@@ -70,7 +70,8 @@ _EXPONENT_BITS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """Where a version came from, as its publisher knows it. `base_hash` names the exact base weights.
+    """Where a version came from, as its publisher knows it. `base_hash` names the exact base weights, and
+    `quantization` (`nf4`, `int8`) how the base was loaded.
 
     `job` is the training job that made it. `unhealthy` says what was wrong at its end, where that is an error: such a
     version becomes active, and stands for its adapter's name, only by hand. `canary` is what the trainer measured under
@@ -80,6 +81,7 @@ class Provenance:
 
     base_model: str
     base_hash: str
+    quantization: str | None = None
     parent: PolicyVersion = field(default_factory=PolicyVersion.base)
     step: int = 0
     config_hash: str = ""
@@ -231,6 +233,7 @@ def seal(directory: Path, *, provenance: Provenance) -> None:
         "format": FORMAT,
         "base_model": provenance.base_model,
         "base_hash": provenance.base_hash,
+        "quantization": provenance.quantization,
         "parent": str(provenance.parent),
         "step": provenance.step,
         "config_hash": provenance.config_hash,
@@ -262,6 +265,7 @@ def read_info(directory: Path, *, version: PolicyVersion) -> AdapterInfo:
             version=version,
             base_model=raw["base_model"],
             base_hash=raw["base_hash"],
+            quantization=raw.get("quantization"),
             parent=PolicyVersion.parse(raw["parent"]),
             step=raw["step"],
             config_hash=raw["config_hash"],

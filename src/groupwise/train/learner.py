@@ -248,6 +248,11 @@ class Learner:
         self.autocast = autocast
         self.base, self.micro_tokens, self.max_grad_norm = base, micro_tokens, optimizer.max_grad_norm
         self.model: PreTrainedModel = share_weights(base.model)
+        if lora is None and base.quantization is not None:
+            raise ConfigError(
+                f"all parameters would be trained, and those of {base.name!r} are quantised ({base.quantization})",
+                hint="train an adapter (train.lora), or set quantization: null",
+            )
         if lora is None and base.model.dtype.itemsize < 4:
             raise ConfigError(
                 f"all parameters would be trained in {str(base.model.dtype).removeprefix('torch.')}, in which most "

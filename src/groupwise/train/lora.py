@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft import LoraConfig
@@ -28,6 +28,7 @@ from groupwise.errors import AdapterError
 from groupwise.model.backbone import project_plainly
 from groupwise.model.load import adapted_modules
 from groupwise.model.mixture import Routed, experts_forward, is_router, low_rank, router_forward
+from groupwise.model.quantized import QuantizedLinear
 from groupwise.store.adapter_config import ExpertTargets, adapted, check_config
 
 _PEFT_PREFIX = "base_model.model."
@@ -316,63 +317,87 @@ def project_with_lora(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
     terms = [_terms(module, x) for module in modules]
     if any(term is None for term in terms) or torch.is_autocast_enabled(x.device.type):
         return project_plainly(modules, x)
-    flat = [tensor for term in terms if term is not None for tensor in term[:4]]
-    return _Projection.apply(x, [term[4] for term in terms if term is not None], *flat)  # type: ignore[return-value]
+    known = [term for term in terms if term is not None]
+    flat = [tensor for term in known for tensor in (term.bias, term.a, term.b)]
+    return _Projection.apply(x, [term.base for term in known], [term.scale for term in known], *flat)  # type: ignore[return-value]
 
 
-def _terms(module: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, float] | None:
-    """(W, bias, A, B, scale) of a linear module, A and B None where no adapter acts. None: not that simple."""
+class _Term(NamedTuple):
+    """A linear module: W and b of `base`, and s B A where an adapter acts."""
+
+    base: nn.Linear | QuantizedLinear
+    bias: Tensor | None
+    a: Tensor | None = None
+    b: Tensor | None = None
+    scale: float = 0.0
+
+
+def _terms(module: Any, x: Tensor) -> _Term | None:
+    """None: it is not that simple."""
     base = getattr(module, "base_layer", module)
-    if type(base) is not nn.Linear or base.weight.dtype != x.dtype or base.weight.requires_grad:
+    if type(base) is nn.Linear:
+        if base.weight.dtype != x.dtype or base.weight.requires_grad:
+            return None
+    elif not isinstance(base, QuantizedLinear):
+        return None
+    if base.bias is not None and base.bias.dtype != x.dtype:
         return None
     if module is base or module.disable_adapters:
-        return base.weight, base.bias, None, None, 0.0
+        return _Term(base, base.bias)
     if type(module) is not LoraLinear or list(module.active_adapters) != [_ADAPTER] or module.merged:
         return None
     a: Any = module.lora_A[_ADAPTER].weight
     b: Any = module.lora_B[_ADAPTER].weight
     if a.dtype != x.dtype or not isinstance(module.lora_dropout[_ADAPTER], nn.Identity):
         return None
-    return base.weight, base.bias, a, b, float(module.scaling[_ADAPTER])
+    return _Term(base, base.bias, a, b, float(module.scaling[_ADAPTER]))
+
+
+def _matrix(base: nn.Linear | QuantizedLinear, dtype: torch.dtype) -> Tensor:
+    """W [out, in]; of a quantised layer a new tensor."""
+    return base.dequantized(dtype) if isinstance(base, QuantizedLinear) else base.weight
 
 
 class _Projection(torch.autograd.Function):
     """y_i = x W_i^T + s_i (x A_i^T) B_i^T for modules i with the same input, side by side.
 
     Backward keeps x and the x A_i^T, which are side by side too; all gradients of x are added up by the products
-    themselves.
+    themselves. The frozen W_i stay where they are, in the modules.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scales: list[float], *flat: Tensor | None) -> Tensor:
-        terms = [flat[i : i + 4] for i in range(0, len(flat), 4)]
-        widths = [w.shape[0] for w, *_ in terms if w is not None]
-        ranks = [0 if a is None else a.shape[0] for _, _, a, _ in terms]
-        every_a = [a for _, _, a, _ in terms if a is not None]
+    def forward(ctx: Any, x: Tensor, bases: list[Any], scales: list[float], *flat: Tensor | None) -> Tensor:
+        terms = [flat[i : i + 3] for i in range(0, len(flat), 3)]
+        widths = [base.out_features for base in bases]
+        ranks = [0 if a is None else a.shape[0] for _, a, _ in terms]
+        every_a = [a for _, a, _ in terms if a is not None]
         A = every_a[0] if len(every_a) == 1 else torch.cat(every_a) if every_a else x.new_empty(0, x.shape[1])
         z = x @ A.T
         y = x.new_empty(x.shape[0], sum(widths))
-        parts = zip(y.split(widths, -1), z.split(ranks, -1), terms, scales, strict=True)
-        for out, mine, (w, bias, _, b), scale in parts:
-            assert w is not None
+        parts = zip(y.split(widths, -1), z.split(ranks, -1), bases, terms, scales, strict=True)
+        for out, mine, base, (bias, _, b), scale in parts:
+            w = _matrix(base, x.dtype)
             torch.mm(x, w.T, out=out) if bias is None else torch.addmm(bias, x, w.T, out=out)
             if b is not None:
                 out.addmm_(mine, b.T, alpha=scale)
-        ctx.save_for_backward(x, z, A, *(tensor for w, _, _, b in terms for tensor in (w, b)))
-        ctx.scales, ctx.widths, ctx.ranks = scales, widths, ranks
+            del w  # a quantised layer's, before the next one's is made
+        ctx.save_for_backward(x, z, A, *(b for _, _, b in terms))
+        ctx.bases, ctx.scales, ctx.widths, ctx.ranks = bases, scales, widths, ranks
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
-        x, z, A, *matrices = ctx.saved_tensors
+        x, z, A, *every_b = ctx.saved_tensors
         grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         grad_z = torch.empty_like(z)
         grad_b: list[Tensor | None] = []
         lines = zip(grads[0].split(ctx.widths, -1), z.split(ctx.ranks, -1), grad_z.split(ctx.ranks, -1), strict=True)
         for i, (grad, mine, out) in enumerate(lines):
-            w, b = matrices[2 * i], matrices[2 * i + 1]
+            b = every_b[i]
             if grad_x is not None:
+                w = _matrix(ctx.bases[i], x.dtype)
                 torch.mm(grad, w, out=grad_x) if i == 0 else grad_x.addmm_(grad, w)
+                del w
             if b is not None:
                 torch.mm(grad, b, out=out).mul_(ctx.scales[i])
             grad_b.append(None if b is None else (grad.T @ mine).mul_(ctx.scales[i]))
@@ -380,4 +405,4 @@ class _Projection(torch.autograd.Function):
             grad_x.addmm_(grad_z, A)
         grad_a = (grad_z.T @ x).split(ctx.ranks)
         terms = zip(grad_a, grad_b, strict=True)
-        return grad_x, None, *(g for a, b in terms for g in (None, None, None if b is None else a, b))
+        return grad_x, None, None, *(g for a, b in terms for g in (None, None if b is None else a, b))
