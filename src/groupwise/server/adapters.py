@@ -148,6 +148,8 @@ def _history(info: AdapterInfo, active: PolicyVersion, note: str | None, *, surp
         created_at=info.created,
         size_bytes=_size(info),
         base_model=info.base_model,
+        base_hash=info.base_hash,
+        quantization=info.quantization,
         parent=str(info.parent),
         step=info.step,
         job_id=info.job,
