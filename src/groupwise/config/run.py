@@ -183,8 +183,12 @@ class OptimizerConfig(Section):
     """The gradient is scaled down to this norm."""
     micro_tokens: int = Field(default=8192, ge=1)
     """Tokens in one forward and backward pass, at most."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time."""
+    gradient_checkpointing: bool | Literal["offload"] = False
+    """Recompute activations in the backward pass: less memory, more time; offload also keeps the inputs of layers in
+    the CPU's memory until then (with a CUDA GPU)."""
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
+    """AdamW with moments in float32, or in 8 bits by bitsandbytes (`pip install 'groupwise[quantized]'`); paged moves
+    them between a CUDA GPU and the host as memory runs short."""
 
 
 class TrainConfig(OptimizerConfig):
@@ -239,6 +243,8 @@ class TrainConfig(OptimizerConfig):
         if self.decay_steps is not None and self.warmup_steps + self.decay_steps > self.steps:
             message = f"{self.warmup_steps} warm-up and {self.decay_steps} decay steps do not fit into {self.steps}"
             raise conflict("decay_steps", message)
+        if self.optimizer != "adamw" and self.parallel == "fsdp" and self.lora is None:
+            raise conflict("optimizer", f"{self.optimizer} cannot keep moments of cut parameters; set adamw")
         if self.cpu_offload and self.parallel != "fsdp":
             raise conflict("cpu_offload", f"acts with parallel fsdp only, not {self.parallel}")
         return self

@@ -176,6 +176,7 @@ class Training:
     rank: int | None
     dropout: bool = False
     checkpointing: bool = False
+    offload: bool = False  # and the layers' inputs are elsewhere meanwhile
     gpu: bool = False
 
 
@@ -203,7 +204,7 @@ def kept_bytes(model: ModelSize, shape: PackedShape, training: Training) -> int:
     S, H, value = shape.tokens, model.hidden, model.value_bytes
     kept = _last(model, shape, training) + shape.loss_tokens * LOSS_BYTES + 2 * S * model.head_dim * value  # rotations
     if training.checkpointing:
-        return kept + model.layers * S * H * value
+        return kept + (0 if training.offload else model.layers * S * H * value)
     layer = _layer(model, shape, training)
     below = 0 if training.rank is None else S * H * max(4, value)  # the first norm's input needs no gradient
     return kept + model.layers * (layer.attention + layer.mlp) - below
@@ -289,7 +290,7 @@ def _attention(model: ModelSize, shape: PackedShape, training: Training) -> tupl
     return kept, above
 
 
-OPTIMIZER_STATES = 2  # AdamW's moments
+MOMENTS = {"adamw": 8, "adamw_8bit": 2, "paged_adamw_8bit": 2}  # bytes of both moments of a float32 parameter
 ENGINE_VERSIONS = 2  # of an adapter: the one that samples and the one it is given
 MERGED_BYTES = 1 << 30  # of merged weights, `engine.multi_lora`
 STORE_GROWTH = 5 / 4  # of the engine's keys and values beyond what is needed, `engine.kv_cache`
@@ -391,11 +392,12 @@ def memory(config: RunConfig, load: Load, *, micro_tokens: int | None = None) ->
     model, lora = load.model, config.train.lora
     weights = model.weights
     if lora is None:
-        trained = load.trained * model.value_bytes * (1 + OPTIMIZER_STATES)  # gradient and moments
+        moments = 2 * model.value_bytes if config.train.optimizer == "adamw" else MOMENTS[config.train.optimizer]
+        trained = load.trained * (model.value_bytes + moments)  # gradient and moments
         trained = trained // _ranks(config) if _is_sharded(config) else trained
         trained = 0 if _is_offloaded(config, load) else trained
     else:  # float32 parameters, gradients and moments
-        trained = load.trained * 4 * (2 + OPTIMIZER_STATES + ENGINE_VERSIONS)
+        trained = load.trained * (4 * (2 + ENGINE_VERSIONS) + MOMENTS[config.train.optimizer])
     return Memory(
         process=0 if load.gpu else PROCESS_BYTES,
         weights=weights,
@@ -558,7 +560,8 @@ def _activations(config: RunConfig, load: Load, micro_tokens: int) -> int:
     training = Training(
         rank=None if lora is None else lora.rank,
         dropout=lora is not None and lora.dropout > 0,
-        checkpointing=config.train.gradient_checkpointing,
+        checkpointing=bool(config.train.gradient_checkpointing),
+        offload=config.train.gradient_checkpointing == "offload",
         gpu=load.gpu,
     )
     model = replace(load.model, lean=load.model.lean and not _is_sharded(config))
