@@ -705,7 +705,16 @@ class RunConfig(Section):
         return self
 
     def _check_quantization(self) -> None:
-        """What cannot go with a base in few bits."""
+        """What cannot go with a base in few bits, or with DoRA."""
+        dora = self.train.lora is not None and self.train.lora.use_dora
+        if dora and self.engine == "vllm":
+            message = "use_dora does not go with engine vllm, which serves no DoRA; set engine: local"
+            raise conflict("train", "lora", message)
+        if dora and self.quantization is not None:
+            message = (
+                f"use_dora needs norms of the weights, and these are {self.quantization}; leave one of the two out"
+            )
+            raise conflict("train", "lora", message)
         if self.quantization is None:
             return
         if self.train.lora is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,16 +24,17 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from groupwise.config.lora import LoraSpec
-from groupwise.errors import AdapterError
+from groupwise.errors import AdapterError, ConfigError
 from groupwise.model.backbone import project_plainly
 from groupwise.model.load import adapted_modules
 from groupwise.model.mixture import Routed, experts_forward, is_router, low_rank, router_forward
-from groupwise.model.quantized import QuantizedLinear
+from groupwise.model.quantized import QuantizedLinear, quantization_of
 from groupwise.store.adapter_config import ExpertTargets, adapted, check_config
 
 _PEFT_PREFIX = "base_model.model."
 _A = ".lora_A.weight"
 _ADAPTER = "default"
+_MAGNITUDE = "lora_magnitude_vector"  # DoRA's, which PEFT's files have without ".weight"
 
 
 def add_lora(model: PreTrainedModel, spec: LoraSpec, *, seed: int) -> LoraConfig:
@@ -50,10 +51,14 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, *, seed: int) -> LoraConfig
         ConfigError: a target is the name of no module of the model, or of one that cannot be adapted.
     """
     names, every = adapted_modules(model, spec.targets), dict(model.named_modules())
+    if spec.use_dora:
+        _check_dora(model, names, every)
     modules, parameters = _as_peft_reads(model, names)
     config = LoraConfig(
         r=spec.rank,
         lora_alpha=spec.alpha,  # pyright: ignore[reportArgumentType]  PEFT takes fractions too
+        use_rslora=spec.use_rslora,
+        use_dora=spec.use_dora,
         lora_dropout=spec.dropout,
         target_modules=modules,
         target_parameters=parameters or None,
@@ -82,6 +87,20 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, *, seed: int) -> LoraConfig
         if parameter.dtype in (torch.float16, torch.bfloat16):
             parameter.data = parameter.data.float()
     return config
+
+
+def _check_dora(model: PreTrainedModel, names: Sequence[str], every: Mapping[str, nn.Module]) -> None:
+    """Raise ConfigError where DoRA is not what it is for linear layers with weights in full width."""
+    if other := next((name for name in names if name not in every or is_router(every[name])), None):
+        raise ConfigError(
+            f"DoRA is of linear layers, and {other} is of a mixture's experts or routers",
+            hint="leave it out of train.lora.targets, or set use_dora: false",
+        )
+    if (kind := quantization_of(model)) is not None:
+        raise ConfigError(
+            f"DoRA divides by norms of the weights, and these are quantised ({kind})",
+            hint="set use_dora: false, or quantization: null",
+        )
 
 
 def _as_peft_reads(model: PreTrainedModel, names: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -145,7 +164,8 @@ class ParameterLora(nn.Module):
     def __init__(self, base_layer: nn.Module, parameter: str, spec: LoraSpec):
         super().__init__()
         self.base_layer, self.parameter_name, self.enabled = base_layer, parameter, True
-        self.dropout, self.scale = spec.dropout, spec.alpha / spec.rank
+        root = math.sqrt(spec.rank) if spec.use_rslora else spec.rank
+        self.dropout, self.scale = spec.dropout, spec.alpha / root
         weight = getattr(self.inner, parameter)
         *experts, inputs, outputs = weight.shape if getattr(self.inner, "is_transposed", False) else (
             *weight.shape[:-2], weight.shape[-1], weight.shape[-2]
@@ -239,7 +259,7 @@ def adapter_off(model: PreTrainedModel) -> Iterator[None]:
 def lora_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """The adapter's parameters under the names PEFT's files use."""
     return {
-        _PEFT_PREFIX + name.replace(f".{_ADAPTER}.", "."): parameter
+        _PEFT_PREFIX + name.replace(f".{_ADAPTER}.", ".").replace(f"{_MAGNITUDE}.weight", _MAGNITUDE): parameter
         for name, parameter in model.named_parameters()
         if "lora_" in name
     }
@@ -272,7 +292,14 @@ def load_lora(
         saved = json.loads((directory / "adapter_config.json").read_text())
     except (OSError, ValueError, SafetensorError) as error:
         raise AdapterError(f"the adapter in {directory} cannot be read: {error}") from error
-    if saved.get("lora_alpha") != config.lora_alpha or bool(saved.get("use_rslora")) != config.use_rslora:
+    for key in ("use_rslora", "use_dora"):
+        if bool(saved.get(key)) != getattr(config, key):
+            raise AdapterError(
+                f"the adapter in {directory} has {key} {bool(saved.get(key))}; training is to use "
+                f"{getattr(config, key)}",
+                hint=f"set {alpha_field.rpartition('.')[0] or 'lora'}.{key} to the adapter's",
+            )
+    if saved.get("lora_alpha") != config.lora_alpha:
         raise AdapterError(
             f"the adapter in {directory} has alpha {saved.get('lora_alpha')}; training is to use {config.lora_alpha}",
             hint=f"set {alpha_field} to the adapter's, {saved.get('lora_alpha')}",
@@ -348,7 +375,7 @@ def _terms(module: Any, x: Tensor) -> _Term | None:
         return None
     a: Any = module.lora_A[_ADAPTER].weight
     b: Any = module.lora_B[_ADAPTER].weight
-    if a.dtype != x.dtype or not isinstance(module.lora_dropout[_ADAPTER], nn.Identity):
+    if a.dtype != x.dtype or module.lora_magnitude_vector or not isinstance(module.lora_dropout[_ADAPTER], nn.Identity):
         return None
     return _Term(base, base.bias, a, b, float(module.scaling[_ADAPTER]))
 
