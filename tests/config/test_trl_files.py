@@ -304,7 +304,12 @@ def test_what_a_lora_config_says_besides_is_refused():
 
 
 def test_rank_stabilised_lora_and_moments_of_8_bits():
-    said = {"model": "starter", "rewards": score, "data": "p.jsonl", "peft": {"r": 8, "use_rslora": True}}
+    said = {
+        "model": "starter",
+        "rewards": score,
+        "data": "p.jsonl",
+        "peft": {"r": 8, "use_rslora": True, "target_modules": "all-linear"},
+    }
     train = from_trl({"max_steps": 5, "optim": "adamw_8bit"}, **said).train
     assert train.lora is not None and train.lora.use_rslora and not train.lora.use_dora
     assert (train.lora.rank, train.lora.alpha, train.optimizer) == (8, 8, "adamw_8bit")

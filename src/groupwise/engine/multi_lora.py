@@ -220,7 +220,7 @@ class AdapterBank:
             delta = _delta(pair, x if rows is None else x.index_select(-2, rows))
             if (c := weights.columns.get(name)) is not None:
                 own = output if rows is None else output.index_select(-2, rows)
-                bias = self._modules[name].bias  # which has no part in it
+                bias: Any = self._modules[name].bias  # which has no part in it
                 delta = delta + (own if bias is None else own - bias) * (c - 1)
             if rows is None:
                 output = (output + delta).to(output.dtype)
