@@ -212,9 +212,8 @@ def main() -> int:
     if options.case is not None:
         print(json.dumps(measure(listed[options.case])))
         return 0
-    print(
-        f"{'':32}{'P, L, C, G':>18}{'weights':>9}{'process':>9}{'estimate':>10}{'live':>8}{'off by':>8}{'resident':>10}{'off by':>8}  (MiB)"
-    )
+    heads = f"{'weights':>9}{'process':>9}{'estimate':>10}{'live':>8}{'off by':>8}{'resident':>10}{'off by':>8}"
+    print(f"{'':32}{'P, L, C, G':>18}{heads}  (MiB)")
     wrong = 0
     for i, case in list(enumerate(listed))[:: 3 if options.quick else 1]:
         if options.only not in case.name:
