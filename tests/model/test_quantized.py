@@ -322,8 +322,8 @@ BASE = {"data": {"source": "x.jsonl"}, "rewards": ["length"], "quantization": "n
     ("change", "why"),
     [
         ({"train": {"lora": None}}, "nf4 weights cannot be trained; set train.lora"),
-        ({"engine": "vllm"}, "vLLM would sample from other weights than are trained; set engine: local"),
-        ({"train": {"parallel": "fsdp"}}, "not cut by fsdp, whose parts have one type; set train.parallel: ddp"),
+        ({"engine": "vllm"}, "vLLM would sample from other weights than train; set engine: local"),
+        ({"train": {"parallel": "fsdp"}}, "weights are not cut by fsdp; set train.parallel: ddp"),
         ({"quantization": "int4"}, "nf4"),
     ],
 )

@@ -129,7 +129,7 @@ def test_what_dora_does_not_go_with(make_base, tmp_path: Path) -> None:
     run = {"data": {"source": "x.jsonl"}, "rewards": ["length"], "train": {"lora": {"use_dora": True}}}
     with pytest.raises(ConfigError, match="use_dora does not go with engine vllm, which serves no DoRA"):
         parse_config(run | {"engine": "vllm"})
-    with pytest.raises(ConfigError, match="use_dora needs norms of the weights, and these are nf4"):
+    with pytest.raises(ConfigError, match="use_dora does not go with quantization nf4: it needs norms"):
         parse_config(run | {"quantization": "nf4"})
     with pytest.raises(ConfigError, match=r"DoRA is of linear layers, and .*experts"):
         Learner(make_base("qwen3_moe"), lora=LoraSpec(rank=2, use_dora=True, targets=("experts",)))

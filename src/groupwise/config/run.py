@@ -187,8 +187,7 @@ class OptimizerConfig(Section):
     """Recompute activations in the backward pass: less memory, more time; offload also keeps the inputs of layers in
     the CPU's memory until then (with a CUDA GPU)."""
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
-    """AdamW with moments in float32, or in 8 bits by bitsandbytes (`pip install 'groupwise[quantized]'`); paged moves
-    them between a CUDA GPU and the host as memory runs short."""
+    """AdamW, moments in float32, or by bitsandbytes in 8 bits, paged: moved from a CUDA GPU to the host or back."""
 
 
 class TrainConfig(OptimizerConfig):
@@ -706,29 +705,17 @@ class RunConfig(Section):
 
     def _check_quantization(self) -> None:
         """What cannot go with a base in few bits, or with DoRA."""
-        dora = self.train.lora is not None and self.train.lora.use_dora
-        if dora and self.engine == "vllm":
-            message = "use_dora does not go with engine vllm, which serves no DoRA; set engine: local"
-            raise conflict("train", "lora", message)
-        if dora and self.quantization is not None:
-            message = (
-                f"use_dora needs norms of the weights, and these are {self.quantization}; leave one of the two out"
-            )
-            raise conflict("train", "lora", message)
-        if self.quantization is None:
-            return
-        if self.train.lora is None:
-            raise conflict("quantization", f"{self.quantization} weights cannot be trained; set train.lora")
-        if self.engine == "vllm":
-            message = (
-                f"{self.quantization} is the local engine's: vLLM would sample from other weights than are trained"
-            )
-            raise conflict("quantization", f"{message}; set engine: local")
-        if self.train.parallel == "fsdp":
-            message = (
-                f"{self.quantization} weights are not cut by fsdp, whose parts have one type; set train.parallel: ddp"
-            )
-            raise conflict("quantization", message)
+        kind, by_vllm, lora = self.quantization, self.engine == "vllm", self.train.lora
+        if lora is not None and lora.use_dora and (by_vllm or kind):
+            why = "engine vllm, which serves no DoRA; set engine: local"
+            why = why if by_vllm else f"quantization {kind}: it needs norms of the weights; leave one of the two out"
+            raise conflict("train", "lora", f"use_dora does not go with {why}")
+        if kind and lora is None:
+            raise conflict("quantization", f"{kind} weights cannot be trained; set train.lora")
+        if kind and by_vllm:
+            raise conflict("quantization", "vLLM would sample from other weights than train; set engine: local")
+        if kind and self.train.parallel == "fsdp":
+            raise conflict("quantization", f"{kind} weights are not cut by fsdp; set train.parallel: ddp")
 
     def _check_engine(self) -> None:
         """Every knob of the engine that does not sample is left alone."""
