@@ -4,7 +4,8 @@
 
 One forward and backward pass of a full micro-batch, each case in a process of its own. `live` is the most bytes that
 torch's CPU allocator had given out at once, by its own account (torch.profiler, profile_memory); `resident` is how much
-the process grew at its peak, which the system's allocator and the kernels' own buffers have a part in. Weights,
+the process grew at its peak, which the system's allocator and the kernels' own buffers have a part in; `weights` are
+the bytes of all parameters as they are stored, and `process` is all memory of the process at its peak. Weights,
 gradients of earlier passes and optimizer states are there before and are in neither. Exits with 1 where the estimate is
 more than 10 % off a live peak of more than 100 MB.
 """
@@ -18,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from groupwise.model.backbone import is_lean
 from groupwise.model.load import LoadedModel, load_model, wrap_model
 from groupwise.model.memory import ModelSize, PackedShape, Training, activation_bytes
 from groupwise.model.packing import MicroBatch, micro_batches
+from groupwise.model.quantized import product_bytes
 from groupwise.train.learner import Learner
 from groupwise.types import Sample
 
@@ -48,6 +51,19 @@ SIZES: dict[str, Any] = {
 }
 
 
+LARGEST = "qwen3 0.6B"
+QWEN3_06B: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """`shape` is prompts, prompt tokens, completion tokens, group size; uneven completions are 1 to so many long."""
@@ -60,6 +76,7 @@ class Case:
     dropout: float = 0.0
     checkpointing: bool = False
     uneven: bool = False
+    quantization: str | None = None
 
 
 def cases() -> Iterator[Case]:
@@ -76,14 +93,38 @@ def cases() -> Iterator[Case]:
         yield Case(name=f"adapter, Llama{mark}", model="llama 25M", checkpointing=on)
         for shape in ((2, 128, 128, 8), (1, 512, 64, 16)):
             yield Case(name=f"all parameters{mark}", rank=None, shape=shape, checkpointing=on)
+    for kind in (None, "int8", "nf4"):
+        yield Case(
+            name=f"0.6B, {kind or 'bfloat16'}, checkpointed",
+            model=LARGEST,
+            dtype=torch.bfloat16,
+            shape=(1, 128, 64, 4),
+            checkpointing=True,
+            quantization=kind,
+        )
 
 
 def base_of(case: Case) -> LoadedModel:
     starter = load_model("starter", device="cpu", dtype=str(case.dtype).removeprefix("torch."))
     if case.model == "starter":
         return starter
+    if case.model == LARGEST:
+        return saved_base(case, starter)
     config = (Qwen3Config if case.model.startswith("qwen3") else LlamaConfig)(**SIZES)
     return wrap_model(AutoModelForCausalLM.from_config(config).to(case.dtype), starter.tokenizer, name=case.model)
+
+
+def saved_base(case: Case, starter: LoadedModel) -> LoadedModel:
+    """Random weights in Qwen3-0.6B's shape, made and saved by another process, loaded as a run would load them."""
+    with TemporaryDirectory() as folder:
+        make = (
+            "import torch; from transformers import AutoModelForCausalLM, Qwen3Config; torch.set_default_dtype(torch."
+            f"bfloat16); AutoModelForCausalLM.from_config(Qwen3Config(**{QWEN3_06B})).save_pretrained({folder!r})"
+        )
+        subprocess.run([sys.executable, "-c", make], check=True, capture_output=True)
+        starter.tokenizer.save_pretrained(folder)
+        kind = str(case.dtype).removeprefix("torch.")
+        return load_model(folder, device="cpu", dtype=kind, quantization=case.quantization)
 
 
 def samples_of(case: Case) -> list[Sample]:
@@ -145,13 +186,17 @@ def measure(case: Case) -> dict[str, int]:
     before = resident()
     restart_peak()
     learner.forward_backward(samples, loss)
-    grown = peak() - before
+    most = peak()
+    grown = most - before
     (batch,) = micro_batches(samples, token_budget=WHOLE)
     value_bytes = base.model.dtype.itemsize
+    stored = sum(parameter.numel() * parameter.itemsize for parameter in base.model.parameters())
     size = ModelSize.of(base.model.config, parameters=0, value_bytes=value_bytes, lean=is_lean(base.model))
     training = Training(rank=case.rank, dropout=case.dropout > 0, checkpointing=case.checkpointing)
     return {
-        "estimate": activation_bytes(size, shape_of(batch), training),
+        "weights": stored,
+        "process": most,
+        "estimate": activation_bytes(size, shape_of(batch), training) + product_bytes(base.model),
         "live": live_peak(lambda: learner.forward_backward(samples, loss)),
         "resident": grown,
     }
@@ -167,7 +212,8 @@ def main() -> int:
     if options.case is not None:
         print(json.dumps(measure(listed[options.case])))
         return 0
-    print(f"{'':32}{'P, L, C, G':>18}{'estimate':>10}{'live':>8}{'off by':>8}{'resident':>10}{'off by':>8}  (MiB)")
+    heads = f"{'weights':>9}{'process':>9}{'estimate':>10}{'live':>8}{'off by':>8}{'resident':>10}{'off by':>8}"
+    print(f"{'':32}{'P, L, C, G':>18}{heads}  (MiB)")
     wrong = 0
     for i, case in list(enumerate(listed))[:: 3 if options.quick else 1]:
         if options.only not in case.name:
@@ -177,10 +223,10 @@ def main() -> int:
         found = json.loads(result.stdout.splitlines()[-1])
         live, grown = (found["estimate"] / found[key] - 1 for key in ("live", "resident"))
         wrong += abs(live) > TOLERANCE and found["live"] > LARGE
-        row = [f"{found[key] / MIB:.0f}" for key in ("estimate", "live", "resident")]
+        row = [f"{found[key] / MIB:.0f}" for key in ("estimate", "live", "resident", "weights", "process")]
         shape = ", ".join(map(str, case.shape))
         print(
-            f"{case.name:32}{shape:>18}{row[0]:>10}{row[1]:>8}{live:>+8.1%}{row[2]:>10}{grown:>+8.1%}",
+            f"{case.name:32}{shape:>18}{row[3]:>9}{row[4]:>9}{row[0]:>10}{row[1]:>8}{live:>+8.1%}{row[2]:>10}{grown:>+8.1%}",
             flush=True,
         )
     print("all within 10 %" if not wrong else f"{wrong} off by more than 10 %")

@@ -173,14 +173,14 @@ def test_a_template_that_cannot_be_compared_is_refused(read, tmp_path):
     assert "the tokenizer cannot be read: " in refusal(read(text, f"base_model={tmp_path / 'nowhere'}"))
 
 
-def test_dora_is_refused_at_run_and_runs_as_lora_if_told_so(read):
+def test_dora_beside_vllm_is_refused_at_run_and_runs_without_vllm(read):
     loaded = read(DORA)
     message = refusal(loaded)
-    assert "peft_use_dora (a.yaml:12): DoRA is not here; without it plain LoRA is trained" in message
+    assert "peft_use_dora (a.yaml:12): vLLM serves no DoRA" in message
     instead = message.rpartition("it runs with: ")[2].split()
-    assert set(instead) == {"chat_template=tokenizer_default", "peft_use_dora=false"}
+    assert set(instead) == {"chat_template=tokenizer_default", "trl.use_vllm=false"}
     config = read(DORA, *instead).runnable()
-    assert config.train.lora is not None and config.train.lora.dropout == 0.05
+    assert config.train.lora is not None and config.train.lora.dropout == 0.05 and config.train.lora.use_dora
     loss = loss_of(config.algo, max_tokens=256)
     assert (loss.kl, loss.kl_coeff) == ("k3", 0.001)
 
@@ -272,8 +272,11 @@ def test_flex_attention_is_ours(read, override: str):
 @pytest.mark.parametrize(
     ("override", "instead"),
     [
-        ("load_in_4bit=true", "load_in_4bit=false"),
-        ("adapter=qlora", "adapter=lora"),
+        ("trl.use_vllm=true; load_in_4bit=true", "trl.use_vllm=false"),
+        ("trl.use_vllm=true; adapter=qlora", "trl.use_vllm=false"),
+        ("adapter=qlora; fsdp=full_shard", "adapter=lora"),
+        ("load_in_8bit=true; fsdp=full_shard", "load_in_8bit=false"),
+        ("adapter=qlora; peft_use_dora=true", "peft_use_dora=false"),
         ("deepspeed=mine.json", "train.parallel=fsdp"),
         ("context_parallel_size=2", "context_parallel_size=null"),
         ("optimizer=muon", "optimizer=adamw_torch"),
@@ -293,11 +296,11 @@ def test_flex_attention_is_ours(read, override: str):
     ],
 )
 def test_what_is_not_here_is_refused_with_what_runs(read, override, instead):
-    message = refusal(read(QUICK_START, *LOCAL, override))
-    assert f"given as {override!r}" in message or "lora_r (a.yaml:6)" in message
+    message = refusal(read(QUICK_START, *LOCAL, *override.split("; ")))
+    assert any(f"given as {each!r}" in message for each in override.split("; ")) or "lora_r (a.yaml:6)" in message
     advice = message.rpartition("it runs with: ")[2].split()
     assert instead in advice
-    read(QUICK_START, *LOCAL, override, *advice).runnable()
+    read(QUICK_START, *LOCAL, *override.split("; "), *advice).runnable()
 
 
 @pytest.mark.parametrize(
@@ -530,9 +533,35 @@ def test_full_parameter_training_is_in_float32(read):
     assert config.train.lora is None and config.dtype == "float32"
 
 
-def test_rank_stabilised_lora_is_another_alpha(read):
+def test_kinds_of_lora(read):
     lora = read(QUICK_START, *LOCAL, "peft_use_rslora=true", "lora_r=16").runnable().train.lora
-    assert lora is not None and lora.alpha / lora.rank == pytest.approx(64 / 16**0.5)
+    assert lora is not None and (lora.rank, lora.alpha, lora.use_rslora, lora.use_dora) == (16, 64, True, False)
+    lora = read(QUICK_START, *LOCAL, "peft_use_dora=true").runnable().train.lora
+    assert lora is not None and lora.use_dora and not lora.use_rslora
+
+
+@pytest.mark.parametrize(
+    ("override", "kind"),
+    [("adapter=qlora", "nf4"), ("load_in_4bit=true", "nf4"), ("load_in_8bit=true", "int8"), ("lora_r=8", None)],
+)
+def test_quantised_bases(read, override, kind):
+    config = read(QUICK_START, *LOCAL, override).runnable()
+    assert config.quantization == kind and config.train.lora is not None
+
+
+def test_optimizers_of_8_bits_and_offloaded_activations(read):
+    names = {
+        "paged_adamw_8bit": "paged_adamw_8bit",
+        "adamw_8bit": "adamw_8bit",
+        "adamw_bnb_8bit": "adamw_8bit",
+        "ao_adamw_8bit": "adamw",
+        "adamw_torch_fused": "adamw",
+    }
+    for theirs, ours in names.items():
+        assert read(QUICK_START, *LOCAL, f"optimizer={theirs}").runnable().train.optimizer == ours
+    for theirs, ours in (("offload", "offload"), ("offload_disk", "offload"), ("true", True), ("false", False)):
+        config = read(QUICK_START, *LOCAL, f"gradient_checkpointing={theirs}").runnable()
+        assert config.train.gradient_checkpointing == ours
 
 
 # ---- evaluation, saving, tracking, the reward model ----

@@ -45,7 +45,7 @@ def test_the_quick_start_runs_as_it_is_with_the_starter_and_without_vllm(folder)
 def test_run_refuses_what_is_not_here_before_anything_is_loaded(folder):
     result = cli("run", folder / "quickstart.yaml", "peft_use_dora=true")
     assert result.exit_code == 2
-    assert "peft_use_dora (given as" in result.stderr and "-> it runs with: peft_use_dora=false" in result.stderr
+    assert "peft_use_dora (given as" in result.stderr and "-> it runs with: trl.use_vllm=false" in result.stderr
 
 
 def test_check_lists_what_has_no_effect_and_what_differs(folder):
@@ -60,10 +60,10 @@ def test_check_lists_what_has_no_effect_and_what_differs(folder):
 
 
 def test_check_explains_what_run_would_refuse(folder):
-    result = cli("check", folder / "quickstart.yaml", *STARTER, "peft_use_dora=true", *DATA, *SHORT, "--json")
+    result = cli("check", folder / "quickstart.yaml", *STARTER, "fp8=true", *DATA, *SHORT, "--json")
     report = json.loads(result.stdout)
-    assert result.exit_code == 2 and "peft_use_dora" in result.stderr
-    assert [each["key"] for each in report["not_here"]] == ["peft_use_dora (given as 'peft_use_dora=true')"]
+    assert result.exit_code == 2 and "fp8" in result.stderr
+    assert [each["key"] for each in report["not_here"]] == ["fp8 (given as 'fp8=true')"]
     assert report["system"] == "Axolotl"
 
 

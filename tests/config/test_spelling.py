@@ -111,7 +111,7 @@ def test_what_import_writes_says_where_each_value_came_from(tmp_path):
     text = native_yaml(import_run([str(tmp_path / "a.yaml"), *overrides]), folder=tmp_path)
     lines = text.splitlines()
     assert lines[0] == "# From a.yaml, which is in Axolotl's words."
-    dora = "#   peft_use_dora (given as 'peft_use_dora=true'): DoRA is not here; without it plain LoRA is trained"
+    dora = "#   peft_use_dora (given as 'peft_use_dora=true'): vLLM serves no DoRA"
     assert dora in lines and "engine: vllm  # trl.use_vllm a.yaml:10" in lines
     assert "  group_size: 8  # trl.num_generations a.yaml:16" in lines
     assert "  steps: 5  # max_steps given as 'max_steps=5'" in lines

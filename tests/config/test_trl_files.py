@@ -297,7 +297,19 @@ def test_what_a_lora_config_says_besides_is_refused():
     ):
         with pytest.raises(ConfigError, match=r"peft has (rank_pattern|layers_to_transform|lora_bias)"):
             from_trl({"max_steps": 5}, peft=lora, **said)
-    with pytest.raises(ConfigError, match="DoRA is not here"):
-        from_trl({"max_steps": 5}, peft=peft.LoraConfig(target_modules=["q_proj"], use_dora=True), **said)
+    loaded = from_trl({"max_steps": 5}, peft=peft.LoraConfig(target_modules=["q_proj"], use_dora=True), **said)
+    assert loaded.train.lora is not None and loaded.train.lora.use_dora
     with pytest.raises(ConfigError, match="peft is a int"):
         from_trl({"max_steps": 5}, peft=4, **said)
+
+
+def test_rank_stabilised_lora_and_moments_of_8_bits():
+    said = {
+        "model": "starter",
+        "rewards": score,
+        "data": "p.jsonl",
+        "peft": {"r": 8, "use_rslora": True, "target_modules": "all-linear"},
+    }
+    train = from_trl({"max_steps": 5, "optim": "adamw_8bit"}, **said).train
+    assert train.lora is not None and train.lora.use_rslora and not train.lora.use_dora
+    assert (train.lora.rank, train.lora.alpha, train.optimizer) == (8, 8, "adamw_8bit")

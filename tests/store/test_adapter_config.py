@@ -149,7 +149,6 @@ def test_what_the_engine_computes_is_what_peft_computes(make_base, tmp_path: Pat
         ({"alpha_pattern": {f"q.*{i}": 1 for i in range(65)}}, "has more than 64 regular expressions"),
         ({"lora_alpha": 1e308}, "must be a positive number up to 1e+06"),
         ({"lora_alpha": True}, "lora_alpha is 'True'"),
-        ({"use_dora": True}, "DoRA is not served"),
         ({"modules_to_save": ["lm_head"]}, "whole layers are not served"),
         ({"bias": "all"}, "biases are not served"),
         ({"target_parameters": ["q_proj"]}, "only weights of linear layers, of routers and of fused experts"),
@@ -196,7 +195,7 @@ def test_every_way_in_refuses_it(tmp_path: Path):
             read(tmp_path)
 
 
-@pytest.mark.parametrize("key", ["lora_embedding_A", "lora_magnitude_vector", "lora_A.default.weight", "weight"])
+@pytest.mark.parametrize("key", ["lora_embedding_A", "lora_magnitude_vector.weight", "lora_A.default.weight", "weight"])
 def test_tensors_that_are_no_halves_are_refused(tmp_path: Path, key: str):
     name = f"base_model.model.{Q.format(0)}"
     tensors = {f"{name}.lora_A.weight": torch.ones(2, 8), f"{name}.lora_B.weight": torch.ones(8, 2)}

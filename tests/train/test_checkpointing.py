@@ -5,7 +5,11 @@ import torch
 from learner_cases import SPECS, gradients, on_policy
 from test_prefix_tree import episodes
 
+from groupwise.algo.loss import resolve_loss
+from groupwise.config.lora import LoraSpec
+from groupwise.errors import ConfigError
 from groupwise.model.attention import PrefixTree, SharedPrompts
+from groupwise.model.backbone import offloaded_checkpoint
 from groupwise.model.packing import micro_batches
 from groupwise.train.learner import Learner
 from groupwise.types import Sample
@@ -56,3 +60,33 @@ def test_it_changes_nothing_but_the_memory(make_learner, samples, lora: str):
     assert metrics == pytest.approx(plain_metrics, rel=1e-9, abs=1e-12)
     torch.testing.assert_close(checkpointed, plain, rtol=1e-9, atol=1e-12)
     assert size < plain_size / 3  # of a model with two layers
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3"])
+def test_offloaded_inputs_of_layers(make_base, make_samples, monkeypatch, architecture: str) -> None:
+    """The same gradients, and every layer's input was packed away; without a GPU it is refused, since nothing would
+    be."""
+    samples, base = make_samples(((5, (4, 6)), (3, (7,)))), make_base(architecture, dtype=torch.float32)
+    with pytest.raises(ConfigError, match="moves activations off a GPU, and the model is on cpu"):
+        Learner(base, gradient_checkpointing="offload")
+    shapes: list[tuple[int, ...]] = []
+    own = torch.autograd.graph.save_on_cpu
+
+    def counted(**options):
+        hooks = own(**options)
+        pack = hooks.pack_hook
+        hooks.pack_hook = lambda tensor: shapes.append(tuple(tensor.shape)) or pack(tensor)
+        return hooks
+
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", counted)
+    gradients = []
+    for offload in (False, True):
+        learner = Learner(base, lora=LoraSpec(rank=2), gradient_checkpointing=True)
+        if offload:
+            learner.model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=offloaded_checkpoint)
+        learner.forward_backward(samples, resolve_loss("grpo"))
+        gradients.append([p.grad for p in learner.parameters])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    hidden = base.model.config.get_text_config().hidden_size
+    layers = base.model.config.get_text_config().num_hidden_layers
+    assert sum(shape[-1] == hidden and len(shape) >= 2 for shape in shapes) >= layers

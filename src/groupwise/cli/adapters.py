@@ -14,6 +14,9 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,6 +37,7 @@ from groupwise.cli.frame import (
     print_line,
     print_pairs,
     print_table,
+    quiet_libraries,
     say,
 )
 from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, RemoteError, StorageError
@@ -183,10 +187,37 @@ def rollback(
     _print_active(opened, as_json=as_json)
 
 
-@app.command()
+class ExportFormat(StrEnum):
+    """What a version is written as."""
+
+    PEFT = "peft"
+    MERGED = "merged"
+    GGUF = "gguf"
+
+
+@app.command(
+    epilog=examples(
+        "groupwise adapters export arithmetic@110 ./my-adapter",
+        "groupwise adapters export arithmetic@110 ./my-model --format merged --dtype bfloat16",
+        "groupwise adapters export arithmetic@110 my-model.gguf --format gguf --dtype q8_0",
+    )
+)
 def export(
     name: Named,
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new directory.")],
+    dest: Annotated[Path, typer.Argument(metavar="DEST", help="A new directory, of gguf a new file.")],
+    format_: Annotated[
+        ExportFormat,
+        typer.Option(
+            "--format", help="peft: the adapter; merged, gguf: the whole model, for transformers or llama.cpp."
+        ),
+    ] = ExportFormat.PEFT,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a whole model: auto (as the base's files), float32, bfloat16, float16; of gguf also q8_0.",
+            show_default=False,
+        ),
+    ] = None,
     url: OnServer = None,
     run: Run = None,
     store: Store = None,
@@ -194,8 +225,14 @@ def export(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Copy a version to DIR as a plain PEFT directory."""
-    if client := _server(url, api_key, run, store):
+    """Write a version to DEST: the adapter as PEFT has it, or merged into its base model as one whole model."""
+    client = _server(url, api_key, run, store)
+    if format_ != ExportFormat.PEFT:
+        return _export_model(client, name, dest, format_, dtype or "auto", run=run, store=store, as_json=as_json)
+    if dtype is not None:
+        raise ConfigError(f"--dtype {dtype} acts with --format merged and gguf only", hint="leave it out")
+    directory = dest
+    if client:
         with client:
             name, path = _export(client, name, directory)
     else:
@@ -345,6 +382,46 @@ def _export(client: Client, name: str, directory: Path) -> tuple[str, Path]:
     return version, directory
 
 
+def _export_model(
+    client: Client | None,
+    name: str,
+    dest: Path,
+    format_: str,
+    dtype: str,
+    *,
+    run: str | None,
+    store: Path | None,
+    as_json: bool,
+) -> None:
+    """Merge a version of a server, a store or any run into its base model, which is loaded here."""
+    from groupwise.store.export import export_model
+    from groupwise.store.rundir import TrainedPolicy, find_adapter, find_policy
+
+    quiet_libraries()
+    with ExitStack() as stack:
+        if client:
+            scratch = Path(stack.enter_context(TemporaryDirectory()), "adapter")
+            with client:
+                of = client.adapters.show(name).history[-1]
+                name, _ = _export(client, of.version, scratch)
+            located = replace(find_adapter(str(scratch)), base_hash=of.base_hash, quantization=of.quantization)
+            policy = TrainedPolicy(model=of.base_model, adapter=located, run_dir=None)
+        elif run is not None or store is not None:
+            opened = _open_store(run, store)
+            version = opened.resolve(name)
+            name, policy = str(version), find_policy(str(opened.path(version)))
+        else:
+            policy = find_policy(name)
+            name = str(policy.adapter.version) if policy.adapter else name
+        exported = export_model(policy, dest, format=format_, dtype=dtype)
+    if exported.note:
+        say(exported.note)
+    if as_json:
+        shown = {"version": name, "path": str(exported.path), "format": format_, "dtype": exported.dtype}
+        return print_json(shown | {"base_model": policy.model, "note": exported.note})
+    print(exported.path)
+
+
 def _open_store(run: str | None, store: Path | None) -> AdapterStore:
     from groupwise.store.rundir import open_store
 
@@ -418,6 +495,7 @@ def _info_as_json(info: Any, note: str | None) -> dict[str, Any]:
         "note": note,
         "base_model": info.base_model,
         "base_hash": info.base_hash,
+        "quantization": info.quantization,
         "config_hash": info.config_hash,
         "metrics": {key: finite(value) for key, value in info.metrics.items()},
         "files": {name: size for name, (size, _) in info.files.items()},

@@ -209,7 +209,7 @@ class LocalPartner:
 
         quiet_libraries()
         self._options = options
-        self._base: LoadedModel = load_model(policy.model)
+        self._base: LoadedModel = load_model(policy.model, quantization=policy.quantization)
         self._engine: LocalEngine = LocalEngine(self._base, max_rows=1)
         self._version, self._name = PolicyVersion.base(), Path(policy.model).name
         if policy.run_dir is not None:

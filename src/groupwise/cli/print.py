@@ -318,7 +318,8 @@ def print_origins(console: Console, loaded: LoadedRun) -> None:
 
 
 def _where(report: CheckReport) -> dict[str, str]:
-    return {"dtype": report.dtype, "device": report.device}
+    kind = {} if report.quantization is None else {"quantization": report.quantization}
+    return kind | {"dtype": report.dtype, "device": report.device}
 
 
 def _memory(report: CheckReport) -> str:

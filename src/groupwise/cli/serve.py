@@ -63,6 +63,9 @@ def serve(
     state_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Jobs and adapters; one server each.")] = None,
     served_model_name: Annotated[str | None, typer.Option(metavar="NAME", help="The model's name in the API.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
+    quantization: Annotated[
+        str | None, typer.Option(help="nf4 or int8: the base in 4 or 8 bits (docs/scale.md).", show_default=False)
+    ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")] = None,
     batch_rows: Annotated[int | None, typer.Option(help="Completions decoded at once.")] = None,
     engine: Annotated[str | None, typer.Option(help="What samples: local, or vllm (docs/vllm.md).")] = None,
@@ -106,6 +109,7 @@ def serve(
         "state_dir": state_dir,
         "served_model_name": served_model_name,
         "dtype": dtype,
+        "quantization": quantization if policy is None else quantization or policy.quantization,
         "device": device,
         "batch_rows": batch_rows,
         "engine": engine,

@@ -184,8 +184,11 @@ class OptimizerConfig(Section):
     """The gradient is scaled down to this norm."""
     micro_tokens: int = Field(default=8192, ge=1)
     """Tokens in one forward and backward pass, at most."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time."""
+    gradient_checkpointing: bool | Literal["offload"] = False
+    """Recompute activations in the backward pass: less memory, more time; offload also keeps the inputs of layers in
+    the CPU's memory until then (with a CUDA GPU)."""
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
+    """AdamW, moments in float32, or by bitsandbytes in 8 bits, paged: moved from a CUDA GPU to the host or back."""
 
 
 class TrainConfig(OptimizerConfig):
@@ -240,6 +243,8 @@ class TrainConfig(OptimizerConfig):
         if self.decay_steps is not None and self.warmup_steps + self.decay_steps > self.steps:
             message = f"{self.warmup_steps} warm-up and {self.decay_steps} decay steps do not fit into {self.steps}"
             raise conflict("decay_steps", message)
+        if self.optimizer != "adamw" and self.parallel == "fsdp" and self.lora is None:
+            raise conflict("optimizer", f"{self.optimizer} cannot keep moments of cut parameters; set adamw")
         if self.cpu_offload and self.parallel != "fsdp":
             raise conflict("cpu_offload", f"acts with parallel fsdp only, not {self.parallel}")
         return self
@@ -644,6 +649,9 @@ class RunConfig(Section):
     """`starter` (the model in the package), a Hugging Face name, or a directory (relative to where you are)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto` is bfloat16 on a CUDA GPU and float32 elsewhere."""
+    quantization: Literal["nf4", "int8"] | None = None
+    """The base model's weights in 4 bits (`nf4`, QLoRA) or 8 (`int8`), quantised by bitsandbytes while loading;
+    adapters and everything else stay in `dtype`. Needs `pip install 'groupwise[quantized]'`. null: in `dtype`."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:[0-9]+)?)$")] = "auto"
     """`auto` (a CUDA GPU, else Apple's, else the CPU), `cpu`, `mps`, `cuda` or `cuda:N`."""
     seed: int = Field(default=0, ge=0, lt=1 << 63)
@@ -699,9 +707,24 @@ class RunConfig(Section):
             message = "training all parameters changes the weights that sample: nothing can be sampled meanwhile"
             raise conflict("rollout", f"{message}; set weight_sync_interval 1 and max_staleness 0, or train.lora")
         self._check_engine()
+        self._check_quantization()
         if self.env is None and not any(reward.weight for reward in self.rewards):
             raise conflict("rewards", "every weight is 0, so there is nothing to train for; give one a weight")
         return self
+
+    def _check_quantization(self) -> None:
+        """What cannot go with a base in few bits, or with DoRA."""
+        kind, by_vllm, lora = self.quantization, self.engine == "vllm", self.train.lora
+        if lora is not None and lora.use_dora and (by_vllm or kind):
+            why = "engine vllm, which serves no DoRA; set engine: local"
+            why = why if by_vllm else f"quantization {kind}: it needs norms of the weights; leave one of the two out"
+            raise conflict("train", "lora", f"use_dora does not go with {why}")
+        if kind and lora is None:
+            raise conflict("quantization", f"{kind} weights cannot be trained; set train.lora")
+        if kind and by_vllm:
+            raise conflict("quantization", "vLLM would sample from other weights than train; set engine: local")
+        if kind and self.train.parallel == "fsdp":
+            raise conflict("quantization", f"{kind} weights are not cut by fsdp; set train.parallel: ddp")
 
     def _check_engine(self) -> None:
         """Every knob of the engine that does not sample is left alone."""

@@ -58,6 +58,9 @@ class ServeConfig(Section):
     """`starter` (the model in the package), a Hugging Face name, or a directory."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto` is float32 on a CPU and bfloat16 on a GPU."""
+    quantization: Literal["nf4", "int8"] | None = None
+    """The base model's weights in 4 bits (`nf4`, QLoRA) or 8 (`int8`), quantised by bitsandbytes while loading;
+    adapters and everything else stay in `dtype`. Needs `pip install 'groupwise[quantized]'`. null: in `dtype`."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:[0-9]+)?)$")] = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     host: Text = "127.0.0.1"
@@ -190,6 +193,9 @@ class ServeConfig(Section):
         if self.engine == "local" and self.vllm != VllmConfig():
             raise conflict("vllm", "does nothing with engine local; set engine to vllm, or leave it out")
         if self.engine == "vllm":
+            if self.quantization is not None:
+                message = f"{self.quantization} is the local engine's: vLLM would sample from other weights than train"
+                raise conflict("quantization", f"{message}; leave one of the two out")
             if self.vllm.mode != "server":
                 raise conflict("vllm", "mode", "is colocate; a live server's vLLM is in processes of its own: server")
             for key in ("draft_tokens", "prefix_cache_mb"):

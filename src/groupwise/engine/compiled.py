@@ -40,6 +40,7 @@ from groupwise.model.attention import Layout
 from groupwise.model.backbone import After, Backbone, Before, RmsNorm, norm, scoring_of
 from groupwise.model.load import Head
 from groupwise.model.packed_check import packed_tolerance
+from groupwise.model.quantized import quantization_of
 
 # ----------------------------------------------------------------------------------------------------------------------
 # CUDA graphs of a decode step's pieces: a layer is started by one call instead of one for each of its kernels.
@@ -310,7 +311,9 @@ class Compiled:
         self._policy: _Policy | None = None  # of the last step
         self._seen: set[Any] = set()  # kinds of steps that were compared
         self.why_not: str | None = None
-        if backbone.lean:
+        if quantization_of(model) is not None:
+            self._stop("the weights are quantised, and dequantised for each product")
+        elif backbone.lean:
             self._attentions = [(layer.self_attn.layer_idx, scoring_of(layer)) for layer in self._own.layers]
         else:
             self._stop("only models of the Llama family (RMS norms, rotary positions, gated MLPs) can be compiled")

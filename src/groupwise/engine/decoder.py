@@ -32,6 +32,7 @@ from groupwise.engine.sampling import KeptRows, mask_entries, reshape, sample_to
 from groupwise.model.chat import closing_ids, decode, stopped_text
 from groupwise.model.load import Head, LoadedModel
 from groupwise.model.mixture import Routers
+from groupwise.model.quantized import quantized_layers
 from groupwise.types import Completion, FinishReason, PolicyVersion
 
 PREFILL_TOKENS = 8192  # prompt tokens prefilled in one forward, counting the padding to the longest of them
@@ -57,7 +58,9 @@ class EngineModel:
         self.ends = closing_ids(base.tokenizer)
         products = [weight for weight in model.parameters() if weight.ndim == 2]
         size = sum(weight.numel() * weight.itemsize for weight in products)
-        self.flops = 2 * sum(weight.numel() for weight in products)  # of a token
+        packed = sum(layer.weight.numel() for layer in quantized_layers(model) if layer.weight.ndim == 2)
+        whole = sum(layer.in_features * layer.out_features for layer in quantized_layers(model))
+        self.flops = 2 * (sum(weight.numel() for weight in products) - packed + whole)  # of a token
         self.small = base.device.type == "cpu" and size <= CACHED_BYTES
 
 

@@ -13,7 +13,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +30,9 @@ from groupwise.errors import AdapterError
 from groupwise.model.backbone import is_lean
 from groupwise.model.load import is_linear
 from groupwise.model.mixture import Routed, experts_forward, fused_parameters, is_router, low_rank, router_forward
+from groupwise.model.quantized import QuantizedLinear, quantization_of
 from groupwise.store.adapter_config import adapted, check_config
+from groupwise.store.files import MAGNITUDE
 
 MERGED_BYTES = 1 << 30
 
@@ -40,9 +42,16 @@ _PREFIX = "base_model.model."
 @dataclass(frozen=True)
 class AdapterWeights:
     """One adapter: module name -> (A transposed [in, r], B transposed and scaled [r, out]); of a parameter of E
-    experts, `<module>.gate_up_proj` -> ([E, in, r], [E, r, out])."""
+    experts, `<module>.gate_up_proj` -> ([E, in, r], [E, r, out]).
+
+    With DoRA `magnitudes` are those of a module's outputs [out], and `columns` what these make of its product once the
+    base weights are known (`AdapterBank.prepare`): y = c (x W^T + (x A) B), c = m / |W + B A| of each output; B then
+    has c in it.
+    """
 
     pairs: dict[str, tuple[Tensor, Tensor]]
+    magnitudes: dict[str, Tensor] = field(default_factory=dict)
+    columns: dict[str, Tensor] = field(default_factory=dict)
 
 
 def read_adapter(directory: Path, *, device: torch.device) -> AdapterWeights:
@@ -53,7 +62,10 @@ def read_adapter(directory: Path, *, device: torch.device) -> AdapterWeights:
         tensors = load_file(directory / "adapter_model.safetensors")
     except (OSError, ValueError, SafetensorError) as error:
         raise AdapterError(f"the adapter in {directory} cannot be read: {error}") from error
+    given = {key.removesuffix(MAGNITUDE): tensors.pop(key) for key in list(tensors) if key.endswith(MAGNITUDE)}
     names = sorted({key.rpartition(".lora_")[0] for key in tensors})
+    if given.keys() != (set(names) if config.get("use_dora") else set()):
+        raise AdapterError(f"the adapter in {directory} has use_dora {config.get('use_dora')} and not its magnitudes")
     if unknown := tensors.keys() ^ {f"{name}.lora_{half}.weight" for name in names for half in "AB"}:
         raise AdapterError(
             f"the adapter in {directory} is not plain LoRA: the tensor {min(unknown)!r} is one too many or missing"
@@ -68,11 +80,18 @@ def read_adapter(directory: Path, *, device: torch.device) -> AdapterWeights:
         if target.name != key:
             a, b = target.unpacked(a, b)
         pairs[target.name] = (a.mT.contiguous(), b.mT.contiguous() * target.scale)
-    return AdapterWeights(pairs)
+    found = {
+        name.removeprefix(_PREFIX): m.to(device, torch.promote_types(m.dtype, torch.float32))
+        for name, m in given.items()
+    }
+    return AdapterWeights(pairs, found)
 
 
 def add_adapters(parts: Sequence[tuple[AdapterWeights, float]]) -> AdapterWeights:
-    """The adapter whose update is the weighted sum of others': their ranks side by side."""
+    """The adapter whose update is the weighted sum of others': their ranks side by side. Raises AdapterError for DoRA,
+    whose update is no product of two matrices."""
+    if any(weights.magnitudes for weights, _ in parts):
+        raise AdapterError("an adapter with DoRA cannot be added to others", hint="name one adapter")
     pairs = {}
     for name in dict.fromkeys(name for weights, _ in parts for name in weights.pairs):
         halves = [(*weights.pairs[name], scale) for weights, scale in parts if name in weights.pairs]
@@ -103,13 +122,14 @@ class AdapterBank:
         linear = [module.weight for module in self._modules.values() if type(module) is nn.Linear]
         size = sum(weight.numel() * weight.itemsize for weight in linear)
         exact = all(weight.dtype in (torch.float32, torch.float64) for weight in linear)
-        self._most_merged = MERGED_BYTES // max(size, 1) if self._lean and exact else 0
+        self._quantized = quantization_of(model) is not None  # whose weights nothing can be merged into
+        self._most_merged = MERGED_BYTES // max(size, 1) if self._lean and exact and not self._quantized else 0
         self._merged: OrderedDict[int, tuple[AdapterWeights | None, Products]] = OrderedDict()  # by id, oldest first
         self._unmerged: Products | None = None
 
     def prepare(self, weights: AdapterWeights) -> None:
         """Hook every module that `weights` targets. Raises AdapterError if one is missing or does not fit."""
-        for name, (a, b) in weights.pairs.items():
+        for name, (a, b) in list(weights.pairs.items()):
             path, _, parameter = name.rpartition(".")
             module: Any = self._modules.get(name) if a.ndim == 2 else self._modules.get(path)
             shape = _in_out(module) if a.ndim == 2 else _experts_in_out(module, parameter)
@@ -123,6 +143,9 @@ class AdapterBank:
             if not self._lean and name not in self._hooked:
                 self._attach(name if a.ndim == 2 else path, module)
                 self._hooked.add(name)
+            if name in weights.magnitudes and name not in weights.columns:
+                c = weights.magnitudes[name] / (_in_by_out(module).to(a.dtype) + a @ b).norm(dim=0)
+                weights.columns[name], weights.pairs[name] = c, (a, b * c)
 
     def _attach(self, name: str, module: Any) -> None:
         """Have a module apply the adapters of the batch: by a hook behind a linear layer, and as the forward of a
@@ -168,8 +191,11 @@ class AdapterBank:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
     def alone(self) -> Products | None:
-        """The products of the one policy that has the whole batch, merged or not; None if several share the batch."""
+        """The products of the one policy that has the whole batch, merged or not; None if several share the batch, or
+        the weights are quantised."""
         now = self._now
+        if self._quantized or any(weights is not None and weights.columns for weights in now.sole):
+            return now.alone
         if now.alone is not None or not now.sole:
             return now.alone
         if self._unmerged is None or self._unmerged.weights is not now.sole[0]:
@@ -192,6 +218,10 @@ class AdapterBank:
             if pair is None:
                 continue
             delta = _delta(pair, x if rows is None else x.index_select(-2, rows))
+            if (c := weights.columns.get(name)) is not None:
+                own = output if rows is None else output.index_select(-2, rows)
+                bias: Any = self._modules[name].bias  # which has no part in it
+                delta = delta + (own if bias is None else own - bias) * (c - 1)
             if rows is None:
                 output = (output + delta).to(output.dtype)
             else:
@@ -268,6 +298,7 @@ class Products:
     def __init__(self, names: Mapping[int, str], weights: AdapterWeights | None, *, merged: bool = True):
         self.weights, self._names, self._merged = weights, names, merged
         self._pairs = {} if weights is None else weights.pairs
+        self._columns = {} if weights is None else weights.columns
         self._made: dict[int, tuple[Product, ...]] = {}  # by the first module's id
         self._lock = threading.Lock()
 
@@ -293,7 +324,9 @@ class Products:
         matrices = []
         for module in modules:
             pair = self._pairs.get(self._names[id(module)])
-            matrices.append(module.weight.T if pair is None else torch.addmm(module.weight.T, *pair))
+            c = self._columns.get(self._names[id(module)])
+            base = module.weight.T if c is None else module.weight.T * c.to(module.weight.dtype)
+            matrices.append(base if pair is None else torch.addmm(base, *pair))
         biases = [module.bias for module in modules]
         whole = None
         if any(bias is not None for bias in biases):
@@ -307,9 +340,18 @@ def _in_out(module: nn.Module | None) -> tuple[int, int] | None:
     neither."""
     if module is None or not (is_linear(module) or is_router(module)):
         return None
+    if isinstance(module, QuantizedLinear):
+        return module.in_features, module.out_features
     weight: Any = module.weight
     rows, columns = weight.shape
     return (rows, columns) if isinstance(module, Conv1D) else (columns, rows)
+
+
+def _in_by_out(module: Any) -> Tensor:
+    """The weights of a linear module [in, out], of a quantised one dequantised."""
+    if isinstance(module, QuantizedLinear):
+        return module.dequantized(torch.float32).T
+    return module.weight if isinstance(module, Conv1D) else module.weight.T
 
 
 def _experts_in_out(module: Any, parameter: str) -> tuple[int, int, int] | None:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from groupwise.errors import ConfigError
 from groupwise.model.attention import Layout, Scoring
 
 LEAN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -65,7 +66,7 @@ class Backbone:
         saving = own.gradient_checkpointing and own.training and torch.is_grad_enabled()
         for layer in own.layers:
             if saving:
-                h = checkpoint(self._layer, layer, h, cos, sin, layout, use_reentrant=False)
+                h = own._gradient_checkpointing_func(self._layer, layer, h, cos, sin, layout)
             else:
                 h = self._layer(layer, h, cos, sin, layout)
         return norm(own.norm, h)
@@ -134,6 +135,25 @@ class After(NamedTuple):
         """-> the next layer's h [S, hidden]."""
         h = h + project(self.o, mixed_SHD.reshape(len(h), -1))
         return h + project(self.down, _gated(project(self.gate_up, norm(self.norm, h))))
+
+
+def checkpoint_layers(model: PreTrainedModel, *, offload: bool = False) -> None:
+    """Have each layer's activations computed again in the backward pass; with `offload` its input is in the CPU's
+    memory until then. Raises ConfigError where there is no GPU to take it from."""
+    if offload and model.device.type != "cuda":
+        raise ConfigError(
+            f"gradient_checkpointing offload moves activations off a GPU, and the model is on {model.device.type}",
+            hint="set gradient_checkpointing: true",
+        )
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if offload:
+        model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=offloaded_checkpoint)
+
+
+def offloaded_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`torch.utils.checkpoint.checkpoint`, whose inputs are kept in the CPU's memory, pinned where there is a GPU."""
+    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+        return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
 def scoring_of(layer: Any) -> Scoring:

@@ -35,6 +35,14 @@ from groupwise.errors import FieldError, ModelError
 from groupwise.model.attention import ATTENTION
 from groupwise.model.chat import stop_ids
 from groupwise.model.mixture import fused_parameters, is_router
+from groupwise.model.quantized import (
+    PACKAGE,
+    QuantizedLinear,
+    bits_config,
+    quantization_of,
+    require_bitsandbytes,
+    take_over,
+)
 from groupwise.model.recurrence import pack_recurrent_layers
 
 _UNREADABLE = (OSError, ValueError, KeyError, SafetensorError)
@@ -62,6 +70,11 @@ class LoadedModel:
     def vocabulary(self) -> int:
         """How many token ids there are; they go from 0."""
         return int(self.model.config.get_text_config().vocab_size)
+
+    @property
+    def quantization(self) -> str | None:
+        """How weights are quantised, `nf4` or `int8`; None: not at all."""
+        return quantization_of(self.model)
 
     @property
     def adaptable(self) -> AdaptableModules:
@@ -128,23 +141,77 @@ def widest_float(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def load_model(name: str, *, device: str = "auto", dtype: str = "auto") -> LoadedModel:
+def load_model(name: str, *, device: str = "auto", dtype: str = "auto", quantization: str | None = None) -> LoadedModel:
     """Load `name` ("starter", a directory, or a Hugging Face name).
 
+    `quantization` is `nf4`, `int8` or None (`model.quantized`); a checkpoint that bitsandbytes quantised is loaded as
+    it is.
+
     Raises:
-        ModelError: the model or its tokenizer is not there or cannot be read; says where it was looked for.
+        ModelError: the model or its tokenizer is not there or cannot be read, which says where it was looked for; or
+            it cannot be quantised so.
     """
     path = model_path(name)
     where = resolve_device(device)
+    kind = resolve_dtype(dtype, where)
     try:
         with reading(path):
             config = AutoConfig.from_pretrained(path)
+            options = _quantization_options(config, name, quantization, where, kind)
             tokenizer = AutoTokenizer.from_pretrained(path)
-            model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=resolve_dtype(dtype, where))
+            model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=kind, **options)
     except _UNREADABLE as error:
         raise _not_loaded("model", name, error) from error
+    if options:
+        take_over(model)
+        if quantization_of(model) is None:
+            kind_of = type(model).__name__
+            raise ModelError(
+                f"{name!r} cannot be quantised: {kind_of} has no linear layer to quantise", hint="leave it out"
+            )
     model.to(where)  # pyright: ignore[reportArgumentType]
     return wrap_model(model, tokenizer, name=name)
+
+
+def _quantization_options(
+    config: PreTrainedConfig, name: str, kind: str | None, device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Arguments of `from_pretrained` for a model in 4 or 8 bits; none for any other. Raises ModelError."""
+    saved: Any = getattr(config, "quantization_config", None)
+    if saved is not None:
+        saved = saved if isinstance(saved, dict) else saved.to_dict()
+        have = str(saved.get("quant_method", "")).rpartition(".")[2]
+        if PACKAGE not in have.lower().replace("bits_and_bytes", PACKAGE):
+            raise ModelError(
+                f"{name!r} was quantised by {have!r}; only weights that {PACKAGE} quantised can be trained on",
+                hint="name the model that it was made from, and set quantization: nf4 or int8",
+            )
+        have = "int8" if saved.get("load_in_8bit") else str(saved.get("bnb_4bit_quant_type", "fp4"))
+        if kind not in (None, have):
+            raise ModelError(
+                f"quantization is {kind!r}, and {name!r} was saved quantised as {have!r}", hint="leave it out"
+            )
+        require_bitsandbytes(f"{name!r}, which was saved as {have},")
+        return {"device_map": {"": str(device)}}
+    if kind is None:
+        return {}
+    if device.type == "mps":
+        raise ModelError(f"quantization {kind} does not run on Apple's GPUs", hint="set device: cpu, or leave it out")
+    options = bits_config(kind, dtype, keep=_not_quantised(config))
+    return {"quantization_config": options, "device_map": {"": str(device)}}
+
+
+def _not_quantised(config: PreTrainedConfig) -> list[str]:
+    """Full names of the linear layers that stay as they are: the LM head, routers, and what takes no adapter because
+    it is no part of the text decoder or is multiplied without being called."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    modules, refused = dict(model.named_modules()), AdaptableModules.of(model).refused
+    return [
+        name for name, module in modules.items()
+        if isinstance(module, nn.Linear | Conv1D)
+        and (isinstance(module, Conv1D) or refused.get(name, "is none of the decoder") or is_routing(name, modules))
+    ]  # fmt: skip
 
 
 def load_config(name: str) -> PreTrainedConfig:
@@ -312,7 +379,7 @@ def adapted_modules(model: PreTrainedModel, targets: str | Sequence[str]) -> lis
 def is_linear(module: nn.Module) -> bool:
     """Whether a module is x W^T + b and nothing else; transformers' Conv1D is too, with its weight transposed."""
     plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-    return plain or isinstance(module, Conv1D) or type(module).__name__ == "FalconLinear"
+    return plain or isinstance(module, Conv1D | QuantizedLinear) or type(module).__name__ == "FalconLinear"
 
 
 _EXPERTS = ": transformers has no exchangeable forward of these experts, so they take no adapter"
@@ -329,9 +396,14 @@ def _names(target: str, name: str) -> bool:
 
 def _is_routed(name: str, modules: Mapping[str, nn.Module]) -> bool:
     """Whether a module is, or is inside, a router of a mixture of experts or an expert that tokens are routed to."""
+    return EXPERTS in name.split(".") or is_routing(name, modules)
+
+
+def is_routing(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether a module is, or is inside, a router of a mixture of experts; `modules` are all of the model."""
     parts = name.split(".")
     for i, part in enumerate(parts):
-        if part in ("experts", "router") or "Router" in type(modules[".".join(parts[: i + 1])]).__name__:
+        if part == "router" or "Router" in type(modules[".".join(parts[: i + 1])]).__name__:
             return True
         if part in ("gate", "shared_expert_gate") and hasattr(modules[".".join(parts[:i])], "experts"):
             return True

@@ -62,7 +62,11 @@ LOSS_BYTES = 96  # a loss token's numbers: log-probabilities, advantage, ratio, 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """What of a decoder decides its memory. `value_bytes` is the size of one weight."""
+    """What of a decoder decides its memory. `value_bytes` is the size of one weight, and of what products compute.
+
+    Where weights are quantised, `stored` are the bytes of them all, and `product` the most that a layer's take while it
+    is multiplied with.
+    """
 
     parameters: int
     value_bytes: int
@@ -75,9 +79,20 @@ class ModelSize:
     vocabulary: int
     lean: bool = True  # runs as `backbone` writes it out
     query_norms: bool = True
+    stored: int | None = None
+    product: int = 0
 
     @classmethod
-    def of(cls, config: Any, *, parameters: int, value_bytes: int, lean: bool = False) -> ModelSize:
+    def of(
+        cls,
+        config: Any,
+        *,
+        parameters: int,
+        value_bytes: int,
+        lean: bool = False,
+        stored: int | None = None,
+        product: int = 0,
+    ) -> ModelSize:
         """From a transformers text config; what an older architecture does not name has its usual value."""
         hidden, heads = config.hidden_size, getattr(config, "num_attention_heads", None) or 1  # a Mamba has none
         return cls(
@@ -92,7 +107,14 @@ class ModelSize:
             vocabulary=config.vocab_size,
             lean=lean,
             query_norms=config.model_type in ("qwen3", "gemma3_text"),
+            stored=stored,
+            product=product,
         )
+
+    @property
+    def weights(self) -> int:
+        """Bytes of all weights."""
+        return self.parameters * self.value_bytes if self.stored is None else self.stored
 
     @property
     def query(self) -> int:
@@ -154,6 +176,7 @@ class Training:
     rank: int | None
     dropout: bool = False
     checkpointing: bool = False
+    offload: bool = False  # and the layers' inputs are elsewhere meanwhile
     gpu: bool = False
 
 
@@ -181,7 +204,7 @@ def kept_bytes(model: ModelSize, shape: PackedShape, training: Training) -> int:
     S, H, value = shape.tokens, model.hidden, model.value_bytes
     kept = _last(model, shape, training) + shape.loss_tokens * LOSS_BYTES + 2 * S * model.head_dim * value  # rotations
     if training.checkpointing:
-        return kept + model.layers * S * H * value
+        return kept + (0 if training.offload else model.layers * S * H * value)
     layer = _layer(model, shape, training)
     below = 0 if training.rank is None else S * H * max(4, value)  # the first norm's input needs no gradient
     return kept + model.layers * (layer.attention + layer.mlp) - below
@@ -267,7 +290,7 @@ def _attention(model: ModelSize, shape: PackedShape, training: Training) -> tupl
     return kept, above
 
 
-OPTIMIZER_STATES = 2  # AdamW's moments
+MOMENTS = {"adamw": 8, "adamw_8bit": 2, "paged_adamw_8bit": 2}  # bytes of both moments of a float32 parameter
 ENGINE_VERSIONS = 2  # of an adapter: the one that samples and the one it is given
 MERGED_BYTES = 1 << 30  # of merged weights, `engine.multi_lora`
 STORE_GROWTH = 5 / 4  # of the engine's keys and values beyond what is needed, `engine.kv_cache`
@@ -367,13 +390,14 @@ class Load:
 def memory(config: RunConfig, load: Load, *, micro_tokens: int | None = None) -> Memory:
     """The memory of a run at its peak, with micro-batches of `micro_tokens` (None: the configuration's)."""
     model, lora = load.model, config.train.lora
-    weights = model.parameters * model.value_bytes
+    weights = model.weights
     if lora is None:
-        trained = load.trained * model.value_bytes * (1 + OPTIMIZER_STATES)  # gradient and moments
+        moments = 2 * model.value_bytes if config.train.optimizer == "adamw" else MOMENTS[config.train.optimizer]
+        trained = load.trained * (model.value_bytes + moments)  # gradient and moments
         trained = trained // _ranks(config) if _is_sharded(config) else trained
         trained = 0 if _is_offloaded(config, load) else trained
     else:  # float32 parameters, gradients and moments
-        trained = load.trained * 4 * (2 + OPTIMIZER_STATES + ENGINE_VERSIONS)
+        trained = load.trained * (4 * (2 + ENGINE_VERSIONS) + MOMENTS[config.train.optimizer])
     return Memory(
         process=0 if load.gpu else PROCESS_BYTES,
         weights=weights,
@@ -507,7 +531,7 @@ def _linear(model: ModelSize) -> int:
 def _merged(config: RunConfig, model: ModelSize) -> int:
     """Merged weights of the policies that sample, as many as the engine keeps."""
     linear = model.layers * _linear(model)
-    if not model.lean or model.value_bytes < 4:
+    if not model.lean or model.value_bytes < 4 or model.product:
         return 0
     policies = 1 if config.train.lora is None else ENGINE_VERSIONS
     return min(policies, MERGED_BYTES // (linear * model.value_bytes)) * linear * model.value_bytes
@@ -536,12 +560,13 @@ def _activations(config: RunConfig, load: Load, micro_tokens: int) -> int:
     training = Training(
         rank=None if lora is None else lora.rank,
         dropout=lora is not None and lora.dropout > 0,
-        checkpointing=config.train.gradient_checkpointing,
+        checkpointing=bool(config.train.gradient_checkpointing),
+        offload=config.train.gradient_checkpointing == "offload",
         gpu=load.gpu,
     )
     model = replace(load.model, lean=load.model.lean and not _is_sharded(config))
     shapes = (replace(shape, flex=load.flex) for shape in _worst(config, load, micro_tokens))
-    most = max(activation_bytes(model, shape, training) for shape in shapes)
+    most = max(activation_bytes(model, shape, training) for shape in shapes) + model.product
     held_back = HELD_BACK_CHECKPOINTED if training.checkpointing else HELD_BACK
     return most if load.gpu else math.ceil(most * held_back)
 

@@ -25,6 +25,7 @@ from groupwise.model.load import LoadedModel, load_model, plain_implementation
 from groupwise.model.memory import GIB, Load, ModelSize, fitting_tokens
 from groupwise.model.packed_check import cache_bytes, why_not_cached
 from groupwise.model.packing import FLEX
+from groupwise.model.quantized import parameter_count, product_bytes
 from groupwise.platform import memory_bytes, run_coroutine
 from groupwise.rewards.base import RewardWorkers, Scorer, load_rewards
 from groupwise.rewards.classifier import load_models, reward_model, reward_models
@@ -62,8 +63,10 @@ def load_of(
     model, weights = base.model, list(base.model.parameters())
     size = ModelSize.of(
         model.config.get_text_config(),
-        parameters=sum(parameter.numel() for parameter in weights),
-        value_bytes=weights[0].element_size(),
+        parameters=parameter_count(model),
+        value_bytes=model.dtype.itemsize,
+        stored=sum(parameter.numel() * parameter.element_size() for parameter in weights),
+        product=product_bytes(model),
         lean=is_lean(model) and learner.packed,
     )
     return Load(
@@ -72,7 +75,7 @@ def load_of(
         longest_prompt=longest_prompt,
         keeps_reference=config.train.lora is None and reads_reference,
         gpu=base.device.type == "cuda",
-        colocated=_colocated(config, base.device, weights=size.parameters * size.value_bytes),
+        colocated=_colocated(config, base.device, weights=size.weights),
         flex=learner.layouts is FLEX,
         packed=learner.packed,
         eager=plain_implementation(model) == "eager",
@@ -189,7 +192,7 @@ def open_components(
         if (envs := open_envs(plan, remote=remote)) is not None:
             opened.callback(envs.close)
         device = config.device if ranks is None else str(ranks.device)
-        base = load_model(config.model, device=device, dtype=config.dtype)
+        base = load_model(config.model, device=device, dtype=config.dtype, quantization=config.quantization)
         learner = open_learner(config, base, threads=threads, ranks=ranks)
         if plan.reads_reference:
             learner.keep_reference()

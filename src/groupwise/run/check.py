@@ -68,6 +68,7 @@ class CheckReport:
     trained: int
     device: str
     dtype: str
+    quantization: str | None
     longest_prompt: int
     micro_tokens: int
     groups: tuple[RolloutGroup, ...]
@@ -312,6 +313,7 @@ def _report(
         trained=load.trained,
         device=str(parts.base.device),
         dtype=str(model.dtype).removeprefix("torch."),
+        quantization=parts.base.quantization,
         longest_prompt=max(lengths),
         micro_tokens=parts.learner.micro_tokens,
         groups=groups,

@@ -55,7 +55,7 @@ def _assessed(
     note: Callable[[str], None],
 ) -> tuple[Mapping[str, Evaluation], str]:
     config = plan.config
-    base = load_model(config.model, device=config.device, dtype=config.dtype)
+    base = load_model(config.model, device=config.device, dtype=config.dtype, quantization=config.quantization)
     with closing(local_engine(config, base)) as engine:
         version, policy = PolicyVersion.base(), f"{config.model}, no adapter"
         if located is not None:

@@ -329,6 +329,7 @@ def _publish(run: _Run) -> PolicyVersion:
     info = Provenance(
         base_model=base.name,
         base_hash=base.hash,
+        quantization=base.quantization,
         parent=run.standing.parent,
         step=run.learner.steps,
         config_hash=hashlib.sha256(json.dumps(job.config, sort_keys=True).encode()).hexdigest()[:16],

@@ -271,7 +271,9 @@ def describe(error: Exception) -> dict[str, str | None]:
     return {"code": "internal_error", "message": f"{type(error).__name__}: {first}", "hint": hint}
 
 
-def load_base(model: str, *, dtype: str, device: str, weights: Path | None, owner: int) -> tuple[LoadedModel, bool]:
+def load_base(
+    model: str, *, dtype: str, device: str, weights: Path | None, owner: int, quantization: str | None = None
+) -> tuple[LoadedModel, bool]:
     """The base model, and whether its weights are those that process `owner` offers at `weights` (`store.share`).
 
     They are on a GPU, where the offer can be taken; otherwise this process loads weights of its own.
@@ -279,10 +281,11 @@ def load_base(model: str, *, dtype: str, device: str, weights: Path | None, owne
     place = resolve_device(device)
     if weights is not None and place.type == "cuda":
         try:
-            base = load_model(model, device="cpu", dtype=str(resolve_dtype(dtype, place)).removeprefix("torch."))
+            kind = str(resolve_dtype(dtype, place)).removeprefix("torch.")
+            base = load_model(model, device="cpu", dtype=kind, quantization=quantization)
             attach_weights(base, weights, parent=owner)
         except ModelError as error:
             log.warning("%s; this process has a copy of its own on the GPU", error.message)
         else:
             return base, True
-    return load_model(model, device=device, dtype=dtype), False
+    return load_model(model, device=device, dtype=dtype, quantization=quantization), False

@@ -162,7 +162,12 @@ def _follow(config: RunConfig, ranks: Ranks) -> R:  # pyright: ignore[reportInva
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     gpu, sharded = ranks.device.type == "cuda", config.train.parallel == "fsdp"
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if gpu else "float32"
-    base = load_model(config.model, device="cpu" if sharded else str(ranks.device), dtype=dtype)
+    base = load_model(
+        config.model,
+        device="cpu" if sharded else str(ranks.device),
+        dtype=dtype,
+        quantization=config.quantization,
+    )
     learner = open_learner(config, base, threads=torch.get_num_threads(), ranks=ranks)
     torch.set_num_threads(learner.threads)
     return follow(learner)

@@ -95,6 +95,7 @@ class Policy:
         info = Provenance(
             base_model=self._base.name,
             base_hash=self._base.hash,
+            quantization=self._base.quantization,
             parent=self.newest,
             step=step,
             config_hash=self._config_hash,

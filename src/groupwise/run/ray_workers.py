@@ -44,7 +44,7 @@ class EngineActor:
         enter(folder)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # of this thread: the engine's own has the others
-        base = load_model(config.model, device=config.device, dtype=config.dtype)
+        base = load_model(config.model, device=config.device, dtype=config.dtype, quantization=config.quantization)
         if base.hash != base_hash:
             raise ModelError(
                 f"{config.model!r} on {this_machine()} has other weights than the learner's",

@@ -102,7 +102,12 @@ def _load(options: argparse.Namespace, heartbeat: LeaseHeartbeat, parent: int) -
     from groupwise.run.job_queue import load_base
 
     base, is_shared = load_base(
-        options.model, dtype=options.dtype, device=options.device, weights=options.weights, owner=parent
+        options.model,
+        dtype=options.dtype,
+        quantization=options.quantization,
+        device=options.device,
+        weights=options.weights,
+        owner=parent,
     )
     if is_shared:
         heartbeat.patience_s = 0.0
@@ -115,6 +120,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--state", type=Path, required=True, help="the server's state directory")
     parser.add_argument("--model", required=True, help="'starter', a directory or a Hugging Face name")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    parser.add_argument("--quantization", choices=("nf4", "int8"))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--weights", type=Path, help="where the parent offers its base weights")
     parser.add_argument("--threads", type=int, help="of torch; its own choice without")

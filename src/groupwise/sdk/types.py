@@ -456,6 +456,10 @@ class AdapterVersion(Answer):
     created_at: str
     size_bytes: int
     base_model: str
+    base_hash: str
+    """A fingerprint of the weights that it was trained over."""
+    quantization: str | None
+    """How these were quantised, `nf4` or `int8`."""
     parent: str
     """The version that its training started from."""
     step: int

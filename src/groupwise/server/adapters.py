@@ -148,6 +148,8 @@ def _history(info: AdapterInfo, active: PolicyVersion, note: str | None, *, surp
         created_at=info.created,
         size_bytes=_size(info),
         base_model=info.base_model,
+        base_hash=info.base_hash,
+        quantization=info.quantization,
         parent=str(info.parent),
         step=info.step,
         job_id=info.job,
@@ -417,5 +419,5 @@ def _publish(server: Server, name: str, write: Callable[[Path], None], *, again:
     check_free_name(name, served_name=server.config.served_name)
     admit()
     check_room(server.store.root, server.config.min_free_bytes, what="adapters")
-    info = Provenance(base_model=server.base.name, base_hash=server.base.hash)
+    info = Provenance(base_model=server.base.name, base_hash=server.base.hash, quantization=server.base.quantization)
     return server.store.publish(name, write, info=info, admit=admit)

@@ -54,7 +54,7 @@ def assemble(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder:
         record = state_dir / "webhooks.json"
         webhooks = Webhooks(ledger, store, url=config.webhook_url, record=record, secret=config.webhook_secret)
     disable_progress_bar()  # of loading the weights; the server says itself what it does
-    base = load_model(config.model, device=config.device, dtype=config.dtype)
+    base = load_model(config.model, device=config.device, dtype=config.dtype, quantization=config.quantization)
     map_weights(base, state_dir)  # the worker maps the same file
     weights = state_dir / FILE  # or, on a GPU, opens the same memory
     engine = open_engine(config, base)
@@ -71,6 +71,7 @@ def assemble(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder:
         state_dir=state_dir,
         model=config.model,
         dtype=config.dtype,
+        quantization=config.quantization,
         device=config.device,
         threads=config.worker_threads,
         weights=weights if offer_weights(base, weights) else None,
@@ -109,7 +110,7 @@ def begin_with(server: Server, adapter: Located, *, always: bool) -> PolicyVersi
     adapter.check_base(base.hash)
     check_free_name(version.name, served_name=server.config.served_name)
     with adapter.held():
-        info = Provenance(base_model=base.name, base_hash=base.hash)
+        info = Provenance(base_model=base.name, base_hash=base.hash, quantization=base.quantization)
         if (adapter.directory / files.SIDECAR).exists():
             info = files.read_info(adapter.directory, version=version)
         here, new = server.store.adopt(adapter.directory, version, info=info)

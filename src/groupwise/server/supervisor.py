@@ -74,6 +74,7 @@ def worker_command(
     model: str,
     dtype: str,
     device: str,
+    quantization: str | None = None,
     threads: int | None = None,
     weights: Path | None = None,
     worker: str = WORKER,
@@ -81,6 +82,7 @@ def worker_command(
     """The command line of `groupwise.run.worker`, as a child of this process. `weights` is where it offers its own."""
     command = [sys.executable, "-m", "groupwise.run.worker", "--state", str(state_dir), "--model", model]
     command += ["--dtype", dtype, "--device", device, "--worker", worker, "--parent", str(os.getpid())]
+    command += [] if quantization is None else ["--quantization", quantization]
     command += [] if weights is None else ["--weights", str(weights)]
     return command if threads is None else [*command, "--threads", str(threads)]
 

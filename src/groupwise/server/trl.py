@@ -302,7 +302,7 @@ def _import(server: Server, body: LoraPath) -> PolicyVersion:
     check_free_name(name, served_name=server.config.served_name)
     if directory.is_dir():
         server.policies.verify_files(directory)
-    info = Provenance(base_model=server.base.name, base_hash=server.base.hash)
+    info = Provenance(base_model=server.base.name, base_hash=server.base.hash, quantization=server.base.quantization)
     return server.store.import_(directory, name, info=info)
 
 

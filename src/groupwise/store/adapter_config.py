@@ -44,10 +44,10 @@ _KNOWN = {
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config", "exclude_modules",
     "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config",
     "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size",
-    "r", "rank_pattern", "revision", "runtime_config", "target_modules", "target_parameters", "task_type", "use_rslora",
+    "r", "rank_pattern", "revision", "runtime_config", "target_modules", "target_parameters", "task_type", "use_dora",
+    "use_rslora",
 }  # fmt: skip
 _REFUSED = {
-    "use_dora": "must be false: DoRA is not served",
     "modules_to_save": "must be empty: whole layers are not served",
 }
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")  # the others change the base weights too

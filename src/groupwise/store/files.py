@@ -56,6 +56,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib")
 _COPY_BYTES = 1 << 20
 STAGING, _ASIDE = ".staging-", ".replaced-"
 _HALF = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
+MAGNITUDE = ".lora_magnitude_vector"  # DoRA's, of a module
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # other OSErrors say nothing about the version
 
 # A float is infinite or NaN exactly when all bits of its exponent are set: (integer view, those bits) per dtype.
@@ -70,7 +71,8 @@ _EXPONENT_BITS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """Where a version came from, as its publisher knows it. `base_hash` names the exact base weights.
+    """Where a version came from, as its publisher knows it. `base_hash` names the exact base weights, and
+    `quantization` (`nf4`, `int8`) how the base was loaded.
 
     `job` is the training job that made it. `unhealthy` says what was wrong at its end, where that is an error: such a
     version becomes active, and stands for its adapter's name, only by hand. `canary` is what the trainer measured under
@@ -80,6 +82,7 @@ class Provenance:
 
     base_model: str
     base_hash: str
+    quantization: str | None = None
     parent: PolicyVersion = field(default_factory=PolicyVersion.base)
     step: int = 0
     config_hash: str = ""
@@ -136,7 +139,7 @@ def check_adapter(directory: Path) -> None:
     except SafetensorError as error:
         raise AdapterError(f"{WEIGHTS} is not a whole safetensors file: {error}") from error
     tensors = _read_header(weights)
-    adapted(config, _ranks(tensors))
+    adapted(config, _ranks(tensors, dora=bool(config.get("use_dora"))))
     _check_finite(weights, tensors)
 
 
@@ -180,14 +183,18 @@ def adapted_names(directory: Path) -> list[str]:
     return [targets.name(key.removeprefix(before).removesuffix(after)) for key in keys]
 
 
-def _ranks(tensors: Mapping[str, dict[str, Any]]) -> dict[str, int]:
+def _ranks(tensors: Mapping[str, dict[str, Any]], *, dora: bool = False) -> dict[str, int]:
     """Key -> its rank, of experts their number times that. Raises AdapterError unless the tensors are the two halves of
-    plain LoRA, and nothing else."""
+    LoRA, with DoRA also a magnitude of each output, and nothing else."""
     if len(tensors) > MAX_TENSORS:
         raise AdapterError(f"{WEIGHTS} has {len(tensors):,} tensors; the limit is {MAX_TENSORS:,}")
     if not any(".lora_A." in key for key in tensors):
         raise AdapterError(f"{WEIGHTS} has no LoRA weights; keys are 'base_model.model.<module>.lora_A.weight'")
     halves: dict[str, dict[str, list[int]]] = {}
+    outputs = {
+        key.removesuffix(MAGNITUDE): tensor["shape"] for key, tensor in tensors.items() if key.endswith(MAGNITUDE)
+    }
+    tensors = {key: tensor for key, tensor in tensors.items() if not key.endswith(MAGNITUDE)}
     for key, tensor in tensors.items():
         if not key.startswith("base_model.model."):
             raise AdapterError(f"{WEIGHTS}: {key[:120]!r} does not start with 'base_model.model.', as PEFT saves keys")
@@ -203,6 +210,13 @@ def _ranks(tensors: Mapping[str, dict[str, Any]]) -> dict[str, int]:
             raise AdapterError(
                 f"{WEIGHTS}: lora_A of {module[:120]!r} has shape {tuple(down)}, lora_B has {tuple(up)}; ranks differ"
             )
+    wanted = {f"base_model.model.{module}": [shapes["B"][0]] for module, shapes in halves.items()} if dora else {}
+    if outputs != wanted:
+        odd = min((key for key in outputs.keys() | wanted if outputs.get(key) != wanted.get(key)), key=str)
+        raise AdapterError(
+            f"{WEIGHTS}: {odd[:120]!r} has a magnitude of shape {outputs.get(odd)}; with use_dora {str(dora).lower()} "
+            f"it must be {wanted.get(odd)}"
+        )
     return {module: shapes["A"][0] for module, shapes in halves.items()}
 
 
@@ -231,6 +245,7 @@ def seal(directory: Path, *, provenance: Provenance) -> None:
         "format": FORMAT,
         "base_model": provenance.base_model,
         "base_hash": provenance.base_hash,
+        "quantization": provenance.quantization,
         "parent": str(provenance.parent),
         "step": provenance.step,
         "config_hash": provenance.config_hash,
@@ -262,6 +277,7 @@ def read_info(directory: Path, *, version: PolicyVersion) -> AdapterInfo:
             version=version,
             base_model=raw["base_model"],
             base_hash=raw["base_hash"],
+            quantization=raw.get("quantization"),
             parent=PolicyVersion.parse(raw["parent"]),
             step=raw["step"],
             config_hash=raw["config_hash"],

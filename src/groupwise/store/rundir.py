@@ -223,12 +223,14 @@ _VERSIONS, _WEIGHTS = f"{STORE}/*/v[0-9]*", f"{MODEL}/config.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Located:
-    """An adapter on disk. `base_hash` is None where nobody recorded the base model's."""
+    """An adapter on disk. `base_hash` is None where nobody recorded the base model's; `quantization` is how that was
+    loaded (`nf4`, `int8`)."""
 
     version: PolicyVersion
     directory: Path
     base_model: str | None = None
     base_hash: str | None = None
+    quantization: str | None = None
 
     @property
     def run_dir(self) -> Path | None:
@@ -253,7 +255,8 @@ class Located:
             raise AdapterError(
                 f"the adapter in {self.directory} was trained on {self.base_model} with base hash {self.base_hash}; "
                 f"the model that is loaded has base hash {base_hash}",
-                hint="set `model` to the base model that the adapter was trained on",
+                hint="set `model` to the base model that the adapter was trained on"
+                + (f", and quantization to {self.quantization}" if self.quantization else ""),
             )
 
 
@@ -265,6 +268,11 @@ class TrainedPolicy:
     model: str
     adapter: Located | None
     run_dir: Path | None
+
+    @property
+    def quantization(self) -> str | None:
+        """How the model is to be loaded."""
+        return None if self.adapter is None else self.adapter.quantization
 
 
 def find_run(text: str) -> Path:
@@ -404,7 +412,7 @@ def _in_store(store: AdapterStore, name: str | None) -> Located:
             f"no version is active in {store.root}", hint="name a version, or leave --adapter out for the base model"
         )
     directory, info = store.path(version), store.info(version)
-    return Located(version=version, directory=directory, base_model=info.base_model, base_hash=info.base_hash)
+    return _located(directory, info)
 
 
 def _directory(path: Path) -> Located:
@@ -420,5 +428,14 @@ def _directory(path: Path) -> Located:
         return Located(version=version, directory=path)
     if damage := files.find_damage(path, version=version, hashes=True):
         raise AdapterError(f"the adapter in {path} is damaged: {damage}", hint="use another version")
-    info = files.read_info(path, version=version)
-    return Located(version=version, directory=path, base_model=info.base_model, base_hash=info.base_hash)
+    return _located(path, files.read_info(path, version=version))
+
+
+def _located(directory: Path, info: files.AdapterInfo) -> Located:
+    return Located(
+        version=info.version,
+        directory=directory,
+        base_model=info.base_model,
+        base_hash=info.base_hash,
+        quantization=info.quantization,
+    )

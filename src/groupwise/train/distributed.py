@@ -227,6 +227,10 @@ class FullySharded(DataParallel):
 
     def shard(self, learner: Learner) -> None:
         self.sharded = learner.lora is None  # else only what is frozen is cut
+        if (kind := learner.base.quantization) is not None:
+            raise ConfigError(
+                f"{kind} weights are not cut by FSDP, whose parts have one type", hint="set train.parallel: ddp"
+            )
         model = learner.model
         layers = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
         if not layers:

@@ -40,7 +40,7 @@ from groupwise.config.lora import LoraSpec
 from groupwise.config.loss import LossSpec
 from groupwise.config.run import OptimizerConfig
 from groupwise.errors import ConfigError, ContextLengthError, TrainingError
-from groupwise.model.backbone import is_lean
+from groupwise.model.backbone import checkpoint_layers, is_lean
 from groupwise.model.flex import why_not_flex
 from groupwise.model.load import LoadedModel, longest_row, share_weights
 from groupwise.model.mixture import RouterOutput, Routers, balancing_coefficient, load_balancing
@@ -58,6 +58,7 @@ from groupwise.model.packing import (
     side_by_side,
 )
 from groupwise.train.lora import add_lora, load_lora, router_parameters, save_lora
+from groupwise.train.optimizer import make_optimizer
 from groupwise.train.reference import Reference, ReferenceSpec
 from groupwise.train.rollout_batch import RolloutBatch, train_on_batch
 from groupwise.train.schedule import learning_rate_at
@@ -192,7 +193,6 @@ Gradients = Sequence[Tensor | None]  # of the parameters, in their order; empty 
 Listener = Callable[[MicroBatch, Tensor], None]  # logprobs_N, without a graph
 
 
-ADAM_EPS = 1e-8
 DEFAULTS = OptimizerConfig()
 
 
@@ -216,6 +216,8 @@ class Learner:
         micro_tokens: token budget of a micro-batch: packed tokens, those that samples share counted once; where the
             model cannot run packed, tokens of padded rows.
         attention: how it is computed over packed rows, `merged` or `flex` (`model.attention`).
+        gradient_checkpointing: compute a layer's activations again in the backward pass; `offload`: and keep its input
+            in the CPU's memory until then.
         autocast: run the forward in this type over float32 weights (mixed precision); None: in the weights' own.
         reference: what KLs are measured against.
         seed: of the adapter's random half, of dropout and of the minibatch shuffle.
@@ -235,7 +237,7 @@ class Learner:
         lora: LoraSpec | None = LoraSpec(),
         optimizer: OptimizerConfig = DEFAULTS,
         micro_tokens: int = DEFAULTS.micro_tokens,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: bool | Literal["offload"] = False,
         attention: Literal["merged", "flex"] = "merged",
         autocast: torch.dtype | None = None,
         reference: ReferenceSpec = ReferenceSpec(),
@@ -248,6 +250,11 @@ class Learner:
         self.autocast = autocast
         self.base, self.micro_tokens, self.max_grad_norm = base, micro_tokens, optimizer.max_grad_norm
         self.model: PreTrainedModel = share_weights(base.model)
+        if lora is None and base.quantization is not None:
+            raise ConfigError(
+                f"all parameters would be trained, and those of {base.name!r} are quantised ({base.quantization})",
+                hint="train an adapter (train.lora), or set quantization: null",
+            )
         if lora is None and base.model.dtype.itemsize < 4:
             raise ConfigError(
                 f"all parameters would be trained in {str(base.model.dtype).removeprefix('torch.')}, in which most "
@@ -258,7 +265,7 @@ class Learner:
         self.why_not_flex: str | None = None  # where it was asked for and is not used
         self.layouts = MERGED
         if attention == "flex" and self.packed:
-            self.layouts = self._try_flex(checkpointing=gradient_checkpointing)
+            self.layouts = self._try_flex(checkpointing=bool(gradient_checkpointing))
         self.lora = None if lora is None else add_lora(self.model, lora, seed=seed)
         if lora is None:
             self.model.requires_grad_(True)
@@ -266,22 +273,15 @@ class Learner:
         train = any(parameter.requires_grad for parameter in router_parameters(self.model))
         self._balances = balancing_coefficient(self.model) if train else 0.0
         if gradient_checkpointing:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            checkpoint_layers(self.model, offload=gradient_checkpointing == "offload")
         self.strategy.shard(self)
         threads = threads or torch.get_num_threads()
         self._lanes = ThreadedMicroBatches(threads if self._is_small(dropout=bool(lora and lora.dropout)) else 1)
         self.threads = 1 if self._lanes.most > 1 else threads  # of torch, in the thread that trains
         self._dropout, self._seed = bool(lora and lora.dropout), seed
-        self.model.train(gradient_checkpointing or self._dropout)
+        self.model.train(bool(gradient_checkpointing) or self._dropout)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(
-            self.parameters,
-            lr=0.0,
-            betas=optimizer.betas,
-            eps=ADAM_EPS,
-            weight_decay=optimizer.weight_decay,
-            fused=True,
-        )
+        self.optimizer = make_optimizer(self.parameters, optimizer)
         self.reference = Reference(
             reference, model=self.model, parameters=self.parameters, adapter=self.lora is not None
         )

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft import LoraConfig
@@ -24,15 +24,17 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from groupwise.config.lora import LoraSpec
-from groupwise.errors import AdapterError
+from groupwise.errors import AdapterError, ConfigError
 from groupwise.model.backbone import project_plainly
 from groupwise.model.load import adapted_modules
 from groupwise.model.mixture import Routed, experts_forward, is_router, low_rank, router_forward
+from groupwise.model.quantized import QuantizedLinear, quantization_of
 from groupwise.store.adapter_config import ExpertTargets, adapted, check_config
 
 _PEFT_PREFIX = "base_model.model."
 _A = ".lora_A.weight"
 _ADAPTER = "default"
+_MAGNITUDE = "lora_magnitude_vector"  # DoRA's, which PEFT's files have without ".weight"
 
 
 def add_lora(model: PreTrainedModel, spec: LoraSpec, *, seed: int) -> LoraConfig:
@@ -49,10 +51,14 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, *, seed: int) -> LoraConfig
         ConfigError: a target is the name of no module of the model, or of one that cannot be adapted.
     """
     names, every = adapted_modules(model, spec.targets), dict(model.named_modules())
+    if spec.use_dora:
+        _check_dora(model, names, every)
     modules, parameters = _as_peft_reads(model, names)
     config = LoraConfig(
         r=spec.rank,
         lora_alpha=spec.alpha,  # pyright: ignore[reportArgumentType]  PEFT takes fractions too
+        use_rslora=spec.use_rslora,
+        use_dora=spec.use_dora,
         lora_dropout=spec.dropout,
         target_modules=modules,
         target_parameters=parameters or None,
@@ -81,6 +87,20 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, *, seed: int) -> LoraConfig
         if parameter.dtype in (torch.float16, torch.bfloat16):
             parameter.data = parameter.data.float()
     return config
+
+
+def _check_dora(model: PreTrainedModel, names: Sequence[str], every: Mapping[str, nn.Module]) -> None:
+    """Raise ConfigError where DoRA is not what it is for linear layers with weights in full width."""
+    if other := next((name for name in names if name not in every or is_router(every[name])), None):
+        raise ConfigError(
+            f"DoRA is of linear layers, and {other} is of a mixture's experts or routers",
+            hint="leave it out of train.lora.targets, or set use_dora: false",
+        )
+    if (kind := quantization_of(model)) is not None:
+        raise ConfigError(
+            f"DoRA divides by norms of the weights, and these are quantised ({kind})",
+            hint="set use_dora: false, or quantization: null",
+        )
 
 
 def _as_peft_reads(model: PreTrainedModel, names: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -144,7 +164,8 @@ class ParameterLora(nn.Module):
     def __init__(self, base_layer: nn.Module, parameter: str, spec: LoraSpec):
         super().__init__()
         self.base_layer, self.parameter_name, self.enabled = base_layer, parameter, True
-        self.dropout, self.scale = spec.dropout, spec.alpha / spec.rank
+        root = math.sqrt(spec.rank) if spec.use_rslora else spec.rank
+        self.dropout, self.scale = spec.dropout, spec.alpha / root
         weight = getattr(self.inner, parameter)
         *experts, inputs, outputs = weight.shape if getattr(self.inner, "is_transposed", False) else (
             *weight.shape[:-2], weight.shape[-1], weight.shape[-2]
@@ -238,7 +259,7 @@ def adapter_off(model: PreTrainedModel) -> Iterator[None]:
 def lora_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """The adapter's parameters under the names PEFT's files use."""
     return {
-        _PEFT_PREFIX + name.replace(f".{_ADAPTER}.", "."): parameter
+        _PEFT_PREFIX + name.replace(f".{_ADAPTER}.", ".").replace(f"{_MAGNITUDE}.weight", _MAGNITUDE): parameter
         for name, parameter in model.named_parameters()
         if "lora_" in name
     }
@@ -271,7 +292,14 @@ def load_lora(
         saved = json.loads((directory / "adapter_config.json").read_text())
     except (OSError, ValueError, SafetensorError) as error:
         raise AdapterError(f"the adapter in {directory} cannot be read: {error}") from error
-    if saved.get("lora_alpha") != config.lora_alpha or bool(saved.get("use_rslora")) != config.use_rslora:
+    for key in ("use_rslora", "use_dora"):
+        if bool(saved.get(key)) != getattr(config, key):
+            raise AdapterError(
+                f"the adapter in {directory} has {key} {bool(saved.get(key))}; training is to use "
+                f"{getattr(config, key)}",
+                hint=f"set {alpha_field.rpartition('.')[0] or 'lora'}.{key} to the adapter's",
+            )
+    if saved.get("lora_alpha") != config.lora_alpha:
         raise AdapterError(
             f"the adapter in {directory} has alpha {saved.get('lora_alpha')}; training is to use {config.lora_alpha}",
             hint=f"set {alpha_field} to the adapter's, {saved.get('lora_alpha')}",
@@ -316,63 +344,87 @@ def project_with_lora(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
     terms = [_terms(module, x) for module in modules]
     if any(term is None for term in terms) or torch.is_autocast_enabled(x.device.type):
         return project_plainly(modules, x)
-    flat = [tensor for term in terms if term is not None for tensor in term[:4]]
-    return _Projection.apply(x, [term[4] for term in terms if term is not None], *flat)  # type: ignore[return-value]
+    known = [term for term in terms if term is not None]
+    flat = [tensor for term in known for tensor in (term.bias, term.a, term.b)]
+    return _Projection.apply(x, [term.base for term in known], [term.scale for term in known], *flat)  # type: ignore[return-value]
 
 
-def _terms(module: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, float] | None:
-    """(W, bias, A, B, scale) of a linear module, A and B None where no adapter acts. None: not that simple."""
+class _Term(NamedTuple):
+    """A linear module: W and b of `base`, and s B A where an adapter acts."""
+
+    base: nn.Linear | QuantizedLinear
+    bias: Tensor | None
+    a: Tensor | None = None
+    b: Tensor | None = None
+    scale: float = 0.0
+
+
+def _terms(module: Any, x: Tensor) -> _Term | None:
+    """None: it is not that simple."""
     base = getattr(module, "base_layer", module)
-    if type(base) is not nn.Linear or base.weight.dtype != x.dtype or base.weight.requires_grad:
+    if type(base) is nn.Linear:
+        if base.weight.dtype != x.dtype or base.weight.requires_grad:
+            return None
+    elif not isinstance(base, QuantizedLinear):
+        return None
+    if base.bias is not None and base.bias.dtype != x.dtype:
         return None
     if module is base or module.disable_adapters:
-        return base.weight, base.bias, None, None, 0.0
+        return _Term(base, base.bias)
     if type(module) is not LoraLinear or list(module.active_adapters) != [_ADAPTER] or module.merged:
         return None
     a: Any = module.lora_A[_ADAPTER].weight
     b: Any = module.lora_B[_ADAPTER].weight
-    if a.dtype != x.dtype or not isinstance(module.lora_dropout[_ADAPTER], nn.Identity):
+    if a.dtype != x.dtype or module.lora_magnitude_vector or not isinstance(module.lora_dropout[_ADAPTER], nn.Identity):
         return None
-    return base.weight, base.bias, a, b, float(module.scaling[_ADAPTER])
+    return _Term(base, base.bias, a, b, float(module.scaling[_ADAPTER]))
+
+
+def _matrix(base: nn.Linear | QuantizedLinear, dtype: torch.dtype) -> Tensor:
+    """W [out, in]; of a quantised layer a new tensor."""
+    return base.dequantized(dtype) if isinstance(base, QuantizedLinear) else base.weight
 
 
 class _Projection(torch.autograd.Function):
     """y_i = x W_i^T + s_i (x A_i^T) B_i^T for modules i with the same input, side by side.
 
     Backward keeps x and the x A_i^T, which are side by side too; all gradients of x are added up by the products
-    themselves.
+    themselves. The frozen W_i stay where they are, in the modules.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scales: list[float], *flat: Tensor | None) -> Tensor:
-        terms = [flat[i : i + 4] for i in range(0, len(flat), 4)]
-        widths = [w.shape[0] for w, *_ in terms if w is not None]
-        ranks = [0 if a is None else a.shape[0] for _, _, a, _ in terms]
-        every_a = [a for _, _, a, _ in terms if a is not None]
+    def forward(ctx: Any, x: Tensor, bases: list[Any], scales: list[float], *flat: Tensor | None) -> Tensor:
+        terms = [flat[i : i + 3] for i in range(0, len(flat), 3)]
+        widths = [base.out_features for base in bases]
+        ranks = [0 if a is None else a.shape[0] for _, a, _ in terms]
+        every_a = [a for _, a, _ in terms if a is not None]
         A = every_a[0] if len(every_a) == 1 else torch.cat(every_a) if every_a else x.new_empty(0, x.shape[1])
         z = x @ A.T
         y = x.new_empty(x.shape[0], sum(widths))
-        parts = zip(y.split(widths, -1), z.split(ranks, -1), terms, scales, strict=True)
-        for out, mine, (w, bias, _, b), scale in parts:
-            assert w is not None
+        parts = zip(y.split(widths, -1), z.split(ranks, -1), bases, terms, scales, strict=True)
+        for out, mine, base, (bias, _, b), scale in parts:
+            w = _matrix(base, x.dtype)
             torch.mm(x, w.T, out=out) if bias is None else torch.addmm(bias, x, w.T, out=out)
             if b is not None:
                 out.addmm_(mine, b.T, alpha=scale)
-        ctx.save_for_backward(x, z, A, *(tensor for w, _, _, b in terms for tensor in (w, b)))
-        ctx.scales, ctx.widths, ctx.ranks = scales, widths, ranks
+            del w  # a quantised layer's, before the next one's is made
+        ctx.save_for_backward(x, z, A, *(b for _, _, b in terms))
+        ctx.bases, ctx.scales, ctx.widths, ctx.ranks = bases, scales, widths, ranks
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
-        x, z, A, *matrices = ctx.saved_tensors
+        x, z, A, *every_b = ctx.saved_tensors
         grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         grad_z = torch.empty_like(z)
         grad_b: list[Tensor | None] = []
         lines = zip(grads[0].split(ctx.widths, -1), z.split(ctx.ranks, -1), grad_z.split(ctx.ranks, -1), strict=True)
         for i, (grad, mine, out) in enumerate(lines):
-            w, b = matrices[2 * i], matrices[2 * i + 1]
+            b = every_b[i]
             if grad_x is not None:
+                w = _matrix(ctx.bases[i], x.dtype)
                 torch.mm(grad, w, out=grad_x) if i == 0 else grad_x.addmm_(grad, w)
+                del w
             if b is not None:
                 torch.mm(grad, b, out=out).mul_(ctx.scales[i])
             grad_b.append(None if b is None else (grad.T @ mine).mul_(ctx.scales[i]))
@@ -380,4 +432,4 @@ class _Projection(torch.autograd.Function):
             grad_x.addmm_(grad_z, A)
         grad_a = (grad_z.T @ x).split(ctx.ranks)
         terms = zip(grad_a, grad_b, strict=True)
-        return grad_x, None, *(g for a, b in terms for g in (None, None, None if b is None else a, b))
+        return grad_x, None, None, *(g for a, b in terms for g in (None, None if b is None else a, b))

@@ -1,7 +1,8 @@
 """What a learner leaves on disk, so that another one goes on exactly where it stood.
 
 learner.safetensors   parameter.<i>                            what is trained, in the order of `Learner.parameters`
-                      exp_avg.<i>, exp_avg_sq.<i>, step.<i>    AdamW's moments of it
+                      exp_avg.<i>, exp_avg_sq.<i>, step.<i>    AdamW's moments of it (bitsandbytes' in 8 bits: state1,
+                                                               state2 and their scales)
                       reference.<i>                            the reference's, unless it is the base
 learner.json          counters, and the state of the generator that shuffles minibatches
 
@@ -29,6 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from groupwise.errors import StorageError
+from groupwise.train.optimizer import moments_of, set_moments
 
 if TYPE_CHECKING:
     from groupwise.train.learner import Learner
@@ -41,8 +43,8 @@ def state_of(learner: Learner) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Everything that `restore` needs: tensors on the CPU, and what goes through JSON."""
     tensors = {f"parameter.{i}": p.detach().cpu().contiguous() for i, p in enumerate(learner.parameters)}
     for i, parameter in enumerate(learner.parameters):
-        for key, value in learner.optimizer.state.get(parameter, {}).items():
-            tensors[f"{key}.{i}"] = value.detach().cpu().contiguous()
+        for key, value in moments_of(learner.optimizer, parameter).items():
+            tensors[f"{key}.{i}"] = value
     return tensors | learner.reference.tensors(), counters_of(learner)
 
 
@@ -59,11 +61,15 @@ def restore(learner: Learner, tensors: Mapping[str, Tensor], counters: Mapping[s
         TrainingError: another kind of reference was saved.
     """
     learner.reference.load(tensors, counters)
+    moments: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        key, _, number = name.rpartition(".")
+        if key not in ("parameter", "reference"):
+            moments.setdefault(number, {})[key] = tensor
     with torch.no_grad():
         for i, parameter in enumerate(learner.parameters):
             parameter.copy_(tensors[f"parameter.{i}"])
-            keys = [key for key in MOMENTS if f"{key}.{i}" in tensors]
-            learner.optimizer.state[parameter] = {key: tensors[f"{key}.{i}"].to(parameter.device) for key in keys}
+            set_moments(learner.optimizer, parameter, moments.get(str(i), {}))
     restore_counters(learner, counters)
 
 

@@ -169,6 +169,12 @@ def _put_model(t: Translation) -> None:
         t.refuse("mixed_precision", "bfloat16 and float32 are here", instead="mixed_precision=bf16")
     elif t.given("mixed_precision"):
         t.put("dtype", "float32" if t["mixed_precision"] in ("no", "none") else "auto", "mixed_precision")
+    if (kind := t["quantization"]) not in (None, "none"):
+        known = {"int4": "nf4", "int8": "int8"}
+        if kind in known:
+            t.put("quantization", known[kind], "quantization")
+        else:
+            t.refuse("quantization", "int4 and int8 are here", instead="quantization=int4")
     modules = t["target_modules"]
     t.put("train.lora.rank", t["lora_r"], "lora_r")
     t.put("train.lora.alpha", t["lora_alpha"], "lora_alpha")

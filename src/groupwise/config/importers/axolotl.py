@@ -10,7 +10,6 @@ that it drops, masks that do not mask), what it documents happens here, and it i
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,7 +20,15 @@ from groupwise.config.hub import reading
 from groupwise.config.importers.base import Translation, run_name
 from groupwise.config.importers.chat_templates import why_not
 from groupwise.config.importers.grpo_args import Names, put_algorithm, put_batch, put_rewards, put_sampling, put_vllm
-from groupwise.config.importers.optimizer_args import Length, OptimizerNames, length_of, put_optimizer, put_parallel
+from groupwise.config.importers.optimizer_args import (
+    Length,
+    OptimizerNames,
+    length_of,
+    put_optimizer,
+    put_parallel,
+    put_quantization,
+    refuse_combinations,
+)
 from groupwise.config.importers.tables import keys_of
 from groupwise.config.load import load_object
 from groupwise.config.run import FILES
@@ -89,6 +96,7 @@ def translate(document: Document, *, folder: Path, count: Count) -> Translation:
     put_vllm(t, "trl.", lora=t["adapter"] is not None, mode="server")
     _put_machine(t)
     put_parallel(t, folder)
+    refuse_combinations(t, bits=("adapter", "load_in_4bit", "load_in_8bit"), dora="peft_use_dora", vllm="trl.use_vllm")
     _put_run(t, length)
     _put_eval(t, folder, length, per_epoch)
     return t
@@ -228,11 +236,13 @@ def _put_adapter(t: Translation) -> None:
         if name := next((each for each in ("lora_r", "lora_alpha", "lora_target_modules") if t.given(each)), None):
             t.refuse(name, "it acts with an adapter; as it is, all parameters are trained", instead="adapter=lora")
         return
-    if adapter != "lora":
-        t.refuse("adapter", f"{adapter} is not here; weights are not quantised", instead="adapter=lora")
-    scale = math.sqrt(rank) if t["peft_use_rslora"] else 1.0
+    if adapter not in ("lora", "qlora"):
+        t.refuse("adapter", f"{adapter} is not here; lora and qlora are", instead="adapter=lora")
+    put_quantization(t, four="load_in_4bit", eight="load_in_8bit", asked="adapter" if adapter == "qlora" else None)
     t.put("train.lora.rank", rank, "lora_r")
-    t.put("train.lora.alpha", t["lora_alpha"] * scale, "lora_alpha", "peft_use_rslora")
+    t.put("train.lora.alpha", t["lora_alpha"], "lora_alpha")
+    t.put("train.lora.use_rslora", t["peft_use_rslora"], "peft_use_rslora")
+    t.put("train.lora.use_dora", t["peft_use_dora"], "peft_use_dora")
     t.put("train.lora.dropout", t["lora_dropout"], "lora_dropout")
     modules = t["lora_target_modules"]
     if t["lora_target_linear"] or modules == "all-linear":
@@ -249,7 +259,8 @@ def _put_machine(t: Translation) -> None:
         t.put("dtype", "float32" if t["bf16"] is False else "auto", "bf16")
     checkpointing = t["gradient_checkpointing"]
     if checkpointing is not None:
-        t.put("train.gradient_checkpointing", bool(checkpointing), "gradient_checkpointing")
+        offload = isinstance(checkpointing, str) and checkpointing.startswith("offload")
+        t.put("train.gradient_checkpointing", "offload" if offload else bool(checkpointing), "gradient_checkpointing")
     if t["flex_attention"] or t["attn_implementation"] == "flex_attention":
         t.put("train.attention", "flex", "flex_attention", "attn_implementation")
     elif t.given("attn_implementation"):

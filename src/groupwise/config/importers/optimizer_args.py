@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,8 @@ ADAMW = (
     "paged_adamw",
     "paged_adamw_32bit",
 )
-ADAMW_8BIT = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "ao_adamw_8bit")
+ADAMW_8BIT = {"adamw_8bit": "adamw_8bit", "adamw_bnb_8bit": "adamw_8bit", "paged_adamw_8bit": "paged_adamw_8bit"}
+ADAMW_8BIT_OF_TORCHAO = ("adamw_torch_8bit", "ao_adamw_8bit")
 SCHEDULES = {
     "constant": "constant",
     "constant_with_warmup": "constant",
@@ -114,6 +115,8 @@ def put_optimizer(t: Translation, names: OptimizerNames, length: Length, *, warm
     _put_warmup(t, names, length, peak=peak, default=warmup)
     optimizer = t[names.optimizer]
     if optimizer in ADAMW_8BIT:
+        t.put("train.optimizer", ADAMW_8BIT[optimizer], names.optimizer)
+    elif optimizer in ADAMW_8BIT_OF_TORCHAO:
         t.note_idle(names.optimizer, "AdamW, with moments in float32")
     elif optimizer not in ADAMW:
         t.refuse(names.optimizer, "AdamW is the optimizer here", instead=f"{names.optimizer}=adamw_torch")
@@ -122,6 +125,34 @@ def put_optimizer(t: Translation, names: OptimizerNames, length: Length, *, warm
         t.put("train.max_grad_norm", t["max_grad_norm"], "max_grad_norm")
     else:
         t.refuse("max_grad_norm", "the gradient is always clipped here", instead="max_grad_norm=1e9")
+
+
+def put_quantization(t: Translation, *, four: str, eight: str, asked: str | None = None) -> None:
+    """`quantization`, of two keys that are true or false; `asked` is one that says 4 bits by itself."""
+    if t[four] and t[eight]:
+        t.problem(eight, f"{four} says 4 bits; write one of them")
+    elif t[four] or asked:
+        t.put("quantization", "nf4", *(name for name in (asked, four) if name))
+    elif t[eight]:
+        t.put("quantization", "int8", eight)
+
+
+def refuse_combinations(t: Translation, *, bits: Sequence[str], dora: str | None, vllm: str) -> None:
+    """What of a quantised base and DoRA does not go with the rest of the file here; `bits`, `dora` and `vllm` are the
+    names of the keys that ask for them. Called when all of these have been put."""
+    data: dict[str, Any] = t.draft.data
+    train = data.get("train", {})
+    kind, lora, by_vllm = data.get("quantization"), train.get("lora") or {}, data.get("engine") == "vllm"
+    asked = next((name for name in bits if t.given(name) and t[name] not in (None, False, "lora")), bits[0])
+    if kind and (by_vllm or train.get("parallel") == "fsdp"):
+        what = "vLLM would sample from other weights than train" if by_vllm else "FSDP does not cut quantised weights"
+        plain = f"{asked}={'lora' if asked == 'adapter' else 'false'}"
+        t.refuse(asked, what, instead=f"{vllm}=false" if by_vllm else plain)
+        t.drop("quantization")
+    if dora is not None and lora.get("use_dora") and (by_vllm or kind):
+        what = "vLLM serves no DoRA" if by_vllm else "DoRA needs norms of weights that are not quantised"
+        t.refuse(dora, what, instead=f"{vllm}=false" if by_vllm else f"{dora}=false")
+        del lora["use_dora"]
 
 
 def _put_warmup(t: Translation, names: OptimizerNames, length: Length, *, peak: float, default: float | None) -> None:

@@ -13,7 +13,6 @@ has those of 1.8.0 (completions of 256 tokens, the KL as k3 without the ratio).
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,15 @@ from groupwise.config.importers.grpo_args import (
     put_sampling,
     put_vllm,
 )
-from groupwise.config.importers.optimizer_args import TRANSFORMERS, Length, length_of, put_optimizer, put_parallel
+from groupwise.config.importers.optimizer_args import (
+    TRANSFORMERS,
+    Length,
+    length_of,
+    put_optimizer,
+    put_parallel,
+    put_quantization,
+    refuse_combinations,
+)
 from groupwise.config.importers.tables import keys_of
 from groupwise.config.run import FILES
 from groupwise.config.yaml import Document
@@ -93,6 +100,7 @@ def translate(document: Document, *, folder: Path, count: Count) -> Translation:
     _put_model(t)
     put_vllm(t, "", lora=t["use_peft"])
     put_parallel(t, folder)
+    refuse_combinations(t, bits=("load_in_4bit", "load_in_8bit"), dora="use_dora", vllm="use_vllm")
     _put_run(t, length)
     _put_eval(t, length, per_epoch)
     return t
@@ -145,15 +153,19 @@ def _put_model(t: Translation) -> None:
     if not t["use_peft"]:
         t.clear("train.lora", "use_peft")
         t.put("dtype", "float32", "dtype", origin="all parameters are trained, in float32 as there")
-        for name in ("lora_r", "lora_alpha", "lora_target_modules"):
-            if t.given(name):
+        for name in ("lora_r", "lora_alpha", "lora_target_modules", "use_dora", "load_in_4bit", "load_in_8bit"):
+            if t.given(name) and t[name]:
                 t.refuse(name, "it acts with use_peft; as it is, all parameters are trained", instead="use_peft=true")
         return
     if t.given("dtype"):
         t.put("dtype", {"float32": "float32", "bfloat16": "bfloat16"}.get(t["dtype"], "auto"), "dtype")
     t.put("train.lora.rank", t["lora_r"], "lora_r")
-    scale = math.sqrt(t["lora_r"]) if t["use_rslora"] else 1.0
-    t.put("train.lora.alpha", t["lora_alpha"] * scale, "lora_alpha", "use_rslora")
+    t.put("train.lora.alpha", t["lora_alpha"], "lora_alpha")
+    t.put("train.lora.use_rslora", t["use_rslora"] or None, "use_rslora")
+    t.put("train.lora.use_dora", t["use_dora"] or None, "use_dora")
+    put_quantization(t, four="load_in_4bit", eight="load_in_8bit")
+    if t["load_in_4bit"] and t["bnb_4bit_quant_type"] != "nf4":
+        t.refuse("bnb_4bit_quant_type", "nf4 is here", instead="bnb_4bit_quant_type=nf4")
     t.put("train.lora.dropout", 0.0 if t["disable_dropout"] else t["lora_dropout"], "lora_dropout", "disable_dropout")
     modules = t["lora_target_modules"]
     if modules is None:

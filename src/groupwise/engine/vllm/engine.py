@@ -655,7 +655,12 @@ class LiveVllm(VllmEngine):
         rank, patterns = 0, list[str]()
         with suppress(OSError, ValueError, TypeError, KeyError, OverflowError):  # what cannot be read is refused below
             config = json.loads((directory / FILES[0]).read_text())
-            rank, patterns = int(config["r"]), [key for key in ("alpha_pattern", "rank_pattern") if config.get(key)]
+            patterns = [key for key in ("alpha_pattern", "rank_pattern", "use_dora") if config.get(key)]
+            rank = int(config["r"])
+        if "use_dora" in patterns:
+            raise AdapterError(
+                f"{version} is trained with DoRA, which vLLM does not serve", hint="serve it with engine local"
+            )
         if patterns:
             raise AdapterError(
                 f"{version} has a {patterns[0]}, and vLLM scales every module alike: it would compute something else",

@@ -259,7 +259,9 @@ class Samplers:
         name = f"{'tinker' if named else 'snapshot'}-{hashlib.sha256(model.id.encode()).hexdigest()[:12]}"
 
         def publish(trainer: TrainingClient) -> PolicyVersion:
-            info = Provenance(base_model=base.name, base_hash=base.hash, step=trainer.learner.steps)
+            info = Provenance(
+                base_model=base.name, base_hash=base.hash, quantization=base.quantization, step=trainer.learner.steps
+            )
             return store.publish(name, trainer.learner.save_adapter, info=info)
 
         return await self._models.in_training(model, publish)

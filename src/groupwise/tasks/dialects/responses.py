@@ -184,7 +184,7 @@ class FunctionTool(Part):
         return {"type": "function", "function": function | ({"strict": True} if self.strict else {})}
 
 
-class NamedFunction(Part):
+class FunctionChoice(Part):
     """The model must call the tool of this name."""
 
     type: Literal["function"]
@@ -202,7 +202,7 @@ def _choice(value: Any) -> str:
 
 ToolChoice = Annotated[
     Annotated[
-        Annotated[Literal["none", "auto", "required"], Tag("word")] | Annotated[NamedFunction, Tag("named")],
+        Annotated[Literal["none", "auto", "required"], Tag("word")] | Annotated[FunctionChoice, Tag("named")],
         Discriminator(_choice),
     ],
     BeforeValidator(_own_choice),
@@ -309,7 +309,7 @@ class ResponsesRequest(Request):
             "tool_choice": self.tool_choice,
             **{name: getattr(self, name) for name in ("parallel_tool_calls", "temperature", "top_p", "stream")},
         }
-        if isinstance(self.tool_choice, NamedFunction):
+        if isinstance(self.tool_choice, FunctionChoice):
             body["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
         if body["messages"][-1]["role"] == "assistant":
             body["continue_final_message"] = False
@@ -446,7 +446,7 @@ def _head(request: ResponsesRequest) -> dict[str, Any]:
         "store": request.store is not False,
         "temperature": 1.0 if request.temperature is None else request.temperature,
         "text": {"format": text.model_dump(exclude_none=True, by_alias=True) if text else {"type": "text"}},
-        "tool_choice": choice.model_dump() if isinstance(choice, NamedFunction) else choice or "auto",
+        "tool_choice": choice.model_dump() if isinstance(choice, FunctionChoice) else choice or "auto",
         "tools": [{"parameters": None, "strict": None, **tool.model_dump()} for tool in request.tools or ()],
         "top_p": 1.0 if request.top_p is None else request.top_p,
         "truncation": "disabled",
